@@ -23,19 +23,23 @@ class PatchConfig:
     """What `patch_model` does to a model.
 
     Attributes:
-        attention: "int8" runs q and k in int8; "exact" runs torch's scaled_dot_product_attention and fuses only the
-            skip; "sage" calls the `sageattention` package; "int4" quantises q and k to 15 levels and exists to show
-            that the verdict can fail.
-        pv: Element type of probabilities and values in the second matrix product. "auto" is fp8 (e4m3) where the
-            device has it (sm_89 and newer), else bf16. Accumulation is fp32 in every case.
-        smooth_k: Subtract the mean over tokens from k before quantising. It leaves softmax unchanged exactly.
-        impl: "triton" or "reference" (plain torch); "auto" decides once, by the device of the model.
-        form: How a pair with an output projection is closed: attention and projection in "two-launch" or
-            "one-launch"; "auto" reads the measured table.
+        attention: "int8" runs q and k in int8; "exact" runs torch's scaled_dot_product_attention
+            and fuses only the skip; "sage" calls the `sageattention` package; "int4" quantises q
+            and k to 15 levels and exists to show that the verdict can fail.
+        pv: Element type of probabilities and values in the second matrix product. "auto" is fp8
+            (e4m3) where the device has it (sm_89 and newer), else bf16. Accumulation is fp32 in
+            every case.
+        smooth_k: Subtract the mean over tokens from k before quantising. It leaves softmax
+            unchanged exactly.
+        impl: "triton" or "reference" (plain torch); "auto" decides once, by the device of the
+            model.
+        form: How a pair with an output projection is closed: attention and projection in
+            "two-launch" or "one-launch"; "auto" reads the measured table.
         kinds: Which kinds of skip pair are fused.
-        guard: Compare each pair with the exact branch on the first and the last step and give it back to its
-            author's code when it is over budget.
-        guard_budget: Largest relative L2 error of a branch (after its output projection) that the guard accepts.
+        guard: Compare each pair with the exact branch on the first and the last step and give it
+            back to its author's code when it is over budget.
+        guard_budget: Largest relative L2 error of a branch (after its output projection) that the
+            guard accepts.
     """
 
     attention: Attention = "int8"
@@ -56,15 +60,25 @@ class PatchConfig:
         ):
             value = getattr(self, field)
             if value not in choices:
-                raise ConfigError(f"PatchConfig.{field}", expected=f"one of {choices}", got=repr(value))
-        if isinstance(self.kinds, str) or not self.kinds or any(k not in KINDS for k in self.kinds):
+                raise ConfigError(
+                    f"PatchConfig.{field}", expected=f"one of {choices}", got=repr(value)
+                )
+        if (
+            isinstance(self.kinds, str)
+            or not self.kinds
+            or any(k not in KINDS for k in self.kinds)
+        ):
             raise ConfigError(
-                "PatchConfig.kinds", expected=f"a non-empty tuple out of {KINDS}", got=repr(self.kinds)
+                "PatchConfig.kinds",
+                expected=f"a non-empty tuple out of {KINDS}",
+                got=repr(self.kinds),
             )
         for field in ("smooth_k", "guard"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(
-                    f"PatchConfig.{field}", expected="True or False", got=repr(getattr(self, field))
+                    f"PatchConfig.{field}",
+                    expected="True or False",
+                    got=repr(getattr(self, field)),
                 )
         if not 0.0 < self.guard_budget < float("inf"):
             raise ConfigError(

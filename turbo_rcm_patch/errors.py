@@ -1,6 +1,7 @@
 """Every error this library raises on purpose, in one tree.
 
-Each leaf also inherits from the built-in that a caller would have expected, so `except ValueError` keeps working.
+Each leaf also inherits from the built-in that a caller would have expected, so `except ValueError`
+keeps working.
 Messages follow one pattern: which argument, what was expected, what came, and what to do about it.
 """
 
@@ -55,7 +56,7 @@ class ConfigError(TurboRCMError, ValueError):
     """A field of a configuration has a value outside its domain."""
 
 
-# --- patching -------------------------------------------------------------------------------------
+# --- patching ------------------------------------------------------------------------------------
 
 
 class PatchError(TurboRCMError):
@@ -98,7 +99,7 @@ class ContextParallelError(PatchError, RuntimeError):
     """The model is split over several ranks in a way the fused path does not serve."""
 
 
-# --- operations -----------------------------------------------------------------------------------
+# --- operations ----------------------------------------------------------------------------------
 
 
 class OpError(TurboRCMError):
@@ -137,7 +138,7 @@ class NonFiniteInputError(OpError, ValueError):
     """The guard saw a NaN or an infinity before any of our code had run."""
 
 
-# --- sampling -------------------------------------------------------------------------------------
+# --- sampling ------------------------------------------------------------------------------------
 
 
 class SamplingError(TurboRCMError):

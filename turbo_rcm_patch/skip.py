@@ -1,8 +1,9 @@
 """The one concept of this library: the skip pair `y = c_skip * x + c_out * F(x)`.
 
-`F` is a branch (attention, feed-forward, a whole network), `x` the residual it meets. A transformer block's gated residual
-is (1, gate), a cross-attention's plain add is (1, 1), and the boundary condition of a few-step model is
-(c_skip(t), c_out(t)). One word, one dataclass, one epilogue.
+`F` is a branch (attention, feed-forward, a whole network), `x` the residual it meets. A
+transformer block's gated residual is (1, gate), a cross-attention's plain add is (1, 1), and the
+boundary condition of a few-step model is (c_skip(t), c_out(t)). One word, one dataclass, one
+epilogue.
 """
 
 from __future__ import annotations
@@ -13,19 +14,30 @@ from typing import Literal
 import torch
 
 from turbo_rcm_patch.config import Kind
+from turbo_rcm_patch.errors import DTypeError, ShapeError
 
-__all__ = ["Cast", "Coefficient", "Residual", "SkipPair", "Stream"]
+__all__ = [
+    "Cast",
+    "Coefficient",
+    "Residual",
+    "SkipPair",
+    "Stream",
+    "apply_skip",
+    "broadcast_coefficient",
+]
 
 #: A float, or an fp32 tensor of shape [B], [B, 1, C] or [B, N, C].
 Coefficient = float | torch.Tensor
 
-#: Where fp32 begins and ends. "fp32": coefficient and sum in fp32, one rounding at the end (diffusers' Wan self-attention
-#: and feed-forward). "model": every step rounds to the model's dtype (diffusers' Wan cross-attention, CogVideoX).
+#: Where fp32 begins and ends. "fp32": coefficient and sum in fp32, one rounding at the end
+#: (diffusers' Wan self-attention and feed-forward). "model": every step rounds to the model's
+#: dtype (diffusers' Wan cross-attention, CogVideoX).
 Cast = Literal["fp32", "model"]
 
-#: How a pair runs. "in-kernel": closed in the attention kernel (nothing stands between attention and residual).
-#: "one-launch" / "two-launch": closed across the output projection. "after-linear": a Linear that is not plain is called,
-#: then one elementwise kernel closes the skip. "as-written": the author's own code.
+#: How a pair runs. "in-kernel": closed in the attention kernel (nothing stands between attention
+#: and residual). "one-launch" / "two-launch": closed across the output projection. "after-linear":
+#: a Linear that is not plain is called, then one elementwise kernel closes the skip. "as-written":
+#: the author's own code.
 Residual = Literal["in-kernel", "one-launch", "two-launch", "after-linear", "as-written"]
 
 
@@ -52,7 +64,8 @@ class SkipPair:
 
     Attributes:
         path: Where it sits in the model, e.g. "blocks.0.attn1".
-        kind: "self", "cross", "image" (image branch of I2V), "feed-forward", or "boundary" (the whole network).
+        kind: "self", "cross", "image" (image branch of I2V), "feed-forward", or "boundary" (the
+            whole network).
         heads: Number of attention heads, 0 where the branch is not attention.
         head_dim: Channels per head, 0 where the branch is not attention.
         streams: One entry per residual stream.
@@ -76,3 +89,73 @@ class SkipPair:
     def fused(self) -> bool:
         """Whether any of our kernels closes this pair."""
         return self.runs != "as-written"
+
+
+def broadcast_coefficient(coefficient: Coefficient, like: torch.Tensor, name: str) -> Coefficient:
+    """Give a coefficient as many dimensions as the tensor it multiplies.
+
+    Args:
+        coefficient: Float, or floating point tensor of shape [], [B], [B, 1, C] or [B, N, C]
+            (generally: [B], or as many dimensions as `like`).
+        like: Residual of shape [B, ...].
+        name: What to call it in an error.
+
+    Returns:
+        The float, or a view that broadcasts against `like`.
+    """
+    if not isinstance(coefficient, torch.Tensor):
+        return float(coefficient)
+    if coefficient.is_complex() or coefficient.dtype == torch.bool:
+        raise DTypeError(name, expected="a real number", got=str(coefficient.dtype))
+    view = coefficient
+    if coefficient.ndim == 1 and like.ndim > 1:
+        view = coefficient.reshape(-1, *(1,) * (like.ndim - 1))
+    fits = view.ndim in (0, like.ndim) and all(
+        c in (1, n) for c, n in zip(view.shape, like.shape, strict=False)
+    )
+    if not fits:
+        raise ShapeError(
+            name,
+            expected=f"a float, or a shape [B] or one that broadcasts against {list(like.shape)}",
+            got=str(list(coefficient.shape)),
+        )
+    return view
+
+
+def apply_skip(
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    c_skip: Coefficient,
+    c_out: Coefficient,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """`c_skip * x + c_out * branch` in plain torch, with one rounding at the end.
+
+    Where c_out is exactly 0 the branch is not read, so the identity end returns x bit for bit,
+    whatever the branch holds (a negative zero, an infinity). A c_out given as the float 0.0 also
+    leaves the branch out of the graph.
+
+    Args:
+        x: Residual of shape [B, ...], any floating dtype.
+        branch: F(x), same shape as x.
+        c_skip: Coefficient of x.
+        c_out: Coefficient of the branch.
+        dtype: Where products and sum are computed. Cast order: both operands up, multiply, add,
+            cast once to x's dtype.
+
+    Returns:
+        Tensor of x's shape and dtype.
+    """
+    if x.shape != branch.shape:
+        raise ShapeError(
+            "branch", expected=f"the shape of x, {list(x.shape)}", got=str(list(branch.shape))
+        )
+    a = broadcast_coefficient(c_skip, x, "c_skip")
+    b = broadcast_coefficient(c_out, x, "c_out")
+    a = a.to(dtype) if isinstance(a, torch.Tensor) else a
+    kept = a * x.to(dtype)
+    if not isinstance(b, torch.Tensor):
+        return (kept if b == 0.0 else kept + b * branch.to(dtype)).to(x.dtype)
+    b = b.to(dtype)
+    return torch.where(b == 0, kept, kept + b * branch.to(dtype)).to(x.dtype)

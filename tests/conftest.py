@@ -1,0 +1,77 @@
+"""Shared test set-up: which tests run where, seeds, and poisoned memory.
+
+GPU tests carry the marker `gpu`. They are left out unless `-m` names it; when it does and there is
+no GPU they fail, because a suite that was asked for and silently skipped proves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+# Examples are drawn from a fixed seed, and no deadline: the first call of an operator is slow on a
+# busy machine.
+settings.register_profile("reproducible", derandomize=True, deadline=None, max_examples=50)
+settings.load_profile("reproducible")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Two workers on two cores: one thread each, or they fight.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "gpu" in (config.option.markexpr or ""):
+        return
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.fail("the GPU suite was asked for, but torch sees no GPU", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test starts from the same random state, whichever worker runs it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype.is_floating_point:
+        return tensor.fill_(float("nan"))
+    if tensor.dtype == torch.int8:
+        return tensor.fill_(-128)
+    return tensor.fill_(torch.iinfo(tensor.dtype).max) if tensor.dtype != torch.bool else tensor
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uninitialised memory is NaN (int8: -128), so that reading it cannot go unnoticed."""
+
+    def poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def empty(*args: object, **kwargs: object) -> torch.Tensor:
+            return _poison(make(*args, **kwargs))
+
+        return empty
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))
+    yield

@@ -1,0 +1,56 @@
+"""PatchConfig validates itself and cannot be changed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from turbo_rcm_patch.config import KINDS, PatchConfig
+from turbo_rcm_patch.errors import ConfigError
+
+
+def test_defaults_are_valid_and_fuse_everything() -> None:
+    config = PatchConfig()
+    assert config.attention == "int8"
+    assert config.kinds == KINDS
+    assert config.guard
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attention", "int2"),
+        ("pv", "fp4"),
+        ("impl", "cuda"),
+        ("form", "three-launch"),
+        ("smooth_k", 1),
+        ("guard", "yes"),
+        ("guard_budget", 0.0),
+        ("guard_budget", float("inf")),
+        ("guard_budget", float("nan")),
+        ("kinds", ()),
+        ("kinds", "self"),
+        ("kinds", ("self", "sideways")),
+    ],
+)
+def test_a_bad_field_is_named_with_its_value(field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PatchConfig(**{field: value})
+    assert f"PatchConfig.{field}" in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+def test_unknown_choices_list_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"int8.*int4.*exact.*sage"):
+        PatchConfig(attention="int2")  # type: ignore[arg-type]
+
+
+def test_is_frozen_keyword_only_and_hashable() -> None:
+    config = PatchConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.attention = "exact"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        PatchConfig("int8")  # type: ignore[misc]
+    assert hash(config) == hash(PatchConfig())
+    assert dataclasses.replace(config, attention="exact") == PatchConfig(attention="exact")

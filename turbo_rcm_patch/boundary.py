@@ -1,0 +1,310 @@
+"""Boundary conditions: closed forms of (c_skip, c_out) for a whole network.
+
+A few-step model is a network F inside a skip whose coefficients depend on time. Each
+parameterisation here is one way the literature chose them. All share an identity end, where the
+skip returns its input exactly, and another end with a limit.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+
+from turbo_rcm_patch.errors import ConfigError, DTypeError
+from turbo_rcm_patch.skip import apply_skip
+
+__all__ = [
+    "EDM",
+    "ConsistencyModel",
+    "Parameterisation",
+    "RCMWrapper",
+    "RectifiedFlow",
+    "TrigFlow",
+    "rectified_flow_time",
+    "trigflow_time",
+]
+
+
+class Parameterisation(ABC):
+    """How a network F meets its noisy input: `D(x) = c_skip(t) * x + c_out(t) * F(c_in(t) * x)`.
+
+    Every coefficient takes a float and returns a float, or takes a tensor of any shape and returns
+    an fp64 tensor of that shape; everything inside is fp64. Times are not checked to lie between
+    the two ends, so that a call never waits for a GPU.
+    """
+
+    @property
+    @abstractmethod
+    def identity_end(self) -> float:
+        """The time at which c_skip is exactly 1 and c_out exactly 0, so that D(x, t) is x."""
+
+    @property
+    @abstractmethod
+    def other_end(self) -> float:
+        """The opposite end of the time axis; `math.inf` where the axis has none."""
+
+    @property
+    @abstractmethod
+    def other_limit(self) -> tuple[float, float]:
+        """(c_skip, c_out) at the other end, or their limits towards it."""
+
+    @abstractmethod
+    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """(c_skip, c_out, c_in) for fp64 times that were given in `dtype`."""
+
+    def _coefficient(self, index: int, t: float | torch.Tensor) -> float | torch.Tensor:
+        if isinstance(t, torch.Tensor):
+            if t.is_complex() or t.dtype == torch.bool:
+                raise DTypeError("t", expected="a real number", got=str(t.dtype))
+            return self._coefficients(t.double(), t.dtype)[index]
+        value = torch.tensor(float(t), dtype=torch.float64)
+        return float(self._coefficients(value, torch.float64)[index])
+
+    @overload
+    def c_skip(self, t: float) -> float: ...
+    @overload
+    def c_skip(self, t: torch.Tensor) -> torch.Tensor: ...
+    def c_skip(self, t: float | torch.Tensor) -> float | torch.Tensor:
+        """Coefficient of the input."""
+        return self._coefficient(0, t)
+
+    @overload
+    def c_out(self, t: float) -> float: ...
+    @overload
+    def c_out(self, t: torch.Tensor) -> torch.Tensor: ...
+    def c_out(self, t: float | torch.Tensor) -> float | torch.Tensor:
+        """Coefficient of the network's output."""
+        return self._coefficient(1, t)
+
+    @overload
+    def c_in(self, t: float) -> float: ...
+    @overload
+    def c_in(self, t: torch.Tensor) -> torch.Tensor: ...
+    def c_in(self, t: float | torch.Tensor) -> float | torch.Tensor:
+        """Factor on the input before the network sees it."""
+        return self._coefficient(2, t)
+
+    def boundary(
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor,
+        t: float | torch.Tensor,
+        *,
+        dtype: torch.dtype = torch.float64,
+    ) -> torch.Tensor:
+        """`c_skip(t) * x + c_out(t) * branch`; see `apply_skip`.
+
+        Args:
+            x: Noisy input of shape [B, ...], not scaled by c_in.
+            branch: The network's output on `c_in(t) * x`, same shape.
+            t: A float, or a tensor of shape [B] or broadcastable against x.
+            dtype: Where products and sum are computed.
+
+        Returns:
+            Tensor of x's shape and dtype.
+        """
+        return apply_skip(x, branch, self.c_skip(t), self.c_out(t), dtype=dtype)
+
+
+def _require(condition: bool, field: str, expected: str, value: float) -> None:
+    if not condition:
+        raise ConfigError(field, expected=expected, got=repr(value))
+
+
+@dataclass(frozen=True, slots=True)
+class EDM(Parameterisation):
+    """Preconditioning of EDM (arXiv:2206.00364, table 1); t is the noise level sigma.
+
+    c_skip = sd^2 / (t^2 + sd^2), c_out = t sd / sqrt(t^2 + sd^2), c_in = 1 / sqrt(t^2 + sd^2).
+
+    Attributes:
+        sigma_data: Standard deviation of the data, sd.
+    """
+
+    sigma_data: float = 0.5
+
+    def __post_init__(self) -> None:
+        _require(
+            0 < self.sigma_data < math.inf, "EDM.sigma_data", "a positive number", self.sigma_data
+        )
+
+    @property
+    def identity_end(self) -> float:
+        return 0.0
+
+    @property
+    def other_end(self) -> float:
+        return math.inf
+
+    @property
+    def other_limit(self) -> tuple[float, float]:
+        return 0.0, self.sigma_data
+
+    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        sd = self.sigma_data
+        norm = (t.square() + sd * sd).sqrt()
+        return sd * sd / (t.square() + sd * sd), t * sd / norm, 1 / norm
+
+
+@dataclass(frozen=True, slots=True)
+class ConsistencyModel(Parameterisation):
+    """Boundary of consistency models (arXiv:2303.01469, appendix C); t is the noise level sigma.
+
+    c_skip = sd^2 / ((t - smin)^2 + sd^2), c_out = (t - smin) sd / sqrt(t^2 + sd^2),
+    c_in = 1 / sqrt(t^2 + sd^2).
+
+    Attributes:
+        sigma_data: Standard deviation of the data, sd.
+        sigma_min: Noise level at which the network must be the identity. It is read at the
+            precision in which t arrives: 0.002 as fp32 is not 0.002, and the identity must
+            hold for it too.
+    """
+
+    sigma_data: float = 0.5
+    sigma_min: float = 0.002
+
+    def __post_init__(self) -> None:
+        field = "ConsistencyModel"
+        _require(
+            0 < self.sigma_data < math.inf,
+            f"{field}.sigma_data",
+            "a positive number",
+            self.sigma_data,
+        )
+        _require(0 <= self.sigma_min < math.inf, f"{field}.sigma_min", "0 or more", self.sigma_min)
+
+    @property
+    def identity_end(self) -> float:
+        return self.sigma_min
+
+    @property
+    def other_end(self) -> float:
+        return math.inf
+
+    @property
+    def other_limit(self) -> tuple[float, float]:
+        return 0.0, self.sigma_data
+
+    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        sd = self.sigma_data
+        as_given = dtype if dtype.is_floating_point else torch.float64
+        past = t - float(torch.tensor(self.sigma_min, dtype=as_given))
+        norm = (t.square() + sd * sd).sqrt()
+        return sd * sd / (past.square() + sd * sd), past * sd / norm, 1 / norm
+
+
+@dataclass(frozen=True, slots=True)
+class TrigFlow(Parameterisation):
+    """TrigFlow (arXiv:2410.11081): x_t = cos t x_0 + sin t z, t from 0 to pi/2.
+
+    c_skip = cos t, c_out = -sd sin t, c_in = 1 / sd.
+
+    Attributes:
+        sigma_data: Standard deviation of the data, sd; z has the same.
+    """
+
+    sigma_data: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(
+            0 < self.sigma_data < math.inf,
+            "TrigFlow.sigma_data",
+            "a positive number",
+            self.sigma_data,
+        )
+
+    @property
+    def identity_end(self) -> float:
+        return 0.0
+
+    @property
+    def other_end(self) -> float:
+        return math.pi / 2
+
+    @property
+    def other_limit(self) -> tuple[float, float]:
+        return 0.0, -self.sigma_data
+
+    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        sd = self.sigma_data
+        return t.cos(), -sd * t.sin(), torch.full_like(t, 1 / sd)
+
+
+@dataclass(frozen=True, slots=True)
+class RCMWrapper(Parameterisation):
+    """rCM (arXiv:2510.08431): a TrigFlow model around a network that predicts rectified-flow
+    velocity.
+
+    t is TrigFlow time. c_skip = c_in = 1 / (cos t + sin t), c_out = -sin t / (cos t + sin t).
+    """
+
+    @property
+    def identity_end(self) -> float:
+        return 0.0
+
+    @property
+    def other_end(self) -> float:
+        return math.pi / 2
+
+    @property
+    def other_limit(self) -> tuple[float, float]:
+        return 1.0, -1.0
+
+    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        total = t.cos() + t.sin()
+        return 1 / total, -t.sin() / total, 1 / total
+
+
+@dataclass(frozen=True, slots=True)
+class RectifiedFlow(Parameterisation):
+    """The same model in rectified-flow time: x_0 = x_t - t v.
+
+    x_t = (1 - t) x_0 + t z, t from 0 to 1. c_skip = 1, c_out = -t, c_in = 1.
+    """
+
+    @property
+    def identity_end(self) -> float:
+        return 0.0
+
+    @property
+    def other_end(self) -> float:
+        return 1.0
+
+    @property
+    def other_limit(self) -> tuple[float, float]:
+        return 1.0, -1.0
+
+    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        return torch.ones_like(t), -t, torch.ones_like(t)
+
+
+@overload
+def rectified_flow_time(t: float) -> float: ...
+@overload
+def rectified_flow_time(t: torch.Tensor) -> torch.Tensor: ...
+def rectified_flow_time(t: float | torch.Tensor) -> float | torch.Tensor:
+    """Rectified-flow time of a TrigFlow time: sin t / (cos t + sin t), in fp64.
+
+    The states differ by a factor: x_rectified = x_trigflow / (cos t + sin t), which is
+    `RCMWrapper().c_in(t)`.
+    """
+    if isinstance(t, torch.Tensor):
+        wide = t.double()
+        return wide.sin() / (wide.cos() + wide.sin())
+    return math.sin(t) / (math.cos(t) + math.sin(t))
+
+
+@overload
+def trigflow_time(t: float) -> float: ...
+@overload
+def trigflow_time(t: torch.Tensor) -> torch.Tensor: ...
+def trigflow_time(t: float | torch.Tensor) -> float | torch.Tensor:
+    """TrigFlow time of a rectified-flow time: the angle of (1 - t, t), in fp64."""
+    if isinstance(t, torch.Tensor):
+        wide = t.double()
+        return torch.atan2(wide, 1 - wide)
+    return math.atan2(t, 1 - t)
