@@ -1,0 +1,1 @@
+"""Triton kernels: jit functions and their launchers. Imported on first launch, never before."""

@@ -1,0 +1,23 @@
+"""Public tensor operations: they validate, are registered with torch, and choose an
+implementation.
+
+Importing this package loads neither triton nor diffusers; a Triton kernel is imported when it is
+first launched.
+"""
+
+from turbo_rcm_patch.ops.attention import attention_lse, attention_skip
+from turbo_rcm_patch.ops.fused import attention_project_skip, choose_form
+from turbo_rcm_patch.ops.projection import project_skip, skip
+from turbo_rcm_patch.ops.spec import AttentionSpec, resolve_impl, resolve_pv
+
+__all__ = [
+    "AttentionSpec",
+    "attention_lse",
+    "attention_project_skip",
+    "attention_skip",
+    "choose_form",
+    "project_skip",
+    "resolve_impl",
+    "resolve_pv",
+    "skip",
+]

@@ -1,0 +1,170 @@
+"""Attention whose epilogue closes a skip: `c_skip * residual + c_out * softmax(q k^T) v`."""
+
+from __future__ import annotations
+
+import torch
+
+from turbo_rcm_patch.errors import GradientError, MaskError, OpError
+from turbo_rcm_patch.ops.checks import (
+    check_attention,
+    check_lengths,
+    check_norm,
+    check_residual,
+    coefficient_parts,
+    rotary_parts,
+)
+from turbo_rcm_patch.ops.registry import attention_forward
+from turbo_rcm_patch.ops.spec import AttentionSpec
+from turbo_rcm_patch.skip import Coefficient
+
+__all__ = ["attention_lse", "attention_skip"]
+
+
+def attention_skip(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    *,
+    residual: torch.Tensor | None = None,
+    c_skip: Coefficient = 1.0,
+    c_out: Coefficient = 1.0,
+    norm_q: torch.Tensor | None = None,
+    norm_k: torch.Tensor | None = None,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """c_skip * residual + c_out * softmax(sm_scale * q k^T) v.
+
+    RMSNorm, rotary embedding, smoothing and quantisation happen in fp32 without intermediate
+    rounding; the epilogue is fp32 and rounds once. Arguments with a contiguous last dimension are
+    read in place, whatever their other strides (views of a fused QKV tensor); others are copied.
+
+    Args:
+        q: [B, Nq, H*D], bf16, fp16 or fp32.
+        k: [B, Nk, H*D], dtype of q.
+        v: [B, Nk, H*D], dtype of q.
+        spec: How the attention is computed.
+        residual: [B, Nq, H*D], any float dtype, or None for c_out * attention.
+        c_skip: Float or tensor [B], [B, 1, H*D] or [B, Nq, H*D], read as fp32.
+        c_out: Likewise.
+        norm_q: RMSNorm weight of q: [H*D] normalises across all heads, [D] per head.
+        norm_k: Likewise for k.
+        rotary: (cos, sin), each [N, D] or [1, N, 1, D], applied to interleaved pairs of q and k:
+            cos at even and sin at odd channels, as diffusers' Wan does.
+        kv_lengths: int32 [B]; keys at or past the length are masked exactly, whatever they hold. A
+            query that sees no key gives 0.
+        out_dtype: dtype of the result; q's by default.
+
+    Returns:
+        [B, Nq, H*D], contiguous.
+    """
+    out, _ = _call(
+        q,
+        k,
+        v,
+        spec,
+        residual,
+        c_skip,
+        c_out,
+        norm_q,
+        norm_k,
+        rotary,
+        kv_lengths,
+        out_dtype,
+        False,
+    )
+    return out
+
+
+def attention_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    *,
+    norm_q: torch.Tensor | None = None,
+    norm_k: torch.Tensor | None = None,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(sm_scale * q k^T) v and the logsumexp of its logits. Arguments as in
+    `attention_skip`.
+
+    Smoothing k shifts every logit of a row by sm_scale * q · mean(k); the shift is computed in
+    fp32 and added back, so the logsumexp is that of the unsmoothed logits.
+
+    Returns:
+        Output [B, Nq, H*D] and natural-log logsumexp fp32 [B, H, Nq], -inf where a query sees no
+        key.
+    """
+    if spec.attention == "sage":
+        raise OpError(
+            'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
+        )
+    return _call(
+        q, k, v, spec, None, 1.0, 1.0, norm_q, norm_k, rotary, kv_lengths, out_dtype, True
+    )
+
+
+def _call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    residual: torch.Tensor | None,
+    c_skip: Coefficient,
+    c_out: Coefficient,
+    norm_q: torch.Tensor | None,
+    norm_k: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    kv_lengths: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    want_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_attention(q, k, v, spec)
+    batch, n_q, channels = q.shape
+    shape = (batch, n_q, channels)
+    check_norm("norm_q", norm_q, channels, spec.heads)
+    check_norm("norm_k", norm_k, channels, spec.heads)
+    cos, sin = rotary_parts(rotary, n_q, k.shape[1], channels // spec.heads)
+    check_lengths(kv_lengths, batch)
+    if spec.attention == "sage" and kv_lengths is not None:
+        raise MaskError(
+            'kv_lengths with attention="sage"',
+            expected="no key padding (the package ignores masks)",
+            remedy='Use attention="int8"',
+        )
+    check_residual("residual", residual, shape)
+    c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
+    c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
+    if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
+        raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
+    out, lse = attention_forward(
+        q,
+        k,
+        v,
+        residual,
+        c_skip_tensor if residual is not None else None,
+        c_out_tensor,
+        norm_q,
+        norm_k,
+        cos,
+        sin,
+        kv_lengths,
+        c_skip_value,
+        c_out_value,
+        spec.heads,
+        spec.attention,
+        spec.pv,
+        spec.smooth_k,
+        spec.causal,
+        (channels // spec.heads) ** -0.5 if spec.sm_scale is None else spec.sm_scale,
+        spec.eps,
+        spec.impl,
+        q.dtype if out_dtype is None else out_dtype,
+        want_lse,
+    )
+    return out, lse

@@ -1,0 +1,185 @@
+"""Backend-neutral checks of what the public operations are given. Hardware checks are the
+launchers'."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from turbo_rcm_patch.errors import DTypeError, GradientError, HeadDimError, MaskError, ShapeError
+from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, AttentionSpec
+from turbo_rcm_patch.skip import Coefficient
+
+__all__ = [
+    "check_attention",
+    "check_lengths",
+    "check_norm",
+    "check_residual",
+    "check_weight",
+    "coefficient_parts",
+    "rotary_parts",
+]
+
+FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _shape(x: torch.Tensor) -> str:
+    return str(list(x.shape))
+
+
+def check_float(name: str, x: torch.Tensor) -> None:
+    if x.dtype not in FLOATS:
+        raise DTypeError(name, expected="bfloat16, float16 or float32", got=str(x.dtype))
+
+
+def check_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+) -> None:
+    """q [B, Nq, H*D], k and v [B, Nk, H*D] of one dtype and one device, with 1 <= D <= 256."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ShapeError(name, expected="[batch, tokens, heads * head_dim]", got=_shape(x))
+        check_float(name, x)
+        if x.dtype != q.dtype:
+            raise DTypeError(name, expected=f"the dtype of q, {q.dtype}", got=str(x.dtype))
+        if x.device != q.device:
+            raise ShapeError(name, expected=f"the device of q, {q.device}", got=str(x.device))
+    batch, _, channels = q.shape
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[2] != channels:
+        raise ShapeError(
+            "k and v",
+            expected=f"both [{batch}, Nk, {channels}]",
+            got=f"{_shape(k)} and {_shape(v)}",
+        )
+    if q.shape[1] < 1 or k.shape[1] < 1:
+        raise ShapeError(
+            "q and k", expected="at least one token each", got=f"{_shape(q)}, {_shape(k)}"
+        )
+    if channels % spec.heads:
+        raise ShapeError(
+            "q", expected=f"channels divisible by heads={spec.heads}", got=f"{channels} channels"
+        )
+    head_dim = channels // spec.heads
+    if head_dim > MAX_HEAD_DIM:
+        raise HeadDimError(
+            "head_dim",
+            expected=f"at most {MAX_HEAD_DIM}",
+            got=str(head_dim),
+            remedy='Use attention="exact" through torch for this module',
+        )
+
+
+def check_norm(name: str, weight: torch.Tensor | None, channels: int, heads: int) -> None:
+    """An RMSNorm weight is [H*D] (across all heads) or [D] (per head)."""
+    if weight is None:
+        return
+    check_float(name, weight)
+    if weight.dim() != 1 or weight.numel() not in (channels, channels // heads):
+        raise ShapeError(
+            name,
+            expected=f"[{channels}] (across heads) or [{channels // heads}] (per head)",
+            got=_shape(weight),
+        )
+
+
+def rotary_parts(
+    rotary: tuple[torch.Tensor, torch.Tensor] | None, n_q: int, n_kv: int, head_dim: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(cos, sin) as [N, D] views. A table may be [N, D] or [1, N, 1, D]; N is the length of q and
+    of k."""
+    if rotary is None:
+        return None, None
+    if not isinstance(rotary, tuple | list) or len(rotary) != 2:
+        raise ShapeError("rotary", expected="a pair (cos, sin)", got=type(rotary).__name__)
+    if head_dim % 2:
+        raise HeadDimError("head_dim", expected="an even head_dim with rotary", got=str(head_dim))
+    cos, sin = rotary
+    for name, table in (("cos", cos), ("sin", sin)):
+        good = (
+            table.dim() in (2, 4)
+            and table.shape[-1] == head_dim
+            and table.numel() == n_q * head_dim
+        )
+        if not good or n_q != n_kv:
+            raise ShapeError(
+                f"rotary {name}",
+                expected=f"[N, {head_dim}] or [1, N, 1, {head_dim}] with N = Nq = Nk",
+                got=f"{_shape(table)} with Nq={n_q}, Nk={n_kv}",
+            )
+        if table.requires_grad:
+            raise GradientError(
+                f"rotary {name}", expected="a table without gradient", got="requires_grad=True"
+            )
+        if not table.dtype.is_floating_point:
+            raise DTypeError(f"rotary {name}", expected="a float dtype", got=str(table.dtype))
+    return cos.reshape(n_q, head_dim), sin.reshape(n_q, head_dim)
+
+
+def check_lengths(kv_lengths: torch.Tensor | None, batch: int) -> None:
+    """Key lengths are an integer tensor [B]. Their values stay on the device: lengths past Nk mean
+    all keys."""
+    if kv_lengths is None:
+        return
+    if kv_lengths.shape != (batch,):
+        raise MaskError(
+            "kv_lengths",
+            expected=f"[{batch}] key lengths",
+            got=_shape(kv_lengths),
+            remedy="Only key padding at the end and causal=True are masked exactly",
+        )
+    if kv_lengths.dtype not in (torch.int32, torch.int64):
+        raise MaskError("kv_lengths", expected="int32 or int64", got=str(kv_lengths.dtype))
+
+
+def check_residual(name: str, residual: torch.Tensor | None, shape: tuple[int, int, int]) -> None:
+    if residual is None:
+        return
+    check_float(name, residual)
+    if tuple(residual.shape) != shape:
+        raise ShapeError(name, expected=str(list(shape)), got=_shape(residual))
+
+
+def check_weight(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """weight [Cout, Cin] and bias [Cout] of a projection of x [B, N, Cin]."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        check_float(name, tensor)
+    if x.dim() != 3:
+        raise ShapeError("x", expected="[batch, tokens, channels]", got=_shape(x))
+    if weight.dim() != 2 or weight.shape[1] != x.shape[2]:
+        raise ShapeError("weight", expected=f"[Cout, {x.shape[2]}]", got=_shape(weight))
+    if x.dtype != weight.dtype:
+        raise DTypeError(
+            "weight",
+            expected=f"the dtype of x, {x.dtype}",
+            got=str(weight.dtype),
+            remedy="Call the Linear and close the skip with ops.skip",
+        )
+    if bias is not None:
+        check_float("bias", bias)
+        if tuple(bias.shape) != (weight.shape[0],):
+            raise ShapeError("bias", expected=f"[{weight.shape[0]}]", got=_shape(bias))
+
+
+def coefficient_parts(
+    name: str, value: Coefficient, shape: tuple[int, int, int]
+) -> tuple[float, torch.Tensor | None]:
+    """A coefficient as (float, None) or (1.0, tensor that broadcasts to [B, N, C]), still any
+    float dtype."""
+    if not isinstance(value, torch.Tensor):
+        return float(value), None
+    if not value.dtype.is_floating_point:
+        raise DTypeError(name, expected="a float dtype", got=str(value.dtype))
+    if value.dim() == 1 and value.shape[0] in (1, shape[0]):
+        return 1.0, value.view(-1, 1, 1)
+    if value.dim() == 0:
+        return 1.0, value.view(1, 1, 1)
+    good = value.dim() == 3 and all(c in (1, s) for c, s in zip(value.shape, shape, strict=True))
+    if not good:
+        batch, _, channels = shape
+        raise ShapeError(
+            name,
+            expected=f"a float, [{batch}], [{batch}, 1, {channels}] or {list(shape)}",
+            got=_shape(value),
+        )
+    return 1.0, value

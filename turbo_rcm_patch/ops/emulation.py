@@ -1,0 +1,190 @@
+"""int8 attention as the kernels compute it, in plain torch: the CPU path and the kernels' tight
+reference.
+
+Numeric contract, which the kernels follow too:
+
+1. q and k are normalised and rotated in fp32. k loses its mean over at most `MEAN_SAMPLES` evenly
+   spaced tokens.
+2. q is quantised with one scale per row and k with one scale per `BLOCK_KV` tokens, symmetric,
+   round half to even.
+3. Logits are exact integers times the two scales. The online softmax runs over blocks of
+   `BLOCK_KV` keys.
+4. P is rounded against the *running* maximum of its block, to e4m3 (scaled so that its maximum is
+   448), fp16 or bf16, and the row sum adds the rounded P. v is e4m3 with one scale per channel, or
+   16-bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+import torch
+
+from turbo_rcm_patch.ops.reference import key_mask
+from turbo_rcm_patch.ops.spec import BLOCK_KV
+
+__all__ = ["E4M3_MAX", "MEAN_SAMPLES", "P_SHIFT", "emulated_attention", "sample_mean"]
+
+LOG2_E: Final = math.log2(math.e)
+LN_2: Final = math.log(2.0)
+E4M3_MAX: Final = 448.0
+#: Tokens whose mean smooths k: any constant is exact, so a sample does.
+MEAN_SAMPLES: Final = 256
+#: log2 of the largest P. e4m3 uses its whole range; fp16 stays clear of its subnormals.
+P_SHIFT: Final = {"fp8": math.log2(E4M3_MAX), "fp16": 8.0, "bf16": 0.0}
+
+_ROWS: Final = 256  # query rows at a time: their logits stay in cache at short lengths
+
+
+def sample_mean(k: torch.Tensor, kv_lengths: torch.Tensor | None) -> torch.Tensor:
+    """Mean of k [B, H, Nk, D] fp32 over evenly spaced visible tokens, [B, H, 1, D] fp32."""
+    step = max(1, -(-k.shape[2] // MEAN_SAMPLES))
+    sample = k[:, :, ::step]
+    if kv_lengths is None:
+        return sample.mean(2, keepdim=True)
+    positions = torch.arange(0, k.shape[2], step, device=k.device)
+    seen = (positions < kv_lengths.view(-1, 1)).view(k.shape[0], 1, -1, 1)
+    count = seen.sum(2, keepdim=True).clamp_min(1)
+    return sample.masked_fill(~seen, 0.0).sum(2, keepdim=True) / count
+
+
+def _quantize(x: torch.Tensor, amax: torch.Tensor, qmax: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers (held in fp32) and the scale, for values whose largest magnitude is `amax`
+    (broadcastable)."""
+    amax = torch.where(amax > 0, amax, torch.ones_like(amax))
+    return (x * (qmax / amax)).round_(), amax / qmax
+
+
+def _round_p(p: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]) -> torch.Tensor:
+    dtype = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}[pv]
+    return p.to(dtype).float()
+
+
+def _round_v(
+    v: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """v [B, H, Nk, D] as the second product sees it, in fp32, and the per-channel scale [B, H, 1,
+    D] of e4m3."""
+    if pv != "fp8":
+        return v.to(torch.bfloat16 if pv == "bf16" else torch.float16).float(), None
+    amax = v.abs().amax(2, keepdim=True)
+    amax = torch.where(amax > 0, amax, torch.ones_like(amax))
+    return (v * (E4M3_MAX / amax)).to(torch.float8_e4m3fn).float(), amax / E4M3_MAX
+
+
+def emulated_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    sm_scale: float,
+    pv: Literal["fp8", "bf16", "fp16"],
+    qmax: int,
+    smooth_k: bool,
+    causal: bool = False,
+    kv_lengths: torch.Tensor | None = None,
+    want_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """softmax(sm_scale * q k^T) v with quantised q, k, P and v.
+
+    Args:
+        q: [B, H, Nq, D] fp32, normalised and rotated.
+        k: [B, H, Nk, D] fp32, likewise.
+        v: [B, H, Nk, D], any float dtype.
+        sm_scale: Factor on the logits.
+        pv: Element type of P and v.
+        qmax: 127 for int8, 7 for int4.
+        smooth_k: Subtract k's mean first.
+        causal: Query i sees keys 0..i.
+        kv_lengths: int [B]; keys at or past it are not seen.
+        want_lse: Also return the logsumexp of the *unsmoothed* logits (of the quantised q and k
+            plus q · mean).
+
+    Returns:
+        Output [B, Nq, H*D] fp32 and lse [B, H, Nq] fp32 or None.
+    """
+    batch, heads, n_q, dim = q.shape
+    n_kv = k.shape[2]
+    blocks = -(-n_kv // BLOCK_KV)
+    mean = sample_mean(k, kv_lengths) if smooth_k else None
+    if mean is not None:
+        k = k - mean
+    v = v.float()
+    if kv_lengths is not None:
+        unseen = (torch.arange(n_kv, device=k.device) >= kv_lengths.view(-1, 1)).view(
+            batch, 1, -1, 1
+        )
+        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+    if blocks * BLOCK_KV != n_kv:
+        pad = (0, 0, 0, blocks * BLOCK_KV - n_kv)
+        k, v = torch.nn.functional.pad(k, pad), torch.nn.functional.pad(v, pad)
+
+    q_int, q_scale = _quantize(q, q.abs().amax(-1, keepdim=True), qmax)
+    q_scale = q_scale.squeeze(-1) * (sm_scale * LOG2_E)
+    k_blocks = k.view(batch, heads, blocks, BLOCK_KV, dim)
+    k_int, k_scale = _quantize(k_blocks, k_blocks.abs().amax((-1, -2), keepdim=True), qmax)
+    k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)  # [B, H, Nk, D], [B, H, blocks]
+    v, v_scale = _round_v(v, pv)
+
+    mask = key_mask(batch, n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
+    if mask is None and blocks * BLOCK_KV != n_kv:
+        mask = torch.ones(1, 1, 1, n_kv, dtype=torch.bool, device=q.device)
+    if mask is not None:
+        mask = ~torch.nn.functional.pad(mask, (0, blocks * BLOCK_KV - n_kv))
+
+    out = torch.empty(batch, n_q, heads, dim, dtype=torch.float32, device=q.device)
+    lse = (
+        torch.empty(batch, heads, n_q, dtype=torch.float32, device=q.device) if want_lse else None
+    )
+    buffer = torch.empty(min(_ROWS, n_q), blocks * BLOCK_KV, dtype=torch.float32, device=q.device)
+    for b in range(batch):
+        for h in range(heads):
+            k_t = k_int[b, h].T
+            for start in range(0, n_q, _ROWS):
+                rows = slice(start, min(start + _ROWS, n_q))
+                logits = torch.matmul(q_int[b, h, rows], k_t, out=buffer[: rows.stop - rows.start])
+                if mask is not None:
+                    seen = mask[b % mask.shape[0], 0]
+                    logits.masked_fill_(seen if seen.shape[0] == 1 else seen[rows], float("-inf"))
+                o, chunk_lse = _softmax_pv(
+                    logits.view(-1, blocks, BLOCK_KV),
+                    q_scale[b, h, rows, None] * k_scale[b, h],
+                    v[b, h],
+                    pv,
+                )
+                out[b, rows, h] = o
+                if lse is not None:
+                    lse[b, h, rows] = chunk_lse
+    if v_scale is not None:
+        out *= v_scale.transpose(1, 2)
+    if lse is not None and mean is not None:
+        lse += (q * mean).sum(-1) * sm_scale
+    return out.flatten(2), lse
+
+
+def _softmax_pv(
+    logits: torch.Tensor, scale: torch.Tensor, v: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Online softmax and second product for some rows of one head.
+
+    Args:
+        logits: [R, blocks, BLOCK_KV] fp32 integers, -inf where masked; overwritten.
+        scale: [R, blocks] fp32, > 0, into log2 units.
+        v: [blocks * BLOCK_KV, D] fp32, rounded.
+        pv: Element type of P.
+
+    Returns:
+        Output [R, D] and natural-log logsumexp [R].
+    """
+    shift = P_SHIFT[pv]
+    running = (logits.amax(-1) * scale).cummax(1).values
+    finite = running.masked_fill(running == float("-inf"), 0.0)
+    p = torch.addcmul((shift - finite).unsqueeze(-1), logits, scale.unsqueeze(-1), out=logits)
+    p = _round_p(p.exp2_(), pv)
+    final = finite[:, -1:]
+    p *= torch.exp2(running - final).unsqueeze(-1)
+    total = p.sum((1, 2))
+    # Rows that see no key have a zero sum: their output is 0 and their logsumexp -inf.
+    out = (p.flatten(1) @ v) / torch.where(total > 0, total, torch.ones_like(total)).unsqueeze(-1)
+    return out, (final.squeeze(1) - shift + total.log2()) * LN_2

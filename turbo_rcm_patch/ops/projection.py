@@ -1,0 +1,331 @@
+"""Closing a skip after a projection, and the elementwise skip.
+
+`project_skip` is a projection whose epilogue closes the skip; `attention_project_skip` puts an
+attention before it, in one launch or in two; `skip` closes a skip over a branch that was computed
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.errors import ConfigError, GradientError, ShapeError
+from turbo_rcm_patch.ops.checks import check_float, check_residual, check_weight, coefficient_parts
+from turbo_rcm_patch.ops.reference import close_skip, project
+from turbo_rcm_patch.ops.spec import resolve_impl
+from turbo_rcm_patch.skip import Cast, Coefficient
+
+__all__ = ["project_skip", "skip"]
+
+
+def _check_cast(value: str) -> None:
+    if value not in ("fp32", "model"):
+        raise ConfigError("cast", expected="'fp32' or 'model'", got=repr(value))
+
+
+# --- skip ----------------------------------------------------------------------------------------
+
+
+def _skip_forward(
+    residual: Tensor,
+    branch: Tensor,
+    c_skip: Tensor | None,
+    c_out: Tensor | None,
+    c_skip_value: float,
+    c_out_value: float,
+    cast_policy: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    c_skip_either = c_skip_value if c_skip is None else c_skip
+    c_out_either = c_out_value if c_out is None else c_out
+    policy = cast("Cast", cast_policy)
+    if resolve_impl(cast("Impl", impl), residual.device) == "triton":
+        from turbo_rcm_patch.kernels.skip import skip as launch
+
+        return launch(
+            residual, branch, c_skip_either, c_out_either, cast=policy, out_dtype=out_dtype
+        )
+    return close_skip(
+        residual, branch, c_skip_either, c_out_either, cast=policy, out_dtype=out_dtype
+    ).contiguous()
+
+
+skip_forward = torch.library.custom_op("turbo_rcm_patch::skip", _skip_forward, mutates_args=())
+
+
+@skip_forward.register_fake
+def _skip_fake(
+    residual: Tensor,
+    branch: Tensor,
+    c_skip: Tensor | None,
+    c_out: Tensor | None,
+    c_skip_value: float,
+    c_out_value: float,
+    cast_policy: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return torch.empty(residual.shape, dtype=out_dtype, device=residual.device)
+
+
+def _skip_setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
+    residual, branch, c_skip, c_out = cast(
+        "tuple[Tensor, Tensor, Tensor | None, Tensor | None]", inputs[:4]
+    )
+    # A tensor is kept only for the gradient that needs it.
+    ctx.save_for_backward(
+        residual if c_skip is not None and c_skip.requires_grad else None,
+        branch if c_out is not None and c_out.requires_grad else None,
+        c_skip,
+        c_out,
+    )
+    ctx.values = inputs[4:6]
+    ctx.dtypes = residual.dtype, branch.dtype
+
+
+def _sum_to(x: Tensor, like: Tensor) -> Tensor:
+    return x.sum_to_size(like.shape).to(like.dtype)
+
+
+def _skip_autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    residual, branch, c_skip, c_out = ctx.saved_tensors
+    c_skip_value, c_out_value = ctx.values
+    dtypes = ctx.dtypes
+    needs = ctx.needs_input_grad
+    g = d_out.float()
+    grads: list[Tensor | None] = [None] * 9
+    if needs[0]:
+        grads[0] = (g * (c_skip_value if c_skip is None else c_skip.float())).to(dtypes[0])
+    if needs[1]:
+        grads[1] = (g * (c_out_value if c_out is None else c_out.float())).to(dtypes[1])
+    if needs[2]:
+        grads[2] = _sum_to(g * residual.float(), c_skip)
+    if needs[3]:
+        grads[3] = _sum_to(g * branch.float(), c_out)
+    return tuple(grads)
+
+
+skip_forward.register_autograd(_skip_autograd, setup_context=_skip_setup)
+
+
+def skip(
+    residual: Tensor,
+    branch: Tensor,
+    c_skip: Coefficient = 1.0,
+    c_out: Coefficient = 1.0,
+    *,
+    cast: Cast = "fp32",
+    impl: Impl = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """c_skip * residual + c_out * branch in one elementwise pass.
+
+    Args:
+        residual: [B, N, C], bf16, fp16 or fp32.
+        branch: [B, N, C], any of these dtypes.
+        c_skip: Float or tensor [B], [B, 1, C] or [B, N, C].
+        c_out: Likewise.
+        cast: "fp32" computes in fp32 and rounds once; "model" rounds every step to the residual's
+            dtype, as eager code in the model's dtype does (tensor coefficients are rounded to it
+            first).
+        impl: "triton", "reference" or "auto".
+        out_dtype: dtype of the result; the residual's by default.
+
+    Returns:
+        [B, N, C], contiguous.
+    """
+    _check_cast(cast)
+    if residual.dim() != 3 or residual.shape != branch.shape:
+        raise ShapeError(
+            "residual and branch",
+            expected="both [batch, tokens, channels]",
+            got=f"{list(residual.shape)} and {list(branch.shape)}",
+        )
+    check_float("residual", residual)
+    check_float("branch", branch)
+    shape = (residual.shape[0], residual.shape[1], residual.shape[2])
+    c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
+    c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
+    out: Tensor = skip_forward(
+        residual,
+        branch,
+        c_skip_tensor,
+        c_out_tensor,
+        c_skip_value,
+        c_out_value,
+        cast,
+        impl,
+        residual.dtype if out_dtype is None else out_dtype,
+    )
+    return out
+
+
+# --- projection + skip ---------------------------------------------------------------------------
+
+
+def _project_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    c_skip: Tensor | None,
+    c_out: Tensor | None,
+    c_skip_value: float,
+    c_out_value: float,
+    cast_policy: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    c_skip_either = c_skip_value if c_skip is None else c_skip
+    c_out_either = c_out_value if c_out is None else c_out
+    policy = cast("Cast", cast_policy)
+    if resolve_impl(cast("Impl", impl), x.device) == "triton":
+        from turbo_rcm_patch.kernels.project import project_skip as launch
+
+        return launch(
+            x,
+            weight,
+            bias,
+            residual,
+            c_skip_either,
+            c_out_either,
+            cast=policy,
+            out_dtype=out_dtype,
+        )
+    branch = project(x, weight, bias)
+    return close_skip(
+        residual, branch, c_skip_either, c_out_either, cast=policy, out_dtype=out_dtype
+    ).contiguous()
+
+
+project_forward = torch.library.custom_op(
+    "turbo_rcm_patch::project_skip", _project_forward, mutates_args=()
+)
+
+
+@project_forward.register_fake
+def _project_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    c_skip: Tensor | None,
+    c_out: Tensor | None,
+    c_skip_value: float,
+    c_out_value: float,
+    cast_policy: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[1], weight.shape[0]), dtype=out_dtype)
+
+
+def project_gradients(
+    d_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    c_skip: Tensor | None,
+    c_out: Tensor | None,
+    c_skip_value: float,
+    c_out_value: float,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of x, weight, bias, residual, c_skip, c_out in that order; products in the dtype
+    of x."""
+    g = d_out.float()
+    grads: list[Tensor | None] = [None] * 6
+    if residual is not None and needs[3]:
+        grads[3] = (g * (c_skip_value if c_skip is None else c_skip.float())).to(residual.dtype)
+    if residual is not None and c_skip is not None and needs[4]:
+        grads[4] = _sum_to(g * residual.float(), c_skip)
+    if c_out is not None and needs[5]:
+        grads[5] = _sum_to(g * project(x, weight, bias), c_out)
+    if not any(needs[:3]):
+        return grads
+    d_branch = g * (c_out_value if c_out is None else c_out.float())
+    low = d_branch.to(x.dtype)
+    if needs[0]:
+        grads[0] = low @ weight
+    if needs[1]:
+        grads[1] = low.flatten(0, 1).T @ x.flatten(0, 1)
+    if bias is not None and needs[2]:
+        grads[2] = d_branch.sum((0, 1)).to(bias.dtype)
+    return grads
+
+
+def _project_setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*cast("tuple[Tensor | None, ...]", inputs[:6]))
+    ctx.values = inputs[6:8]
+
+
+def _project_autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    c_skip_value, c_out_value = ctx.values
+    needs = ctx.needs_input_grad
+    x, weight, bias, residual, c_skip, c_out = ctx.saved_tensors
+    values = c_skip_value, c_out_value
+    grads = project_gradients(d_out, x, weight, bias, residual, c_skip, c_out, *values, needs[:6])
+    return (*grads, None, None, None, None, None)
+
+
+project_forward.register_autograd(_project_autograd, setup_context=_project_setup)
+
+
+def project_skip(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None,
+    c_skip: Coefficient = 1.0,
+    c_out: Coefficient = 1.0,
+    cast: Cast = "fp32",
+    impl: Impl = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """c_skip * residual + c_out * (x @ weight^T + bias).
+
+    Args:
+        x: [B, N, Cin], bf16, fp16 or fp32.
+        weight: [Cout, Cin], dtype of x.
+        bias: [Cout] or None.
+        residual: [B, N, Cout] or None.
+        c_skip: Float or tensor [B], [B, 1, Cout] or [B, N, Cout].
+        c_out: Likewise.
+        cast: "fp32": product, bias and skip in fp32, one rounding at the end. "model": the
+            projection is rounded to the residual's dtype, then every step of the skip is.
+        impl: "triton", "reference" or "auto".
+        out_dtype: dtype of the result; x's by default.
+
+    Returns:
+        [B, N, Cout], contiguous.
+    """
+    _check_cast(cast)
+    check_weight(x, weight, bias)
+    shape = (x.shape[0], x.shape[1], weight.shape[0])
+    check_residual("residual", residual, shape)
+    c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
+    c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
+    if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
+        raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
+    out: Tensor = project_forward(
+        x,
+        weight,
+        bias,
+        residual,
+        c_skip_tensor if residual is not None else None,
+        c_out_tensor,
+        c_skip_value,
+        c_out_value,
+        cast,
+        impl,
+        x.dtype if out_dtype is None else out_dtype,
+    )
+    return out

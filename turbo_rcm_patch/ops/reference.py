@@ -1,0 +1,219 @@
+"""The operations in plain torch: the exact form, which is the oracle, and the pieces both forms
+share.
+
+Nothing here is shared with `kernels/`: it is written separately so that a comparison means
+something. The int8-emulating form is in `emulation.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from turbo_rcm_patch.skip import Cast
+
+__all__ = [
+    "close_skip",
+    "exact_attention",
+    "key_mask",
+    "norm_rope",
+    "project",
+    "row_chunks",
+    "sdpa_attention",
+    "split_heads",
+]
+
+#: Logits materialised at a time by the chunked forms, in elements.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, N, H*D] -> [B, H, N, D], a view."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+def norm_rope(
+    x: torch.Tensor,
+    heads: int,
+    *,
+    weight: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    eps: float,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """RMSNorm, then rotary embedding, without an intermediate rounding.
+
+    Args:
+        x: [B, N, H*D].
+        heads: H.
+        weight: [H*D] to normalise across all heads, [D] per head, or None.
+        cos: [N, D], used at even channels (diffusers' interleaved form), or None.
+        sin: [N, D], used at odd channels, or None.
+        eps: Added to the mean square.
+        dtype: Arithmetic, fp32 or fp64.
+
+    Returns:
+        [B, H, N, D] in `dtype`, dense.
+    """
+    x = x.to(dtype)
+    if weight is not None and weight.numel() == x.shape[-1]:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
+    y = split_heads(x, heads)
+    if weight is not None and weight.numel() != x.shape[-1]:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
+    if cos is not None and sin is not None:
+        even, odd = y[..., 0::2], y[..., 1::2]
+        c, s = cos[:, 0::2].to(dtype), sin[:, 1::2].to(dtype)
+        out = torch.empty(y.shape, dtype=dtype, device=y.device)
+        out[..., 0::2] = even * c - odd * s
+        out[..., 1::2] = even * s + odd * c
+        return out
+    return y.contiguous()
+
+
+def key_mask(
+    batch: int,
+    n_q: int,
+    n_kv: int,
+    *,
+    causal: bool,
+    kv_lengths: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Boolean mask of the keys a query sees, [B or 1, 1, Nq or 1, Nk], or None when every query
+    sees every key."""
+    mask = None
+    columns = torch.arange(n_kv, device=device)
+    if kv_lengths is not None:
+        mask = (columns < kv_lengths.view(-1, 1)).view(batch, 1, 1, n_kv)
+    if causal:
+        below = (columns <= torch.arange(n_q, device=device).view(-1, 1)).view(1, 1, n_q, n_kv)
+        mask = below if mask is None else mask & below
+    return mask
+
+
+def row_chunks(rows: int, row_elements: int) -> Iterator[slice]:
+    """Slices over query rows so that one chunk of logits stays small."""
+    step = max(1, min(rows, _CHUNK_ELEMENTS // max(1, row_elements)))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def exact_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    sm_scale: float,
+    causal: bool = False,
+    kv_lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(sm_scale * q k^T) v by its definition, in the dtype of its inputs (fp32 or fp64).
+
+    Args:
+        q: [B, H, Nq, D].
+        k: [B, H, Nk, D].
+        v: [B, H, Nk, D].
+        sm_scale: Factor on the logits.
+        causal: Query i sees keys 0..i.
+        kv_lengths: int [B]; keys at or past it are not seen, whatever they hold.
+
+    Returns:
+        Output [B, H, Nq, D] (0 where a query sees no key) and natural-log logsumexp [B, H, Nq]
+        (-inf there).
+    """
+    batch, heads, n_q, _ = q.shape
+    mask = key_mask(batch, n_q, k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device)
+    if kv_lengths is not None:
+        unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.view(-1, 1)).view(
+            batch, 1, -1, 1
+        )
+        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=q.dtype, device=q.device)
+    for rows in row_chunks(n_q, batch * heads * k.shape[2]):
+        logits = (q[:, :, rows] * sm_scale) @ k.transpose(-1, -2)
+        if mask is not None:
+            logits.masked_fill_(~(mask if mask.shape[2] == 1 else mask[:, :, rows]), float("-inf"))
+        chunk_lse = torch.logsumexp(logits, -1)
+        lse[:, :, rows] = chunk_lse
+        # A row without any visible key has logsumexp -inf; exp(-inf - 0) is the zero it should be.
+        logits.sub_(chunk_lse.masked_fill(chunk_lse == float("-inf"), 0.0).unsqueeze(-1)).exp_()
+        out[:, :, rows] = logits @ v
+    return out, lse
+
+
+def sdpa_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    sm_scale: float,
+    causal: bool = False,
+    kv_lengths: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """torch's scaled_dot_product_attention on [B, H, N, D], whatever backend torch chooses; same
+    masks as above."""
+    if kv_lengths is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
+    mask = key_mask(
+        q.shape[0], q.shape[2], k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device
+    )
+    assert mask is not None
+    unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.view(-1, 1)).view(
+        q.shape[0], 1, -1, 1
+    )
+    k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+    mask = mask.expand(-1, -1, q.shape[2], -1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=sm_scale)
+    return out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+
+
+def close_skip(
+    residual: torch.Tensor | None,
+    branch: torch.Tensor,
+    c_skip: float | torch.Tensor,
+    c_out: float | torch.Tensor,
+    *,
+    cast: Cast,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """c_skip * residual + c_out * branch.
+
+    Args:
+        residual: [B, N, C], or None for c_out * branch alone.
+        branch: [B, N, C].
+        c_skip: Float or tensor that broadcasts to [B, N, C].
+        c_out: Float or tensor that broadcasts to [B, N, C].
+        cast: "fp32" computes in fp32 and rounds once; "model" rounds every step to the residual's
+            dtype, as eager code in the model's dtype does.
+        out_dtype: dtype of the result.
+    """
+    if cast == "model":
+        dtype = out_dtype if residual is None else residual.dtype
+        c_skip, c_out = (
+            c.to(dtype) if isinstance(c, torch.Tensor) else c for c in (c_skip, c_out)
+        )
+        y = branch.to(dtype) * c_out
+        return (y if residual is None else residual * c_skip + y).to(out_dtype)
+    c_skip, c_out = (c.float() if isinstance(c, torch.Tensor) else c for c in (c_skip, c_out))
+    y = branch.float() * c_out
+    if residual is not None:
+        y = residual.float() * c_skip + y
+    return y.to(out_dtype)
+
+
+def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight^T + bias in fp32. x [B, N, Cin], weight [Cout, Cin], bias [Cout]; fp32 [B, N,
+    Cout].
+
+    16-bit operands on a CPU multiply in their own dtype (with fp32 accumulation inside) because
+    widening the weight at every call would cost more than the product; the result is then one
+    rounding away from the fp32 form.
+    """
+    if x.device.type == "cpu" and x.dtype == weight.dtype and x.dtype != torch.float32:
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype)).float()
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())

@@ -1,0 +1,117 @@
+"""Everything about an attention that is not a tensor, and the choices a device decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import torch
+
+from turbo_rcm_patch.config import Attention, Impl, PVDType
+from turbo_rcm_patch.errors import ConfigError, DeviceError, Fp8UnsupportedError
+
+__all__ = [
+    "BLOCK_KV",
+    "MAX_HEAD_DIM",
+    "QMAX",
+    "AttentionSpec",
+    "resolve_impl",
+    "resolve_pv",
+]
+
+#: Keys that share one k scale; also the key block of the online softmax. Part of the numeric
+#: contract.
+BLOCK_KV: Final = 128
+#: Largest head_dim the kernels are built for.
+MAX_HEAD_DIM: Final = 256
+#: Largest magnitude of a quantised q or k.
+QMAX: Final = {"int8": 127, "int4": 7}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """How an attention is computed.
+
+    Attributes:
+        heads: Number of heads H; head_dim is channels / heads.
+        attention: "int8" and "int4" quantise q and k; "exact" is torch's
+            scaled_dot_product_attention; "sage" calls the sageattention package.
+        pv: Element type of probabilities and values in the second product; "auto" asks
+            `resolve_pv`.
+        smooth_k: Subtract a per-channel mean over tokens from k before quantising (leaves softmax
+            unchanged).
+        causal: Query i sees keys 0..i, as torch's `is_causal` (aligned at the first token).
+        sm_scale: Factor on the logits, head_dim ** -0.5 by default.
+        eps: Epsilon of the RMSNorm of q and k.
+        impl: "triton", "reference", or "auto", which asks `resolve_impl`.
+    """
+
+    heads: int
+    attention: Attention = "int8"
+    pv: PVDType = "auto"
+    smooth_k: bool = True
+    causal: bool = False
+    sm_scale: float | None = None
+    eps: float = 1e-6
+    impl: Impl = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.heads, int) or self.heads < 1:
+            raise ConfigError(
+                "AttentionSpec.heads", expected="a positive number of heads", got=repr(self.heads)
+            )
+        for field, choices in (
+            ("attention", get_args(Attention)),
+            ("pv", get_args(PVDType)),
+            ("impl", get_args(Impl)),
+        ):
+            value = getattr(self, field)
+            if value not in choices:
+                raise ConfigError(
+                    f"AttentionSpec.{field}", expected=f"one of {choices}", got=repr(value)
+                )
+
+
+def resolve_impl(impl: Impl, device: torch.device) -> Literal["triton", "reference"]:
+    """The implementation that runs on `device`.
+
+    "auto" is "triton" on a GPU (CUDA or HIP) and "reference" elsewhere. Asking for "triton" on
+    another device is refused here unless Triton's interpreter is on, which the launcher knows.
+    """
+    if impl == "auto":
+        return "triton" if device.type == "cuda" else "reference"
+    return impl
+
+
+def resolve_pv(pv: PVDType, device: torch.device) -> Literal["fp8", "bf16", "fp16"]:
+    """The element type of probabilities and values on `device`.
+
+    "auto" is fp8 on an NVIDIA GPU of compute capability 8.9 or newer and bf16 elsewhere.
+
+    Raises:
+        Fp8UnsupportedError: fp8 was asked for by name on a GPU without e4m3 matrix units.
+    """
+    if pv in ("bf16", "fp16"):
+        return pv
+    if device.type != "cuda":
+        return "fp8" if pv == "fp8" else "bf16"
+    if torch.version.hip is not None:
+        has_fp8, name = False, "a HIP device, whose e4m3 is another format"
+    else:
+        if not torch.cuda.is_available():
+            raise DeviceError(
+                "pv",
+                expected="a visible CUDA device",
+                got=str(device),
+                remedy="Name pv explicitly",
+            )
+        capability = torch.cuda.get_device_capability(device)
+        has_fp8, name = capability >= (8, 9), f"compute capability {capability[0]}.{capability[1]}"
+    if pv == "fp8" and not has_fp8:
+        raise Fp8UnsupportedError(
+            'pv="fp8"',
+            expected="compute capability 8.9 or newer",
+            got=name,
+            remedy='Use pv="auto"',
+        )
+    return "fp8" if has_fp8 else "bf16"
