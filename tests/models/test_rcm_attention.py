@@ -1,0 +1,264 @@
+"""The one-pass module against the two-pass one, and both against the boundary conditions."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from turbo_rcm_patch.boundary import (
+    EDM,
+    ConsistencyModel,
+    Parameterisation,
+    RCMWrapper,
+    RectifiedFlow,
+    TrigFlow,
+)
+from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
+from turbo_rcm_patch.models import FusedRCMAttention, RCMAttention
+
+FAMILIES = [EDM(0.5), ConsistencyModel(0.5, 0.002), TrigFlow(), RCMWrapper(), RectifiedFlow()]
+each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: type(f).__name__)
+projections = pytest.mark.parametrize("projection", [True, False], ids=["projection", "bare"])
+
+#: The fusion alone, fp32, relative L2 (DESIGN: what "unchanged" means, first number).
+FUSION_BUDGET = 3e-6
+
+
+def relative_l2(got: torch.Tensor, want: torch.Tensor) -> float:
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm())
+
+
+def pair(projection: bool, **options: object) -> tuple[RCMAttention, FusedRCMAttention]:
+    """Two-pass and one-pass module with the same weights, exchanged through a state dict."""
+    two_pass = RCMAttention(128, 2, projection=projection, **options)
+    one_pass = FusedRCMAttention(128, 2, projection=projection, **options)
+    one_pass.load_state_dict(two_pass.state_dict())
+    return two_pass, one_pass
+
+
+@projections
+@each_family
+def test_identity_end_gives_the_input_exactly(family: Parameterisation, projection: bool) -> None:
+    x = torch.randn(2, 7, 128)
+    for module in pair(projection, c_skip=family.c_skip, c_out=family.c_out):
+        end = family.identity_end
+        assert torch.equal(module(x, end), x)
+        assert torch.equal(module(x, torch.full((2,), end)), x)
+
+
+@projections
+@each_family
+def test_other_end_gives_its_limit(family: Parameterisation, projection: bool) -> None:
+    x = torch.randn(2, 7, 128)
+    c_skip, c_out = family.other_limit
+    for module in pair(projection, c_skip=family.c_skip, c_out=family.c_out):
+        want = c_skip * x + c_out * module.branch(x)
+        assert relative_l2(module(x, min(family.other_end, 1e9)), want) < FUSION_BUDGET
+
+
+@projections
+def test_default_coefficients_are_those_of_the_write_ups(projection: bool) -> None:
+    sd = 0.7
+    for module in (
+        RCMAttention(64, 1, sd, projection=projection),
+        FusedRCMAttention(64, 1, sd, projection=projection),
+    ):
+        for t in (0.0, 0.3, 12.0):
+            c_skip, c_out = module.coefficients(torch.zeros(1, 1, 64), t)
+            assert c_skip == pytest.approx(sd**2 / (t**2 + sd**2))
+            assert c_out == pytest.approx(sd * t / math.sqrt(sd**2 + t**2))
+
+
+@projections
+@pytest.mark.parametrize("tokens", [1, 7, 130])
+@pytest.mark.parametrize("t", [0.8, torch.tensor(0.8), torch.tensor([0.3, 1.7])], ids=repr)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_one_pass_equals_two_pass(
+    projection: bool, tokens: int, t: float | torch.Tensor, training: bool
+) -> None:
+    two_pass, one_pass = (m.train(training) for m in pair(projection))
+    x = torch.randn(2, tokens, 128)
+    with torch.set_grad_enabled(training):
+        want, got = two_pass(x, t), one_pass(x, t)
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert relative_l2(got, want) < FUSION_BUDGET
+    exact = copy.deepcopy(two_pass).double()(x.double(), t)
+    assert relative_l2(got, exact) <= 2 * relative_l2(want, exact) + 1e-9
+
+
+@projections
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bit_is_as_good_as_two_pass(projection: bool, dtype: torch.dtype) -> None:
+    two_pass, one_pass = (m.to(dtype).eval() for m in pair(projection))
+    x = torch.randn(2, 65, 128).to(dtype)
+    t = torch.tensor([0.4, 2.0])
+    with torch.no_grad():
+        exact = copy.deepcopy(two_pass).double()(x.double(), t)
+        got, want = one_pass(x, t), two_pass(x, t)
+    assert got.dtype == dtype
+    assert relative_l2(got, exact) <= 1.2 * relative_l2(want, exact)
+
+
+@projections
+def test_gradients_equal(projection: bool) -> None:
+    two_pass, one_pass = pair(projection)
+    t = torch.tensor([0.4, 2.0])
+    weight = torch.randn(2, 33, 128)
+    inputs = []
+    for module in (two_pass, one_pass):
+        x = torch.randn(2, 33, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        (module(x, t) * weight).sum().backward()
+        inputs.append(x)
+    assert inputs[0].grad is not None and inputs[1].grad is not None
+    assert relative_l2(inputs[1].grad, inputs[0].grad) < 1e-5
+    for (name, want), (_, got) in zip(
+        two_pass.named_parameters(), one_pass.named_parameters(), strict=True
+    ):
+        assert want.grad is not None and got.grad is not None, name
+        # The key bias cancels in the softmax: its true gradient is 0 and only rounding is left.
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=2e-5, msg=name)
+
+
+@projections
+def test_gradient_reaches_learnt_coefficients(projection: bool) -> None:
+    scale = nn.Parameter(torch.tensor(0.5))
+    grads = []
+    for module in pair(projection, c_out=lambda t: scale * t):
+        scale.grad = None
+        module(torch.ones(2, 5, 128).cumsum(1) / 5, torch.tensor([0.4, 2.0])).sum().backward()
+        assert scale.grad is not None
+        grads.append(scale.grad.item())
+    assert grads[1] == pytest.approx(grads[0], rel=1e-4)
+
+
+def test_two_pass_gradcheck_in_fp64() -> None:
+    module = RCMAttention(4, 2).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    t = torch.tensor([0.3, 1.1], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(module, (x, t))
+
+
+@projections
+def test_weights_are_interchangeable_both_ways(projection: bool) -> None:
+    two_pass, one_pass = pair(projection)
+    other = RCMAttention(128, 2, projection=projection)
+    other.load_state_dict(one_pass.state_dict())
+    x = torch.randn(1, 5, 128)
+    assert torch.equal(other(x, 0.5), two_pass(x, 0.5))
+
+
+def test_coefficients_per_token() -> None:
+    gate = torch.rand(2, 9, 1)
+    two_pass, one_pass = pair(True, c_skip=lambda t: 1.0, c_out=lambda t: gate * t)
+    x = torch.randn(2, 9, 128)
+    assert relative_l2(one_pass(x, 0.5), two_pass(x, 0.5)) < FUSION_BUDGET
+
+
+@pytest.mark.parametrize("attention", ["int8", "int4"])
+@projections
+def test_int8_is_close_and_int4_is_not(attention: str, projection: bool) -> None:
+    two_pass = RCMAttention(128, 2, projection=projection)
+    quantised = FusedRCMAttention(128, 2, projection=projection, attention=attention)
+    quantised.load_state_dict(two_pass.state_dict())
+    with torch.no_grad():
+        for module in (two_pass, quantised):
+            module.qkv.weight[:256] *= 6  # peaked attention, so that q and k matter
+        x = torch.randn(1, 256, 128)
+        error = relative_l2(quantised(x, 1e9), two_pass(x, 1e9))
+    assert error < 0.08 if attention == "int8" else error > 0.08
+
+
+class Doubling(nn.Linear):
+    """A Linear whose call does more than its weight says, as an adapter does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_projection_that_is_not_plain_is_called() -> None:
+    two_pass, one_pass = pair(True)
+    x = torch.randn(2, 5, 128)
+    plain = one_pass(x, 0.5)
+    for module in (two_pass, one_pass):
+        adapted = Doubling(128, 128)
+        adapted.load_state_dict(module.proj.state_dict())
+        module.proj = adapted
+    assert relative_l2(one_pass(x, 0.5), two_pass(x, 0.5)) < FUSION_BUDGET
+    assert relative_l2(one_pass(x, 0.5), plain) > 1e-3
+
+
+def test_a_hook_on_the_projection_is_honoured() -> None:
+    two_pass, one_pass = pair(True)
+    for module in (two_pass, one_pass):
+        assert module.proj is not None
+        module.proj.register_forward_hook(lambda m, args, out: 3 * out)
+    x = torch.randn(2, 5, 128)
+    assert relative_l2(one_pass(x, 0.5), two_pass(x, 0.5)) < FUSION_BUDGET
+
+
+@projections
+def test_autocast_keeps_the_residual_in_fp32(projection: bool) -> None:
+    two_pass, one_pass = pair(projection)
+    x = torch.randn(2, 5, 128)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want, got = two_pass(x, 0.5), one_pass(x, 0.5)
+    assert got.dtype == want.dtype == torch.float32
+    assert relative_l2(got, want) < 5e-3
+
+
+@projections
+def test_modules_copy_and_pickle(projection: bool) -> None:
+    x = torch.randn(1, 5, 128)
+    for module in pair(projection):
+        want = module(x, 0.5)
+        assert torch.equal(copy.deepcopy(module)(x, 0.5), want)
+        assert torch.equal(pickle.loads(pickle.dumps(module))(x, 0.5), want)
+        assert "dim=128, num_heads=2" in repr(module)
+
+
+BAD_CONSTRUCTION = [
+    ({"dim": 100, "num_heads": 3}, "num_heads"),
+    ({"dim": 64, "num_heads": 0}, "num_heads"),
+    ({"dim": 64, "num_heads": 1, "sigma_data": 0.0}, "sigma_data"),
+    ({"dim": 64, "num_heads": 1, "c_skip": 1.0}, "c_skip"),
+]
+
+
+@pytest.mark.parametrize("cls", [RCMAttention, FusedRCMAttention])
+@pytest.mark.parametrize(("arguments", "named"), BAD_CONSTRUCTION)
+def test_bad_construction(cls: type, arguments: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        cls(**arguments)
+
+
+@pytest.mark.parametrize("field", ["attention", "impl", "pv", "form"])
+def test_bad_choices_of_the_fused_module(field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        FusedRCMAttention(64, 1, **{field: "nonsense"})
+
+
+@pytest.mark.parametrize("cls", [RCMAttention, FusedRCMAttention])
+def test_bad_inputs(cls: type[RCMAttention]) -> None:
+    module = cls(64, 1)
+    x = torch.zeros(2, 5, 64)
+    for bad in (torch.zeros(5, 64), torch.zeros(2, 5, 32)):
+        with pytest.raises(ShapeError, match="x"):
+            module(bad, 0.5)
+    with pytest.raises(DTypeError, match="x"):
+        module(x.long(), 0.5)
+    for time in (torch.zeros(3), torch.zeros(2, 5)):
+        with pytest.raises(ShapeError, match="t;"):
+            module(x, time)
+    for time in ("now", True, torch.tensor([True, False]), None):
+        with pytest.raises(DTypeError, match="t;"):
+            module(x, time)
+    with pytest.raises(ShapeError, match=r"c_out\(t\)"):
+        cls(64, 1, c_out=lambda t: torch.ones(3))(x, 0.5)
+    with pytest.raises(DTypeError, match=r"c_skip\(t\)"):
+        cls(64, 1, c_skip=lambda t: "one")(x, 0.5)
