@@ -1,0 +1,58 @@
+"""Loading a Wan pipeline, generating with it, and comparing it with its patched self.
+
+Names are resolved on first use, because diffusers takes seconds to import.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from turbo_rcm_patch.sampling.compare import Comparison, compare
+    from turbo_rcm_patch.sampling.generate import Generation, generate
+    from turbo_rcm_patch.sampling.load import load_pipeline
+    from turbo_rcm_patch.sampling.network import NetworkNumber, network_number
+    from turbo_rcm_patch.sampling.scheduler import RCMScheduler
+    from turbo_rcm_patch.sampling.settings import Settings
+    from turbo_rcm_patch.sampling.verdict import Verdict, judge
+
+__all__ = [
+    "Comparison",
+    "Generation",
+    "NetworkNumber",
+    "RCMScheduler",
+    "Settings",
+    "Verdict",
+    "compare",
+    "generate",
+    "judge",
+    "load_pipeline",
+    "network_number",
+]
+
+_HOMES = {
+    "Comparison": "compare",
+    "Generation": "generate",
+    "NetworkNumber": "network",
+    "RCMScheduler": "scheduler",
+    "Settings": "settings",
+    "Verdict": "verdict",
+    "compare": "compare",
+    "generate": "generate",
+    "judge": "verdict",
+    "load_pipeline": "load",
+    "network_number": "network",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value  # also wins over the submodule of the same name
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,337 @@
+"""Text to video in one readable loop over prompts: encode, sample latents, decode.
+
+The denoising itself is `WanPipeline.__call__`, so that hooks, offloading, both experts of Wan 2.2
+and every scheduler behave as their authors meant. The baseline and the patched model share this
+one path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from turbo_rcm_patch.errors import DTypeError, NotAModelError
+from turbo_rcm_patch.sampling.meter import Meter
+from turbo_rcm_patch.sampling.scheduler import RCMScheduler, noise_stream
+from turbo_rcm_patch.sampling.settings import Settings
+
+if TYPE_CHECKING:
+    from diffusers import WanPipeline
+
+__all__ = [
+    "Conditioning",
+    "Generation",
+    "Sample",
+    "decode_latents",
+    "encode_prompt",
+    "generate",
+    "initial_noise",
+    "sample_latents",
+    "settings_for",
+]
+
+#: Called after every denoising step with (steps done, steps in all).
+OnStep = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioning:
+    """A prompt as the network reads it: embeddings [1, L, C], and those of the negative prompt
+    under guidance.
+    """
+
+    prompt: str
+    embeds: torch.Tensor
+    negative_embeds: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Denoised latents.
+
+    Attributes:
+        latents: [1, C, F, H, W], fp32, on the CPU.
+        trajectory: The latents after each step, same form; empty unless asked for.
+        seconds: Time of the denoising loop.
+        peak_bytes: Peak memory of the denoising loop.
+    """
+
+    latents: torch.Tensor
+    trajectory: tuple[torch.Tensor, ...]
+    seconds: float
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generated video.
+
+    Attributes:
+        prompt: What was asked for.
+        seed: Seed of initial noise and re-noising.
+        settings: How it was sampled.
+        latents: [1, C, F, H, W], fp32, on the CPU.
+        frames: [F, H, W, 3], fp32 in 0..1, on the CPU.
+        seconds: Time of the denoising loop.
+        decode_seconds: Time of the VAE.
+        peak_bytes: Peak memory of the denoising loop.
+    """
+
+    prompt: str
+    seed: int
+    settings: Settings
+    latents: torch.Tensor
+    frames: torch.Tensor
+    seconds: float
+    decode_seconds: float
+    peak_bytes: int | None
+
+
+def generate(
+    pipe: WanPipeline,
+    prompt: str,
+    *,
+    seed: int = 0,
+    settings: Settings | None = None,
+    on_step: OnStep | None = None,
+    **overrides: object,
+) -> Generation:
+    """Generate one video.
+
+    Args:
+        pipe: A `WanPipeline`, patched or not, on any device, with or without offloading. Its VAE
+            must be in fp32.
+        prompt: What to show.
+        seed: Seed of the initial noise and of the re-noising, which come from generators of their
+            own.
+        settings: How to sample; by default what the model's folder says (see
+            `Settings.for_model`).
+        on_step: Called after every step with (done, total).
+        **overrides: Fields of `Settings` by name, e.g. `steps=4`, `sampler="rcm"`, `sigma_max=80`.
+
+    Returns:
+        Latents, float frames, times and peak memory.
+    """
+    if settings is None:
+        settings = settings_for(pipe, **overrides)
+    elif overrides:
+        settings = Settings.for_model(None, **(settings.as_dict() | overrides))
+    conditioning = encode_prompt(pipe, prompt, settings)
+    sample = sample_latents(pipe, conditioning, seed=seed, settings=settings, on_step=on_step)
+    with Meter(pipe._execution_device) as decoding:
+        frames = decode_latents(pipe, sample.latents)
+    return Generation(
+        prompt=prompt,
+        seed=seed,
+        settings=settings,
+        latents=sample.latents,
+        frames=frames,
+        seconds=sample.seconds,
+        decode_seconds=decoding.seconds,
+        peak_bytes=sample.peak_bytes,
+    )
+
+
+def settings_for(pipe: WanPipeline, **overrides: object) -> Settings:
+    """Settings for a loaded pipeline: overrides, else its folder's `turbo_rcm.json`, else Wan's
+    defaults.
+    """
+    _check_pipeline(pipe)
+    folder = getattr(pipe, "name_or_path", None)
+    return Settings.for_model(folder if folder and Path(folder).is_dir() else None, **overrides)
+
+
+@torch.no_grad()
+def encode_prompt(pipe: WanPipeline, prompt: str, settings: Settings) -> Conditioning:
+    """Run the text encoder.
+
+    Args:
+        pipe: The pipeline.
+        prompt: What to show.
+        settings: Read for guidance, negative prompt and length.
+
+    Returns:
+        Embeddings [1, L, C] in the encoder's dtype, on the pipeline's device.
+    """
+    _check_pipeline(pipe)
+    guided = settings.guidance_scale > 1.0
+    embeds, negative = pipe.encode_prompt(
+        prompt=prompt,
+        negative_prompt=settings.negative_prompt if guided else None,
+        do_classifier_free_guidance=guided,
+        max_sequence_length=settings.max_sequence_length,
+        device=pipe._execution_device,
+    )
+    return Conditioning(prompt, embeds, negative)
+
+
+def initial_noise(pipe: WanPipeline, seed: int, settings: Settings) -> torch.Tensor:
+    """Standard normal noise [1, C, F, H, W], fp32, on the CPU:
+    `torch.Generator("cpu").manual_seed(seed)`.
+    """
+    network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
+    space, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
+    patch = network.config.patch_size
+    shape = (
+        1,
+        network.config.in_channels,
+        (settings.num_frames - 1) // span + 1,
+        settings.height // (space * patch[1]) * patch[1],
+        settings.width // (space * patch[2]) * patch[2],
+    )
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+
+def sample_latents(
+    pipe: WanPipeline,
+    conditioning: Conditioning,
+    *,
+    seed: int,
+    settings: Settings,
+    keep_trajectory: bool = False,
+    on_step: OnStep | None = None,
+) -> Sample:
+    """Denoise from seeded noise with the pipeline's own loop.
+
+    Args:
+        pipe: The pipeline; its scheduler and progress bar are as before afterwards.
+        conditioning: From `encode_prompt`.
+        seed: Seed of initial noise and re-noising.
+        settings: How to sample.
+        keep_trajectory: Whether to keep the latents after each step.
+        on_step: Called after every step with (done, total).
+
+    Returns:
+        Latents, time and peak memory.
+    """
+    device = pipe._execution_device
+    noise = initial_noise(pipe, seed, settings)
+    kept: list[torch.Tensor] = []
+
+    def after_step(
+        _: object, step: int, __: object, tensors: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        if keep_trajectory:  # stays on the device: copying here would wait for it
+            kept.append(tensors["latents"].clone())
+        if on_step is not None:
+            on_step(step + 1, settings.steps)
+        return {}
+
+    with _quiet(pipe), _sampler(pipe, settings, seed) as scheduler, _private_rng(device, seed):
+        if isinstance(scheduler, RCMScheduler):
+            noise = scheduler.init_noise(noise)
+        with Meter(device) as meter:
+            latents = pipe(
+                prompt_embeds=conditioning.embeds,
+                negative_prompt_embeds=conditioning.negative_embeds,
+                height=settings.height,
+                width=settings.width,
+                num_frames=settings.num_frames,
+                num_inference_steps=settings.steps,
+                guidance_scale=settings.guidance_scale,
+                guidance_scale_2=settings.guidance_scale_2,
+                latents=noise.to(torch.float32),
+                max_sequence_length=settings.max_sequence_length,
+                callback_on_step_end=after_step,
+                output_type="latent",
+            ).frames
+    return Sample(
+        latents=latents.to("cpu", torch.float32),
+        trajectory=tuple(step.to("cpu", torch.float32) for step in kept),
+        seconds=meter.seconds,
+        peak_bytes=meter.peak_bytes,
+    )
+
+
+@torch.no_grad()
+def decode_latents(pipe: WanPipeline, latents: torch.Tensor) -> torch.Tensor:
+    """Decode with the VAE in fp32.
+
+    Args:
+        pipe: The pipeline, whose VAE must be in fp32: in bf16 its rounding would hide what is
+            being compared.
+        latents: [1, C, F, H, W], any float dtype, normalised as the transformer sees them.
+
+    Returns:
+        Frames [F, H, W, 3], fp32 in 0..1, on the CPU.
+    """
+    vae = pipe.vae
+    if vae.dtype != torch.float32:
+        raise DTypeError(
+            "the VAE's dtype",
+            expected="torch.float32",
+            got=str(vae.dtype),
+            remedy="Call pipe.vae.to(torch.float32), or load with load_pipeline",
+        )
+    latents = latents.to(pipe._execution_device, torch.float32)
+    shape = (1, vae.config.z_dim, 1, 1, 1)
+    mean = latents.new_tensor(vae.config.latents_mean).view(shape)
+    std = latents.new_tensor(vae.config.latents_std).view(shape)
+    video = vae.decode(latents * std + mean, return_dict=False)[0]
+    pipe.maybe_free_model_hooks()
+    frames = (video[0].float() / 2 + 0.5).clamp(0, 1)  # [3, F, H, W]
+    ordered: torch.Tensor = frames.permute(1, 2, 3, 0).contiguous().cpu()
+    return ordered
+
+
+def _check_pipeline(pipe: object) -> None:
+    from diffusers import WanPipeline
+
+    if not isinstance(pipe, WanPipeline):
+        raise NotAModelError(
+            "pipe",
+            expected="a diffusers WanPipeline",
+            got=type(pipe).__name__,
+            remedy="Load one with turbo_rcm_patch.sampling.load_pipeline",
+        )
+
+
+@contextmanager
+def _sampler(pipe: WanPipeline, settings: Settings, seed: int) -> Iterator[object]:
+    """Give the pipeline the sampler of `settings` and its own scheduler back afterwards."""
+    if settings.sampler == "scheduler":
+        yield pipe.scheduler
+        return
+    own = pipe.scheduler
+    pipe.scheduler = RCMScheduler(
+        num_train_timesteps=own.config.get("num_train_timesteps", 1000),
+        sigma_max=settings.sigma_max,
+        sampler=settings.form,
+        noise_seed=seed,
+        timestep_dtype=own.config.get("timestep_dtype", "float32"),
+    )
+    try:
+        yield pipe.scheduler
+    finally:
+        pipe.scheduler = own
+
+
+@contextmanager
+def _quiet(pipe: WanPipeline) -> Iterator[None]:
+    """Without the pipeline's own progress bar, whose settings are as before afterwards."""
+    before = getattr(pipe, "_progress_bar_config", None)
+    pipe.set_progress_bar_config(disable=True)
+    try:
+        yield
+    finally:
+        if before is None:
+            del pipe._progress_bar_config
+        else:
+            pipe._progress_bar_config = before
+
+
+@contextmanager
+def _private_rng(device: torch.device, seed: int) -> Iterator[None]:
+    """Schedulers that draw from the global generators draw reproducibly, and leave the caller's
+    numbers alone.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(noise_stream(seed, "scheduler").initial_seed())
+        yield

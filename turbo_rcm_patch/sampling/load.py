@@ -1,0 +1,269 @@
+"""Load a Wan pipeline from a folder, a hub id or the shipped model, with errors that say what is
+wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+import torch
+
+from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
+
+if TYPE_CHECKING:
+    from diffusers import WanPipeline
+
+__all__ = ["TINY", "Offload", "load_pipeline", "resolve_model"]
+
+Offload = Literal["none", "model", "sequential"]
+
+#: The name under which the shipped model can be loaded.
+TINY: Final = "tiny"
+
+LAYOUT: Final = (
+    "a diffusers WanPipeline folder: model_index.json beside the folders transformer, vae, "
+    "text_encoder, tokenizer and scheduler"
+)
+PIPELINES: Final = ("WanPipeline",)
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_LFS_MARK: Final = b"version https://git-lfs"
+#: What loading libraries raise for files that are not what they should be.
+_LOAD_ERRORS: Final = (
+    *(OSError, ValueError, KeyError, TypeError, RuntimeError),
+    *(AttributeError, ImportError),
+)
+
+
+def load_pipeline(
+    model: str | Path = TINY,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | None = None,
+    offload: Offload = "none",
+) -> WanPipeline:
+    """Load a pipeline: transformer and text encoder in `dtype`, VAE in fp32.
+
+    Args:
+        model: A folder (never touches the network), "tiny" for the shipped model, or a hub id.
+        dtype: Of the transformer and the text encoder. Layers that diffusers keeps in fp32 stay in
+            fp32.
+        device: Where to run; by default a GPU if there is one.
+        offload: "model" keeps one component at a time on the GPU, "sequential" one layer at a
+            time.
+
+    Returns:
+        A `WanPipeline`, ready to run.
+    """
+    if offload not in get_args(Offload):
+        raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))
+    target = _device(device)
+    if offload != "none" and target.type == "cpu":
+        raise DeviceError(
+            f"offload={offload!r}",
+            expected="a GPU to offload from",
+            got="cpu",
+            remedy="Leave offload at 'none' on a machine without a GPU",
+        )
+    folder = resolve_model(model)
+    if isinstance(folder, Path):
+        check_folder(folder)
+    pipe = _from_pretrained(folder, dtype)
+    if offload == "model":
+        pipe.enable_model_cpu_offload(device=target)
+    elif offload == "sequential":
+        pipe.enable_sequential_cpu_offload(device=target)
+    else:
+        pipe.to(target)
+    return pipe
+
+
+def resolve_model(model: str | Path) -> Path | str:
+    """The folder that `model` names, or the hub id if it can only be one."""
+    if str(model) == TINY and not Path(TINY).is_dir():
+        from turbo_rcm_patch.tiny import TINY_WAN
+
+        if not (TINY_WAN / "model_index.json").is_file():
+            raise ModelFolderError(
+                f"the shipped model is missing from {TINY_WAN}",
+                remedy="Reinstall the package; its weights are part of it",
+            )
+        return TINY_WAN
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelFolderError(
+            f"{path} is a file",
+            expected=LAYOUT,
+            remedy="Convert single-file checkpoints with WanPipeline(...).save_pretrained(folder)",
+        )
+    if isinstance(model, str) and _HUB_ID.fullmatch(model):
+        return model
+    raise ModelFolderError(f"no such folder: {path}", expected=LAYOUT)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise a `ModelFolderError` that names the first thing missing or broken in a folder."""
+    index_path = folder / "model_index.json"
+    if not index_path.is_file():
+        inside = sorted(p.name for p in folder.iterdir())[:8]
+        raise ModelFolderError(
+            f"{folder} has no model_index.json", expected=LAYOUT, got=f"a folder with {inside}"
+        )
+    index = _read_json(index_path)
+    if index.get("_class_name") not in PIPELINES:
+        raise ModelFolderError(
+            f"{index_path}: _class_name",
+            expected=f"one of {PIPELINES}",
+            got=repr(index.get("_class_name")),
+            remedy="Other pipelines of the Wan family can be patched, but not generated with here",
+        )
+    for name, entry in index.items():
+        if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
+            continue
+        part = folder / name
+        if not part.is_dir():
+            raise ModelFolderError(
+                f"{folder} lacks the folder {name!r} that model_index.json lists",
+                expected=LAYOUT,
+                remedy="Download the model again",
+            )
+        for path in sorted(part.glob("*.json")):
+            _read_json(path)
+        weights = [p for s in ("*.safetensors", "*.bin") for p in sorted(part.glob(s))]
+        if name in ("transformer", "transformer_2", "vae", "text_encoder") and not weights:
+            raise ModelFolderError(
+                f"{part} has no weights",
+                expected="*.safetensors",
+                got=str(sorted(p.name for p in part.iterdir())),
+                remedy="Download the model again",
+            )
+        for path in weights:
+            _check_weights(path)
+
+
+def _check_weights(path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(len(_LFS_MARK))
+    if head == _LFS_MARK:
+        raise ModelFolderError(
+            f"{path} is a Git LFS pointer, not weights",
+            remedy="Run `git lfs pull` in the model's repository",
+        )
+    if path.suffix != ".safetensors":
+        return
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            tensors.keys()
+    except (SafetensorError, OSError) as error:
+        raise ModelFolderError(
+            f"{path} is damaged or incomplete ({error})",
+            got=f"{path.stat().st_size} bytes",
+            remedy="Download the file again",
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelFolderError(
+            f"{path} is not valid JSON ({error})", remedy="Download the file again"
+        ) from error
+    if not isinstance(value, dict):
+        raise ModelFolderError(str(path), expected="a JSON object", got=type(value).__name__)
+    return value
+
+
+def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> WanPipeline:
+    from diffusers import WanPipeline
+
+    local = isinstance(folder, Path)
+    try:
+        with _quiet_loading():
+            pipe = WanPipeline.from_pretrained(
+                str(folder),
+                dtype={"default": dtype, "vae": torch.float32},
+                local_files_only=local,
+            )
+    except _LOAD_ERRORS as error:
+        if not local:
+            raise ModelFolderError(
+                f"{folder!r} is not a folder here, and loading it from the model hub failed "
+                f"({type(error).__name__}: {_first_line(error)})",
+                expected="a folder, 'tiny', or a hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'",
+                remedy="Check the spelling and the connection, or download the folder first",
+            ) from error
+        raise ModelFolderError(
+            f"{folder} could not be loaded ({type(error).__name__}: {_first_line(error)})",
+            expected=LAYOUT,
+            remedy="Compare the component named above with the model's original folder",
+        ) from error
+    for name in ("transformer", "transformer_2", "vae", "text_encoder"):
+        part = getattr(pipe, name, None)
+        if part is not None and any(p.is_meta for p in part.parameters()):
+            raise ModelFolderError(
+                f"{folder}/{name}: weights that its config.json asks for are not in its files",
+                remedy="Download the folder again, config.json included",
+            )
+        if part is not None:
+            part.eval()
+    return pipe
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without the loaders' own bars and advice, whose settings are as before afterwards."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    bars = [
+        log
+        for log in (diffusers_logging, transformers_logging)
+        if getattr(log, "is_progress_bar_enabled", lambda: True)()
+    ]
+    levels = [(log, log.get_verbosity()) for log in (diffusers_logging, transformers_logging)]
+    for log in bars:
+        log.disable_progress_bar()
+    for log, _ in levels:
+        log.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log in bars:
+            log.enable_progress_bar()
+        for log, level in levels:
+            log.set_verbosity(level)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(
+            "device", expected="'cpu', 'cuda' or 'cuda:N'", got=repr(device)
+        ) from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(
+            "device", expected="a GPU that torch can see", got=repr(device),
+            remedy="Run `python -m turbo_rcm_patch doctor`, or use device='cpu'",
+        )  # fmt: skip
+    return chosen
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else "no message"

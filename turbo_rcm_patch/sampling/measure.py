@@ -1,0 +1,129 @@
+"""From the latents of one prompt to its videos and its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from turbo_rcm_patch.sampling.generate import decode_latents
+from turbo_rcm_patch.sampling.meter import Meter
+from turbo_rcm_patch.sampling.metrics import Drift, drift
+from turbo_rcm_patch.sampling.settings import Settings
+from turbo_rcm_patch.sampling.store import Store, from_json
+from turbo_rcm_patch.sampling.video import (
+    GAIN,
+    amplified_difference,
+    contact_sheet,
+    enlarge,
+    side_by_side,
+    write_mp4,
+)
+
+if TYPE_CHECKING:
+    from diffusers import WanPipeline
+
+__all__ = ["PromptResult", "finish_prompt", "read_prompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResult:
+    """Numbers of one prompt.
+
+    Attributes:
+        key: Name of its folder in `prompts/`.
+        prompt: The prompt.
+        seed: The seed.
+        patched: Distance of the patched video from the baseline.
+        control: Distance of the control video from the baseline.
+        decode_seconds: Mean time of one decoding.
+    """
+
+    key: str
+    prompt: str
+    seed: int
+    patched: Drift
+    control: Drift
+    decode_seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON, worst frames included."""
+        values = asdict(self)
+        for name, one in (("patched", self.patched), ("control", self.control)):
+            values[name]["worst_frame"] = one.worst_frame
+            values[name]["worst_psnr"] = one.worst_psnr
+        return values
+
+
+def finish_prompt(
+    pipe: WanPipeline, store: Store, key: str, prompt: str, seed: int, settings: Settings
+) -> PromptResult:
+    """Decode the three variants, measure, and write videos and sheet; the record comes last and
+    marks the end.
+    """
+    samples = {v: store.load_sample(key, v) for v in ("baseline", "patched", "control")}
+    with Meter(pipe._execution_device) as meter:
+        frames = {name: decode_latents(pipe, sample.latents) for name, sample in samples.items()}
+    distances = {
+        name: drift(
+            frames[name],
+            frames["baseline"],
+            latents=samples[name].latents,
+            latents_truth=samples["baseline"].latents,
+            trajectory=samples[name].trajectory,
+            trajectory_truth=samples["baseline"].trajectory,
+        )
+        for name in ("patched", "control")
+    }
+    folder = store.folder(key)
+    videos = {name: enlarge(frames[name]) for name in ("baseline", "patched", "control")}
+    differences = {
+        name: enlarge(amplified_difference(frames[name], frames["baseline"]), "nearest")
+        for name in ("patched", "control")
+    }
+    write_mp4(videos["baseline"], folder / "baseline.mp4", settings.fps)
+    write_mp4(videos["patched"], folder / "patched.mp4", settings.fps)
+    write_mp4(differences["patched"], folder / "difference.mp4", settings.fps)
+    rows = {
+        "baseline": videos["baseline"],
+        "patched": videos["patched"],
+        f"patched - baseline, x{GAIN}": differences["patched"],
+        f"control - baseline, x{GAIN}": differences["control"],
+    }
+    write_mp4(side_by_side(rows), folder / "side_by_side.mp4", settings.fps)
+    contact_sheet(rows, folder / "sheet.png")
+    result = PromptResult(
+        key, prompt, seed, distances["patched"], distances["control"], meter.seconds / 3
+    )
+    store.write_json(f"prompts/{key}/record.json", result.as_dict())
+    return result
+
+
+def read_prompt(store: Store, key: str) -> PromptResult | None:
+    """The numbers of a finished prompt, None if it is not finished."""
+    record = store.read_json(f"prompts/{key}/record.json")
+    if record is None:
+        return None
+    return PromptResult(
+        key=key,
+        prompt=str(record["prompt"]),
+        seed=int(from_json(record["seed"])),
+        patched=_read_drift(record["patched"]),
+        control=_read_drift(record["control"]),
+        decode_seconds=from_json(record["decode_seconds"]),
+    )
+
+
+def _read_drift(value: object) -> Drift:
+    assert isinstance(value, dict), "records hold objects"
+
+    def many(name: str) -> tuple[float, ...]:
+        return tuple(from_json(v) for v in value[name])
+
+    return Drift(
+        psnr=from_json(value["psnr"]),
+        ssim=from_json(value["ssim"]),
+        frame_psnr=many("frame_psnr"),
+        frame_ssim=many("frame_ssim"),
+        latents=from_json(value["latents"]),
+        steps=many("steps"),
+    )

@@ -1,0 +1,55 @@
+"""Progress bars for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from turbo_rcm_patch.sampling.compare import Progress
+
+__all__ = ["bars"]
+
+_WORDS: Final = {
+    "baseline": "as its authors wrote it",
+    "patched": "after patch_model",
+    "control": "other exact attention",
+    "network": "network against fp32",
+    "videos": "decode, measure, write",
+    "generate": "generate",
+}
+
+
+@contextmanager
+def bars() -> Iterator[Progress]:
+    """One bar for each stage, drawn on stderr as stages begin."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import (
+        Progress as RichProgress,
+    )
+
+    tasks: dict[str, TaskID] = {}
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(bar_width=32),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with RichProgress(*columns, console=Console(stderr=True)) as display:
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = display.add_task(_WORDS.get(stage, stage), total=total)
+            display.update(tasks[stage], completed=done, total=total)
+
+        yield update

@@ -1,0 +1,132 @@
+"""What is generated and how: one frozen dataclass, with defaults that a model folder may bring
+along.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+from turbo_rcm_patch.errors import ConfigError, ModelFolderError
+
+__all__ = ["DEFAULTS_FILE", "Sampler", "Settings", "folder_defaults"]
+
+Sampler = Literal["rcm", "scheduler"]
+
+#: A model folder may say how it wants to be sampled: a JSON object of fields of `Settings`.
+DEFAULTS_FILE: Final = "turbo_rcm.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything but prompt and seed.
+
+    Attributes:
+        sampler: "rcm" (1 to 4 steps of a distilled student) or "scheduler" (the pipeline's own).
+        steps: Number of network calls (two per step under guidance).
+        form: "sde" or "ode" of the rCM sampler.
+        sigma_max: First noise level of the rCM sampler.
+        height: Pixels.
+        width: Pixels.
+        num_frames: Frames; (num_frames - 1) must be a multiple of the VAE's temporal factor.
+        fps: Frames a second of the files.
+        guidance_scale: Classifier-free guidance; 1 switches it off. rCM students are trained
+            without.
+        guidance_scale_2: The same for the low-noise expert of Wan 2.2; None takes
+            `guidance_scale`.
+        negative_prompt: Used under guidance only.
+        max_sequence_length: Tokens of the prompt.
+    """
+
+    sampler: Sampler = "rcm"
+    steps: int = 4
+    form: Literal["sde", "ode"] = "sde"
+    sigma_max: float = 80.0
+    height: int = 480
+    width: int = 832
+    num_frames: int = 81
+    fps: int = 16
+    guidance_scale: float = 1.0
+    guidance_scale_2: float | None = None
+    negative_prompt: str = ""
+    max_sequence_length: int = 512
+
+    def __post_init__(self) -> None:
+        if self.sampler not in get_args(Sampler):
+            raise ConfigError("sampler", expected="'rcm' or 'scheduler'", got=repr(self.sampler))
+        if self.form not in ("sde", "ode"):
+            raise ConfigError("form", expected="'sde' or 'ode'", got=repr(self.form))
+        for name in ("steps", "height", "width", "num_frames", "fps", "max_sequence_length"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(name, expected="a positive whole number", got=repr(value))
+        for name in ("height", "width"):
+            if getattr(self, name) % 16:
+                value = getattr(self, name)
+                raise ConfigError(
+                    name,
+                    expected="a multiple of 16",
+                    got=str(value),
+                    remedy=f"Try {max(16, round(value / 16) * 16)}",
+                )
+        if self.sampler == "rcm":
+            from turbo_rcm_patch.sampling.scheduler import rcm_times
+
+            rcm_times(self.steps, self.sigma_max)
+            if self.guidance_scale > 1.0:
+                raise ConfigError(
+                    "guidance_scale",
+                    expected="1 with sampler='rcm', whose students have guidance distilled in",
+                    got=str(self.guidance_scale),
+                    remedy="Use sampler='scheduler' for guidance",
+                )
+
+    @classmethod
+    def for_model(cls, folder: str | Path | None, **given: object) -> Settings:
+        """Settings for a model: what is given, else what its folder says, else the defaults of the
+        sampler.
+
+        Args:
+            folder: The model's folder, or None or a hub id for a model without one.
+            **given: Fields of this class; None means "not given".
+        """
+        known = {field.name for field in fields(cls)}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if unknown := sorted(chosen.keys() - known):
+            raise ConfigError(f"setting {unknown[0]!r}", expected=f"one of {sorted(known)}")
+        defaults = folder_defaults(folder)
+        if chosen.get("sampler", defaults.get("sampler", "rcm")) == "scheduler":
+            # What Wan's own pipeline does. A folder's steps and guidance belong to the sampler it
+            # names.
+            own = {"steps": 50, "guidance_scale": 5.0}
+            if defaults.get("sampler", "rcm") != "scheduler":
+                defaults = {k: v for k, v in defaults.items() if k not in own}
+            defaults = own | defaults
+        return replace(cls(), **(defaults | chosen))  # type: ignore[arg-type]
+
+    def as_dict(self) -> dict[str, object]:
+        """Fields by name, for JSON."""
+        return asdict(self)
+
+
+def folder_defaults(folder: str | Path | None) -> dict[str, object]:
+    """The settings that a model folder brings along, empty if it brings none.
+
+    Keys that are not settings (notes for other readers) are left out.
+    """
+    path = Path(folder) / DEFAULTS_FILE if folder else None
+    if path is None or not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelFolderError(
+            f"{path} is not valid JSON ({error})",
+            remedy="Mend or delete the file; it only holds defaults",
+        ) from error
+    if not isinstance(values, dict):
+        raise ModelFolderError(str(path), expected="a JSON object", got=type(values).__name__)
+    known = {field.name for field in fields(Settings)}
+    return {name: value for name, value in values.items() if name in known}

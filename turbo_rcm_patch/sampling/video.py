@@ -1,0 +1,135 @@
+"""mp4 files and contact sheets from float frames."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from turbo_rcm_patch.sampling.store import atomic
+
+__all__ = ["amplified_difference", "contact_sheet", "enlarge", "side_by_side", "write_mp4"]
+
+#: Videos with a shorter side below this are enlarged, so that a person can see them.
+MIN_SIDE: Final = 256
+#: How much differences are amplified where they are shown.
+GAIN: Final = 8
+LABEL_HEIGHT: Final = 26
+GAP: Final = 8
+INK: Final = (32, 36, 44)
+PAPER: Final = (255, 255, 255)
+
+
+def amplified_difference(a: torch.Tensor, b: torch.Tensor, gain: int = GAIN) -> torch.Tensor:
+    """|a - b| * gain, clipped to 0..1; both [F, H, W, 3]."""
+    return ((a - b).abs() * gain).clamp(0, 1)
+
+
+def enlarge(frames: torch.Tensor, method: Literal["smooth", "nearest"] = "smooth") -> np.ndarray:
+    """Frames as bytes, enlarged by a whole factor to at least `MIN_SIDE` pixels on the shorter
+    side.
+
+    Args:
+        frames: [F, H, W, 3], float in 0..1.
+        method: "smooth" (Lanczos) for pictures, "nearest" where single pixels matter.
+
+    Returns:
+        uint8, [F, H', W', 3].
+    """
+    pixels = (frames.clamp(0, 1).nan_to_num() * 255).round().to(torch.uint8).cpu().numpy()
+    height, width = pixels.shape[1:3]
+    factor = math.ceil(MIN_SIDE / min(height, width))
+    if factor == 1:
+        return pixels
+    kind = Image.Resampling.LANCZOS if method == "smooth" else Image.Resampling.NEAREST
+    size = (width * factor, height * factor)
+    return np.stack([np.asarray(Image.fromarray(p).resize(size, kind)) for p in pixels])
+
+
+def side_by_side(videos: dict[str, np.ndarray]) -> np.ndarray:
+    """Videos of one size next to each other, each under its label; uint8, [F, H', W', 3]."""
+    height, width = next(iter(videos.values())).shape[1:3]
+    total = len(videos) * width + (len(videos) - 1) * GAP
+    header = Image.new("RGB", (total, LABEL_HEIGHT), PAPER)
+    pen = ImageDraw.Draw(header)
+    for i, label in enumerate(videos):
+        pen.text((i * (width + GAP), 4), label, fill=INK, font=ImageFont.load_default(size=15))
+    count = min(len(v) for v in videos.values())
+    canvas = np.full((count, LABEL_HEIGHT + height, total, 3), 255, np.uint8)
+    canvas[:, :LABEL_HEIGHT] = np.asarray(header)
+    for i, video in enumerate(videos.values()):
+        left = i * (width + GAP)
+        canvas[:, LABEL_HEIGHT:, left : left + width] = video[:count]
+    return canvas
+
+
+def write_mp4(frames: np.ndarray, path: Path, fps: int) -> None:
+    """Write h264 that every browser plays; odd sides are padded by repeating the edge.
+
+    Args:
+        frames: uint8, [F, H, W, 3].
+        path: The file, replaced only when complete.
+        fps: Frames a second.
+    """
+    import imageio_ffmpeg
+
+    odd = [(0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)]
+    frames = np.ascontiguousarray(np.pad(frames, odd, mode="edge"))
+    with atomic(path) as temporary:
+        writer = imageio_ffmpeg.write_frames(
+            str(temporary),
+            (frames.shape[2], frames.shape[1]),
+            fps=fps,
+            codec="libx264",
+            quality=None,
+            macro_block_size=2,
+            ffmpeg_log_level="error",
+            output_params=["-crf", "16", "-preset", "veryfast", "-movflags", "+faststart"],
+        )
+        try:
+            writer.send(None)
+            for frame in frames:
+                writer.send(frame)
+        finally:
+            writer.close()
+
+
+def contact_sheet(rows: dict[str, np.ndarray], path: Path, columns: int = 6) -> None:
+    """Some frames of each video, one labelled row a video, as a PNG.
+
+    Args:
+        rows: Label to uint8 frames [F, H, W, 3], all of one size.
+        path: The file, replaced only when complete.
+        columns: Frames in a row, evenly spread, first and last included.
+    """
+    frames = next(iter(rows.values()))
+    count, height, width = frames.shape[:3]
+    picks = _spread(count, columns)
+    scale = min(1.0, 220 / width)
+    width, height = round(width * scale), round(height * scale)
+    sheet = Image.new(
+        "RGB",
+        (len(picks) * (width + GAP) + GAP, len(rows) * (height + LABEL_HEIGHT) + GAP),
+        PAPER,
+    )
+    pen = ImageDraw.Draw(sheet)
+    for r, (label, video) in enumerate(rows.items()):
+        top = r * (height + LABEL_HEIGHT)
+        pen.text((GAP, top + 5), label, fill=INK, font=ImageFont.load_default(size=14))
+        for c, index in enumerate(picks):
+            tile = Image.fromarray(video[index]).resize((width, height), Image.Resampling.LANCZOS)
+            sheet.paste(tile, (GAP + c * (width + GAP), top + LABEL_HEIGHT))
+    with atomic(path) as temporary:
+        sheet.save(temporary, format="PNG", optimize=True)
+
+
+def _spread(count: int, wanted: int) -> Sequence[int]:
+    wanted = min(count, wanted)
+    if wanted == 1:
+        return [0]
+    return [round(i * (count - 1) / (wanted - 1)) for i in range(wanted)]
