@@ -1,0 +1,56 @@
+# Two commands for a fresh Linux machine with Python 3.11 or newer, no GPU and no account: `make demo`, `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= outputs/demo
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu record lint format clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@printf '\nVariables: PYTHON=%s  VENV=%s  OUT=%s  PIP_ARGS, PYTEST_ARGS (passed on)\n' '$(PYTHON)' '$(VENV)' '$(OUT)'
+
+demo: $(VENV)/.installed ## Text to video with and without the patch on the shipped model, and a report with the verdict
+	$(BIN)/python -m turbo_rcm_patch demo --out $(OUT)
+
+test: $(VENV)/.installed-dev lint ## Lint, types and every test that a CPU can run
+	$(BIN)/python -m pytest -v -n 2 --dist worksteal -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card
+	$(BIN)/python -m pytest -v -m gpu $(PYTEST_ARGS)
+
+record: $(VENV)/.installed ## Measure the proofs of the README on one card and write results/gpu.json
+	$(BIN)/python -m turbo_rcm_patch.benchmarks record --out results/gpu.json
+
+lint: $(VENV)/.installed-dev ## Lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev ## Format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the environment and everything generated
+	rm -rf $(VENV) outputs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "Python 3.11 or newer is needed, and '$(PYTHON)' is not. Say which: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	    { echo "'$(PYTHON) -m venv' failed. On Debian or Ubuntu: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+
+# A stamp says that the environment holds what these two files ask for, so that a second run starts at once.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[dev]'
+	@touch $(VENV)/.installed $@
