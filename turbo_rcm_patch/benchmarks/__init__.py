@@ -1,0 +1,1 @@
+"""Measurements, run with `python -m turbo_rcm_patch.benchmarks`."""

@@ -1,0 +1,275 @@
+"""One forward of a full-size Wan2.1-1.3B with seeded random weights: time, memory, and the network
+number."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from turbo_rcm_patch.benchmarks.setup import (
+    Deadline,
+    Options,
+    Result,
+    errors_of,
+    generator,
+    time_call,
+)
+from turbo_rcm_patch.config import Attention, PatchConfig
+from turbo_rcm_patch.sampling.network import TIMES, NetworkInput, network_inputs, network_number
+from turbo_rcm_patch.sampling.verdict import NETWORK_LIMIT
+
+if TYPE_CHECKING:
+    from diffusers import WanTransformer3DModel
+
+__all__ = ["build_network", "measure", "setting"]
+
+#: A patched forward further than this from the unpatched one is broken and is not timed.
+BROKEN: Final = 0.2
+#: What is timed: the whole thing, and the fused skips around exact attention.
+ATTENTIONS: Final[tuple[Attention, ...]] = ("int8", "exact")
+#: Added to both gate rows of every block, so that attention really reaches the output.
+LIVE_GATE: Final = 0.3
+#: Factor on the query norm, so that attention is peaked.
+SHARP: Final = 8.0
+#: Rows of a block's scale_shift_table that gate: of self-attention and of the feed-forward.
+GATE_ROWS: Final = (2, 5)
+#: (name, gates live, query norm sharp)
+SETTINGS: Final = (
+    ("gates as drawn, norm_q x1", False, False),
+    ("gates as drawn, norm_q x8", False, True),
+    ("gates +0.3, norm_q x1", True, False),
+    ("gates +0.3, norm_q x8", True, True),
+)
+
+
+def build_network(
+    config: dict[str, object], device: torch.device, seed: int
+) -> WanTransformer3DModel:
+    """A Wan transformer with seeded random weights, made on the device.
+
+    bf16, except what `from_pretrained(torch_dtype=torch.bfloat16)` keeps in fp32 (the scale-shift
+    tables, norm1 to norm3, the time embedder, the rotary tables): `.to(torch.bfloat16)` would be a
+    different model.
+    """
+    from diffusers import WanTransformer3DModel
+
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.device(device):
+        torch.manual_seed(seed)
+        network = WanTransformer3DModel(**config)
+    kept = set(network._keep_in_fp32_modules)
+    for name, parameter in network.named_parameters():
+        if kept.isdisjoint(name.split(".")):
+            parameter.data = parameter.data.bfloat16()
+    return network.eval().requires_grad_(False)
+
+
+@contextmanager
+def setting(network: WanTransformer3DModel, *, live: bool, sharp: bool) -> Iterator[None]:
+    """Inside, the gates are live or the attention is peaked; the weights are as before
+    afterwards."""
+    changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        changed.append((tensor, tensor.clone()))
+        return tensor
+
+    with torch.no_grad():
+        for block in network.blocks:
+            if live:
+                remember(block.scale_shift_table.data)[:, list(GATE_ROWS)] += LIVE_GATE
+            if sharp:
+                for attention in (block.attn1, block.attn2):
+                    remember(attention.norm_q.weight.data).mul_(SHARP)
+        try:
+            yield
+        finally:
+            for tensor, before in changed:
+                tensor.copy_(before)
+
+
+def _inputs(
+    latents: tuple[int, ...],
+    options: Options,
+    device: torch.device,
+    times: int,
+    seeds: int,
+) -> list[NetworkInput]:
+    text_dim = options.sizes.network["text_dim"]
+    random = generator(device, options.seed + 1)
+    text = torch.randn(
+        latents[0], options.sizes.text_tokens, int(str(text_dim)), generator=random, device=device
+    )
+    noises = [
+        torch.randn(latents, generator=generator(device, options.seed + 2 + i), device=device)
+        for i in range(seeds)
+    ]
+    return network_inputs(noises, text, times=TIMES[:times])
+
+
+def _forward(network: WanTransformer3DModel, one: NetworkInput) -> torch.Tensor:
+    output: torch.Tensor = network(
+        hidden_states=one.hidden_states,
+        timestep=one.timestep,
+        encoder_hidden_states=one.encoder_hidden_states,
+        return_dict=False,
+    )[0]
+    return output
+
+
+def _tokens(latents: tuple[int, ...]) -> int:
+    return latents[2] * (latents[3] // 2) * (latents[4] // 2)
+
+
+def measure(options: Options, deadline: Deadline) -> Result:
+    """Time and peak memory first, then the network number at its four settings."""
+    device = options.torch_device()
+    result = Result(("what", "setting", "unpatched", "patched", "patched / unpatched"))
+    network = build_network(options.sizes.network, device, options.seed)
+    result.data["parameters"] = sum(p.numel() for p in network.parameters())
+    result.data["config"] = dict(options.sizes.network)
+    try:
+        _speed(network, options, device, result)
+        _numbers(network, options, device, deadline, result)
+    finally:
+        # A later part gets the memory back also when this one failed.
+        del network
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return result
+
+
+def _timed(
+    network: WanTransformer3DModel, one: NetworkInput, options: Options, device: torch.device
+) -> dict[str, object]:
+    """Median time of a forward and what it allocates on top of weights and inputs."""
+    timing = time_call(lambda: _forward(network, one), device, options.forwards)
+    numbers: dict[str, object] = {"milliseconds": asdict(timing)}
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        _forward(network, one)
+        torch.cuda.synchronize(device)
+        numbers["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        numbers["peak_bytes_over_weights"] = torch.cuda.max_memory_allocated(device) - before
+    return numbers
+
+
+@torch.no_grad()
+def _speed(
+    network: WanTransformer3DModel, options: Options, device: torch.device, result: Result
+) -> None:
+    from turbo_rcm_patch import patched
+
+    one = _inputs(options.sizes.latents, options, device, times=1, seeds=1)[0]
+    where = f"{_tokens(options.sizes.latents):,} tokens"
+    unpatched_output = _forward(network, one)
+    unpatched = _timed(network, one, options, device)
+    speed: dict[str, object] = {
+        "latents": list(options.sizes.latents),
+        "tokens": _tokens(options.sizes.latents),
+        "unpatched": unpatched,
+    }
+    result.data["forward"] = speed
+    for attention in ATTENTIONS:
+        config = PatchConfig(attention=attention, guard=False)
+        with patched(network, config) as report:
+            drift = errors_of(_forward(network, one), unpatched_output)
+            numbers: dict[str, object] = {
+                "fused_pairs": report.fused,
+                "impl": report.impl,
+                "to_unpatched": drift,
+            }
+            speed[attention] = numbers
+            if not drift["relative_l2"] < BROKEN:
+                result.failures.append(
+                    f"patched with attention={attention} is {drift['relative_l2']:.3g} from "
+                    "unpatched, so it was not timed"
+                )
+                continue
+            numbers.update(_timed(network, one, options, device))
+        _row(result, where, attention, unpatched, numbers)
+    again = _forward(network, one)
+    speed["equal_after_unpatching"] = torch.equal(again, unpatched_output)
+    if not speed["equal_after_unpatching"]:
+        result.failures.append("the output after unpatching is not bit-equal to before")
+
+
+def _row(
+    result: Result,
+    where: str,
+    attention: str,
+    unpatched: dict[str, object],
+    patched: dict[str, object],
+) -> None:
+    def median(numbers: dict[str, object]) -> float:
+        timing = numbers["milliseconds"]
+        assert isinstance(timing, dict)
+        return float(timing["median"])
+
+    before, after = median(unpatched), median(patched)
+    setting = f"attention={attention}"
+    result.rows.append(
+        (f"ms, {where}", setting, f"{before:.1f}", f"{after:.1f}", f"{after / before:.3f}")
+    )
+    if "peak_bytes" in patched:
+        a, b = (int(str(one["peak_bytes"])) for one in (unpatched, patched))
+        result.rows.append(
+            (f"peak GiB, {where}", setting, f"{a / 2**30:.2f}", f"{b / 2**30:.2f}", f"{b / a:.3f}")
+        )
+        if b > a and attention == "int8":
+            result.failures.append(f"peak memory rose from {a} to {b} bytes")
+
+
+def _numbers(
+    network: WanTransformer3DModel,
+    options: Options,
+    device: torch.device,
+    deadline: Deadline,
+    result: Result,
+) -> None:
+    """e(patched) / e(unpatched); truth is the fp32 network, which is what takes the time."""
+    small = _inputs(options.sizes.truth_latents, options, device, options.times, options.seeds)
+    full = _inputs(options.sizes.latents, options, device, 3, -(-options.full_size_inputs // 3))
+    table: list[dict[str, object]] = []
+    result.data["network_number"] = table
+    cases = [(options.sizes.truth_latents, small)]
+    if options.full_size_inputs:
+        cases.append((options.sizes.latents, full[: options.full_size_inputs]))
+    for latents, inputs in cases:
+        where = f"error, {_tokens(latents):,} tokens, {len(inputs)} inputs"
+        for name, live, sharp in SETTINGS:
+            if deadline.passed:
+                result.left_out.append(f"{where}, {name}")
+                continue
+            with setting(network, live=live, sharp=sharp):
+                number = network_number(network, inputs)
+            table.append(
+                {
+                    "latents": list(latents),
+                    "tokens": _tokens(latents),
+                    "inputs": len(inputs),
+                    "setting": name,
+                    "unpatched": number.unpatched,
+                    "patched": number.patched,
+                    "ratio": number.ratio,
+                }
+            )
+            result.rows.append(
+                (
+                    where,
+                    name,
+                    f"{number.unpatched:.5f}",
+                    f"{number.patched:.5f}",
+                    f"{number.ratio:.3f}",
+                )
+            )
+            if not number.ratio <= NETWORK_LIMIT:
+                result.failures.append(f"{where}, {name}: ratio {number.ratio:.3f}")

@@ -1,0 +1,160 @@
+"""The proofs of the README in one command: measures, prints a table a part, writes one JSON file.
+
+A part that fails is recorded with its error and the others still run; the exit code then is not 0.
+The file is written after every part, so that an interrupted run leaves what it had.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from turbo_rcm_patch.benchmarks.setup import Deadline, Options, Result
+from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
+
+__all__ = ["PARTS", "record"]
+
+#: Name on the command line -> module with `measure(options, deadline)`.
+PARTS: Final = {
+    "ops": "accuracy",
+    "one-launch": "one_launch",
+    "fusion": "fusion",
+    "network": "network",
+}
+
+
+def record(options: Options, only: Sequence[str], out: Path, command: str) -> int:
+    """Run the parts and write the file.
+
+    Args:
+        options: How to measure.
+        only: Names of the parts to run, out of `PARTS`.
+        out: JSON file; its folder is made.
+        command: The command line, for the file.
+
+    Returns:
+        0 if every part ran in full and met its limits, else 1.
+    """
+    unknown = [name for name in only if name not in PARTS]
+    if unknown or not only:
+        raise ConfigError("--only", expected=f"some of {tuple(PARTS)}", got=repr(",".join(only)))
+    device = options.torch_device()
+    begin = time.monotonic()
+    parts: dict[str, dict[str, object]] = {}
+    document: dict[str, object] = {
+        "command": command,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": _machine(device),
+        "versions": versions(),
+        "code": code_digest(),
+        "options": asdict(options),
+        "parts": parts,
+    }
+    print(f"{device_name(device)}, torch {torch.__version__}, writing {out}", flush=True)
+    good = True
+    for name in only:
+        print(f"\n{name} ...", flush=True)
+        parts[name], passed = _run(name, options)
+        good &= passed
+        document["seconds"] = round(time.monotonic() - begin, 1)
+        document["passed"] = good and len(parts) == len(only)
+        _write(out, document)
+    print(f"\n{'Everything met its limit' if good else 'NOT everything met its limit'}: {out}")
+    return 0 if good else 1
+
+
+def _run(name: str, options: Options) -> tuple[dict[str, object], bool]:
+    begin = time.monotonic()
+    measure: Callable[[Options, Deadline], Result] = import_module(
+        f"turbo_rcm_patch.benchmarks.{PARTS[name]}"
+    ).measure
+    try:
+        result = measure(options, Deadline(options.limit))
+    except Exception as error:  # recorded with its traceback, and the exit code says so
+        print(f"FAILED: {type(error).__name__}: {error}", flush=True)
+        return {
+            "passed": False,
+            "error": traceback.format_exc(),
+            "seconds": round(time.monotonic() - begin, 1),
+        }, False
+    passed = not result.failures and not result.left_out
+    print(format_table(result.header, result.rows))
+    for failure in result.failures:
+        print(f"FAILED: {failure}")
+    for left in result.left_out:
+        print(f"left out, no time: {left}")
+    seconds = round(time.monotonic() - begin, 1)
+    print(f"{name}: {'passed' if passed else 'FAILED'} in {seconds} s", flush=True)
+    return {
+        "passed": passed,
+        "seconds": seconds,
+        "failures": result.failures,
+        "left_out": result.left_out,
+        **result.data,
+    }, passed
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, numbers to the right."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+
+    def cell(text: str, width: int) -> str:
+        number = text[:1].isdigit() or text[:1] in "-." or text in ("nan", "inf")
+        return text.rjust(width) if number else text.ljust(width)
+
+    text = ["  ".join(cell(c, w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in text)
+
+
+def _machine(device: torch.device) -> dict[str, object]:
+    found: dict[str, object] = {"device": device_name(device)}
+    if device.type != "cuda":
+        return found
+    properties = torch.cuda.get_device_properties(device)
+    found["capability"] = f"{properties.major}.{properties.minor}"
+    found["multiprocessors"] = properties.multi_processor_count
+    found["memory_bytes"] = properties.total_memory
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+        found["driver"] = answer.stdout.splitlines()[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        found["driver"] = "unknown"
+    return found
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN: such numbers become strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
+
+
+def _write(out: Path, document: dict[str, object]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_suffix(".partial")
+    partial.write_text(json.dumps(_finite(document), indent=2) + "\n", encoding="utf-8")
+    partial.replace(out)
