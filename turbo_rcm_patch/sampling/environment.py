@@ -27,8 +27,7 @@ PACKAGES: Final = (
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of every package that can change a result, "not installed" included.
-    """
+    """Versions of Python and every package that can change a result, if only "not installed"."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -20,7 +20,7 @@ from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 if TYPE_CHECKING:
     from diffusers import WanPipeline
 
-__all__ = ["TINY", "Offload", "load_pipeline", "resolve_model"]
+__all__ = ["TINY", "Offload", "check_folder", "load_pipeline", "quiet_loading", "resolve_model"]
 
 Offload = Literal["none", "model", "sequential"]
 
@@ -189,7 +189,7 @@ def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> WanPipeline:
 
     local = isinstance(folder, Path)
     try:
-        with _quiet_loading():
+        with quiet_loading():
             pipe = WanPipeline.from_pretrained(
                 str(folder),
                 dtype={"default": dtype, "vae": torch.float32},
@@ -221,7 +221,7 @@ def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> WanPipeline:
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Without the loaders' own bars and advice, whose settings are as before afterwards."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
@@ -258,9 +258,11 @@ def _device(device: str | torch.device | None) -> torch.device:
         ) from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(
-            "device", expected="a GPU that torch can see", got=repr(device),
+            "device",
+            expected="a GPU that torch can see",
+            got=repr(device),
             remedy="Run `python -m turbo_rcm_patch doctor`, or use device='cpu'",
-        )  # fmt: skip
+        )
     return chosen
 
 

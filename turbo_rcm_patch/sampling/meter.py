@@ -42,7 +42,7 @@ class Meter:
         trace: TracebackType | None,
     ) -> None:
         if self.device.type == "cuda":
-            if error is None:  # after a device-side fault, synchronising would hide the first error
+            if error is None:  # after a fault on the device, waiting would hide the first error
                 torch.cuda.synchronize(self.device)
                 self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
         elif self._resettable:

@@ -123,9 +123,7 @@ def drift(
             if latents is None or latents_truth is None
             else relative_l2(latents, latents_truth)
         ),
-        steps=tuple(
-            relative_l2(a, b) for a, b in zip(trajectory, trajectory_truth, strict=True)
-        ),
+        steps=tuple(relative_l2(a, b) for a, b in zip(trajectory, trajectory_truth, strict=True)),
     )
 
 

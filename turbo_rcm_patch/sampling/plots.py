@@ -111,9 +111,7 @@ def _per_frame(axes: Axes, prompts: Sequence[Mapping[str, object]]) -> None:
                 "worst frame accepted", (1, limit), xytext=(0, 4), textcoords="offset points",
                 xycoords=axes.get_yaxis_transform(), ha="right", color=MARGIN, fontsize=8.5,
             )  # fmt: skip
-    axes.set(
-        title="Per frame: median over prompts, and range", xlabel="frame", ylabel="PSNR, dB"
-    )
+    axes.set(title="Per frame: median over prompts, and range", xlabel="frame", ylabel="PSNR, dB")
     axes.legend(loc="best", fontsize=8.5)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from turbo_rcm_patch.sampling.compare import Progress
+from turbo_rcm_patch.sampling.passes import Progress
 
 __all__ = ["bars"]
 

@@ -5,12 +5,13 @@ beside it.
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from turbo_rcm_patch.sampling.plots import draw_plots
-from turbo_rcm_patch.sampling.store import atomic, from_json
+from turbo_rcm_patch.sampling.store import atomic, from_json, to_json
 from turbo_rcm_patch.sampling.verdict import (
     MEDIAN_MARGIN_DB,
     NETWORK_LIMIT,
@@ -18,7 +19,7 @@ from turbo_rcm_patch.sampling.verdict import (
 )
 from turbo_rcm_patch.sampling.video import GAIN
 
-__all__ = ["write_report"]
+__all__ = ["rewrite_with", "write_report"]
 
 
 def write_report(out: Path, metrics: Mapping[str, object]) -> Path:
@@ -42,9 +43,7 @@ def write_report(out: Path, metrics: Mapping[str, object]) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters.update(
-        db=_db, number=_number, seconds=_seconds, memory=_memory, value=_value
-    )
+    jinja.filters.update(db=_db, number=_number, seconds=_seconds, memory=_memory, value=_value)
     page = jinja.get_template("report.html.j2").render(
         m=metrics,
         prompts=[_gallery_entry(out, one) for one in prompts],
@@ -64,6 +63,21 @@ def write_report(out: Path, metrics: Mapping[str, object]) -> Path:
     return target
 
 
+def rewrite_with(out: Path, name: str, value: object) -> Path:
+    """Add something found later to metrics.json, and write the page again.
+
+    Args:
+        out: Folder of a finished comparison.
+        name: Key in metrics.json.
+        value: What to store there.
+    """
+    path = out / "metrics.json"
+    metrics = json.loads(path.read_text(encoding="utf-8")) | {name: to_json(value)}
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+    return write_report(out, metrics)
+
+
 def _gallery_entry(out: Path, one: Mapping[str, object]) -> dict[str, object]:
     folder = out / "prompts" / str(one["key"])
     return dict(one) | {
@@ -73,8 +87,7 @@ def _gallery_entry(out: Path, one: Mapping[str, object]) -> dict[str, object]:
 
 
 def _summary(prompts: Sequence[Mapping[str, object]]) -> dict[str, dict[str, float]]:
-    """Median PSNR and SSIM, worst frame and median drift of the latents, for patched and control.
-    """
+    """Median PSNR, SSIM and drift of the latents, and the worst frame; patched and control."""
     summary = {}
     for name in ("patched", "control"):
         rows = [_mapping(one[name]) for one in prompts]
@@ -110,7 +123,7 @@ def _facts(metrics: Mapping[str, object]) -> list[tuple[str, str]]:
         ("sampler", sampler),
         ("transformer", f"{identity['dtype']}; VAE in float32"),
         ("control", f"scaled_dot_product_attention on its {metrics['control_backend']} backend"),
-        ("patch", ", ".join(f"{k}={_value(v)}" for k, v in _mapping(metrics["config"]).items())),
+        ("patch", ", ".join(f"{k}={_value(v)}" for k, v in _mapping(identity["config"]).items())),
         ("versions", ", ".join(f"{k} {v}" for k, v in versions.items())),
     ]
     return rows

@@ -17,14 +17,12 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutpu
 
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 
-__all__ = ["MAX_STEPS", "RCMScheduler", "RCMSchedulerOutput", "noise_stream", "rcm_times"]
+__all__ = ["MAX_STEPS", "RCMScheduler", "noise_stream", "rcm_times"]
 
 #: TrigFlow times between the first and the last, as the published few-step Wan models were
 #: distilled.
 MID_TIMES: Final = (1.5, 1.4, 1.0)
 MAX_STEPS: Final = len(MID_TIMES) + 1
-
-RCMSchedulerOutput = SchedulerOutput
 
 
 def rcm_times(steps: int, sigma_max: float = 80.0) -> torch.Tensor:
@@ -134,8 +132,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         return int(self.config.num_train_timesteps)
 
     def set_begin_index(self, begin_index: int = 0) -> None:
-        """Start at this step; pipelines call it so that no time has to be looked up on the device.
-        """
+        """Start at this step; pipelines call it so that nothing is looked up on the device."""
         self._begin_index = begin_index
 
     def set_noise_seed(self, seed: int) -> None:
@@ -227,17 +224,15 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         """x_t = (1 - t) x0 + t eps at network times [B], in the dtype of the samples."""
         t = timesteps.to(original_samples.device, torch.float64) / self.config.num_train_timesteps
         t = t.reshape(-1, *(1,) * (original_samples.ndim - 1))
-        return ((1.0 - t) * original_samples + t * noise).to(original_samples.dtype)
+        noisy: torch.Tensor = (1.0 - t) * original_samples + t * noise
+        return noisy.to(original_samples.dtype)
 
-    def _noise_like(
-        self, sample: torch.Tensor, generator: torch.Generator | None
-    ) -> torch.Tensor:
+    def _noise_like(self, sample: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
         source = self._generator if generator is None else generator
         eps = torch.randn(
             sample.shape, generator=source, device=source.device, dtype=torch.float32
         )
-        moved: torch.Tensor = eps.to(sample.device, torch.float64)
-        return moved
+        return eps.to(sample.device, torch.float64)
 
     def _find_index(self, timestep: float | torch.Tensor) -> int:
         wanted = float(timestep)

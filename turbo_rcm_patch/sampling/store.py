@@ -53,9 +53,7 @@ class Store:
         if path.is_file():
             found = json.loads(path.read_text(encoding="utf-8"))
             if found != wanted:
-                differing = sorted(
-                    k for k in {*found, *wanted} if found.get(k) != wanted.get(k)
-                )
+                differing = sorted(k for k in {*found, *wanted} if found.get(k) != wanted.get(k))
                 raise SamplingError(
                     f"{self.out} holds a comparison made with other settings",
                     expected=f"the same {', '.join(differing)}",

@@ -47,8 +47,10 @@ class Check:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def __str__(self) -> str:
-        sign = ("at least" if self.passed else "below") if self.at_least else (
-            "at most" if self.passed else "above"
+        sign = (
+            ("at least" if self.passed else "below")
+            if self.at_least
+            else ("at most" if self.passed else "above")
         )
         return f"{self.name} {self.value:.4g}{self.unit}, {sign} {self.limit:.4g}{self.unit}"
 
@@ -97,9 +99,10 @@ def judge(
     """
     if not patched or len(patched) != len(control):
         raise SamplingError(
-            "judge", expected="as many control runs as patched runs, at least one",
+            "judge",
+            expected="as many control runs as patched runs, at least one",
             got=f"{len(control)} and {len(patched)}",
-        )  # fmt: skip
+        )
     if any(math.isinf(one.psnr) for one in control):
         raise ControlError(
             "the control run equals the baseline in every bit, so its drift measures nothing",

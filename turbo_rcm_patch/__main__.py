@@ -1,0 +1,318 @@
+"""The command line: arguments only. `python -m turbo_rcm_patch --help` lists what it does."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from turbo_rcm_patch.config import Attention, Form, Impl, PatchConfig, PVDType
+from turbo_rcm_patch.errors import TurboRCMError
+
+__all__ = ["main"]
+
+USAGE, INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: Arguments without the program's name; by default those of the process.
+
+    Returns:
+        0 if all is well (for `compare` and `demo`: "unchanged"), 1 if the verdict is "changed", 2
+        for a mistake in the arguments or the model, 130 if interrupted.
+    """
+    parser = _parser()
+    given = sys.argv[1:] if argv is None else list(argv)
+    try:
+        arguments = parser.parse_args(given)
+    except SystemExit as stop:  # argparse has printed help or a usage error
+        return int(stop.code or 0)
+    arguments.command_line = shlex.join(["python", "-m", "turbo_rcm_patch", *given])
+    try:
+        return _run(arguments)
+    except TurboRCMError as error:
+        print(_block(error), file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("\nInterrupted. The model is as it was.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.run == "demo":
+        from turbo_rcm_patch.demo import demo
+
+        return demo(arguments.out, fresh=not arguments.resume, command=arguments.command_line)
+    from turbo_rcm_patch.sampling import commands
+
+    code: int = getattr(commands, arguments.run)(arguments)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m turbo_rcm_patch",
+        description="Run the attention of Wan video models through fused int8 kernels, and prove "
+        "that the video did not change.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_examples(
+            "demo",
+            "compare --model tiny --prompt 'a red circle moves left'",
+            "compare --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sampler scheduler --steps 30 \\\n"
+            "    --prompts prompts.txt --out outputs/wan",
+        ),
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_compare(commands)
+    _add_pairs(commands)
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is installed, what the GPU can run, what would be used",
+        description="Print what is installed, what the GPU can run and what would be used, with "
+        "remedies. Exit code 1 if something that is needed is missing.",
+    )
+    doctor.set_defaults(run="doctor")
+    demo = commands.add_parser(
+        "demo",
+        help="the whole way on the shipped model, without a GPU",
+        description="Generate 8 or more prompts with the shipped model, unpatched, patched and "
+        "under a control, judge, and run one block through the Triton kernels in the interpreter. "
+        "Exit code 0 only if nothing visible changed and the kernels are right.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_examples("demo --out outputs/demo"),
+    )
+    demo.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/demo"),
+        metavar="DIR",
+        help="where the report goes (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--resume", action="store_true", help="keep what an earlier, interrupted demo has finished"
+    )
+    demo.set_defaults(run="demo")
+    return parser
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="text to mp4 with the patched model",
+        description="Generate videos with the patched model.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_examples(
+            "generate --prompt 'a red circle moves left' --out circle.mp4",
+            "generate --model PATH --sampler scheduler --steps 50 --guidance-scale 5 \\\n"
+            "    --offload model --prompt 'a cat on a skateboard' --out outputs/cat",
+        ),
+    )
+    _add_model(generate)
+    _add_sampling(generate)
+    generate.add_argument(
+        "--out",
+        default="outputs/generate",
+        metavar="PATH",
+        help="an .mp4 file, or a folder (default: %(default)s)",
+    )
+    generate.add_argument("--no-patch", action="store_true", help="leave the model as it is")
+    _add_patch(generate)
+    generate.set_defaults(run="generate")
+
+
+def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help="before and after patching, with a verdict",
+        description="Generate every prompt unpatched, patched, and unpatched under another exact "
+        "attention backend, from the same noise, and judge whether anything visible changed. "
+        "Writes videos, plots, metrics.json and report.html. Stopped half way, the same command "
+        "goes on where it was. Exit code 0: unchanged, 1: changed, 2: a mistake in the arguments "
+        "or the model.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_examples(
+            "compare --prompt 'a red circle moves left' --out outputs/circle",
+            "compare --prompt 'a red circle moves left' --attention int4   # shows what fails",
+            "compare --model PATH --sampler scheduler --steps 30 --offload model \\\n"
+            "    --prompts prompts.txt --out outputs/wan",
+        ),
+    )
+    _add_model(compare)
+    _add_sampling(compare)
+    compare.add_argument(
+        "--out",
+        default="outputs/compare",
+        metavar="DIR",
+        help="folder for everything (default: %(default)s)",
+    )
+    compare.add_argument(
+        "--fresh", action="store_true", help="start again instead of keeping finished prompts"
+    )
+    compare.add_argument(
+        "--network-number",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="also measure one network call against fp32, which needs a second "
+        "copy of the transformer (default: for small models)",
+    )
+    _add_patch(compare)
+    compare.set_defaults(run="compare")
+
+
+def _add_pairs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    pairs = commands.add_parser(
+        "pairs",
+        help="the skip pairs of a model and how each would run",
+        description="List every skip pair of a model, and how it would run.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_examples("pairs --model tiny", "pairs --model PATH"),
+    )
+    pairs.add_argument(
+        "--model",
+        default="tiny",
+        metavar="PATH_OR_ID",
+        help="a Wan pipeline folder, a hub id, or 'tiny'",
+    )
+    pairs.set_defaults(run="pairs")
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default="tiny",
+        metavar="PATH_OR_ID",
+        help="a Wan pipeline folder, a hub id, or 'tiny', the shipped model (default)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="of transformer and text encoder; the VAE is in float32 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
+    )
+    group.add_argument(
+        "--offload",
+        choices=("none", "model", "sequential"),
+        default="none",
+        help="keep one component (model) or one layer (sequential) at a time on the GPU",
+    )
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group(
+        "sampling", "What is not given comes from turbo_rcm.json in the model's folder, if any."
+    )
+    group.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="what to show; may be repeated",
+    )
+    group.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="a file with one prompt a line"
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the first prompt; the next has N + 1 (default: 0)",
+    )
+    group.add_argument(
+        "--sampler",
+        choices=("rcm", "scheduler"),
+        help="rcm: 1 to 4 steps of a distilled student; scheduler: the pipeline's "
+        "own (default: rcm)",
+    )
+    group.add_argument("--steps", type=int, metavar="N", help="default: 4 (rcm), 50 (scheduler)")
+    group.add_argument("--form", choices=("sde", "ode"), help="of the rCM sampler (default: sde)")
+    group.add_argument(
+        "--sigma-max",
+        type=float,
+        metavar="S",
+        help="of the rCM sampler (default: 80; 200 for Wan 2.2 I2V)",
+    )
+    for name, text in (
+        ("height", "pixels"),
+        ("width", "pixels"),
+        ("num-frames", "frames"),
+        ("fps", "frames a second of the files"),
+        ("max-sequence-length", "tokens of the prompt"),
+    ):
+        group.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    group.add_argument(
+        "--guidance-scale", type=float, metavar="S", help="with --sampler scheduler (default: 5)"
+    )
+    group.add_argument(
+        "--guidance-scale-2", type=float, metavar="S", help="of the low-noise expert of Wan 2.2"
+    )
+    group.add_argument("--negative-prompt", metavar="TEXT")
+
+
+def _add_patch(command: argparse.ArgumentParser) -> None:
+    default = PatchConfig()
+    group = command.add_argument_group("patch")
+    for name, choices, text in (
+        ("attention", get_args(Attention), "how attention runs"),
+        ("pv", get_args(PVDType), "element type of probabilities and values"),
+        ("impl", get_args(Impl), "Triton kernels or plain torch"),
+        ("form", get_args(Form), "how a pair with an output projection is closed"),
+    ):
+        flag = "--pair-form" if name == "form" else f"--{name}"
+        group.add_argument(
+            flag,
+            choices=choices,
+            default=getattr(default, name),
+            help=f"{text} (default: %(default)s)",
+        )
+    group.add_argument(
+        "--no-guard",
+        action="store_true",
+        help="do not check pairs against exact attention while running",
+    )
+    group.add_argument(
+        "--guard-budget",
+        type=float,
+        default=default.guard_budget,
+        metavar="E",
+        help="largest relative L2 error of a branch (default: %(default)s)",
+    )
+
+
+def _block(error: TurboRCMError) -> str:
+    """An error as a block a person can read."""
+    lines = [f"{type(error).__name__}: {error.what}"]
+    for name in ("expected", "got", "remedy"):
+        text = getattr(error, name)
+        if text:
+            lines.append(
+                textwrap.fill(
+                    text,
+                    96,
+                    initial_indent=f"  {name + ':':<10}",
+                    subsequent_indent=" " * 12,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
+    return "\n".join(lines)
+
+
+def _examples(*lines: str) -> str:
+    return "examples:\n" + "\n".join(f"  python -m turbo_rcm_patch {line}" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The whole way in one command, on the shipped model and without a GPU: what `make demo` runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from turbo_rcm_patch.sampling.compare import compare
+from turbo_rcm_patch.sampling.generate import settings_for
+from turbo_rcm_patch.sampling.kernel_check import run_kernel_check
+from turbo_rcm_patch.sampling.load import TINY, load_pipeline, resolve_model
+from turbo_rcm_patch.sampling.progress import bars
+from turbo_rcm_patch.sampling.report import rewrite_with
+
+__all__ = ["demo"]
+
+MODEL = TINY
+
+
+def demo(out: str | Path, *, fresh: bool = True, command: str = "") -> int:
+    """Compare the shipped model with its patched self over the demo prompts, then check the
+    kernels.
+
+    Args:
+        out: Folder for the report and everything it shows.
+        fresh: Start again, or keep what an interrupted demo has finished.
+        command: The command line, for the report.
+
+    Returns:
+        0 if nothing visible changed and the kernels agree with their reference, else 1.
+    """
+    from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
+
+    start = time.perf_counter()
+    pipe = load_pipeline(MODEL)
+    settings = settings_for(pipe)
+    print(
+        f"{len(DEMO_PROMPTS)} prompts, {settings.num_frames} frames of {settings.width} x "
+        f"{settings.height}, {settings.steps} steps: unpatched, patched, and unpatched under "
+        "another exact attention backend, all from the same noise."
+    )
+    with bars() as progress:
+        comparison = compare(
+            pipe,
+            DEMO_PROMPTS,
+            out=out,
+            settings=settings,
+            network_number=True,
+            fresh=fresh,
+            progress=progress,
+            command=command,
+        )
+    print("One block of the shipped model through the Triton kernels, in the interpreter ...")
+    folder = resolve_model(MODEL)
+    assert isinstance(folder, Path), "the shipped model is a folder"
+    check = run_kernel_check(folder)
+    rewrite_with(Path(out), "kernel_check", check.as_dict())
+    word = "ok" if check.passed else "NO"
+    print(f"{word}: {check.what}: relative L2 {check.relative_l2:.1e}, accepted {check.limit:.0e}")
+    print(comparison)
+    print(f"{time.perf_counter() - start:.0f} s in all")
+    return 0 if comparison.verdict == "unchanged" and check.passed else 1

@@ -1,0 +1,172 @@
+"""What the commands do with their arguments. The arguments themselves are in `__main__`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.sampling.settings import Settings
+
+if TYPE_CHECKING:
+    from diffusers import WanPipeline
+
+__all__ = ["CHANGED", "INTERRUPTED", "UNCHANGED", "compare", "doctor", "generate", "pairs"]
+
+UNCHANGED: Final = 0
+CHANGED: Final = 1
+INTERRUPTED: Final = 130
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Write one mp4 a prompt."""
+    from turbo_rcm_patch import patched
+    from turbo_rcm_patch.sampling.generate import settings_for
+
+    prompts, config = _prompts(arguments), _config(arguments)
+    out = Path(arguments.out)
+    if out.suffix and len(prompts) > 1:
+        raise SamplingError(
+            "--out", expected=f"a folder, because there are {len(prompts)} prompts", got=str(out)
+        )
+    pipe = _load(arguments)
+    settings = settings_for(pipe, **_settings(arguments))
+    if arguments.no_patch:
+        _write_videos(pipe, prompts, settings, arguments.seed, out)
+        return 0
+    with patched(pipe, config) as report:
+        _write_videos(pipe, prompts, settings, arguments.seed, out)
+        print(report)
+    return 0
+
+
+def _write_videos(
+    pipe: WanPipeline, prompts: list[str], settings: Settings, first_seed: int, out: Path
+) -> None:
+    from turbo_rcm_patch.sampling.generate import generate as generate_one
+    from turbo_rcm_patch.sampling.progress import bars
+    from turbo_rcm_patch.sampling.store import Store
+    from turbo_rcm_patch.sampling.video import enlarge, write_mp4
+
+    total = settings.steps * len(prompts)
+    with bars() as progress:
+        for i, prompt in enumerate(prompts):
+
+            def on_step(step: int, steps: int, before: int = i * settings.steps) -> None:
+                progress("generate", before + step, total)
+
+            seed = first_seed + i
+            video = generate_one(pipe, prompt, seed=seed, settings=settings, on_step=on_step)
+            path = out if out.suffix else out / f"{Store.key(prompt, seed)}.mp4"
+            write_mp4(enlarge(video.frames), path, settings.fps)
+            print(f"{path}  {video.seconds:.2f} s, and {video.decode_seconds:.2f} s to decode")
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Compare, print the verdict and where the report is."""
+    from turbo_rcm_patch.sampling.compare import compare as run
+    from turbo_rcm_patch.sampling.generate import settings_for
+    from turbo_rcm_patch.sampling.progress import bars
+
+    prompts, config = _prompts(arguments), _config(arguments)
+    pipe = _load(arguments)
+    settings = settings_for(pipe, **_settings(arguments))
+    try:
+        with bars() as progress:
+            comparison = run(
+                pipe,
+                prompts,
+                out=arguments.out,
+                seed=arguments.seed,
+                config=config,
+                settings=settings,
+                network_number=arguments.network_number,
+                fresh=arguments.fresh,
+                progress=progress,
+                command=arguments.command_line,
+            )
+    except KeyboardInterrupt:
+        print(
+            f"\nInterrupted. What is finished is kept in {arguments.out}; the same command "
+            "goes on from there. The model is as it was.",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    print(comparison)
+    return UNCHANGED if comparison.verdict == "unchanged" else CHANGED
+
+
+def pairs(arguments: argparse.Namespace) -> int:
+    """Print the table of skip pairs."""
+    from turbo_rcm_patch import find_pairs
+    from turbo_rcm_patch.sampling.skeleton import load_skeleton
+
+    print(find_pairs(load_skeleton(arguments.model)))
+    return 0
+
+
+def doctor(_: argparse.Namespace) -> int:
+    """Print what is installed and what would be used."""
+    from turbo_rcm_patch.sampling.doctor import examine
+
+    report = examine()
+    print(report)
+    return 0 if report.healthy else CHANGED
+
+
+def _config(arguments: argparse.Namespace) -> PatchConfig:
+    return PatchConfig(
+        attention=arguments.attention,
+        pv=arguments.pv,
+        impl=arguments.impl,
+        form=arguments.pair_form,
+        guard=not arguments.no_guard,
+        guard_budget=arguments.guard_budget,
+    )
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, object]:
+    names = (
+        "sampler",
+        "steps",
+        "form",
+        "sigma_max",
+        "height",
+        "width",
+        "num_frames",
+        "fps",
+        "guidance_scale",
+        "guidance_scale_2",
+        "negative_prompt",
+        "max_sequence_length",
+    )
+    return {name: getattr(arguments, name) for name in names}
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    prompts = list(arguments.prompt)
+    if arguments.prompts is not None:
+        try:
+            lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise SamplingError(f"--prompts {arguments.prompts}: {error.strerror}") from error
+        prompts += [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
+    return prompts
+
+
+def _load(arguments: argparse.Namespace) -> WanPipeline:
+    import torch
+
+    from turbo_rcm_patch.sampling.load import load_pipeline
+
+    return load_pipeline(
+        arguments.model,
+        dtype=getattr(torch, arguments.dtype),
+        device=arguments.device,
+        offload=arguments.offload,
+    )

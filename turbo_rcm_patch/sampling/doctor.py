@@ -1,0 +1,199 @@
+"""What is installed, what the GPU can run, what would be used, and what to do about the rest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import TurboRCMError
+from turbo_rcm_patch.ops import resolve_impl, resolve_pv
+
+__all__ = ["Examination", "Finding", "examine"]
+
+_MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the examination.
+
+    Attributes:
+        topic: What was looked at.
+        state: "ok", "note" (works without), or "missing" (something needed is not there).
+        text: What was found.
+        remedy: What to do, empty if there is nothing to do.
+    """
+
+    topic: str
+    state: Literal["ok", "note", "missing"]
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """All findings; `print()` of it is the report."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing that is needed is missing."""
+        return all(one.state != "missing" for one in self.findings)
+
+    def __str__(self) -> str:
+        width = max(len(one.topic) for one in self.findings)
+        lines = []
+        for one in self.findings:
+            lines.append(f"{_MARKS[one.state]}  {one.topic:<{width}}  {one.text}")
+            if one.remedy:
+                lines.append(f"    {'':<{width}}  -> {one.remedy}")
+        lines.append(
+            "all that is needed is here" if self.healthy else "something is missing: see !!"
+        )
+        return "\n".join(lines)
+
+
+def examine() -> Examination:
+    """Look at the installation and the machine. Nothing is started and nothing is changed."""
+    return Examination((*_packages(), *_machine(), *_compiler(), *_choices(), *_model()))
+
+
+def _packages() -> Iterator[Finding]:
+    python = sys.version.split()[0]
+    yield Finding("python", "ok", python)
+    yield Finding("torch", "ok", torch.__version__)
+    needed = ("triton", "diffusers", "transformers", "accelerate", "safetensors")
+    for name in needed:
+        version = _version(name)
+        if version is None:
+            yield Finding(name, "missing", "not installed", f"pip install {name}")
+        elif name == "diffusers" and not version.startswith("0.42"):
+            yield Finding(
+                name,
+                "note",
+                f"{version}, but only 0.42 was tested",
+                "pip install 'diffusers>=0.42,<0.43'",
+            )
+        else:
+            yield Finding(name, "ok", version)
+    sage = _version("sageattention")
+    yield (
+        Finding("sageattention", "ok", f"{sage} (only for attention='sage')")
+        if sage
+        else Finding("sageattention", "note", "not installed; only attention='sage' needs it")
+    )
+    try:
+        import imageio_ffmpeg
+
+        program = imageio_ffmpeg.get_ffmpeg_exe()
+        yield Finding("imageio-ffmpeg", "ok", f"{_version('imageio-ffmpeg')}, {program}")
+    except (ImportError, RuntimeError) as error:
+        yield Finding(
+            "imageio-ffmpeg",
+            "missing",
+            f"no ffmpeg to write mp4 with ({error})",
+            "pip install --force-reinstall imageio-ffmpeg",
+        )
+
+
+def _machine() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        yield Finding(
+            "gpu",
+            "note",
+            "none that torch can see"
+            + ("" if built else " (this torch is built for the CPU only)"),
+            "" if built else "on a machine with a GPU, install torch for CUDA or ROCm",
+        )
+        yield Finding("cpu", "ok", f"{torch.get_num_threads()} of {os.cpu_count()} threads")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        if torch.version.hip is not None:
+            yield Finding(f"gpu {index}", "ok", f"{name}, {properties.gcnArchName}, HIP")
+            continue
+        capability = (properties.major, properties.minor)
+        units = f"int8 {'yes' if capability >= (7, 5) else 'no'}"
+        units += f", fp8 {'yes' if capability >= (8, 9) else 'no'}"
+        state: Literal["ok", "note"] = "ok" if capability >= (8, 0) else "note"
+        yield Finding(
+            f"gpu {index}",
+            state,
+            f"{name}, compute capability {properties.major}.{properties.minor}, {units}",
+            ""
+            if state == "ok"
+            else "the kernels are built for 8.0 and newer; use impl='reference'",
+        )
+
+
+def _compiler() -> Iterator[Finding]:
+    needed: Literal["missing", "note"] = "missing" if torch.cuda.is_available() else "note"
+    names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    program = next((p for n in names if n and (p := shutil.which(n))), None)
+    if program:
+        yield Finding("C compiler", "ok", program)
+    else:
+        yield Finding(
+            "C compiler",
+            needed,
+            "none; Triton compiles its launcher with one on a GPU",
+            "apt-get install gcc (or your system's equivalent)",
+        )
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if header.is_file():
+        yield Finding("Python.h", "ok", str(header))
+    else:
+        yield Finding(
+            "Python.h",
+            needed,
+            f"not at {header}; Triton's launcher includes it on a GPU",
+            "apt-get install python3-dev (or your system's equivalent)",
+        )
+
+
+def _choices() -> Iterator[Finding]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = PatchConfig()
+    impl = resolve_impl(config.impl, device)
+    try:
+        pv = resolve_pv(config.pv, device)
+    except TurboRCMError as error:
+        yield Finding("would use", "missing", str(error))
+        return
+    kernels = "Triton kernels" if impl == "triton" else "plain torch with the kernels' rounding"
+    yield Finding(
+        "would use",
+        "ok",
+        f"{kernels} on {device.type}: attention {config.attention}, pv {pv}, "
+        f"form {config.form}, guard {'on' if config.guard else 'off'}",
+    )
+
+
+def _model() -> Iterator[Finding]:
+    from turbo_rcm_patch.tiny import TINY_WAN
+
+    if (TINY_WAN / "model_index.json").is_file():
+        size = sum(p.stat().st_size for p in TINY_WAN.rglob("*") if p.is_file())
+        yield Finding("shipped model", "ok", f"{TINY_WAN} ({size / 2**20:.1f} MiB)")
+    else:
+        yield Finding("shipped model", "missing", f"not at {TINY_WAN}", "reinstall the package")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,208 @@
+"""The passes of a comparison over its prompts: each skips what an earlier run has finished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Final, Literal
+
+import torch
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import ControlError
+from turbo_rcm_patch.sampling.control import candidates, exact_backend
+from turbo_rcm_patch.sampling.fusion import FusionNumber, fusion_number
+from turbo_rcm_patch.sampling.generate import (
+    Conditioning,
+    Sample,
+    encode_prompt,
+    sample_latents,
+)
+from turbo_rcm_patch.sampling.network import NetworkNumber, measure_network
+from turbo_rcm_patch.sampling.settings import Settings
+from turbo_rcm_patch.sampling.store import Store, from_json
+
+if TYPE_CHECKING:
+    from diffusers import WanPipeline
+
+__all__ = ["Passes", "Progress", "Variant"]
+
+Variant = Literal["baseline", "patched", "control"]
+
+#: Called with (what is being done, units done, units in all).
+Progress = Callable[[str, int, int], None]
+
+#: Networks up to this many parameters get their network number without being asked: it needs an
+#: fp32 copy.
+SMALL_NETWORK: Final = 200_000_000
+
+
+class Passes:
+    """The passes over the prompts; each skips what an earlier call has finished."""
+
+    def __init__(
+        self,
+        pipe: WanPipeline,
+        prompts: Sequence[str],
+        seed: int,
+        settings: Settings,
+        store: Store,
+        progress: Progress,
+    ) -> None:
+        self.pipe, self.prompts, self.settings, self.store = pipe, prompts, settings, store
+        self.progress = progress
+        self.keys = [(seed + i, Store.key(p, seed + i)) for i, p in enumerate(prompts)]
+        self._encoded: dict[str, Conditioning] = {}
+
+    def encoded(self, prompt: str) -> Conditioning:
+        """The prompt's embeddings, computed once for all passes."""
+        if prompt not in self._encoded:
+            self._encoded[prompt] = encode_prompt(self.pipe, prompt, self.settings)
+        return self._encoded[prompt]
+
+    def missing(self, variant: Variant) -> list[int]:
+        """Indices of the prompts that this variant has not generated yet."""
+        keys = enumerate(self.keys)
+        return [i for i, (_, key) in keys if not self.store.has_sample(key, variant)]
+
+    def sample(
+        self,
+        variant: Variant,
+        backend: AbstractContextManager[None],
+        *,
+        warm: bool = True,
+        note: Callable[[], dict[str, object]] = dict,
+    ) -> None:
+        """Generate what is missing; the first call is timed apart and thrown away.
+
+        `note` is kept beside the samples, before each of them.
+        """
+        missing = self.missing(variant)
+        steps, total = self.settings.steps, len(self.prompts) * self.settings.steps
+        done = total - len(missing) * steps
+        self.progress(variant, done, total)
+        for prompt in dict.fromkeys(self.prompts[i] for i in missing):
+            self.encoded(prompt)  # outside the backend: only the transformer's attention differs
+        with backend:
+            kept: dict[str, object] = {}
+            if missing and warm:
+                kept["first_call_seconds"] = self._one(missing[0], None).seconds
+            for count, i in enumerate(missing):
+                on_step = partial(self._stepped, variant, done + count * steps)
+                sample = self._one(i, on_step)
+                if warm:
+                    self.store.write_json(f"runs/{variant}.json", kept | note())
+                self.store.save_sample(self.keys[i][1], variant, sample)
+        self.progress(variant, total, total)
+
+    def sample_patched(self, config: PatchConfig) -> None:
+        """The patched pass. The model is as it was afterwards, also after an exception."""
+        from turbo_rcm_patch import patched
+
+        if not self.missing("patched"):
+            self.progress("patched", 1, 1)
+            return
+        with patched(self.pipe, config) as report:
+            self.sample(
+                "patched",
+                nullcontext(),
+                note=lambda: {"table": str(report), "report": report.as_dict()},
+            )
+
+    def sample_control(self) -> str:
+        """The control pass under the first exact backend that differs from the baseline; returns
+        its name.
+        """
+        known = self.store.read_json("runs/control.json")
+        names = [str(known["backend"])] if known else list(candidates(self.pipe._execution_device))
+        refused = []
+        for name in names:
+            self.encoded(self.prompts[0])
+            if known is None:
+                why = self._refuses(name)
+                if why:
+                    refused.append(f"{name} {why}")
+                    continue
+                self.store.write_json("runs/control.json", {"backend": name})
+            self.sample("control", exact_backend(name), warm=False)
+            self._check_control(name)
+            return name
+        raise ControlError(
+            "no exact attention backend differs from the one the model uses",
+            got="; ".join(refused),
+            remedy="Compare in bf16, and without a diffusers attention backend set on the model",
+        )
+
+    def _refuses(self, name: str) -> str:
+        """Why a backend cannot be the control, empty if it can."""
+        try:
+            with exact_backend(name):
+                sample = self._one(0, None)
+        except torch.OutOfMemoryError:
+            return "runs out of memory"
+        except RuntimeError as error:
+            if "kernel" not in str(error) and "backend" not in str(error):
+                raise
+            return "cannot run this model"
+        baseline = self.store.load_sample(self.keys[0][1], "baseline")
+        if torch.equal(sample.latents, baseline.latents):
+            return "is bit-equal to the baseline"
+        self.store.save_sample(self.keys[0][1], "control", sample)
+        return ""
+
+    def _check_control(self, name: str) -> None:
+        for _, key in self.keys:
+            baseline, sample = (self.store.load_sample(key, v) for v in ("baseline", "control"))
+            if torch.equal(sample.latents, baseline.latents):
+                raise ControlError(
+                    f"the control run of {key} under {name!r} equals the baseline in every bit",
+                    remedy="Start again with --fresh; was the model changed since?",
+                )
+
+    def network(self, config: PatchConfig, wanted: bool | None) -> NetworkNumber | None:
+        """The network number, measured once."""
+        known = self.store.read_json("runs/network.json")
+        if known:
+            return NetworkNumber(**{k: from_json(v) for k, v in known.items()})
+        network = self.pipe.transformer
+        if network is None or wanted is False:
+            return None
+        small = sum(p.numel() for p in network.parameters()) <= SMALL_NETWORK
+        if not wanted and not (small and network.device.type != "meta"):
+            return None
+        self.progress("network", 0, 1)
+        clean = self.store.load_sample(self.keys[0][1], "baseline").latents
+        conditioning = self.encoded(self.prompts[0])
+        number = measure_network(self.pipe, conditioning, clean, self.settings, config)
+        self.store.write_json("runs/network.json", asdict(number))
+        self.progress("network", 1, 1)
+        return number
+
+    def fusion(self, config: PatchConfig) -> FusionNumber | None:
+        """What fusing alone changes, for the model's head shape; None for other people's
+        attention.
+        """
+        if config.attention == "sage":
+            return None
+        shape = self.pipe.transformer or self.pipe.transformer_2
+        return fusion_number(
+            config,
+            self.pipe._execution_device,
+            heads=shape.config.num_attention_heads,
+            head_dim=shape.config.attention_head_dim,
+        )
+
+    def _stepped(self, variant: Variant, before: int, step: int, steps: int) -> None:
+        self.progress(variant, before + step, len(self.prompts) * steps)
+
+    def _one(self, i: int, on_step: Callable[[int, int], None] | None) -> Sample:
+        return sample_latents(
+            self.pipe,
+            self.encoded(self.prompts[i]),
+            seed=self.keys[i][0],
+            settings=self.settings,
+            keep_trajectory=True,
+            on_step=on_step,
+        )

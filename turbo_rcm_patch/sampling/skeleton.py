@@ -1,0 +1,66 @@
+"""A pipeline without weights, for questions that only need its shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from turbo_rcm_patch.errors import ModelFolderError
+from turbo_rcm_patch.sampling.load import quiet_loading, resolve_model
+from turbo_rcm_patch.sampling.scheduler import RCMScheduler
+from turbo_rcm_patch.sampling.settings import folder_defaults
+
+if TYPE_CHECKING:
+    from diffusers import WanPipeline, WanTransformer3DModel
+
+__all__ = ["load_skeleton"]
+
+
+def load_skeleton(model: str | Path) -> WanPipeline:
+    """Transformers on the meta device, built from their config.json only.
+
+    Args:
+        model: As for `load_pipeline`. Of a hub id only the small configuration files are fetched.
+
+    Returns:
+        A pipeline that cannot generate. Its scheduler is the rCM sampler if the model's folder
+        asks for it, so that the skip pair of the whole network is listed.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    folder = resolve_model(model)
+    first = _transformer(folder, "transformer")
+    second = None
+    if isinstance(folder, Path) and (folder / "transformer_2").is_dir():
+        second = _transformer(folder, "transformer_2")
+    defaults = folder_defaults(folder if isinstance(folder, Path) else None)
+    distilled = bool(defaults) and defaults.get("sampler", "rcm") == "rcm"
+    return WanPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=None,
+        scheduler=RCMScheduler() if distilled else FlowMatchEulerDiscreteScheduler(),
+        transformer=first,
+        transformer_2=second,
+        boundary_ratio=0.9 if second is not None else None,
+    )
+
+
+def _transformer(folder: Path | str, name: str) -> WanTransformer3DModel:
+    from diffusers import WanTransformer3DModel
+
+    local = isinstance(folder, Path)
+    try:
+        with quiet_loading(), torch.device("meta"):
+            config = WanTransformer3DModel.load_config(
+                str(folder), subfolder=name, local_files_only=local
+            )
+            return WanTransformer3DModel.from_config(config)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelFolderError(
+            f"{folder}: no usable {name}/config.json ({type(error).__name__})",
+            expected="the configuration of a WanTransformer3DModel",
+            remedy="Check the path; for another class call find_pairs on the loaded model",
+        ) from error
