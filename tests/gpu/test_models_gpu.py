@@ -1,0 +1,98 @@
+"""The one-pass module through the Triton kernels, against the two-pass module."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from turbo_rcm_patch.boundary import (
+    EDM,
+    ConsistencyModel,
+    Parameterisation,
+    RCMWrapper,
+    RectifiedFlow,
+    TrigFlow,
+)
+from turbo_rcm_patch.models import FusedRCMAttention, RCMAttention
+
+pytestmark = pytest.mark.gpu
+
+FUSION_BUDGET = 3e-6
+projections = pytest.mark.parametrize("projection", [True, False], ids=["projection", "bare"])
+
+
+def relative_l2(got: torch.Tensor, want: torch.Tensor) -> float:
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm())
+
+
+def pair(projection: bool, **options: object) -> tuple[RCMAttention, FusedRCMAttention]:
+    shared = {name: value for name, value in options.items() if name.startswith("c_")}
+    two_pass = RCMAttention(256, 2, projection=projection, device="cuda", **shared)
+    one_pass = FusedRCMAttention(
+        256, 2, projection=projection, device="cuda", impl="triton", **options
+    )
+    one_pass.load_state_dict(two_pass.state_dict())
+    return two_pass, one_pass
+
+
+@projections
+@pytest.mark.parametrize("tokens", [1, 77, 1000])
+@pytest.mark.parametrize("per_sample", [False, True], ids=["scalar", "per sample"])
+def test_exact_attention_equals_two_pass(projection: bool, tokens: int, per_sample: bool) -> None:
+    two_pass, one_pass = pair(projection, attention="exact")
+    x = torch.randn(2, tokens, 256, device="cuda")
+    t = torch.tensor([0.3, 1.7], device="cuda") if per_sample else 0.8
+    with torch.no_grad():
+        want, got = two_pass(x, t), one_pass(x, t)
+        exact = copy.deepcopy(two_pass).double()(x.double(), t)
+    assert relative_l2(got, want) < FUSION_BUDGET
+    assert relative_l2(got, exact) <= 2 * relative_l2(want, exact) + 1e-8
+
+
+@projections
+@pytest.mark.parametrize("form", ["one-launch", "two-launch"])
+def test_int8_is_within_its_budget_in_bf16(projection: bool, form: str) -> None:
+    two_pass, one_pass = pair(projection, attention="int8", form=form)
+    two_pass, one_pass = two_pass.bfloat16(), one_pass.bfloat16()
+    x = torch.randn(2, 1000, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert relative_l2(one_pass(x, 1e6), two_pass(x, 1e6)) < 0.10
+
+
+@projections
+@pytest.mark.parametrize(
+    "family",
+    [EDM(0.5), ConsistencyModel(0.5, 0.002), TrigFlow(), RCMWrapper(), RectifiedFlow()],
+    ids=lambda f: type(f).__name__,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_identity_end_gives_the_input_exactly(
+    family: Parameterisation, projection: bool, dtype: torch.dtype
+) -> None:
+    options = {"c_skip": family.c_skip, "c_out": family.c_out, "attention": "int8"}
+    _, one_pass = pair(projection, **options)
+    x = torch.randn(2, 130, 256, device="cuda", dtype=dtype)
+    one_pass = one_pass.to(dtype)
+    end = family.identity_end
+    with torch.no_grad():
+        assert torch.equal(one_pass(x, end), x)
+        assert torch.equal(one_pass(x, torch.full((2,), end, device="cuda")), x)
+
+
+@projections
+def test_gradients_equal_those_of_two_passes(projection: bool) -> None:
+    two_pass, one_pass = pair(projection, attention="exact")
+    t = torch.tensor([0.4, 2.0], device="cuda")
+    x = torch.randn(2, 130, 256, device="cuda")
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for module, one in zip((two_pass, one_pass), inputs, strict=True):
+        module(one, t).square().sum().backward()
+    assert relative_l2(inputs[1].grad, inputs[0].grad) < 1e-5
+    for (name, want), (_, got) in zip(
+        two_pass.named_parameters(), one_pass.named_parameters(), strict=True
+    ):
+        scale = float(want.grad.abs().max())
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-3, atol=1e-4 * scale, msg=name)
