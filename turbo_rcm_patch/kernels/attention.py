@@ -1,0 +1,380 @@
+"""int8 attention with the skip in its epilogue.
+
+Logits are int8 products in int32; the softmax is online, over blocks of keys; the second product
+is e4m3 or 16-bit with fp32 accumulation, each block's product added to the running sum from a
+fresh accumulator. What made it fast on Hopper: small row tiles (three programs share a
+multiprocessor and hide each other's softmax), hardware copies for q, k and v, row maxima on raw
+integers, and keys permuted within v so that P never moves between registers.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.kernels import prologue
+from turbo_rcm_patch.kernels.epilogue import close_skip
+from turbo_rcm_patch.kernels.launch import (
+    Tile,
+    coefficient,
+    dense_rows,
+    descriptor,
+    launch,
+    pad_head,
+    skip_arguments,
+    target_of,
+    tile_for,
+)
+from turbo_rcm_patch.kernels.values import quantize_values
+
+__all__ = ["attend", "attention", "attention_arguments", "attention_kernel"]
+
+#: log2 of the largest P: e4m3 uses its whole range, fp16 stays clear of its subnormals.
+P_SHIFT = {"fp8": 8.807354922057604, "fp16": 8.0, "bf16": 0.0}
+
+_LN_2 = tl.constexpr(0.6931471805599453)
+_SCALE_BLOCK = tl.constexpr(prologue.SCALE_BLOCK)
+
+
+@triton.jit
+def _permute_keys(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Reorder keys within groups of 32 as `transpose_values_kernel` stored v."""
+    p = tl.reshape(p, [BLOCK_M, BLOCK_N // 32, 2, 2, 4, 2])
+    p = tl.permute(p, [0, 1, 2, 4, 3, 5])
+    return tl.reshape(p, [BLOCK_M, BLOCK_N])
+
+
+@triton.jit
+def _over_keys(
+    acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
+    v_stride_n, offs_m, limit, lo, hi,
+    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Keys lo..hi of the online softmax. l_i is [BLOCK_M, 16], equal columns, with FP8."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_PAD)
+    for start_n in tl.range(lo, hi, BLOCK_N):
+        start_n = tl.multiple_of(start_n, BLOCK_N)
+        if DESCRIPTORS:
+            k = k_src.load([(bh * n_kv_padded + start_n).to(tl.int32), 0])
+        else:
+            k_rows = k_src + (bh * n_kv_padded + start_n) * HEAD_PAD
+            k = tl.load(k_rows + offs_n[:, None] * HEAD_PAD + offs_d[None, :])
+        qk = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
+        scale = q_scale * tl.load(k_scale_ptr + start_n // _SCALE_BLOCK)
+        if MASKED:
+            seen = (start_n + offs_n < limit)[None, :]
+            if CAUSAL:
+                seen = seen & (offs_m[:, None] >= start_n + offs_n[None, :])
+            logits = tl.where(seen, qk.to(tl.float32) * scale[:, None], float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(logits, axis=1))
+            # A row that has seen no key yet keeps -inf; 0 in its place gives p = 0, not NaN.
+            m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(logits - (m_use - P_MAX_LOG2)[:, None])
+        else:
+            # The maximum of raw integers is cheaper, and scales are positive.
+            m_new = tl.maximum(m_i, tl.max(qk, axis=1).to(tl.float32) * scale)
+            m_use = m_new
+            p = tl.exp2(qk.to(tl.float32) * scale[:, None] - (m_use - P_MAX_LOG2)[:, None])
+        alpha = tl.exp2(m_i - m_use)
+        m_i = m_new
+        if FP8:
+            # Permuted in fp32 and cast last: casting first costs byte shuffles.
+            p8 = _permute_keys(p, BLOCK_M, BLOCK_N).to(tl.float8e4nv)
+            if DESCRIPTORS:
+                v = v_src.load([(bh * HEAD_PAD).to(tl.int32), start_n])
+            else:
+                v_rows = v_src + bh * HEAD_PAD * n_kv_padded + start_n
+                v = tl.load(v_rows + offs_d[:, None].to(tl.int64) * n_kv_padded + offs_n[None, :])
+            # Sums the rounded P, so that the output is normalised by what multiplied v.
+            l_i = l_i * alpha[:, None] + tl.dot(p8, ones)
+            acc = acc * alpha[:, None] + tl.dot(p8, tl.trans(v))
+        else:
+            v_rows = v_src + start_n.to(tl.int64) * v_stride_n
+            offs_v = offs_n[:, None].to(tl.int64) * v_stride_n + offs_d[None, :]
+            if MASKED:
+                mask_v = (start_n + offs_n < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
+                v = tl.load(v_rows + offs_v, mask=mask_v, other=0.0)
+            elif HEAD_DIM == HEAD_PAD:
+                v = tl.load(v_rows + offs_v)
+            else:
+                v = tl.load(v_rows + offs_v, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+            p16 = p.to(v.dtype)
+            l_i = l_i * alpha + tl.sum(p16.to(tl.float32), axis=1)
+            acc = tl.dot(p16, v, acc * alpha[:, None])
+    return acc, l_i, m_i
+
+
+@triton.jit
+def attend(
+    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
+    v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
+    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Rows start_m.. of one head: output [BLOCK_M, HEAD_PAD] fp32 and log2-sum-exp2 [BLOCK_M].
+
+    q int8 [B, H, n_q_padded, HEAD_PAD], k likewise, v e4m3 [B, H, HEAD_PAD, n_kv_padded] (FP8) or
+    16-bit [B, N, H*D]: pointers, or 2-D descriptors over the same memory (DESCRIPTORS; v only with
+    FP8). q_scale [B, H, n_q_padded]; k_scale [B, H, n_kv_padded / 128]; v_scale [B, H, HEAD_PAD];
+    ones [BLOCK_N, 16] e4m3; lengths [B].
+    """
+    bh = b.to(tl.int64) * heads + h
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_PAD)
+    limit = n_kv
+    if HAS_LENGTHS:
+        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b).to(tl.int32), n_kv))
+    if DESCRIPTORS:
+        q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
+    else:
+        q_rows = q_src + (bh * n_q_padded + start_m) * HEAD_PAD
+        q = tl.load(q_rows + tl.arange(0, BLOCK_M)[:, None] * HEAD_PAD + offs_d[None, :])
+    q_scale = tl.load(q_scale_ptr + bh * n_q_padded + offs_m)
+    k_scales = k_scale_ptr + bh * (n_kv_padded // _SCALE_BLOCK)
+
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+    ones = None
+    if FP8:
+        l_i = tl.zeros([BLOCK_M, 16], tl.float32)
+        ones = tl.load(ones_src + tl.arange(0, BLOCK_N)[:, None] * 16 + tl.arange(0, 16)[None, :])
+        v_head = v_src
+    else:
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        v_head = v_src + b.to(tl.int64) * v_stride_b + h * HEAD_DIM
+
+    # Blocks that every row sees whole, then those that need a mask.
+    hi = limit
+    full = limit // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        hi = tl.minimum(limit, start_m + BLOCK_M)
+        full = tl.minimum(full, (start_m + 1) // BLOCK_N * BLOCK_N)
+    acc, l_i, m_i = _over_keys(
+        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
+        v_stride_n, offs_m, limit, 0, full,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, FP8, DESCRIPTORS, False, CAUSAL,
+    )  # fmt: skip
+    acc, l_i, m_i = _over_keys(
+        acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
+        v_stride_n, offs_m, limit, full, hi,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, FP8, DESCRIPTORS, True, CAUSAL,
+    )  # fmt: skip
+
+    if FP8:
+        total = tl.max(l_i, axis=1)
+        acc = acc * tl.load(v_scale_ptr + bh * HEAD_PAD + offs_d)[None, :]
+    else:
+        total = l_i
+    # A row without a key has total 0: output 0, logsumexp -inf. NaN stays NaN.
+    total = tl.where(total == 0.0, 1.0, total)
+    lse = tl.where(m_i == float("-inf"), m_i, m_i - P_MAX_LOG2 + tl.log2(total))
+    return acc / total[:, None], lse
+
+
+@triton.jit
+def attention_kernel(
+    y_ptr, lse_ptr, shift_ptr,
+    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
+    residual_ptr, skip_ptr, out_ptr,
+    v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads,
+    residual_stride_b, residual_stride_n,
+    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+    out_value, out_stride_b, out_stride_n, out_stride_c,
+    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
+    WANT_LSE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """y = c_skip * residual + c_out * softmax(q k^T) v.
+
+    Grid: (blocks of BLOCK_M rows, heads, batch).
+    y [B, Nq, H*D] dense; lse [B, H, Nq] fp32; shift [B, H, n_q_padded] fp32, what smoothing took
+    from every logit of a row; the rest as in `attend` and `close_skip`.
+    """
+    start_m = tl.program_id(0) * BLOCK_M
+    h, b = tl.program_id(1), tl.program_id(2)
+    out, lse = attend(
+        q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
+        v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
+    )  # fmt: skip
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_PAD)
+    offs_c = h * HEAD_DIM + offs_d
+    mask_m, mask_d = offs_m < n_q, offs_d < HEAD_DIM
+    bh = b.to(tl.int64) * heads + h
+    if WANT_LSE:
+        lse = lse * _LN_2
+        if HAS_SHIFT:
+            lse += tl.load(shift_ptr + bh * n_q_padded + offs_m, mask=mask_m, other=0.0)
+        tl.store(lse_ptr + bh * n_q + offs_m, lse, mask=mask_m)
+    y = close_skip(
+        out, residual_ptr, residual_stride_b, residual_stride_n, b, offs_m, offs_c, mask_m, mask_d,
+        skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+        out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
+        HAS_RESIDUAL, SKIP_FORM, OUT_FORM, None,
+    )  # fmt: skip
+    rows = (b.to(tl.int64) * n_q + offs_m.to(tl.int64)) * (heads * HEAD_DIM)
+    tl.store(
+        y_ptr + rows[:, None] + offs_c[None, :],
+        y.to(y_ptr.dtype.element_ty),
+        mask=mask_m[:, None] & mask_d[None, :],
+    )
+
+
+@cache
+def _ones(device: torch.device) -> torch.Tensor:
+    """[256, 16] e4m3 ones, the right operand that turns a product into a row sum."""
+    return torch.ones(256, 16, device=device).to(torch.float8_e4m3fn)
+
+
+def attention_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tile: Tile,
+    *,
+    heads: int,
+    norm_q: torch.Tensor | None,
+    norm_k: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    kv_lengths: torch.Tensor | None,
+    pv: str,
+    qmax: int,
+    smooth_k: bool,
+    causal: bool,
+    sm_scale: float,
+    eps: float,
+    want_lse: bool = False,
+    counters: torch.Tensor | None = None,
+) -> tuple[dict[str, object], torch.Tensor | None]:
+    """Run the prologue; what `attend` takes by name, and the logits' shift where it is needed."""
+    channels = q.shape[2]
+    k, v = dense_rows(k), dense_rows(v)
+    lengths = None if kv_lengths is None else kv_lengths.contiguous()
+    mean = None
+    if smooth_k:
+        mean = prologue.sample_mean(
+            k, heads, weight=norm_k, cos=cos, sin=sin, lengths=lengths, eps=eps
+        )
+    queries = prologue.quantize_queries(
+        q, heads, weight=norm_q, cos=cos, sin=sin, eps=eps, qmax=qmax, sm_scale=sm_scale,
+        mean=mean, n_kv=k.shape[1], lengths=lengths, want_shift=want_lse, counters=counters,
+        counter_rows=tile.block_m,
+    )  # fmt: skip
+    keys = prologue.quantize_keys(
+        k, heads, weight=norm_k, cos=cos, sin=sin, eps=eps, qmax=qmax, mean=mean, lengths=lengths
+    )
+    head_pad = pad_head(channels // heads)
+    fp8 = pv == "fp8"
+    # Only the e4m3 path has every operand in a layout of ours.
+    descriptors = fp8 and target_of(q.device).descriptors
+    q_src, k_src = queries.int8, keys.int8
+    ones = v_scale = None
+    if fp8:
+        values = quantize_values(v, heads, lengths=lengths)
+        v_src, v_scale, ones = values.e4m3, values.scale, _ones(q.device)
+        v_strides = 0, 0
+    else:
+        v_src = v.to(torch.bfloat16 if pv == "bf16" else torch.float16)
+        v_strides = v_src.stride(0), v_src.stride(1)
+    n_q_padded, n_kv_padded = q_src.shape[2], k_src.shape[2]
+    if descriptors:
+        q_src = descriptor(q_src.view(-1, head_pad), [tile.block_m, head_pad])
+        k_src = descriptor(k_src.view(-1, head_pad), [tile.block_n, head_pad])
+        v_src = descriptor(v_src.view(-1, n_kv_padded), [head_pad, tile.block_n])
+    return {
+        "q_src": q_src,
+        "q_scale_ptr": queries.scale,
+        "k_src": k_src,
+        "k_scale_ptr": keys.scale,
+        "v_src": v_src,
+        "v_scale_ptr": v_scale,
+        "ones_src": ones,
+        "lengths_ptr": lengths,
+        "v_stride_b": v_strides[0],
+        "v_stride_n": v_strides[1],
+        "n_q": q.shape[1],
+        "n_kv": k.shape[1],
+        "n_q_padded": n_q_padded,
+        "n_kv_padded": n_kv_padded,
+        "heads": heads,
+        "P_MAX_LOG2": P_SHIFT[pv],
+        "HEAD_DIM": channels // heads,
+        "HEAD_PAD": head_pad,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "FP8": fp8,
+        "DESCRIPTORS": descriptors,
+        "CAUSAL": causal,
+        "HAS_LENGTHS": lengths is not None,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }, queries.shift
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    heads: int,
+    residual: torch.Tensor | None,
+    c_skip: float | torch.Tensor,
+    c_out: float | torch.Tensor,
+    norm_q: torch.Tensor | None,
+    norm_k: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    kv_lengths: torch.Tensor | None,
+    pv: str,
+    qmax: int,
+    smooth_k: bool,
+    causal: bool,
+    sm_scale: float,
+    eps: float,
+    out_dtype: torch.dtype,
+    want_lse: bool,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """c_skip * residual + c_out * softmax(sm_scale * q k^T) v, and the logsumexp if wanted.
+
+    q [B, Nq, H*D], k and v [B, Nk, H*D], residual [B, Nq, H*D]; see `ops.attention_skip`. `tile`
+    overrides the table, for tuning.
+    """
+    batch, n_q, channels = q.shape
+    target = target_of(q.device)
+    if tile is None:
+        variant = f"{'fp8' if pv == 'fp8' else '16bit'}_{pad_head(channels // heads)}"
+        tile = tile_for("attention", variant, target)
+    arguments, shift = attention_arguments(
+        q, k, v, tile, heads=heads, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin,
+        kv_lengths=kv_lengths, pv=pv, qmax=qmax, smooth_k=smooth_k, causal=causal,
+        sm_scale=sm_scale, eps=eps, want_lse=want_lse,
+    )  # fmt: skip
+    y = torch.empty(batch, n_q, channels, dtype=out_dtype, device=q.device)
+    lse = None
+    if want_lse:
+        lse = torch.empty(batch, heads, n_q, dtype=torch.float32, device=q.device)
+    launch(
+        attention_kernel,
+        (triton.cdiv(n_q, tile.block_m), heads, batch),
+        q.device,
+        y_ptr=y,
+        lse_ptr=lse,
+        shift_ptr=shift,
+        WANT_LSE=want_lse,
+        HAS_SHIFT=shift is not None,
+        **skip_arguments(residual, coefficient(c_skip, y.shape), coefficient(c_out, y.shape)),
+        **arguments,
+    )
+    return y, lse

@@ -1,0 +1,195 @@
+"""What every launcher needs: the target of a device, its tiles, and tensors as kernels take
+them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from turbo_rcm_patch.errors import DeviceError
+
+__all__ = [
+    "Coefficient",
+    "Target",
+    "Tile",
+    "coefficient",
+    "dense_rows",
+    "descriptor",
+    "launch",
+    "pad_head",
+    "round_to",
+    "skip_arguments",
+    "target_of",
+    "tile_for",
+]
+
+#: How a kernel reads a coefficient: a number, or a tensor that varies with the batch alone, with
+#: batch and channel, or with everything.
+VALUE, PER_BATCH, PER_CHANNEL, PER_ELEMENT = 0, 1, 2, 3
+
+
+class Target(NamedTuple):
+    """What code is generated for: ("cuda", 90), ("hip", "gfx942") or ("interpreter", 0)."""
+
+    backend: str
+    arch: int | str
+
+    @property
+    def descriptors(self) -> bool:
+        """Whether tensor descriptors become hardware copies (TMA) here."""
+        return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 90
+
+    @property
+    def key(self) -> str:
+        """Name of the tile table."""
+        return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)
+
+
+class Tile(NamedTuple):
+    """Tile shape and launch options of one kernel."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+class Coefficient(NamedTuple):
+    """A coefficient as kernels take it: tensor or None, value, strides over [B, N, C], and
+    form."""
+
+    tensor: torch.Tensor | None
+    value: float
+    strides: tuple[int, int, int]
+    form: int
+
+
+@cache
+def _target(index: int) -> Target:
+    if torch.version.hip is not None:
+        return Target("hip", torch.cuda.get_device_properties(index).gcnArchName.split(":")[0])
+    major, minor = torch.cuda.get_device_capability(index)
+    return Target("cuda", 10 * major + minor)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target of `device`.
+
+    Raises:
+        DeviceError: The device is not a GPU and Triton's interpreter is off.
+    """
+    if triton.knobs.runtime.interpret:
+        return Target("interpreter", 0)
+    if device.type != "cuda":
+        raise DeviceError(
+            'impl="triton"',
+            expected="tensors on a GPU",
+            got=f"device {device}",
+            remedy='Use impl="reference", or set TRITON_INTERPRET=1 before triton is imported',
+        )
+    return _target(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@cache
+def _tiles() -> dict[str, dict[str, dict[str, list[int]]]]:
+    text = resources.files("turbo_rcm_patch.kernels").joinpath("tiles.json").read_text("utf-8")
+    return json.loads(text)
+
+
+@cache
+def tile_for(kernel: str, variant: str, target: Target) -> Tile:
+    """The tile of a kernel variant on a target: its own table where there is one, else the safe
+    default."""
+    table = _tiles()
+    own = table.get(target.key, {})
+    if target.key not in table and target.backend != "interpreter":
+        warnings.warn(
+            f"turbo_rcm_patch has no tile table for {target.key}: safe default tiles.",
+            stacklevel=2,
+        )
+    entry = own.get(kernel, {}).get(variant) or table["default"][kernel][variant]
+    return Tile(*entry)
+
+
+def pad_head(head_dim: int) -> int:
+    """Channels per head inside the kernels: a power of two of at least 32 (the depth of an int8
+    dot)."""
+    return max(32, triton.next_power_of_2(head_dim))
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x itself when its last dimension is contiguous, else a dense copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> Coefficient:
+    """A float or a tensor that broadcasts to `shape` [B, N, C]."""
+    if not isinstance(value, torch.Tensor):
+        return Coefficient(None, float(value), (0, 0, 0), VALUE)
+    wide = value.expand(*shape)
+    # An extent of one has no stride of its own: expand leaves the original one there.
+    stride_b, stride_n, stride_c = (
+        0 if own == 1 else stride for own, stride in zip(value.shape, wide.stride(), strict=True)
+    )
+    if stride_n == 0 and stride_c == 0:
+        form = PER_BATCH
+    elif stride_n == 0:
+        form = PER_CHANNEL
+    else:
+        form = PER_ELEMENT
+    return Coefficient(wide, 1.0, (stride_b, stride_n, stride_c), form)
+
+
+def skip_arguments(
+    residual: torch.Tensor | None, c_skip: Coefficient, c_out: Coefficient
+) -> dict[str, object]:
+    """What `epilogue.close_skip` takes, by the names every kernel with a skip uses."""
+    residual = None if residual is None else dense_rows(residual)
+    return {
+        "residual_ptr": residual,
+        "residual_stride_b": 0 if residual is None else residual.stride(0),
+        "residual_stride_n": 0 if residual is None else residual.stride(1),
+        "skip_ptr": c_skip.tensor,
+        "skip_value": c_skip.value,
+        "skip_stride_b": c_skip.strides[0],
+        "skip_stride_n": c_skip.strides[1],
+        "skip_stride_c": c_skip.strides[2],
+        "out_ptr": c_out.tensor,
+        "out_value": c_out.value,
+        "out_stride_b": c_out.strides[0],
+        "out_stride_n": c_out.strides[1],
+        "out_stride_c": c_out.strides[2],
+        "HAS_RESIDUAL": residual is not None,
+        "SKIP_FORM": c_skip.form,
+        "OUT_FORM": c_out.form,
+    }
+
+
+def round_to(cast: str, dtype: torch.dtype) -> tl.dtype | None:
+    """The dtype that the skip rounds every step to, or None for fp32 throughout."""
+    if cast == "fp32" or dtype == torch.float32:
+        return None
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+
+
+def descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """A descriptor over a dense 2-D tensor, which loads tiles of shape `block`."""
+    return TensorDescriptor.from_tensor(x, block)
+
+
+def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> None:
+    """Launch `kernel` on `device`, which need not be the current one."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](**arguments)
+    else:
+        kernel[grid](**arguments)

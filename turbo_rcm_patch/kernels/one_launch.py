@@ -1,0 +1,170 @@
+"""int8 attention, output projection and skip in one launch.
+
+Every program computes one head of a block of rows and writes it. The program that completes the
+last head of its rows, which an integer counter decides, projects them while they are in L2 and
+closes the skip. Nobody waits, nothing is summed by atomics, so the result does not depend on the
+order of programs.
+
+The hand-over: the attention output is written and read with plain pointers (a descriptor's store
+is ordered for other descriptors only); a barrier of the whole program stands before the atomic,
+which one thread executes for all; the atomic acquires and releases at device scope. Counters
+belong to the call and are zeroed by its prologue, so aborted launches, streams and replayed graphs
+are safe.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.kernels.attention import attend, attention_arguments
+from turbo_rcm_patch.kernels.epilogue import close_skip
+from turbo_rcm_patch.kernels.launch import (
+    Tile,
+    coefficient,
+    dense_rows,
+    launch,
+    pad_head,
+    round_to,
+    skip_arguments,
+    target_of,
+    tile_for,
+)
+from turbo_rcm_patch.kernels.project import project_tile
+
+__all__ = ["attention_project_skip", "one_launch_kernel"]
+
+
+@triton.jit
+def one_launch_kernel(
+    y_ptr, attended_ptr, counter_ptr, weight_ptr, bias_ptr,
+    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
+    residual_ptr, skip_ptr, out_ptr,
+    v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads,
+    weight_stride, c_out,
+    residual_stride_b, residual_stride_n,
+    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+    out_value, out_stride_b, out_stride_n, out_stride_c,
+    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+):  # fmt: skip
+    """y = c_skip * residual + c_out * (softmax(q k^T) v W^T + bias).
+
+    Grid: (heads * blocks of BLOCK_M rows, batch), heads fastest.
+    y [B, Nq, Cout] dense; attended [B, Nq, H*D] dense; counter [B, blocks of rows] int32, zero;
+    weight [Cout, H*D]; the rest as in `attend` and `close_skip`.
+    """
+    pid, b = tl.program_id(0), tl.program_id(1)
+    h, block = pid % heads, pid // heads
+    start_m = block * BLOCK_M
+    out, _ = attend(
+        q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
+        v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
+    )  # fmt: skip
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_PAD)
+    mask_m = offs_m < n_q
+    c_in = heads * HEAD_DIM
+    rows = b.to(tl.int64) * n_q + offs_m.to(tl.int64)
+    attended_rows = attended_ptr + rows * c_in
+    tl.store(
+        attended_rows[:, None] + (h * HEAD_DIM + offs_d)[None, :],
+        out.to(attended_ptr.dtype.element_ty),
+        mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :],
+    )
+    # One thread executes the atomic; without this barrier it would not wait for the other warps'
+    # stores.
+    tl.debug_barrier()
+    blocks = tl.cdiv(n_q, BLOCK_M)
+    done = tl.atomic_add(counter_ptr + b * blocks + block, 1, sem="acq_rel", scope="gpu")
+    if done == heads - 1:
+        for start_c in range(0, c_out, BLOCK_C):
+            branch, offs_c, mask_c = project_tile(
+                attended_rows, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
+                BLOCK_M, BLOCK_C, BLOCK_K, HAS_BIAS, EVEN_K, PRECISION, ".cg",
+            )  # fmt: skip
+            y = close_skip(
+                branch, residual_ptr, residual_stride_b, residual_stride_n, b, offs_m, offs_c,
+                mask_m, mask_c,
+                skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+                out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
+                HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO,
+            )  # fmt: skip
+            tl.store(
+                y_ptr + (rows * c_out)[:, None] + offs_c[None, :],
+                y.to(y_ptr.dtype.element_ty),
+                mask=mask_m[:, None] & mask_c[None, :],
+            )
+
+
+def attention_project_skip(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    heads: int,
+    residual: torch.Tensor | None,
+    c_skip: float | torch.Tensor,
+    c_out: float | torch.Tensor,
+    norm_q: torch.Tensor | None,
+    norm_k: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    kv_lengths: torch.Tensor | None,
+    pv: str,
+    qmax: int,
+    smooth_k: bool,
+    causal: bool,
+    sm_scale: float,
+    eps: float,
+    cast: str,
+    out_dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """See `ops.attention_project_skip`; `tile` overrides the table, for tuning."""
+    batch, n_q, channels = q.shape
+    features = weight.shape[0]
+    target = target_of(q.device)
+    if tile is None:
+        variant = f"{'fp8' if pv == 'fp8' else '16bit'}_{pad_head(channels // heads)}"
+        tile = tile_for("one_launch", variant, target)
+    blocks = triton.cdiv(n_q, tile.block_m)
+    counters = torch.empty(batch, blocks, dtype=torch.int32, device=q.device)
+    arguments, _ = attention_arguments(
+        q, k, v, tile, heads=heads, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin,
+        kv_lengths=kv_lengths, pv=pv, qmax=qmax, smooth_k=smooth_k, causal=causal,
+        sm_scale=sm_scale, eps=eps, counters=counters,
+    )  # fmt: skip
+    weight = dense_rows(weight)
+    block_k = 32 if q.dtype == torch.float32 else 64
+    attended = torch.empty(batch, n_q, channels, dtype=q.dtype, device=q.device)
+    y = torch.empty(batch, n_q, features, dtype=out_dtype, device=q.device)
+    launch(
+        one_launch_kernel,
+        (heads * blocks, batch),
+        q.device,
+        y_ptr=y,
+        attended_ptr=attended,
+        counter_ptr=counters,
+        weight_ptr=weight,
+        bias_ptr=None if bias is None else bias.contiguous(),
+        weight_stride=weight.stride(0),
+        c_out=features,
+        BLOCK_C=64,
+        BLOCK_K=block_k,
+        HAS_BIAS=bias is not None,
+        EVEN_K=channels % block_k == 0,
+        PRECISION="ieee",
+        ROUND_TO=round_to(cast, out_dtype if residual is None else residual.dtype),
+        **skip_arguments(residual, coefficient(c_skip, y.shape), coefficient(c_out, y.shape)),
+        **arguments,
+    )
+    return y

@@ -1,0 +1,150 @@
+"""The projection whose epilogue closes the skip: `c_skip * residual + c_out * (x W^T + bias)`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.kernels.epilogue import close_skip
+from turbo_rcm_patch.kernels.launch import (
+    Tile,
+    coefficient,
+    dense_rows,
+    launch,
+    round_to,
+    skip_arguments,
+    target_of,
+    tile_for,
+)
+
+__all__ = ["project_kernel", "project_skip", "project_tile"]
+
+
+@triton.jit
+def project_tile(
+    x_rows, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """x W^T + bias for BLOCK_M rows and BLOCK_C columns, fp32.
+
+    x_rows: [BLOCK_M] pointers to rows of x, dense in channels; weight [Cout, Cin]; bias [Cout].
+    """
+    offs_c = start_c + tl.arange(0, BLOCK_C)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_c = offs_c < c_out
+    x_ptrs = x_rows[:, None] + offs_k[None, :]
+    w_ptrs = weight_ptr + offs_c.to(tl.int64)[:, None] * weight_stride + offs_k[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for start_k in range(0, c_in, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs + start_k, mask=mask_m[:, None], other=0.0, cache_modifier=CACHE)
+            w = tl.load(w_ptrs + start_k, mask=mask_c[:, None], other=0.0)
+        else:
+            mask_k = (start_k + offs_k < c_in)[None, :]
+            x = tl.load(
+                x_ptrs + start_k, mask=mask_m[:, None] & mask_k, other=0.0, cache_modifier=CACHE
+            )
+            w = tl.load(w_ptrs + start_k, mask=mask_c[:, None] & mask_k, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+    return acc, offs_c, mask_c
+
+
+@triton.jit
+def project_kernel(
+    y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
+    x_stride_b, x_stride_n, weight_stride, residual_stride_b, residual_stride_n,
+    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+    out_value, out_stride_b, out_stride_n, out_stride_c,
+    n_tokens, c_in, c_out,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+):  # fmt: skip
+    """y = c_skip * residual + c_out * (x W^T + bias).
+
+    Grid: (blocks of rows * blocks of columns, batch); GROUP_M blocks of rows share the weight in
+        L2.
+    y [B, N, Cout] dense; x [B, N, Cin]; weight [Cout, Cin]; residual [B, N, Cout].
+    """
+    pid, b = tl.program_id(0), tl.program_id(1)
+    blocks_m, blocks_c = tl.cdiv(n_tokens, BLOCK_M), tl.cdiv(c_out, BLOCK_C)
+    first_m = pid // (GROUP_M * blocks_c) * GROUP_M
+    rows_here = tl.minimum(blocks_m - first_m, GROUP_M)
+    inside = pid % (GROUP_M * blocks_c)
+    start_m = (first_m + inside % rows_here) * BLOCK_M
+    start_c = inside // rows_here * BLOCK_C
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < n_tokens
+    x_rows = x_ptr + b.to(tl.int64) * x_stride_b + offs_m.to(tl.int64) * x_stride_n
+    branch, offs_c, mask_c = project_tile(
+        x_rows, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
+        BLOCK_M, BLOCK_C, BLOCK_K, HAS_BIAS, EVEN_K, PRECISION, "",
+    )  # fmt: skip
+    y = close_skip(
+        branch, residual_ptr, residual_stride_b, residual_stride_n, b, offs_m, offs_c,
+        mask_m, mask_c,
+        skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+        out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
+        HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO,
+    )  # fmt: skip
+    rows = (b.to(tl.int64) * n_tokens + offs_m.to(tl.int64)) * c_out
+    tl.store(
+        y_ptr + rows[:, None] + offs_c[None, :],
+        y.to(y_ptr.dtype.element_ty),
+        mask=mask_m[:, None] & mask_c[None, :],
+    )
+
+
+def project_skip(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    c_skip: float | torch.Tensor,
+    c_out: float | torch.Tensor,
+    *,
+    cast: str,
+    out_dtype: torch.dtype,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """x [B, N, Cin], weight [Cout, Cin], residual [B, N, Cout]; `tile` overrides the table."""
+    batch, n_tokens, c_in = x.shape
+    features = weight.shape[0]
+    if tile is None:
+        variant = "fp32" if x.dtype == torch.float32 else "16bit"
+        tile = tile_for("project", variant, target_of(x.device))
+    block_k = 32 if x.dtype == torch.float32 else 64
+    x, weight = dense_rows(x), dense_rows(weight)
+    y = torch.empty(batch, n_tokens, features, dtype=out_dtype, device=x.device)
+    launch(
+        project_kernel,
+        (triton.cdiv(n_tokens, tile.block_m) * triton.cdiv(features, tile.block_n), batch),
+        x.device,
+        y_ptr=y,
+        x_ptr=x,
+        weight_ptr=weight,
+        bias_ptr=None if bias is None else bias.contiguous(),
+        x_stride_b=x.stride(0),
+        x_stride_n=x.stride(1),
+        weight_stride=weight.stride(0),
+        n_tokens=n_tokens,
+        c_in=c_in,
+        c_out=features,
+        BLOCK_M=tile.block_m,
+        BLOCK_C=tile.block_n,
+        BLOCK_K=block_k,
+        GROUP_M=8,
+        HAS_BIAS=bias is not None,
+        EVEN_K=c_in % block_k == 0,
+        PRECISION="ieee",
+        ROUND_TO=round_to(cast, out_dtype if residual is None else residual.dtype),
+        **skip_arguments(residual, coefficient(c_skip, y.shape), coefficient(c_out, y.shape)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return y
