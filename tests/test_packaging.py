@@ -1,0 +1,81 @@
+"""What is imported is declared, what is declared is pinned, and the commands are there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DISTRIBUTION_OF = {"PIL": "pillow", "sklearn": "scikit-learn", "skimage": "scikit-image"}
+
+
+def declared(*extras: str) -> dict[str, Requirement]:
+    texts = list(PROJECT["dependencies"])
+    for extra in extras:
+        texts += PROJECT["optional-dependencies"][extra]
+    requirements = [Requirement(text) for text in texts]
+    return {canonicalize_name(one.name): one for one in requirements}
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    wanted = [line.split("#")[0].strip() for line in lines]
+    found = [line.split("==") for line in wanted if line]
+    return {canonicalize_name(name): version for name, version in found}
+
+
+def third_party(folder: Path) -> dict[str, str]:
+    """Distribution -> one file that imports it."""
+    found: dict[str, str] = {}
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for name in names:
+                top = name.split(".")[0]
+                if top not in sys.stdlib_module_names and top != "turbo_rcm_patch":
+                    found[canonicalize_name(DISTRIBUTION_OF.get(top, top))] = str(path)
+    return found
+
+
+def test_what_the_package_imports_is_declared() -> None:
+    known = declared("sage", "dev")
+    for name, path in third_party(ROOT / "turbo_rcm_patch").items():
+        assert name in known, f"{path} imports {name}, which pyproject.toml does not list"
+
+
+def test_every_dependency_is_pinned_within_its_range() -> None:
+    pinned = pins()
+    for name, requirement in declared("dev").items():
+        assert name in pinned, f"{name} has no pin in constraints.txt"
+        assert requirement.specifier.contains(pinned[name]), f"{requirement} excludes its pin"
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.9.0"])
+def test_triton_range_admits_what_is_tested(version: str) -> None:
+    assert declared()["triton"].specifier.contains(version)
+
+
+def test_ci_calls_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_help_lists_the_two_commands() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "make demo" in done.stdout and "make test" in done.stdout
