@@ -35,10 +35,12 @@ Coefficient = float | torch.Tensor
 Cast = Literal["fp32", "model"]
 
 #: How a pair runs. "in-kernel": closed in the attention kernel (nothing stands between attention
-#: and residual). "one-launch" / "two-launch": closed across the output projection. "after-linear":
-#: a Linear that is not plain is called, then one elementwise kernel closes the skip. "as-written":
-#: the author's own code.
-Residual = Literal["in-kernel", "one-launch", "two-launch", "after-linear", "as-written"]
+#: and residual). "one-launch" / "two-launch": closed across the output projection. "in-linear":
+#: closed in the epilogue of a feed-forward's last Linear. "after-linear": a module that is not
+#: plain is called, then one elementwise kernel closes the skip. "as-written": the author's code.
+Residual = Literal[
+    "in-kernel", "one-launch", "two-launch", "in-linear", "after-linear", "as-written"
+]
 
 
 @dataclass(frozen=True, slots=True)

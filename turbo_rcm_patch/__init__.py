@@ -1,0 +1,59 @@
+"""One line that runs the attention of Wan video transformers through fused int8 kernels.
+
+    from turbo_rcm_patch import patch_model
+    report = patch_model(pipe.transformer)
+
+The public names load on first use, so importing this package imports neither triton nor diffusers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from turbo_rcm_patch.config import PatchConfig
+    from turbo_rcm_patch.patching.find import find_pairs
+    from turbo_rcm_patch.patching.patch import patch_model, patched, unpatch_model
+    from turbo_rcm_patch.patching.report import PairTable, PatchReport
+    from turbo_rcm_patch.sampling.scheduler import RCMScheduler
+    from turbo_rcm_patch.skip import SkipPair
+
+__version__: Final = "0.1.0"
+
+__all__ = [
+    "PairTable",
+    "PatchConfig",
+    "PatchReport",
+    "RCMScheduler",
+    "SkipPair",
+    "__version__",
+    "find_pairs",
+    "patch_model",
+    "patched",
+    "unpatch_model",
+]
+
+_HOME: Final = {
+    "PairTable": "turbo_rcm_patch.patching.report",
+    "PatchConfig": "turbo_rcm_patch.config",
+    "PatchReport": "turbo_rcm_patch.patching.report",
+    "RCMScheduler": "turbo_rcm_patch.sampling.scheduler",
+    "SkipPair": "turbo_rcm_patch.skip",
+    "find_pairs": "turbo_rcm_patch.patching.find",
+    "patch_model": "turbo_rcm_patch.patching.patch",
+    "patched": "turbo_rcm_patch.patching.patch",
+    "unpatch_model": "turbo_rcm_patch.patching.patch",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

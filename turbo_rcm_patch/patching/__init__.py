@@ -1,0 +1,18 @@
+"""Finding skip pairs in a model, running them fused, and putting everything back."""
+
+from __future__ import annotations
+
+from turbo_rcm_patch.patching.find import find_pairs
+from turbo_rcm_patch.patching.patch import patch_model, patched, unpatch_model
+from turbo_rcm_patch.patching.report import GuardLog, GuardRecord, PairTable, PatchReport
+
+__all__ = [
+    "GuardLog",
+    "GuardRecord",
+    "PairTable",
+    "PatchReport",
+    "find_pairs",
+    "patch_model",
+    "patched",
+    "unpatch_model",
+]

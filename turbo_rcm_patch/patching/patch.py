@@ -1,0 +1,205 @@
+"""patch_model, unpatch_model, patched: all or nothing, and back again exactly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import (
+    AlreadyPatchedError,
+    DeviceError,
+    MissingPackageError,
+    NothingToPatchError,
+    NotPatchedError,
+    WrappedError,
+)
+from turbo_rcm_patch.patching.find import Target, execution_device, find_targets, plan_all
+from turbo_rcm_patch.patching.guard import Guard, PipelineSteps, StepContext
+from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
+from turbo_rcm_patch.patching.report import GuardLog, PatchReport
+from turbo_rcm_patch.patching.state import ModelPlan
+
+__all__ = ["patch_model", "patched", "unpatch_model"]
+
+
+def patch_model(model: object, config: PatchConfig | None = None) -> PatchReport:
+    """Run the skip pairs of a model through the fused path.
+
+    Only instance attributes change, everything is checked before the first of them does, and
+    `unpatch_model` restores them exactly.
+
+    Args:
+        model: A module of a known class, a module that contains one, or a diffusers pipeline
+            (both experts of Wan 2.2 are patched, or neither).
+        config: How; the defaults are int8 attention with the guard on.
+
+    Returns:
+        The report: every pair, how it runs, why any was left alone. It stays up to date. Print it.
+
+    Raises:
+        PatchError: It was refused and the model is as it was; the message says why.
+        OpError: The model's dtype, head_dim or device cannot be served.
+    """
+    config = config if config is not None else PatchConfig()
+    targets = find_targets(model)
+    for target in targets:
+        if record_of(target.module) is not None:
+            raise AlreadyPatchedError(
+                target.path or "model",
+                expected="a model without our patch",
+                got="one that carries it",
+                remedy="Call unpatch_model first to patch it with another configuration",
+            )
+    for target in targets:
+        _check_device(config, execution_device(target.module))
+    planned = plan_all(model, config)
+    if not any(pair.fused for _, plan in planned for pair in plan.pairs):
+        reasons = {pair.reason for _, plan in planned for pair in plan.pairs if pair.reason}
+        raise NothingToPatchError(
+            "model",
+            expected="at least one pair that can run fused",
+            got=f"{sum(len(plan.states) for _, plan in planned)} pairs, none fusible",
+            remedy="; ".join(sorted(reasons)) or "Widen PatchConfig.kinds",
+        )
+    log = GuardLog()
+    records = [_record(model, target, plan, log) for target, plan in planned]
+    _install_all(records)
+    report = _report(model, config, log, planned)
+    for record in records:
+        record.report = report
+    return report
+
+
+def unpatch_model(model: object) -> None:
+    """Put a patched model or pipeline back exactly as it was.
+
+    Raises:
+        NotPatchedError: It does not carry our patch.
+        WrappedError: Something was wrapped over our patch; nothing changed.
+    """
+    records = [record_of(target.module) for target in find_targets(model)]
+    found = [record for record in records if record is not None]
+    if not found:
+        raise NotPatchedError(
+            "model",
+            expected="a model that patch_model was called on",
+            got=f"a {type(model).__name__} without our patch",
+            remedy="Pass the same model or pipeline that was patched",
+        )
+    for record in found:
+        record.check()
+    for record in found:
+        record.undo()
+
+
+@contextmanager
+def patched(model: object, config: PatchConfig | None = None) -> Iterator[PatchReport]:
+    """`patch_model` for the length of a `with` block; reverts after an exception too."""
+    report = patch_model(model, config)
+    try:
+        yield report
+    finally:
+        if any(record_of(target.module) is not None for target in find_targets(model)):
+            unpatch_model(model)
+
+
+def _check_device(config: PatchConfig, device: torch.device) -> None:
+    """Refuse what the device cannot run. A model on the CPU may be moved to a GPU that is there."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if config.impl == "triton" and not (
+        device.type == "cuda" or torch.cuda.is_available() or interpreted
+    ):
+        raise DeviceError(
+            'PatchConfig.impl="triton"',
+            expected="a CUDA or HIP device",
+            got=f"a model on {device} and no GPU",
+            remedy='Use impl="auto" or "reference"',
+        )
+    if config.attention in ("int8", "int4"):
+        ops.resolve_pv(config.pv, device)
+    if config.attention == "sage":
+        _check_sage(device)
+
+
+def _check_sage(device: torch.device) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("sageattention") is None:
+        raise MissingPackageError(
+            'PatchConfig.attention="sage"',
+            expected="the sageattention package",
+            got="none installed",
+            remedy="pip install sageattention, or use attention='int8'",
+        )
+    if device.type != "cuda" and not torch.cuda.is_available():
+        raise DeviceError(
+            'PatchConfig.attention="sage"',
+            expected="a CUDA device",
+            got=f"a model on {device} and no GPU",
+            remedy="Use attention='int8'",
+        )
+
+
+def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> PatchRecord:
+    guard = None
+    if plan.config.guard:
+        pipe = None if isinstance(model, nn.Module) else model
+        steps = PipelineSteps(pipe, target.component) if pipe is not None else None
+        guard = Guard(plan.config, plan.path, log, steps)
+    record = PatchRecord(plan)
+    for installation in plan.installations:
+        slot = innermost(installation.module, installation.name)
+        if slot is None:  # The family leaves such a block as written, so this is a late change.
+            raise WrappedError(
+                f"{plan.path or 'model'}: {type(installation.module).__name__}."
+                f"{installation.name}",
+                expected="the class's own function, bare or under known hooks",
+                got="a function put there by somebody else",
+                remedy="Undo that change, patch, then apply it again",
+            )
+        ours = installation.make(guard)
+        record.entries.append(
+            Entry(installation.module, installation.name, ours, slot, slot.get())
+        )
+    if guard is not None and hasattr(type(plan.model), "cache_context"):
+        slot = innermost(plan.model, "cache_context")
+        if slot is not None:
+            ours = StepContext(plan.model, guard)
+            record.entries.append(Entry(plan.model, "cache_context", ours, slot, slot.get()))
+    return record
+
+
+def _install_all(records: list[PatchRecord]) -> None:
+    done: list[PatchRecord] = []
+    try:
+        for record in records:
+            record.install()
+            done.append(record)
+    except BaseException:
+        for record in reversed(done):
+            record.undo()
+        raise
+
+
+def _report(
+    model: object, config: PatchConfig, log: GuardLog, planned: list[tuple[Target, ModelPlan]]
+) -> PatchReport:
+    plans = [plan for _, plan in planned]
+
+    def pairs() -> list[object]:
+        return [pair for plan in plans for pair in plan.pairs]
+
+    def device() -> tuple[str, str, str]:
+        where = execution_device(plans[0].model)
+        attention = config.attention in ("int8", "int4")
+        pv = ops.resolve_pv(config.pv, where) if attention else "as the backend"
+        return str(where), ops.resolve_impl(config.impl, where), pv
+
+    name = type(model).__name__
+    return PatchReport(name, config, log, pairs, device)  # type: ignore[arg-type]

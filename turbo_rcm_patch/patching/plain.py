@@ -1,0 +1,100 @@
+"""Is this module exactly what its class says? Only then may its weights be read instead of calling it.
+
+LoRA replaces a Linear by another class, quantisation replaces its weight, offloading and casting hook its forward. All
+of that works when the module is called and silently breaks when its weight is read, so the questions here are asked at
+run time, on every forward, and are cheap: attribute look-ups that a compiler can guard on.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+
+import torch
+from torch import nn
+
+__all__ = ["bare", "drops", "hook_names", "plain_linear", "plain_norm", "why_not_plain"]
+
+
+def bare(module: nn.Module) -> bool:
+    """Whether calling the module runs its class's forward and nothing else."""
+    forward = module.__dict__.get("forward")
+    if forward is not None and not _is_own_forward(module, forward):
+        return False
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _is_own_forward(module: nn.Module, forward: object) -> bool:
+    # diffusers leaves the bound method behind as an instance attribute when its last hook is removed.
+    return (
+        isinstance(forward, MethodType)
+        and forward.__self__ is module
+        and forward.__func__ is type(module).forward
+    )
+
+
+def hook_names(module: nn.Module) -> str:
+    """What hangs on a module that is not `bare`, for a person to read."""
+    registry = module.__dict__.get("_diffusers_hook")
+    names = list(getattr(registry, "_hook_order", []))
+    if "_hf_hook" in module.__dict__:
+        names.append(type(module.__dict__["_hf_hook"]).__name__)
+    if not names and "forward" in module.__dict__:
+        names.append("an instance forward")
+    if not names:
+        names.append("torch hooks")
+    return ", ".join(names)
+
+
+def plain_linear(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether `module(x)` is exactly `x @ weight.T + bias` with a weight that can be read now.
+
+    Args:
+        module: Any module.
+        x: The activation it would be called with; dtype and device must be the weight's.
+    """
+    if type(module) is not nn.Linear or not bare(module):
+        return False
+    weight = module.weight
+    # A quantised or sharded weight is a subclass of Tensor, and so is its Parameter.
+    return type(weight) is nn.Parameter and weight.dtype == x.dtype and weight.device == x.device
+
+
+def plain_norm(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether `module(x)` is exactly an RMSNorm over the last dimension with a weight that can be read now."""
+    if type(module) is not nn.RMSNorm or not bare(module):
+        return False
+    weight = module.weight
+    return (
+        type(weight) is nn.Parameter
+        and module.eps is not None
+        and len(module.normalized_shape) == 1
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+    )
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether a Dropout would change what passes through it now."""
+    return module.training and float(getattr(module, "p", 0.0)) > 0.0
+
+
+def why_not_plain(module: nn.Module, dtype: torch.dtype | None) -> str:
+    """Why a Linear's weight may not be read, or "" if it may. For the report; `plain_linear` decides at run time."""
+    kind = type(module)
+    if kind is not nn.Linear:
+        return f"it is {kind.__module__.split('.')[0]}'s {kind.__qualname__}"
+    if not bare(module):
+        return f"it is hooked ({hook_names(module)})"
+    weight = module.weight
+    if type(weight) is not nn.Parameter:
+        return f"its weight is a {type(weight).__qualname__}"
+    if weight.device.type == "meta":
+        return "its weight is on the meta device"
+    if dtype is not None and weight.dtype != dtype:
+        return f"its weight is {weight.dtype}, the activations {dtype}".replace("torch.", "")
+    return ""

@@ -1,0 +1,190 @@
+"""The undo record: what was where, so that unpatching restores exactly that.
+
+A function that a module runs can sit in several places: the instance attribute `forward`, accelerate's `_old_forward`,
+or the reference chain of diffusers' hook registry. Patching under existing hooks replaces the innermost of them; hooks
+that come or go afterwards move our function between those places, so undoing looks for it instead of trusting a
+saved position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MethodType
+from typing import Any, Final, Literal
+
+from torch import nn
+
+from turbo_rcm_patch.errors import WrappedError
+from turbo_rcm_patch.patching.state import ModelPlan
+
+__all__ = ["ATTRIBUTE", "Entry", "PatchRecord", "Slot", "innermost", "record_of"]
+
+#: The instance attribute under which a patched model keeps its record.
+ATTRIBUTE: Final = "_turbo_rcm_patch"
+
+
+class _Absent(Enum):
+    """A marker that survives deepcopy and pickle as itself."""
+
+    ABSENT = 0
+
+
+_ABSENT: Final = _Absent.ABSENT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """A place where a function sits.
+
+    Attributes:
+        holder: A module, or a reference of diffusers' hook chain.
+        name: The attribute that holds the function.
+    """
+
+    holder: Any
+    name: str
+
+    def get(self) -> Any:
+        """What is there, or the marker for nothing (class attributes do not count)."""
+        return vars(self.holder).get(self.name, _ABSENT)
+
+    def put(self, value: Any) -> None:
+        """Set it, or delete it if the value is the marker for nothing."""
+        if value is not _ABSENT:
+            setattr(self.holder, self.name, value)
+        elif self.get() is not _ABSENT:
+            delattr(self.holder, self.name)
+
+
+def _slots(module: nn.Module, name: str) -> Iterator[Slot]:
+    """Every place that can hold the function `module.name` runs, the instance attribute first."""
+    yield Slot(module, name)
+    if name != "forward":
+        return
+    if "_old_forward" in module.__dict__:
+        yield Slot(module, "_old_forward")
+    for reference in getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()):
+        yield Slot(reference, "original_forward")
+        yield Slot(reference, "forward")
+
+
+def _own(module: nn.Module, name: str) -> MethodType:
+    return MethodType(getattr(type(module), name), module)
+
+
+def _is_own(module: nn.Module, name: str, value: object) -> bool:
+    return (
+        isinstance(value, MethodType)
+        and value.__self__ is module
+        and value.__func__ is getattr(type(module), name)
+    )
+
+
+def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
+    """Where the author's own function sits under whatever hooks there are; None if it was replaced.
+
+    The instance attribute is the place if nothing is there, or if it is the bound method itself, which diffusers leaves
+    behind when its last hook is removed.
+    """
+    places = list(_slots(module, name))
+    if places[0].get() is _ABSENT:
+        return places[0]
+    return next((slot for slot in places if _is_own(module, name, slot.get())), None)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One function that was replaced.
+
+    Attributes:
+        module: The module it belongs to.
+        name: The attribute through which the module runs it.
+        ours: What was put there.
+        slot: Where it was put.
+        before: What was there.
+    """
+
+    module: nn.Module
+    name: str
+    ours: Any
+    slot: Slot
+    before: Any
+
+    def install(self) -> None:
+        """Put ours in place."""
+        self.slot.put(self.ours)
+
+    def located(self) -> list[Slot]:
+        """Where ours sits now."""
+        return [slot for slot in _slots(self.module, self.name) if slot.get() is self.ours]
+
+    def check(self, path: str) -> None:
+        """Raise WrappedError if removing ours would drop somebody else's change, or leave ours active inside it."""
+        outside = Slot(self.module, self.name).get()
+        known = (
+            outside is _ABSENT or outside is self.ours or _is_own(self.module, self.name, outside)
+        )
+        if known or self.located():
+            return
+        raise WrappedError(
+            f"{path}.{self.name} was replaced after patching",
+            expected="our function, or hooks of diffusers or accelerate around it",
+            got=repr(outside)[:120],
+            remedy="Undo the later change first, then call unpatch_model again",
+        )
+
+    def undo(self) -> None:
+        """Take ours away, wherever it sits now."""
+        for slot in self.located():
+            if slot.holder is self.module and slot.name == self.name:
+                slot.put(self.before)
+            else:
+                # Hooks that came later captured ours; without us they would have captured the author's.
+                slot.put(_own(self.module, self.name) if self.before is _ABSENT else self.before)
+
+
+@dataclass(slots=True, eq=False)
+class PatchRecord:
+    """Everything one patched model needs to be put back, and what it runs meanwhile."""
+
+    plan: ModelPlan
+    entries: list[Entry] = field(default_factory=list)
+    report: Any = None
+
+    def install(self) -> None:
+        """Set every attribute, or none: whatever raises on the way is undone before it propagates."""
+        done: list[Entry] = []
+        try:
+            for entry in self.entries:
+                done.append(entry)
+                entry.install()
+            setattr(self.plan.model, ATTRIBUTE, self)
+        except BaseException:
+            for entry in reversed(done):
+                entry.slot.put(entry.before)
+            self._forget()
+            raise
+
+    def check(self) -> None:
+        """Raise before anything changes if undoing is not safe."""
+        names = {id(module): name for name, module in self.plan.model.named_modules()}
+        for entry in self.entries:
+            entry.check(names.get(id(entry.module)) or type(entry.module).__name__)
+
+    def undo(self) -> None:
+        """Restore every attribute. Call `check` first."""
+        for entry in reversed(self.entries):
+            entry.undo()
+        self._forget()
+
+    def _forget(self) -> None:
+        if ATTRIBUTE in self.plan.model.__dict__:
+            delattr(self.plan.model, ATTRIBUTE)
+
+
+def record_of(model: nn.Module) -> PatchRecord | None:
+    """The record a model carries, if it is patched."""
+    record: PatchRecord | Literal[None] = model.__dict__.get(ATTRIBUTE)
+    return record

@@ -1,0 +1,43 @@
+"""Which classes are known, by exact qualified name; a family's file loads when one is met."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Final, Protocol
+
+from torch import nn
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.state import ModelPlan
+
+__all__ = ["FAMILIES", "Family", "family_of", "qualified_name"]
+
+#: Exact class -> the module that serves it. A subclass may run another forward, so it is unknown.
+FAMILIES: Final = {
+    "diffusers.models.transformers.transformer_wan.WanTransformer3DModel": "wan",
+    "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
+}
+
+
+class Family(Protocol):
+    """What a family's module offers."""
+
+    def check(self, model: nn.Module) -> None:
+        """Raise a typed error if this instance cannot be patched at all."""
+
+    def plan(self, model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
+        """Its pairs, how each would run, and what would be installed. Changes nothing."""
+
+
+def qualified_name(cls: type) -> str:
+    """ "module.Class", the key of the registry."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def family_of(model: nn.Module) -> Family | None:
+    """The family of a module's exact class, or None."""
+    name = FAMILIES.get(qualified_name(type(model)))
+    if name is None:
+        return None
+    module: Family = import_module(f"turbo_rcm_patch.patching.families.{name}")  # type: ignore[assignment]
+    return module

@@ -1,0 +1,268 @@
+"""What a user reads first: which pairs there are, how each runs, and why any was left alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal, overload
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.skip import SkipPair
+
+__all__ = ["GuardLog", "GuardRecord", "PairTable", "PatchReport"]
+
+#: Numbers in a path that count repeated blocks: "blocks.12.attn1" -> "blocks.", "12", ".attn1".
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class GuardRecord:
+    """One pair compared with its author's code on a real forward.
+
+    Attributes:
+        path: The pair.
+        step: Index of the denoising step, None where nobody said which it was.
+        when: "first", "last" or "asked" (by `check_next`).
+        error: Relative L2 of the fused branch, after its output projection, against the exact
+            one; infinity if the fused branch has a non-finite value.
+        budget: Largest error that was accepted.
+        verdict: "kept", or "given back" to the author's code.
+    """
+
+    path: str
+    step: int | None
+    when: Literal["first", "last", "asked"]
+    error: float
+    budget: float
+    verdict: Literal["kept", "given back"]
+
+
+class GuardLog(Sequence[GuardRecord]):
+    """Every comparison the guard made so far, oldest first."""
+
+    def __init__(self, arm: Callable[[], None] | None = None) -> None:
+        self._records: list[GuardRecord] = []
+        self._arm = arm
+
+    @overload
+    def __getitem__(self, index: int) -> GuardRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[GuardRecord]: ...
+    def __getitem__(self, index: int | slice) -> GuardRecord | list[GuardRecord]:
+        return self._records[index]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, record: GuardRecord) -> None:
+        """Append one comparison."""
+        self._records.append(record)
+
+    def extend_arm(self, arm: Callable[[], None]) -> None:
+        """Also call `arm` when the next forward is asked to be checked."""
+        before = self._arm
+
+        def both() -> None:
+            if before is not None:
+                before()
+            arm()
+
+        self._arm = both
+
+    def check_next(self) -> None:
+        """Compare every fused pair on the next forward, whatever step it belongs to."""
+        if self._arm is not None:
+            self._arm()
+
+    def __str__(self) -> str:
+        if not self._records:
+            return "guard: no forward was compared yet"
+        worst = max(self._records, key=lambda record: record.error)
+        back = [record for record in self._records if record.verdict == "given back"]
+        text = (
+            f"guard: {len(self._records)} comparisons, largest error {worst.error:.4g} "
+            f"({worst.path}, {_step(worst)}), budget {worst.budget:g}"
+        )
+        text += f", {len(back)} given back" if back else ", all kept"
+        return "\n".join(
+            [text] + [f"  given back: {r.path} at {r.error:.4g}, {_step(r)}" for r in back]
+        )
+
+
+def _step(record: GuardRecord) -> str:
+    step = "" if record.step is None else f" (index {record.step})"
+    return f"{record.when} step{step}" if record.when != "asked" else f"asked for{step}"
+
+
+class PairTable(Sequence[SkipPair]):
+    """The skip pairs of a model. Printing it groups blocks that run alike."""
+
+    def __init__(self, pairs: Iterable[SkipPair]) -> None:
+        self._pairs = tuple(pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> SkipPair: ...
+    @overload
+    def __getitem__(self, index: slice) -> PairTable: ...
+    def __getitem__(self, index: int | slice) -> SkipPair | PairTable:
+        if isinstance(index, slice):
+            return PairTable(self._pairs[index])
+        return self._pairs[index]
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PairTable) and self._pairs == other._pairs
+
+    def __hash__(self) -> int:
+        return hash(self._pairs)
+
+    def __repr__(self) -> str:
+        return f"PairTable({len(self)} pairs, {self.fused} fused)"
+
+    @property
+    def fused(self) -> int:
+        """How many pairs one of our kernels closes."""
+        return sum(pair.fused for pair in self._pairs)
+
+    def as_dict(self) -> list[dict[str, object]]:
+        """Plain data for JSON."""
+        return [asdict(pair) for pair in self._pairs]
+
+    def __str__(self) -> str:
+        head = ("pairs", "kind", "heads", "skip", "fp32 in", "W_o", "runs")
+        rows = [head]
+        reasons: dict[str, list[str]] = {}
+        for path, count, pair in _grouped(self._pairs):
+            rows.append(
+                (
+                    path,
+                    pair.kind,
+                    f"{pair.heads} x {pair.head_dim}" if pair.heads else "-",
+                    " | ".join(_formula(pair, i) for i in range(len(pair.streams))),
+                    "sum" if pair.cast == "fp32" else "-",
+                    "yes" if pair.projection else "no",
+                    f"{pair.runs}" + (f"  ({count})" if count > 1 else ""),
+                )
+            )
+            if pair.reason:
+                reasons.setdefault(pair.reason, []).append(path)
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines.append(self._totals())
+        for reason, paths in reasons.items():
+            lines.append(f"  {', '.join(paths)}: {reason}")
+        return "\n".join(lines)
+
+    def _totals(self) -> str:
+        counts = Counter(pair.runs for pair in self._pairs)
+        parts = ", ".join(f"{count} {runs}" for runs, count in counts.items())
+        return f"{len(self)} pairs, {self.fused} fused: {parts}" if self._pairs else "no pairs"
+
+
+def _formula(pair: SkipPair, index: int) -> str:
+    stream = pair.streams[index]
+    skip = "x" if stream.c_skip == "1" else f"{stream.c_skip} * x"
+    gate = "" if stream.c_out == "1" else f"{stream.c_out}{stream.c_out_shape} * "
+    name = f"{stream.name}: " if len(pair.streams) > 1 else ""
+    return f"{name}{skip} + {gate}F(x)"
+
+
+def _grouped(pairs: Sequence[SkipPair]) -> list[tuple[str, int, SkipPair]]:
+    """(path with a range of blocks, number of pairs, one of them), in order of first appearance."""
+    groups: dict[tuple[object, ...], list[SkipPair]] = {}
+    for pair in pairs:
+        shape = _NUMBER.sub("#", pair.path)
+        key = (shape, pair.kind, pair.heads, pair.head_dim, pair.streams, pair.cast)
+        groups.setdefault((*key, pair.projection, pair.runs, pair.reason), []).append(pair)
+    return [(_range([p.path for p in group]), len(group), group[0]) for group in groups.values()]
+
+
+def _range(paths: list[str]) -> str:
+    """["blocks.0.a", "blocks.1.a", "blocks.3.a"] -> "blocks.0-1,3.a"."""
+    found = [_NUMBER.search(path) for path in paths]
+    first = found[0]
+    if len(paths) == 1 or first is None:
+        return paths[0]
+    numbers = sorted(int(match.group()) for match in found if match is not None)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return paths[0][: first.start()] + text + paths[0][first.end() :]
+
+
+@dataclass(slots=True, eq=False)
+class PatchReport:
+    """What `patch_model` did, kept up to date: the guard may give pairs back later.
+
+    Attributes:
+        model: What was patched, for a person to read.
+        config: How.
+        guard: The comparisons made so far.
+    """
+
+    model: str
+    config: PatchConfig
+    guard: GuardLog
+    _pairs: Callable[[], list[SkipPair]] = field(repr=False)
+    _device: Callable[[], tuple[str, str, str]] = field(repr=False)
+
+    @property
+    def pairs(self) -> PairTable:
+        """Every pair, as it runs now."""
+        return PairTable(self._pairs())
+
+    @property
+    def fused(self) -> int:
+        """How many pairs one of our kernels closes now."""
+        return self.pairs.fused
+
+    @property
+    def impl(self) -> str:
+        """ "triton" or "reference", decided by the device the model runs on."""
+        return self._device()[1]
+
+    @property
+    def pv(self) -> str:
+        """Element type of probabilities and values on that device."""
+        return self._device()[2]
+
+    def __str__(self) -> str:
+        device, impl, pv = self._device()
+        config = self.config
+        attention = config.attention
+        if attention in ("int8", "int4"):
+            attention_text = f"{attention} q and k, {pv} p and v"
+        else:
+            attention_text = attention
+        head = [
+            f"{self.model}: {self.fused} of {len(self.pairs)} skip pairs run fused",
+            f"attention {attention_text}; implementation {impl} on {device}; form {config.form}",
+        ]
+        guard = str(self.guard) if config.guard else "guard: off"
+        return "\n".join([*head, "", str(self.pairs), "", guard])
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        device, impl, pv = self._device()
+        return {
+            "model": self.model,
+            "device": device,
+            "impl": impl,
+            "pv": pv,
+            "config": asdict(self.config),
+            "fused": self.fused,
+            "pairs": self.pairs.as_dict(),
+            "guard": [asdict(record) for record in self.guard],
+        }
