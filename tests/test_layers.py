@@ -97,7 +97,9 @@ def test_families_do_not_import_each_other() -> None:
         for name in imported(path):
             if name.startswith("turbo_rcm_patch.patching.families."):
                 other = name.split(".")[3]
-                assert other == path.stem or other not in modules, f"{path.stem} imports {other}"
+                # A family may be split: wan.py and wan_block.py are one.
+                same = path.stem.split("_")[0] == other.split("_")[0]
+                assert same or other not in modules, f"{path.stem} imports {other}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=names)
