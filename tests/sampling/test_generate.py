@@ -1,0 +1,105 @@
+"""One generation: reproducible, quiet, and without a trace in the pipeline or the global state."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sampling.micro import SMALL, micro_pipe
+from turbo_rcm_patch.errors import DTypeError, NotAModelError
+from turbo_rcm_patch.sampling.generate import generate, initial_noise
+from turbo_rcm_patch.sampling.settings import Settings
+
+PROMPT = "a red circle moves left"
+
+
+@pytest.mark.parametrize("sampler", ["rcm", "scheduler"])
+def test_the_same_seed_gives_the_same_video(pipe, sampler: str) -> None:
+    guidance = {"guidance_scale": 3.0, "negative_prompt": "blue"} if sampler == "scheduler" else {}
+    given = {"sampler": sampler, "steps": 2, **SMALL, **guidance}
+    first, again, other = (generate(pipe, PROMPT, seed=s, **given) for s in (1, 1, 2))
+    assert torch.equal(first.frames, again.frames)
+    assert torch.equal(first.latents, again.latents)
+    assert not torch.equal(first.frames, other.frames)
+    assert first.frames.shape == (5, 32, 32, 3)
+    assert first.frames.dtype == torch.float32
+    assert 0.0 <= float(first.frames.min()) <= float(first.frames.max()) <= 1.0
+    assert first.seconds > 0
+    assert first.decode_seconds > 0
+    assert first.peak_bytes is None or first.peak_bytes > 0
+
+
+def test_guidance_and_prompt_matter(pipe) -> None:
+    given = {"sampler": "scheduler", "steps": 2, **SMALL}
+    plain = generate(pipe, PROMPT, guidance_scale=1.0, **given)
+    guided = generate(pipe, PROMPT, guidance_scale=6.0, **given)
+    other = generate(pipe, "a blue square", guidance_scale=1.0, **given)
+    assert not torch.equal(plain.latents, guided.latents)
+    assert not torch.equal(plain.latents, other.latents)
+
+
+def test_equals_the_pipelines_own_call(pipe) -> None:
+    settings = Settings(sampler="scheduler", steps=3, **SMALL)
+    ours = generate(pipe, PROMPT, seed=4, settings=settings)
+    theirs = pipe(
+        PROMPT, num_inference_steps=3, guidance_scale=1.0, output_type="pt",
+        latents=initial_noise(pipe, 4, settings), **SMALL,
+    ).frames[0]  # fmt: skip
+    torch.testing.assert_close(ours.frames, theirs.permute(0, 2, 3, 1), rtol=0, atol=1e-6)
+
+
+def test_nothing_is_left_behind(pipe) -> None:
+    scheduler, config = pipe.scheduler, dict(pipe.config)
+    bar = getattr(pipe, "_progress_bar_config", "absent")
+    states = torch.random.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    generate(pipe, PROMPT, steps=1, **SMALL)
+    assert pipe.scheduler is scheduler
+    assert dict(pipe.config) == config
+    assert getattr(pipe, "_progress_bar_config", "absent") == bar
+    assert torch.equal(torch.random.get_rng_state(), states[0])
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert random.getstate() == states[2]
+
+
+def test_nothing_is_left_behind_after_an_exception(pipe) -> None:
+    scheduler, state = pipe.scheduler, torch.random.get_rng_state()
+
+    def stop(step: int, steps: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(pipe, PROMPT, steps=2, on_step=stop, **SMALL)
+    assert pipe.scheduler is scheduler
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_steps_are_reported(pipe) -> None:
+    seen = []
+    generate(pipe, PROMPT, steps=3, on_step=lambda s, n: seen.append((s, n)), **SMALL)
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_stochastic_scheduler_of_the_pipeline_is_reproducible() -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipe = micro_pipe()
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    settings = Settings(sampler="scheduler", steps=2, **SMALL)
+    first = generate(pipe, PROMPT, settings=settings)
+    torch.rand(3)  # whatever the caller draws in between
+    assert torch.equal(first.latents, generate(pipe, PROMPT, settings=settings).latents)
+
+
+def test_the_vae_must_be_in_fp32() -> None:
+    pipe = micro_pipe()
+    pipe.vae.to(torch.bfloat16)
+    with pytest.raises(DTypeError, match=r"pipe\.vae\.to\(torch\.float32\)"):
+        generate(pipe, PROMPT, steps=1, **SMALL)
+
+
+def test_other_things_are_not_pipelines() -> None:
+    with pytest.raises(NotAModelError, match="load_pipeline"):
+        generate(torch.nn.Linear(2, 2), PROMPT)  # type: ignore[arg-type]

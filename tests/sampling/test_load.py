@@ -1,0 +1,193 @@
+"""Loading: what works, and what each broken folder is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
+from turbo_rcm_patch.sampling.load import load_pipeline, resolve_model
+from turbo_rcm_patch.sampling.settings import Settings, folder_defaults
+from turbo_rcm_patch.sampling.skeleton import load_skeleton
+from turbo_rcm_patch.tiny import TINY_WAN
+
+
+@pytest.fixture
+def broken(micro_folder: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(micro_folder, tmp_path / "broken"))
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a local path must not touch the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def test_dtypes_device_and_modes(micro_folder: Path, no_network: None) -> None:
+    pipe = load_pipeline(micro_folder, device="cpu")
+    assert pipe.transformer.dtype == pipe.text_encoder.dtype == torch.bfloat16
+    assert pipe.vae.dtype == torch.float32
+    kept = pipe.transformer.blocks[0].scale_shift_table.dtype
+    assert kept == torch.float32, "what diffusers keeps in fp32 stays there"
+    assert not pipe.transformer.training
+    assert not pipe.vae.training
+    assert load_pipeline(str(micro_folder), dtype=torch.float32).transformer.dtype == torch.float32
+
+
+@pytest.mark.parametrize("what", ["nothing", "file", "empty"])
+def test_not_a_model_folder(what: str, tmp_path: Path, no_network: None) -> None:
+    path = tmp_path / "x"
+    if what == "file":
+        path.write_text("weights")
+    elif what == "empty":
+        path.mkdir()
+    with pytest.raises(ModelFolderError, match=r"expected a diffusers WanPipeline folder"):
+        load_pipeline(path)
+
+
+@pytest.mark.parametrize("name", ["./a/b", "/no/such", "~/no/such/model", "one-word", "a/b/c"])
+def test_what_cannot_be_a_hub_id_is_not_looked_up(name: str, no_network: None) -> None:
+    with pytest.raises(ModelFolderError, match="no such folder"):
+        load_pipeline(name)
+
+
+def test_hub_ids_are_recognised_and_failures_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers import WanPipeline
+
+    assert resolve_model("Wan-AI/Wan2.1-T2V-1.3B-Diffusers") == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    calls = []
+
+    def offline(name: str, **kwargs: object) -> None:
+        calls.append((name, kwargs["local_files_only"]))
+        raise OSError("we could not connect")
+
+    monkeypatch.setattr(WanPipeline, "from_pretrained", offline)
+    with pytest.raises(ModelFolderError, match=r"hub failed .*could not connect.*spelling"):
+        load_pipeline("some-one/some-model")
+    assert calls == [("some-one/some-model", False)]
+
+
+def test_a_pipeline_of_another_kind(broken: Path) -> None:
+    index = json.loads((broken / "model_index.json").read_text())
+    (broken / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxPipeline"}))
+    with pytest.raises(ModelFolderError, match="FluxPipeline"):
+        load_pipeline(broken)
+
+
+@pytest.mark.parametrize("name", ["transformer", "vae", "text_encoder", "tokenizer", "scheduler"])
+def test_a_missing_component_is_named(broken: Path, name: str) -> None:
+    shutil.rmtree(broken / name)
+    with pytest.raises(ModelFolderError, match=f"lacks the folder '{name}'"):
+        load_pipeline(broken)
+
+
+@pytest.mark.parametrize("name", ["transformer", "vae", "text_encoder"])
+def test_missing_weights_are_named(broken: Path, name: str) -> None:
+    next((broken / name).glob("*.safetensors")).unlink()
+    with pytest.raises(ModelFolderError, match=f"{name} has no weights"):
+        load_pipeline(broken)
+
+
+def test_damaged_weights(broken: Path) -> None:
+    path = next((broken / "transformer").glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelFolderError, match=r"damaged or incomplete.*1000 bytes"):
+        load_pipeline(broken)
+
+
+def test_a_git_lfs_pointer(broken: Path) -> None:
+    path = next((broken / "vae").glob("*.safetensors"))
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ModelFolderError, match="git lfs pull"):
+        load_pipeline(broken)
+
+
+def test_broken_json(broken: Path) -> None:
+    (broken / "transformer" / "config.json").write_text("{")
+    with pytest.raises(ModelFolderError, match=r"config\.json is not valid JSON"):
+        load_pipeline(broken)
+
+
+def test_weights_that_do_not_fit_their_config(broken: Path) -> None:
+    path = broken / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"ffn_dim": 64}))
+    with pytest.raises(ModelFolderError, match="could not be loaded"):
+        load_pipeline(broken)
+
+
+def test_weights_that_lack_something(broken: Path) -> None:
+    path = broken / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 3}))
+    with pytest.raises(ModelFolderError):
+        load_pipeline(broken)
+
+
+def test_devices_and_offloading(micro_folder: Path) -> None:
+    with pytest.raises(DeviceError, match="a GPU to offload from"):
+        load_pipeline(micro_folder, device="cpu", offload="model")
+    with pytest.raises(ConfigError, match="sequential"):
+        load_pipeline(micro_folder, offload="disk")  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match="cuda:N"):
+        load_pipeline(micro_folder, device="toaster")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="doctor"):
+            load_pipeline(micro_folder, device="cuda")
+
+
+def test_tiny_is_the_shipped_model() -> None:
+    if (TINY_WAN / "model_index.json").is_file():
+        assert resolve_model("tiny") == TINY_WAN
+    else:
+        with pytest.raises(ModelFolderError, match="shipped model is missing"):
+            resolve_model("tiny")
+
+
+def test_defaults_come_from_the_folder(broken: Path) -> None:
+    assert folder_defaults(broken) == {}
+    file = broken / "turbo_rcm.json"
+    file.write_text('{"height": 64, "width": 32, "steps": 2, "a note": "for people"}')
+    settings = Settings.for_model(broken, width=48, steps=None)
+    assert (settings.height, settings.width, settings.steps) == (64, 48, 2)
+    guided = Settings.for_model(broken, sampler="scheduler")
+    assert (guided.height, guided.steps, guided.guidance_scale) == (64, 50, 5.0)
+    file.write_text("[1]")
+    with pytest.raises(ModelFolderError, match="a JSON object"):
+        Settings.for_model(broken)
+    file.write_text("{")
+    with pytest.raises(ModelFolderError, match="not valid JSON"):
+        Settings.for_model(broken)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"steps": 5}, "from 1 to 4"),
+        ({"height": 100}, "multiple of 16.*Try 96"),
+        ({"sampler": "euler"}, "'rcm' or 'scheduler'"),
+        ({"guidance_scale": 5.0}, "guidance distilled in"),
+        ({"form": "pde"}, "'sde' or 'ode'"),
+        ({"num_frames": 0}, "positive whole number"),
+        ({"colour": "red"}, "one of"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_settings(given: dict, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Settings.for_model(None, **given)
+
+
+def test_a_skeleton_has_shapes_and_no_weights(micro_folder: Path, no_network: None) -> None:
+    pipe = load_skeleton(micro_folder)
+    assert len(pipe.transformer.blocks) == 2
+    assert all(p.is_meta for p in pipe.transformer.parameters())
+    with pytest.raises(ModelFolderError, match=r"transformer/config\.json"):
+        load_skeleton(micro_folder / "vae")

@@ -1,0 +1,81 @@
+"""The verdict at the edges of its margins."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from turbo_rcm_patch.errors import ControlError, SamplingError
+from turbo_rcm_patch.sampling.metrics import Drift
+from turbo_rcm_patch.sampling.verdict import (
+    FUSION_LIMIT,
+    MEDIAN_MARGIN_DB,
+    NETWORK_LIMIT,
+    WORST_FRAME_MARGIN_DB,
+    judge,
+)
+
+
+def one(psnr: float, worst: float | None = None) -> Drift:
+    worst = psnr if worst is None else worst
+    return Drift(psnr, 1.0, (psnr, worst), (1.0, 1.0))
+
+
+CONTROL = [one(40.0, 38.0), one(41.0), one(45.0)]
+
+
+def test_margins_are_the_agreed_ones() -> None:
+    assert (MEDIAN_MARGIN_DB, WORST_FRAME_MARGIN_DB) == (6.0, 9.0)
+    assert (NETWORK_LIMIT, FUSION_LIMIT) == (2.0, 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("patched", "word"),
+    [
+        pytest.param([one(35.0)] * 3, "unchanged", id="median-at-the-edge"),
+        pytest.param([one(35.0), one(34.99), one(34.99)], "changed", id="median-below"),
+        pytest.param([one(60.0), one(35.0), one(29.0)], "unchanged", id="worst-at-the-edge"),
+        pytest.param([one(60.0), one(60.0), one(60.0, 28.99)], "changed", id="one-bad-frame"),
+        pytest.param([one(math.inf)] * 3, "unchanged", id="equal"),
+        pytest.param([one(60.0), one(60.0), one(math.nan)], "changed", id="nan"),
+        pytest.param([one(60.0), one(60.0), one(60.0, math.nan)], "changed", id="nan-frame"),
+    ],
+)
+def test_the_video(patched: list[Drift], word: str) -> None:
+    verdict = judge(patched, CONTROL)
+    assert verdict.word == word
+    assert verdict.unchanged == (word == "unchanged")
+    assert bool(verdict.reasons) == (word == "changed")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "word"),
+    [(1.0, "unchanged"), (2.0, "unchanged"), (2.01, "changed"), (math.nan, "changed")],
+)
+def test_the_network(ratio: float, word: str) -> None:
+    assert judge(CONTROL, CONTROL, network_ratio=ratio).word == word
+
+
+@pytest.mark.parametrize(("fusion", "word"), [(3e-6, "unchanged"), (4e-6, "changed")])
+def test_the_fusion(fusion: float, word: str) -> None:
+    assert judge(CONTROL, CONTROL, fusion=fusion).word == word
+
+
+def test_reasons_name_the_number_and_the_limit() -> None:
+    (reason,) = judge([one(30.0)] * 3, CONTROL).reasons
+    assert "median PSNR" in reason
+    assert "30 dB" in reason
+    assert "35 dB" in reason
+
+
+def test_a_control_that_equals_the_baseline_measures_nothing() -> None:
+    with pytest.raises(ControlError, match="measures nothing"):
+        judge(CONTROL, [one(40.0), one(math.inf), one(40.0)])
+
+
+def test_runs_must_be_paired() -> None:
+    with pytest.raises(SamplingError):
+        judge(CONTROL, CONTROL[:2])
+    with pytest.raises(SamplingError):
+        judge([], [])
