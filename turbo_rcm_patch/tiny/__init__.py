@@ -1,0 +1,10 @@
+"""The shipped model: a complete, tiny Wan text-to-video pipeline trained by this project from nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+__all__ = ["TINY_WAN"]
+
+TINY_WAN: Final = Path(__file__).parent / "weights" / "wan"

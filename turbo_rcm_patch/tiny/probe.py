@@ -1,0 +1,111 @@
+"""Looking at a model while it trains: accuracy on held-out prompts, a sample sheet, a loadable folder."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch import Tensor, nn
+from transformers import UMT5EncoderModel
+
+from turbo_rcm_patch.tiny.build import TinyConfig, build_tokenizer, encode_text, save_pipeline
+from turbo_rcm_patch.tiny.data import render, sample_scenes
+from turbo_rcm_patch.tiny.detector import accuracy, detect
+from turbo_rcm_patch.tiny.plots import loss_curves, sheet
+from turbo_rcm_patch.tiny.run import Stage, batches
+from turbo_rcm_patch.tiny.train_vae import decode_frames
+
+__all__ = ["Sampler", "export", "probe_flow", "sharpness"]
+
+# (text [B, L, D], text of the empty caption [B, L, D], noise [B, C, F, H, W], generator) -> latents
+Sampler = Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]
+
+
+def sharpness(frames: Tensor) -> float:
+    """Root mean square of the differences between neighbouring pixels of frames [B, F, H, W, 3]."""
+    across = frames.diff(dim=2).square().mean() + frames.diff(dim=3).square().mean()
+    return float(across.sqrt())
+
+
+@torch.no_grad()
+def probe_flow(
+    stage: Stage,
+    config: TinyConfig,
+    vae: AutoencoderKLWan,
+    encoder: nn.Module,
+    samplers: dict[str, Sampler],
+    transformer: nn.Module,
+    *,
+    count: int,
+    batch: int = 64,
+) -> None:
+    """Generate from held-out prompts, judge, log, draw, and export a pipeline folder `wan_<stage>`."""
+    run, began = stage.run, time.monotonic()
+    scenes, noises = run.generators(90)
+    wanted = sample_scenes(count, scenes, held_out=True)
+    tokens = build_tokenizer(config)(
+        [*wanted.captions(), ""],
+        padding="max_length",
+        max_length=config.max_sequence_length,
+        return_tensors="pt",
+    ).to(run.device)
+    assert isinstance(encoder, UMT5EncoderModel) and isinstance(transformer, WanTransformer3DModel)
+    text = encode_text(encoder, tokens.input_ids, tokens.attention_mask)
+    noise = torch.randn((count, *config.latent_shape), generator=noises, device=run.device)
+    real = render(wanted.to(run.device), frames=config.frames, size=config.size).permute(
+        0, 2, 3, 4, 1
+    )
+    record: dict[str, float] = {}
+    for suffix, sampler in samplers.items():
+        latents = torch.cat(
+            [
+                sampler(
+                    text[:-1][part],
+                    text[-1:].expand(len(noise[part]), -1, -1),
+                    noise[part],
+                    noises,
+                )
+                for part in batches(count, batch)
+            ]
+        )
+        frames = decode_frames(vae, latents, run)
+        found = accuracy(
+            [d for part in batches(count, 64) for d in detect(frames[part])], wanted.clips()
+        )
+        record |= {key + suffix: round(value, 4) for key, value in found.items()}
+        record["sharpness" + suffix] = round(sharpness(frames) / sharpness(real), 3)
+        sheet(frames, run.out / "sheets" / f"{stage.name}{suffix}_{stage.step:06d}.png")
+    export(run.out / f"wan_{stage.name}", config, vae, encoder, transformer)
+    run.log(
+        stage=stage.name,
+        step=stage.step,
+        probe_seconds=round(time.monotonic() - began, 1),
+        **record,
+    )
+    loss_curves(run.out / "log.jsonl", run.out / "curves.png")
+
+
+def export(
+    folder: Path,
+    config: TinyConfig,
+    vae: AutoencoderKLWan,
+    encoder: UMT5EncoderModel,
+    transformer: WanTransformer3DModel,
+) -> None:
+    """Write a pipeline folder from copies on the CPU."""
+    parts = []
+    for model, build in ((vae, type(vae)), (transformer, type(transformer))):
+        fresh = build.from_config(model.config)
+        fresh.load_state_dict({k: v.cpu().contiguous() for k, v in model.state_dict().items()})
+        parts.append(fresh)
+    save_pipeline(
+        folder,
+        config,
+        vae=parts[0],
+        text_encoder=copy.deepcopy(encoder).cpu(),
+        transformer=parts[1],
+    )

@@ -1,0 +1,133 @@
+"""Train the tiny Wan from nothing: `python -m turbo_rcm_patch.tiny.train --out DIR`.
+
+Three stages, each with its own budget in minutes (or in steps, which is repeatable): the VAE, a flow-matching teacher
+with its text encoder, and the few-step student that ships. Checkpoints are written every minute; the same command
+continues where the last one stopped. While it runs, DIR/control.json ({"teacher": {"minutes": 9, "lr": 0.0005}, ...})
+is read every few steps and changes budget or peak learning rate. DIR receives log.jsonl, curves.png, sheets/*.png and
+the pipeline folders wan_teacher and wan_student.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from turbo_rcm_patch.tiny.build import TinyConfig
+from turbo_rcm_patch.tiny.run import Run
+from turbo_rcm_patch.tiny.train_flow import build_corpus, train_student, train_teacher
+from turbo_rcm_patch.tiny.train_vae import train_vae
+
+__all__ = ["main"]
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for state, logs, sheets and pipeline folders",
+    )
+    add("--stage", choices=("vae", "teacher", "student", "all"), default="all")
+    add("--resume", action="store_true", help="continue a folder that has state already")
+    add("--seed", type=int, default=0)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add(
+        "--precision",
+        choices=("bf16", "fp32"),
+        help="autocast; default bf16 on a GPU, fp32 on a CPU",
+    )
+    add(
+        "--cudnn-benchmark",
+        action="store_true",
+        help="let cuDNN try out algorithms (slow to start)",
+    )
+    add("--compile", action="store_true", help="torch.compile the transformer blocks")
+    add("--micro", action="store_true", help="a network for smoke tests")
+    for stage, minutes, batch, lr in (
+        ("vae", 5.0, 16, 1e-3),
+        ("teacher", 10.5, 128, 1e-3),
+        ("student", 5.0, 128, 5e-4),
+    ):
+        add(f"--minutes-{stage}", type=float, default=minutes)
+        add(f"--steps-{stage}", type=int, help="budget in steps instead of minutes")
+        add(f"--batch-{stage}", type=int, default=batch)
+        add(f"--lr-{stage}", type=float, default=lr)
+    add("--clips", type=int, default=49152, help="encoded training clips")
+    add("--corpus-seconds", type=float, default=75.0, help="stop encoding after this long")
+    add("--guidance", type=float, default=1.5, help="of the teacher, t > 0.6 only")
+    add("--fill", type=int, default=48, help="teacher batches before the student's first step")
+    add("--refresh", type=int, default=6, help="student steps per new teacher batch")
+    add("--probe-count", type=int, default=128, help="videos per probe")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the stages that were asked for, after loading those before them."""
+    parser = _arguments()
+    args = parser.parse_args(arguments)
+    if (args.out / "state").exists() and not args.resume:
+        parser.error(f"{args.out} has state of an earlier run: pass --resume, or another --out")
+    device = torch.device(args.device)
+    torch.backends.cudnn.benchmark = args.cudnn_benchmark
+    torch.set_float32_matmul_precision("high")
+    precision = args.precision or ("bf16" if device.type == "cuda" else "fp32")
+    run = Run(args.out, device, args.seed, autocast=precision == "bf16")
+    config = TinyConfig.micro() if args.micro else TinyConfig()
+    run.log(event="start", torch=torch.__version__, **{k: str(v) for k, v in vars(args).items()})
+    (run.out / "config.json").write_text(
+        json.dumps({k: str(v) for k, v in vars(args).items()}, indent=2)
+    )
+
+    vae = train_vae(
+        run,
+        config,
+        minutes=args.minutes_vae,
+        steps=args.steps_vae,
+        batch=args.batch_vae,
+        lr=args.lr_vae,
+    )
+    if args.stage == "vae":
+        return
+    corpus = build_corpus(run, config, vae, count=args.clips, seconds=args.corpus_seconds)
+    teacher, encoder = train_teacher(
+        run,
+        config,
+        vae,
+        corpus,
+        minutes=args.minutes_teacher,
+        steps=args.steps_teacher,
+        batch=args.batch_teacher,
+        lr=args.lr_teacher,
+        guidance=args.guidance,
+        compiled=args.compile,
+        probe_count=args.probe_count,
+    )
+    if args.stage == "teacher":
+        return
+    train_student(
+        run,
+        config,
+        vae,
+        corpus,
+        teacher,
+        encoder,
+        minutes=args.minutes_student,
+        steps=args.steps_student,
+        batch=args.batch_student,
+        lr=args.lr_student,
+        guidance=args.guidance,
+        fill=args.fill,
+        refresh=args.refresh,
+        compiled=args.compile,
+        probe_count=args.probe_count,
+    )
+    run.log(event="finished")
+
+
+if __name__ == "__main__":
+    main()
