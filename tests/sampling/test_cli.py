@@ -1,0 +1,128 @@
+"""The command line: what it writes, its exit codes, and how it puts mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from turbo_rcm_patch.__main__ import main
+
+SMALL = ["--height", "32", "--width", "32", "--num-frames", "5", "--max-sequence-length", "16"]
+QUICK = [*SMALL, "--steps", "2", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("command", ["", "generate", "compare", "pairs", "doctor", "demo"])
+def test_help_has_examples(command: str, capsys) -> None:
+    assert main([*filter(None, [command]), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "usage: python -m turbo_rcm_patch" in text
+    if command != "doctor":
+        assert "examples:" in text
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from turbo_rcm_patch.__main__ import main; main(['compare', '--help']);"
+        "heavy = {'torch', 'diffusers', 'transformers', 'triton'} & set(sys.modules);"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "COMMAND"),
+        (["compare", "--steps", "many"], "--steps"),
+        (["compare", "--attention", "int2"], "int2"),
+        (["generate"], "expected: --prompt TEXT or --prompts FILE"),
+        (["compare", "--model", "/no/such", "--prompt", "x"], "no such folder: /no/such"),
+        (["compare", "--prompt", "x", "--guard-budget", "-1"], "PatchConfig.guard_budget"),
+        (["generate", "--prompts", "/no/such"], "No such file"),
+        (["pairs", "--model", "/no/such"], "no such folder"),
+    ],
+    ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_without_a_traceback(arguments: list[str], text: str, capsys) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_generate_writes_videos(micro_folder: Path, tmp_path: Path, capsys) -> None:
+    model = ["--model", str(micro_folder), *QUICK]
+    one = tmp_path / "one.mp4"
+    assert main(["generate", *model, "--prompt", "a red circle", "--out", str(one)]) == 0
+    assert one.stat().st_size > 500
+    listing = tmp_path / "prompts.txt"
+    listing.write_text("a red circle\n\n  a blue square  \n")
+    folder = tmp_path / "many"
+    arguments = ["--prompts", str(listing), "--no-patch", "--sampler", "scheduler"]
+    assert main(["generate", *model, *arguments, "--out", str(folder)]) == 0
+    assert len(list(folder.glob("*.mp4"))) == 2
+    assert main(["generate", *model, *arguments, "--out", str(tmp_path / "x.mp4")]) == 2
+    assert "a folder, because there are 2 prompts" in capsys.readouterr().err
+
+
+def test_compare_says_where_the_report_is(micro_folder: Path, tmp_path: Path, capsys) -> None:
+    arguments = ["compare", "--model", str(micro_folder), *QUICK, "--prompt", "a red circle"]
+    code = main([*arguments, "--out", str(tmp_path / "out")])
+    captured = capsys.readouterr()
+    verdict = {0: "unchanged", 1: "changed"}[code]
+    assert f"verdict: {verdict}" in captured.out
+    report = tmp_path / "out" / "report.html"
+    assert str(report) in captured.out
+    assert "python -m turbo_rcm_patch compare --model" in report.read_text()
+    assert main([*arguments, "--steps", "1", "--out", str(tmp_path / "out")]) == 2
+    assert "--fresh" in capsys.readouterr().err
+
+
+def test_an_interrupted_compare_says_how_to_go_on(
+    micro_folder: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    from turbo_rcm_patch.sampling import passes
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(passes, "sample_latents", interrupted)
+    arguments = ["--model", str(micro_folder), *QUICK, "--prompt", "a", "--out", str(tmp_path)]
+    assert main(["compare", *arguments]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_pairs_prints_the_table(micro_folder: Path, capsys) -> None:
+    assert main(["pairs", "--model", str(micro_folder)]) == 0
+    text = capsys.readouterr().out
+    assert "attn1" in text
+    assert "attn2" in text
+
+
+def test_doctor_prints_what_would_be_used(capsys) -> None:
+    from turbo_rcm_patch.sampling.doctor import examine
+
+    code = main(["doctor"])
+    text = capsys.readouterr().out
+    for topic in ("torch", "triton", "diffusers", "sageattention", "C compiler", "would use"):
+        assert topic in text
+    assert code == (0 if examine().healthy else 1)
+
+
+def test_doctor_names_remedies(monkeypatch, capsys) -> None:
+    import shutil
+
+    from turbo_rcm_patch.sampling import doctor
+
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "diffusers" else "1")
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "pip install diffusers" in text
+    assert "apt-get install gcc" in text

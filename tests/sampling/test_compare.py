@@ -1,0 +1,296 @@
+"""The comparison from noise to report: complete, resumable, and without a trace in the model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import imageio_ffmpeg
+import pytest
+import torch
+
+from turbo_rcm_patch import PatchConfig, patched
+from turbo_rcm_patch.errors import AlreadyPatchedError, ControlError, SamplingError
+from turbo_rcm_patch.sampling import compare as compare_function
+from turbo_rcm_patch.sampling import control, passes
+from turbo_rcm_patch.sampling.compare import compare
+from turbo_rcm_patch.sampling.load import load_pipeline
+from turbo_rcm_patch.sampling.network import highest_precision, measure_network
+from turbo_rcm_patch.sampling.settings import Settings
+from turbo_rcm_patch.sampling.store import Store
+from turbo_rcm_patch.tiny import TINY_WAN
+
+PROMPTS = ["a red circle moves left", "a blue square moves up"]
+
+
+@pytest.fixture(scope="module")
+def finished(pipe, settings, tmp_path_factory: pytest.TempPathFactory):
+    """One comparison, looked at by many tests."""
+    out = tmp_path_factory.mktemp("compare")
+    return compare(pipe, PROMPTS, out=out, settings=settings, command="python -m x"), out
+
+
+def hidden(out: Path) -> list[Path]:
+    return [path for path in out.rglob(".*") if path.is_file()]
+
+
+def video_shape(path: Path) -> tuple[int, int, int]:
+    """Frames, height and width, by decoding the whole file."""
+    program = imageio_ffmpeg.get_ffmpeg_exe()
+    command = [program, "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    width, height = map(int, re.search(rb"h264.* (\d+)x(\d+)", done.stderr).groups())
+    return len(done.stdout) // (width * height * 3), height, width
+
+
+def fingerprint(pipe) -> dict[str, object]:
+    """What patching could change: attributes of every module, and weights."""
+    network = pipe.transformer
+    return {
+        **{name: sorted(module.__dict__) for name, module in network.named_modules()},
+        **{f"w:{n}": float(p.detach().double().sum()) for n, p in network.named_parameters()},
+    }
+
+
+def test_everything_is_written(finished, settings: Settings) -> None:
+    comparison, out = finished
+    assert comparison.verdict in ("unchanged", "changed")
+    for one in comparison.results:
+        folder = out / "prompts" / one.key
+        shapes = {p.name: video_shape(p) for p in sorted(folder.glob("*.mp4"))}
+        assert sorted(shapes) == [
+            "baseline.mp4", "difference.mp4", "patched.mp4", "side_by_side.mp4"
+        ]  # fmt: skip
+        assert all(s[0] == settings.num_frames for s in shapes.values())
+        assert all(s[1] % 2 == 0 and s[2] % 2 == 0 for s in shapes.values())
+        assert shapes["baseline.mp4"][1] >= 256, "small videos are enlarged to be seen"
+        assert (folder / "sheet.png").read_bytes().startswith(b"\x89PNG")
+    plots = sorted(path.name for path in (out / "plots").iterdir())
+    assert plots == ["frames.png", "prompts.png", "steps.png"]
+    assert hidden(out) == []
+    assert str(out / "report.html") in str(comparison)
+    assert f"verdict: {comparison.verdict}" in str(comparison)
+
+
+def test_metrics_json_has_what_was_promised(finished, settings: Settings) -> None:
+    comparison, _ = finished
+    metrics = json.loads(comparison.metrics.read_text(), parse_constant=pytest.fail)
+    assert metrics["schema"] == 1
+    assert metrics["verdict"] == comparison.verdict
+    assert [check["passed"] for check in metrics["checks"]].count(False) == len(
+        comparison.judgement.reasons
+    )
+    assert len(metrics["prompts"]) == 2
+    for one, prompt in zip(metrics["prompts"], PROMPTS, strict=True):
+        assert one["prompt"] == prompt
+        for run in ("patched", "control"):
+            assert len(one[run]["frame_psnr"]) == settings.num_frames
+            assert len(one[run]["steps"]) == settings.steps
+            assert one[run]["worst_psnr"] == min(one[run]["frame_psnr"])
+            assert one[run]["latents"] > 0
+    for run in ("baseline", "patched"):
+        assert metrics["times"][run]["first_call_seconds"] > 0
+        assert metrics["times"][run]["median_seconds"] > 0
+    assert {"torch", "diffusers", "triton", "python"} <= metrics["identity"]["versions"].keys()
+    assert metrics["identity"]["config"]["attention"] == "int8"
+    assert metrics["identity"]["settings"]["steps"] == settings.steps
+    assert metrics["patch"]["impl"] == "reference"
+    assert metrics["patch"]["guard"], "the guard has run"
+    assert metrics["network"]["ratio"] == pytest.approx(comparison.network.ratio)
+    assert metrics["fusion"]["fused_vs_unfused"] <= 3e-6
+    assert metrics["control_backend"] == "math"
+
+
+def test_the_report_needs_nothing_but_itself(finished) -> None:
+    comparison, _ = finished
+    page = comparison.report.read_text()
+    assert not re.search(r"https?://", page)
+    sources = re.findall(r"""(?:src|href|poster)\s*=\s*["']([^"']{0,30})""", page)
+    assert len(sources) == 2 + 3
+    assert all(source.startswith("data:") for source in sources)
+    assert "url(" not in page
+    assert "@import" not in page
+    assert comparison.verdict.capitalize() in page
+    assert all(prompt in page for prompt in PROMPTS)
+    assert "python -m x" in page
+
+
+def test_prompts_are_escaped(pipe, settings, tmp_path: Path) -> None:
+    prompt = "a <b>red</b> circle & 'more'"
+    page = compare(pipe, prompt, out=tmp_path, settings=settings).report.read_text()
+    assert "<b>red</b>" not in page
+    assert "a &lt;b&gt;red&lt;/b&gt; circle" in page
+
+
+def test_finished_work_is_kept(pipe, settings, finished, monkeypatch) -> None:
+    comparison, out = finished
+    calls = count_generations(monkeypatch)
+    again = compare(pipe, PROMPTS, out=out, settings=settings)
+    assert calls == []
+    assert again.results == comparison.results
+    more = compare(pipe, [*PROMPTS, "a green ring"], out=out, settings=settings)
+    assert len(calls) == 2 + 2 + 1, "the new prompt three times, and two warm-ups"
+    assert more.results[:2] == comparison.results
+
+
+def test_a_new_start_on_request_only(pipe, settings, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
+    other = Settings.for_model(None, **(settings.as_dict() | {"steps": 1}))
+    with pytest.raises(SamplingError, match=r"same settings.*--fresh"):
+        compare(pipe, PROMPTS[0], out=tmp_path, settings=other)
+    with pytest.raises(SamplingError, match="same config"):
+        compare(pipe, PROMPTS[0], out=tmp_path, settings=settings, config=PatchConfig(guard=False))
+    calls = count_generations(monkeypatch)
+    compare(pipe, PROMPTS[0], out=tmp_path, settings=other, fresh=True)
+    assert len(calls) == 5
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("stage", ["baseline", "patched", "control", "videos"])
+def test_an_interruption_leaves_nothing_half_done(
+    pipe, settings, finished, tmp_path: Path, stage: str
+) -> None:
+    before = fingerprint(pipe)
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what == stage and done > 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(pipe, PROMPTS, out=tmp_path, settings=settings, progress=stop)
+    assert fingerprint(pipe) == before
+    assert hidden(tmp_path) == []
+    assert not (tmp_path / "report.html").exists()
+    resumed = compare(pipe, PROMPTS, out=tmp_path, settings=settings)
+    reference, _ = finished
+    for one, other in zip(resumed.results, reference.results, strict=True):
+        assert one.patched == other.patched, "a resumed comparison finds the same numbers"
+        assert one.control == other.control
+    assert resumed.patch_report
+
+
+def test_global_state_is_untouched(pipe, settings, tmp_path: Path) -> None:
+    def state() -> tuple[object, ...]:
+        cuda = torch.backends.cuda
+        return (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+            cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+            torch.nn.functional.scaled_dot_product_attention,
+            torch.get_default_dtype(),
+            torch.random.get_rng_state().tolist(),
+            torch.is_grad_enabled(),
+        )
+
+    before, model = state(), fingerprint(pipe)
+    compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
+    assert state() == before
+    assert fingerprint(pipe) == model
+
+
+def test_a_bit_equal_control_is_an_error(pipe, settings, tmp_path: Path, monkeypatch) -> None:
+    # On a CPU the native backend is flash, so flash as the control changes nothing.
+    monkeypatch.setattr(passes, "candidates", lambda _: ("flash",))
+    with pytest.raises(ControlError, match="flash is bit-equal to the baseline"):
+        compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
+
+
+def test_the_next_backend_is_tried(pipe, settings, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(passes, "candidates", lambda _: ("flash", "cudnn", "math"))
+    found = compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
+    assert found.control_backend == "math"
+    assert control.candidates(torch.device("cuda"))[0] == "flash"
+
+
+def test_a_broken_baseline_is_an_error(micro_folder, settings, tmp_path: Path) -> None:
+    pipe = load_pipeline(micro_folder, device="cpu")
+    pipe.transformer.proj_out.bias.data.fill_(float("nan"))
+    with pytest.raises(SamplingError, match="NaN"):
+        compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
+
+
+def test_a_patched_model_is_refused(micro_folder, settings, tmp_path: Path) -> None:
+    pipe = load_pipeline(micro_folder, device="cpu")
+    with patched(pipe.transformer), pytest.raises(AlreadyPatchedError):
+        compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
+
+
+def test_prompts_and_folder_are_checked(pipe, settings, tmp_path: Path) -> None:
+    for prompts in ([], [" "]):
+        with pytest.raises(SamplingError, match="none of them empty"):
+            compare(pipe, prompts, out=tmp_path, settings=settings)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SamplingError, match="is a file"):
+        compare(pipe, PROMPTS[0], out=tmp_path / "file", settings=settings)
+
+
+def test_the_network_number(pipe, settings) -> None:
+    from turbo_rcm_patch.sampling.generate import encode_prompt
+
+    conditioning = encode_prompt(pipe, PROMPTS[0], settings)
+    clean = torch.zeros(1, 4, 2, 4, 4)
+    before = fingerprint(pipe)
+    number = measure_network(pipe, conditioning, clean, settings, PatchConfig())
+    worse = measure_network(pipe, conditioning, clean, settings, PatchConfig(attention="int4"))
+    assert fingerprint(pipe) == before
+    assert 1e-4 < number.unpatched < 0.1
+    assert number.unpatched == worse.unpatched
+    assert worse.ratio > number.ratio
+    assert number.ratio < 2.0
+
+
+def test_highest_precision_restores_flags_after_an_exception() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = True
+    try:
+        with pytest.raises(KeyboardInterrupt), highest_precision():
+            assert not matmul.allow_tf32
+            raise KeyboardInterrupt
+        assert matmul.allow_tf32
+    finally:
+        matmul.allow_tf32 = before
+
+
+@pytest.mark.skipif(
+    not (TINY_WAN / "model_index.json").is_file(), reason="the shipped weights are not there"
+)
+@pytest.mark.parametrize("attention", ["int8", "int4"])
+def test_the_verdict_has_power(attention: str, tmp_path: Path) -> None:
+    """int4 attention must come out as changed, or the verdict proves nothing about int8."""
+    from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
+
+    found = compare(
+        load_pipeline("tiny", device="cpu"),
+        DEMO_PROMPTS[:3],
+        out=tmp_path,
+        config=PatchConfig(attention=attention, guard=False),
+        network_number=False,
+    )
+    assert found.verdict == ("unchanged" if attention == "int8" else "changed")
+
+
+def test_names_do_not_collide() -> None:
+    assert Store.key("a b", 0) != Store.key("a b", 1)
+    assert Store.key("a b", 0) != Store.key("a-b", 0)
+    assert Store.key("☃", 0).startswith("prompt-")
+    assert len(Store.key("word " * 400, 0)) < 60
+    assert compare_function is compare
+
+
+def count_generations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    original = passes.sample_latents
+
+    def counted(*args: object, **kwargs: object):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(passes, "sample_latents", counted)
+    return calls
