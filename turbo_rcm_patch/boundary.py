@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -53,16 +53,23 @@ class Parameterisation(ABC):
         """(c_skip, c_out) at the other end, or their limits towards it."""
 
     @abstractmethod
-    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """(c_skip, c_out, c_in) for fp64 times that were given in `dtype`."""
+    def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
+        """(c_skip, c_out, c_in) of a float or an fp64 tensor; `xp` is `math` or `torch`, which
+        share the names of functions.
+        """
 
     def _coefficient(self, index: int, t: float | torch.Tensor) -> float | torch.Tensor:
+        found: float | torch.Tensor
         if isinstance(t, torch.Tensor):
             if t.is_complex() or t.dtype == torch.bool:
                 raise DTypeError("t", expected="a real number", got=str(t.dtype))
-            return self._coefficients(t.double(), t.dtype)[index]
-        value = torch.tensor(float(t), dtype=torch.float64)
-        return float(self._coefficients(value, torch.float64)[index])
+            found = self._coefficients(self._widen(t), torch)[index]
+        else:
+            found = self._coefficients(float(t), math)[index]
+        return found
+
+    def _widen(self, t: torch.Tensor) -> torch.Tensor:
+        return t.double()
 
     @overload
     def c_skip(self, t: float) -> float: ...
@@ -144,10 +151,10 @@ class EDM(Parameterisation):
     def other_limit(self) -> tuple[float, float]:
         return 0.0, self.sigma_data
 
-    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
         sd = self.sigma_data
-        norm = (t.square() + sd * sd).sqrt()
-        return sd * sd / (t.square() + sd * sd), t * sd / norm, 1 / norm
+        norm = xp.sqrt(t * t + sd * sd)
+        return sd * sd / (t * t + sd * sd), t * sd / norm, 1 / norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +166,9 @@ class ConsistencyModel(Parameterisation):
 
     Attributes:
         sigma_data: Standard deviation of the data, sd.
-        sigma_min: Noise level at which the network must be the identity. It is read at the
-            precision in which t arrives: 0.002 as fp32 is not 0.002, and the identity must
-            hold for it too.
+        sigma_min: Noise level at which the network must be the identity. A tensor's time that is
+            sigma_min rounded to the tensor's dtype counts as sigma_min: 0.002 as fp32 is not
+            0.002, and the identity must hold for it too.
     """
 
     sigma_data: float = 0.5
@@ -189,12 +196,19 @@ class ConsistencyModel(Parameterisation):
     def other_limit(self) -> tuple[float, float]:
         return 0.0, self.sigma_data
 
-    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
         sd = self.sigma_data
-        as_given = dtype if dtype.is_floating_point else torch.float64
-        past = t - float(torch.tensor(self.sigma_min, dtype=as_given))
-        norm = (t.square() + sd * sd).sqrt()
-        return sd * sd / (past.square() + sd * sd), past * sd / norm, 1 / norm
+        past = t - self.sigma_min
+        norm = xp.sqrt(t * t + sd * sd)
+        return sd * sd / (past * past + sd * sd), past * sd / norm, 1 / norm
+
+    def _widen(self, t: torch.Tensor) -> torch.Tensor:
+        wide = t.double()
+        if not t.dtype.is_floating_point:
+            return wide
+        rounded = torch.tensor(self.sigma_min, dtype=t.dtype).double()
+        # The difference is exact, and adding it keeps the derivative in t.
+        return wide + torch.where(wide == rounded, self.sigma_min - rounded, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +243,9 @@ class TrigFlow(Parameterisation):
     def other_limit(self) -> tuple[float, float]:
         return 0.0, -self.sigma_data
 
-    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
         sd = self.sigma_data
-        return t.cos(), -sd * t.sin(), torch.full_like(t, 1 / sd)
+        return xp.cos(t), -sd * xp.sin(t), 0 * t + 1 / sd
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +268,9 @@ class RCMWrapper(Parameterisation):
     def other_limit(self) -> tuple[float, float]:
         return 1.0, -1.0
 
-    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        total = t.cos() + t.sin()
-        return 1 / total, -t.sin() / total, 1 / total
+    def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
+        total = xp.cos(t) + xp.sin(t)
+        return 1 / total, -xp.sin(t) / total, 1 / total
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +292,8 @@ class RectifiedFlow(Parameterisation):
     def other_limit(self) -> tuple[float, float]:
         return 1.0, -1.0
 
-    def _coefficients(self, t: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        return torch.ones_like(t), -t, torch.ones_like(t)
+    def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
+        return 0 * t + 1.0, -t, 0 * t + 1.0
 
 
 @overload

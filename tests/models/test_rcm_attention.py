@@ -262,3 +262,14 @@ def test_bad_inputs(cls: type[RCMAttention]) -> None:
         cls(64, 1, c_out=lambda t: torch.ones(3))(x, 0.5)
     with pytest.raises(DTypeError, match=r"c_skip\(t\)"):
         cls(64, 1, c_skip=lambda t: "one")(x, 0.5)
+
+
+@projections
+@each_family
+def test_compiles_without_a_graph_break(family: Parameterisation, projection: bool) -> None:
+    torch.compiler.reset()
+    _, one_pass = pair(projection, c_skip=family.c_skip, c_out=family.c_out)
+    compiled = torch.compile(one_pass, backend="eager", fullgraph=True)
+    x = torch.randn(2, 5, 128)
+    for t in (0.4, torch.tensor([0.3, 0.9])):
+        assert torch.equal(compiled(x, t), one_pass(x, t))

@@ -14,7 +14,6 @@ from turbo_rcm_patch.benchmarks.setup import (
     generator,
 )
 from turbo_rcm_patch.config import Attention, PVDType
-from turbo_rcm_patch.errors import TurboRCMError
 
 __all__ = ["attention_fp64", "measure", "outliers", "random_normal"]
 
@@ -114,8 +113,8 @@ def measure(options: Options, deadline: Deadline) -> Result:
                 spec = ops.AttentionSpec(heads=shape.heads, attention=attention, pv=pv)
                 try:
                     value = ops.attention_skip(q, k, v, spec)
-                except (TurboRCMError, ImportError, AssertionError) as error:
-                    if attention != "sage":
+                except Exception as error:
+                    if attention != "sage":  # a peer may fail in its own way, we may not
                         raise
                     row["not_measured"] = f"{type(error).__name__}: {error}"
                     continue
