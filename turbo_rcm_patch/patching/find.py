@@ -126,7 +126,7 @@ def find_pairs(model: object) -> PairTable:
     for target in targets:
         record = record_of(target.module)
         if record is not None:
-            pairs += [state.pair for state in record.plan.states] + _boundary(model, target)
+            pairs += record.pairs()
             continue
         target.family.check(target.module)
         plan = target.family.plan(target.module, target.path, PatchConfig())

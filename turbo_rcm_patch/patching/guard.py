@@ -88,7 +88,7 @@ class Guard:
         self._step: int | None = None
         self._when: When | None = None
         self._last: int | None = None
-        log.extend_arm(self.check_next)
+        log.attach(self)
 
     def check_next(self) -> None:
         """Check the next forward whatever its step."""

@@ -13,6 +13,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
+    ConfigError,
     DeviceError,
     MissingPackageError,
     NothingToPatchError,
@@ -24,6 +25,7 @@ from turbo_rcm_patch.patching.guard import Guard, PipelineSteps, StepContext
 from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
 from turbo_rcm_patch.patching.report import GuardLog, PatchReport
 from turbo_rcm_patch.patching.state import ModelPlan
+from turbo_rcm_patch.skip import SkipPair
 
 __all__ = ["patch_model", "patched", "unpatch_model"]
 
@@ -70,10 +72,7 @@ def patch_model(model: object, config: PatchConfig | None = None) -> PatchReport
     log = GuardLog()
     records = [_record(model, target, plan, log) for target, plan in planned]
     _install_all(records)
-    report = _report(model, config, log, planned)
-    for record in records:
-        record.report = report
-    return report
+    return _report(model, config, log, records)
 
 
 def unpatch_model(model: object) -> None:
@@ -110,7 +109,7 @@ def patched(model: object, config: PatchConfig | None = None) -> Iterator[PatchR
 
 
 def _check_device(config: PatchConfig, device: torch.device) -> None:
-    """Refuse what the device cannot run. A model on the CPU may be moved to a GPU that is there."""
+    """Refuse what the device cannot run; a model on the CPU may yet move to a GPU."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.impl == "triton" and not (
         device.type == "cuda" or torch.cuda.is_available() or interpreted
@@ -123,6 +122,13 @@ def _check_device(config: PatchConfig, device: torch.device) -> None:
         )
     if config.attention in ("int8", "int4"):
         ops.resolve_pv(config.pv, device)
+    elif config.form == "one-launch":
+        raise ConfigError(
+            'PatchConfig.form="one-launch"',
+            expected='attention="int8" or "int4", whose kernel can finish the projection',
+            got=f"attention={config.attention!r}",
+            remedy='Use form="auto" or "two-launch"',
+        )
     if config.attention == "sage":
         _check_sage(device)
 
@@ -188,18 +194,16 @@ def _install_all(records: list[PatchRecord]) -> None:
 
 
 def _report(
-    model: object, config: PatchConfig, log: GuardLog, planned: list[tuple[Target, ModelPlan]]
+    model: object, config: PatchConfig, log: GuardLog, records: list[PatchRecord]
 ) -> PatchReport:
-    plans = [plan for _, plan in planned]
-
-    def pairs() -> list[object]:
-        return [pair for plan in plans for pair in plan.pairs]
+    def pairs() -> list[SkipPair]:
+        return [pair for record in records for pair in record.pairs()]
 
     def device() -> tuple[str, str, str]:
-        where = execution_device(plans[0].model)
+        where = execution_device(records[0].plan.model)
         attention = config.attention in ("int8", "int4")
         pv = ops.resolve_pv(config.pv, where) if attention else "as the backend"
         return str(where), ops.resolve_impl(config.impl, where), pv
 
     name = type(model).__name__
-    return PatchReport(name, config, log, pairs, device)  # type: ignore[arg-type]
+    return PatchReport(name, config, log, pairs, device)

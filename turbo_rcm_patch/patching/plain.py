@@ -1,8 +1,10 @@
-"""Is this module exactly what its class says? Only then may its weights be read instead of calling it.
+"""Is this module exactly what its class says? Only then may its weights be read instead of calling
+it.
 
-LoRA replaces a Linear by another class, quantisation replaces its weight, offloading and casting hook its forward. All
-of that works when the module is called and silently breaks when its weight is read, so the questions here are asked at
-run time, on every forward, and are cheap: attribute look-ups that a compiler can guard on.
+LoRA replaces a Linear by another class, quantisation replaces its weight, offloading and casting
+hook its forward. All of that works when the module is called and silently breaks when its weight
+is read, so the questions here are asked at run time, on every forward, and are cheap: attribute
+look-ups that a compiler can guard on.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def bare(module: nn.Module) -> bool:
 
 
 def _is_own_forward(module: nn.Module, forward: object) -> bool:
-    # diffusers leaves the bound method behind as an instance attribute when its last hook is removed.
+    # diffusers leaves the bound method behind as an instance attribute when its last hook goes.
     return (
         isinstance(forward, MethodType)
         and forward.__self__ is module
@@ -65,7 +67,7 @@ def plain_linear(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def plain_norm(module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether `module(x)` is exactly an RMSNorm over the last dimension with a weight that can be read now."""
+    """Whether `module(x)` is exactly an RMSNorm of the last dimension, its weight readable."""
     if type(module) is not nn.RMSNorm or not bare(module):
         return False
     weight = module.weight
@@ -84,7 +86,10 @@ def drops(module: nn.Module) -> bool:
 
 
 def why_not_plain(module: nn.Module, dtype: torch.dtype | None) -> str:
-    """Why a Linear's weight may not be read, or "" if it may. For the report; `plain_linear` decides at run time."""
+    """Why a Linear's weight may not be read, or "" if it may.
+
+    This is for the report; `plain_linear` decides at run time.
+    """
     kind = type(module)
     if kind is not nn.Linear:
         return f"it is {kind.__module__.split('.')[0]}'s {kind.__qualname__}"

@@ -1,9 +1,9 @@
 """The undo record: what was where, so that unpatching restores exactly that.
 
-A function that a module runs can sit in several places: the instance attribute `forward`, accelerate's `_old_forward`,
-or the reference chain of diffusers' hook registry. Patching under existing hooks replaces the innermost of them; hooks
-that come or go afterwards move our function between those places, so undoing looks for it instead of trusting a
-saved position.
+A function that a module runs can sit in several places: the instance attribute `forward`,
+accelerate's `_old_forward`, or the reference chain of diffusers' hook registry. Patching under
+existing hooks replaces the innermost of them; hooks that come or go afterwards move our function
+between those places, so undoing looks for it instead of trusting a saved position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any, Final, Literal
 from torch import nn
 
 from turbo_rcm_patch.errors import WrappedError
+from turbo_rcm_patch.patching.registry import family_of
 from turbo_rcm_patch.patching.state import ModelPlan
+from turbo_rcm_patch.skip import SkipPair
 
 __all__ = ["ATTRIBUTE", "Entry", "PatchRecord", "Slot", "innermost", "record_of"]
 
@@ -83,10 +85,11 @@ def _is_own(module: nn.Module, name: str, value: object) -> bool:
 
 
 def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
-    """Where the author's own function sits under whatever hooks there are; None if it was replaced.
+    """Where the author's own function sits under whatever hooks there are; None if it was
+    replaced.
 
-    The instance attribute is the place if nothing is there, or if it is the bound method itself, which diffusers leaves
-    behind when its last hook is removed.
+    The instance attribute is the place if nothing is there, or if it is the bound method itself,
+    which diffusers leaves behind when its last hook is removed.
     """
     places = list(_slots(module, name))
     if places[0].get() is _ABSENT:
@@ -121,12 +124,10 @@ class Entry:
         return [slot for slot in _slots(self.module, self.name) if slot.get() is self.ours]
 
     def check(self, path: str) -> None:
-        """Raise WrappedError if removing ours would drop somebody else's change, or leave ours active inside it."""
+        """Raise WrappedError if removing ours would drop somebody else's change, or miss ours."""
         outside = Slot(self.module, self.name).get()
-        known = (
-            outside is _ABSENT or outside is self.ours or _is_own(self.module, self.name, outside)
-        )
-        if known or self.located():
+        bare = outside is _ABSENT or _is_own(self.module, self.name, outside)
+        if bare or self.located():
             return
         raise WrappedError(
             f"{path}.{self.name} was replaced after patching",
@@ -141,7 +142,7 @@ class Entry:
             if slot.holder is self.module and slot.name == self.name:
                 slot.put(self.before)
             else:
-                # Hooks that came later captured ours; without us they would have captured the author's.
+                # Hooks that came later captured ours; without us, the author's.
                 slot.put(_own(self.module, self.name) if self.before is _ABSENT else self.before)
 
 
@@ -151,10 +152,24 @@ class PatchRecord:
 
     plan: ModelPlan
     entries: list[Entry] = field(default_factory=list)
-    report: Any = None
+
+    def pairs(self) -> list[SkipPair]:
+        """Every pair as it runs now: what the guard gave back, and what was hooked since."""
+        plan = self.plan
+        if record_of(plan.model) is not self:
+            return plan.pairs
+        family = family_of(plan.model)
+        assert family is not None
+        fresh = family.plan(plan.model, plan.path, plan.config).states
+        if len(fresh) != len(plan.states):
+            return plan.pairs
+        now = [
+            new.pair if old.live else old.pair for old, new in zip(plan.states, fresh, strict=True)
+        ]
+        return now + plan.boundary
 
     def install(self) -> None:
-        """Set every attribute, or none: whatever raises on the way is undone before it propagates."""
+        """Set every attribute, or none: what raises on the way is undone before it propagates."""
         done: list[Entry] = []
         try:
             for entry in self.entries:

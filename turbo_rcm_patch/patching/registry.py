@@ -39,5 +39,5 @@ def family_of(model: nn.Module) -> Family | None:
     name = FAMILIES.get(qualified_name(type(model)))
     if name is None:
         return None
-    module: Family = import_module(f"turbo_rcm_patch.patching.families.{name}")  # type: ignore[assignment]
+    module: Family = import_module(f"turbo_rcm_patch.patching.families.{name}")
     return module

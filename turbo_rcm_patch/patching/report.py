@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, overload
+from typing import Literal, Protocol, overload
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.skip import SkipPair
@@ -39,12 +39,16 @@ class GuardRecord:
     verdict: Literal["kept", "given back"]
 
 
+class _Armable(Protocol):
+    def check_next(self) -> None: ...
+
+
 class GuardLog(Sequence[GuardRecord]):
     """Every comparison the guard made so far, oldest first."""
 
-    def __init__(self, arm: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._records: list[GuardRecord] = []
-        self._arm = arm
+        self._guards: list[_Armable] = []
 
     @overload
     def __getitem__(self, index: int) -> GuardRecord: ...
@@ -60,21 +64,14 @@ class GuardLog(Sequence[GuardRecord]):
         """Append one comparison."""
         self._records.append(record)
 
-    def extend_arm(self, arm: Callable[[], None]) -> None:
-        """Also call `arm` when the next forward is asked to be checked."""
-        before = self._arm
-
-        def both() -> None:
-            if before is not None:
-                before()
-            arm()
-
-        self._arm = both
+    def attach(self, guard: _Armable) -> None:
+        """Let `check_next` reach this guard."""
+        self._guards.append(guard)
 
     def check_next(self) -> None:
         """Compare every fused pair on the next forward, whatever step it belongs to."""
-        if self._arm is not None:
-            self._arm()
+        for guard in self._guards:
+            guard.check_next()
 
     def __str__(self) -> str:
         if not self._records:
@@ -176,7 +173,7 @@ def _formula(pair: SkipPair, index: int) -> str:
 
 
 def _grouped(pairs: Sequence[SkipPair]) -> list[tuple[str, int, SkipPair]]:
-    """(path with a range of blocks, number of pairs, one of them), in order of first appearance."""
+    """(path with a range of blocks, number of pairs, one of them), in order of appearance."""
     groups: dict[tuple[object, ...], list[SkipPair]] = {}
     for pair in pairs:
         shape = _NUMBER.sub("#", pair.path)

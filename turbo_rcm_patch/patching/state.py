@@ -59,7 +59,8 @@ class ModelPlan:
 
     Attributes:
         model: The module whose class a family knows.
-        path: Where it sits in what the user passed: "" for the module itself, "transformer" in a pipeline.
+        path: Where it sits in what the user passed: "" for the module itself, "transformer" in a
+            pipeline.
         config: How it is patched.
         states: Its pairs.
         installations: The attributes to set.

@@ -1,0 +1,161 @@
+"""This library's own two-pass module: attention, projection, then the skip of a few-step model.
+
+Its skip is c_skip(t) * x + c_out(t) * F(x), computed in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import DTypeError, HeadDimError
+from turbo_rcm_patch.models.rcm_attention import RCMAttention
+from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
+from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
+from turbo_rcm_patch.patching.record import innermost, record_of
+from turbo_rcm_patch.patching.signature import check_parameters
+from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
+from turbo_rcm_patch.skip import Coefficient, Residual, SkipPair, Stream
+
+__all__ = ["RCMAttentionForward", "check", "plan"]
+
+_FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check(model: nn.Module) -> None:
+    """Raise a typed error if this instance cannot be patched at all."""
+    check_parameters(
+        {
+            RCMAttention.forward: ("self", "x", "t"),
+            RCMAttention.branch: ("self", "x"),
+            RCMAttention.coefficients: ("self", "x", "t"),
+        },
+        "turbo_rcm_patch",
+    )
+    module: Any = model
+    head_dim = module.dim // module.num_heads
+    if head_dim > MAX_HEAD_DIM:
+        raise HeadDimError(
+            "head_dim",
+            expected=f"at most {MAX_HEAD_DIM}",
+            got=str(head_dim),
+            remedy="This module cannot run through the fused attention",
+        )
+    if why_not_plain(module.qkv, None) == "" and module.qkv.weight.dtype not in _FLOATS:
+        raise DTypeError(
+            "qkv.weight",
+            expected="bfloat16, float16 or float32",
+            got=str(module.qkv.weight.dtype),
+            remedy="Cast the module first, e.g. module.to(torch.bfloat16)",
+        )
+
+
+def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
+    """Its one pair."""
+    module: Any = model
+    runs, reason = _runs(model, config)
+    state = PairState(
+        SkipPair(
+            path=path or type(model).__name__,
+            kind="self",
+            heads=module.num_heads,
+            head_dim=module.dim // module.num_heads,
+            streams=(Stream("x", "c_skip(t)", "c_out(t)"),),
+            cast="fp32",
+            projection=module.proj is not None,
+            runs=runs,
+            reason=reason,
+        )
+    )
+    result = ModelPlan(model, path, config, states=[state])
+    if state.live:
+        make = partial(RCMAttentionForward, model, state, config)
+        result.installations.append(Installation(model, "forward", make))
+    return result
+
+
+def _runs(model: nn.Module, config: PatchConfig) -> tuple[Residual, str]:
+    module: Any = model
+    if "self" not in config.kinds:
+        return "as-written", "PatchConfig.kinds leaves out 'self'"
+    if record_of(model) is None and innermost(model) is None:
+        return "as-written", "its forward was replaced by somebody else's"
+    if module.proj is None:
+        return "in-kernel", ""
+    why = why_not_plain(module.proj, None)
+    if why:
+        return "after-linear", f"proj is called: {why}"
+    return ("one-launch" if config.form == "one-launch" else "two-launch"), ""
+
+
+class RCMAttentionForward:
+    """Stands in for the forward of one module, which it holds."""
+
+    __slots__ = ("_form", "_guard", "_module", "_spec", "_state")
+
+    def __init__(
+        self, module: Any, state: PairState, config: PatchConfig, guard: Guard | None
+    ) -> None:
+        self._module, self._state, self._guard = module, state, guard
+        self._form = config.form
+        self._spec = ops.AttentionSpec(
+            heads=module.num_heads,
+            attention=config.attention,
+            pv=config.pv,
+            smooth_k=config.smooth_k,
+            impl=config.impl,
+        )
+
+    def __call__(self, x: Tensor, t: float | Tensor) -> Tensor:
+        """Attention with the skip in its epilogue.
+
+        Args:
+            x: [B, N, C], dtype of the parameters.
+            t: Time: one number, or a tensor [B].
+
+        Returns:
+            [B, N, C], dtype of x.
+        """
+        module = self._module
+        if not self._state.live or torch.is_autocast_enabled(x.device.type):
+            return self._as_written(x, t)
+        c_skip, c_out = module.coefficients(x, t)
+        guard = self._guard
+        if guard is not None and not torch.compiler.is_compiling():
+            guard.begin(x=x)
+            if guard.active and not guard.accepts(
+                (self._state,),
+                exact=lambda: module.branch(x),
+                fused=lambda: self._close(x, None, 1.0, 1.0),
+            ):
+                return self._as_written(x, t)
+        return self._close(x, x, c_skip, c_out)
+
+    def _as_written(self, x: Tensor, t: float | Tensor) -> Tensor:
+        out: Tensor = RCMAttention.forward(self._module, x, t)
+        return out
+
+    def _close(
+        self, x: Tensor, residual: Tensor | None, c_skip: Coefficient, c_out: Coefficient
+    ) -> Tensor:
+        """c_skip * residual + c_out * F(x); the branch alone without a residual."""
+        module, spec = self._module, self._spec
+        q, k, v = module.qkv(x).chunk(3, dim=-1)
+        proj = module.proj
+        if proj is None:
+            return ops.attention_skip(q, k, v, spec, residual=residual, c_skip=c_skip, c_out=c_out)
+        if plain_linear(proj, q):
+            return ops.attention_project_skip(
+                q, k, v, proj.weight, proj.bias, spec,
+                residual=residual, c_skip=c_skip, c_out=c_out, form=self._form,
+            )  # fmt: skip
+        branch: Tensor = proj(ops.attention_skip(q, k, v, spec))
+        if residual is None:
+            return branch
+        return ops.skip(residual, branch, c_skip, c_out, impl=spec.impl)

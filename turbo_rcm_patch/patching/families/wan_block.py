@@ -1,0 +1,306 @@
+"""How a block of diffusers' Wan runs fused.
+
+Self-attention and feed-forward sum in fp32 and round once; cross-attention has no gate and sums in
+the model's dtype. With an image branch, cross-attention is two attentions over the same queries
+whose sum goes through one projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+import torch
+from diffusers.models.attention import FeedForward
+from diffusers.models.transformers.transformer_wan import (
+    WanAttention,
+    WanAttnProcessor,
+    WanTransformerBlock,
+)
+from torch import Tensor, nn
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.plain import bare, drops, plain_linear, plain_norm
+from turbo_rcm_patch.patching.state import PairState
+from turbo_rcm_patch.skip import Cast, Coefficient
+
+__all__ = ["WanBlockForward", "attention_mode", "feed_forward_mode", "refuse_parallel"]
+
+#: Text tokens that follow the image tokens; the author's processor has the same constant.
+_TEXT_TOKENS: Final = 512
+
+
+def refuse_parallel(path: str, holder: object) -> None:
+    """Raise if a model or a processor splits its attention over several ranks."""
+    if getattr(holder, "_parallel_config", None) is not None:
+        raise ContextParallelError(
+            path,
+            expected="attention within one device",
+            got="context parallelism, which exchanges heads or keys between ranks",
+            remedy="Run the patched model without enable_parallelism",
+        )
+
+
+class WanBlockForward:
+    """Stands in for the forward of one block.
+
+    It holds the block itself, so that a deep copy of a patched model holds the copied block.
+    """
+
+    __slots__ = (
+        "_attn1",
+        "_attn2",
+        "_block",
+        "_ffn",
+        "_form",
+        "_guard",
+        "_head",
+        "_image",
+        "_spec",
+    )
+
+    def __init__(
+        self,
+        block: Any,
+        states: dict[str, PairState],
+        config: PatchConfig,
+        head: bool,
+        guard: Guard | None,
+    ) -> None:
+        self._block = block
+        self._attn1, self._attn2, self._ffn = states["attn1"], states["attn2"], states["ffn"]
+        self._image = states.get("image")
+        self._form = config.form
+        self._guard = guard
+        self._head = head
+        self._spec = ops.AttentionSpec(
+            heads=block.attn1.heads,
+            attention=config.attention,
+            pv=config.pv,
+            smooth_k=config.smooth_k,
+            eps=getattr(block.attn1.norm_q, "eps", None) or 1e-6,
+            impl=config.impl,
+        )
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """The author's block, with its skip pairs closed by ours where they are live.
+
+        Args:
+            hidden_states: [B, N, C], the model's dtype.
+            encoder_hidden_states: [B, T, C] text, with the image tokens in front for I2V.
+            temb: [B, 6, C], or [B, N, 6, C] with a timestep per token.
+            rotary_emb: (cos, sin), each [1, N, 1, head_dim] fp32.
+
+        Returns:
+            [B, N, C], dtype of hidden_states.
+        """
+        block = self._block
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            # Autocast picks a dtype per operation of the author's code; ours would not follow it.
+            forward: Tensor = WanTransformerBlock.forward(
+                block, hidden_states, encoder_hidden_states, temb, rotary_emb
+            )
+            return forward
+        guard = self._begin(hidden_states, encoder_hidden_states, temb)
+        shift, scale, gate, c_shift, c_scale, c_gate = _modulation(block.scale_shift_table, temb)
+
+        x = (block.norm1(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states)
+        hidden_states = self._self_attention(x, hidden_states, gate, rotary_emb, guard)
+        x = block.norm2(hidden_states.float()).type_as(hidden_states)
+        hidden_states = self._cross_attention(x, hidden_states, encoder_hidden_states, guard)
+        x = (block.norm3(hidden_states.float()) * (1 + c_scale) + c_shift).type_as(hidden_states)
+        return self._feed_forward(x, hidden_states, c_gate, guard)
+
+    def _begin(self, hidden: Tensor, context: Tensor, temb: Tensor) -> Guard | None:
+        """The guard, on a forward that is to be checked."""
+        guard = self._guard
+        if guard is None or torch.compiler.is_compiling():
+            return None
+        if self._head:
+            guard.begin(hidden_states=hidden, encoder_hidden_states=context, temb=temb)
+        return guard if guard.active else None
+
+    def _self_attention(
+        self,
+        x: Tensor,
+        hidden: Tensor,
+        gate: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        guard: Guard | None,
+    ) -> Tensor:
+        attn = self._block.attn1
+        mode = attention_mode(attn) if self._attn1.live else "as-written"
+        fuse = mode == "ours"
+        if fuse and guard is not None:
+            fuse = guard.accepts(
+                (self._attn1,),
+                exact=lambda: attn(x, None, None, rotary),
+                fused=lambda: self._close(attn, x, None, rotary, None, 1.0, "fp32"),
+            )
+        if fuse:
+            return self._close(attn, x, None, rotary, hidden, gate, "fp32")
+        branch: Tensor = attn(x, None, None, rotary)
+        if mode == "called":
+            return ops.skip(hidden, branch, 1.0, gate, impl=self._spec.impl)
+        return _gated(hidden, branch, gate)
+
+    def _cross_attention(
+        self, x: Tensor, hidden: Tensor, context: Tensor, guard: Guard | None
+    ) -> Tensor:
+        attn, image = self._block.attn2, self._image
+        mode = attention_mode(attn) if self._attn2.live else "as-written"
+        if mode == "ours" and image is not None:
+            # Both attentions go through one projection, so ours runs for both or for neither.
+            mode = "ours" if image.live and context.shape[1] > _TEXT_TOKENS else "called"
+        fuse = mode == "ours"
+        if fuse and guard is not None:
+            fuse = guard.accepts(
+                (self._attn2,) if image is None else (self._attn2, image),
+                exact=lambda: attn(x, context, None, None),
+                fused=lambda: self._close(attn, x, context, None, None, 1.0, "model"),
+            )
+        if fuse:
+            return self._close(attn, x, context, None, hidden, 1.0, "model")
+        branch: Tensor = attn(x, context, None, None)
+        if mode == "called" and branch.dtype == hidden.dtype:
+            return ops.skip(hidden, branch, cast="model", impl=self._spec.impl)
+        return hidden + branch
+
+    def _feed_forward(
+        self, x: Tensor, hidden: Tensor, gate: Tensor, guard: Guard | None
+    ) -> Tensor:
+        ffn, impl = self._block.ffn, self._spec.impl
+        mode = feed_forward_mode(ffn) if self._ffn.live else "as-written"
+        if mode == "as-written":
+            return _gated(hidden, ffn(x).float(), gate)
+        if mode == "called":
+            return ops.skip(hidden, ffn(x), 1.0, gate, impl=impl)
+        h = ffn.net[1](ffn.net[0](x))
+        last = ffn.net[2]
+        if not plain_linear(last, h):
+            return ops.skip(hidden, last(h), 1.0, gate, impl=impl)
+        if guard is not None and not guard.accepts(
+            (self._ffn,),
+            exact=lambda: last(h),
+            fused=lambda: ops.project_skip(h, last.weight, last.bias, residual=None, impl=impl),
+        ):
+            return _gated(hidden, last(h).float(), gate)
+        return ops.project_skip(h, last.weight, last.bias, residual=hidden, c_out=gate, impl=impl)
+
+    def _close(
+        self,
+        attn: Any,
+        x: Tensor,
+        context: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        residual: Tensor | None,
+        c_out: Coefficient,
+        cast: Cast,
+    ) -> Tensor:
+        """residual + c_out * attn(x, context); the branch alone without a residual."""
+        image = None
+        if attn.add_k_proj is not None and context is not None:
+            tokens = context.shape[1] - _TEXT_TOKENS
+            image, context = context[:, :tokens], context[:, tokens:]
+        q, k, v = _project(attn, x, context)
+        norm_q, norm_k = attn.norm_q, attn.norm_k
+        if plain_norm(norm_q, q) and plain_norm(norm_k, k) and norm_q.eps == norm_k.eps:
+            weights = {"norm_q": norm_q.weight, "norm_k": norm_k.weight}
+            spec = self._spec
+            if norm_q.eps != spec.eps:
+                spec = replace(spec, eps=norm_q.eps)
+        else:
+            q, k, weights, spec = norm_q(q), norm_k(k), {}, self._spec
+        linear, dropout = attn.to_out[0], attn.to_out[1]
+        plain = plain_linear(linear, q) and type(dropout) is nn.Dropout and bare(dropout)
+        if plain and image is None:
+            return ops.attention_project_skip(
+                q, k, v, linear.weight, linear.bias, spec,
+                residual=residual, c_out=c_out, rotary=rotary, form=self._form, cast=cast,
+                **weights,
+            )  # fmt: skip
+        out = ops.attention_skip(q, k, v, spec, rotary=rotary, **weights)
+        if image is not None:
+            k, v = _project_image(attn, image)
+            norm = attn.norm_added_k
+            if weights and plain_norm(norm, k) and norm.eps == spec.eps:
+                weights = {"norm_q": norm_q.weight, "norm_k": norm.weight}
+            else:
+                q, k, weights = norm_q(q) if weights else q, norm(k), {}
+            out = ops.attention_skip(q, k, v, spec, residual=out, **weights)
+        if plain:
+            return ops.project_skip(
+                out, linear.weight, linear.bias,
+                residual=residual, c_out=c_out, cast=cast, impl=spec.impl,
+            )  # fmt: skip
+        branch: Tensor = dropout(linear(out))
+        return (
+            branch
+            if residual is None
+            else ops.skip(residual, branch, 1.0, c_out, cast=cast, impl=spec.impl)
+        )
+
+
+def _gated(hidden: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
+    """The author's gated skip: fp32, rounded once."""
+    return (hidden.float() + branch * gate).type_as(hidden)
+
+
+def _modulation(table: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
+    """(shift, scale, gate) of self-attention and of the feed-forward, fp32, [B, 1 or N, C]."""
+    if temb.ndim == 4:
+        rows = (table.unsqueeze(0) + temb.float()).chunk(6, dim=2)
+        return tuple(row.squeeze(2) for row in rows)
+    return (table + temb.float()).chunk(6, dim=1)
+
+
+Mode = Literal["ours", "called", "as-written"]
+
+
+def attention_mode(attn: Any) -> Mode:
+    """What may run now: ours in the place of the attention, the skip after it, or nothing of ours.
+
+    Raises:
+        ContextParallelError: The attention is split over several ranks.
+    """
+    if type(attn) is not WanAttention or type(attn.processor) is not WanAttnProcessor:
+        return "as-written"
+    refuse_parallel("attention", attn.processor)
+    if drops(attn.to_out[1]):
+        return "as-written"
+    return "ours" if bare(attn) else "called"
+
+
+def feed_forward_mode(ffn: Any) -> Mode:
+    """The same question for a feed-forward."""
+    if type(ffn) is not FeedForward or len(ffn.net) != 3 or drops(ffn.net[1]):
+        return "as-written"
+    return "ours" if bare(ffn) else "called"
+
+
+def _project(attn: Any, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v; views of one tensor where the projections are fused."""
+    source = x if context is None else context
+    if not attn.fused_projections:
+        return attn.to_q(x), attn.to_k(source), attn.to_v(source)
+    if not attn.is_cross_attention:
+        q, k, v = attn.to_qkv(x).chunk(3, dim=-1)
+        return q, k, v
+    k, v = attn.to_kv(source).chunk(2, dim=-1)
+    return attn.to_q(x), k, v
+
+
+def _project_image(attn: Any, image: Tensor) -> tuple[Tensor, Tensor]:
+    if attn.fused_projections:
+        k, v = attn.to_added_kv(image).chunk(2, dim=-1)
+        return k, v
+    return attn.add_k_proj(image), attn.add_v_proj(image)
