@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.sampling.load import quiet_loading, resolve_model
@@ -19,7 +20,7 @@ __all__ = ["load_skeleton"]
 
 
 def load_skeleton(model: str | Path) -> WanPipeline:
-    """Transformers on the meta device, built from their config.json only.
+    """Transformers built from their config.json only, in no time and memory whatever their size.
 
     Args:
         model: As for `load_pipeline`. Of a hub id only the small configuration files are fetched.
@@ -57,10 +58,26 @@ def _transformer(folder: Path | str, name: str) -> WanTransformer3DModel:
             config = WanTransformer3DModel.load_config(
                 str(folder), subfolder=name, local_files_only=local
             )
-            return WanTransformer3DModel.from_config(config)
+            network = WanTransformer3DModel.from_config(config)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelFolderError(
             f"{folder}: no usable {name}/config.json ({type(error).__name__})",
             expected="the configuration of a WanTransformer3DModel",
             remedy="Check the path; for another class call find_pairs on the loaded model",
         ) from error
+    return _with_stand_ins(network)
+
+
+def _with_stand_ins(network: WanTransformer3DModel) -> WanTransformer3DModel:
+    """Weights of the right shape and dtype on the CPU, one number each, in place of none at all.
+
+    The dtypes are those of a model loaded in bf16, where diffusers keeps some layers in fp32.
+    """
+    for module_name, module in network.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            parts = f"{module_name}.{name}".split(".")
+            kept = any(part in parts for part in network._keep_in_fp32_modules)
+            one = torch.zeros(1, dtype=torch.float32 if kept else torch.bfloat16)
+            stand_in = nn.Parameter(one.expand(weight.shape), requires_grad=False)
+            setattr(module, name, stand_in)
+    return network
