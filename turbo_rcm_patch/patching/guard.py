@@ -153,6 +153,7 @@ class Guard:
 
     # --- comparing -------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def _refuse_non_finite(self, inputs: dict[str, torch.Tensor]) -> None:
         for name, x in inputs.items():
             if not bool(torch.isfinite(x).all()):
