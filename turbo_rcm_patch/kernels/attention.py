@@ -58,7 +58,8 @@ def _over_keys(
     """Keys lo..hi of the online softmax. l_i is [BLOCK_M, 16], equal columns, with FP8."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_PAD)
-    for start_n in tl.range(lo, hi, BLOCK_N):
+    # The masked loop runs once or twice: not pipelined, it leaves registers for a third program.
+    for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if MASKED else None):
         start_n = tl.multiple_of(start_n, BLOCK_N)
         if DESCRIPTORS:
             k = k_src.load([(bh * n_kv_padded + start_n).to(tl.int32), 0])

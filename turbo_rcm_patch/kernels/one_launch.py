@@ -55,12 +55,12 @@ def one_launch_kernel(
 ):  # fmt: skip
     """y = c_skip * residual + c_out * (softmax(q k^T) v W^T + bias).
 
-    Grid: (heads * blocks of BLOCK_M rows, batch), heads fastest.
+    Grid: (heads, blocks of BLOCK_M rows, batch): heads fastest, so that a block of rows is complete
+    soon after it was begun.
     y [B, Nq, Cout] dense; attended [B, Nq, H*D] dense; counter [B, blocks of rows] int32, zero;
     weight [Cout, H*D]; the rest as in `attend` and `close_skip`.
     """
-    pid, b = tl.program_id(0), tl.program_id(1)
-    h, block = pid % heads, pid // heads
+    h, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start_m = block * BLOCK_M
     out, _ = attend(
         q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
@@ -149,7 +149,7 @@ def attention_project_skip(
     y = torch.empty(batch, n_q, features, dtype=out_dtype, device=q.device)
     launch(
         one_launch_kernel,
-        (heads * blocks, batch),
+        (heads, blocks, batch),
         q.device,
         y_ptr=y,
         attended_ptr=attended,

@@ -1,0 +1,139 @@
+"""Compile recorded launches ahead of time and report what they need, as JSON.
+
+`python aot_compile.py LAUNCHES.json KERNELS_FOLDER`. Needs triton alone (a torch that is not there
+is replaced by a stub, which the jit functions never touch), so that another release of Triton can
+be tried from an environment of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def import_kernels(folder: Path) -> None:
+    """Make `turbo_rcm_patch.kernels` importable without the rest of the package."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        stub = types.ModuleType("torch")
+        stub.Tensor = stub.dtype = stub.device = object
+        sys.modules["torch"] = stub
+    package = types.ModuleType("turbo_rcm_patch")
+    package.__path__ = [str(folder.parent)]
+    sys.modules["turbo_rcm_patch"] = package
+
+
+def compile_one(launch: dict) -> dict:
+    module = importlib.import_module(f"turbo_rcm_patch.kernels.{launch['module']}")
+    fn = getattr(module, launch["kernel"])
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(fn.arg_names):
+        argument = launch["arguments"][name]
+        if "constant" in argument:
+            value = argument["constant"]
+            if name == "ROUND_TO" and value is not None:
+                value = {"bf16": tl.bfloat16, "fp16": tl.float16}[value]
+            signature[name] = "constexpr"
+            constants[(i,)] = value
+            continue
+        signature[name] = argument["type"]
+        if argument.get("divisible"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    backend, arch = launch["backend"], launch["arch"]
+    target = GPUTarget(backend, arch, 64 if backend == "hip" else 32)
+    source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=target, options=launch["options"])
+    result = {
+        "kernel": launch["kernel"],
+        "case": launch["case"],
+        "target": f"{backend}:{arch}",
+        "warps": launch["options"]["num_warps"],
+        "shared": compiled.metadata.shared,
+    }
+    if backend == "cuda":
+        result |= cuda_resources(compiled.asm["cubin"], launch["kernel"])
+    else:
+        result |= hip_resources(compiled.asm["amdgcn"])
+    return result
+
+
+def cuda_resources(cubin: bytes, kernel: str) -> dict:
+    path = Path(sys.argv[1]).with_suffix(".cubin")
+    path.write_bytes(cubin)
+    usage = subprocess.run(
+        [BIN / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True
+    ).stdout
+    sass = subprocess.run(
+        [BIN / "nvdisasm", "-c", path], capture_output=True, text=True, check=True
+    ).stdout
+    stack = re.search(r"STACK:(\d+)", usage)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert stack and registers, usage
+    result = {
+        "registers": int(registers[1]),
+        "stack": int(stack[1]),
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+    }
+    if kernel == "one_launch_kernel":
+        result["barrier"] = barrier_before_atomic(sass)
+    return result
+
+
+def barrier_before_atomic(sass: str) -> bool:
+    """Between the last global store before the atomic and the atomic stands a program barrier."""
+    lines = sass.splitlines()
+    atomics = [i for i, line in enumerate(lines) if re.search(r"\bATOMG?\b|\bATOMG\.", line)]
+    assert len(atomics) == 1, f"{len(atomics)} atomics"
+    stores = [i for i in range(atomics[0]) if re.search(r"\bSTG\b|\bSTG\.", lines[i])]
+    assert stores, "no global store before the atomic"
+    between = lines[stores[-1] : atomics[0]]
+    return any(re.search(r"\bBAR\.SYNC", line) for line in between)
+
+
+def hip_resources(assembly: str) -> dict:
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s*(\d+)", assembly)
+        assert found, name
+        return int(found[1])
+
+    return {
+        "registers": number("vgpr_count"),
+        "stack": number("private_segment_fixed_size"),
+        "spills": number("vgpr_spill_count"),
+    }
+
+
+def main() -> None:
+    import_kernels(Path(sys.argv[2]))
+    launches = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    results = []
+    for launch in launches:
+        try:
+            results.append(compile_one(launch))
+        except Exception as error:  # reported per kernel, so that one failure shows them all
+            results.append(
+                {
+                    "kernel": launch["kernel"],
+                    "case": launch["case"],
+                    "target": f"{launch['backend']}:{launch['arch']}",
+                    "error": f"{type(error).__name__}: {error}"[:2000],
+                }
+            )
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Which kernels the launchers would start on a target, written as JSON: no GPU, no compilation.
+
+`python aot_record.py CASES.json`, where a case names a target and an operation. The launchers run on
+meta tensors with their `launch` and `target_of` replaced, so what is recorded is what a GPU gets:
+the same tiles, argument types and constants.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import types
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from turbo_rcm_patch.kernels.launch import Target
+
+MODULES = ("prologue", "values", "attention", "project", "one_launch", "skip")
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+
+
+def describe(value: object) -> dict[str, object]:
+    """Type, constant and divisibility of one argument, as Triton specialises it at a launch."""
+    if isinstance(value, torch.Tensor):
+        return {"type": f"*{TYPES[value.dtype]}", "divisible": True}
+    if isinstance(value, TensorDescriptor):
+        block = ",".join(map(str, value.block_shape))
+        return {"type": f"tensordesc<{TYPES[value.base.dtype]}[{block}]>"}
+    if isinstance(value, bool) or value is None:
+        return {"constant": value}
+    if isinstance(value, int):
+        if value == 1:
+            return {"constant": 1}
+        return {"type": "i32" if value < 2**31 else "i64", "divisible": value % 16 == 0}
+    if isinstance(value, float):
+        return {"type": "fp32"}
+    raise TypeError(f"cannot describe {value!r}")
+
+
+def record(case: dict[str, object]) -> list[dict[str, object]]:
+    """The launches of one case."""
+    target = Target(case["backend"], case["arch"])
+    launches: list[dict[str, object]] = []
+    modules: dict[str, types.ModuleType] = {
+        name: importlib.import_module(f"turbo_rcm_patch.kernels.{name}") for name in MODULES
+    }
+
+    def recording(kernel, grid, device, **arguments):
+        options = {k: arguments.pop(k) for k in ("num_warps", "num_stages")}
+        constants = {p.name for p in kernel.params if p.is_constexpr}
+        described = {}
+        for name in kernel.arg_names:
+            value = arguments.pop(name)
+            if name in constants:
+                value = str(value) if type(value).__name__ == "dtype" else value
+                described[name] = {"constant": value}
+            else:
+                described[name] = describe(value)
+        assert not arguments, f"{kernel.__name__} got unknown arguments {sorted(arguments)}"
+        launches.append(
+            {
+                "module": kernel.__module__.rsplit(".", 1)[1],
+                "kernel": kernel.__name__,
+                "arguments": described,
+                "options": options,
+                "backend": target.backend,
+                "arch": target.arch,
+                "case": case["name"],
+            }
+        )
+
+    for module in modules.values():
+        module.launch = recording
+        if hasattr(module, "target_of"):
+            module.target_of = lambda device: target
+    run(case, modules)
+    return launches
+
+
+def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
+    heads, dim, tokens = case["heads"], case["head_dim"], case["tokens"]
+    dtype = getattr(torch, case["dtype"])
+    channels = heads * dim
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    q, k, v = empty(1, tokens, 3 * channels).chunk(3, -1)
+    residual, gate = empty(1, tokens, channels), empty(1, 1, channels, dtype=torch.float32)
+    table = empty(tokens, dim, dtype=torch.float32)
+    lengths = empty(1, dtype=torch.int32) if case.get("lengths") else None
+    common = {
+        "heads": heads,
+        "norm_q": empty(channels),
+        "norm_k": empty(channels),
+        "cos": table,
+        "sin": table,
+        "kv_lengths": lengths,
+        "pv": case["pv"],
+        "qmax": 127,
+        "smooth_k": True,
+        "causal": case.get("causal", False),
+        "sm_scale": dim**-0.5,
+        "eps": 1e-6,
+        "out_dtype": dtype,
+        "residual": residual,
+        "c_skip": 1.0,
+        "c_out": gate,
+    }
+    weight, bias = empty(channels, channels), empty(channels)
+    operation = case["operation"]
+    if operation == "attention":
+        modules["attention"].attention(q, k, v, want_lse=bool(case.get("lse")), **common)
+    elif operation == "one-launch":
+        modules["one_launch"].attention_project_skip(
+            q, k, v, weight, bias, cast="fp32", **common
+        )
+    elif operation == "project":
+        for cast in ("fp32", "model"):
+            modules["project"].project_skip(
+                residual, weight, bias, residual, 1.0, gate, cast=cast, out_dtype=dtype
+            )
+            modules["skip"].skip(residual, residual, 1.0, gate, cast=cast, out_dtype=dtype)
+
+
+def main() -> None:
+    cases = json.loads(open(sys.argv[1], encoding="utf-8").read())
+    unique: dict[str, dict[str, object]] = {}
+    for case in cases:
+        for launch in record(case):
+            key = json.dumps({k: v for k, v in launch.items() if k != "case"}, sort_keys=True)
+            unique.setdefault(key, launch)
+    json.dump(list(unique.values()), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
