@@ -42,6 +42,7 @@ def test_records_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     network = document["parts"]["network"]
     assert network["forward"]["equal_after_unpatching"] is True
     assert network["forward"]["int8"]["fused_pairs"] > 0
+    assert [one["pairs"] for one in network["guard"]] == [6, 6, 6, 6]
     assert len(network["network_number"]) == 8  # four settings at two sizes
     assert document["parts"]["one-launch"]["table"][0]["runs"] == 3
     for word in ("cosine", "fused to unfused", "runs that differ", "patched / unpatched"):

@@ -135,6 +135,7 @@ def measure(options: Options, deadline: Deadline) -> Result:
     result.data["config"] = dict(options.sizes.network)
     try:
         _speed(network, options, device, result)
+        _guard(network, options, device, deadline, result)
         _numbers(network, options, device, deadline, result)
     finally:
         # A later part gets the memory back also when this one failed.
@@ -226,6 +227,52 @@ def _row(
         )
         if b > a and attention == "int8":
             result.failures.append(f"peak memory rose from {a} to {b} bytes")
+
+
+@torch.no_grad()
+def _guard(
+    network: WanTransformer3DModel,
+    options: Options,
+    device: torch.device,
+    deadline: Deadline,
+    result: Result,
+) -> None:
+    """What the guard says at full size: the worst pair's error, and how many it gives back."""
+    from turbo_rcm_patch import patched
+
+    one = _inputs(options.sizes.latents, options, device, times=1, seeds=1)[0]
+    where = f"guard, {_tokens(options.sizes.latents):,} tokens"
+    table: list[dict[str, object]] = []
+    result.data["guard"] = table
+    for name, live, sharp in SETTINGS:
+        if deadline.passed:
+            result.left_out.append(f"{where}, {name}")
+            continue
+        with setting(network, live=live, sharp=sharp), patched(network, PatchConfig()) as report:
+            output = _forward(network, one)
+            records = list(report.guard)
+        worst = max(records, key=lambda record: record.error)
+        given_back = sum(record.verdict == "given back" for record in records)
+        table.append(
+            {
+                "setting": name,
+                "pairs": len(records),
+                "worst_error": worst.error,
+                "worst_pair": worst.path,
+                "budget": worst.budget,
+                "given_back": given_back,
+                "finite": bool(output.isfinite().all()),
+            }
+        )
+        result.rows.append(
+            (
+                where,
+                name,
+                f"{worst.budget:.2f} allowed",
+                f"{worst.error:.4f} worst",
+                f"{given_back}",
+            )
+        )
 
 
 def _numbers(

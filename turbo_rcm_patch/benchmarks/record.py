@@ -77,10 +77,9 @@ def record(options: Options, only: Sequence[str], out: Path, command: str) -> in
 
 def _run(name: str, options: Options) -> tuple[dict[str, object], bool]:
     begin = time.monotonic()
-    measure: Callable[[Options, Deadline], Result] = import_module(
-        f"turbo_rcm_patch.benchmarks.{PARTS[name]}"
-    ).measure
+    measure: Callable[[Options, Deadline], Result]
     try:
+        measure = import_module(f"turbo_rcm_patch.benchmarks.{PARTS[name]}").measure
         result = measure(options, Deadline(options.limit))
     except Exception as error:  # recorded with its traceback, and the exit code says so
         print(f"FAILED: {type(error).__name__}: {error}", flush=True)
