@@ -1,0 +1,251 @@
+"""The guard: which forwards it looks at, what it decides, and that the decision stays."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from torch import nn
+
+from tests.patching.wan import CASES, relative, run, wan
+from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
+from turbo_rcm_patch.patching import guard as guard_file
+from turbo_rcm_patch.patching.report import PatchReport
+
+
+def seen(report: PatchReport) -> list[tuple[int | None, str]]:
+    """(step, when) of each comparison of one pair."""
+    path = report.pairs[0].path
+    return [(record.step, record.when) for record in report.guard if record.path == path]
+
+
+def denoise(model: Any, steps: int, names: tuple[str, ...] = ("cond", "uncond")) -> None:
+    for step in range(steps):
+        for name in names:
+            with model.cache_context(name, step_index=step, num_inference_steps=steps):
+                run(model)
+
+
+def test_first_and_last_step_with_guidance() -> None:
+    model = wan()
+    report = patch_model(model)
+    denoise(model, 4)
+    assert seen(report) == [(0, "first"), (0, "first"), (3, "last"), (3, "last")]
+    assert len(report.guard) == 4 * 6
+    assert all(record.verdict == "kept" for record in report.guard)
+    assert all(0 <= record.error < 0.05 for record in report.guard)
+    denoise(model, 4)
+    assert len(report.guard) == 4 * 6
+
+
+def test_a_single_step_is_both() -> None:
+    model = wan()
+    report = patch_model(model)
+    denoise(model, 1, ("cond",))
+    denoise(model, 1, ("cond",))
+    assert seen(report) == [(0, "first")]
+
+
+def test_a_bare_model_checks_the_first_forward_and_what_is_asked_for() -> None:
+    model = wan()
+    report = patch_model(model)
+    for _ in range(3):
+        run(model)
+    assert seen(report) == [(None, "first")]
+    report.guard.check_next()
+    run(model)
+    run(model)
+    assert seen(report) == [(None, "first"), (None, "asked")]
+
+
+def test_switched_off() -> None:
+    model = wan()
+    before = set(vars(model))
+    report = patch_model(model, PatchConfig(guard=False))
+    assert set(vars(model)) - before == {"_turbo_rcm_patch"}
+    denoise(model, 2)
+    assert len(report.guard) == 0 and "guard: off" in str(report)
+
+
+def test_over_budget_goes_back_to_the_author_s_code() -> None:
+    model = wan()
+    expected = run(model)
+    report = patch_model(model, PatchConfig(attention="int4", guard_budget=1e-3))
+    output = run(model)
+    back = [pair for pair in report.pairs if not pair.fused]
+    assert [pair.kind for pair in back] == ["self", "cross"] * 2
+    assert report.fused == 2
+    assert all("over the budget 0.001" in pair.reason for pair in back)
+    assert "given back: blocks.0.attn1 at 0." in str(report)
+    assert relative(output, expected) < 1e-5
+    assert relative(run(model), expected) < 1e-5
+    unpatch_model(model)
+    assert torch.equal(run(model), expected)
+
+
+def test_only_the_pair_that_fails_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wan()
+    from turbo_rcm_patch.patching.families import wan_block
+
+    real = wan_block.ops.project_skip
+    bad = model.blocks[1].ffn.net[2].weight
+
+    def broken(x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = real(x, weight, *args, **kwargs)
+        return out * float("nan") if weight is bad else out
+
+    expected = run(model)
+    monkeypatch.setattr(wan_block.ops, "project_skip", broken)
+    report = patch_model(model, PatchConfig(attention="exact"))
+    assert relative(run(model), expected) < 1e-5
+    assert [pair.path for pair in report.pairs if not pair.fused] == ["blocks.1.ffn"]
+    (record,) = [record for record in report.guard if record.verdict == "given back"]
+    assert record.error == float("inf")
+
+
+def test_image_branch_and_cross_attention_share_a_verdict() -> None:
+    case = CASES[1]
+    model, inputs = case.model(), case.inputs()
+    expected = run(model, **inputs)
+    report = patch_model(
+        model, PatchConfig(attention="int4", guard_budget=1e-3, kinds=("cross", "image"))
+    )
+    assert relative(run(model, **inputs), expected) < 1e-5
+    assert {record.path for record in report.guard} == {
+        f"blocks.{i}.attn2{end}" for i in (0, 1) for end in ("", ".image")
+    }
+    assert report.fused == 0
+
+
+def test_verdict_is_reduced_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist = guard_file.torch.distributed
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    def another_rank_is_worse(error: torch.Tensor, op: Any) -> None:
+        assert op == dist.ReduceOp.MAX
+        error.fill_(0.5)
+
+    monkeypatch.setattr(dist, "all_reduce", another_rank_is_worse)
+    model = wan()
+    report = patch_model(model)
+    run(model)
+    assert report.fused == 0 and all(record.error == 0.5 for record in report.guard)
+
+
+def pipeline(second: bool) -> Any:
+    parts = {"transformer": wan(), "transformer_2": wan() if second else None}
+    return WanPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=None,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        boundary_ratio=0.6 if second else None,
+        **parts,
+    )
+
+
+def generate(pipe: Any, steps: int) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    text = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
+    latents: torch.Tensor = pipe(
+        prompt_embeds=text,
+        negative_prompt_embeds=torch.zeros_like(text),
+        guidance_scale=2.0,
+        height=64,
+        width=64,
+        num_frames=5,
+        num_inference_steps=steps,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+    ).frames
+    return latents
+
+
+def test_a_real_pipeline() -> None:
+    pipe = pipeline(second=False)
+    expected = generate(pipe, 3)
+    with patched(pipe) as report:
+        output = generate(pipe, 3)
+    assert seen(report) == [(0, "first")] * 2 + [(2, "last")] * 2
+    assert 0 < relative(output, expected) < 0.05
+    assert torch.equal(generate(pipe, 3), expected)
+    with patched(pipe.transformer) as report:
+        generate(pipe, 3)
+    assert seen(report) == [(0, "first")] * 2 + [(2, "last")] * 2
+
+
+def test_a_real_pipeline_with_two_experts() -> None:
+    pipe = pipeline(second=True)
+    with patched(pipe) as report:
+        generate(pipe, 6)
+        timesteps = pipe.scheduler.timesteps
+    switch = int((timesteps >= 600).sum())
+    assert 1 < switch < 5
+    for component, first, last in (("transformer", 0, switch - 1), ("transformer_2", switch, 5)):
+        steps = [
+            (record.step, record.when)
+            for record in report.guard
+            if record.path == f"{component}.blocks.0.attn1"
+        ]
+        assert steps == [(first, "first")] * 2 + [(last, "last")] * 2
+
+
+def test_a_pipeline_that_does_not_say_its_step() -> None:
+    """The scheduler's own counter is read, as for diffusers' image-to-video pipeline."""
+    model = wan()
+    pipe = SimpleNamespace(
+        transformer=model,
+        scheduler=SimpleNamespace(timesteps=torch.arange(3), _step_index=None),
+        _current_timestep=1,
+    )
+    # A namespace cannot be referenced weakly.
+    holder = type("Pipe", (), dict(vars(pipe)))()
+    report = patch_model(holder)
+    for step in range(3):
+        holder.scheduler._step_index = step
+        for name in ("cond", "uncond"):
+            with model.cache_context(name):
+                run(model)
+    assert seen(report) == [(0, "first")] * 2 + [(2, "last")] * 2
+
+
+def test_inert_while_compiling() -> None:
+    torch._dynamo.reset()
+    model = wan()
+    with patched(model) as report:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        run(compiled)
+        assert len(report.guard) == 0
+    torch._dynamo.reset()
+
+
+def test_cost_in_steady_state_is_no_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wan()
+    patch_model(model)
+    denoise(model, 2)
+
+    def synchronises(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a value was asked for")
+
+    for name in ("item", "__bool__", "__float__", "__int__", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, synchronises)
+    run(model)
+
+
+def test_hidden_in_a_module_without_cache_context() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = wan()
+
+        def forward(self, **inputs: Any) -> Any:
+            return self.inner(**inputs)
+
+    model = Wrapper()
+    with patched(model) as report:
+        run(model)
+    assert seen(report) == [(None, "first")]
