@@ -1,8 +1,8 @@
 """Which kernels the launchers would start on a target, written as JSON: no GPU, no compilation.
 
-`python aot_record.py CASES.json`, where a case names a target and an operation. The launchers run on
-meta tensors with their `launch` and `target_of` replaced, so what is recorded is what a GPU gets:
-the same tiles, argument types and constants.
+`python aot_record.py CASES.json`, where a case names a target and an operation. The launchers run
+on meta tensors with their `launch` and `target_of` replaced, so what is recorded is what a GPU
+gets: the same tiles, argument types and constants.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 import types
+from pathlib import Path
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -121,9 +122,7 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     if operation == "attention":
         modules["attention"].attention(q, k, v, want_lse=bool(case.get("lse")), **common)
     elif operation == "one-launch":
-        modules["one_launch"].attention_project_skip(
-            q, k, v, weight, bias, cast="fp32", **common
-        )
+        modules["one_launch"].attention_project_skip(q, k, v, weight, bias, cast="fp32", **common)
     elif operation == "project":
         for cast in ("fp32", "model"):
             modules["project"].project_skip(
@@ -133,7 +132,7 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
 
 
 def main() -> None:
-    cases = json.loads(open(sys.argv[1], encoding="utf-8").read())
+    cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     unique: dict[str, dict[str, object]] = {}
     for case in cases:
         for launch in record(case):

@@ -1,0 +1,251 @@
+"""The operations on a real GPU: `pytest -m gpu tests/gpu/test_ops_gpu.py`, under two minutes.
+
+Tolerance, kernels against the emulation: as under the interpreter, single values of P land on the
+other side of a rounding boundary. An e4m3 rounding is 2^-4 relative, a bf16 one 2^-9, and Hopper
+adds e4m3 products with fewer bits than fp32: 8e-3 for fp8, 2e-3 for 16-bit P. Faults cost far
+    more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from turbo_rcm_patch.ops import (
+    AttentionSpec,
+    attention_lse,
+    attention_project_skip,
+    attention_skip,
+    project_skip,
+    resolve_pv,
+    skip,
+)
+from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, split_heads
+
+pytestmark = pytest.mark.gpu
+
+TIGHT = {"fp8": 8e-3, "bf16": 2e-3, "fp16": 2e-3}
+#: Against fp64 on the same inputs, N(0, 1): int8 alone costs 0.011, e4m3 raises it to 0.037.
+FLOOR = {"fp8": 0.05, "bf16": 0.02, "fp16": 0.02}
+PVS = ["fp8", "bf16", "fp16"]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def skip_without(pv: str) -> None:
+    if pv == "fp8" and resolve_pv("auto", torch.device("cuda", 0)) != "fp8":
+        pytest.skip("this GPU has no e4m3 matrix units")
+
+
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **more: object
+) -> torch.Tensor:
+    """fp64 attention of [B, N, H*D] tensors without norm and rotary."""
+    scale = (q.shape[-1] // heads) ** -0.5
+    qh, kh, vh = (split_heads(x, heads).double() for x in (q, k, v))
+    return exact_attention(qh, kh, vh, sm_scale=scale, **more)[0].transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("pv", PVS)
+@pytest.mark.parametrize(
+    ("batch", "heads", "n_q", "n_kv", "dim", "options"),
+    [
+        pytest.param(1, 4, 512, 512, 64, {}, id="d64"),
+        pytest.param(2, 3, 1023, 1023, 128, {"norm": "across", "rope": True}, id="d128-fused-qkv"),
+        pytest.param(1, 2, 1, 1, 64, {}, id="one-token"),
+        pytest.param(2, 3, 130, 517, 128, {"lengths": (0, 300)}, id="key-padding"),
+        pytest.param(2, 5, 777, 777, 64, {"causal": True}, id="causal"),
+        pytest.param(2, 5, 700, 900, 64, {"causal": True, "lengths": (650, 900)}, id="both-masks"),
+        *(
+            pytest.param(1, 3, 333, 333, d, {"norm": "head", "rope": True}, id=f"d{d}-per-head")
+            for d in (40, 72, 80, 96, 160, 256)
+        ),
+        pytest.param(1, 2, 300, 400, 64, {"dtype": torch.float32}, id="fp32-inputs"),
+        pytest.param(
+            1, 2, 300, 400, 64, {"dtype": torch.float16, "smooth": False}, id="unsmoothed"
+        ),
+    ],
+)
+def test_kernels_equal_the_emulation(
+    batch: int, heads: int, n_q: int, n_kv: int, dim: int, options: dict, pv: str
+) -> None:
+    skip_without(pv)
+    dtype, channels = options.get("dtype", torch.bfloat16), heads * dim
+    if n_q == n_kv:
+        q, k, v = random(batch, n_q, 3 * channels, dtype=dtype).chunk(3, -1)
+    else:
+        q, k, v = (random(batch, n, channels, dtype=dtype) for n in (n_q, n_kv, n_kv))
+    weight = {None: None, "across": random(channels), "head": random(dim)}[options.get("norm")]
+    weight = None if weight is None else weight.abs() + 0.5
+    cos = sin = lengths = None
+    if options.get("rope"):
+        angle = torch.rand(n_q, dim // 2, device="cuda").repeat_interleave(2, -1)
+        cos, sin = angle.cos(), angle.sin()
+    if "lengths" in options:
+        lengths = torch.tensor(options["lengths"], dtype=torch.int32, device="cuda")
+        k, v = k.clone(), v.clone()
+        for b, n in enumerate(options["lengths"]):
+            k[b, n:], v[b, n:] = float("nan"), float("nan")
+    arguments = {
+        "norm_q": weight,
+        "norm_k": weight,
+        "rotary": None if cos is None else (cos, sin),
+        "kv_lengths": lengths,
+        "out_dtype": torch.float32,
+    }
+    causal = options.get("causal", False)
+    kernels = AttentionSpec(
+        heads=heads, pv=pv, causal=causal, smooth_k=options.get("smooth", True), impl="triton"
+    )
+    out, lse = attention_lse(q, k, v, kernels, **arguments)
+    emulated, _ = attention_lse(q, k, v, replace(kernels, impl="reference"), **arguments)
+    assert relative(out, emulated) < TIGHT[pv]
+    qh, kh = (
+        norm_rope(x, heads, weight=weight, cos=cos, sin=sin, eps=1e-6, dtype=torch.float64)
+        for x in (q, k)
+    )
+    truth, true_lse = exact_attention(
+        qh,
+        kh,
+        split_heads(v, heads).double(),
+        sm_scale=dim**-0.5,
+        causal=causal,
+        kv_lengths=lengths,
+    )
+    assert relative(out, truth.transpose(1, 2).flatten(2)) < FLOOR[pv]
+    seen = true_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    torch.testing.assert_close(lse[seen].double(), true_lse[seen], atol=0.15, rtol=0)
+
+
+@pytest.mark.parametrize("pv", PVS)
+def test_outliers(pv: str) -> None:
+    """A k far from zero in some channels, a q with outlying channels."""
+    skip_without(pv)
+    q = random(1, 2048, 256) * (1 + 4 * (torch.rand(256, device="cuda") > 0.95)).bfloat16()
+    k = random(1, 2048, 256) + 8 * random(256)
+    v = random(1, 2048, 256)
+    spec = AttentionSpec(heads=2, pv=pv)
+    error = relative(attention_skip(q, k, v, spec), exact(q, k, v, 2))
+    assert error < 0.1
+    assert error < 0.5 * relative(
+        attention_skip(q, k, v, replace(spec, smooth_k=False)), exact(q, k, v, 2)
+    )
+
+
+@pytest.mark.parametrize("pv", ["fp8", "bf16"])
+def test_long_sequences(pv: str) -> None:
+    """More keys than any video: e4m3 stays as accurate as at short lengths."""
+    skip_without(pv)
+    q, k, v = random(1, 64, 128), random(1, 200_003, 128), random(1, 200_003, 128)
+    q = q * 4  # attention worth having at this length
+    assert (
+        relative(attention_skip(q, k, v, AttentionSpec(heads=1, pv=pv)), exact(q, k, v, 1)) < 0.12
+    )
+
+
+@pytest.mark.parametrize("pv", ["fp8", "bf16"])
+def test_offsets_past_two_to_the_31(pv: str) -> None:
+    skip_without(pv)
+    tokens, channels = 210_000, 5120
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB")
+    fused = torch.empty(1, tokens, 3 * channels, dtype=torch.bfloat16, device="cuda").normal_()
+    q, k, v = fused.chunk(3, -1)
+    spec = AttentionSpec(heads=40, pv=pv)
+    out = attention_skip(q, k[:, :512], v[:, :512], spec, residual=q, c_skip=0.5)[:, -200:]
+    truth = 0.5 * q[:, -200:].double() + exact(q[:, -200:], k[:, :512], v[:, :512], 40)
+    assert relative(out, truth) < FLOOR[pv]
+    first, last = slice(0, 128), slice(channels - 128, channels)
+    out = attention_skip(q[:, :64], k, v, spec)
+    for head in (first, last):
+        truth = exact(q[:, :64, head], k[..., head], v[..., head], 1)
+        assert relative(out[..., head], truth) < 0.08
+
+
+@pytest.mark.parametrize("cast", ["fp32", "model"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", ["float", "batch", "channel", "element"])
+def test_projection_and_skip(form: str, dtype: torch.dtype, cast: str) -> None:
+    shape = {"batch": (2, 1, 1), "channel": (2, 1, 700), "element": (2, 1023, 700)}
+    c = 0.5 if form == "float" else torch.randn(shape[form], device="cuda")
+    x = random(2, 1023, 3 * 520, dtype=dtype)[..., 520:1040]
+    weight, bias = random(700, 520, dtype=dtype) * 520**-0.5, random(700, dtype=dtype)
+    residual = random(2, 1023, 700, dtype=dtype)
+    out = project_skip(x, weight, bias, residual=residual, c_skip=c, c_out=c, cast=cast)
+    truth = c * (residual.double() + F.linear(x.double(), weight.double(), bias.double()))
+    budget = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 3e-6}[dtype]
+    steps = 3 if cast == "model" else 1  # every step rounds
+    assert relative(out, truth) < steps * budget
+    plain = skip(residual, residual.flip(1), c, c, cast=cast)
+    assert torch.equal(plain, skip(residual, residual.flip(1), c, c, cast=cast, impl="reference"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "tokens", "dtype", "pv"),
+    [
+        pytest.param(12, 128, 1023, torch.bfloat16, "auto", id="bf16-h12-d128"),
+        pytest.param(5, 64, 777, torch.float32, "auto", id="fp32-h5-d64"),
+        pytest.param(3, 80, 500, torch.bfloat16, "bf16", id="bf16-d80"),
+        pytest.param(2, 256, 300, torch.float16, "fp16", id="fp16-d256"),
+    ],
+)
+def test_one_launch(heads: int, dim: int, tokens: int, dtype: torch.dtype, pv: str) -> None:
+    channels = heads * dim
+    q, k, v, residual = (random(2, tokens, channels, dtype=dtype) for _ in range(4))
+    weight, bias = random(channels, channels, dtype=dtype) * channels**-0.5, random(channels)
+    bias, gate = bias.to(dtype), torch.randn(2, 1, channels, device="cuda")
+    spec = AttentionSpec(heads=heads, pv=pv)
+
+    def run(form: str) -> torch.Tensor:
+        return attention_project_skip(
+            q, k, v, weight, bias, spec, residual=residual, c_out=gate, form=form
+        )
+
+    branch = attention_skip(q, k, v, spec).double()
+    truth = residual.double() + gate * F.linear(branch, weight.double(), bias.double())
+    budget = {torch.float32: 3e-6, torch.bfloat16: 2e-3, torch.float16: 4e-4}[dtype]
+    assert relative(run("two-launch"), truth) < budget
+    first = run("one-launch")
+    assert relative(first, truth) < budget
+    for _ in range(200):  # scratch memory is reused from call to call, in whatever state
+        assert torch.equal(run("one-launch"), first)
+
+
+def test_a_graph_replays() -> None:
+    """Nothing depends on state from outside the call."""
+    q, k, v, residual = (random(1, 500, 384) for _ in range(4))
+    weight, spec = random(384, 384) * 0.05, AttentionSpec(heads=3)
+
+    def run() -> torch.Tensor:
+        return attention_project_skip(
+            q, k, v, weight, None, spec, residual=residual, form="one-launch"
+        )
+
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_compiles_without_a_break() -> None:
+    q, k, v, residual = (random(1, 300, 256) for _ in range(4))
+    weight, bias, spec = random(256, 256) * 0.06, random(256), AttentionSpec(heads=2)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return attention_project_skip(x * 2, k, v, weight, bias, spec, residual=residual)
+
+    torch.testing.assert_close(torch.compile(block, fullgraph=True)(q), block(q))

@@ -1,0 +1,97 @@
+"""Projection, one-launch and skip kernels in Triton's interpreter; run by test_interpreter.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from turbo_rcm_patch.ops import (
+    AttentionSpec,
+    attention_project_skip,
+    attention_skip,
+    project_skip,
+    skip,
+)
+
+#: DESIGN: the fusion alone, fp32, W_o included.
+FUSION = 3e-6
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def coefficients(shape: tuple[int, int, int]) -> dict[str, float | torch.Tensor]:
+    batch, tokens, channels = shape
+    return {
+        "float": 0.3,
+        "batch": torch.randn(batch),
+        "channel": torch.randn(batch, 1, channels),
+        "element": torch.randn(batch, tokens, channels),
+        "token": torch.randn(batch, tokens, 1),
+        "half": torch.randn(1, 1, channels).half(),
+    }
+
+
+@pytest.mark.parametrize("cast", ["fp32", "model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("form", ["float", "batch", "channel", "element", "token", "half"])
+def test_skip_is_bit_equal(form: str, dtype: torch.dtype, cast: str) -> None:
+    c = coefficients((2, 37, 300))[form]
+    residual = torch.randn(2, 37, 600).to(dtype)[..., 100:400]
+    branch = torch.randn(2, 37, 300).to(dtype)
+    out = skip(residual, branch, c, c, cast=cast, impl="triton")
+    assert torch.equal(out, skip(residual, branch, c, c, cast=cast, impl="reference"))
+
+
+@pytest.mark.parametrize("cast", ["fp32", "model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("form", ["float", "batch", "channel", "element"])
+def test_projection(form: str, dtype: torch.dtype, cast: str) -> None:
+    c = coefficients((2, 70, 100))[form]
+    x = torch.randn(2, 70, 3 * 72).to(dtype)[..., 72:144]
+    weight, bias = torch.randn(100, 72).to(dtype), torch.randn(100).to(dtype)
+    residual = torch.randn(2, 70, 100).to(dtype)
+    out = project_skip(
+        x, weight, bias, residual=residual, c_skip=c, c_out=c, cast=cast, impl="triton"
+    )
+    wide = c.view(2, 1, 1) if form == "batch" else c
+    truth = wide * (residual.double() + F.linear(x.double(), weight.double(), bias.double()))
+    # fp16 rounds once at the end, or after every step.
+    budget = FUSION if dtype == torch.float32 else {"fp32": 4e-4, "model": 1.5e-3}[cast]
+    assert relative(out, truth) < budget
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "tokens", "features"),
+    [(2, 64, 130, 128), (3, 40, 70, 100)],
+    ids=["d64", "d40-odd-features"],
+)
+def test_one_launch(heads: int, dim: int, tokens: int, features: int) -> None:
+    """Fused against unfused over the same quantised attention, and against the two-launch form."""
+    channels = heads * dim
+    q, k, v = (torch.randn(2, tokens, channels) for _ in range(3))
+    weight, bias = torch.randn(features, channels) * channels**-0.5, torch.randn(features)
+    residual, gate = torch.randn(2, tokens, features), torch.randn(2, 1, features)
+    lengths = torch.tensor([tokens - 9, tokens], dtype=torch.int32)
+    spec = AttentionSpec(heads=heads, pv="fp16", impl="triton")
+    one, two = (
+        attention_project_skip(
+            q, k, v, weight, bias, spec,
+            residual=residual, c_skip=0.5, c_out=gate, kv_lengths=lengths, form=form,
+        )
+        for form in ("one-launch", "two-launch")
+    )  # fmt: skip
+    branch = attention_skip(q, k, v, spec, kv_lengths=lengths)
+    projected = F.linear(branch.double(), weight.double(), bias.double())
+    truth = 0.5 * residual.double() + gate * projected
+    assert relative(one, truth) < FUSION
+    assert relative(two, truth) < FUSION
+    unfused = 0.5 * residual + gate * F.linear(branch, weight, bias)
+    assert relative(one, truth) <= 2 * relative(unfused, truth)

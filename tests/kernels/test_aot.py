@@ -1,0 +1,147 @@
+"""Ahead-of-time compilation of what the launchers start, for every target, on a machine without
+one.
+
+Recorded in one process and compiled in another, both without the interpreter. Held to: no spills,
+no stack, shared memory within the card, and for the one-launch kernel the barrier before its
+atomic and, on Hopper, the registers that let three programs share a multiprocessor.
+
+`pytest tests/kernels/test_aot.py --aot-python /path/to/python` compiles with another release too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+#: Largest shared memory of one program, in bytes.
+SHARED = {
+    ("cuda", 80): 163 * 1024,
+    ("cuda", 86): 99 * 1024,
+    ("cuda", 89): 99 * 1024,
+    ("cuda", 90): 227 * 1024,
+    ("cuda", 100): 227 * 1024,
+    ("cuda", 120): 99 * 1024,
+    ("hip", "gfx942"): 64 * 1024,
+}
+TARGETS = list(SHARED)
+#: 65,536 registers over three programs of four warps.
+HOPPER_REGISTERS = 168
+#: What three programs may take of a Hopper multiprocessor's 228 KiB, 1 KiB of which is reserved
+#: each.
+HOPPER_SHARED = 228 * 1024 // 3 - 1024
+
+
+def case(operation: str, target: tuple[str, int | str], dim: int, pv: str, **more: object) -> dict:
+    return {
+        "name": f"{operation}-{pv}-d{dim}",
+        "operation": operation,
+        "backend": target[0],
+        "arch": target[1],
+        "heads": 12,
+        "head_dim": dim,
+        "tokens": 32760,
+        "dtype": "bfloat16",
+        "pv": pv,
+        **more,
+    }
+
+
+def resources(python: str, cases: list[dict], folder: Path) -> list[dict]:
+    """Record the launches of `cases` here, compile them with `python`."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder / "cache")}
+
+    def output(*command: str | Path) -> str:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
+    launches = output(sys.executable, HERE / "aot_record.py", folder / "cases.json")
+    (folder / "launches.json").write_text(launches, encoding="utf-8")
+    kernels = ROOT / "turbo_rcm_patch" / "kernels"
+    return json.loads(output(python, HERE / "aot_compile.py", folder / "launches.json", kernels))
+
+
+def faults(results: list[dict], target: tuple[str, int | str]) -> list[dict]:
+    """The compiled kernels that break a limit."""
+    return [
+        result
+        for result in results
+        if "error" in result
+        or result["spills"]
+        or result["stack"]
+        or result["shared"] > SHARED[target]
+        or not result.get("barrier", True)
+    ]
+
+
+def default_pv(target: tuple[str, int | str]) -> str:
+    backend, arch = target
+    return "fp8" if backend == "cuda" and isinstance(arch, int) and arch >= 89 else "bf16"
+
+
+def pythons(config: pytest.Config) -> list[str]:
+    other = config.getoption("--aot-python", default=None)
+    return [sys.executable] + ([other] if other else [])
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t[0]}-{t[1]}")
+def test_default_path_compiles(
+    target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    pv = default_pv(target)
+    cases = [
+        case("one-launch", target, 128, pv),
+        case("attention", target, 128, pv),
+        case("attention", target, 64, pv),
+        case("project", target, 128, pv),
+    ]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        names = {result["kernel"] for result in results}
+        assert {
+            "attention_kernel",
+            "one_launch_kernel",
+            "quantize_kernel",
+            "project_kernel",
+        } <= names
+        assert not faults(results, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t[0]}-{t[1]}")
+def test_other_variants_compile(
+    target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Padded heads, masks, logsumexp, and 16-bit values where e4m3 is the default."""
+    pv = default_pv(target)
+    cases = [case("attention", target, dim, pv) for dim in (32, 256)]
+    cases += [case("attention", target, 96, pv, causal=True, lengths=True, lse=True)]
+    cases += [case("one-launch", target, 64, pv), case("one-launch", target, 256, pv)]
+    if pv == "fp8":
+        cases += [case(op, target, 128, "bf16") for op in ("attention", "one-launch")]
+    for python in pythons(pytestconfig):
+        assert not faults(resources(python, cases, tmp_path), target)
+
+
+def test_three_programs_share_a_hopper_multiprocessor(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    target = ("cuda", 90)
+    cases = [case(op, target, 128, "fp8") for op in ("attention", "one-launch")]
+    for python in pythons(pytestconfig):
+        wide = [
+            result
+            for result in resources(python, cases, tmp_path)
+            if result["kernel"] in ("attention_kernel", "one_launch_kernel")
+            and (result["registers"] > HOPPER_REGISTERS or result["shared"] > HOPPER_SHARED)
+        ]
+        assert not wide
