@@ -124,7 +124,7 @@ def generate(
     conditioning = encode_prompt(pipe, prompt, settings)
     sample = sample_latents(pipe, conditioning, seed=seed, settings=settings, on_step=on_step)
     with Meter(pipe._execution_device) as decoding:
-        frames = decode_latents(pipe, sample.latents)
+        frames = decode_latents(pipe, sample.latents)[0]
     return Generation(
         prompt=prompt,
         seed=seed,
@@ -256,10 +256,10 @@ def decode_latents(pipe: WanPipeline, latents: torch.Tensor) -> torch.Tensor:
     Args:
         pipe: The pipeline, whose VAE must be in fp32: in bf16 its rounding would hide what is
             being compared.
-        latents: [1, C, F, H, W], any float dtype, normalised as the transformer sees them.
+        latents: [B, C, F, H, W], any float dtype, normalised as the transformer sees them.
 
     Returns:
-        Frames [F, H, W, 3], fp32 in 0..1, on the CPU.
+        Frames [B, F, H, W, 3], fp32 in 0..1, on the CPU.
     """
     vae = pipe.vae
     if vae.dtype != torch.float32:
@@ -273,11 +273,10 @@ def decode_latents(pipe: WanPipeline, latents: torch.Tensor) -> torch.Tensor:
     shape = (1, vae.config.z_dim, 1, 1, 1)
     mean = latents.new_tensor(vae.config.latents_mean).view(shape)
     std = latents.new_tensor(vae.config.latents_std).view(shape)
-    video = vae.decode(latents * std + mean, return_dict=False)[0]
+    video: torch.Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
     pipe.maybe_free_model_hooks()
-    frames = (video[0].float() / 2 + 0.5).clamp(0, 1)  # [3, F, H, W]
-    ordered: torch.Tensor = frames.permute(1, 2, 3, 0).contiguous().cpu()
-    return ordered
+    frames = (video.float() / 2 + 0.5).clamp(0, 1)  # [B, 3, F, H, W]
+    return frames.permute(0, 2, 3, 4, 1).contiguous().cpu()
 
 
 def _check_pipeline(pipe: object) -> None:

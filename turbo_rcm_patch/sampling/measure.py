@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from turbo_rcm_patch.sampling.generate import decode_latents
 from turbo_rcm_patch.sampling.meter import Meter
 from turbo_rcm_patch.sampling.metrics import Drift, drift
@@ -62,7 +64,7 @@ def finish_prompt(
     """
     samples = {v: store.load_sample(key, v) for v in ("baseline", "patched", "control")}
     with Meter(pipe._execution_device) as meter:
-        frames = {name: decode_latents(pipe, sample.latents) for name, sample in samples.items()}
+        frames = _decode(pipe, {name: sample.latents for name, sample in samples.items()})
     distances = {
         name: drift(
             frames[name],
@@ -96,6 +98,18 @@ def finish_prompt(
     )
     store.write_json(f"prompts/{key}/record.json", result.as_dict())
     return result
+
+
+def _decode(pipe: WanPipeline, latents: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Frames [F, H, W, 3] of each variant.
+
+    On a CPU together, which takes a third of the time, because torch has a fast convolution for
+    batches only; elsewhere one after the other, which takes a third of the memory.
+    """
+    if pipe._execution_device.type == "cpu":
+        together = decode_latents(pipe, torch.cat(list(latents.values())))
+        return dict(zip(latents, together, strict=True))
+    return {name: decode_latents(pipe, one)[0] for name, one in latents.items()}
 
 
 def read_prompt(store: Store, key: str) -> PromptResult | None:
