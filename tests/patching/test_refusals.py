@@ -240,6 +240,8 @@ def test_non_finite_input_with_the_guard_on(value: float, where: str) -> None:
         run(model, **inputs)
     says(caught.value)
     assert len(report.guard) == 0 and report.fused == 6
+    run(model)
+    assert len(report.guard) == 6, "the first good forward is checked"
     unpatch_model(model)
     patch_model(model, PatchConfig(guard=False))
     assert torch.equal(run(model, **inputs).isnan(), expected.isnan())

@@ -128,6 +128,8 @@ class Guard:
             # The second forward of classifier-free guidance belongs to the same step.
             self._names.add(name)
             return self._when
+        if step is not None and self._step is not None and step < self._step:
+            self._last = None  # Another run, perhaps of another length.
         self._names, self._step = {name}, step
         when: When | None = None
         if self._asked:
@@ -158,6 +160,8 @@ class Guard:
         for name, x in inputs.items():
             if not bool(torch.isfinite(x).all()):
                 self.active = False
+                if self._when in ("first", "last"):
+                    self._remaining.add(self._when)  # The step has yet to be seen.
                 raise NonFiniteInputError(
                     f"{name} of the first patched block of {self._path or 'the model'}",
                     expected="finite values",

@@ -14,7 +14,21 @@ from types import MethodType
 import torch
 from torch import nn
 
-__all__ = ["bare", "drops", "hook_names", "plain_linear", "plain_norm", "why_not_plain"]
+__all__ = [
+    "autocasting",
+    "bare",
+    "drops",
+    "hook_names",
+    "plain_linear",
+    "plain_norm",
+    "why_not_plain",
+]
+
+
+def autocasting(x: torch.Tensor) -> bool:
+    """Whether autocast picks a dtype per operation of the author's code; ours would not follow."""
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def bare(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.patching.guard import Guard
-from turbo_rcm_patch.patching.plain import bare, drops, plain_linear, plain_norm
+from turbo_rcm_patch.patching.plain import autocasting, bare, drops, plain_linear, plain_norm
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Cast, Coefficient
 
@@ -104,8 +104,7 @@ class WanBlockForward:
             [B, N, C], dtype of hidden_states.
         """
         block = self._block
-        if torch.is_autocast_enabled(hidden_states.device.type):
-            # Autocast picks a dtype per operation of the author's code; ours would not follow it.
+        if autocasting(hidden_states):
             forward: Tensor = WanTransformerBlock.forward(
                 block, hidden_states, encoder_hidden_states, temb, rotary_emb
             )
