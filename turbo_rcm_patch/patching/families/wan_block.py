@@ -39,7 +39,7 @@ def refuse_parallel(path: str, holder: object) -> None:
         raise ContextParallelError(
             path,
             expected="attention within one device",
-            got="context parallelism, which exchanges heads or keys between ranks",
+            got="a parallel configuration: ranks exchange heads or keys around the attention",
             remedy="Run the patched model without enable_parallelism",
         )
 

@@ -1,0 +1,63 @@
+"""Two real ranks on a CPU: diffusers' context parallelism is refused, verdicts are shared."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from diffusers import ContextParallelConfig
+
+from tests.patching.wan import CASES, run, wan
+from turbo_rcm_patch import PatchConfig, errors, patch_model, unpatch_model
+
+
+def shares_verdicts(rank: int) -> None:
+    model = wan()
+    if rank == 1:
+        # Only this rank sees an attention that int4 cannot follow.
+        model.blocks[0].attn1.norm_q.weight.data.mul_(30)
+    report = patch_model(model, PatchConfig(attention="int4", kinds=("self",), guard_budget=0.3))
+    run(model)
+    errors_here = torch.tensor([record.error for record in report.guard])
+    everywhere = [torch.empty_like(errors_here) for _ in range(2)]
+    dist.all_gather(everywhere, errors_here)
+    assert torch.equal(everywhere[0], everywhere[1])
+    assert errors_here[0] > 0.3 > errors_here[1]
+    assert [pair.path for pair in report.pairs if pair.fused][0] == "blocks.1.attn1"
+
+
+def refuses_context_parallelism(rank: int) -> None:
+    config = ContextParallelConfig(ulysses_degree=2)
+    model = wan()
+    patch_model(model)
+    # diffusers counts accelerators, of which a CPU machine has none.
+    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
+        model.enable_parallelism(config=config)
+    with pytest.raises(errors.ContextParallelError):
+        run(model, **CASES[0].inputs())
+    unpatch_model(model)
+    with pytest.raises(errors.ContextParallelError):
+        patch_model(model)
+
+
+def rank_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = Path(folder, "store").as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    try:
+        shares_verdicts(rank)
+        refuses_context_parallelism(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    if not dist.is_available():
+        pytest.skip("this torch was built without torch.distributed")
+    mp.spawn(rank_main, args=(os.fspath(tmp_path),), nprocs=2)
