@@ -70,17 +70,21 @@ def resources(python: str, cases: list[dict], folder: Path) -> list[dict]:
     return json.loads(output(python, HERE / "aot_compile.py", folder / "launches.json", kernels))
 
 
-def faults(results: list[dict], target: tuple[str, int | str]) -> list[dict]:
-    """The compiled kernels that break a limit."""
-    return [
-        result
+def line(result: dict) -> str:
+    return " ".join(f"{key}={value}" for key, value in result.items())
+
+
+def faults(results: list[dict], target: tuple[str, int | str]) -> str:
+    """The compiled kernels that break a limit, one a line."""
+    return "\n".join(
+        line(result)
         for result in results
         if "error" in result
         or result["spills"]
         or result["stack"]
         or result["shared"] > SHARED[target]
         or not result.get("barrier", True)
-    ]
+    )
 
 
 def default_pv(target: tuple[str, int | str]) -> str:
@@ -113,7 +117,8 @@ def test_default_path_compiles(
             "quantize_kernel",
             "project_kernel",
         } <= names
-        assert not faults(results, target)
+        broken = faults(results, target)
+        assert not broken, broken
 
 
 @pytest.mark.slow
@@ -129,7 +134,8 @@ def test_other_variants_compile(
     if pv == "fp8":
         cases += [case(op, target, 128, "bf16") for op in ("attention", "one-launch")]
     for python in pythons(pytestconfig):
-        assert not faults(resources(python, cases, tmp_path), target)
+        broken = faults(resources(python, cases, tmp_path), target)
+        assert not broken, broken
 
 
 def test_three_programs_share_a_hopper_multiprocessor(
@@ -139,7 +145,7 @@ def test_three_programs_share_a_hopper_multiprocessor(
     cases = [case(op, target, 128, "fp8") for op in ("attention", "one-launch")]
     for python in pythons(pytestconfig):
         wide = [
-            result
+            line(result)
             for result in resources(python, cases, tmp_path)
             if result["kernel"] in ("attention_kernel", "one_launch_kernel")
             and (result["registers"] > HOPPER_REGISTERS or result["shared"] > HOPPER_SHARED)

@@ -24,6 +24,7 @@ from turbo_rcm_patch.kernels.launch import (
     descriptor,
     launch,
     pad_head,
+    scale_block,
     skip_arguments,
     target_of,
     tile_for,
@@ -36,7 +37,6 @@ __all__ = ["attend", "attention", "attention_arguments", "attention_kernel"]
 P_SHIFT = {"fp8": 8.807354922057604, "fp16": 8.0, "bf16": 0.0}
 
 _LN_2 = tl.constexpr(0.6931471805599453)
-_SCALE_BLOCK = tl.constexpr(prologue.SCALE_BLOCK)
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _over_keys(
     acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
     v_stride_n, offs_m, limit, lo, hi,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Keys lo..hi of the online softmax. l_i is [BLOCK_M, 16], equal columns, with FP8."""
@@ -67,7 +67,7 @@ def _over_keys(
             k_rows = k_src + (bh * n_kv_padded + start_n) * HEAD_PAD
             k = tl.load(k_rows + offs_n[:, None] * HEAD_PAD + offs_d[None, :])
         qk = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
-        scale = q_scale * tl.load(k_scale_ptr + start_n // _SCALE_BLOCK)
+        scale = q_scale * tl.load(k_scale_ptr + start_n // SCALE_BLOCK)
         if MASKED:
             seen = (start_n + offs_n < limit)[None, :]
             if CAUSAL:
@@ -116,14 +116,14 @@ def attend(
     q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
     v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """Rows start_m.. of one head: output [BLOCK_M, HEAD_PAD] fp32 and log2-sum-exp2 [BLOCK_M].
 
     q int8 [B, H, n_q_padded, HEAD_PAD], k likewise, v e4m3 [B, H, HEAD_PAD, n_kv_padded] (FP8) or
     16-bit [B, N, H*D]: pointers, or 2-D descriptors over the same memory (DESCRIPTORS; v only with
-    FP8). q_scale [B, H, n_q_padded]; k_scale [B, H, n_kv_padded / 128]; v_scale [B, H, HEAD_PAD];
+    FP8). q_scale [B, H, n_q_padded]; k_scale [B, H, n_kv_padded / SCALE_BLOCK]; v_scale [B, H, HEAD_PAD];
     ones [BLOCK_N, 16] e4m3; lengths [B].
     """
     bh = b.to(tl.int64) * heads + h
@@ -138,7 +138,7 @@ def attend(
         q_rows = q_src + (bh * n_q_padded + start_m) * HEAD_PAD
         q = tl.load(q_rows + tl.arange(0, BLOCK_M)[:, None] * HEAD_PAD + offs_d[None, :])
     q_scale = tl.load(q_scale_ptr + bh * n_q_padded + offs_m)
-    k_scales = k_scale_ptr + bh * (n_kv_padded // _SCALE_BLOCK)
+    k_scales = k_scale_ptr + bh * (n_kv_padded // SCALE_BLOCK)
 
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
@@ -160,12 +160,12 @@ def attend(
     acc, l_i, m_i = _over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
         v_stride_n, offs_m, limit, 0, full,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, FP8, DESCRIPTORS, False, CAUSAL,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK, FP8, DESCRIPTORS, False, CAUSAL,
     )  # fmt: skip
     acc, l_i, m_i = _over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
         v_stride_n, offs_m, limit, full, hi,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, FP8, DESCRIPTORS, True, CAUSAL,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK, FP8, DESCRIPTORS, True, CAUSAL,
     )  # fmt: skip
 
     if FP8:
@@ -189,7 +189,7 @@ def attention_kernel(
     skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
     out_value, out_stride_b, out_stride_n, out_stride_c,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
     WANT_LSE: tl.constexpr, HAS_SHIFT: tl.constexpr,
@@ -205,7 +205,7 @@ def attention_kernel(
     out, lse = attend(
         q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
         v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK, FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
     )  # fmt: skip
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_PAD)
@@ -314,6 +314,7 @@ def attention_arguments(
         "HEAD_PAD": head_pad,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
+        "SCALE_BLOCK": scale_block(channels // heads),
         "FP8": fp8,
         "DESCRIPTORS": descriptors,
         "CAUSAL": causal,

@@ -27,6 +27,7 @@ __all__ = [
     "launch",
     "pad_head",
     "round_to",
+    "scale_block",
     "skip_arguments",
     "target_of",
     "tile_for",
@@ -124,6 +125,11 @@ def pad_head(head_dim: int) -> int:
     """Channels per head inside the kernels: a power of two of at least 32 (the depth of an int8
     dot)."""
     return max(32, triton.next_power_of_2(head_dim))
+
+
+def scale_block(head_dim: int) -> int:
+    """Keys that share a scale: a block of this many rows of one head has to fit into registers."""
+    return 128 if head_dim <= 128 else 64
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:

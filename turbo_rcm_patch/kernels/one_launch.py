@@ -47,7 +47,8 @@ def one_launch_kernel(
     skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
     out_value, out_stride_b, out_stride_n, out_stride_c,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
@@ -65,16 +66,17 @@ def one_launch_kernel(
     out, _ = attend(
         q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
         v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK, FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
     )  # fmt: skip
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_PAD)
     mask_m = offs_m < n_q
     c_in = heads * HEAD_DIM
-    rows = b.to(tl.int64) * n_q + offs_m.to(tl.int64)
-    attended_rows = attended_ptr + rows * c_in
+    row = b.to(tl.int64) * n_q + start_m
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    attended_first = attended_ptr + row * c_in
     tl.store(
-        attended_rows[:, None] + (h * HEAD_DIM + offs_d)[None, :],
+        attended_first + rows * c_in + (h * HEAD_DIM + offs_d)[None, :],
         out.to(attended_ptr.dtype.element_ty),
         mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :],
     )
@@ -86,7 +88,7 @@ def one_launch_kernel(
     if done == heads - 1:
         for start_c in range(0, c_out, BLOCK_C):
             branch, offs_c, mask_c = project_tile(
-                attended_rows, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
+                attended_first, c_in, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
                 BLOCK_M, BLOCK_C, BLOCK_K, HAS_BIAS, EVEN_K, PRECISION, ".cg",
             )  # fmt: skip
             y = close_skip(
@@ -97,7 +99,7 @@ def one_launch_kernel(
                 HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO,
             )  # fmt: skip
             tl.store(
-                y_ptr + (rows * c_out)[:, None] + offs_c[None, :],
+                y_ptr + row * c_out + rows * c_out + offs_c[None, :],
                 y.to(y_ptr.dtype.element_ty),
                 mask=mask_m[:, None] & mask_c[None, :],
             )

@@ -23,19 +23,22 @@ __all__ = ["project_kernel", "project_skip", "project_tile"]
 
 @triton.jit
 def project_tile(
-    x_rows, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
+    x_ptr, x_stride, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """x W^T + bias for BLOCK_M rows and BLOCK_C columns, fp32.
 
-    x_rows: [BLOCK_M] pointers to rows of x, dense in channels; weight [Cout, Cin]; bias [Cout].
+    x_ptr: the first row, rows x_stride apart and dense in channels; weight [Cout, Cin];
+    bias [Cout]. Offsets inside a tile fit into 32 bits, its origin is a 64-bit pointer.
     """
-    offs_c = start_c + tl.arange(0, BLOCK_C)
-    offs_k = tl.arange(0, BLOCK_K)
+    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    rows_c = tl.arange(0, BLOCK_C)
+    offs_c = start_c + rows_c
     mask_c = offs_c < c_out
-    x_ptrs = x_rows[:, None] + offs_k[None, :]
-    w_ptrs = weight_ptr + offs_c.to(tl.int64)[:, None] * weight_stride + offs_k[None, :]
+    x_ptrs = x_ptr + offs_m[:, None] * x_stride + offs_k[None, :]
+    w_ptrs = weight_ptr + tl.cast(start_c, tl.int64) * weight_stride
+    w_ptrs += rows_c[:, None] * weight_stride + offs_k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for start_k in range(0, c_in, BLOCK_K):
         if EVEN_K:
@@ -80,9 +83,9 @@ def project_kernel(
     start_c = inside // rows_here * BLOCK_C
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < n_tokens
-    x_rows = x_ptr + b.to(tl.int64) * x_stride_b + offs_m.to(tl.int64) * x_stride_n
+    x_first = x_ptr + b.to(tl.int64) * x_stride_b + start_m.to(tl.int64) * x_stride_n
     branch, offs_c, mask_c = project_tile(
-        x_rows, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
+        x_first, x_stride_n, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
         BLOCK_M, BLOCK_C, BLOCK_K, HAS_BIAS, EVEN_K, PRECISION, "",
     )  # fmt: skip
     y = close_skip(

@@ -14,10 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import dense_rows, launch, pad_head, target_of, tile_for
+from turbo_rcm_patch.kernels.launch import (
+    dense_rows,
+    launch,
+    pad_head,
+    scale_block,
+    target_of,
+    tile_for,
+)
 
 __all__ = [
-    "SCALE_BLOCK",
+    "PADDED_TO",
     "KeyBlocks",
     "Queries",
     "kv_limit",
@@ -29,7 +36,7 @@ __all__ = [
 ]
 
 LOG2_E = 1.4426950408889634
-SCALE_BLOCK = 128  # keys that share a scale
+PADDED_TO = 128  # tokens are padded to a multiple of this
 MEAN_SAMPLES = 256
 SAMPLE_CHUNK = 16
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD = 0, 1, 2
@@ -232,7 +239,7 @@ class Queries(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """int8 [B, H, n_padded, HEAD_PAD] and scale [B, H, n_padded / 128]."""
+    """int8 [B, H, n_padded, HEAD_PAD] and scale [B, H, n_padded / scale_block(D)]."""
 
     int8: torch.Tensor
     scale: torch.Tensor
@@ -307,8 +314,8 @@ def _quantize(
     batch, n_tokens, channels = x.shape
     head_pad = pad_head(channels // heads)
     tile = tile_for("quantize", f"{'row' if per_row else 'block'}_{head_pad}", target_of(x.device))
-    block_t = tile.block_m if per_row else SCALE_BLOCK
-    n_scales = n_padded if per_row else n_padded // SCALE_BLOCK
+    block_t = tile.block_m if per_row else scale_block(channels // heads)
+    n_scales = n_padded if per_row else n_padded // block_t
     int8 = torch.empty(batch, heads, n_padded, head_pad, dtype=torch.int8, device=x.device)
     scale = torch.empty(batch, heads, n_scales, dtype=torch.float32, device=x.device)
     shift = None
@@ -384,7 +391,7 @@ def quantize_queries(
 ) -> Queries:
     """q [B, Nq, H*D] as int8, with sm_scale * log2(e) in its scales. Shift is sm_scale * q ·
     mean."""
-    n_padded = triton.cdiv(q.shape[1], SCALE_BLOCK) * SCALE_BLOCK
+    n_padded = triton.cdiv(q.shape[1], PADDED_TO) * PADDED_TO
     int8, scale, shift = _quantize(
         dense_rows(q), heads, per_row=True, n_padded=n_padded, n_mean=n_kv,
         mean=mean if want_shift else None, weight=weight, cos=cos, sin=sin,
@@ -407,7 +414,7 @@ def quantize_keys(
     lengths: torch.Tensor | None,
 ) -> KeyBlocks:
     """k [B, Nk, H*D] as int8; keys that are not seen are 0."""
-    n_padded = triton.cdiv(k.shape[1], SCALE_BLOCK) * SCALE_BLOCK
+    n_padded = triton.cdiv(k.shape[1], PADDED_TO) * PADDED_TO
     int8, scale, _ = _quantize(
         k, heads, per_row=False, n_padded=n_padded, n_mean=k.shape[1], mean=mean, weight=weight,
         cos=cos, sin=sin, lengths=lengths, eps=eps, qmax=qmax, factor=1.0, shift_factor=1.0,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import launch, pad_head, target_of, tile_for
-from turbo_rcm_patch.kernels.prologue import SCALE_BLOCK, kv_limit
+from turbo_rcm_patch.kernels.prologue import PADDED_TO, kv_limit
 
 __all__ = ["Values", "channel_amax_kernel", "quantize_values", "transpose_values_kernel"]
 
@@ -103,7 +103,7 @@ def quantize_values(v: torch.Tensor, heads: int, *, lengths: torch.Tensor | None
     batch, n_tokens, channels = v.shape
     head_dim = channels // heads
     head_pad = pad_head(head_dim)
-    n_padded = triton.cdiv(n_tokens, SCALE_BLOCK) * SCALE_BLOCK
+    n_padded = triton.cdiv(n_tokens, PADDED_TO) * PADDED_TO
     block_t = 32
     chunk_tokens = triton.cdiv(triton.cdiv(n_tokens, AMAX_CHUNKS), block_t) * block_t
     chunks = triton.cdiv(n_tokens, chunk_tokens)

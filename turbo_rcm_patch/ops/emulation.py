@@ -5,10 +5,10 @@ Numeric contract, which the kernels follow too:
 
 1. q and k are normalised and rotated in fp32. k loses its mean over at most `MEAN_SAMPLES` evenly
    spaced tokens.
-2. q is quantised with one scale per row and k with one scale per `BLOCK_KV` tokens, symmetric,
+2. q is quantised with one scale per row and k with one scale per `key_block` tokens, symmetric,
    round half to even.
 3. Logits are exact integers times the two scales. The online softmax runs over blocks of
-   `BLOCK_KV` keys.
+   `key_block` keys.
 4. P is rounded against the *running* maximum of its block, to e4m3 (scaled so that its maximum is
    448), fp16 or bf16, and the row sum adds the rounded P. v is e4m3 with one scale per channel, or
    16-bit.
@@ -22,7 +22,7 @@ from typing import Final, Literal
 import torch
 
 from turbo_rcm_patch.ops.reference import key_mask
-from turbo_rcm_patch.ops.spec import BLOCK_KV
+from turbo_rcm_patch.ops.spec import key_block
 
 __all__ = ["E4M3_MAX", "MEAN_SAMPLES", "P_SHIFT", "emulated_attention", "sample_mean"]
 
@@ -106,7 +106,8 @@ def emulated_attention(
     """
     batch, heads, n_q, dim = q.shape
     n_kv = k.shape[2]
-    blocks = -(-n_kv // BLOCK_KV)
+    block = key_block(dim)
+    blocks = -(-n_kv // block)
     mean = sample_mean(k, kv_lengths) if smooth_k else None
     if mean is not None:
         k = k - mean
@@ -116,28 +117,28 @@ def emulated_attention(
             batch, 1, -1, 1
         )
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-    if blocks * BLOCK_KV != n_kv:
-        pad = (0, 0, 0, blocks * BLOCK_KV - n_kv)
+    if blocks * block != n_kv:
+        pad = (0, 0, 0, blocks * block - n_kv)
         k, v = torch.nn.functional.pad(k, pad), torch.nn.functional.pad(v, pad)
 
     q_int, q_scale = _quantize(q, q.abs().amax(-1, keepdim=True), qmax)
     q_scale = q_scale.squeeze(-1) * (sm_scale * LOG2_E)
-    k_blocks = k.view(batch, heads, blocks, BLOCK_KV, dim)
+    k_blocks = k.view(batch, heads, blocks, block, dim)
     k_int, k_scale = _quantize(k_blocks, k_blocks.abs().amax((-1, -2), keepdim=True), qmax)
     k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)  # [B, H, Nk, D], [B, H, blocks]
     v, v_scale = _round_v(v, pv)
 
     mask = key_mask(batch, n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
-    if mask is None and blocks * BLOCK_KV != n_kv:
+    if mask is None and blocks * block != n_kv:
         mask = torch.ones(1, 1, 1, n_kv, dtype=torch.bool, device=q.device)
     if mask is not None:
-        mask = ~torch.nn.functional.pad(mask, (0, blocks * BLOCK_KV - n_kv))
+        mask = ~torch.nn.functional.pad(mask, (0, blocks * block - n_kv))
 
     out = torch.empty(batch, n_q, heads, dim, dtype=torch.float32, device=q.device)
     lse = (
         torch.empty(batch, heads, n_q, dtype=torch.float32, device=q.device) if want_lse else None
     )
-    buffer = torch.empty(min(_ROWS, n_q), blocks * BLOCK_KV, dtype=torch.float32, device=q.device)
+    buffer = torch.empty(min(_ROWS, n_q), blocks * block, dtype=torch.float32, device=q.device)
     for b in range(batch):
         for h in range(heads):
             k_t = k_int[b, h].T
@@ -148,7 +149,7 @@ def emulated_attention(
                     seen = mask[b % mask.shape[0], 0]
                     logits.masked_fill_(seen if seen.shape[0] == 1 else seen[rows], float("-inf"))
                 o, chunk_lse = _softmax_pv(
-                    logits.view(-1, blocks, BLOCK_KV),
+                    logits.view(-1, blocks, block),
                     q_scale[b, h, rows, None] * k_scale[b, h],
                     v[b, h],
                     pv,
@@ -169,9 +170,9 @@ def _softmax_pv(
     """Online softmax and second product for some rows of one head.
 
     Args:
-        logits: [R, blocks, BLOCK_KV] fp32 integers, -inf where masked; overwritten.
+        logits: [R, blocks, block] fp32 integers, -inf where masked; overwritten.
         scale: [R, blocks] fp32, > 0, into log2 units.
-        v: [blocks * BLOCK_KV, D] fp32, rounded.
+        v: [blocks * block, D] fp32, rounded.
         pv: Element type of P.
 
     Returns:

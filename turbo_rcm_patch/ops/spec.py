@@ -11,17 +11,14 @@ from turbo_rcm_patch.config import Attention, Impl, PVDType
 from turbo_rcm_patch.errors import ConfigError, DeviceError, Fp8UnsupportedError
 
 __all__ = [
-    "BLOCK_KV",
     "MAX_HEAD_DIM",
     "QMAX",
     "AttentionSpec",
+    "key_block",
     "resolve_impl",
     "resolve_pv",
 ]
 
-#: Keys that share one k scale; also the key block of the online softmax. Part of the numeric
-#: contract.
-BLOCK_KV: Final = 128
 #: Largest head_dim the kernels are built for.
 MAX_HEAD_DIM: Final = 256
 #: Largest magnitude of a quantised q or k.
@@ -70,6 +67,11 @@ class AttentionSpec:
                 raise ConfigError(
                     f"AttentionSpec.{field}", expected=f"one of {choices}", got=repr(value)
                 )
+
+
+def key_block(head_dim: int) -> int:
+    """Keys that share one k scale and one step of the online softmax; part of the numeric contract."""
+    return 128 if head_dim <= 128 else 64
 
 
 def resolve_impl(impl: Impl, device: torch.device) -> Literal["triton", "reference"]:
