@@ -1,7 +1,7 @@
 """Load, patch, generate, compare. `python examples/wan_t2v.py [PATH_OR_HUB_ID] [PROMPT]`
 
-Without arguments the shipped tiny model runs, also on a CPU. For a distilled model of your own leave
-`how` empty; any other Wan model wants its own scheduler and its usual number of steps.
+Without arguments the shipped tiny model runs, also on a CPU. For a distilled model of your own
+leave `how` empty; any other Wan model wants its own scheduler and its usual number of steps.
 """
 
 import sys

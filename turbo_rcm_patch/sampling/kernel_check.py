@@ -69,9 +69,9 @@ class KernelCheck:
         """What was run, in words."""
         where = "Triton's interpreter on the CPU" if self.interpreted else "the GPU"
         return (
-            f"one block of the model, {self.tokens} tokens, {self.fused} fused pairs, in one launch "
-            f"and in two, run by the Triton kernels in {where} ({self.seconds:.1f} s), against "
-            "the plain-torch reference"
+            f"one block of the model, {self.tokens} tokens, {self.fused} fused pairs, in one "
+            f"launch and in two, run by the Triton kernels in {where} ({self.seconds:.1f} s), "
+            "against the plain-torch reference"
         )
 
     def as_dict(self) -> dict[str, object]:

@@ -13,8 +13,8 @@ from turbo_rcm_patch.sampling.metrics import Drift, drift
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.store import Store, from_json
 from turbo_rcm_patch.sampling.video import (
-    GAIN,
     amplified_difference,
+    choose_gain,
     contact_sheet,
     enlarge,
     side_by_side,
@@ -78,8 +78,9 @@ def finish_prompt(
     }
     folder = store.folder(key)
     videos = {name: enlarge(frames[name]) for name in ("baseline", "patched", "control")}
+    gain = choose_gain([(frames[n] - frames["baseline"]).abs() for n in ("patched", "control")])
     differences = {
-        name: enlarge(amplified_difference(frames[name], frames["baseline"]), "nearest")
+        name: enlarge(amplified_difference(frames[name], frames["baseline"], gain), "nearest")
         for name in ("patched", "control")
     }
     write_mp4(videos["baseline"], folder / "baseline.mp4", settings.fps)
@@ -88,8 +89,8 @@ def finish_prompt(
     rows = {
         "baseline": videos["baseline"],
         "patched": videos["patched"],
-        f"patched - baseline, x{GAIN}": differences["patched"],
-        f"control - baseline, x{GAIN}": differences["control"],
+        f"patched - baseline, x {gain}": differences["patched"],
+        f"control - baseline, x {gain}": differences["control"],
     }
     write_mp4(side_by_side(rows), folder / "side_by_side.mp4", settings.fps)
     contact_sheet(rows, folder / "sheet.png")

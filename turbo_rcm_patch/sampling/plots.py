@@ -68,7 +68,7 @@ def _figure() -> tuple[Figure, Axes]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.5), layout="constrained")
+    figure = Figure(figsize=(5.0, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
 

@@ -17,7 +17,6 @@ from turbo_rcm_patch.sampling.verdict import (
     NETWORK_LIMIT,
     WORST_FRAME_MARGIN_DB,
 )
-from turbo_rcm_patch.sampling.video import GAIN
 
 __all__ = ["rewrite_with", "write_report"]
 
@@ -52,7 +51,6 @@ def write_report(out: Path, metrics: Mapping[str, object]) -> Path:
         summary=_summary(prompts),
         emulated=_emulated(metrics),
         facts=_facts(metrics),
-        gain=GAIN,
         median_margin=MEDIAN_MARGIN_DB,
         worst_margin=WORST_FRAME_MARGIN_DB,
         network_limit=NETWORK_LIMIT,
@@ -80,10 +78,7 @@ def rewrite_with(out: Path, name: str, value: object) -> Path:
 
 def _gallery_entry(out: Path, one: Mapping[str, object]) -> dict[str, object]:
     folder = out / "prompts" / str(one["key"])
-    return dict(one) | {
-        "video": _data_url(folder / "side_by_side.mp4", "video/mp4"),
-        "poster": _data_url(folder / "sheet.png", "image/png"),
-    }
+    return dict(one) | {"video": _data_url(folder / "side_by_side.mp4", "video/mp4")}
 
 
 def _summary(prompts: Sequence[Mapping[str, object]]) -> dict[str, dict[str, float]]:

@@ -13,21 +13,43 @@ from PIL import Image, ImageDraw, ImageFont
 
 from turbo_rcm_patch.sampling.store import atomic
 
-__all__ = ["amplified_difference", "contact_sheet", "enlarge", "side_by_side", "write_mp4"]
+__all__ = [
+    "amplified_difference",
+    "choose_gain",
+    "contact_sheet",
+    "enlarge",
+    "side_by_side",
+    "write_mp4",
+]
 
 #: Videos with a shorter side below this are enlarged, so that a person can see them.
 MIN_SIDE: Final = 256
-#: How much differences are amplified where they are shown.
-GAIN: Final = 8
+#: Videos side by side are at most this wide.
+MAX_WIDTH: Final = 1920
+#: Differences are amplified by one of these where they are shown.
+GAINS: Final = (4, 8, 16, 32, 64, 128)
 LABEL_HEIGHT: Final = 26
 GAP: Final = 8
 INK: Final = (32, 36, 44)
 PAPER: Final = (255, 255, 255)
 
 
-def amplified_difference(a: torch.Tensor, b: torch.Tensor, gain: int = GAIN) -> torch.Tensor:
+def amplified_difference(a: torch.Tensor, b: torch.Tensor, gain: float) -> torch.Tensor:
     """|a - b| * gain, clipped to 0..1; both [F, H, W, 3]."""
     return ((a - b).abs() * gain).clamp(0, 1)
+
+
+def choose_gain(differences: Sequence[torch.Tensor]) -> int:
+    """The amplification at which all but the largest of these differences stay below full
+    brightness.
+
+    Args:
+        differences: |a - b| of two videos each, any shape. One gain serves all, so that they can
+            be compared by eye.
+    """
+    largest = max(float(np.quantile(one.nan_to_num().numpy(), 0.998)) for one in differences)
+    fitting = [gain for gain in GAINS if gain * largest <= 1.0]
+    return max(fitting, default=GAINS[0])
 
 
 def enlarge(frames: torch.Tensor, method: Literal["smooth", "nearest"] = "smooth") -> np.ndarray:
@@ -52,19 +74,23 @@ def enlarge(frames: torch.Tensor, method: Literal["smooth", "nearest"] = "smooth
 
 
 def side_by_side(videos: dict[str, np.ndarray]) -> np.ndarray:
-    """Videos of one size next to each other, each under its label; uint8, [F, H', W', 3]."""
+    """Videos of one size, each under its label: next to each other, or in two columns if that
+    would be wider than `MAX_WIDTH`; uint8, [F, H', W', 3]."""
     height, width = next(iter(videos.values())).shape[1:3]
-    total = len(videos) * width + (len(videos) - 1) * GAP
-    header = Image.new("RGB", (total, LABEL_HEIGHT), PAPER)
-    pen = ImageDraw.Draw(header)
-    for i, label in enumerate(videos):
-        pen.text((i * (width + GAP), 4), label, fill=INK, font=ImageFont.load_default(size=15))
-    count = min(len(v) for v in videos.values())
-    canvas = np.full((count, LABEL_HEIGHT + height, total, 3), 255, np.uint8)
-    canvas[:, :LABEL_HEIGHT] = np.asarray(header)
-    for i, video in enumerate(videos.values()):
-        left = i * (width + GAP)
-        canvas[:, LABEL_HEIGHT:, left : left + width] = video[:count]
+    columns = len(videos) if len(videos) * (width + GAP) <= MAX_WIDTH else 2
+    rows = math.ceil(len(videos) / columns)
+    cell_height, cell_width = height + LABEL_HEIGHT, width + GAP
+    size = (columns * cell_width - GAP, rows * cell_height)
+    paper = Image.new("RGB", size, PAPER)
+    pen = ImageDraw.Draw(paper)
+    font = ImageFont.load_default(size=15)
+    places = [(i // columns * cell_height, i % columns * cell_width) for i in range(len(videos))]
+    for label, (top, left) in zip(videos, places, strict=True):
+        pen.text((left, top + 4), label, fill=INK, font=font)
+    canvas = np.repeat(np.asarray(paper)[None], min(len(v) for v in videos.values()), axis=0)
+    for video, (top, left) in zip(videos.values(), places, strict=True):
+        top += LABEL_HEIGHT
+        canvas[:, top : top + height, left : left + width] = video[: len(canvas)]
     return canvas
 
 
