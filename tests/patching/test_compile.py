@@ -56,6 +56,14 @@ def test_patching_after_compiling_and_back() -> None:
     assert backend.graphs == 2
 
 
+def test_a_compiled_model_can_be_passed() -> None:
+    model = wan()
+    compiled = torch.compile(model, backend="eager")
+    report = patch_model(compiled, INT8)
+    assert report.pairs[0].path == "blocks.0.attn1"
+    unpatch_model(model)
+
+
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patch-first", "patch-after"])
 def test_repeated_blocks_share_one_graph(patch_first: bool) -> None:
     model, backend = wan(num_layers=3), Counting()

@@ -52,12 +52,31 @@ def test_print_groups_blocks_that_run_alike() -> None:
     assert max(map(len, lines)) < 120
 
 
-def test_the_shape_of_a_real_model_without_its_weights() -> None:
+#: Real configurations, and how many pairs of each are fused: layers x (self, cross, image, ffn).
+REAL = {
+    "Wan2.1-T2V-1.3B": (dict(num_attention_heads=12, num_layers=30, ffn_dim=8960), 90),
+    "Wan2.1-T2V-14B": (dict(num_attention_heads=40, num_layers=40, ffn_dim=13824), 120),
+    "Wan2.1-I2V-14B": (
+        dict(num_layers=40, in_channels=36, image_dim=1280, added_kv_proj_dim=5120),
+        160,
+    ),
+    "Wan2.2-T2V-A14B, each expert": (dict(num_layers=40), 120),
+    "Wan2.2-I2V-A14B, each expert": (dict(num_layers=40, in_channels=36), 120),
+    "Wan2.2-TI2V-5B": (
+        dict(num_attention_heads=24, num_layers=30, ffn_dim=14336, in_channels=48),
+        90,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_without_their_weights(name: str) -> None:
+    config, fused = REAL[name]
     with torch.device("meta"):
-        real = WanTransformer3DModel(num_attention_heads=12, num_layers=30, ffn_dim=8960)
-    table = find_pairs(real)
-    assert len(table) == 90
-    assert {(pair.heads, pair.head_dim) for pair in table if pair.heads} == {(12, 128)}
+        model = WanTransformer3DModel(**config)  # type: ignore[arg-type]
+    with patched(model) as report:
+        assert report.fused == len(report.pairs) == fused
+    assert {pair.head_dim for pair in report.pairs if pair.heads} == {128}
 
 
 @pytest.mark.parametrize("kinds", [("self",), ("cross", "feed-forward")])

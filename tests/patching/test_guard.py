@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,7 @@ def test_only_the_pair_that_fails_goes_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert [pair.path for pair in report.pairs if not pair.fused] == ["blocks.1.ffn"]
     (record,) = [record for record in report.guard if record.verdict == "given back"]
     assert record.error == float("inf")
+    json.dumps(report.as_dict(), allow_nan=False)
 
 
 def test_image_branch_and_cross_attention_share_a_verdict() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,42 @@ def test_patched_forgives_an_unpatch_inside() -> None:
     model = wan()
     with patched(model):
         unpatch_model(model)
+
+
+def test_patched_reverts_what_it_patched_although_the_pipeline_changed() -> None:
+    class Pipe:
+        transformer: Any = wan()
+
+    pipe, original = Pipe(), Pipe.transformer
+    before = dicts(original)
+    with patched(pipe):
+        pipe.transformer = wan()
+    assert dicts(original) == before
+
+
+def test_a_report_does_not_keep_a_model_alive() -> None:
+    model = wan()
+    report = patch_model(model)
+    run(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert report.fused == 6 and "6 of 6" in str(report)
+
+
+def test_unpatching_leaves_no_cycle_behind() -> None:
+    model = wan()
+    gc.collect()
+    gc.disable()
+    try:
+        with patched(model):
+            run(model)
+        alive = weakref.ref(model.blocks[0])
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_patching_again_after_unpatching() -> None:

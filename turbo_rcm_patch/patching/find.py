@@ -72,7 +72,10 @@ def _walk(module: nn.Module, path: str, component: str) -> list[Target]:
         return [Target(module, family, path, component)]
     found = []
     for name, child in module.named_children():
-        found += _walk(child, f"{path}.{name}" if path else name, component)
+        if name == "_orig_mod":  # What torch.compile wraps keeps its paths.
+            found += _walk(child, path, component)
+        else:
+            found += _walk(child, f"{path}.{name}" if path else name, component)
     return found
 
 

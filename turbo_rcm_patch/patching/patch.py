@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -91,9 +92,13 @@ def unpatch_model(model: object) -> None:
             got=f"a {type(model).__name__} without our patch",
             remedy="Pass the same model or pipeline that was patched",
         )
-    for record in found:
+    _undo_all(found)
+
+
+def _undo_all(records: list[PatchRecord]) -> None:
+    for record in records:
         record.check()
-    for record in found:
+    for record in records:
         record.undo()
 
 
@@ -101,11 +106,13 @@ def unpatch_model(model: object) -> None:
 def patched(model: object, config: PatchConfig | None = None) -> Iterator[PatchReport]:
     """`patch_model` for the length of a `with` block; reverts after an exception too."""
     report = patch_model(model, config)
+    modules = [target.module for target in find_targets(model)]
     try:
         yield report
     finally:
-        if any(record_of(target.module) is not None for target in find_targets(model)):
-            unpatch_model(model)
+        # By module, not by searching again: a pipeline may hold other components by now.
+        records = [record_of(module) for module in modules]
+        _undo_all([record for record in records if record is not None])
 
 
 def _check_device(config: PatchConfig, device: torch.device) -> None:
@@ -173,6 +180,7 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
         record.entries.append(
             Entry(installation.module, installation.name, ours, slot, slot.get())
         )
+    plan.installations.clear()  # They hold the modules, and are done with.
     if guard is not None and hasattr(type(plan.model), "cache_context"):
         slot = innermost(plan.model, "cache_context")
         if slot is not None:
@@ -196,14 +204,29 @@ def _install_all(records: list[PatchRecord]) -> None:
 def _report(
     model: object, config: PatchConfig, log: GuardLog, records: list[PatchRecord]
 ) -> PatchReport:
+    # A report that is kept must not keep a model's memory.
+    held = [
+        (weakref.ref(record.plan.model), record.plan.states, record.plan.boundary)
+        for record in records
+    ]
+    last_device = execution_device(records[0].plan.model)
+
     def pairs() -> list[SkipPair]:
-        return [pair for record in records for pair in record.pairs()]
+        result = []
+        for reference, states, boundary in held:
+            module = reference()
+            record = record_of(module) if module is not None else None
+            if record is not None and record.plan.states is states:
+                result += record.pairs()
+            else:
+                result += [state.pair for state in states] + boundary
+        return result
 
     def device() -> tuple[str, str, str]:
-        where = execution_device(records[0].plan.model)
+        module = held[0][0]()
+        where = execution_device(module) if module is not None else last_device
         attention = config.attention in ("int8", "int4")
         pv = ops.resolve_pv(config.pv, where) if attention else "as the backend"
         return str(where), ops.resolve_impl(config.impl, where), pv
 
-    name = type(model).__name__
-    return PatchReport(name, config, log, pairs, device)
+    return PatchReport(type(model).__name__, config, log, pairs, device)

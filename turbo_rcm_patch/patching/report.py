@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Literal, Protocol, overload
 
 from turbo_rcm_patch.config import PatchConfig
@@ -130,7 +131,7 @@ class PairTable(Sequence[SkipPair]):
         return [asdict(pair) for pair in self._pairs]
 
     def __str__(self) -> str:
-        head = ("pairs", "kind", "heads", "skip", "fp32 in", "W_o", "runs")
+        head = ("pairs", "kind", "heads", "skip", "sums in", "W_o", "runs")
         rows = [head]
         reasons: dict[str, list[str]] = {}
         for path, count, pair in _grouped(self._pairs):
@@ -140,7 +141,7 @@ class PairTable(Sequence[SkipPair]):
                     pair.kind,
                     f"{pair.heads} x {pair.head_dim}" if pair.heads else "-",
                     " | ".join(_formula(pair, i) for i in range(len(pair.streams))),
-                    "sum" if pair.cast == "fp32" else "-",
+                    "fp32" if pair.cast == "fp32" else "model dtype",
                     "yes" if pair.projection else "no",
                     f"{pair.runs}" + (f"  ({count})" if count > 1 else ""),
                 )
@@ -261,5 +262,9 @@ class PatchReport:
             "config": asdict(self.config),
             "fused": self.fused,
             "pairs": self.pairs.as_dict(),
-            "guard": [asdict(record) for record in self.guard],
+            "guard": [
+                # JSON has no infinity: None is a branch with non-finite values.
+                asdict(record) | {"error": record.error if isfinite(record.error) else None}
+                for record in self.guard
+            ],
         }
