@@ -60,6 +60,7 @@ def compile_one(launch: dict) -> dict:
         "kernel": launch["kernel"],
         "case": launch["case"],
         "target": f"{backend}:{arch}",
+        "triton": triton.__version__,
         "warps": launch["options"]["num_warps"],
         "shared": compiled.metadata.shared,
     }

@@ -123,8 +123,8 @@ def attend(
 
     q int8 [B, H, n_q_padded, HEAD_PAD], k likewise, v e4m3 [B, H, HEAD_PAD, n_kv_padded] (FP8) or
     16-bit [B, N, H*D]: pointers, or 2-D descriptors over the same memory (DESCRIPTORS; v only with
-    FP8). q_scale [B, H, n_q_padded]; k_scale [B, H, n_kv_padded / SCALE_BLOCK]; v_scale [B, H, HEAD_PAD];
-    ones [BLOCK_N, 16] e4m3; lengths [B].
+    FP8). q_scale [B, H, n_q_padded]; k_scale [B, H, n_kv_padded / SCALE_BLOCK];
+    v_scale [B, H, HEAD_PAD]; ones [BLOCK_N, 16] e4m3; lengths [B].
     """
     bh = b.to(tl.int64) * heads + h
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -160,12 +160,14 @@ def attend(
     acc, l_i, m_i = _over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
         v_stride_n, offs_m, limit, 0, full,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK, FP8, DESCRIPTORS, False, CAUSAL,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+        FP8, DESCRIPTORS, False, CAUSAL,
     )  # fmt: skip
     acc, l_i, m_i = _over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
         v_stride_n, offs_m, limit, full, hi,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK, FP8, DESCRIPTORS, True, CAUSAL,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+        FP8, DESCRIPTORS, True, CAUSAL,
     )  # fmt: skip
 
     if FP8:
@@ -205,7 +207,8 @@ def attention_kernel(
     out, lse = attend(
         q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
         v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK, FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+        FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
     )  # fmt: skip
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_PAD)

@@ -56,8 +56,8 @@ def one_launch_kernel(
 ):  # fmt: skip
     """y = c_skip * residual + c_out * (softmax(q k^T) v W^T + bias).
 
-    Grid: (heads, blocks of BLOCK_M rows, batch): heads fastest, so that a block of rows is complete
-    soon after it was begun.
+    Grid: (heads, blocks of BLOCK_M rows, batch): heads fastest, so that a block of rows is
+    complete soon after it was begun.
     y [B, Nq, Cout] dense; attended [B, Nq, H*D] dense; counter [B, blocks of rows] int32, zero;
     weight [Cout, H*D]; the rest as in `attend` and `close_skip`.
     """
@@ -66,7 +66,8 @@ def one_launch_kernel(
     out, _ = attend(
         q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
         v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK, FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+        FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
     )  # fmt: skip
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_PAD)

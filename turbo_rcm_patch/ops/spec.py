@@ -70,7 +70,8 @@ class AttentionSpec:
 
 
 def key_block(head_dim: int) -> int:
-    """Keys that share one k scale and one step of the online softmax; part of the numeric contract."""
+    """Keys that share one k scale and one step of the online softmax; part of the numeric
+    contract."""
     return 128 if head_dim <= 128 else 64
 
 

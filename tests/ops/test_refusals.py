@@ -1,0 +1,167 @@
+"""What the operations refuse, each with its own error that says what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from turbo_rcm_patch import errors
+from turbo_rcm_patch.ops import (
+    AttentionSpec,
+    attention_lse,
+    attention_project_skip,
+    attention_skip,
+    project_skip,
+    resolve_impl,
+    resolve_pv,
+    skip,
+)
+
+SPEC = AttentionSpec(heads=2)
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "options"),
+    [
+        pytest.param(errors.ShapeError, (x(4, 8), x(1, 4, 8), x(1, 4, 8)), {}, id="2-d"),
+        pytest.param(
+            errors.ShapeError, (x(1, 4, 8), x(1, 4, 8), x(1, 5, 8)), {}, id="k-v-lengths"
+        ),
+        pytest.param(errors.ShapeError, (x(2, 4, 8), x(1, 4, 8), x(1, 4, 8)), {}, id="batch"),
+        pytest.param(errors.ShapeError, (x(1, 4, 7), x(1, 4, 7), x(1, 4, 7)), {}, id="heads"),
+        pytest.param(errors.ShapeError, (x(1, 0, 8), x(1, 4, 8), x(1, 4, 8)), {}, id="empty"),
+        pytest.param(errors.HeadDimError, (x(1, 4, 514),) * 3, {}, id="head-dim-257"),
+        pytest.param(errors.DTypeError, (x(1, 4, 8, dtype=torch.float64),) * 3, {}, id="fp64"),
+        pytest.param(
+            errors.DTypeError, (x(1, 4, 8), x(1, 4, 8), x(1, 4, 8).half()), {}, id="mixed-dtypes"
+        ),
+        pytest.param(
+            errors.ShapeError, (x(1, 4, 8),) * 3, {"residual": x(1, 4, 9)}, id="residual"
+        ),
+        pytest.param(errors.ShapeError, (x(1, 4, 8),) * 3, {"c_out": x(3)}, id="coefficient"),
+        pytest.param(errors.ShapeError, (x(1, 4, 8),) * 3, {"norm_q": x(5)}, id="norm"),
+        pytest.param(
+            errors.ShapeError,
+            (x(1, 4, 8),) * 3,
+            {"rotary": (x(5, 4), x(5, 4))},
+            id="rotary-length",
+        ),
+        pytest.param(
+            errors.HeadDimError, (x(1, 4, 6),) * 3, {"rotary": (x(4, 3), x(4, 3))}, id="rotary-odd"
+        ),
+        pytest.param(
+            errors.GradientError,
+            (x(1, 4, 8),) * 3,
+            {"rotary": (x(4, 4).requires_grad_(), x(4, 4))},
+            id="rotary-gradient",
+        ),
+        pytest.param(
+            errors.MaskError,
+            (x(1, 4, 8),) * 3,
+            {"kv_lengths": x(1, 4, 4).bool()},
+            id="mask-matrix",
+        ),
+        pytest.param(
+            errors.MaskError, (x(1, 4, 8),) * 3, {"kv_lengths": x(1)}, id="float-lengths"
+        ),
+        pytest.param(
+            errors.GradientError,
+            (x(1, 4, 8),) * 3,
+            {"c_skip": x(1).requires_grad_()},
+            id="c-skip-without-residual",
+        ),
+    ],
+)
+def test_attention(error: type[Exception], arguments: tuple, options: dict) -> None:
+    with pytest.raises(error, match="expected"):
+        attention_skip(*arguments, SPEC, **options)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"heads": 0}, {"heads": 1, "attention": "int7"}, {"heads": 1, "pv": "fp4"}]
+)
+def test_spec(fields: dict) -> None:
+    with pytest.raises(errors.ConfigError):
+        AttentionSpec(**fields)
+
+
+def test_projection_and_skip() -> None:
+    with pytest.raises(errors.ShapeError):
+        project_skip(x(1, 4, 8), x(6, 7), residual=None)
+    with pytest.raises(errors.DTypeError):
+        project_skip(x(1, 4, 8), x(6, 8).half(), residual=None)
+    with pytest.raises(errors.ShapeError):
+        project_skip(x(1, 4, 8), x(6, 8), x(5), residual=None)
+    with pytest.raises(errors.ShapeError):
+        skip(x(1, 4, 8), x(1, 4, 9))
+    with pytest.raises(errors.ConfigError):
+        skip(x(1, 4, 8), x(1, 4, 8), cast="fp16")
+    with pytest.raises(errors.ConfigError):
+        attention_project_skip(
+            *(x(1, 4, 8),) * 3, x(8, 8), None, SPEC, residual=None, form="three-launch"
+        )
+    with pytest.raises(errors.ConfigError, match="one-launch"):
+        attention_project_skip(
+            *(x(1, 4, 8),) * 3,
+            x(8, 8),
+            None,
+            AttentionSpec(heads=2, attention="exact"),
+            residual=None,
+            form="one-launch",
+        )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is for Linux")
+def test_triton_without_a_gpu() -> None:
+    """In a process of its own: whether the interpreter is on is decided when Triton is
+    imported."""
+    code = (
+        "import torch\n"
+        "from turbo_rcm_patch.ops import AttentionSpec, attention_skip, skip\n"
+        "from turbo_rcm_patch.errors import DeviceError\n"
+        "x = torch.zeros(1, 4, 8)\n"
+        "for call in (lambda: attention_skip(x, x, x, AttentionSpec(heads=2, impl='triton')),\n"
+        "             lambda: skip(x, x, impl='triton')):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except DeviceError as error:\n"
+        "        assert 'reference' in str(error)\n"
+        "    else:\n"
+        "        raise SystemExit('accepted')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], env={}, check=True, timeout=120)
+
+
+def test_sage_without_a_gpu() -> None:
+    spec = AttentionSpec(heads=1, attention="sage")
+    with pytest.raises(errors.DeviceError):
+        attention_skip(*(x(1, 4, 64),) * 3, spec)
+    with pytest.raises(errors.MaskError):
+        attention_skip(*(x(1, 4, 64),) * 3, spec, kv_lengths=torch.tensor([2]))
+    with pytest.raises(errors.OpError):
+        attention_lse(*(x(1, 4, 64),) * 3, spec)
+
+
+def test_choices_of_a_device() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve_impl("auto", cpu) == "reference"
+    assert resolve_impl("auto", cuda) == "triton"
+    assert resolve_pv("auto", cpu) == "bf16"
+    assert resolve_pv("fp8", cpu) == "fp8"
+    assert resolve_pv("fp16", cuda) == "fp16"
+
+
+def test_fp8_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert resolve_pv("auto", torch.device("cuda", 0)) == "bf16"
+    with pytest.raises(errors.Fp8UnsupportedError, match=r"8\.9"):
+        resolve_pv("fp8", torch.device("cuda", 0))
