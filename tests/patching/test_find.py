@@ -76,6 +76,7 @@ def test_real_models_without_their_weights(name: str) -> None:
         model = WanTransformer3DModel(**config)  # type: ignore[arg-type]
     with patched(model) as report:
         assert report.fused == len(report.pairs) == fused
+        assert {pair.runs for pair in report.pairs} <= {"two-launch", "in-kernel", "in-linear"}
     assert {pair.head_dim for pair in report.pairs if pair.heads} == {128}
 
 

@@ -102,7 +102,8 @@ def drops(module: nn.Module) -> bool:
 def why_not_plain(module: nn.Module, dtype: torch.dtype | None) -> str:
     """Why a Linear's weight may not be read, or "" if it may.
 
-    This is for the report; `plain_linear` decides at run time.
+    This is for the report; `plain_linear` decides at run time. A weight on the meta device without
+    an offloading hook belongs to a model without weights, which is described as it would run.
     """
     kind = type(module)
     if kind is not nn.Linear:
@@ -112,8 +113,6 @@ def why_not_plain(module: nn.Module, dtype: torch.dtype | None) -> str:
     weight = module.weight
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__qualname__}"
-    if weight.device.type == "meta":
-        return "its weight is on the meta device"
     if dtype is not None and weight.dtype != dtype:
         return f"its weight is {weight.dtype}, the activations {dtype}".replace("torch.", "")
     return ""
