@@ -99,7 +99,7 @@ def drops(module: nn.Module) -> bool:
     return module.training and float(getattr(module, "p", 0.0)) > 0.0
 
 
-def why_not_plain(module: nn.Module, dtype: torch.dtype | None) -> str:
+def why_not_plain(module: nn.Module) -> str:
     """Why a Linear's weight may not be read, or "" if it may.
 
     This is for the report; `plain_linear` decides at run time. A weight on the meta device without
@@ -113,6 +113,4 @@ def why_not_plain(module: nn.Module, dtype: torch.dtype | None) -> str:
     weight = module.weight
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__qualname__}"
-    if dtype is not None and weight.dtype != dtype:
-        return f"its weight is {weight.dtype}, the activations {dtype}".replace("torch.", "")
     return ""

@@ -47,7 +47,7 @@ def check(model: nn.Module) -> None:
             got=str(head_dim),
             remedy="This module cannot run through the fused attention",
         )
-    if why_not_plain(module.qkv, None) == "" and module.qkv.weight.dtype not in _FLOATS:
+    if why_not_plain(module.qkv) == "" and module.qkv.weight.dtype not in _FLOATS:
         raise DTypeError(
             "qkv.weight",
             expected="bfloat16, float16 or float32",
@@ -88,7 +88,7 @@ def _runs(model: nn.Module, config: PatchConfig) -> tuple[Residual, str]:
         return "as-written", "its forward was replaced by somebody else's"
     if module.proj is None:
         return "in-kernel", ""
-    why = why_not_plain(module.proj, None)
+    why = why_not_plain(module.proj)
     if why:
         return "after-linear", f"proj is called: {why}"
     return ("one-launch" if config.form == "one-launch" else "two-launch"), ""

@@ -74,7 +74,7 @@ def _check_attention(path: str, attn: Any) -> None:
     # What is called can have any storage dtype; only a plain Linear's weight is the compute dtype.
     for name in ("to_q", "to_k", "to_v"):
         linear = getattr(attn, name)
-        if why_not_plain(linear, None) == "" and linear.weight.dtype not in _FLOATS:
+        if why_not_plain(linear) == "" and linear.weight.dtype not in _FLOATS:
             raise DTypeError(
                 f"{path}.{name}.weight",
                 expected="bfloat16, float16 or float32",
@@ -165,7 +165,7 @@ def _attention_runs(attn: Any, config: PatchConfig) -> tuple[Residual, str]:
         return mode, "dropout is active (training mode)"
     if mode == "called":
         return "after-linear", f"attention is called as a module: {hook_names(attn)}"
-    why = why_not_plain(attn.to_out[0], None)
+    why = why_not_plain(attn.to_out[0])
     if why:
         return "after-linear", f"to_out[0] is called: {why}"
     return ("one-launch" if config.form == "one-launch" else "two-launch"), ""
@@ -207,5 +207,5 @@ def _feed_forward_runs(ffn: Any) -> tuple[Residual, str]:
         return mode, "dropout is active (training mode)"
     if mode == "called":
         return "after-linear", f"feed-forward is called as a module: {hook_names(ffn)}"
-    why = why_not_plain(ffn.net[2], None)
+    why = why_not_plain(ffn.net[2])
     return ("after-linear", f"net[2] is called: {why}") if why else ("in-linear", "")
