@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,28 @@ def test_doctor_names_remedies(monkeypatch, capsys) -> None:
     text = capsys.readouterr().out
     assert "pip install diffusers" in text
     assert "apt-get install gcc" in text
+
+
+def test_ctrl_c_keeps_what_is_finished(micro_folder: Path, tmp_path: Path) -> None:
+    """A real signal to a real process, in the middle of the work; then the same command again."""
+    out = tmp_path / "out"
+    prompts = [argument for i in range(6) for argument in ("--prompt", f"a red circle {i}")]
+    command = [sys.executable, "-m", "turbo_rcm_patch", "compare", "--model", str(micro_folder)]
+    command += [*QUICK, *prompts, "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(out.glob("prompts/*/record.json")):
+        assert process.poll() is None, "it finished before it could be stopped"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command goes on" in errors
+    assert "Traceback" not in errors
+    assert not [path for path in out.rglob(".*") if path.is_file()]
+    finished = {path: path.stat().st_mtime_ns for path in out.glob("prompts/*/record.json")}
+    assert 0 < len(finished) < 6
+    assert main(command[3:]) in (0, 1)
+    assert (out / "report.html").is_file()
+    assert all(path.stat().st_mtime_ns == before for path, before in finished.items())

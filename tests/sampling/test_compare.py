@@ -11,6 +11,7 @@ import imageio_ffmpeg
 import pytest
 import torch
 
+from tests.sampling.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.errors import AlreadyPatchedError, ControlError, SamplingError
 from turbo_rcm_patch.sampling import compare as compare_function
@@ -294,3 +295,30 @@ def count_generations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(passes, "sample_latents", counted)
     return calls
+
+
+def test_both_experts_are_compared(settings, tmp_path: Path) -> None:
+    folder = save(micro_pipe(experts=True), tmp_path / "model")
+    pipe = load_pipeline(folder, device="cpu")
+    steps = Settings.for_model(None, **(settings.as_dict() | {"steps": 3}))
+    found = compare(pipe, PROMPTS[0], out=tmp_path / "out", settings=steps)
+    metrics = json.loads(found.metrics.read_text())
+    guarded = {record["path"].split(".")[0] for record in metrics["patch"]["guard"]}
+    assert guarded == {"transformer", "transformer_2"}
+
+
+def test_the_pipelines_own_scheduler_with_guidance(pipe, tmp_path: Path) -> None:
+    settings = Settings(sampler="scheduler", steps=3, guidance_scale=3.0, **SMALL)
+    found = compare(pipe, PROMPTS[0], out=tmp_path, settings=settings, network_number=False)
+    assert found.network is None
+    assert len(found.results[0].patched.steps) == 3
+    assert "not measured" in found.report.read_text()
+
+
+def test_what_cannot_be_measured_is_told_at_once(pipe, settings, tmp_path, monkeypatch) -> None:
+    calls = count_generations(monkeypatch)
+    monkeypatch.setitem(pipe.transformer.blocks[0].__dict__, "_hf_hook", object())
+    with pytest.raises(SamplingError, match="Leave out --network-number"):
+        compare(pipe, PROMPTS[0], out=tmp_path, settings=settings, network_number=True)
+    assert not passes.wants_network(pipe, None)
+    assert calls == []

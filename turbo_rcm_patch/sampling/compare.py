@@ -21,7 +21,7 @@ from turbo_rcm_patch.sampling.fusion import FusionNumber
 from turbo_rcm_patch.sampling.generate import settings_for
 from turbo_rcm_patch.sampling.measure import PromptResult, finish_prompt, read_prompt
 from turbo_rcm_patch.sampling.network import NetworkNumber
-from turbo_rcm_patch.sampling.passes import Passes, Progress
+from turbo_rcm_patch.sampling.passes import Passes, Progress, wants_network
 from turbo_rcm_patch.sampling.record import collect_metrics, identity
 from turbo_rcm_patch.sampling.report import write_report
 from turbo_rcm_patch.sampling.settings import Settings
@@ -112,6 +112,7 @@ def compare(
             "prompts", expected="at least one, none of them empty", got=repr(prompts)
         )
     settings = settings or settings_for(pipe, **overrides)
+    wants_network(pipe, network_number)
     with patched(pipe, config):
         pass  # what cannot be patched fails here, before hours of baseline
     store = Store(out, identity(pipe, settings, config), fresh=fresh)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling.generate import Conditioning, initial_noise
 from turbo_rcm_patch.sampling.metrics import relative_l2
 from turbo_rcm_patch.sampling.settings import Settings
@@ -138,13 +137,6 @@ def measure_network(
         config: How to patch.
     """
     network = pipe.transformer
-    if hasattr(network, "_hf_hook"):
-        raise SamplingError(
-            "the network number",
-            expected="a transformer that stays on one device",
-            got="an offloaded one",
-            remedy="Leave out --network-number, or load without offloading",
-        )
     device = network.device
     inputs = network_inputs(
         [initial_noise(pipe, seed, settings).to(device) for seed in SEEDS],

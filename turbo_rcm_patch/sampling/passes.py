@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import torch
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import ControlError
+from turbo_rcm_patch.errors import ControlError, SamplingError
 from turbo_rcm_patch.sampling.control import candidates, exact_backend
 from turbo_rcm_patch.sampling.fusion import FusionNumber, fusion_number
 from turbo_rcm_patch.sampling.generate import (
@@ -27,7 +27,7 @@ from turbo_rcm_patch.sampling.store import Store, from_json
 if TYPE_CHECKING:
     from diffusers import WanPipeline
 
-__all__ = ["Passes", "Progress", "Variant"]
+__all__ = ["Passes", "Progress", "Variant", "wants_network"]
 
 Variant = Literal["baseline", "patched", "control"]
 
@@ -166,11 +166,7 @@ class Passes:
         known = self.store.read_json("runs/network.json")
         if known:
             return NetworkNumber(**{k: from_json(v) for k, v in known.items()})
-        network = self.pipe.transformer
-        if network is None or wanted is False:
-            return None
-        small = sum(p.numel() for p in network.parameters()) <= SMALL_NETWORK
-        if not wanted and not (small and network.device.type != "meta"):
+        if not wants_network(self.pipe, wanted):
             return None
         self.progress("network", 0, 1)
         clean = self.store.load_sample(self.keys[0][1], "baseline").latents
@@ -206,3 +202,29 @@ class Passes:
             keep_trajectory=True,
             on_step=on_step,
         )
+
+
+def wants_network(pipe: WanPipeline, wanted: bool | None) -> bool:
+    """Whether the network number is to be measured: if asked for, or if the network is small.
+
+    Raises:
+        SamplingError: It was asked for, and cannot be measured.
+    """
+    if wanted is False:
+        return False
+    network = pipe.transformer
+    reason = ""
+    if network is None:
+        reason = "a pipeline without a high-noise transformer"
+    elif any("_hf_hook" in module.__dict__ for module in network.modules()):
+        reason = "an offloaded transformer"
+    if reason and wanted:
+        raise SamplingError(
+            "the network number",
+            expected="a transformer that stays on one device",
+            got=reason,
+            remedy="Leave out --network-number, or load without offloading",
+        )
+    if reason:
+        return False
+    return bool(wanted) or sum(p.numel() for p in network.parameters()) <= SMALL_NETWORK

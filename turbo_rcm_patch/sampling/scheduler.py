@@ -232,7 +232,9 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         eps = torch.randn(
             sample.shape, generator=source, device=source.device, dtype=torch.float32
         )
-        return eps.to(sample.device, torch.float64)
+        if sample.device.type == "cuda" and eps.device.type == "cpu":
+            eps = eps.pin_memory()  # so that the copy does not wait for the network
+        return eps.to(sample.device, non_blocking=True).to(torch.float64)
 
     def _find_index(self, timestep: float | torch.Tensor) -> int:
         wanted = float(timestep)
