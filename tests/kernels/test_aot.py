@@ -31,8 +31,8 @@ SHARED = {
     ("hip", "gfx942"): 64 * 1024,
 }
 TARGETS = list(SHARED)
-#: 65,536 registers over three programs of four warps. The assembler that comes with Triton 3.9 wants
-#: a few more for the one-launch kernel (3.6 does not): two programs there.
+#: 65,536 registers over three programs of four warps. The assembler that comes with Triton 3.9
+#: wants a few more for the one-launch kernel (3.6 does not): two programs there.
 HOPPER_REGISTERS = {"attention_kernel": 168, "one_launch_kernel": 168}
 HOPPER_REGISTERS_3_9 = HOPPER_REGISTERS | {"one_launch_kernel": 192}
 #: What three programs may take of a Hopper multiprocessor's 228 KiB, 1 KiB of which is reserved

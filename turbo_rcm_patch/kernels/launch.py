@@ -46,8 +46,11 @@ class Target(NamedTuple):
 
     @property
     def descriptors(self) -> bool:
-        """Whether tensor descriptors become hardware copies (TMA) here."""
-        return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 90
+        """Whether hardware copies (TMA) of tensor descriptors feed the tensor cores directly here.
+
+        sm_120 has them, but its matrix instructions read registers, and descriptors cost spills.
+        """
+        return self.backend == "cuda" and isinstance(self.arch, int) and 90 <= self.arch < 120
 
     @property
     def key(self) -> str:

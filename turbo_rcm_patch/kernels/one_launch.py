@@ -89,7 +89,8 @@ def one_launch_kernel(
     if done == heads - 1:
         for start_c in range(0, c_out, BLOCK_C):
             branch, offs_c, mask_c = project_tile(
-                attended_first, c_in, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
+                attended_first, c_in, mask_m, weight_ptr, bias_ptr, weight_stride, start_c,
+                c_in, c_out,
                 BLOCK_M, BLOCK_C, BLOCK_K, HAS_BIAS, EVEN_K, PRECISION, ".cg",
             )  # fmt: skip
             y = close_skip(
