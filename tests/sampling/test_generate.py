@@ -10,7 +10,7 @@ import torch
 
 from tests.sampling.micro import SMALL, micro_pipe
 from turbo_rcm_patch.errors import DTypeError, NotAModelError
-from turbo_rcm_patch.sampling.generate import generate, initial_noise
+from turbo_rcm_patch.sampling.generate import generate, initial_noise, trajectory_steps
 from turbo_rcm_patch.sampling.settings import Settings
 
 PROMPT = "a red circle moves left"
@@ -103,3 +103,11 @@ def test_the_vae_must_be_in_fp32() -> None:
 def test_other_things_are_not_pipelines() -> None:
     with pytest.raises(NotAModelError, match="load_pipeline"):
         generate(torch.nn.Linear(2, 2), PROMPT)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps", [1, 4, 12, 13, 50])
+def test_a_trajectory_ends_with_the_last_step(steps: int) -> None:
+    kept = trajectory_steps(steps)
+    assert kept[-1] == steps - 1
+    assert len(kept) == len(set(kept)) == min(steps, 12)
+    assert list(kept) == sorted(kept)

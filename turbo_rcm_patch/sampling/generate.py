@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from diffusers import WanPipeline
 
 __all__ = [
+    "TRAJECTORY",
     "Conditioning",
     "Generation",
     "Sample",
@@ -33,7 +34,11 @@ __all__ = [
     "initial_noise",
     "sample_latents",
     "settings_for",
+    "trajectory_steps",
 ]
+
+#: Most steps that a trajectory keeps.
+TRAJECTORY: Final = 12
 
 #: Called after every denoising step with (steps done, steps in all).
 OnStep = Callable[[int, int], None]
@@ -56,7 +61,8 @@ class Sample:
 
     Attributes:
         latents: [1, C, F, H, W], fp32, on the CPU.
-        trajectory: The latents after each step, same form; empty unless asked for.
+        trajectory: The latents after some steps (see `trajectory_steps`), same form; empty unless
+            asked for.
         seconds: Time of the denoising loop.
         peak_bytes: Peak memory of the denoising loop.
     """
@@ -188,6 +194,13 @@ def initial_noise(pipe: WanPipeline, seed: int, settings: Settings) -> torch.Ten
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
+def trajectory_steps(steps: int) -> tuple[int, ...]:
+    """Indices of the steps whose latents a trajectory holds: all, or a dozen evenly spread."""
+    if steps <= TRAJECTORY:
+        return tuple(range(steps))
+    return tuple(round((i + 1) * steps / TRAJECTORY) - 1 for i in range(TRAJECTORY))
+
+
 def sample_latents(
     pipe: WanPipeline,
     conditioning: Conditioning,
@@ -204,7 +217,7 @@ def sample_latents(
         conditioning: From `encode_prompt`.
         seed: Seed of initial noise and re-noising.
         settings: How to sample.
-        keep_trajectory: Whether to keep the latents after each step.
+        keep_trajectory: Whether to keep the latents after the `trajectory_steps`.
         on_step: Called after every step with (done, total).
 
     Returns:
@@ -213,11 +226,12 @@ def sample_latents(
     device = pipe._execution_device
     noise = initial_noise(pipe, seed, settings)
     kept: list[torch.Tensor] = []
+    wanted = trajectory_steps(settings.steps) if keep_trajectory else ()
 
     def after_step(
         _: object, step: int, __: object, tensors: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        if keep_trajectory:  # stays on the device: copying here would wait for it
+        if step in wanted:  # stays on the device: copying here would wait for it
             kept.append(tensors["latents"].clone())
         if on_step is not None:
             on_step(step + 1, settings.steps)

@@ -32,7 +32,7 @@ class Drift:
         frame_psnr: PSNR of each frame.
         frame_ssim: SSIM of each frame.
         latents: Relative L2 of the final latents.
-        steps: Relative L2 of the latents after each step.
+        steps: Relative L2 of the latents after each step of the trajectories.
     """
 
     psnr: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -38,19 +39,26 @@ _STYLE: Final[dict[str, object]] = {
 }
 
 
-def draw_plots(prompts: Sequence[Mapping[str, object]], folder: Path) -> list[Path]:
+def draw_plots(
+    prompts: Sequence[Mapping[str, object]], folder: Path, steps: Sequence[int]
+) -> list[Path]:
     """Draw drift per prompt, per frame and per step.
 
     Args:
         prompts: The entries of `prompts` in metrics.json.
         folder: Where the PNG files go.
+        steps: Indices of the denoising steps whose latents were compared.
 
     Returns:
         The files.
     """
     import matplotlib
 
-    drawings = {"prompts.png": _per_prompt, "frames.png": _per_frame, "steps.png": _per_step}
+    drawings = {
+        "prompts.png": _per_prompt,
+        "frames.png": _per_frame,
+        "steps.png": partial(_per_step, steps),
+    }
     paths = []
     with matplotlib.rc_context(_STYLE):
         for name, draw in drawings.items():
@@ -115,17 +123,16 @@ def _per_frame(axes: Axes, prompts: Sequence[Mapping[str, object]]) -> None:
     axes.legend(loc="best", fontsize=8.5)
 
 
-def _per_step(axes: Axes, prompts: Sequence[Mapping[str, object]]) -> None:
+def _per_step(indices: Sequence[int], axes: Axes, prompts: Sequence[Mapping[str, object]]) -> None:
+    steps = [index + 1 for index in indices]
     for name, colour in (("control", CONTROL), ("patched", PATCHED)):
         rows = [[from_json(v) for v in _list(_drift(one, name)["steps"])] for one in prompts]
         columns = list(zip(*rows, strict=True))
-        steps = range(1, len(columns) + 1)
         for row in rows:
             axes.plot(steps, row, color=colour, linewidth=0.7, alpha=0.35)
         middle = [_median(c) for c in columns]
         axes.plot(steps, middle, "o-", color=colour, linewidth=2, markersize=4, label=name)
-        if len(columns) <= 10:
-            axes.set_xticks(list(steps))
+    axes.set_xticks(steps)
     axes.set_yscale("log")
     axes.set(
         title="Drift of the latents, step by step", xlabel="denoising step", ylabel="relative L2"

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from turbo_rcm_patch.sampling.generate import trajectory_steps
 from turbo_rcm_patch.sampling.plots import draw_plots
 from turbo_rcm_patch.sampling.store import atomic, from_json, to_json
 from turbo_rcm_patch.sampling.verdict import (
@@ -34,7 +35,9 @@ def write_report(out: Path, metrics: Mapping[str, object]) -> Path:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     prompts = [_mapping(one) for one in _list(metrics["prompts"])]
-    plots = draw_plots(prompts, out / "plots")
+    settings = _mapping(_mapping(metrics["identity"])["settings"])
+    steps = trajectory_steps(int(from_json(settings["steps"])))
+    plots = draw_plots(prompts, out / "plots", steps)
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -128,7 +131,9 @@ def _sentence(check: object) -> str:
     one = _mapping(check)
     value, limit, unit = from_json(one["value"]), from_json(one["limit"]), str(one["unit"])
     word = "at least" if one["at_least"] else "at most"
-    return f"{_number(value)}{unit}, accepted: {word} {_number(limit)}{unit}"
+    return (
+        f"{one['name']}: {_number(value)}{unit}, where {word} {_number(limit)}{unit} is accepted"
+    )
 
 
 def _data_url(path: Path, kind: str) -> str:
