@@ -259,6 +259,19 @@ def test_highest_precision_restores_flags_after_an_exception() -> None:
         matmul.allow_tf32 = before
 
 
+@pytest.mark.parametrize(("attention", "word"), [("int8", "unchanged"), ("int4", "changed")])
+def test_int4_is_changed_where_int8_is_not(
+    pipe, tmp_path: Path, attention: str, word: str
+) -> None:
+    settings = Settings(**(SMALL | {"height": 64, "width": 64, "num_frames": 9}))
+    config = PatchConfig(attention=attention, guard=False)
+    found = compare(
+        pipe, PROMPTS, out=tmp_path, settings=settings, config=config, network_number=False
+    )
+    assert found.verdict == word
+    assert all("PSNR" in reason or "frame" in reason for reason in found.judgement.reasons)
+
+
 @pytest.mark.skipif(
     not (TINY_WAN / "model_index.json").is_file(), reason="the shipped weights are not there"
 )

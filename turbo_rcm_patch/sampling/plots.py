@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -54,7 +54,7 @@ def draw_plots(
     """
     import matplotlib
 
-    drawings = {
+    drawings: dict[str, Callable[[Axes, Sequence[Mapping[str, object]]], None]] = {
         "prompts.png": _per_prompt,
         "frames.png": _per_frame,
         "steps.png": partial(_per_step, steps),

@@ -130,10 +130,8 @@ def _facts(metrics: Mapping[str, object]) -> list[tuple[str, str]]:
 def _sentence(check: object) -> str:
     one = _mapping(check)
     value, limit, unit = from_json(one["value"]), from_json(one["limit"]), str(one["unit"])
-    word = "at least" if one["at_least"] else "at most"
-    return (
-        f"{one['name']}: {_number(value)}{unit}, where {word} {_number(limit)}{unit} is accepted"
-    )
+    accepted = f"{'at least' if one['at_least'] else 'at most'} {_number(limit)}{unit}"
+    return f"{one['name']}: {_number(value)}{unit}, where {accepted} is accepted"
 
 
 def _data_url(path: Path, kind: str) -> str:
