@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from turbo_rcm_patch.sampling.compare import compare
-from turbo_rcm_patch.sampling.generate import settings_for
+from turbo_rcm_patch.sampling.comparison import compare
+from turbo_rcm_patch.sampling.generation import settings_for
 from turbo_rcm_patch.sampling.kernel_check import run_kernel_check
 from turbo_rcm_patch.sampling.load import TINY, load_pipeline, resolve_model
 from turbo_rcm_patch.sampling.progress import bars

@@ -11,8 +11,8 @@ import torch
 
 from tests.sampling.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched
-from turbo_rcm_patch.sampling.compare import compare
-from turbo_rcm_patch.sampling.generate import generate
+from turbo_rcm_patch.sampling.comparison import compare
+from turbo_rcm_patch.sampling.generation import generate
 from turbo_rcm_patch.sampling.load import load_pipeline
 from turbo_rcm_patch.sampling.metrics import relative_l2
 from turbo_rcm_patch.sampling.settings import Settings

@@ -10,7 +10,7 @@ import torch
 
 from tests.sampling.micro import SMALL, micro_pipe
 from turbo_rcm_patch.errors import DTypeError, NotAModelError
-from turbo_rcm_patch.sampling.generate import generate, initial_noise, trajectory_steps
+from turbo_rcm_patch.sampling.generation import generate, initial_noise, trajectory_steps
 from turbo_rcm_patch.sampling.settings import Settings
 
 PROMPT = "a red circle moves left"
@@ -111,3 +111,14 @@ def test_a_trajectory_ends_with_the_last_step(steps: int) -> None:
     assert kept[-1] == steps - 1
     assert len(kept) == len(set(kept)) == min(steps, 12)
     assert list(kept) == sorted(kept)
+
+
+def test_public_names_are_functions_whatever_is_imported_first() -> None:
+    import turbo_rcm_patch.sampling as sampling
+    import turbo_rcm_patch.sampling.comparison as _  # noqa: F401
+
+    assert callable(sampling.compare)
+    assert callable(sampling.generate)
+    assert set(sampling.__all__) <= set(dir(sampling))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = sampling.nothing

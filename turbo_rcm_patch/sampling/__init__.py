@@ -1,6 +1,7 @@
 """Loading a Wan pipeline, generating with it, and comparing it with its patched self.
 
-Names are resolved on first use, because diffusers takes seconds to import.
+Names are resolved on first use, because diffusers takes seconds to import. No submodule has the
+name of a function here, or the one that is imported last would win.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from turbo_rcm_patch.sampling.compare import Comparison, compare
-    from turbo_rcm_patch.sampling.generate import Generation, generate
+    from turbo_rcm_patch.sampling.comparison import Comparison, compare
+    from turbo_rcm_patch.sampling.generation import Generation, generate
     from turbo_rcm_patch.sampling.load import load_pipeline
     from turbo_rcm_patch.sampling.network import NetworkNumber, network_number
     from turbo_rcm_patch.sampling.scheduler import RCMScheduler
@@ -32,14 +33,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Comparison": "compare",
-    "Generation": "generate",
+    "Comparison": "comparison",
+    "Generation": "generation",
     "NetworkNumber": "network",
     "RCMScheduler": "scheduler",
     "Settings": "settings",
     "Verdict": "verdict",
-    "compare": "compare",
-    "generate": "generate",
+    "compare": "comparison",
+    "generate": "generation",
     "judge": "verdict",
     "load_pipeline": "load",
     "network_number": "network",
@@ -50,7 +51,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value  # also wins over the submodule of the same name
+    globals()[name] = value
     return value
 
 

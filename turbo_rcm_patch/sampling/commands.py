@@ -24,7 +24,7 @@ INTERRUPTED: Final = 130
 def generate(arguments: argparse.Namespace) -> int:
     """Write one mp4 a prompt."""
     from turbo_rcm_patch import patched
-    from turbo_rcm_patch.sampling.generate import settings_for
+    from turbo_rcm_patch.sampling.generation import settings_for
 
     prompts, config = _prompts(arguments), _config(arguments)
     out = Path(arguments.out)
@@ -46,7 +46,7 @@ def generate(arguments: argparse.Namespace) -> int:
 def _write_videos(
     pipe: WanPipeline, prompts: list[str], settings: Settings, first_seed: int, out: Path
 ) -> None:
-    from turbo_rcm_patch.sampling.generate import generate as generate_one
+    from turbo_rcm_patch.sampling.generation import generate as generate_one
     from turbo_rcm_patch.sampling.progress import bars
     from turbo_rcm_patch.sampling.store import Store
     from turbo_rcm_patch.sampling.video import enlarge, write_mp4
@@ -67,8 +67,8 @@ def _write_videos(
 
 def compare(arguments: argparse.Namespace) -> int:
     """Compare, print the verdict and where the report is."""
-    from turbo_rcm_patch.sampling.compare import compare as run
-    from turbo_rcm_patch.sampling.generate import settings_for
+    from turbo_rcm_patch.sampling.comparison import compare as run
+    from turbo_rcm_patch.sampling.generation import settings_for
     from turbo_rcm_patch.sampling.progress import bars
 
     prompts, config = _prompts(arguments), _config(arguments)

@@ -27,8 +27,8 @@ __all__ = ["LIMIT", "KernelCheck", "run_kernel_check"]
 #: is left is the order of sums, and values that fall on the other side of a rounding boundary
 #: because of it.
 LIMIT: Final = 2e-3
-#: Latent frames, height and width: 3 x 8 x 11 tokens at Wan's patch, no multiple of any block.
-LATENTS: Final = (3, 16, 22)
+#: Tokens along frames, height and width: 264 in all, no multiple of any block.
+GRID: Final = (3, 8, 11)
 #: Both ways to close a pair across its projection, and what they must agree with.
 RUNS: Final[tuple[tuple[Impl, Form], ...]] = (
     ("triton", "one-launch"),
@@ -122,7 +122,8 @@ def check_block(folder: Path) -> KernelCheck:
     generator = torch.Generator("cpu").manual_seed(0)
     config = network.config
     device = network.device
-    latents = torch.randn(1, config.in_channels, *LATENTS, generator=generator).to(device)
+    shape = [tokens * patch for tokens, patch in zip(GRID, config.patch_size, strict=True)]
+    latents = torch.randn(1, config.in_channels, *shape, generator=generator).to(device)
     text = torch.randn(1, 13, config.text_dim, generator=generator).to(device)
     time_ = torch.tensor([933.78], device=device)
     branches: list[torch.Tensor] = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from turbo_rcm_patch.sampling.generate import decode_latents
+from turbo_rcm_patch.sampling.generation import decode_latents
 from turbo_rcm_patch.sampling.meter import Meter
 from turbo_rcm_patch.sampling.metrics import Drift, drift
 from turbo_rcm_patch.sampling.settings import Settings

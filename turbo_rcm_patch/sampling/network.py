@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.sampling.generate import Conditioning, initial_noise
+from turbo_rcm_patch.sampling.generation import Conditioning, initial_noise
 from turbo_rcm_patch.sampling.metrics import relative_l2
 from turbo_rcm_patch.sampling.settings import Settings
 

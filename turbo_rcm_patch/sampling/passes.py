@@ -14,7 +14,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ControlError, SamplingError
 from turbo_rcm_patch.sampling.control import candidates, exact_backend
 from turbo_rcm_patch.sampling.fusion import FusionNumber, fusion_number
-from turbo_rcm_patch.sampling.generate import (
+from turbo_rcm_patch.sampling.generation import (
     Conditioning,
     Sample,
     encode_prompt,

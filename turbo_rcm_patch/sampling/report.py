@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from turbo_rcm_patch.sampling.generate import trajectory_steps
+from turbo_rcm_patch.sampling.generation import trajectory_steps
 from turbo_rcm_patch.sampling.plots import draw_plots
 from turbo_rcm_patch.sampling.store import atomic, from_json, to_json
 from turbo_rcm_patch.sampling.verdict import (

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.sampling.generate import Sample
+from turbo_rcm_patch.sampling.generation import Sample
 
 __all__ = ["Store", "atomic", "from_json", "to_json"]
 

@@ -18,7 +18,7 @@ import torch
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling.fusion import FusionNumber
-from turbo_rcm_patch.sampling.generate import settings_for
+from turbo_rcm_patch.sampling.generation import settings_for
 from turbo_rcm_patch.sampling.measure import PromptResult, finish_prompt, read_prompt
 from turbo_rcm_patch.sampling.network import NetworkNumber
 from turbo_rcm_patch.sampling.passes import Passes, Progress, wants_network

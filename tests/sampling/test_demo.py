@@ -1,0 +1,76 @@
+"""The demo, its kernel check, and the example script, on an untrained model."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sampling.micro import SMALL
+from turbo_rcm_patch import demo as demo_module
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.sampling.kernel_check import LIMIT, KernelCheck, run_kernel_check
+from turbo_rcm_patch.tiny import prompts
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def quick_model(micro_folder: Path, tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(micro_folder, tmp_path / "model"))
+    (folder / "turbo_rcm.json").write_text(json.dumps(SMALL | {"steps": 2}))
+    return folder
+
+
+def check(relative_l2: float) -> KernelCheck:
+    return KernelCheck(relative_l2, LIMIT, tokens=264, fused=3, seconds=1.0, interpreted=True)
+
+
+@pytest.mark.slow
+def test_the_kernels_agree_with_the_reference(micro_folder: Path) -> None:
+    found = run_kernel_check(micro_folder)
+    assert found.interpreted
+    assert found.tokens == 264
+    assert found.fused == 3, "self-attention, cross-attention and feed-forward"
+    assert 0 < found.relative_l2 <= LIMIT
+    assert found.passed
+    assert "Triton's interpreter" in found.what
+
+
+def test_a_kernel_check_that_breaks_says_how_to_look(tmp_path: Path) -> None:
+    with pytest.raises(SamplingError, match=r"kernel check failed.*kernel_check"):
+        run_kernel_check(tmp_path)
+
+
+@pytest.mark.parametrize(("error", "code"), [(1e-5, 0), (1.0, 1), (float("nan"), 1)])
+def test_the_demo_is_green_only_if_everything_is(
+    quick_model: Path, tmp_path: Path, monkeypatch, capsys, error: float, code: int
+) -> None:
+    monkeypatch.setattr(demo_module, "MODEL", str(quick_model))
+    monkeypatch.setattr(demo_module, "run_kernel_check", lambda _: check(error))
+    monkeypatch.setattr(prompts, "DEMO_PROMPTS", ("a red circle", "a blue square"))
+    out = tmp_path / "demo"
+    assert main(["demo", "--out", str(out)]) == code
+    text = capsys.readouterr().out
+    assert "verdict: unchanged" in text
+    assert str(out / "report.html") in text
+    assert "interpreter" in text
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["kernel_check"]["passed"] == (code == 0)
+    assert "The Triton kernels themselves" in (out / "report.html").read_text()
+
+
+def test_the_example_runs(quick_model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["wan_t2v.py", str(quick_model), "a red circle"])
+    runpy.run_path(str(EXAMPLES / "wan_t2v.py"), run_name="__main__")
+    text = capsys.readouterr().out
+    assert "verdict:" in text
+    assert (tmp_path / "outputs" / "example" / "video.mp4").is_file()
+    lines = (EXAMPLES / "wan_t2v.py").read_text().splitlines()
+    assert len(lines) <= 36, "a script to copy is short"
