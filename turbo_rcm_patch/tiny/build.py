@@ -96,7 +96,9 @@ def build_vae(config: TinyConfig) -> AutoencoderKLWan:
         scale_factor_temporal=4,
         scale_factor_spatial=4,
     )
-    with torch.no_grad():  # quiet latents at first: a posterior of unit variance would drown the young encoder
+    with (
+        torch.no_grad()
+    ):  # quiet latents at first: a posterior of unit variance would drown the young encoder
         vae.quant_conv.bias[config.latent_channels :] = -6.0
     return vae
 

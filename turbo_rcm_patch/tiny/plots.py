@@ -40,7 +40,9 @@ def loss_curves(log: Path, path: Path) -> None:
     """Plot every stage's loss and every probe's accuracy from log.jsonl."""
     try:
         import matplotlib
-    except ImportError:  # a training machine need not have it: the curves can be drawn later from the log
+    except (
+        ImportError
+    ):  # a training machine need not have it: the curves can be drawn later from the log
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

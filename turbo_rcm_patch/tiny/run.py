@@ -100,7 +100,9 @@ class Stage:
             key: copy.deepcopy(net).eval().requires_grad_(False) for key, net in networks.items()
         }
         self.parameters: list[Tensor] = [p for net in networks.values() for p in net.parameters()]
-        self._ema_parameters: list[Tensor] = [p for net in self.ema.values() for p in net.parameters()]
+        self._ema_parameters: list[Tensor] = [
+            p for net in self.ema.values() for p in net.parameters()
+        ]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
             lr=lr,

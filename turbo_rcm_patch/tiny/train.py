@@ -1,7 +1,8 @@
 """Train the tiny Wan from nothing: `python -m turbo_rcm_patch.tiny.train --out DIR`.
 
-Three stages, each with its own budget in minutes (or in steps, which is repeatable): the VAE, a flow-matching teacher
-with its text encoder, and the few-step student that ships. Checkpoints are written every minute; the same command
+Four stages, each with its own budget in minutes (or in steps, which is repeatable): the VAE, a flow-matching teacher
+with its text encoder, the few-step student that ships, and once more
+the VAE's decoder. Checkpoints are written every minute; the same command
 continues where the last one stopped. While it runs, DIR/control.json ({"teacher": {"minutes": 9, "lr": 0.0005}, ...})
 is read every few steps and changes budget or peak learning rate. DIR receives log.jsonl, curves.png, sheets/*.png and
 the pipeline folders wan_teacher and wan_student.
@@ -14,11 +15,14 @@ import json
 from pathlib import Path
 
 import torch
+from diffusers import AutoencoderKLWan, WanPipeline
 
 from turbo_rcm_patch.tiny.build import TinyConfig
+from turbo_rcm_patch.tiny.probe import export
 from turbo_rcm_patch.tiny.run import Run
+from turbo_rcm_patch.tiny.train_decoder import train_decoder
 from turbo_rcm_patch.tiny.train_flow import build_corpus, train_student, train_teacher
-from turbo_rcm_patch.tiny.train_vae import train_vae
+from turbo_rcm_patch.tiny.train_vae import train_vae, use_layout
 
 __all__ = ["main"]
 
@@ -32,7 +36,12 @@ def _arguments() -> argparse.ArgumentParser:
         required=True,
         help="folder for state, logs, sheets and pipeline folders",
     )
-    add("--stage", choices=("vae", "teacher", "student", "all"), default="all")
+    add("--stage", choices=("vae", "teacher", "student", "decoder", "all"), default="all")
+    add(
+        "--start",
+        type=Path,
+        help="pipeline folder: take its VAE as it is, and start the teacher from it",
+    )
     add("--resume", action="store_true", help="continue a folder that has state already")
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -52,6 +61,7 @@ def _arguments() -> argparse.ArgumentParser:
         ("vae", 5.0, 16, 1e-3),
         ("teacher", 10.5, 128, 1e-3),
         ("student", 5.0, 128, 5e-4),
+        ("decoder", 4.0, 16, 6e-4),
     ):
         add(f"--minutes-{stage}", type=float, default=minutes)
         add(f"--steps-{stage}", type=int, help="budget in steps instead of minutes")
@@ -66,10 +76,30 @@ def _arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def polish_folder(
+    run: Run, config: TinyConfig, vae: AutoencoderKLWan, args: argparse.Namespace
+) -> None:
+    """Write the pipeline folder `--start` again, with a better decoder, under its own name."""
+    vae = train_decoder(
+        run,
+        config,
+        vae,
+        minutes=args.minutes_decoder,
+        steps=args.steps_decoder,
+        batch=args.batch_decoder,
+        lr=args.lr_decoder,
+    )
+    pipe = WanPipeline.from_pretrained(args.start, torch_dtype=torch.float32)
+    export(run.out / args.start.name, config, vae, pipe.text_encoder, pipe.transformer)
+    run.log(event="finished")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the stages that were asked for, after loading those before them."""
     parser = _arguments()
     args = parser.parse_args(arguments)
+    if args.stage == "decoder" and args.start is None:
+        parser.error("--stage decoder needs --start FOLDER, the pipeline whose decoder is to be trained on")
     if (args.out / "state").exists() and not args.resume:
         parser.error(f"{args.out} has state of an earlier run: pass --resume, or another --out")
     device = torch.device(args.device)
@@ -83,14 +113,24 @@ def main(arguments: list[str] | None = None) -> None:
         json.dumps({k: str(v) for k, v in vars(args).items()}, indent=2)
     )
 
-    vae = train_vae(
-        run,
-        config,
-        minutes=args.minutes_vae,
-        steps=args.steps_vae,
-        batch=args.batch_vae,
-        lr=args.lr_vae,
-    )
+    if args.start is None:
+        vae = train_vae(
+            run,
+            config,
+            minutes=args.minutes_vae,
+            steps=args.steps_vae,
+            batch=args.batch_vae,
+            lr=args.lr_vae,
+        )
+    else:
+        vae = AutoencoderKLWan.from_pretrained(
+            args.start, subfolder="vae", torch_dtype=torch.float32
+        ).to(device)
+        vae.eval().requires_grad_(False)
+        use_layout(vae, "channels-last")
+    if args.stage == "decoder":
+        polish_folder(run, config, vae, args)
+        return
     if args.stage == "vae":
         return
     corpus = build_corpus(run, config, vae, count=args.clips, seconds=args.corpus_seconds)
@@ -106,10 +146,11 @@ def main(arguments: list[str] | None = None) -> None:
         guidance=args.guidance,
         compiled=args.compile,
         probe_count=args.probe_count,
+        start=args.start,
     )
     if args.stage == "teacher":
         return
-    train_student(
+    student = train_student(
         run,
         config,
         vae,
@@ -126,6 +167,19 @@ def main(arguments: list[str] | None = None) -> None:
         compiled=args.compile,
         probe_count=args.probe_count,
     )
+    if args.stage == "student":
+        return
+    vae = train_decoder(
+        run,
+        config,
+        vae,
+        minutes=args.minutes_decoder,
+        steps=args.steps_decoder,
+        batch=args.batch_decoder,
+        lr=args.lr_decoder,
+    )
+    export(run.out / "wan_teacher", config, vae, encoder, teacher)
+    export(run.out / "wan_student", config, vae, encoder, student)
     run.log(event="finished")
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -144,11 +145,24 @@ def train_teacher(
     guidance: float = 1.5,
     compiled: bool = False,
     probe_count: int = 128,
+    start: Path | None = None,
 ) -> tuple[WanTransformer3DModel, UMT5EncoderModel]:
-    """Flow matching; transformer and text encoder learn together. Returns their averaged weights."""
+    """Flow matching; transformer and text encoder learn together. Returns their averaged weights.
+
+    With `start`, a pipeline folder, both begin from its weights instead of from random ones.
+    """
     torch.manual_seed(run.seed + 1)
     transformer = build_transformer(config).to(run.device)
     encoder = build_text_encoder(config).to(run.device)
+    if start is not None:
+        found = WanTransformer3DModel.from_pretrained(
+            start, subfolder="transformer", torch_dtype=torch.float32
+        )
+        transformer.load_state_dict(found.state_dict())
+        words = UMT5EncoderModel.from_pretrained(
+            start, subfolder="text_encoder", dtype=torch.float32
+        )
+        encoder.load_state_dict(words.state_dict())
     stage = Stage(
         run,
         "teacher",

@@ -15,7 +15,7 @@ from turbo_rcm_patch.tiny.data import REFERENCE_SIZE, Scenes, render, sample_sce
 from turbo_rcm_patch.tiny.plots import sheet
 from turbo_rcm_patch.tiny.run import Run, Stage, batches
 
-__all__ = ["decode_frames", "encode", "train_vae"]
+__all__ = ["decode", "decode_frames", "encode", "statistics", "train_vae", "use_layout"]
 
 _CROP_PHASE: Final = 0.65  # share of the budget spent on crops of half the side
 _KL: Final = 3e-4
@@ -50,7 +50,8 @@ def decode(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
     return torch.cat(chunks, 2)
 
 
-def _statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[Tensor, Tensor]:
+def statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the latents, each [1, C, 1, 1, 1] fp32."""
     shape = (1, -1, 1, 1, 1)
     mean = torch.tensor(vae.config.latents_mean, device=device).view(shape)
     return mean, torch.tensor(vae.config.latents_std, device=device).view(shape)
@@ -59,7 +60,7 @@ def _statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[Tensor, Te
 @torch.no_grad()
 def encode(vae: AutoencoderKLWan, videos: Tensor) -> Tensor:
     """Normalised latents [B, C, F, H, W] fp32 (the posterior's mean) of videos [B, 3, F, H, W] in 0..1."""
-    mean, std = _statistics(vae, videos.device)
+    mean, std = statistics(vae, videos.device)
     latents: Tensor = vae.encode(videos * 2 - 1).latent_dist.mode()
     return (latents.float() - mean) / std
 
@@ -67,7 +68,7 @@ def encode(vae: AutoencoderKLWan, videos: Tensor) -> Tensor:
 @torch.no_grad()
 def decode_frames(vae: AutoencoderKLWan, latents: Tensor, run: Run, *, batch: int = 16) -> Tensor:
     """Frames [B, F, H, W, 3] fp32 in 0..1 of normalised latents."""
-    mean, std = _statistics(vae, latents.device)
+    mean, std = statistics(vae, latents.device)
     parts = []
     for part in batches(len(latents), batch):
         with run.precision():
@@ -104,7 +105,7 @@ def _losses(
     return {"loss": pixel + _EDGE * edge + _KL * kl, "pixel": pixel, "edge": edge, "kl": kl}
 
 
-def _use_layout(vae: AutoencoderKLWan, layout: str) -> None:
+def use_layout(vae: AutoencoderKLWan, layout: str) -> None:
     formats = {
         "channels-first": {4: torch.contiguous_format, 5: torch.contiguous_format},
         "channels-last": {4: torch.channels_last, 5: torch.channels_last_3d},
@@ -120,7 +121,7 @@ def _fastest_layout(vae: AutoencoderKLWan, videos: Tensor, run: Run) -> str:
     """Time both memory layouts on this device for a few steps and keep the faster one."""
     seconds = {}
     for layout in ("channels-last", "channels-first"):
-        _use_layout(vae, layout)
+        use_layout(vae, layout)
         generator = torch.Generator(run.device).manual_seed(0)
         for attempt in range(4):
             if attempt == 2:
@@ -136,7 +137,7 @@ def _fastest_layout(vae: AutoencoderKLWan, videos: Tensor, run: Run) -> str:
         seconds[layout] = (time.monotonic() - began) / 2
     vae.zero_grad(set_to_none=True)
     best = min(seconds, key=lambda name: seconds[name])
-    _use_layout(vae, best)
+    use_layout(vae, best)
     run.log(
         stage="vae", event="layout", chosen=best, **{k: round(v, 4) for k, v in seconds.items()}
     )
@@ -172,7 +173,7 @@ def train_vae(
     vae = build_vae(config).to(run.device)
     layout = run.out / "layout.txt"
     if run.device.type == "cuda" and layout.exists():
-        _use_layout(vae, layout.read_text())
+        use_layout(vae, layout.read_text())
     elif run.device.type == "cuda":
         scenes, _ = run.generators(99)
         warm = render(
