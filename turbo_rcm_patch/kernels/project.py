@@ -18,7 +18,11 @@ from turbo_rcm_patch.kernels.launch import (
     tile_for,
 )
 
-__all__ = ["project_kernel", "project_skip", "project_tile"]
+__all__ = ["WIDE", "project_kernel", "project_skip", "project_tile"]
+
+#: Outputs from which on large tiles fill the card: 512 of 128x128, about four for each of the
+#: H200's 132 multiprocessors.
+WIDE = 2**23
 
 
 @triton.jit
@@ -120,6 +124,8 @@ def project_skip(
     features = weight.shape[0]
     if tile is None:
         variant = "fp32" if x.dtype == torch.float32 else "16bit"
+        if variant == "16bit" and batch * n_tokens * features >= WIDE:
+            variant = "16bit_wide"
         tile = tile_for("project", variant, target_of(x.device))
     block_k = 32 if x.dtype == torch.float32 else 64
     x, weight = dense_rows(x), dense_rows(weight)
