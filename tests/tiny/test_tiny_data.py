@@ -60,7 +60,9 @@ def test_every_caption_reads_back() -> None:
         assert parse(caption(clip)) == clip
 
 
-@pytest.mark.parametrize("text", ["", "a purple cow", "a large red circle flying on a black background"])
+@pytest.mark.parametrize(
+    "text", ["", "a purple cow", "a large red circle flying on a black background"]
+)
 def test_foreign_sentences_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="caption"):
         parse(text)
@@ -103,7 +105,9 @@ def test_detector_tolerates_blur_and_noise() -> None:
     scenes = _scenes(64, 2)
     videos = render(scenes).permute(0, 2, 1, 3, 4).flatten(0, 1)
     blurred = torch.nn.functional.avg_pool2d(videos, 3, stride=1, padding=1)
-    blurred = blurred + 0.03 * torch.randn(blurred.shape, generator=torch.Generator().manual_seed(0))
+    blurred = blurred + 0.03 * torch.randn(
+        blurred.shape, generator=torch.Generator().manual_seed(0)
+    )
     frames = blurred.unflatten(0, (64, 17)).permute(0, 1, 3, 4, 2)
     assert min(accuracy(detect(frames), scenes.clips()).values()) >= 0.99
 

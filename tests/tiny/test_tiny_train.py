@@ -1,4 +1,4 @@
-"""The tokenizer, the flow's arithmetic, and a few steps of every training stage with a micro network."""
+"""The tokenizer, the flow's arithmetic, and a few steps of every stage with a micro network."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from turbo_rcm_patch.tiny.build import TinyConfig, build_tokenizer, build_vae
 from turbo_rcm_patch.tiny.evaluate import Evaluation, evaluate, zeroed
 from turbo_rcm_patch.tiny.flow import few_step, ode, rcm_times
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS, caption, clips
-from turbo_rcm_patch.tiny.train import main
+from turbo_rcm_patch.tiny.train import install, main
 from turbo_rcm_patch.tiny.train_vae import decode
 
-MICRO = (
-    "--micro --device cpu --batch-vae 2 --batch-teacher 4 --batch-student 4 "
-    "--clips 8 --fill 3 --probe-count 2"
-).split()
+MICRO = ["--micro", "--device", "cpu", "--steps-decoder", "2", "--clips", "8", "--fill", "3"]
+MICRO += ["--batch-vae", "2", "--batch-teacher", "4", "--batch-student", "4"]
+MICRO += ["--batch-decoder", "2", "--probe-count", "2"]
 
 
 def _train(out: Path, vae: int, teacher: int, student: int, *extra: str) -> None:
@@ -56,7 +55,7 @@ def test_times_are_those_of_the_published_sampler() -> None:
 
 
 def test_samplers_reach_the_data_when_the_velocity_is_exact() -> None:
-    """All mass on one point: v = (x - point) / t, a straight line; the point is reached exactly."""
+    """All mass on one point: v = (x - point) / t, a straight line; it is reached exactly."""
     point = torch.full((2, 1, 1, 2, 2), 0.7)
 
     def velocity(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -90,7 +89,7 @@ def test_training_decoder_is_the_vae_without_its_clamp() -> None:
 
 def test_run_leaves_what_it_promises(trained: Path) -> None:
     records = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
-    assert {r.get("stage") for r in records} >= {"vae", "teacher", "student"}
+    assert {r.get("stage") for r in records} >= {"vae", "teacher", "student", "decoder"}
     assert (trained / "curves.png").exists() and len(list((trained / "sheets").glob("*.png"))) >= 5
 
 
@@ -127,6 +126,42 @@ def test_a_folder_with_state_is_not_overwritten_by_accident(trained: Path) -> No
         _train(trained, 3, 4, 4)
 
 
+def test_a_decoder_is_trained_on_a_finished_folder(trained: Path, tmp_path: Path) -> None:
+    """Everything but the decoder stays what it was."""
+    start = trained / "wan_student"
+    _train(tmp_path / "run", 3, 4, 4, "--stage", "decoder", "--start", str(start))
+    before, after = (WanPipeline.from_pretrained(p) for p in (start, tmp_path / "run/wan_student"))
+    for part in ("transformer", "text_encoder", "vae"):
+        old, new = getattr(before, part).state_dict(), getattr(after, part).state_dict()
+        changed = {name.split(".")[0] for name in old if not torch.equal(old[name], new[name])}
+        assert changed == ({"decoder", "post_quant_conv"} if part == "vae" else set())
+
+
+def test_state_is_kept_in_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is read back from them: a second run finds nothing left to do."""
+    monkeypatch.setattr("turbo_rcm_patch.tiny.run._PIECE", 50_000)
+    _train(tmp_path / "run", 3, 4, 4, "--stage", "vae")
+    sizes = [p.stat().st_size for p in (tmp_path / "run/state").rglob("*.bin")]
+    assert len(sizes) > 2 and max(sizes) <= 50_000
+    log = (tmp_path / "run/log.jsonl").read_text().count('"loss"')
+    _train(tmp_path / "run", 3, 4, 4, "--stage", "vae", "--resume")
+    assert (tmp_path / "run/log.jsonl").read_text().count('"loss"') == log
+
+
+def test_install_leaves_the_card_and_refuses_what_is_too_large(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "README.md").write_text("card")
+    install(trained / "wan_student", tmp_path)
+    assert (tmp_path / "README.md").read_text() == "card"
+    WanPipeline.from_pretrained(tmp_path)
+    with pytest.raises(ModelFolderError, match="turbo_rcm.json"):
+        install(tmp_path / "vae", tmp_path)
+    monkeypatch.setattr("turbo_rcm_patch.tiny.train._MOST_BYTES", 1000)
+    with pytest.raises(ModelFolderError, match="1000 bytes"):
+        install(trained / "wan_student", tmp_path)
+
+
 def test_evaluation_writes_its_numbers(trained: Path, tmp_path: Path) -> None:
     results = evaluate(
         trained / "wan_student",
@@ -139,7 +174,12 @@ def test_evaluation_writes_its_numbers(trained: Path, tmp_path: Path) -> None:
     )
     saved = json.loads((tmp_path / "evaluation.json").read_text())
     assert saved == results
-    assert {"student_2_steps", "zeroed_self_attention", "zeroed_cross_attention", "teacher"} <= set(saved)
+    assert {
+        "student_2_steps",
+        "zeroed_self_attention",
+        "zeroed_cross_attention",
+        "teacher",
+    } <= set(saved)
 
 
 def test_zeroing_an_attention_is_undone(trained: Path) -> None:

@@ -1,4 +1,4 @@
-"""The shipped model: a complete, tiny Wan text-to-video pipeline trained by this project from nothing."""
+"""The shipped model: a complete, tiny Wan text-to-video pipeline, trained here from nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the tiny Wan: their sizes, a tokenizer over the world's words, and the folder on disk."""
+"""The parts of the tiny Wan: sizes, a tokenizer over the world's words, the folder on disk."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _FP32_PARTS: Final = tuple(WanTransformer3DModel._keep_in_fp32_modules)
 class TinyConfig:
     """Sizes of the tiny Wan.
 
-    The VAE shrinks by 4 in space and in time, so 17 frames of 128x128 are 5x32x32 latents and, with patches of
-    (1, 2, 2), 1,280 tokens.
+    The VAE shrinks by 4 in space and in time, so 17 frames of 128x128 are 5x32x32 latents and,
+    with patches of (1, 2, 2), 1,280 tokens.
     """
 
     size: int = 128
@@ -58,7 +58,12 @@ class TinyConfig:
     text_layers: int = 2
     max_sequence_length: int = 24
     settings: dict[str, float | int] = field(
-        default_factory=lambda: {"steps": 4, "sigma_max": 80, "guidance_scale": 1.0}
+        default_factory=lambda: {
+            "fps": 8,
+            "steps": 4,
+            "sigma_max": 80,
+            "guidance_scale": 1.0,
+        }
     )
 
     @classmethod
@@ -96,9 +101,8 @@ def build_vae(config: TinyConfig) -> AutoencoderKLWan:
         scale_factor_temporal=4,
         scale_factor_spatial=4,
     )
-    with (
-        torch.no_grad()
-    ):  # quiet latents at first: a posterior of unit variance would drown the young encoder
+    # Quiet latents at first: a posterior of unit variance would drown the young encoder.
+    with torch.no_grad():
         vae.quant_conv.bias[config.latent_channels :] = -6.0
     return vae
 
@@ -118,9 +122,8 @@ def build_transformer(config: TinyConfig) -> WanTransformer3DModel:
         cross_attn_norm=True,
         rope_max_seq_len=64,
     )
-    nn.init.zeros_(
-        model.proj_out.weight
-    )  # start from "predict nothing": the first steps do not explode
+    # Start from "predict nothing": the first steps do not explode.
+    nn.init.zeros_(model.proj_out.weight)
     nn.init.zeros_(model.proj_out.bias)
     return model
 
@@ -143,7 +146,7 @@ def build_text_encoder(config: TinyConfig) -> UMT5EncoderModel:
 
 
 def build_tokenizer(config: TinyConfig) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer over the words of the caption grammar, in lower case, punctuation dropped."""
+    """A word-level tokenizer over the caption grammar, in lower case, punctuation dropped."""
     vocabulary = {word: i for i, word in enumerate((*_SPECIAL, *words()))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
@@ -193,13 +196,15 @@ def save_pipeline(
 ) -> None:
     """Write a `WanPipeline` folder of less than 16 MiB, and the settings it was trained for.
 
-    The transformer is stored in bf16 with the parts that diffusers keeps in fp32 left alone, so that loading in bf16
-    changes nothing; the VAE is stored in fp16, whose finer mantissa suits fp32 decoding; the text encoder stays in
-    fp32, because transformers would load a half-precision file in half precision. The arguments are rounded in
-    place: pass copies.
+    The transformer is stored in bf16 with the parts that diffusers keeps in fp32 left alone, so
+    that loading in bf16 changes nothing; the VAE is stored in fp16, whose finer mantissa suits
+    fp32 decoding; the text encoder stays in fp32, because transformers would load a half-precision
+    file in half precision. The arguments are rounded in place: pass copies.
     """
     _half(transformer, torch.bfloat16, _FP32_PARTS)
     _half(vae, torch.float16)
+    for model in (vae, transformer):  # where a part was once loaded from says nothing here
+        model.register_to_config(_name_or_path="")
     pipe = WanPipeline(
         tokenizer=build_tokenizer(config),
         text_encoder=text_encoder,

@@ -1,7 +1,8 @@
 """Procedural videos, rendered analytically on whatever device trains: seeded, batched, unlimited.
 
-A scene is a handful of numbers per clip; `render` turns scenes into pixels with signed distance functions and one
-pixel of antialiasing. Scenes are drawn on the CPU, so that a seed means the same videos on every device.
+A scene is a handful of numbers per clip; `render` turns scenes into pixels with signed distance
+functions and one pixel of antialiasing. Scenes are drawn on the CPU, so that a seed means the same
+videos on every device.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def motion_path(frames: int, device: torch.device | str = "cpu") -> tuple[Tensor
     """Offsets and scale of every motion over time.
 
     Returns:
-        dx, dy: [motions, frames] fp32 in units of the travel; scale: [motions, frames], factor on the radius.
+        dx, dy: [motions, frames] fp32 in units of the travel; scale: the same, factor on the
+        radius.
     """
     u = torch.linspace(0, 1, frames, device=device)
     zero, one = torch.zeros_like(u), torch.ones_like(u)
@@ -147,9 +149,9 @@ def motion_path(frames: int, device: torch.device | str = "cpu") -> tuple[Tensor
 
 
 def signed_distance(shape: int, x: Tensor, y: Tensor) -> Tensor:
-    """Distance to the outline of a shape of radius 1 around the origin, negative inside; y points down.
+    """Distance to the outline of a shape of radius 1 around the origin; y points down.
 
-    Exact along the edges, which is where a pixel is neither inside nor outside.
+    Negative inside; exact along the edges, which is where a pixel is neither inside nor outside.
     """
     name = SHAPES[shape]
     if name == "circle":
@@ -189,7 +191,7 @@ def render(
         scenes: B clips, on the device that renders.
         frames: Number of frames F.
         size: Height and width of the whole picture in pixels.
-        window: (top [B], left [B], side): render only this square of each picture, for training on crops.
+        window: (top [B], left [B], side): only this square of each picture, for crops.
 
     Returns:
         [B, 3, F, H, W] fp32 in 0..1, on the scenes' device.

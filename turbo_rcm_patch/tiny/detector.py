@@ -1,4 +1,4 @@
-"""A deterministic judge of colour, shape and motion: thresholds, moments and templates, nothing learned."""
+"""A deterministic judge of colour, shape and motion: thresholds, moments, templates."""
 
 from __future__ import annotations
 
@@ -129,9 +129,8 @@ def _shape(mask: Tensor, cx: Tensor, cy: Tensor, total: Tensor, seen: Tensor) ->
     template = _templates().to(mask.device).flatten(1)
     both = torch.minimum(cut, template).sum(-1)
     either = torch.maximum(cut, template).sum(-1).clamp(min=1e-6)
-    weight = (total * seen)[
-        ..., None
-    ]  # large objects say more about their outline than small ones
+    # Large objects say more about their outline than small ones.
+    weight = (total * seen)[..., None]
     iou = (both / either * weight).sum(1) / weight.sum(1).clamp(min=1e-6)
     best = iou.max(1)
     return torch.where(best.values > _MIN_IOU, best.indices, -1)

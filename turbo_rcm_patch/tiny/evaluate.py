@@ -1,8 +1,9 @@
-"""Judge generated videos: `python -m turbo_rcm_patch.tiny.evaluate --model DIR --out DIR --count 400`.
+"""Judge generated videos: `python -m turbo_rcm_patch.tiny.evaluate --out DIR --count 400`.
 
-Prompts are drawn from the held-out combinations. The detector judges colour, shape and motion of the student at each
-number of steps, of the teacher where its folder is given, and of the student with self-attention or cross-attention
-zeroed; beside it stand the same detector on rendered videos and on prompts shuffled among themselves.
+Prompts are drawn from the held-out combinations. The detector judges colour, shape and motion of
+the student at each number of steps, of the teacher where its folder is given, and of the student
+with self-attention or cross-attention zeroed; beside it stand the same detector on rendered videos
+and on prompts shuffled among themselves.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Evaluation:
 
     @torch.no_grad()
     def frames(self, *, steps: int | None, guidance: float = 1.0) -> Iterator[Tensor]:
-        """Batches of frames [b, F, H, W, 3] fp32 in 0..1; `steps` of the rCM sampler, or None for the ODE."""
+        """Batches of frames [b, F, H, W, 3] fp32 in 0..1; steps of the rCM sampler, None: ODE."""
         vae, device = self.pipe.vae, self.pipe.transformer.device
         latent_frames = (
             int(self.settings["num_frames"]) - 1
@@ -163,7 +164,7 @@ def evaluate(
     guidance: float = 1.5,
     say: Callable[[str], None] = print,
 ) -> dict[str, object]:
-    """Run every judgement, write evaluation.json and sample sheets under `out`, and return the numbers."""
+    """Run every judgement, write evaluation.json and sheets under `out`, return the numbers."""
     out.mkdir(parents=True, exist_ok=True)
     load = {"count": count, "seed": seed, "batch": batch, "device": device, "dtype": dtype}
     student = Evaluation.load(model, **load)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rectified flow: x_t = (1 - t) x0 + t noise, v = noise - x0, x0 = x_t - t v; sampling a teacher and a student."""
+"""Rectified flow, x_t = (1 - t) x0 + t noise, v = noise - x0: sampling teacher and student."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sample_times(count: int, generator: torch.Generator, device: torch.device) -
 
 
 def guided(conditional: Velocity, unconditional: Velocity | None, weight: float) -> Velocity:
-    """Classifier-free guidance, only where the structure is decided (t > 0.6); below it, it would only saturate."""
+    """Classifier-free guidance where the structure is decided (t > 0.6); later it saturates."""
     if unconditional is None or weight == 1.0:
         return conditional
 
@@ -61,7 +61,7 @@ def guided(conditional: Velocity, unconditional: Velocity | None, weight: float)
 
 
 def ode(velocity: Velocity, x: Tensor, start: float, steps: int) -> Tensor:
-    """Integrate from `start` to 0 with Adams-Bashforth of order two: second order at one network call a step.
+    """Integrate from `start` to 0, of second order at one network call a step (Adams-Bashforth).
 
     Args:
         velocity: The flow.

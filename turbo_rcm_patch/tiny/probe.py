@@ -1,4 +1,4 @@
-"""Looking at a model while it trains: accuracy on held-out prompts, a sample sheet, a loadable folder."""
+"""Looking at a model while it trains: accuracy on held-out prompts, a sheet, a folder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from turbo_rcm_patch.tiny.train_vae import decode_frames
 
 __all__ = ["Sampler", "export", "probe_flow", "sharpness"]
 
-# (text [B, L, D], text of the empty caption [B, L, D], noise [B, C, F, H, W], generator) -> latents
+# (text [B, L, D], text of the empty caption, noise [B, C, F, H, W], generator) -> latents
 Sampler = Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]
 
 
 def sharpness(frames: Tensor) -> float:
-    """Root mean square of the differences between neighbouring pixels of frames [B, F, H, W, 3]."""
+    """Root mean square difference of neighbouring pixels of frames [B, F, H, W, 3]."""
     across = frames.diff(dim=2).square().mean() + frames.diff(dim=3).square().mean()
     return float(across.sqrt())
 
@@ -43,7 +43,7 @@ def probe_flow(
     count: int,
     batch: int = 64,
 ) -> None:
-    """Generate from held-out prompts, judge, log, draw, and export a pipeline folder `wan_<stage>`."""
+    """Generate from held-out prompts, judge, log, draw, and export `wan_<stage>`."""
     run, began = stage.run, time.monotonic()
     scenes, noises = run.generators(90)
     wanted = sample_scenes(count, scenes, held_out=True)

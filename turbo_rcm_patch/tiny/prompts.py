@@ -1,4 +1,4 @@
-"""What the tiny world can show, how it is said in words, and which combinations training never sees."""
+"""What the tiny world can show, how it is said, and what training never sees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 SHAPES: Final = ("circle", "square", "triangle", "star", "ring", "cross")
-# Pairwise at least 0.45 apart in RGB, each with one channel near 1: brightness alone finds the object.
+# Pairwise at least 0.45 apart in RGB, one channel near 1: brightness alone finds the object.
 COLOURS: Final = {
     "red": (0.95, 0.10, 0.10),
     "green": (0.10, 0.90, 0.15),
@@ -63,7 +63,7 @@ class Clip:
 
 
 def is_held_out(shape: int, colour: int, motion: int) -> bool:
-    """Whether training leaves this combination out: one in four, every pair of values still occurs."""
+    """Whether training leaves this combination out: one in four; every pair still occurs."""
     return (shape + colour + motion) % _HELD_OUT_EVERY == 0
 
 

@@ -1,11 +1,12 @@
-"""What every training stage needs: a log, a clock that survives restarts, checkpoints, a learning rate, an EMA."""
+"""What every stage needs: a log, a clock that survives restarts, checkpoints, an EMA."""
 
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
-import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 __all__ = ["Run", "Stage", "batches"]
 
 _CONTROL: Final = "control.json"
+_PIECE: Final = 15 * 2**20  # bytes of a state file
 Probe = Callable[["Stage"], None]
 
 
@@ -77,8 +79,9 @@ class Run:
 class Stage:
     """A resumable, time-boxed or step-boxed optimisation of some networks.
 
-    The learning rate warms up over 100 steps and falls along a cosine over the budget: seconds of training (restarts
-    do not count), or steps where `steps` is given, which makes a run repeatable.
+    The learning rate warms up over 100 steps and falls along a cosine over the budget: seconds of
+    training (restarts do not count), or steps where `steps` is given, which makes a run
+    repeatable.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Stage:
         )
         self.scenes, self.noise = run.generators(salt)
         self.step, self.seconds, self.done = 0, 0.0, False
-        self._path = run.out / "state" / f"{name}.pt"
+        self._path = run.out / "state" / name
 
     @property
     def progress(self) -> float:
@@ -123,8 +126,7 @@ class Stage:
         return min(1.0, used)
 
     def save(self) -> None:
-        """Write the state next to the old one, then swap."""
-        self._path.parent.mkdir(exist_ok=True)
+        """Write the state next to the old one, then swap; no file is larger than 16 MiB."""
         state = {
             "networks": {key: net.state_dict() for key, net in self.networks.items()},
             "ema": {key: net.state_dict() for key, net in self.ema.items()},
@@ -132,15 +134,29 @@ class Stage:
             "clock": (self.step, self.seconds, self.done),
             "generators": (self.scenes.get_state(), self.noise.get_state()),
         }
-        fresh = self._path.with_suffix(".tmp")
-        torch.save(state, fresh)
-        os.replace(fresh, self._path)
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        fresh, old = self._path.with_suffix(".new"), self._path.with_suffix(".old")
+        for folder in (fresh, old):
+            shutil.rmtree(folder, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        content = buffer.getbuffer()
+        for i, start in enumerate(range(0, len(content), _PIECE)):
+            (fresh / f"{i:03d}.bin").write_bytes(content[start : start + _PIECE])
+        if self._path.exists():
+            self._path.rename(old)
+        fresh.rename(self._path)
+        shutil.rmtree(old, ignore_errors=True)
 
     def load(self) -> bool:
         """Continue from the last checkpoint, if there is one."""
-        if not self._path.exists():
+        # Between the two renames of `save` there is only the old one.
+        places = (self._path, self._path.with_suffix(".old"))
+        folder = next((place for place in places if place.exists()), None)
+        if folder is None:
             return False
-        state = torch.load(self._path, map_location=self.run.device, weights_only=True)
+        content = io.BytesIO(b"".join(p.read_bytes() for p in sorted(folder.glob("*.bin"))))
+        state = torch.load(content, map_location=self.run.device, weights_only=True)
         for key, net in self.networks.items():
             net.load_state_dict(state["networks"][key])
             self.ema[key].load_state_dict(state["ema"][key])
@@ -161,7 +177,8 @@ class Stage:
 
         Args:
             loss_of: Computes one batch's losses; "loss" is minimised, the others are logged.
-            probe: Called with this stage every `probe_every` seconds and at the end; its time is not counted.
+            probe: Called with this stage every `probe_every` seconds and at the end, off the
+            clock.
             probe_every: Seconds.
         """
         last_save = last_probe = time.monotonic()

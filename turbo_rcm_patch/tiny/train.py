@@ -1,30 +1,44 @@
 """Train the tiny Wan from nothing: `python -m turbo_rcm_patch.tiny.train --out DIR`.
 
-Four stages, each with its own budget in minutes (or in steps, which is repeatable): the VAE, a flow-matching teacher
-with its text encoder, the few-step student that ships, and once more
-the VAE's decoder. Checkpoints are written every minute; the same command
-continues where the last one stopped. While it runs, DIR/control.json ({"teacher": {"minutes": 9, "lr": 0.0005}, ...})
-is read every few steps and changes budget or peak learning rate. DIR receives log.jsonl, curves.png, sheets/*.png and
-the pipeline folders wan_teacher and wan_student.
+Four stages, each with its own budget in minutes (or in steps, which is repeatable): the VAE, a
+flow-matching teacher with its text encoder, the few-step student that ships, and once more the
+VAE's decoder. On one H200 the default budgets take about 25 minutes in all. DIR receives
+log.jsonl, curves.png, sheets/*.png and the pipeline folders wan_teacher and wan_student.
+
+In pieces: state is written to DIR/state every minute, in files of at most 16 MiB, and the same
+command with `--resume` continues where the last one stopped. Where the state cannot be kept, a
+pipeline folder is enough: `--start DIR/wan_teacher` takes its VAE as it is and starts the teacher
+from its weights; `--stage decoder --start DIR/wan_student` trains only that folder's decoder and
+writes it again. `--stage install` copies DIR/wan_student to where the package looks for it.
+
+While it runs, DIR/control.json ({"teacher": {"minutes": 9, "lr": 0.0005}, ...}) is read every few
+steps and changes budget or peak learning rate.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
+from typing import Final
 
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline
 
-from turbo_rcm_patch.tiny.build import TinyConfig
+from turbo_rcm_patch.errors import ModelFolderError
+from turbo_rcm_patch.tiny import TINY_WAN
+from turbo_rcm_patch.tiny.build import SETTINGS_FILE, TinyConfig
 from turbo_rcm_patch.tiny.probe import export
 from turbo_rcm_patch.tiny.run import Run
 from turbo_rcm_patch.tiny.train_decoder import train_decoder
 from turbo_rcm_patch.tiny.train_flow import build_corpus, train_student, train_teacher
 from turbo_rcm_patch.tiny.train_vae import train_vae, use_layout
 
-__all__ = ["main"]
+__all__ = ["install", "main"]
+
+_STAGES: Final = ("vae", "teacher", "student", "decoder", "install", "all")
+_MOST_BYTES: Final = 16 * 2**20
 
 
 def _arguments() -> argparse.ArgumentParser:
@@ -36,7 +50,7 @@ def _arguments() -> argparse.ArgumentParser:
         required=True,
         help="folder for state, logs, sheets and pipeline folders",
     )
-    add("--stage", choices=("vae", "teacher", "student", "decoder", "all"), default="all")
+    add("--stage", choices=_STAGES, default="all")
     add(
         "--start",
         type=Path,
@@ -55,12 +69,16 @@ def _arguments() -> argparse.ArgumentParser:
         action="store_true",
         help="let cuDNN try out algorithms (slow to start)",
     )
-    add("--compile", action="store_true", help="torch.compile the transformer blocks")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile the transformer blocks; default on a GPU",
+    )
     add("--micro", action="store_true", help="a network for smoke tests")
     for stage, minutes, batch, lr in (
         ("vae", 5.0, 16, 1e-3),
-        ("teacher", 10.5, 128, 1e-3),
-        ("student", 5.0, 128, 5e-4),
+        ("teacher", 7.0, 128, 1e-3),
+        ("student", 4.5, 128, 5e-4),
         ("decoder", 4.0, 16, 6e-4),
     ):
         add(f"--minutes-{stage}", type=float, default=minutes)
@@ -89,21 +107,55 @@ def polish_folder(
         batch=args.batch_decoder,
         lr=args.lr_decoder,
     )
-    pipe = WanPipeline.from_pretrained(args.start, torch_dtype=torch.float32)
+    pipe = WanPipeline.from_pretrained(args.start, dtype=torch.float32)
     export(run.out / args.start.name, config, vae, pipe.text_encoder, pipe.transformer)
     run.log(event="finished")
+
+
+def install(student: Path, target: Path = TINY_WAN) -> Path:
+    """Put a trained pipeline folder where the package looks for it; the model card stays.
+
+    Raises:
+        ModelFolderError: There is no such folder, or with the card it exceeds 16 MiB.
+    """
+    if not (student / SETTINGS_FILE).exists():
+        raise ModelFolderError(
+            "model",
+            expected=f"a folder with {SETTINGS_FILE}",
+            got=str(student),
+            remedy="Train it first",
+        )
+    files = [path for path in student.rglob("*") if path.is_file()]
+    kept = [path for path in target.glob("*.md") if not (student / path.name).exists()]
+    size = sum(path.stat().st_size for path in files + kept)
+    if size > _MOST_BYTES:
+        raise ModelFolderError(
+            "size of the model", expected=f"at most {_MOST_BYTES} bytes", got=str(size)
+        )
+    for path in files:
+        place = target / path.relative_to(student)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
+    return target
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the stages that were asked for, after loading those before them."""
     parser = _arguments()
     args = parser.parse_args(arguments)
+    if args.stage == "install":
+        print(f"installed {install(args.out / 'wan_student')}")
+        return
     if args.stage == "decoder" and args.start is None:
-        parser.error("--stage decoder needs --start FOLDER, the pipeline whose decoder is to be trained on")
+        parser.error(
+            "--stage decoder needs --start FOLDER, the pipeline whose decoder is to be trained on"
+        )
     if (args.out / "state").exists() and not args.resume:
         parser.error(f"{args.out} has state of an earlier run: pass --resume, or another --out")
     device = torch.device(args.device)
     torch.backends.cudnn.benchmark = args.cudnn_benchmark
+    if args.compile is None:
+        args.compile = device.type == "cuda"
     torch.set_float32_matmul_precision("high")
     precision = args.precision or ("bf16" if device.type == "cuda" else "fp32")
     run = Run(args.out, device, args.seed, autocast=precision == "bf16")
@@ -124,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     else:
         vae = AutoencoderKLWan.from_pretrained(
-            args.start, subfolder="vae", torch_dtype=torch.float32
+            args.start, subfolder="vae", dtype=torch.float32
         ).to(device)
         vae.eval().requires_grad_(False)
         use_layout(vae, "channels-last")

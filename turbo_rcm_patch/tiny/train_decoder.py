@@ -1,7 +1,8 @@
-"""Last stage: the VAE's decoder alone, on whole pictures, while latents stay what the transformers have learnt.
+"""Last stage: the VAE's decoder alone, while latents stay what the transformers have learnt.
 
-A decoder sees two kinds of latents: those of the encoder, and those of a transformer, which are off by a little. Both
-are trained for: latents are drawn from the posterior and shaken by a further few per cent of their spread.
+A decoder sees two kinds of latents: those of the encoder, and those of a transformer, which are
+off by a little. Both are trained for: latents are drawn from the posterior and shaken by a further
+few per cent of their spread.
 """
 
 from __future__ import annotations

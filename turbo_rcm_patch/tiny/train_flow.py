@@ -1,16 +1,18 @@
 """Stages two and three: flow matching with text, then distillation to four steps.
 
-Distillation. The student predicts the same velocity v as the teacher and is read in rCM's parameterisation,
-x0 = x_t - t * v (c_skip = 1, c_out = -t in rectified-flow time). It is used only at the four times of the rCM sampler,
-so the consistency condition "from any point of a trajectory, jump to its end" is imposed there directly: for a state
-x_t at one of these times, the target is the end of the *teacher's* ODE trajectory from x_t, and the loss is a
-pseudo-Huber distance in x0. That is discrete-time consistency distillation with the bootstrap taken out: no
-Jacobian-vector product through attention (rCM's continuous-time form needs one), no moving target, nothing that can
-diverge, at the price of some teacher calls, which a network this small can afford. The states are where the sampler
-will be: pure noise at the first time; later, one half noised training latents, one half the student's own
-few-step results re-noised, so that it learns to correct its own errors. A robust loss asks for a median of what is
-possible, not a mean, and so stays sharp. Endpoints are kept in a ring buffer and used several times.
-Consistency models: arXiv 2303.01469; rCM: arXiv 2510.08431 (the parameterisation and the sampler were taken).
+Distillation. The student predicts the same velocity v as the teacher and is read in rCM's
+parameterisation, x0 = x_t - t * v (c_skip = 1, c_out = -t in rectified-flow time). It is used only
+at the four times of the rCM sampler, so the consistency condition "from any point of a trajectory,
+jump to its end" is imposed there directly: for a state x_t at one of these times, the target is
+the end of the *teacher's* ODE trajectory from x_t, and the loss is a pseudo-Huber distance in x0.
+That is discrete-time consistency distillation with the bootstrap taken out: no Jacobian-vector
+product through attention (rCM's continuous-time form needs one), no moving target, nothing that
+can diverge, at the price of some teacher calls, which a network this small can afford. The states
+are where the sampler will be: pure noise at the first time; later, one half noised training
+latents, one half the student's own few-step results re-noised, so that it learns to correct its
+own errors. A robust loss asks for a median of what is possible, not a mean, and so stays sharp.
+Endpoints are kept in a ring buffer and used several times. Consistency models: arXiv 2303.01469;
+rCM: arXiv 2510.08431 (the parameterisation and the sampler were taken).
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ TEACHER_STEPS: Final = 24
 
 @dataclass(slots=True)
 class Corpus:
-    """Encoded training clips: latents [N, C, F, H, W] bf16; ids and mask [N, L] int64; empty: the empty caption."""
+    """Encoded clips.
+
+    Latents [N, C, F, H, W] bf16; ids and mask [N, L] int64; empty: those of the empty caption.
+    """
 
     latents: Tensor
     ids: Tensor
@@ -85,7 +90,7 @@ def build_corpus(
     seconds: float,
     batch: int = 64,
 ) -> Corpus:
-    """Render and encode training clips until there are `count`, or time is up (but at least one batch)."""
+    """Render and encode clips until there are `count`, or time is up (at least one batch)."""
     tokenizer = build_tokenizer(config)
     generator, _ = run.generators(_CORPUS_SALT)
     began = time.monotonic()
@@ -156,7 +161,7 @@ def train_teacher(
     encoder = build_text_encoder(config).to(run.device)
     if start is not None:
         found = WanTransformer3DModel.from_pretrained(
-            start, subfolder="transformer", torch_dtype=torch.float32
+            start, subfolder="transformer", dtype=torch.float32
         )
         transformer.load_state_dict(found.state_dict())
         words = UMT5EncoderModel.from_pretrained(

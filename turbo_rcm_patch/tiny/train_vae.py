@@ -24,7 +24,7 @@ _SALT: Final = 1
 
 
 def decode(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
-    """Decode raw latents as `AutoencoderKLWan.decode` does, without its clamp, whose gradient is zero outside.
+    """Decode as `AutoencoderKLWan.decode`, without its clamp, whose gradient is zero outside.
 
     Args:
         vae: The autoencoder.
@@ -59,7 +59,7 @@ def statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def encode(vae: AutoencoderKLWan, videos: Tensor) -> Tensor:
-    """Normalised latents [B, C, F, H, W] fp32 (the posterior's mean) of videos [B, 3, F, H, W] in 0..1."""
+    """Normalised latents [B, C, F, H, W] fp32 (posterior means) of [B, 3, F, H, W] in 0..1."""
     mean, std = statistics(vae, videos.device)
     latents: Tensor = vae.encode(videos * 2 - 1).latent_dist.mode()
     return (latents.float() - mean) / std
@@ -155,15 +155,16 @@ def train_vae(
 ) -> AutoencoderKLWan:
     """Train (or continue, or just load) the autoencoder and set its latent statistics.
 
-    L1 (with a square, which finds the objects first) keeps edges sharp, the L1 of differences along height, width and time sharpens them, and the small KL keeps
-    latents bounded; sampling the posterior in training makes the decoder tolerant of a transformer's small errors.
+    L1 (with a square, which finds the objects first) keeps edges sharp, the L1 of differences
+    along height, width and time sharpens them, and the small KL keeps latents bounded; sampling
+    the posterior in training makes the decoder tolerant of a transformer's small errors.
 
     Args:
         run: Where and how.
         config: Sizes.
         minutes: Budget in training minutes, or
         steps: in steps.
-        batch: Whole pictures a step; crops have a quarter of the pixels and come in batches four times as large.
+        batch: Whole pictures a step; four times as many crops, of a quarter of the pixels.
         lr: Peak learning rate.
 
     Returns:
