@@ -147,7 +147,7 @@ def test_network_is_kept_in_fp32_where_from_pretrained_keeps_it(tmp_path: Path) 
 
     network = build_network(MICRO.network, CPU, 0)
     network.save_pretrained(tmp_path)
-    loaded = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    loaded = WanTransformer3DModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     want = {name: p.dtype for name, p in loaded.named_parameters()}
     assert {name: p.dtype for name, p in network.named_parameters()} == want
     again = build_network(MICRO.network, CPU, 0)

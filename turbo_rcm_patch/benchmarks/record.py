@@ -1,7 +1,9 @@
 """The proofs of the README in one command: measures, prints a table a part, writes one JSON file.
 
 A part that fails is recorded with its error and the others still run; the exit code then is not 0.
-The file is written after every part, so that an interrupted run leaves what it had.
+The file is written after every part and during the long one, so that an interrupted run leaves
+what it had. Parts that an earlier run with the same code and sizes on the same machine wrote to
+the file stay in it, so parts may run one at a time.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ __all__ = ["PARTS", "record"]
 #: Name on the command line -> module with `measure(options, deadline)`.
 PARTS: Final = {
     "ops": "accuracy",
-    "one-launch": "one_launch",
-    "fusion": "fusion",
     "network": "network",
+    "fusion": "fusion",
+    "one-launch": "one_launch",
 }
 
 
@@ -52,7 +54,8 @@ def record(options: Options, only: Sequence[str], out: Path, command: str) -> in
         raise ConfigError("--only", expected=f"some of {tuple(PARTS)}", got=repr(",".join(only)))
     device = options.torch_device()
     begin = time.monotonic()
-    parts: dict[str, dict[str, object]] = {}
+    earlier = _earlier(out, options, device)
+    parts: dict[str, dict[str, object]] = {k: v for k, v in earlier.items() if k not in only}
     document: dict[str, object] = {
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -66,21 +69,53 @@ def record(options: Options, only: Sequence[str], out: Path, command: str) -> in
     good = True
     for name in only:
         print(f"\n{name} ...", flush=True)
-        parts[name], passed = _run(name, options)
+
+        def keep(result: Result, name: str = name) -> None:
+            parts[name] = {"passed": False, "unfinished": True, **_written(result)}
+            document["passed"] = False
+            _write(out, document)
+
+        parts[name], passed = _run(name, options, keep)
+        parts[name] |= {"command": command, "options": _json(asdict(options))}
         good &= passed
         document["seconds"] = round(time.monotonic() - begin, 1)
-        document["passed"] = good and len(parts) == len(only)
+        document["passed"] = {*only} <= {*parts} and all(one["passed"] for one in parts.values())
         _write(out, document)
     print(f"\n{'Everything met its limit' if good else 'NOT everything met its limit'}: {out}")
     return 0 if good else 1
 
 
-def _run(name: str, options: Options) -> tuple[dict[str, object], bool]:
+def _earlier(out: Path, options: Options, device: torch.device) -> dict[str, dict[str, object]]:
+    """Parts in the file that belong together with what is measured now."""
+    try:
+        found = json.loads(out.read_text(encoding="utf-8"))
+        same = (
+            found["code"] == code_digest()
+            and found["machine"]["device"] == device_name(device)
+            and found["options"]["sizes"] == _json(asdict(options.sizes))
+        )
+        return dict(found["parts"]) if same else {}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def _json(value: object) -> object:
+    """As it would be read back."""
+    return json.loads(json.dumps(_finite(value)))
+
+
+def _written(result: Result) -> dict[str, object]:
+    return {"failures": result.failures, "left_out": result.left_out, **result.data}
+
+
+def _run(
+    name: str, options: Options, keep: Callable[[Result], None]
+) -> tuple[dict[str, object], bool]:
     begin = time.monotonic()
     measure: Callable[[Options, Deadline], Result]
     try:
         measure = import_module(f"turbo_rcm_patch.benchmarks.{PARTS[name]}").measure
-        result = measure(options, Deadline(options.limit))
+        result = measure(options, Deadline(options.limit, keep))
     except Exception as error:  # recorded with its traceback, and the exit code says so
         print(f"FAILED: {type(error).__name__}: {error}", flush=True)
         return {
@@ -99,9 +134,7 @@ def _run(name: str, options: Options) -> tuple[dict[str, object], bool]:
     return {
         "passed": passed,
         "seconds": seconds,
-        "failures": result.failures,
-        "left_out": result.left_out,
-        **result.data,
+        **_written(result),
     }, passed
 
 

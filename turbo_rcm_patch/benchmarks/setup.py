@@ -169,10 +169,21 @@ class Options:
 
 
 class Deadline:
-    """Seconds left for a part. Parts look at it between measurements and never in one."""
+    """Seconds left for a part. Parts look at it between measurements and never in one.
 
-    def __init__(self, seconds: float) -> None:
+    Args:
+        seconds: How many.
+        keep: Called with what a part has so far; see `keep`.
+    """
+
+    def __init__(self, seconds: float, keep: Callable[[Result], None] | None = None) -> None:
         self._end = time.monotonic() + seconds
+        self._keep = keep
+
+    def keep(self, result: Result) -> None:
+        """Write what a part has so far, so that a run that is killed leaves it behind."""
+        if self._keep is not None:
+            self._keep(result)
 
     @property
     def passed(self) -> bool:
