@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.generation import settings_for
 from turbo_rcm_patch.sampling.kernel_check import run_kernel_check
 from turbo_rcm_patch.sampling.load import TINY, load_pipeline, resolve_model
+from turbo_rcm_patch.sampling.observer import Observer
 from turbo_rcm_patch.sampling.progress import bars
 from turbo_rcm_patch.sampling.report import rewrite_with
 
-__all__ = ["demo"]
+__all__ = ["demo", "shape_observer"]
 
 MODEL = TINY
 
@@ -47,6 +51,7 @@ def demo(out: str | Path, *, fresh: bool = True, command: str = "") -> int:
             settings=settings,
             network_number=True,
             fresh=fresh,
+            observer=shape_observer(DEMO_PROMPTS),
             progress=progress,
             command=command,
         )
@@ -60,3 +65,26 @@ def demo(out: str | Path, *, fresh: bool = True, command: str = "") -> int:
     print(comparison)
     print(f"{time.perf_counter() - start:.0f} s in all")
     return 0 if comparison.verdict == "unchanged" and check.passed else 1
+
+
+def shape_observer(prompts: Sequence[str]) -> Observer | None:
+    """The detector of the shipped model's world, None if it cannot read one of the prompts."""
+    from turbo_rcm_patch.errors import ConfigError
+    from turbo_rcm_patch.tiny.detector import Detection, detect
+    from turbo_rcm_patch.tiny.prompts import MOTIONS, Clip, parse
+
+    def words(found: Clip | Detection) -> str:
+        return f"{found.colour} {found.shape}, {MOTIONS.get(found.motion, 'motion unclear')}"
+
+    def asks(prompt: str) -> str:
+        return words(parse(prompt))
+
+    def sees(frames: torch.Tensor) -> str:
+        return words(detect(frames)[0])
+
+    try:
+        for prompt in prompts:
+            parse(prompt)
+    except ConfigError:
+        return None
+    return Observer(asks, sees)

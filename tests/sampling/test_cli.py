@@ -150,6 +150,7 @@ def test_ctrl_c_keeps_what_is_finished(micro_folder: Path, tmp_path: Path) -> No
     assert not [path for path in out.rglob(".*") if path.is_file()]
     finished = {path: path.stat().st_mtime_ns for path in out.glob("prompts/*/record.json")}
     assert 0 < len(finished) < 6
-    assert main(command[3:]) in (0, 1)
+    # In a process of its own again: results depend on the number of threads, and so do folders.
+    assert subprocess.run(command, timeout=120, check=False).returncode in (0, 1)
     assert (out / "report.html").is_file()
     assert all(path.stat().st_mtime_ns == before for path, before in finished.items())

@@ -21,6 +21,7 @@ from turbo_rcm_patch.sampling.fusion import FusionNumber
 from turbo_rcm_patch.sampling.generation import settings_for
 from turbo_rcm_patch.sampling.measure import PromptResult, finish_prompt, read_prompt
 from turbo_rcm_patch.sampling.network import NetworkNumber
+from turbo_rcm_patch.sampling.observer import Observer, as_asked
 from turbo_rcm_patch.sampling.passes import Passes, Progress, wants_network
 from turbo_rcm_patch.sampling.record import collect_metrics, identity
 from turbo_rcm_patch.sampling.report import write_report
@@ -63,6 +64,13 @@ class Comparison:
     def __str__(self) -> str:
         lines = [f"verdict: {self.verdict}"]
         lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
+        seen = [asdict(one.seen) for one in self.results if one.seen]
+        if seen:
+            found = as_asked(seen)
+            lines += [
+                f"detector: {found['baseline']} of {len(seen)} videos show what was asked without "
+                f"the patch, {found['patched']} with it"
+            ]
         lines += [f"control: exact attention on the {self.control_backend!r} backend"]
         lines += [f"report:  {self.report}"]
         return "\n".join(lines)
@@ -78,6 +86,7 @@ def compare(
     settings: Settings | None = None,
     network_number: bool | None = None,
     fresh: bool = False,
+    observer: Observer | None = None,
     progress: Progress | None = None,
     command: str = "",
     **overrides: object,
@@ -96,6 +105,7 @@ def compare(
         network_number: Whether to measure the network against fp32 truth; None decides by its
             size.
         fresh: Start again instead of continuing.
+        observer: Says what the videos show; it is reported and has no part in the verdict.
         progress: Called as the work goes on.
         command: The command line, for the report.
         **overrides: Fields of `Settings` by name.
@@ -134,7 +144,9 @@ def compare(
     for i, (prompt, (prompt_seed, key)) in enumerate(zip(prompts, run.keys, strict=True)):
         run.progress("videos", i, len(prompts))
         result = read_prompt(store, key)
-        results.append(result or finish_prompt(pipe, store, key, prompt, prompt_seed, settings))
+        results.append(
+            result or finish_prompt(pipe, store, key, prompt, prompt_seed, settings, observer)
+        )
     run.progress("videos", len(prompts), len(prompts))
 
     judgement = judge(

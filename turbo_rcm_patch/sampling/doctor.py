@@ -16,7 +16,7 @@ import torch
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import TurboRCMError
-from turbo_rcm_patch.ops import resolve_impl, resolve_pv
+from turbo_rcm_patch.ops import describe_pv, resolve_impl
 
 __all__ = ["Examination", "Finding", "examine"]
 
@@ -169,7 +169,7 @@ def _choices() -> Iterator[Finding]:
     config = PatchConfig()
     impl = resolve_impl(config.impl, device)
     try:
-        pv = resolve_pv(config.pv, device)
+        pv = describe_pv(config.pv, device)
     except TurboRCMError as error:
         yield Finding("would use", "missing", str(error))
         return

@@ -10,6 +10,7 @@ import torch
 from turbo_rcm_patch.sampling.generation import decode_latents
 from turbo_rcm_patch.sampling.meter import Meter
 from turbo_rcm_patch.sampling.metrics import Drift, drift
+from turbo_rcm_patch.sampling.observer import Observer, Seen
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.store import Store, from_json
 from turbo_rcm_patch.sampling.video import (
@@ -38,6 +39,7 @@ class PromptResult:
         patched: Distance of the patched video from the baseline.
         control: Distance of the control video from the baseline.
         decode_seconds: Mean time of one decoding.
+        seen: What an observer says of the videos, if there was one.
     """
 
     key: str
@@ -46,6 +48,7 @@ class PromptResult:
     patched: Drift
     control: Drift
     decode_seconds: float
+    seen: Seen | None = None
 
     def as_dict(self) -> dict[str, object]:
         """For JSON, worst frames included."""
@@ -57,7 +60,13 @@ class PromptResult:
 
 
 def finish_prompt(
-    pipe: WanPipeline, store: Store, key: str, prompt: str, seed: int, settings: Settings
+    pipe: WanPipeline,
+    store: Store,
+    key: str,
+    prompt: str,
+    seed: int,
+    settings: Settings,
+    observer: Observer | None = None,
 ) -> PromptResult:
     """Decode the three variants, measure, and write videos and sheet; the record comes last and
     marks the end.
@@ -95,7 +104,13 @@ def finish_prompt(
     write_mp4(side_by_side(rows), folder / "side_by_side.mp4", settings.fps)
     contact_sheet(rows, folder / "sheet.png")
     result = PromptResult(
-        key, prompt, seed, distances["patched"], distances["control"], meter.seconds / 3
+        key=key,
+        prompt=prompt,
+        seed=seed,
+        patched=distances["patched"],
+        control=distances["control"],
+        decode_seconds=meter.seconds / 3,
+        seen=observer.look(prompt, frames["baseline"], frames["patched"]) if observer else None,
     )
     store.write_json(f"prompts/{key}/record.json", result.as_dict())
     return result
@@ -125,7 +140,14 @@ def read_prompt(store: Store, key: str) -> PromptResult | None:
         patched=_read_drift(record["patched"]),
         control=_read_drift(record["control"]),
         decode_seconds=from_json(record["decode_seconds"]),
+        seen=_read_seen(record.get("seen")),
     )
+
+
+def _read_seen(value: object) -> Seen | None:
+    if not isinstance(value, dict):
+        return None
+    return Seen(**{str(name): str(words) for name, words in value.items()})
 
 
 def _read_drift(value: object) -> Drift:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from turbo_rcm_patch.sampling.generation import trajectory_steps
+from turbo_rcm_patch.sampling.observer import as_asked
 from turbo_rcm_patch.sampling.plots import draw_plots
 from turbo_rcm_patch.sampling.store import atomic, from_json, to_json
 from turbo_rcm_patch.sampling.verdict import (
@@ -52,6 +53,7 @@ def write_report(out: Path, metrics: Mapping[str, object]) -> Path:
         plots=[_data_url(path, "image/png") for path in plots],
         checks=[_mapping(c) | {"sentence": _sentence(c)} for c in _list(metrics["checks"])],
         summary=_summary(prompts),
+        seen=_seen(prompts),
         emulated=_emulated(metrics),
         facts=_facts(metrics),
         median_margin=MEDIAN_MARGIN_DB,
@@ -93,6 +95,12 @@ def _summary(prompts: Sequence[Mapping[str, object]]) -> dict[str, dict[str, flo
         summary[name] = {k: _median(v) for k, v in column.items()}
         summary[name]["worst"] = min(from_json(r["worst_psnr"]) for r in rows)
     return summary
+
+
+def _seen(prompts: Sequence[Mapping[str, object]]) -> dict[str, int] | None:
+    """What the observer found over all prompts it looked at, None if there was none."""
+    found = [_mapping(one["seen"]) for one in prompts if one.get("seen")]
+    return as_asked([{k: str(v) for k, v in one.items()} for one in found]) if found else None
 
 
 def _emulated(metrics: Mapping[str, object]) -> bool:
