@@ -16,7 +16,6 @@ from turbo_rcm_patch.sampling.generation import generate
 from turbo_rcm_patch.sampling.load import load_pipeline
 from turbo_rcm_patch.sampling.metrics import relative_l2
 from turbo_rcm_patch.sampling.settings import Settings
-from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
 pytestmark = pytest.mark.gpu
@@ -73,9 +72,6 @@ def test_patching_needs_no_more_memory(folder: Path) -> None:
         assert peak() <= unpatched * 1.02
 
 
-@pytest.mark.skipif(
-    not (TINY_WAN / "model_index.json").is_file(), reason="the shipped weights are not there"
-)
 @pytest.mark.parametrize("attention", ["int8", "int4"])
 def test_the_verdict_has_power(attention: str, tmp_path: Path) -> None:
     found = compare(

@@ -3,7 +3,9 @@
 Tolerance, kernels against the emulation: as under the interpreter, single values of P land on the
 other side of a rounding boundary. An e4m3 rounding is 2^-4 relative, a bf16 one 2^-9, and Hopper
 adds e4m3 products with fewer bits than fp32: 8e-3 for fp8, 2e-3 for 16-bit P. Faults cost far
-    more.
+more.
+
+Tolerance, kernels against fp64: see `floor`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, split_head
 pytestmark = pytest.mark.gpu
 
 TIGHT = {"fp8": 8e-3, "bf16": 2e-3, "fp16": 2e-3}
-#: Against fp64 on the same inputs, N(0, 1): int8 alone costs 0.011, e4m3 raises it to 0.037.
+#: What rounding P and v costs: relative rms error, where v is N(0, 1).
+ROUNDING = {"fp8": 0.037, "bf16": 2e-3, "fp16": 2e-3}
+#: Against fp64 where q and k are N(0, 1) too: int8 alone costs 0.011, e4m3 raises it to 0.037.
 FLOOR = {"fp8": 0.05, "bf16": 0.02, "fp16": 0.02}
 PVS = ["fp8", "bf16", "fp16"]
 
@@ -44,6 +48,37 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def skip_without(pv: str) -> None:
     if pv == "fp8" and resolve_pv("auto", torch.device("cuda", 0)) != "fp8":
         pytest.skip("this GPU has no e4m3 matrix units")
+
+
+def floor(
+    q: torch.Tensor, k: torch.Tensor, smooth: bool, lengths: torch.Tensor | None, pv: str
+) -> float:
+    """Error against fp64 that the number formats cause by themselves.
+
+    With v of independent N(0, 1), an error of standard deviation s in every logit is a relative
+    error of s in the output. A symmetric int8 value is off by its step over sqrt(12), its step is
+    the largest magnitude over 127, and the products of D of them add up. RMSNorm weights away from
+    1 and unsmoothed means make logits louder, and s with them: a constant would hold for one kind
+    of input. A third more than that is allowed, because a head differs from the mean of all heads.
+
+    Args:
+        q: [B, H, Nq, D] fp64, normalised and rotated.
+        k: [B, H, Nk, D] fp64, likewise.
+        smooth: Whether k loses its mean.
+        lengths: int [B] or None.
+        pv: Element type of P and v.
+    """
+    if lengths is not None:
+        unseen = torch.arange(k.shape[2], device=k.device) >= lengths.view(-1, 1, 1)
+        k = k.masked_fill(unseen.unsqueeze(-1), 0.0)
+    if smooth:
+        k = k - k.mean(2, keepdim=True)
+    q_step = q.abs().amax(-1) / 127  # a scale per row
+    k_step = k.abs().amax((-1, -2)) / 127  # a scale per block of keys, at most this
+    of_q = q_step.square().mean() * k.square().mean() / 12
+    of_k = k_step.square().mean() * q.square().mean() / 12
+    logit_error = float((of_q + of_k).sqrt())  # D products, scaled by D ** -0.5
+    return 4 / 3 * (logit_error**2 + ROUNDING[pv] ** 2) ** 0.5
 
 
 def exact(
@@ -121,7 +156,8 @@ def test_kernels_equal_the_emulation(
         causal=causal,
         kv_lengths=lengths,
     )
-    assert relative(out, truth.transpose(1, 2).flatten(2)) < FLOOR[pv]
+    truth = truth.transpose(1, 2).flatten(2)
+    assert relative(out, truth) < floor(qh, kh, kernels.smooth_k, lengths, pv)
     seen = true_lse.isfinite()
     assert torch.equal(lse.isfinite(), seen)
     torch.testing.assert_close(lse[seen].double(), true_lse[seen], atol=0.15, rtol=0)
@@ -193,13 +229,16 @@ def test_projection_and_skip(form: str, dtype: torch.dtype, cast: str) -> None:
 @pytest.mark.parametrize(
     ("heads", "dim", "tokens", "dtype", "pv"),
     [
-        pytest.param(12, 128, 1023, torch.bfloat16, "auto", id="bf16-h12-d128"),
-        pytest.param(5, 64, 777, torch.float32, "auto", id="fp32-h5-d64"),
+        pytest.param(12, 128, 1023, torch.bfloat16, "fp8", id="bf16-h12-d128-fp8"),
+        pytest.param(12, 128, 1023, torch.bfloat16, "bf16", id="bf16-h12-d128"),
+        pytest.param(5, 64, 777, torch.float32, "fp8", id="fp32-h5-d64-fp8"),
+        pytest.param(3, 128, 4100, torch.bfloat16, "auto", id="bf16-d128-long"),
         pytest.param(3, 80, 500, torch.bfloat16, "bf16", id="bf16-d80"),
         pytest.param(2, 256, 300, torch.float16, "fp16", id="fp16-d256"),
     ],
 )
 def test_one_launch(heads: int, dim: int, tokens: int, dtype: torch.dtype, pv: str) -> None:
+    skip_without(pv)
     channels = heads * dim
     q, k, v, residual = (random(2, tokens, channels, dtype=dtype) for _ in range(4))
     weight, bias = random(channels, channels, dtype=dtype) * channels**-0.5, random(channels)
@@ -217,14 +256,16 @@ def test_one_launch(heads: int, dim: int, tokens: int, dtype: torch.dtype, pv: s
     assert relative(run("two-launch"), truth) < budget
     first = run("one-launch")
     assert relative(first, truth) < budget
-    for _ in range(200):  # scratch memory is reused from call to call, in whatever state
+    for _ in range(100):  # scratch memory is reused from call to call, in whatever state
         assert torch.equal(run("one-launch"), first)
 
 
-def test_a_graph_replays() -> None:
+@pytest.mark.parametrize("pv", ["fp8", "bf16"])
+def test_a_graph_replays(pv: str) -> None:
     """Nothing depends on state from outside the call."""
+    skip_without(pv)
     q, k, v, residual = (random(1, 500, 384) for _ in range(4))
-    weight, spec = random(384, 384) * 0.05, AttentionSpec(heads=3)
+    weight, spec = random(384, 384) * 0.05, AttentionSpec(heads=3, pv=pv)
 
     def run() -> torch.Tensor:
         return attention_project_skip(
@@ -241,11 +282,14 @@ def test_a_graph_replays() -> None:
         assert torch.equal(out, expected)
 
 
-def test_compiles_without_a_break() -> None:
+@pytest.mark.parametrize("form", ["auto", "one-launch", "two-launch"])
+def test_compiles_without_a_break(form: str) -> None:
     q, k, v, residual = (random(1, 300, 256) for _ in range(4))
     weight, bias, spec = random(256, 256) * 0.06, random(256), AttentionSpec(heads=2)
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        return attention_project_skip(x * 2, k, v, weight, bias, spec, residual=residual)
+        return attention_project_skip(
+            x * 2, k, v, weight, bias, spec, residual=residual, form=form
+        )
 
     torch.testing.assert_close(torch.compile(block, fullgraph=True)(q), block(q))

@@ -11,10 +11,12 @@ import torch
 
 from turbo_rcm_patch import errors
 from turbo_rcm_patch.ops import (
+    FP8_MIN_KEYS,
     AttentionSpec,
     attention_lse,
     attention_project_skip,
     attention_skip,
+    describe_pv,
     project_skip,
     resolve_impl,
     resolve_pv,
@@ -157,11 +159,24 @@ def test_choices_of_a_device() -> None:
     assert resolve_pv("auto", cpu) == "bf16"
     assert resolve_pv("fp8", cpu) == "fp8"
     assert resolve_pv("fp16", cuda) == "fp16"
+    assert describe_pv("auto", cpu) == "bf16"
+
+
+def test_fp8_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda = torch.device("cuda", 0)
+    assert resolve_pv("auto", cuda) == resolve_pv("auto", cuda, FP8_MIN_KEYS) == "fp8"
+    assert resolve_pv("auto", cuda, FP8_MIN_KEYS - 1) == "bf16"
+    assert resolve_pv("fp8", cuda, 1) == "fp8"
+    assert describe_pv("auto", cuda) == "fp8 from 4,096 keys, else bf16"
+    assert describe_pv("fp8", cuda) == "fp8"
 
 
 def test_fp8_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert resolve_pv("auto", torch.device("cuda", 0)) == "bf16"
+    assert describe_pv("auto", torch.device("cuda", 0)) == "bf16"
     with pytest.raises(errors.Fp8UnsupportedError, match=r"8\.9"):
         resolve_pv("fp8", torch.device("cuda", 0))

@@ -69,7 +69,8 @@ def sample_arguments() -> dict[str, tuple[Callable[..., object], tuple[object, .
         "one-launch": (
             one_launch,
             (tokens(), tokens(), tokens(), weight, bias, leaf(BATCH, TOKENS, 24), None, None,
-             *norms, cos, sin, None, 1.0, 0.5, *numbers, "fp32", "reference", torch.float32),
+             *norms, cos, sin, None, 1.0, 0.5, *numbers, "fp32", "one-launch", "reference",
+             torch.float32),
         ),
     }  # fmt: skip
 

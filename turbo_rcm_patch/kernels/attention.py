@@ -278,7 +278,8 @@ def attention_arguments(
     keys = prologue.quantize_keys(
         k, heads, weight=norm_k, cos=cos, sin=sin, eps=eps, qmax=qmax, mean=mean, lengths=lengths
     )
-    head_pad = pad_head(channels // heads)
+    head_pad, keys_a_scale = pad_head(channels // heads), scale_block(channels // heads)
+    block_n = min(tile.block_n, keys_a_scale)
     fp8 = pv == "fp8"
     # Only the e4m3 path has every operand in a layout of ours.
     descriptors = fp8 and target_of(q.device).descriptors
@@ -294,8 +295,8 @@ def attention_arguments(
     n_q_padded, n_kv_padded = q_src.shape[2], k_src.shape[2]
     if descriptors:
         q_src = descriptor(q_src.view(-1, head_pad), [tile.block_m, head_pad])
-        k_src = descriptor(k_src.view(-1, head_pad), [tile.block_n, head_pad])
-        v_src = descriptor(v_src.view(-1, n_kv_padded), [head_pad, tile.block_n])
+        k_src = descriptor(k_src.view(-1, head_pad), [block_n, head_pad])
+        v_src = descriptor(v_src.view(-1, n_kv_padded), [head_pad, block_n])
     return {
         "q_src": q_src,
         "q_scale_ptr": queries.scale,
@@ -316,8 +317,8 @@ def attention_arguments(
         "HEAD_DIM": channels // heads,
         "HEAD_PAD": head_pad,
         "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "SCALE_BLOCK": scale_block(channels // heads),
+        "BLOCK_N": block_n,
+        "SCALE_BLOCK": keys_a_scale,
         "FP8": fp8,
         "DESCRIPTORS": descriptors,
         "CAUSAL": causal,

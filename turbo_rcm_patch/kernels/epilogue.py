@@ -38,6 +38,14 @@ def load_coefficient(
 
 
 @triton.jit
+def _product(x, c):
+    """x * c, rounded. A plain product would be contracted with the sum that follows (in 16 bits
+    too, where the compiler narrows the steps), and the result would not be what eager code gives.
+    """
+    return tl.fma(x, c, 0.0)
+
+
+@triton.jit
 def _rounded(x, ROUND_TO: tl.constexpr):
     if ROUND_TO is not None:
         x = x.to(ROUND_TO).to(tl.float32)
@@ -55,13 +63,13 @@ def close_skip(
     """c_skip * residual + c_out * branch for a tile `branch` [N, C] fp32.
 
     residual [B, N, C] with contiguous channels. ROUND_TO: None computes in fp32 throughout; a
-    dtype rounds after every step, as eager code in that dtype does.
+    dtype rounds after every step. Both equal eager code bit for bit.
     """
     c_out = load_coefficient(
         out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c, b, offs_n, offs_c,
         mask_n, mask_c, OUT_FORM, ROUND_TO,
     )  # fmt: skip
-    y = _rounded(_rounded(branch, ROUND_TO) * c_out, ROUND_TO)
+    y = _rounded(_product(_rounded(branch, ROUND_TO), c_out), ROUND_TO)
     if HAS_RESIDUAL:
         c_skip = load_coefficient(
             skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c, b, offs_n, offs_c,
@@ -73,5 +81,5 @@ def close_skip(
             mask=mask_n[:, None] & mask_c[None, :],
             other=0.0,
         ).to(tl.float32)  # fmt: skip
-        y = _rounded(_rounded(residual * c_skip, ROUND_TO) + y, ROUND_TO)
+        y = _rounded(_rounded(_product(residual, c_skip), ROUND_TO) + y, ROUND_TO)
     return y

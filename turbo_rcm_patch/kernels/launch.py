@@ -131,8 +131,11 @@ def pad_head(head_dim: int) -> int:
 
 
 def scale_block(head_dim: int) -> int:
-    """Keys that share a scale: a block of this many rows of one head has to fit into registers."""
-    return 128 if head_dim <= 128 else 64
+    """Keys that share a scale: a block of this many rows of one head has to fit into registers,
+    beside the masks of a padded head."""
+    if head_dim <= 64 or head_dim == 128:
+        return 128
+    return 64 if head_dim < 128 else 32
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from turbo_rcm_patch.kernels.heads import SPREAD, head_tile, kv_limit, row_rms, signs, spread
 from turbo_rcm_patch.kernels.launch import (
     dense_rows,
     launch,
@@ -27,7 +28,6 @@ __all__ = [
     "PADDED_TO",
     "KeyBlocks",
     "Queries",
-    "kv_limit",
     "quantize_kernel",
     "quantize_keys",
     "quantize_queries",
@@ -42,64 +42,6 @@ SAMPLE_CHUNK = 16
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD = 0, 1, 2
 
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
-
-
-@triton.jit
-def _row_rms(
-    rows, mask_t, eps, CHANNELS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """1 / rms of whole rows; rows: [BLOCK_T] pointers to their first channel."""
-    total = tl.zeros([BLOCK_T], tl.float32)
-    for start in range(0, CHANNELS, BLOCK_C):
-        offs_c = start + tl.arange(0, BLOCK_C)
-        x = tl.load(
-            rows[:, None] + offs_c[None, :],
-            mask=mask_t[:, None] & (offs_c < CHANNELS)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        total += tl.sum(x * x, axis=1)
-    return 1.0 / tl.sqrt(total / CHANNELS + eps)
-
-
-@triton.jit
-def _head_tile(
-    rows, offs_t, mask_t, rms, h, weight_ptr, cos_ptr, sin_ptr, eps,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_T, HEAD_PAD] fp32: one head, normalised and rotated; 0 where masked."""
-    offs_d = tl.arange(0, HEAD_PAD)
-    mask = mask_t[:, None] & (offs_d < HEAD_DIM)[None, :]
-    x = tl.load(rows[:, None] + (h * HEAD_DIM + offs_d)[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
-    if NORM == 2:  # per head
-        rms = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
-        w = tl.load(weight_ptr + offs_d, mask=offs_d < HEAD_DIM, other=0.0).to(tl.float32)
-        x = x * rms[:, None] * w[None, :]
-    if NORM == 1:  # across heads
-        w = tl.load(weight_ptr + h * HEAD_DIM + offs_d, mask=offs_d < HEAD_DIM, other=0.0).to(
-            tl.float32
-        )
-        x = x * rms[:, None] * w[None, :]
-    if ROPE:
-        table = offs_t[:, None] * HEAD_DIM + offs_d[None, :]
-        cos = tl.load(cos_ptr + table, mask=mask, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + table, mask=mask, other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(x, [BLOCK_T, HEAD_PAD // 2, 2]))
-        c, _ = tl.split(tl.reshape(cos, [BLOCK_T, HEAD_PAD // 2, 2]))
-        _, s = tl.split(tl.reshape(sin, [BLOCK_T, HEAD_PAD // 2, 2]))
-        x = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [BLOCK_T, HEAD_PAD])
-    return x
-
-
-@triton.jit
-def kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS: tl.constexpr):
-    """Keys that batch entry b sees."""
-    limit = n_tokens
-    if HAS_LENGTHS:
-        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b).to(tl.int32), n_tokens))
-    return limit
 
 
 @triton.jit
@@ -140,8 +82,8 @@ def sample_mean_kernel(
     rows = k_ptr + b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
     rms = tl.zeros([BLOCK_T], tl.float32)
     if NORM == 1:
-        rms = _row_rms(rows, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
-    x = _head_tile(
+        rms = row_rms(rows, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
+    x = head_tile(
         rows, offs_t, mask_t, rms, h, weight_ptr, cos_ptr, sin_ptr, eps,
         HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE,
     )  # fmt: skip
@@ -153,8 +95,8 @@ def sample_mean_kernel(
 
 @triton.jit
 def quantize_kernel(
-    x_ptr, int8_ptr, scale_ptr, weight_ptr, cos_ptr, sin_ptr, partial_ptr, shift_ptr, lengths_ptr,
-    counter_ptr,
+    x_ptr, int8_ptr, scale_ptr, signs_ptr, weight_ptr, cos_ptr, sin_ptr, partial_ptr, shift_ptr,
+    lengths_ptr, counter_ptr,
     stride_b, stride_n, n_tokens, n_padded, n_scales, heads, n_mean, step, chunks, n_counters,
     eps, factor, shift_factor,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
@@ -163,13 +105,14 @@ def quantize_kernel(
     NORM: tl.constexpr, ROPE: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     SUBTRACT: tl.constexpr, SHIFT: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """int8 q (a scale per row) or k (a scale per BLOCK_T tokens).
+    """int8 q (a scale per row) or k (a scale per BLOCK_T tokens), after `spread`.
 
     Grid: (blocks of BLOCK_T tokens, groups of GROUP heads, batch).
-    x [B, N, H*D]; int8 [B, H, n_padded, HEAD_PAD]; scale [B, H, n_scales] fp32, times `factor`;
-    weight [H*D] or [D]; cos, sin [N, D]; partial [B, H, chunks, HEAD_PAD] sums of a sample of k,
-    subtracted from k (SUBTRACT) or multiplied with q (SHIFT: shift [B, H, n_padded] fp32 is
-    q · mean * shift_factor); counter [B, n_counters] int32, zeroed for the kernel that counts.
+    x [B, N, H*D]; signs [32, 32]; int8 [B, H, n_padded, HEAD_PAD]; scale [B, H, n_scales] fp32,
+    times `factor`; weight [H*D] or [D]; cos, sin [N, D]; partial [B, H, chunks, HEAD_PAD] sums of
+    a sample of k, subtracted from k (SUBTRACT) or multiplied with q (SHIFT: shift [B, H, n_padded]
+    fp32 is q · mean * shift_factor); counter [B, n_counters] int32, zeroed for the kernel that
+    counts.
     """
     block, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -184,10 +127,10 @@ def quantize_kernel(
     rows = x_ptr + b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
     rms = tl.zeros([BLOCK_T], tl.float32)
     if NORM == 1:
-        rms = _row_rms(rows, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
+        rms = row_rms(rows, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
     offs_d = tl.arange(0, HEAD_PAD)
     for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
-        x = _head_tile(
+        x = head_tile(
             rows, offs_t, mask_t, rms, h, weight_ptr, cos_ptr, sin_ptr, eps,
             HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE,
         )  # fmt: skip
@@ -199,6 +142,7 @@ def quantize_kernel(
             mean = _load_mean(partial_ptr, bh, limit, step, chunks, HEAD_PAD, CHUNKS)
             shift = tl.sum(x * mean[None, :], axis=1) * shift_factor
             tl.store(shift_ptr + bh * n_padded + offs_t, shift, mask=offs_t < n_padded)
+        x = spread(x, signs_ptr, BLOCK_T, HEAD_PAD)
         amax = tl.max(tl.abs(x), axis=1)
         total = tl.sum(x, axis=1)
         if PER_ROW:
@@ -313,7 +257,8 @@ def _quantize(
 ):  # fmt: skip
     batch, n_tokens, channels = x.shape
     head_pad = pad_head(channels // heads)
-    tile = tile_for("quantize", f"{'row' if per_row else 'block'}_{head_pad}", target_of(x.device))
+    target = target_of(x.device)
+    tile = tile_for("quantize", f"{'row' if per_row else 'block'}_{head_pad}", target)
     block_t = tile.block_m if per_row else scale_block(channels // heads)
     n_scales = n_padded if per_row else n_padded // block_t
     int8 = torch.empty(batch, heads, n_padded, head_pad, dtype=torch.int8, device=x.device)
@@ -330,6 +275,7 @@ def _quantize(
         x_ptr=x,
         int8_ptr=int8,
         scale_ptr=scale,
+        signs_ptr=signs(x.device, target.backend),
         weight_ptr=weight,
         cos_ptr=_table(cos),
         sin_ptr=_table(sin),
@@ -389,14 +335,15 @@ def quantize_queries(
     counters: torch.Tensor | None = None,
     counter_rows: int = 1,
 ) -> Queries:
-    """q [B, Nq, H*D] as int8, with sm_scale * log2(e) in its scales. Shift is sm_scale * q ·
-    mean."""
+    """q [B, Nq, H*D] as int8, with sm_scale * log2(e) in its scales, and what spreading q and k
+    has multiplied logits by divided out. Shift is sm_scale * q · mean."""
     n_padded = triton.cdiv(q.shape[1], PADDED_TO) * PADDED_TO
     int8, scale, shift = _quantize(
         dense_rows(q), heads, per_row=True, n_padded=n_padded, n_mean=n_kv,
         mean=mean if want_shift else None, weight=weight, cos=cos, sin=sin,
-        lengths=lengths if want_shift else None, eps=eps, qmax=qmax, factor=sm_scale * LOG2_E,
-        shift_factor=sm_scale, want_shift=want_shift, counters=counters, counter_rows=counter_rows,
+        lengths=lengths if want_shift else None, eps=eps, qmax=qmax,
+        factor=sm_scale * LOG2_E / SPREAD.value, shift_factor=sm_scale,
+        want_shift=want_shift, counters=counters, counter_rows=counter_rows,
     )  # fmt: skip
     return Queries(int8, scale, shift)
 

@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from turbo_rcm_patch.kernels.heads import kv_limit
 from turbo_rcm_patch.kernels.launch import launch, pad_head, target_of, tile_for
-from turbo_rcm_patch.kernels.prologue import PADDED_TO, kv_limit
+from turbo_rcm_patch.kernels.prologue import PADDED_TO
 
 __all__ = ["Values", "channel_amax_kernel", "quantize_values", "transpose_values_kernel"]
 

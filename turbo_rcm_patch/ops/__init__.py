@@ -8,14 +8,22 @@ first launched.
 from turbo_rcm_patch.ops.attention import attention_lse, attention_skip
 from turbo_rcm_patch.ops.fused import attention_project_skip, choose_form
 from turbo_rcm_patch.ops.projection import project_skip, skip
-from turbo_rcm_patch.ops.spec import AttentionSpec, resolve_impl, resolve_pv
+from turbo_rcm_patch.ops.spec import (
+    FP8_MIN_KEYS,
+    AttentionSpec,
+    describe_pv,
+    resolve_impl,
+    resolve_pv,
+)
 
 __all__ = [
+    "FP8_MIN_KEYS",
     "AttentionSpec",
     "attention_lse",
     "attention_project_skip",
     "attention_skip",
     "choose_form",
+    "describe_pv",
     "project_skip",
     "resolve_impl",
     "resolve_pv",

@@ -5,8 +5,9 @@ Numeric contract, which the kernels follow too:
 
 1. q and k are normalised and rotated in fp32. k loses its mean over at most `MEAN_SAMPLES` evenly
    spaced tokens.
-2. q is quantised with one scale per row and k with one scale per `key_block` tokens, symmetric,
-   round half to even.
+2. Channels of q and k are mixed by a Hadamard matrix (`mixed`), which leaves q k^T alone and takes
+   the outliers out of single channels. q is quantised with one scale per row and k with one scale
+   per `key_block` tokens, symmetric, round half to even.
 3. Logits are exact integers times the two scales. The online softmax runs over blocks of
    `key_block` keys.
 4. P is rounded against the *running* maximum of its block, to e4m3 (scaled so that its maximum is
@@ -31,6 +32,8 @@ LN_2: Final = math.log(2.0)
 E4M3_MAX: Final = 448.0
 #: Tokens whose mean smooths k: any constant is exact, so a sample does.
 MEAN_SAMPLES: Final = 256
+#: Channels that one Hadamard matrix mixes.
+MIXED: Final = 32
 #: log2 of the largest P. e4m3 uses its whole range; fp16 stays clear of its subnormals.
 P_SHIFT: Final = {"fp8": math.log2(E4M3_MAX), "fp16": 8.0, "bf16": 0.0}
 
@@ -47,6 +50,21 @@ def sample_mean(k: torch.Tensor, kv_lengths: torch.Tensor | None) -> torch.Tenso
     seen = (positions < kv_lengths.view(-1, 1)).view(k.shape[0], 1, -1, 1)
     count = seen.sum(2, keepdim=True).clamp_min(1)
     return sample.masked_fill(~seen, 0.0).sum(2, keepdim=True) / count
+
+
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] fp32, D padded to a multiple of 32 with zeros, times a Hadamard matrix per 32
+    channels.
+
+    The matrix is not normalised: products of two mixed vectors are 32 times those of the vectors.
+    """
+    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % MIXED))
+    half = 1
+    while half < MIXED:
+        one, other = x.view(*x.shape[:-1], -1, 2, half).unbind(-2)
+        x = torch.stack((one + other, one - other), -2).flatten(-3)
+        half *= 2
+    return x
 
 
 def _quantize(x: torch.Tensor, amax: torch.Tensor, qmax: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,9 +139,10 @@ def emulated_attention(
         pad = (0, 0, 0, blocks * block - n_kv)
         k, v = torch.nn.functional.pad(k, pad), torch.nn.functional.pad(v, pad)
 
-    q_int, q_scale = _quantize(q, q.abs().amax(-1, keepdim=True), qmax)
-    q_scale = q_scale.squeeze(-1) * (sm_scale * LOG2_E)
-    k_blocks = k.view(batch, heads, blocks, block, dim)
+    q_mixed, k_mixed = mixed(q), mixed(k)
+    q_int, q_scale = _quantize(q_mixed, q_mixed.abs().amax(-1, keepdim=True), qmax)
+    q_scale = q_scale.squeeze(-1) * (sm_scale * LOG2_E / MIXED)
+    k_blocks = k_mixed.view(batch, heads, blocks, block, -1)
     k_int, k_scale = _quantize(k_blocks, k_blocks.abs().amax((-1, -2), keepdim=True), qmax)
     k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)  # [B, H, Nk, D], [B, H, blocks]
     v, v_scale = _round_v(v, pv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -30,13 +30,11 @@ from turbo_rcm_patch.skip import Cast, Coefficient
 __all__ = ["attention_project_skip", "choose_form"]
 
 
-@cache
-def _forms() -> dict[str, list[dict[str, int | str]]]:
-    """Measured rows per device name: the form that was faster for a shape."""
-    text = (
-        resources.files("turbo_rcm_patch.ops").joinpath("forms.json").read_text(encoding="utf-8")
-    )
-    return cast("dict[str, list[dict[str, int | str]]]", json.loads(text))
+#: Measured rows per device name: the form that was faster for a shape. Read at import, because a
+#: traced call cannot open files.
+_FORMS: Final[dict[str, list[dict[str, int | str]]]] = json.loads(
+    resources.files("turbo_rcm_patch.ops").joinpath("forms.json").read_text(encoding="utf-8")
+)
 
 
 @cache
@@ -59,9 +57,9 @@ def choose_form(
     A row of the table covers shapes with its heads, head_dim and features whose query and key
     lengths lie within its bounds.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not _FORMS:
         return "two-launch"
-    rows = _forms().get(_device_name(device.index or 0), [])
+    rows = _FORMS.get(_device_name(device.index or 0), [])
     for row in rows:
         same = (row["heads"], row["head_dim"], row["features"]) == (
             heads,
@@ -100,10 +98,16 @@ def _one_launch(
     sm_scale: float,
     eps: float,
     cast_policy: str,
+    form: str,
     impl: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if resolve_impl(cast("Impl", impl), q.device) == "triton":
+    if form == "auto":
+        form = choose_form(
+            q.shape[0], q.shape[1], k.shape[1], heads, q.shape[2] // heads, weight.shape[0],
+            q.device,
+        )  # fmt: skip
+    if form == "one-launch" and resolve_impl(cast("Impl", impl), q.device) == "triton":
         from turbo_rcm_patch.kernels.one_launch import attention_project_skip as launch
 
         return launch(
@@ -121,7 +125,7 @@ def _one_launch(
             cos=cos,
             sin=sin,
             kv_lengths=kv_lengths,
-            pv=resolve_pv(cast("PVDType", pv), q.device),
+            pv=resolve_pv(cast("PVDType", pv), q.device, k.shape[1]),
             qmax=QMAX[attention],
             smooth_k=smooth_k,
             causal=causal,
@@ -130,7 +134,7 @@ def _one_launch(
             cast=cast("Cast", cast_policy),
             out_dtype=out_dtype,
         )
-    # The reference has no launches to save: the same two steps, one after the other.
+    # Two launches; the reference has none to save.
     branch, _ = attention_forward(
         q, k, v, None, None, None, norm_q, norm_k, cos, sin, kv_lengths, 1.0, 1.0, heads,
         attention, pv, smooth_k, causal, sm_scale, eps, impl, q.dtype, False,
@@ -207,7 +211,7 @@ def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         )
     return (dq, dk, dv, d_weight, d_bias, d_residual, d_c_skip, d_c_out, d_norm_q, d_norm_k) + (
         None,
-    ) * 15
+    ) * 16
 
 
 one_launch.register_autograd(_autograd, setup_context=_setup)
@@ -274,12 +278,8 @@ def attention_project_skip(
     check_attention(q, k, v, spec)
     batch, n_q, channels = q.shape
     head_dim = channels // spec.heads
-    if form == "auto":
-        form = "two-launch"
-        if quantised:
-            form = choose_form(
-                batch, n_q, k.shape[1], spec.heads, head_dim, weight.shape[0], q.device
-            )
+    if form == "auto" and not (quantised and _FORMS and q.device.type == "cuda"):
+        form = "two-launch"  # else the operation reads the table: tracing asks no device
     if form == "two-launch":
         branch = attention_skip(
             q, k, v, spec, norm_q=norm_q, norm_k=norm_k, rotary=rotary, kv_lengths=kv_lengths
@@ -328,6 +328,7 @@ def attention_project_skip(
         head_dim**-0.5 if spec.sm_scale is None else spec.sm_scale,
         spec.eps,
         cast,
+        form,
         spec.impl,
         q.dtype if out_dtype is None else out_dtype,
     )

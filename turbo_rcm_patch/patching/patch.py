@@ -226,7 +226,7 @@ def _report(
         module = held[0][0]()
         where = execution_device(module) if module is not None else last_device
         attention = config.attention in ("int8", "int4")
-        pv = ops.resolve_pv(config.pv, where) if attention else "as the backend"
+        pv = ops.describe_pv(config.pv, where) if attention else "as the backend"
         return str(where), ops.resolve_impl(config.impl, where), pv
 
     return PatchReport(type(model).__name__, config, log, pairs, device)

@@ -241,7 +241,7 @@ class PatchReport:
         config = self.config
         attention = config.attention
         if attention in ("int8", "int4"):
-            attention_text = f"{attention} q and k, {pv} p and v"
+            attention_text = f"{attention} q and k, p and v in {pv}"
         else:
             attention_text = attention
         head = [
