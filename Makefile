@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= outputs/demo
+GPU_WORKERS ?= 8
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 
@@ -14,7 +15,8 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) 
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
-	@printf '\nVariables: PYTHON=%s  VENV=%s  OUT=%s  PIP_ARGS, PYTEST_ARGS (passed on)\n' '$(PYTHON)' '$(VENV)' '$(OUT)'
+	@printf '\nVariables: PYTHON=%s  VENV=%s  OUT=%s  GPU_WORKERS=%s  PIP_ARGS, PYTEST_ARGS (passed on)\n' \
+	    '$(PYTHON)' '$(VENV)' '$(OUT)' '$(GPU_WORKERS)'
 
 demo: $(VENV)/.installed ## Text to video with and without the patch on the shipped model, and a report with the verdict
 	$(BIN)/python -m turbo_rcm_patch demo --out $(OUT)
@@ -22,8 +24,9 @@ demo: $(VENV)/.installed ## Text to video with and without the patch on the ship
 test: $(VENV)/.installed-dev lint ## Lint, types and every test that a CPU can run
 	$(BIN)/python -m pytest -v -n 2 --dist worksteal -m "not gpu" $(PYTEST_ARGS)
 
+# Most of a GPU test is compiling kernels on the CPU, so several processes share the card.
 test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card
-	$(BIN)/python -m pytest -v -m gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -v -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
 
 record: $(VENV)/.installed ## Measure the proofs of the README on one card and write results/gpu.json
 	$(BIN)/python -m turbo_rcm_patch.benchmarks record --out results/gpu.json
