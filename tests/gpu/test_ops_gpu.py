@@ -25,6 +25,7 @@ from turbo_rcm_patch.ops import (
     resolve_pv,
     skip,
 )
+from turbo_rcm_patch.ops.emulation import mixed
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, split_heads
 
 pytestmark = pytest.mark.gpu
@@ -73,6 +74,7 @@ def floor(
         k = k.masked_fill(unseen.unsqueeze(-1), 0.0)
     if smooth:
         k = k - k.mean(2, keepdim=True)
+    q, k = (mixed(x) / 32**0.5 for x in (q, k))
     q_step = q.abs().amax(-1) / 127  # a scale per row
     k_step = k.abs().amax((-1, -2)) / 127  # a scale per block of keys, at most this
     of_q = q_step.square().mean() * k.square().mean() / 12

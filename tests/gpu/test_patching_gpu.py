@@ -241,7 +241,7 @@ def test_a_pipeline_with_model_offload() -> None:
 
     def generate() -> torch.Tensor:
         latents: torch.Tensor = pipe(
-            prompt_embeds=torch.ones(1, 7, 16),
+            prompt_embeds=torch.ones(1, 7, 16, device=GPU),
             guidance_scale=1.0,
             height=64,
             width=64,

@@ -171,7 +171,8 @@ def evaluate(
     results: dict[str, object] = {
         "videos": count,
         "seed": seed,
-        "device": device,
+        "device": _device_name(device),
+        "torch": torch.__version__,
         "dtype": str(dtype),
         **student.controls(),
     }
@@ -193,6 +194,10 @@ def evaluate(
         frames = reference.frames(steps=None, guidance=guidance)
         record("teacher", reference.judge(frames, out / "teacher.png"))
     return results
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
 
 
 def main(arguments: list[str] | None = None) -> None:
