@@ -69,17 +69,22 @@ def floor(
         lengths: int [B] or None.
         pv: Element type of P and v.
     """
+    seen = torch.ones(k.shape[0], 1, k.shape[2], 1, dtype=torch.bool, device=k.device)
     if lengths is not None:
-        unseen = torch.arange(k.shape[2], device=k.device) >= lengths.view(-1, 1, 1)
-        k = k.masked_fill(unseen.unsqueeze(-1), 0.0)
+        seen = (torch.arange(k.shape[2], device=k.device) < lengths.view(-1, 1)).view(seen.shape)
+        seen, q, k = (x[lengths > 0] for x in (seen, q, k))  # the others are zero, without error
+    count = seen.sum((1, 2, 3))
+    k = k.masked_fill(~seen, 0.0)
     if smooth:
-        k = k - k.mean(2, keepdim=True)
+        mean = k.sum(2, keepdim=True) / count.view(-1, 1, 1, 1)
+        k = (k - mean).masked_fill(~seen, 0.0)
     q, k = (mixed(x) / 32**0.5 for x in (q, k))
     q_step = q.abs().amax(-1) / 127  # a scale per row
     k_step = k.abs().amax((-1, -2)) / 127  # a scale per block of keys, at most this
-    of_q = q_step.square().mean() * k.square().mean() / 12
-    of_k = k_step.square().mean() * q.square().mean() / 12
-    logit_error = float((of_q + of_k).sqrt())  # D products, scaled by D ** -0.5
+    k_square = k.square().sum((1, 2, 3)) / (count * k.shape[1] * k.shape[3])
+    of_q = q_step.square().mean((1, 2)) * k_square / 12
+    of_k = k_step.square().mean(1) * q.square().mean((1, 2, 3)) / 12
+    logit_error = float((of_q + of_k).mean().sqrt())  # D products, scaled by D ** -0.5
     return 4 / 3 * (logit_error**2 + ROUNDING[pv] ** 2) ** 0.5
 
 
