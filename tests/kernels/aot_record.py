@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.kernels.launch import Target
 
-MODULES = ("prologue", "values", "attention", "project", "one_launch", "skip")
+MODULES = ("prologue", "queries", "keys", "values", "attention", "project", "one_launch", "skip")
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels import prologue
 from turbo_rcm_patch.kernels.epilogue import close_skip
+from turbo_rcm_patch.kernels.keys import quantize_keys
 from turbo_rcm_patch.kernels.launch import (
     Tile,
     coefficient,
@@ -29,6 +29,8 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
+from turbo_rcm_patch.kernels.prologue import sample_mean
+from turbo_rcm_patch.kernels.queries import quantize_queries
 from turbo_rcm_patch.kernels.values import quantize_values
 
 __all__ = ["attend", "attention", "attention_arguments", "attention_kernel"]
@@ -267,15 +269,13 @@ def attention_arguments(
     lengths = None if kv_lengths is None else kv_lengths.contiguous()
     mean = None
     if smooth_k:
-        mean = prologue.sample_mean(
-            k, heads, weight=norm_k, cos=cos, sin=sin, lengths=lengths, eps=eps
-        )
-    queries = prologue.quantize_queries(
+        mean = sample_mean(k, heads, weight=norm_k, cos=cos, sin=sin, lengths=lengths, eps=eps)
+    queries = quantize_queries(
         q, heads, weight=norm_q, cos=cos, sin=sin, eps=eps, qmax=qmax, sm_scale=sm_scale,
         mean=mean, n_kv=k.shape[1], lengths=lengths, want_shift=want_lse, counters=counters,
         counter_rows=tile.block_m,
     )  # fmt: skip
-    keys = prologue.quantize_keys(
+    keys = quantize_keys(
         k, heads, weight=norm_k, cos=cos, sin=sin, eps=eps, qmax=qmax, mean=mean, lengths=lengths
     )
     head_pad, keys_a_scale = pad_head(channels // heads), scale_block(channels // heads)

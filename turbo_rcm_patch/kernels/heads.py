@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 
-__all__ = ["SPREAD", "head_tile", "kv_limit", "row_rms", "signs", "spread"]
+__all__ = ["SPREAD", "head_tile", "kv_limit", "load_mean", "nearest", "row_rms", "spread"]
 
-#: Channels that one Hadamard matrix mixes. On the shipped model 32 do as much as 64; a matrix for
-#: 128 channels does not fit into registers beside the tile.
+#: Channels that one Hadamard matrix mixes. On the shipped model 32 do as much as 64.
 SPREAD = tl.constexpr(32)
 
-
-@cache
-def signs(device: torch.device, backend: str) -> torch.Tensor:
-    """Sylvester's Hadamard matrix [32, 32].
-
-    In bf16, for matrix instructions; Triton's interpreter multiplies bf16 wrongly and gets fp32.
-    """
-    i = torch.arange(SPREAD.value, device=device)
-    common = i[:, None] & i[None, :]
-    bits = sum((common >> n) & 1 for n in range(SPREAD.value.bit_length() - 1))
-    dtype = torch.float32 if backend == "interpreter" else torch.bfloat16
-    return (1 - 2 * (bits % 2)).to(dtype)
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
 
 
 @triton.jit
-def spread(x, signs_ptr, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
+def spread(x, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
     """Every 32 channels of x [BLOCK_T, HEAD_PAD] fp32 times a Hadamard matrix, not normalised.
 
     Done to both q and k it leaves their products alone but for a factor, and spreads what single
-    channels stick out by over 32, so that the int8 steps are half as wide (as in
-    FlashAttention-3, arXiv 2407.08608). The product is exact to 2^-17 of x: signs are exact in
-    bf16, and x is the sum of two bf16.
+    channels stick out by over 32, so that the int8 steps are half as wide (as in FlashAttention-3,
+    arXiv 2407.08608). Five stages of sums and differences, one per bit of the channel's number.
     """
-    i = tl.arange(0, SPREAD)
-    matrix = tl.load(signs_ptr + i[:, None] * SPREAD + i[None, :])
-    x = tl.reshape(x, [BLOCK_T * HEAD_PAD // SPREAD, SPREAD])
-    high = x.to(matrix.dtype)
-    y = tl.dot(high, matrix, input_precision="ieee")
-    if matrix.dtype != tl.float32:
-        y = tl.dot((x - high.to(tl.float32)).to(matrix.dtype), matrix, y)
-    return tl.reshape(y, [BLOCK_T, HEAD_PAD])
+    x = tl.reshape(x, [BLOCK_T, HEAD_PAD // SPREAD, 2, 2, 2, 2, 2])
+    for _ in tl.static_range(5):
+        one, other = tl.split(x)
+        x = tl.permute(tl.join(one + other, one - other), [0, 1, 6, 2, 3, 4, 5])
+    return tl.reshape(x, [BLOCK_T, HEAD_PAD])
 
 
 @triton.jit
@@ -103,3 +84,26 @@ def kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS: tl.constexpr):
     if HAS_LENGTHS:
         limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b).to(tl.int32), n_tokens))
     return limit
+
+
+@triton.jit
+def load_mean(
+    partial_ptr, bh, limit, step, chunks,
+    HEAD_PAD: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """[HEAD_PAD] mean of k from the partial sums of the sample."""
+    offs_c = tl.arange(0, CHUNKS)
+    offs_d = tl.arange(0, HEAD_PAD)
+    partial = tl.load(
+        partial_ptr + (bh * chunks + offs_c[:, None]) * HEAD_PAD + offs_d[None, :],
+        mask=(offs_c < chunks)[:, None],
+        other=0.0,
+    )
+    count = tl.maximum(1, (limit + step - 1) // step)
+    return tl.sum(partial, axis=0) / count
+
+
+@triton.jit
+def nearest(x):
+    """int8 of x fp32, |x| <= 127, half to even."""
+    return ((x + _MAGIC) - _MAGIC).to(tl.int8)

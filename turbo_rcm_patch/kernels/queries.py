@@ -1,0 +1,174 @@
+"""Queries as int8, a scale per row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.kernels.heads import (
+    SPREAD,
+    head_tile,
+    kv_limit,
+    load_mean,
+    nearest,
+    row_rms,
+    spread,
+)
+from turbo_rcm_patch.kernels.launch import dense_rows, launch, pad_head, target_of, tile_for
+from turbo_rcm_patch.kernels.prologue import (
+    MEAN_SAMPLES,
+    PADDED_TO,
+    SAMPLE_CHUNK,
+    Mean,
+    heads_a_program,
+    norm_form,
+    table,
+)
+
+__all__ = ["Queries", "quantize_queries", "quantize_queries_kernel"]
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def quantize_queries_kernel(
+    q_ptr, int8_ptr, scale_ptr, weight_ptr, cos_ptr, sin_ptr, partial_ptr, shift_ptr, lengths_ptr,
+    counter_ptr,
+    stride_b, stride_n, n_tokens, n_padded, heads, n_kv, step, chunks, n_counters,
+    eps, factor, shift_factor,
+    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr,
+    COUNTER_ROWS: tl.constexpr, QMAX: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    SHIFT: tl.constexpr, COUNTERS: tl.constexpr,
+):  # fmt: skip
+    """int8 q and its scales, after norm, rotary embedding and `spread`.
+
+    Grid: (blocks of BLOCK_T tokens, groups of GROUP heads, batch).
+    q [B, N, H*D]; int8 [B, H, n_padded, HEAD_PAD]; scale [B, H, n_padded] fp32, times `factor`;
+    weight [H*D] or [D]; cos, sin [N, D]; partial [B, H, chunks, HEAD_PAD] sums of a sample of k,
+    for shift [B, H, n_padded] fp32 = q · mean * shift_factor (SHIFT); counter [B, n_counters]
+    int32, zeroed for the kernel that counts.
+    """
+    block, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    if COUNTERS:
+        first = block * BLOCK_T // COUNTER_ROWS
+        if group == 0:
+            tl.store(counter_ptr + b * n_counters + first, 0, mask=first < n_counters)
+    mask_t = offs_t < n_tokens
+    rows = q_ptr + b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
+    rms = tl.zeros([BLOCK_T], tl.float32)
+    if NORM == 1:
+        rms = row_rms(rows, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
+    offs_d = tl.arange(0, HEAD_PAD)
+    for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
+        x = head_tile(
+            rows, offs_t, mask_t, rms, h, weight_ptr, cos_ptr, sin_ptr, eps,
+            HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE,
+        )  # fmt: skip
+        bh = b.to(tl.int64) * heads + h
+        if SHIFT:
+            limit = kv_limit(lengths_ptr, b, n_kv, HAS_LENGTHS)
+            mean = load_mean(partial_ptr, bh, limit, step, chunks, HEAD_PAD, CHUNKS)
+            shift = tl.sum(x * mean[None, :], axis=1) * shift_factor
+            tl.store(shift_ptr + bh * n_padded + offs_t, shift, mask=offs_t < n_padded)
+        x = spread(x, BLOCK_T, HEAD_PAD)
+        amax = tl.max(tl.abs(x), axis=1)
+        total = tl.sum(x, axis=1)
+        amax = tl.where(amax > 0, amax, 1.0)
+        inverse = tl.div_rn(tl.full([BLOCK_T], QMAX, tl.float32), amax)
+        # A maximum drops NaN, a sum keeps it: a NaN in x becomes a NaN scale, not a zero.
+        scale = tl.where(total == total, amax / QMAX * factor, total)
+        tl.store(scale_ptr + bh * n_padded + offs_t, scale, mask=offs_t < n_padded)
+        tl.store(
+            int8_ptr + (bh * n_padded + offs_t[:, None]) * HEAD_PAD + offs_d[None, :],
+            nearest(x * inverse[:, None]),
+            mask=(offs_t < n_padded)[:, None],
+        )
+
+
+class Queries(NamedTuple):
+    """int8 [B, H, n_padded, HEAD_PAD], scale [B, H, n_padded], shift [B, H, n_padded] or None."""
+
+    int8: torch.Tensor
+    scale: torch.Tensor
+    shift: torch.Tensor | None
+
+
+def quantize_queries(
+    q: torch.Tensor,
+    heads: int,
+    *,
+    weight: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    eps: float,
+    qmax: int,
+    sm_scale: float,
+    mean: Mean | None,
+    n_kv: int,
+    lengths: torch.Tensor | None,
+    want_shift: bool,
+    counters: torch.Tensor | None = None,
+    counter_rows: int = 1,
+) -> Queries:
+    """q [B, Nq, H*D] as int8, with sm_scale * log2(e) in its scales, and what spreading q and k
+    has multiplied logits by divided out. Shift is sm_scale * q · mean."""
+    q = dense_rows(q)
+    batch, n_tokens, channels = q.shape
+    head_pad = pad_head(channels // heads)
+    tile = tile_for("quantize", f"row_{head_pad}", target_of(q.device))
+    n_padded = triton.cdiv(n_tokens, PADDED_TO) * PADDED_TO
+    int8 = torch.empty(batch, heads, n_padded, head_pad, dtype=torch.int8, device=q.device)
+    scale = torch.empty(batch, heads, n_padded, dtype=torch.float32, device=q.device)
+    shift = torch.empty_like(scale) if want_shift and mean is not None else None
+    blocks = triton.cdiv(n_padded, tile.block_m)
+    group = heads_a_program(heads, blocks * batch)
+    launch(
+        quantize_queries_kernel,
+        (blocks, triton.cdiv(heads, group), batch),
+        q.device,
+        q_ptr=q,
+        int8_ptr=int8,
+        scale_ptr=scale,
+        weight_ptr=weight,
+        cos_ptr=table(cos),
+        sin_ptr=table(sin),
+        partial_ptr=None if shift is None or mean is None else mean.partial,
+        shift_ptr=shift,
+        lengths_ptr=None if shift is None else lengths,
+        counter_ptr=counters,
+        stride_b=q.stride(0),
+        stride_n=q.stride(1),
+        n_tokens=n_tokens,
+        n_padded=n_padded,
+        heads=heads,
+        n_kv=n_kv,
+        step=1 if mean is None else mean.step,
+        chunks=1 if mean is None else mean.chunks,
+        n_counters=0 if counters is None else counters.shape[1],
+        eps=eps,
+        factor=sm_scale * LOG2_E / SPREAD.value,
+        shift_factor=sm_scale,
+        CHANNELS=channels,
+        HEAD_DIM=channels // heads,
+        HEAD_PAD=head_pad,
+        BLOCK_T=tile.block_m,
+        BLOCK_C=min(tile.block_n, triton.next_power_of_2(channels)),
+        GROUP=group,
+        CHUNKS=MEAN_SAMPLES // SAMPLE_CHUNK,
+        COUNTER_ROWS=counter_rows,
+        QMAX=qmax,
+        NORM=norm_form(weight, channels),
+        ROPE=cos is not None,
+        HAS_LENGTHS=lengths is not None and shift is not None,
+        SHIFT=shift is not None,
+        COUNTERS=counters is not None,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return Queries(int8, scale, shift)
