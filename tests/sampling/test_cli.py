@@ -136,7 +136,13 @@ def test_ctrl_c_keeps_what_is_finished(micro_folder: Path, tmp_path: Path) -> No
     prompts = [argument for i in range(12) for argument in ("--prompt", f"a red circle {i}")]
     command = [sys.executable, "-m", "turbo_rcm_patch", "compare", "--model", str(micro_folder)]
     command += [*QUICK, *prompts, "--out", str(out)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # A shell starts what runs in the background with SIGINT ignored, and that is inherited.
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 120
     while not list(out.glob("prompts/*/record.json")):
         assert process.poll() is None, "it finished before it could be stopped"
