@@ -47,6 +47,8 @@ def angles(n: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         pytest.param(
             2, 1, 140, 140, 64, {"causal": True, "lengths": (70, 140)}, id="causal-padding"
         ),
+        pytest.param(1, 2, 300, 300, 128, {"norm": "across", "rope": True}, id="as-in-wan"),
+        pytest.param(2, 1, 150, 150, 128, {"norm": "head", "rope": True}, id="d128-per-head"),
         pytest.param(2, 3, 129, 129, 40, {"norm": "across", "rope": True}, id="d40-across-heads"),
         pytest.param(1, 2, 70, 70, 72, {"norm": "head", "rope": True}, id="d72-per-head"),
         pytest.param(1, 1, 70, 70, 80, {"rope": True}, id="d80-rope"),
