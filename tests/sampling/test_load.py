@@ -144,11 +144,7 @@ def test_devices_and_offloading(micro_folder: Path) -> None:
 
 
 def test_tiny_is_the_shipped_model() -> None:
-    if (TINY_WAN / "model_index.json").is_file():
-        assert resolve_model("tiny") == TINY_WAN
-    else:
-        with pytest.raises(ModelFolderError, match="shipped model is missing"):
-            resolve_model("tiny")
+    assert resolve_model("tiny") == TINY_WAN
 
 
 def test_defaults_come_from_the_folder(broken: Path) -> None:

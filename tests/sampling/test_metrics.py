@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from skimage import metrics
 
 from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.sampling.metrics import Drift, drift, psnr, relative_l2, ssim
@@ -27,7 +28,6 @@ def test_psnr_is_ten_log_of_the_mean_square() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.5])
 def test_ssim_is_scikit_images(noise: float) -> None:
-    metrics = pytest.importorskip("skimage.metrics")
     a = video(0)
     b = (a + noise * torch.randn(a.shape, generator=torch.Generator().manual_seed(1))).clamp(0, 1)
     expected = [

@@ -2,8 +2,8 @@
 
 A part that fails is recorded with its error and the others still run; the exit code then is not 0.
 The file is written after every part and during the long one, so that an interrupted run leaves
-what it had. Parts that an earlier run with the same code and sizes on the same machine wrote to
-the file stay in it, so parts may run one at a time.
+what it had. Parts that an earlier run with the same code, versions and sizes on the same
+device wrote to the file stay in it, so parts may run one at a time.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def _earlier(out: Path, options: Options, device: torch.device) -> dict[str, dic
         same = (
             found["code"] == code_digest()
             and found["machine"]["device"] == device_name(device)
+            and found["versions"] == _json(versions())
             and found["options"]["sizes"] == _json(asdict(options.sizes))
         )
         return dict(found["parts"]) if same else {}

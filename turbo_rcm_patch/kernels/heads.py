@@ -1,4 +1,4 @@
-"""What the prologues read: rows of tokens, one head of them normalised and rotated in fp32."""
+"""Pieces of the prologues' kernels: one head of some tokens, normalised and rotated in fp32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 __all__ = ["SPREAD", "head_tile", "kv_limit", "load_mean", "nearest", "row_rms", "spread"]
 
-#: Channels that one Hadamard matrix mixes. On the shipped model 32 do as much as 64.
+#: Channels that one Hadamard matrix mixes: as many as every padded head has at least.
 SPREAD = tl.constexpr(32)
 
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
@@ -18,8 +18,8 @@ def spread(x, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
     """Every 32 channels of x [BLOCK_T, HEAD_PAD] fp32 times a Hadamard matrix, not normalised.
 
     Done to both q and k it leaves their products alone but for a factor, and spreads what single
-    channels stick out by over 32, so that the int8 steps are half as wide (as in FlashAttention-3,
-    arXiv 2407.08608). Five stages of sums and differences, one per bit of the channel's number.
+    channels stick out by over 32, so that the int8 steps get finer (as in FlashAttention-3, arXiv
+    2407.08608). Five stages of sums and differences, one per bit of the channel's number.
     """
     x = tl.reshape(x, [BLOCK_T, HEAD_PAD // SPREAD, 2, 2, 2, 2, 2])
     for _ in tl.static_range(5):

@@ -18,13 +18,11 @@ from turbo_rcm_patch.kernels.heads import (
 )
 from turbo_rcm_patch.kernels.launch import launch, pad_head, scale_block, target_of, tile_for
 from turbo_rcm_patch.kernels.prologue import (
-    MEAN_SAMPLES,
+    MEAN_CHUNKS,
     PADDED_TO,
-    SAMPLE_CHUNK,
     Mean,
     heads_a_program,
-    norm_form,
-    table,
+    row_arguments,
 )
 
 __all__ = ["KeyBlocks", "quantize_keys", "quantize_keys_kernel"]
@@ -57,7 +55,7 @@ def quantize_keys_kernel(
 ):  # fmt: skip
     """int8 k and its scales, after norm, rotary embedding, smoothing and `spread`.
 
-    Grid: (blocks of ROWS tokens, or twice as many with HALVES, groups of GROUP heads, batch).
+    Grid: (blocks of ROWS tokens, of 2 * ROWS with HALVES, groups of GROUP heads, batch).
     k [B, N, H*D]; int8 [B, H, n_padded, HEAD_PAD], 0 for keys that are not seen; scale
     [B, H, n_scales] fp32; weight [H*D] or [D]; cos, sin [N, D]; partial [B, H, chunks, HEAD_PAD]
     sums of a sample of k, whose mean is subtracted (SUBTRACT).
@@ -67,12 +65,10 @@ def quantize_keys_kernel(
     """
     block, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     limit = kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS)
-    first_t = block * ROWS
-    if HALVES:
-        first_t = block * (2 * ROWS)
-    offs_t = first_t + tl.arange(0, ROWS)
+    offs_t = block * (2 * ROWS if HALVES else ROWS) + tl.arange(0, ROWS)
     mask_t = offs_t < limit
-    rows = k_ptr + b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
+    k_ptr += b.to(tl.int64) * stride_b
+    rows = k_ptr + offs_t.to(tl.int64) * stride_n
     rms = tl.zeros([ROWS], tl.float32)
     if NORM == 1:
         rms = row_rms(rows, mask_t, eps, CHANNELS, ROWS, BLOCK_C)
@@ -80,7 +76,7 @@ def quantize_keys_kernel(
     if HALVES:
         other_t = offs_t + ROWS
         other_mask = other_t < limit
-        other_rows = rows + ROWS * tl.full([], stride_n, tl.int64)
+        other_rows = k_ptr + other_t.to(tl.int64) * stride_n
         if NORM == 1:
             other_rms = row_rms(other_rows, other_mask, eps, CHANNELS, ROWS, BLOCK_C)
     offs_d = tl.arange(0, HEAD_PAD)
@@ -150,34 +146,21 @@ def quantize_keys(
         k_ptr=k,
         int8_ptr=int8,
         scale_ptr=scale,
-        weight_ptr=weight,
-        cos_ptr=table(cos),
-        sin_ptr=table(sin),
         partial_ptr=None if mean is None else mean.partial,
         lengths_ptr=lengths,
-        stride_b=k.stride(0),
-        stride_n=k.stride(1),
-        n_tokens=n_tokens,
         n_padded=n_padded,
         n_scales=blocks,
-        heads=heads,
         step=1 if mean is None else mean.step,
         chunks=1 if mean is None else mean.chunks,
-        eps=eps,
-        CHANNELS=channels,
-        HEAD_DIM=channels // heads,
-        HEAD_PAD=head_pad,
         ROWS=rows,
         HALVES=rows < keys_a_scale,
-        BLOCK_C=min(tile.block_n, triton.next_power_of_2(channels)),
         GROUP=group,
-        CHUNKS=MEAN_SAMPLES // SAMPLE_CHUNK,
+        CHUNKS=MEAN_CHUNKS,
         QMAX=qmax,
-        NORM=norm_form(weight, channels),
-        ROPE=cos is not None,
         HAS_LENGTHS=lengths is not None,
         SUBTRACT=mean is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **row_arguments(k, heads, weight=weight, cos=cos, sin=sin, eps=eps, block_c=tile.block_n),
     )
     return KeyBlocks(int8, scale)

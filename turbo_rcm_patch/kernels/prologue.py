@@ -2,8 +2,8 @@
 
 Before the attention kernel: `sample_mean_kernel` averages k over a sample of tokens (any constant
 smooths exactly), then `queries` and `keys` normalise, rotate, spread and quantise, in one pass
-each: a program takes a block of tokens, sums the squares of their rows where the norm spans all
-heads, then takes head by head while the rows are in cache.
+over memory each: a program takes a block of tokens, sums the squares of their rows where the norm
+spans all heads, then takes head by head while the rows are in cache.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from turbo_rcm_patch.kernels.heads import head_tile, kv_limit, row_rms
 from turbo_rcm_patch.kernels.launch import launch, pad_head
 
 __all__ = [
-    "MEAN_SAMPLES",
+    "MEAN_CHUNKS",
     "PADDED_TO",
-    "SAMPLE_CHUNK",
     "Mean",
     "heads_a_program",
-    "norm_form",
+    "row_arguments",
     "sample_mean",
     "sample_mean_kernel",
-    "table",
 ]
 
 PADDED_TO = 128  # tokens are padded to a multiple of this
 MEAN_SAMPLES = 256
 SAMPLE_CHUNK = 16
+MEAN_CHUNKS = MEAN_SAMPLES // SAMPLE_CHUNK  # at most so many partial sums
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD = 0, 1, 2
 
 
@@ -75,16 +74,37 @@ class Mean(NamedTuple):
     chunks: int
 
 
-def norm_form(weight: torch.Tensor | None, channels: int) -> int:
-    """How a kernel normalises, told from the weight's size."""
-    if weight is None:
-        return NO_NORM
-    return NORM_ACROSS if weight.numel() == channels else NORM_PER_HEAD
-
-
-def table(x: torch.Tensor | None) -> torch.Tensor | None:
-    """cos or sin as the kernels read it, dense."""
-    return None if x is None else x.contiguous()
+def row_arguments(
+    x: torch.Tensor,
+    heads: int,
+    *,
+    weight: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    eps: float,
+    block_c: int,
+) -> dict[str, object]:
+    """What every kernel here takes to read x [B, N, H*D], dense rows: norm, tables, sizes."""
+    _, n_tokens, channels = x.shape
+    norm = NO_NORM
+    if weight is not None:
+        norm = NORM_ACROSS if weight.numel() == channels else NORM_PER_HEAD
+    return {
+        "weight_ptr": weight,
+        "cos_ptr": None if cos is None else cos.contiguous(),
+        "sin_ptr": None if sin is None else sin.contiguous(),
+        "stride_b": x.stride(0),
+        "stride_n": x.stride(1),
+        "n_tokens": n_tokens,
+        "heads": heads,
+        "eps": eps,
+        "CHANNELS": channels,
+        "HEAD_DIM": channels // heads,
+        "HEAD_PAD": pad_head(channels // heads),
+        "BLOCK_C": min(block_c, triton.next_power_of_2(channels)),
+        "NORM": norm,
+        "ROPE": cos is not None,
+    }
 
 
 def heads_a_program(heads: int, programs: int) -> int:
@@ -114,26 +134,13 @@ def sample_mean(
         k.device,
         k_ptr=k,
         partial_ptr=partial,
-        weight_ptr=weight,
-        cos_ptr=table(cos),
-        sin_ptr=table(sin),
         lengths_ptr=lengths,
-        stride_b=k.stride(0),
-        stride_n=k.stride(1),
-        n_tokens=n_tokens,
         step=step,
         chunks=chunks,
-        heads=heads,
-        eps=eps,
-        CHANNELS=channels,
-        HEAD_DIM=channels // heads,
-        HEAD_PAD=head_pad,
         BLOCK_T=SAMPLE_CHUNK,
-        BLOCK_C=min(512, triton.next_power_of_2(channels)),
-        NORM=norm_form(weight, channels),
-        ROPE=cos is not None,
         HAS_LENGTHS=lengths is not None,
         num_warps=4,
         num_stages=1,
+        **row_arguments(k, heads, weight=weight, cos=cos, sin=sin, eps=eps, block_c=512),
     )
     return Mean(partial, step, chunks)

@@ -25,10 +25,9 @@ __all__ = [
 MAX_HEAD_DIM: Final = 256
 #: Largest magnitude of a quantised q or k.
 QMAX: Final = {"int8": 127, "int4": 7}
-#: Keys from which pv="auto" takes fp8 where the device has it. Measured on an H200: at 32,760 keys
-#: and head_dim 128 the attention kernel runs 872 TOPS with fp8 and 450 to 487 with bf16; at the
-#: 1,280 tokens of the shipped model, where attention is a small part of the time, fp8 raised the
-#: error of the network to 2.1 times that of eager bf16.
+#: Keys from which pv="auto" takes fp8 where the device has it. fp8 has three times the error of
+#: bf16 (results/h200.json, ops), which a long sequence repays with a faster second product and a
+#: short one does not, because there attention is a small part of the time.
 FP8_MIN_KEYS: Final = 4096
 
 

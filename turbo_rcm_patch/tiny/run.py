@@ -178,7 +178,7 @@ class Stage:
         Args:
             loss_of: Computes one batch's losses; "loss" is minimised, the others are logged.
             probe: Called with this stage every `probe_every` seconds and at the end, off the
-            clock.
+                clock.
             probe_every: Seconds.
         """
         last_save = last_probe = time.monotonic()
