@@ -29,6 +29,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.int8: "i8",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
 }
 

@@ -1,12 +1,31 @@
-"""Pieces of the prologues' kernels: one head of some tokens, normalised and rotated in fp32."""
+"""Pieces of the prologues' kernels: one head of some tokens, normalised and rotated in fp32.
+
+A thread owns 32 neighbouring channels of a token. That is what the Hadamard matrix mixes, what a
+rotary pair needs and what a scale is taken over, so that nothing moves between threads but the
+maximum of a row. Triton gives threads such a share when a tile [tokens, groups of 32 channels] is
+loaded once per channel (`fan`), and 16-bit channels come four to a 64-bit word.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["SPREAD", "head_tile", "kv_limit", "load_mean", "nearest", "row_rms", "spread"]
+__all__ = [
+    "GROUP_CHANNELS",
+    "SPREAD",
+    "head_tile",
+    "kv_limit",
+    "load_mean",
+    "places",
+    "rotary_tables",
+    "row_rms",
+    "spread",
+    "store_int8",
+]
 
+#: Channels of a thread.
+GROUP_CHANNELS = 32
 #: Channels that one Hadamard matrix mixes: as many as every padded head has at least.
 SPREAD = tl.constexpr(32)
 
@@ -14,18 +33,70 @@ _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
 
 
 @triton.jit
-def spread(x, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Every 32 channels of x [BLOCK_T, HEAD_PAD] fp32 times a Hadamard matrix, not normalised.
+def _fan(
+    ptr, mask, room,
+    START: tl.constexpr, STEP: tl.constexpr, DEPTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """ptr[START], ptr[START + STEP], ...: 2**DEPTH values as DEPTH new dimensions of two.
 
-    Done to both q and k it leaves their products alone but for a factor, and spreads what single
-    channels stick out by over 32, so that the int8 steps get finer (as in FlashAttention-3, arXiv
-    2407.08608). Five stages of sums and differences, one per bit of the channel's number.
+    ptr and mask: [T, G]. With PADDED, values from `room` [T, G] on are 0.
     """
-    x = tl.reshape(x, [BLOCK_T, HEAD_PAD // SPREAD, 2, 2, 2, 2, 2])
-    for _ in tl.static_range(5):
-        one, other = tl.split(x)
-        x = tl.permute(tl.join(one + other, one - other), [0, 1, 6, 2, 3, 4, 5])
+    if DEPTH == 0:
+        if PADDED:
+            x = tl.load(ptr + START, mask=mask & (room > START), other=0)
+        else:
+            x = tl.load(ptr + START, mask=mask, other=0)
+    else:
+        even = _fan(ptr, mask, room, START, 2 * STEP, DEPTH - 1, PADDED)
+        odd = _fan(ptr, mask, room, START + STEP, 2 * STEP, DEPTH - 1, PADDED)
+        x = tl.join(even, odd)
+    return x
+
+
+@triton.jit
+def _unpack(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
+    return (words >> SHIFT).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _channels(
+    ptr, words_ptr, offs, mask, room,
+    BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_T, HEAD_PAD] fp32 from ptr + offs, offs [T, G] to the first of 32 channels; words_ptr
+    is the same memory as int64 (WORDS: 16-bit channels, everything divisible by 4)."""
+    if WORDS:
+        words = _fan(words_ptr + (offs >> 2), mask, room >> 2, 0, 1, 3, PADDED)
+        dtype: tl.constexpr = ptr.dtype.element_ty
+        even = tl.join(_unpack(words, 0, dtype), _unpack(words, 32, dtype))
+        odd = tl.join(_unpack(words, 16, dtype), _unpack(words, 48, dtype))
+        x = tl.join(even, odd)
+    else:
+        x = _fan(ptr + offs, mask, room, 0, 1, 5, PADDED).to(tl.float32)
     return tl.reshape(x, [BLOCK_T, HEAD_PAD])
+
+
+@triton.jit
+def places(offs_t, mask_t, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Tokens, first channels, mask and channels left, each [T, G]."""
+    channel = tl.arange(0, HEAD_PAD // 32)[None, :] * 32
+    tokens = offs_t[:, None] + 0 * channel
+    first = 0 * offs_t[:, None] + channel
+    return tokens, first, mask_t[:, None] & (first < HEAD_DIM), HEAD_DIM - first
+
+
+@triton.jit
+def rotary_tables(
+    cos_ptr, sin_ptr, tokens, first, mask, room,
+    BLOCK_T: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+):  # fmt: skip
+    """cos of even and sin of odd channels, [BLOCK_T, HEAD_PAD / 2] fp32 each."""
+    offs = tokens * HEAD_DIM + first
+    padded: tl.constexpr = HEAD_DIM % 32 != 0
+    cos = _fan(cos_ptr + offs, mask, room, 0, 2, 4, padded).to(tl.float32)
+    sin = _fan(sin_ptr + offs, mask, room, 1, 2, 4, padded).to(tl.float32)
+    cos = tl.reshape(cos, [BLOCK_T, HEAD_PAD // 2])
+    return cos, tl.reshape(sin, [BLOCK_T, HEAD_PAD // 2])
 
 
 @triton.jit
@@ -47,34 +118,66 @@ def row_rms(
 
 @triton.jit
 def head_tile(
-    rows, offs_t, mask_t, rms, h, weight_ptr, cos_ptr, sin_ptr, eps,
+    ptr, words_ptr, offs, first, mask, room, rms, h, weight_ptr, weight_words_ptr, cos, sin, eps,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_T, HEAD_PAD] fp32: one head, normalised and rotated; 0 where masked."""
-    offs_d = tl.arange(0, HEAD_PAD)
-    mask = mask_t[:, None] & (offs_d < HEAD_DIM)[None, :]
-    x = tl.load(rows[:, None] + (h * HEAD_DIM + offs_d)[None, :], mask=mask, other=0.0).to(
-        tl.float32
+    """[BLOCK_T, HEAD_PAD] fp32: one head, normalised and rotated; 0 where masked.
+
+    offs [T, G]: from ptr to the first channel of each group of head 0; rms [BLOCK_T].
+    """
+    padded: tl.constexpr = HEAD_DIM % 32 != 0
+    x = _channels(
+        ptr, words_ptr, offs + h * HEAD_DIM, mask, room, BLOCK_T, HEAD_PAD, WORDS, padded
     )
     if NORM == 2:  # per head
         rms = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
-        w = tl.load(weight_ptr + offs_d, mask=offs_d < HEAD_DIM, other=0.0).to(tl.float32)
-        x = x * rms[:, None] * w[None, :]
-    if NORM == 1:  # across heads
-        w = tl.load(weight_ptr + h * HEAD_DIM + offs_d, mask=offs_d < HEAD_DIM, other=0.0).to(
-            tl.float32
+    if NORM != 0:
+        own = first if NORM == 2 else first + h * HEAD_DIM
+        w = _channels(
+            weight_ptr, weight_words_ptr, own, mask, room, BLOCK_T, HEAD_PAD, WORDS, padded
         )
-        x = x * rms[:, None] * w[None, :]
+        x = x * rms[:, None] * w
     if ROPE:
-        table = offs_t[:, None] * HEAD_DIM + offs_d[None, :]
-        cos = tl.load(cos_ptr + table, mask=mask, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + table, mask=mask, other=0.0).to(tl.float32)
         even, odd = tl.split(tl.reshape(x, [BLOCK_T, HEAD_PAD // 2, 2]))
-        c, _ = tl.split(tl.reshape(cos, [BLOCK_T, HEAD_PAD // 2, 2]))
-        _, s = tl.split(tl.reshape(sin, [BLOCK_T, HEAD_PAD // 2, 2]))
-        x = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [BLOCK_T, HEAD_PAD])
+        x = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+        x = tl.reshape(x, [BLOCK_T, HEAD_PAD])
     return x
+
+
+@triton.jit
+def spread(x, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Every 32 channels of x [BLOCK_T, HEAD_PAD] fp32 times a Hadamard matrix, not normalised.
+
+    Done to both q and k it leaves their products alone but for a factor, and spreads what single
+    channels stick out by over 32, so that the int8 steps get finer (as in FlashAttention-3, arXiv
+    2407.08608). Five stages of sums and differences, one per bit of the channel's number.
+    """
+    x = tl.reshape(x, [BLOCK_T, HEAD_PAD // SPREAD, 2, 2, 2, 2, 2])
+    for _ in tl.static_range(5):
+        one, other = tl.split(x)
+        x = tl.permute(tl.join(one + other, one - other), [0, 1, 6, 2, 3, 4, 5])
+    return tl.reshape(x, [BLOCK_T, HEAD_PAD])
+
+
+@triton.jit
+def store_int8(words_ptr, x, mask, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """x [BLOCK_T, HEAD_PAD] fp32, |x| <= 127, rounded half to even, as int8.
+
+    words_ptr: [T, G] pointers to the first of each group's four int64.
+    """
+    x = (x + _MAGIC).to(tl.int32, bitcast=True) & 0xFF
+    low, high = tl.split(tl.reshape(x, [BLOCK_T, HEAD_PAD // 2, 2]))
+    low, high = tl.split(tl.reshape(low | (high << 8), [BLOCK_T, HEAD_PAD // 4, 2]))
+    low, high = tl.split(tl.reshape(low | (high << 16), [BLOCK_T, HEAD_PAD // 8, 2]))
+    words = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+    even, odd = tl.split(tl.reshape(words, [BLOCK_T, HEAD_PAD // 32, 2, 2]))
+    word_0, word_2 = tl.split(even)
+    word_1, word_3 = tl.split(odd)
+    tl.store(words_ptr, word_0, mask=mask)
+    tl.store(words_ptr + 1, word_1, mask=mask)
+    tl.store(words_ptr + 2, word_2, mask=mask)
+    tl.store(words_ptr + 3, word_3, mask=mask)
 
 
 @triton.jit
@@ -87,23 +190,7 @@ def kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS: tl.constexpr):
 
 
 @triton.jit
-def load_mean(
-    partial_ptr, bh, limit, step, chunks,
-    HEAD_PAD: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """[HEAD_PAD] mean of k from the partial sums of the sample."""
-    offs_c = tl.arange(0, CHUNKS)
-    offs_d = tl.arange(0, HEAD_PAD)
-    partial = tl.load(
-        partial_ptr + (bh * chunks + offs_c[:, None]) * HEAD_PAD + offs_d[None, :],
-        mask=(offs_c < chunks)[:, None],
-        other=0.0,
-    )
-    count = tl.maximum(1, (limit + step - 1) // step)
-    return tl.sum(partial, axis=0) / count
-
-
-@triton.jit
-def nearest(x):
-    """int8 of x fp32, |x| <= 127, half to even."""
-    return ((x + _MAGIC) - _MAGIC).to(tl.int8)
+def load_mean(mean_ptr, bh, first, mask, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """The mean of k, [BLOCK_T, HEAD_PAD] fp32 with equal rows; mean: [B, H, HEAD_PAD] fp32."""
+    mean = _fan(mean_ptr + bh * HEAD_PAD + first, mask, first, 0, 1, 5, False)
+    return tl.reshape(mean, [BLOCK_T, HEAD_PAD])

@@ -55,8 +55,7 @@ def quantize(
         mean = sample_mean(k, heads, weight=norm_k, cos=cos, sin=sin, lengths=lengths, eps=eps)
     queries = quantize_queries(
         q, heads, weight=norm_q, cos=cos, sin=sin, eps=eps, qmax=qmax, sm_scale=sm_scale,
-        mean=mean, n_kv=k.shape[1], lengths=lengths, want_shift=want_lse, counters=counters,
-        counter_rows=counter_rows,
+        mean=mean, want_shift=want_lse, counters=counters, counter_rows=counter_rows,
     )  # fmt: skip
     keys = quantize_keys(
         k, heads, weight=norm_k, cos=cos, sin=sin, eps=eps, qmax=qmax, mean=mean, lengths=lengths

@@ -8,19 +8,22 @@ spans all heads, then takes head by head while the rows are in cache.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.heads import head_tile, kv_limit, row_rms
+from turbo_rcm_patch.kernels.heads import (
+    GROUP_CHANNELS,
+    head_tile,
+    kv_limit,
+    places,
+    rotary_tables,
+    row_rms,
+)
 from turbo_rcm_patch.kernels.launch import launch, pad_head
 
 __all__ = [
-    "MEAN_CHUNKS",
     "PADDED_TO",
-    "Mean",
     "heads_a_program",
     "row_arguments",
     "sample_mean",
@@ -29,49 +32,55 @@ __all__ = [
 
 PADDED_TO = 128  # tokens are padded to a multiple of this
 MEAN_SAMPLES = 256
-SAMPLE_CHUNK = 16
-MEAN_CHUNKS = MEAN_SAMPLES // SAMPLE_CHUNK  # at most so many partial sums
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD = 0, 1, 2
 
 
 @triton.jit
 def sample_mean_kernel(
-    k_ptr, partial_ptr, weight_ptr, cos_ptr, sin_ptr, lengths_ptr,
-    stride_b, stride_n, n_tokens, step, chunks, heads, eps,
+    x_ptr, words_ptr, mean_ptr, weight_ptr, weight_words_ptr, cos_ptr, sin_ptr, lengths_ptr,
+    stride_b, stride_n, n_tokens, step, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, SAMPLES: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of k, normalised and rotated, over tokens 0, step, 2 * step, ...
+    """Mean of x, normalised and rotated, over tokens 0, step, 2 * step, ...
 
-    Grid: (chunks of BLOCK_T samples, heads, batch).
-    k [B, N, H*D]; partial [B, H, chunks, HEAD_PAD] fp32; weight [H*D] or [D]; cos, sin [N, D];
-    lengths [B].
+    Grid: (heads, batch).
+    x [B, N, H*D], words the same as int64 (WORDS); mean [B, H, HEAD_PAD] fp32; weight [H*D] or
+    [D]; cos, sin [N, D]; lengths [B].
     """
-    chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    h, b = tl.program_id(0), tl.program_id(1)
     limit = kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS)
-    offs_t = (chunk * BLOCK_T + tl.arange(0, BLOCK_T)) * step
-    mask_t = offs_t < limit
-    rows = k_ptr + b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
-    rms = tl.zeros([BLOCK_T], tl.float32)
-    if NORM == 1:
-        rms = row_rms(rows, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
-    x = head_tile(
-        rows, offs_t, mask_t, rms, h, weight_ptr, cos_ptr, sin_ptr, eps,
-        HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE,
-    )  # fmt: skip
-    bh = b.to(tl.int64) * heads + h
-    tl.store(
-        partial_ptr + (bh * chunks + chunk) * HEAD_PAD + tl.arange(0, HEAD_PAD), tl.sum(x, axis=0)
-    )
+    total = tl.zeros([HEAD_PAD], tl.float32)
+    for start in range(0, SAMPLES, BLOCK_T):
+        offs_t = (start + tl.arange(0, BLOCK_T)) * step
+        mask_t = offs_t < limit
+        rms = tl.zeros([BLOCK_T], tl.float32)
+        row = b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
+        if NORM == 1:
+            rms = row_rms(x_ptr + row, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
+        tokens, first, mask, room = places(offs_t, mask_t, HEAD_DIM, HEAD_PAD)
+        cos, sin = None, None
+        if ROPE:
+            cos, sin = rotary_tables(
+                cos_ptr, sin_ptr, tokens, first, mask, room, BLOCK_T, HEAD_DIM, HEAD_PAD
+            )
+        x = head_tile(
+            x_ptr, words_ptr, row[:, None] + first, first, mask, room, rms, h,
+            weight_ptr, weight_words_ptr, cos, sin, eps,
+            HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE, WORDS,
+        )  # fmt: skip
+        total += tl.sum(x, axis=0)
+    count = tl.maximum(1, (limit + step - 1) // step)
+    tl.store(mean_ptr + (b * heads + h) * HEAD_PAD + tl.arange(0, HEAD_PAD), total / count)
 
 
-class Mean(NamedTuple):
-    """Partial sums of a sample of k: [B, H, chunks, HEAD_PAD] fp32, and the sample's stride."""
-
-    partial: torch.Tensor
-    step: int
-    chunks: int
+def _as_words(x: torch.Tensor) -> torch.Tensor | None:
+    """x as int64, four of its 16-bit elements to each, where its layout allows it."""
+    strides = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
+    if x.element_size() != 2 or any(stride % 4 for stride in strides):
+        return None
+    return x.view(torch.int64)
 
 
 def row_arguments(
@@ -86,11 +95,19 @@ def row_arguments(
 ) -> dict[str, object]:
     """What every kernel here takes to read x [B, N, H*D], dense rows: norm, tables, sizes."""
     _, n_tokens, channels = x.shape
+    head_dim = channels // heads
     norm = NO_NORM
     if weight is not None:
         norm = NORM_ACROSS if weight.numel() == channels else NORM_PER_HEAD
+        weight = weight.contiguous()
+    words, weight_words = _as_words(x), None if weight is None else _as_words(weight)
+    by_words = words is not None and head_dim % 4 == 0
+    by_words = by_words and (weight is None or weight_words is not None)
     return {
+        "x_ptr": x,
+        "words_ptr": words if by_words else None,
         "weight_ptr": weight,
+        "weight_words_ptr": weight_words if by_words else None,
         "cos_ptr": None if cos is None else cos.contiguous(),
         "sin_ptr": None if sin is None else sin.contiguous(),
         "stride_b": x.stride(0),
@@ -99,11 +116,12 @@ def row_arguments(
         "heads": heads,
         "eps": eps,
         "CHANNELS": channels,
-        "HEAD_DIM": channels // heads,
-        "HEAD_PAD": pad_head(channels // heads),
+        "HEAD_DIM": head_dim,
+        "HEAD_PAD": pad_head(head_dim),
         "BLOCK_C": min(block_c, triton.next_power_of_2(channels)),
         "NORM": norm,
         "ROPE": cos is not None,
+        "WORDS": by_words,
     }
 
 
@@ -121,26 +139,27 @@ def sample_mean(
     sin: torch.Tensor | None,
     lengths: torch.Tensor | None,
     eps: float,
-) -> Mean:
-    """Partial sums over at most `MEAN_SAMPLES` evenly spaced tokens of k [B, N, H*D]."""
+) -> torch.Tensor:
+    """Mean over at most `MEAN_SAMPLES` evenly spaced tokens of k [B, N, H*D]: [B, H, HEAD_PAD]
+    fp32."""
     batch, n_tokens, channels = k.shape
     head_pad = pad_head(channels // heads)
     step = triton.cdiv(n_tokens, MEAN_SAMPLES)
-    chunks = triton.cdiv(triton.cdiv(n_tokens, step), SAMPLE_CHUNK)
-    partial = torch.empty(batch, heads, chunks, head_pad, dtype=torch.float32, device=k.device)
+    samples = triton.cdiv(n_tokens, step)
+    block_t = 8 * 32 * GROUP_CHANNELS // head_pad
+    mean = torch.empty(batch, heads, head_pad, dtype=torch.float32, device=k.device)
     launch(
         sample_mean_kernel,
-        (chunks, heads, batch),
+        (heads, batch),
         k.device,
-        k_ptr=k,
-        partial_ptr=partial,
+        mean_ptr=mean,
         lengths_ptr=lengths,
         step=step,
-        chunks=chunks,
-        BLOCK_T=SAMPLE_CHUNK,
+        BLOCK_T=block_t,
+        SAMPLES=triton.cdiv(samples, block_t) * block_t,
         HAS_LENGTHS=lengths is not None,
-        num_warps=4,
+        num_warps=8,
         num_stages=1,
-        **row_arguments(k, heads, weight=weight, cos=cos, sin=sin, eps=eps, block_c=512),
+        **row_arguments(k, heads, weight=weight, cos=cos, sin=sin, eps=eps, block_c=256),
     )
-    return Mean(partial, step, chunks)
+    return mean

@@ -11,20 +11,15 @@ import triton.language as tl
 from turbo_rcm_patch.kernels.heads import (
     SPREAD,
     head_tile,
-    kv_limit,
     load_mean,
-    nearest,
+    places,
+    rotary_tables,
     row_rms,
     spread,
+    store_int8,
 )
 from turbo_rcm_patch.kernels.launch import dense_rows, launch, pad_head, target_of, tile_for
-from turbo_rcm_patch.kernels.prologue import (
-    MEAN_CHUNKS,
-    PADDED_TO,
-    Mean,
-    heads_a_program,
-    row_arguments,
-)
+from turbo_rcm_patch.kernels.prologue import PADDED_TO, heads_a_program, row_arguments
 
 __all__ = ["Queries", "quantize_queries", "quantize_queries_kernel"]
 
@@ -33,47 +28,54 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def quantize_queries_kernel(
-    q_ptr, int8_ptr, scale_ptr, weight_ptr, cos_ptr, sin_ptr, partial_ptr, shift_ptr, lengths_ptr,
-    counter_ptr,
-    stride_b, stride_n, n_tokens, n_padded, heads, n_kv, step, chunks, n_counters,
+    x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr, cos_ptr, sin_ptr,
+    mean_ptr, shift_ptr, counter_ptr,
+    stride_b, stride_n, n_tokens, n_padded, heads, n_counters,
     eps, factor, shift_factor,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
     COUNTER_ROWS: tl.constexpr, QMAX: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
     SHIFT: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """int8 q and its scales, after norm, rotary embedding and `spread`.
 
     Grid: (blocks of BLOCK_T tokens, groups of GROUP heads, batch).
-    q [B, N, H*D]; int8 [B, H, n_padded, HEAD_PAD]; scale [B, H, n_padded] fp32, times `factor`;
-    weight [H*D] or [D]; cos, sin [N, D]; partial [B, H, chunks, HEAD_PAD] sums of a sample of k,
-    for shift [B, H, n_padded] fp32 = q · mean * shift_factor (SHIFT); counter [B, n_counters]
-    int32, zeroed for the kernel that counts.
+    x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64;
+    scale [B, H, n_padded] fp32, times `factor`; weight [H*D] or [D]; cos, sin [N, D]; mean
+    [B, H, HEAD_PAD] of k, for shift [B, H, n_padded] fp32 = q · mean * shift_factor (SHIFT);
+    counter [B, n_counters] int32, zeroed for the kernel that counts.
     """
     block, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     if COUNTERS:
-        first = block * BLOCK_T // COUNTER_ROWS
+        counters: tl.constexpr = max(1, BLOCK_T // COUNTER_ROWS)
+        counter = block * BLOCK_T // COUNTER_ROWS + tl.arange(0, counters)
         if group == 0:
-            tl.store(counter_ptr + b * n_counters + first, 0, mask=first < n_counters)
+            tl.store(counter_ptr + b * n_counters + counter, 0, mask=counter < n_counters)
     mask_t = offs_t < n_tokens
-    rows = q_ptr + b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
+    row = b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
     rms = tl.zeros([BLOCK_T], tl.float32)
     if NORM == 1:
-        rms = row_rms(rows, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
-    offs_d = tl.arange(0, HEAD_PAD)
+        rms = row_rms(x_ptr + row, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
+    tokens, first, mask, room = places(offs_t, mask_t, HEAD_DIM, HEAD_PAD)
+    cos, sin = None, None
+    if ROPE:
+        cos, sin = rotary_tables(
+            cos_ptr, sin_ptr, tokens, first, mask, room, BLOCK_T, HEAD_DIM, HEAD_PAD
+        )
+    inside = offs_t < n_padded
     for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
         x = head_tile(
-            rows, offs_t, mask_t, rms, h, weight_ptr, cos_ptr, sin_ptr, eps,
-            HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE,
+            x_ptr, words_ptr, row[:, None] + first, first, mask, room, rms, h,
+            weight_ptr, weight_words_ptr, cos, sin, eps,
+            HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE, WORDS,
         )  # fmt: skip
         bh = b.to(tl.int64) * heads + h
         if SHIFT:
-            limit = kv_limit(lengths_ptr, b, n_kv, HAS_LENGTHS)
-            mean = load_mean(partial_ptr, bh, limit, step, chunks, HEAD_PAD, CHUNKS)
-            shift = tl.sum(x * mean[None, :], axis=1) * shift_factor
-            tl.store(shift_ptr + bh * n_padded + offs_t, shift, mask=offs_t < n_padded)
+            mean = load_mean(mean_ptr, bh, first, mask, BLOCK_T, HEAD_PAD)
+            shift = tl.sum(x * mean, axis=1) * shift_factor
+            tl.store(shift_ptr + bh * n_padded + offs_t, shift, mask=inside)
         x = spread(x, BLOCK_T, HEAD_PAD)
         amax = tl.max(tl.abs(x), axis=1)
         total = tl.sum(x, axis=1)
@@ -81,12 +83,9 @@ def quantize_queries_kernel(
         inverse = tl.div_rn(tl.full([BLOCK_T], QMAX, tl.float32), amax)
         # A maximum drops NaN, a sum keeps it: a NaN in x becomes a NaN scale, not a zero.
         scale = tl.where(total == total, amax / QMAX * factor, total)
-        tl.store(scale_ptr + bh * n_padded + offs_t, scale, mask=offs_t < n_padded)
-        tl.store(
-            int8_ptr + (bh * n_padded + offs_t[:, None]) * HEAD_PAD + offs_d[None, :],
-            nearest(x * inverse[:, None]),
-            mask=(offs_t < n_padded)[:, None],
-        )
+        tl.store(scale_ptr + bh * n_padded + offs_t, scale, mask=inside)
+        out = int8_ptr + ((bh * n_padded + tokens) * HEAD_PAD + first) // 8
+        store_int8(out, x * inverse[:, None], inside[:, None], BLOCK_T, HEAD_PAD)
 
 
 class Queries(NamedTuple):
@@ -107,9 +106,7 @@ def quantize_queries(
     eps: float,
     qmax: int,
     sm_scale: float,
-    mean: Mean | None,
-    n_kv: int,
-    lengths: torch.Tensor | None,
+    mean: torch.Tensor | None,
     want_shift: bool,
     counters: torch.Tensor | None = None,
     counter_rows: int = 1,
@@ -130,26 +127,19 @@ def quantize_queries(
         quantize_queries_kernel,
         (blocks, triton.cdiv(heads, group), batch),
         q.device,
-        q_ptr=q,
-        int8_ptr=int8,
+        int8_ptr=int8.view(torch.int64),
         scale_ptr=scale,
-        partial_ptr=None if shift is None or mean is None else mean.partial,
+        mean_ptr=None if shift is None else mean,
         shift_ptr=shift,
-        lengths_ptr=None if shift is None else lengths,
         counter_ptr=counters,
         n_padded=n_padded,
-        n_kv=n_kv,
-        step=1 if mean is None else mean.step,
-        chunks=1 if mean is None else mean.chunks,
         n_counters=0 if counters is None else counters.shape[1],
         factor=sm_scale * LOG2_E / SPREAD.value,
         shift_factor=sm_scale,
         BLOCK_T=tile.block_m,
         GROUP=group,
-        CHUNKS=MEAN_CHUNKS,
         COUNTER_ROWS=counter_rows,
         QMAX=qmax,
-        HAS_LENGTHS=lengths is not None and shift is not None,
         SHIFT=shift is not None,
         COUNTERS=counters is not None,
         num_warps=tile.warps,

@@ -14,7 +14,7 @@ from turbo_rcm_patch.kernels.prologue import PADDED_TO
 
 __all__ = ["Values", "channel_amax_kernel", "quantize_values", "transpose_values_kernel"]
 
-AMAX_CHUNKS = 16
+AMAX_CHUNKS = 32
 
 _E4M3_MAX = tl.constexpr(448.0)
 
@@ -105,7 +105,7 @@ def quantize_values(v: torch.Tensor, heads: int, *, lengths: torch.Tensor | None
     head_dim = channels // heads
     head_pad = pad_head(head_dim)
     n_padded = triton.cdiv(n_tokens, PADDED_TO) * PADDED_TO
-    block_t = 32
+    block_t = 64
     chunk_tokens = triton.cdiv(triton.cdiv(n_tokens, AMAX_CHUNKS), block_t) * block_t
     chunks = triton.cdiv(n_tokens, chunk_tokens)
     amax = torch.empty(batch, heads, chunks, head_pad, dtype=torch.float32, device=v.device)
@@ -128,7 +128,7 @@ def quantize_values(v: torch.Tensor, heads: int, *, lengths: torch.Tensor | None
         HEAD_PAD=head_pad,
         BLOCK_T=block_t,
         HAS_LENGTHS=lengths is not None,
-        num_warps=4,
+        num_warps=8,
         num_stages=2,
     )
     tile = tile_for("transpose_values", str(head_pad), target_of(v.device))
