@@ -82,7 +82,7 @@ def calls_within(
 
 def graph_of(calls: Sequence[Call]) -> Callable[[], None]:
     """All calls once, as one CUDA graph; what it gives back replays it."""
-    stream = torch.cuda.Stream()
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # what a first call sets up must not be captured
         for call in calls:
@@ -99,7 +99,6 @@ def kernel_milliseconds(
     call: Callable[[], object], device: torch.device, calls: int = 1
 ) -> dict[str, float]:
     """Milliseconds a call spends in each kernel (on a CPU: in each operator), by name."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device.type == "cuda"
@@ -114,7 +113,7 @@ def kernel_milliseconds(
             torch.cuda.synchronize(device)
     found: dict[str, float] = {}
     for event in recorded.key_averages():
-        if on_gpu and event.device_type != DeviceType.CUDA:
+        if on_gpu and str(event.device_type) != "DeviceType.CUDA":
             continue
         micro = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if micro > 0:

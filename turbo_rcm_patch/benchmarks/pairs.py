@@ -20,7 +20,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.benchmarks.accuracy import attention_fp64
 from turbo_rcm_patch.benchmarks.clock import Call
 from turbo_rcm_patch.benchmarks.contest import Method
-from turbo_rcm_patch.benchmarks.peers import BACKENDS, backend_context
+from turbo_rcm_patch.benchmarks.peers import BACKENDS, backend_context, split_heads
 from turbo_rcm_patch.benchmarks.setup import Shape, generator
 from turbo_rcm_patch.boundary import EDM
 from turbo_rcm_patch.config import Form
@@ -127,7 +127,7 @@ def pair_methods(
             )
         )
     methods += [
-        Method(form, functools.partial(_ours, heads, linear, form))  # type: ignore[arg-type]
+        Method(form, functools.partial(_ours, heads, linear, form))
         for form in ("two-launch", "one-launch")
         if form in forms
     ]
@@ -138,7 +138,7 @@ def _written(heads: int, linear: bool) -> Callable[..., torch.Tensor]:
     """The operation as a user of torch writes it."""
 
     def attend(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        q, k, v = (one.unflatten(2, (heads, -1)).transpose(1, 2) for one in parts)
+        q, k, v = (split_heads(one, heads).transpose(1, 2) for one in parts)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
     def plain(

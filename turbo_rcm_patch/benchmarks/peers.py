@@ -23,9 +23,10 @@ from turbo_rcm_patch.benchmarks.contest import Method
 from turbo_rcm_patch.config import PVDType
 from turbo_rcm_patch.errors import MissingPackageError
 
-__all__ = ["BACKENDS", "OURS", "attention_methods", "backend_context", "sage_major"]
+__all__ = ["BACKENDS", "OURS", "attention_methods", "backend_context", "sage_major", "split_heads"]
 
-OURS: Final = ("ours fp8", "ours bf16")
+#: Ours by the name they have in tables, with the element type of the second product.
+OURS: Final[dict[str, PVDType]] = {"ours fp8": "fp8", "ours bf16": "bf16"}
 #: torch's exact attentions by the name they have in tables.
 BACKENDS: Final = {
     "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -44,7 +45,7 @@ def attention_methods(heads: int) -> list[Method]:
     """Every attention for q, k, v [B, N, heads*D], ours first."""
     methods = [
         Method(name, functools.partial(_ours, heads, pv), note="prologue included")
-        for name, pv in zip(OURS, ("fp8", "bf16"), strict=True)
+        for name, pv in OURS.items()
     ]
     methods += [
         Method(name, functools.partial(_sdpa, heads), backend_context(backend), _VIEWS)
@@ -73,6 +74,11 @@ def attention_methods(heads: int) -> list[Method]:
     ]
 
 
+def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, N, H*D] as a view [B, N, H, D]."""
+    return x.view(x.shape[0], x.shape[1], heads, -1)
+
+
 def sage_major() -> int:
     """Major version of the installed sageattention, 0 if there is none."""
     try:
@@ -88,7 +94,7 @@ def _ours(heads: int, pv: PVDType, inputs: Sequence[torch.Tensor]) -> Call:
 
 
 def _sdpa(heads: int, inputs: Sequence[torch.Tensor]) -> Call:
-    q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in inputs)
+    q, k, v = (split_heads(x, heads).transpose(1, 2) for x in inputs)
     return lambda: F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
@@ -101,14 +107,14 @@ def _sage(heads: int, major: int, inputs: Sequence[torch.Tensor]) -> Call:
             got=f"release {found}.x" if found else "no such package",
         )
     sageattn = import_module("sageattention").sageattn
-    q, k, v = (x.unflatten(2, (heads, -1)) for x in inputs)
+    q, k, v = (split_heads(x, heads) for x in inputs)
     k = k.clone()
     return lambda: sageattn(q, k, v, tensor_layout="NHD").flatten(2)
 
 
 def _flash(heads: int, package: str, inputs: Sequence[torch.Tensor]) -> Call:
     attention = import_module(package).flash_attn_func
-    q, k, v = (x.unflatten(2, (heads, -1)) for x in inputs)
+    q, k, v = (split_heads(x, heads) for x in inputs)
 
     def call() -> torch.Tensor:
         out = attention(q, k, v)
@@ -120,5 +126,5 @@ def _flash(heads: int, package: str, inputs: Sequence[torch.Tensor]) -> Call:
 
 def _xformers(heads: int, inputs: Sequence[torch.Tensor]) -> Call:
     attention = import_module("xformers.ops").memory_efficient_attention
-    q, k, v = (x.unflatten(2, (heads, -1)) for x in inputs)
+    q, k, v = (split_heads(x, heads) for x in inputs)
     return lambda: attention(q, k, v).flatten(2)
