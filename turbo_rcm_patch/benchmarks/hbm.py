@@ -56,6 +56,7 @@ def run(plan: Plan) -> int:
     good = True
     with journal.running():
         ncu = _missing(journal)
+        modes = list(MODES)
         for name in only:
             record: dict[str, object] = {"tensor_bytes": tensor_bytes(shapes[name])}
             found: dict[str, dict[str, object]] = {}
@@ -65,7 +66,7 @@ def run(plan: Plan) -> int:
                 if ncu:
                     found[form]["not_measured"] = ncu
                 elif not journal.late(f"{name}, {form}"):
-                    found[form] |= _measured(name, form, journal)
+                    found[form] |= _measured(name, form, modes, journal)
                 good &= "measured" in found[form]
                 _show(name, form, found, journal)
                 journal.case(name, record)
@@ -90,8 +91,9 @@ def _paper(shape: Shape, form: str, device: torch.device) -> dict[str, object]:
     return {"paper_bytes": sum(parts.values()), "paper": parts, "pv": pv}
 
 
-def _measured(name: str, form: str, journal: Journal) -> dict[str, object]:
-    """What the first mode that works counts, and why others did not."""
+def _measured(name: str, form: str, modes: list[str], journal: Journal) -> dict[str, object]:
+    """What the first mode that works counts, and why others did not; those are not tried
+    again."""
     plan = journal.plan
     # The child is this module again, so that nothing else happens between start and stop.
     command = [
@@ -100,7 +102,7 @@ def _measured(name: str, form: str, journal: Journal) -> dict[str, object]:
         *(("--micro",) if plan.micro else ()),
     ]
     failed: dict[str, str] = {}
-    for mode in MODES:
+    for mode in tuple(modes):
         try:
             counted = profile(command, mode)
         except ConfigError as error:
@@ -117,6 +119,7 @@ def _measured(name: str, form: str, journal: Journal) -> dict[str, object]:
             "workloads": int(counted["workloads"]),
             "sets": sets,
         }
+        modes[:] = modes[modes.index(mode) :]
         return {"measured": measured} | ({"modes_that_failed": failed} if failed else {})
     return {"not_measured": "no mode of ncu worked", "modes_that_failed": failed}
 
@@ -202,7 +205,7 @@ def _inside_range(calls: list[Call], device: torch.device) -> None:
 def _switches(device: torch.device) -> tuple[Callable[[], None], Callable[[], None]]:
     if device.type != "cuda":
         return (lambda: None), (lambda: None)
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def start() -> None:
         runtime.cudaProfilerStart()
