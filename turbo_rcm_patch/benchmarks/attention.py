@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Final
 
 import torch
@@ -17,7 +18,7 @@ from turbo_rcm_patch.benchmarks.cases import (
 from turbo_rcm_patch.benchmarks.clock import Call, input_sets
 from turbo_rcm_patch.benchmarks.contest import Effort, Entrant, admit, time_entrants
 from turbo_rcm_patch.benchmarks.journal import Journal, Plan, chosen
-from turbo_rcm_patch.benchmarks.machine import ceilings, measured_ceilings
+from turbo_rcm_patch.benchmarks.machine import ceilings, exponential_ceiling, measured_ceilings
 from turbo_rcm_patch.benchmarks.peers import OURS, attention_methods
 from turbo_rcm_patch.benchmarks.setup import errors_of, time_call
 
@@ -99,6 +100,7 @@ def _case(case: AttentionCase, peers: list[str], journal: Journal) -> bool:
     def errors(output: torch.Tensor) -> dict[str, float]:
         return errors_of(output[:, rows], truth)
 
+    begin = time.monotonic()
     entrants = [
         admit(method, sets, errors, WRONG)
         for method in attention_methods(shape.heads)
@@ -131,6 +133,12 @@ def _case(case: AttentionCase, peers: list[str], journal: Journal) -> bool:
         if isinstance(alone, float) and alone > 0:
             entrant.record["kernel_tops"] = case.operations / alone / 1e9
         _show(case, entrant, journal)
+    record["observed"] = observed = journal.watch.since(begin)
+    clock_mhz = observed["sm_clock_mhz"]
+    if isinstance(clock_mhz, dict):
+        record["exponential_ceiling_tops"] = exponential_ceiling(
+            device, shape.head_dim, clock_mhz["median"]
+        )
     record |= _compare(case, entrants)
     journal.case(case.name, record)
     return all(entrant.ready for entrant in entrants if entrant.method.name in OURS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -65,7 +66,7 @@ def _effort(plan: Plan) -> Effort:
     if plan.micro:
         return Effort(budget=5.0, least=2, most=plan.calls or 2)
     most = plan.calls or (3 if plan.quick else 7)
-    return Effort(budget=1e9, least=1, most=most)
+    return Effort(budget=math.inf, least=1, most=most)
 
 
 def _build(config: dict[str, object], device: torch.device, seed: int) -> WanTransformer3DModel:

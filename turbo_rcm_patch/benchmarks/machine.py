@@ -12,7 +12,14 @@ import torch
 
 from turbo_rcm_patch.sampling.environment import device_name
 
-__all__ = ["SPEC_SHEETS", "ClockWatch", "ceilings", "machine", "measured_ceilings"]
+__all__ = [
+    "SPEC_SHEETS",
+    "ClockWatch",
+    "ceilings",
+    "exponential_ceiling",
+    "machine",
+    "measured_ceilings",
+]
 
 #: Dense peaks from the vendor's data sheets, by a part of the device name: 1e12 operations a
 #: second of 8-bit and 16-bit matrix products, and 1e12 bytes a second of memory.
@@ -22,7 +29,7 @@ SPEC_SHEETS: Final = {
 }
 #: exp2 units: operations a clock and multiprocessor on sm_80 to sm_90 (CUDA's table of arithmetic
 #: throughput).
-EXPONENTIALS_A_CLOCK: Final = 16
+_EXPONENTIALS_A_CLOCK: Final = 16
 
 
 def machine(device: torch.device) -> dict[str, object]:
@@ -45,6 +52,24 @@ def ceilings(device: torch.device) -> dict[str, float]:
         return {}
     name = device_name(device)
     return next((dict(sheet) for card, sheet in SPEC_SHEETS.items() if card in name), {})
+
+
+def exponential_ceiling(device: torch.device, head_dim: int, mhz: float) -> float | None:
+    """1e12 operations a second at which an attention that takes every exponential from the
+    special-function units keeps them busy; None for cards whose number of units is not known here.
+
+    Args:
+        device: Which card.
+        head_dim: An exponential comes with 4 * head_dim operations of the two products.
+        mhz: SM clock.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if not (8, 0) <= (properties.major, properties.minor) <= (9, 0):
+        return None
+    exponentials = _EXPONENTIALS_A_CLOCK * properties.multi_processor_count * mhz * 1e6
+    return float(4 * head_dim * exponentials / 1e12)
 
 
 def _ask_nvidia_smi(device: torch.device, field: str) -> str:

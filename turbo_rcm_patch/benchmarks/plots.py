@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -117,8 +117,7 @@ def _scaling(axes: Axes, document: Json) -> bool:
             tops, tokens = _best(record), _get(size, "N")
             if shape == common and tops and tokens:
                 lines.setdefault(name, []).append((tokens, tops))
-    ticks = sorted({tokens for points in lines.values() for tokens, _ in points})
-    if not ticks:
+    if not lines:
         return False
     for name, points in lines.items():
         colour, marker = _LOOKS.get(name, ("#374151", "o"))
@@ -127,14 +126,11 @@ def _scaling(axes: Axes, document: Json) -> bool:
             *zip(*sorted(points), strict=True), marker=marker, color=colour, label=name,
             linewidth=2.2 if ours else 1.4, markersize=6 if ours else 5, zorder=3 if ours else 2,
         )  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [_short(t) for t in ticks], minor=False)
-    axes.minorticks_off()
+    _token_ticks(axes, (tokens for points in lines.values() for tokens, _ in points))
     axes.set_ylim(bottom=0)
     _, heads, dim = common
     axes.set(
         title=f"Attention, {heads:.0f} heads of {dim:.0f}: everything counted",
-        xlabel="tokens",
         ylabel="$10^{12}$ operations a second",
     )
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -142,7 +138,18 @@ def _scaling(axes: Axes, document: Json) -> bool:
 
 
 def _short(tokens: float) -> str:
-    return f"{tokens / 1024:.0f}k" if tokens >= 1024 else f"{tokens:.0f}"
+    return f"{tokens / 1000:.0f}k" if tokens >= 1000 else f"{tokens:.0f}"
+
+
+def _token_ticks(axes: Axes, tokens: Iterable[float]) -> None:
+    """A logarithmic axis with a tick a size; of two that are close the larger is labelled."""
+    ticks = sorted(set(tokens))
+    crowded = [after < 1.4 * tick for tick, after in zip(ticks, ticks[1:], strict=False)]
+    labels = ["" if hide else _short(t) for t, hide in zip(ticks, [*crowded, False], strict=True)]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, labels, minor=False)
+    axes.minorticks_off()
+    axes.set_xlabel("tokens")
 
 
 def _accuracy(axes: Axes, document: Json) -> bool:
@@ -200,16 +207,16 @@ def _roofline(axes: Axes, document: Json) -> bool:
         knee = low if memory is None else max(low, peak / memory)
         axes.plot([knee, high], [peak, peak], color="#dc2626", linewidth=1.2, linestyle="--")
         axes.annotate(
-            f"{name} products, {peak:,.0f}", (high, peak), xytext=(-4, 4),
-            textcoords="offset points", ha="right", color="#dc2626", fontsize=8.5,
+            f"{name} products, {peak:,.0f}", (knee, peak), xytext=(6, 4),
+            textcoords="offset points", color="#dc2626", fontsize=8.5,
         )  # fmt: skip
     if memory is not None:
         top = max((_get(sheet, name) or 0.0) for name in sheet)
         ridge = min(high, top / memory)
         axes.plot([low, ridge], [low * memory, ridge * memory], color="#dc2626", linewidth=1.2)
         axes.annotate(
-            f"memory, {memory} TB/s", (low, low * memory), xytext=(4, 12),
-            textcoords="offset points", color="#dc2626", fontsize=8.5, rotation=0,
+            f"memory, {memory} TB/s", ((low * ridge) ** 0.5, (low * ridge) ** 0.5 * memory),
+            xytext=(10, -8), textcoords="offset points", color="#dc2626", fontsize=8.5,
         )  # fmt: skip
         ys = [*ys, top]
     axes.set_xscale("log")
@@ -245,14 +252,10 @@ def _write_ups(axes: Axes, document: Json) -> bool:
             *zip(*sorted(points), strict=True), marker="o", color=colour, label=label, linewidth=2
         )
     axes.axhline(1.0, color=_FORMS["two-pass"][0], linewidth=1.2, label=_FORMS["two-pass"][1])
-    ticks = sorted({tokens for points in lines.values() for tokens, _ in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [_short(t) for t in ticks], minor=False)
-    axes.minorticks_off()
+    _token_ticks(axes, (tokens for points in lines.values() for tokens, _ in points))
     axes.set_ylim(bottom=0)
     axes.set(
         title="Attention + projection + rCM skip, in CUDA graphs",
-        xlabel="tokens",
         ylabel="times as fast as two-pass torch",
     )
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -311,7 +314,7 @@ def _traffic(axes: Axes, document: Json) -> bool:
         measured = [_get(forms, name, "measured", "bytes") or 0.0 for _, forms in cases]
         measured_any |= any(measured)
         axes.bar(places, _divide(measured, scale), 0.8 * width, color=colour, label=label)
-    axes.set_xticks(range(len(cases)), [case.replace("-", "\n", 1) for case, _ in cases])
+    axes.set_xticks(range(len(cases)), [case.replace("-N", "\nN", 1) for case, _ in cases])
     axes.grid(axis="x", visible=False)
     how = "filled: measured, outline: on paper" if measured_any else "on paper; not measured"
     axes.set(

@@ -6,6 +6,7 @@ Each is a context: inside, the network runs that way; afterwards it is as it was
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -161,7 +162,7 @@ def time_variant(
         errors: Numbers of an output against the truth.
         limit: Relative L2 from which an output is wrong.
         journal: For the device.
-        effort: How long.
+        effort: How long; an infinite budget stands for its most calls.
     """
     device = journal.device
     compiler = "eager" if journal.plan.micro else "inductor"
@@ -177,8 +178,10 @@ def time_variant(
                 }
             del output
             call = rotating(calls)
-            count = calls_within(call, device, effort.budget, effort.least, effort.most)
-            record["milliseconds"] = asdict(time_call(call, device, count, warmup=len(calls)))
+            count = effort.most
+            if math.isfinite(effort.budget):
+                count = calls_within(call, device, effort.budget, effort.least, effort.most)
+            record["milliseconds"] = asdict(time_call(call, device, count, warmup=1))
             record |= {"status": "timed", **peak_bytes(call, device)}
             if variant.profiled:
                 kernels = kernel_milliseconds(call, device)
