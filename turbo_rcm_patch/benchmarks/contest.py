@@ -40,12 +40,15 @@ class Method:
         make: Gets one set of inputs, gives back the call to be timed; may raise.
         context: Entered around every call, outside the clock.
         note: What a reader has to know.
+        prologue: Whether it is more than one kernel, so that the attention kernel alone is of
+            interest.
     """
 
     name: str
     make: Callable[[Sequence[torch.Tensor]], Call]
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     note: str = ""
+    prologue: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,8 @@ def time_entrants(
         eager: Time calls one by one.
         graph: Time them as a CUDA graph over all sets as well ("graph_milliseconds" a call). On a
             CPU, which has no graphs, calls are timed one by one instead.
-        kernels: Also measure the attention kernel alone ("kernel_milliseconds").
+        kernels: Also measure the attention kernel alone ("kernel_milliseconds"), for methods that
+            have a prologue.
     """
     device = journal.device
     if eager:
@@ -158,9 +162,8 @@ def time_entrants(
     if graph:
         _time(entrants, journal, effort, where, "graph_milliseconds", None, 0)
     for entrant in entrants:
-        if not (kernels and entrant.ready) or journal.late(
-            f"{where}, kernels of {entrant.method.name}"
-        ):
+        alone = kernels and entrant.ready and entrant.method.prologue
+        if not alone or journal.late(f"{where}, {entrant.method.name}, kernels"):
             continue
         with entrant.method.context():
             found = kernel_milliseconds(rotating(entrant.calls), device, calls=3)
@@ -206,7 +209,9 @@ def _time(
             if round_ and journal.deadline.passed and times:
                 continue
             with entrant.method.context():
-                some = call_times(call, device, -(-calls // _ROUNDS), warmup=1)
+                # What takes long needs no warming up: it was called a moment ago.
+                warmup = 1 if calls > 10 else 0
+                some = call_times(call, device, -(-calls // _ROUNDS), warmup=warmup)
             times += [one / per for one in some]
     for entrant, _, _, _, times in running:
         entrant.record[clock] = asdict(Timing.of(times))

@@ -16,6 +16,7 @@ import torch
 from turbo_rcm_patch.benchmarks.machine import ClockWatch, ceilings, machine
 from turbo_rcm_patch.benchmarks.setup import Deadline, Options
 from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.kernels.tile_table import table_path
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
 from turbo_rcm_patch.sampling.store import atomic, to_json
 
@@ -61,6 +62,8 @@ class Plan:
     def torch_device(self) -> torch.device:
         """The device, after checking that it is there and fits the sizes."""
         device = Options(device=self.device).torch_device()
+        if device.index is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # where streams and graphs are made
         if device.type != "cuda" and not self.micro:
             raise ConfigError(
                 "--device",
@@ -113,22 +116,27 @@ class Journal:
         self.deadline = Deadline(self.plan.limit)
         self._begin = time.monotonic()
         self.watch = ClockWatch(self.device)
+        found = machine(self.device)
+        tiles = table_path()
         self._header = {
             "benchmark": self.name,
             "command": self.plan.command,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine(self.device),
+            "machine": found,
             "versions": versions(),
             "code": code_digest(),
+            "tiles": str(tiles) if tiles.exists() else "as shipped",
             "quick": self.plan.quick,
             "micro": self.plan.micro,
             "about": dict(self.about),
             "ceilings": {"data sheet": ceilings(self.device)},
         }
         print(f"{device_name(self.device)}, torch {torch.__version__}, writing {self.path}")
-        driver = machine(self.device).get("driver")
-        if driver:
-            print(f"driver {driver}")
+        if "driver" in found:
+            print(
+                f"driver {found['driver']}, SM clock at most {found['sm_clock_max_mhz']} MHz, "
+                f"tiles {self._header['tiles']}"
+            )
         self.show([title for title, _ in self.columns])
         self.show(["-" * width for _, width in self.columns])
 
@@ -200,5 +208,8 @@ class Journal:
         self.watch.stop()
         for what in self.left_out:
             print(f"left out, no time: {what}")
+        clock = self.watch.since(self._begin)["sm_clock_mhz"]
+        if isinstance(clock, dict):
+            print("SM clock: {least:.0f} to {most:.0f} MHz, median {median:.0f}".format(**clock))
         print(f"{self.path}: {len(self.cases)} cases in {self.document()['seconds']} s")
         sys.stdout.flush()

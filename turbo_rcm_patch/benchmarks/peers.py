@@ -44,7 +44,7 @@ def backend_context(backend: SDPBackend) -> Callable[[], AbstractContextManager[
 def attention_methods(heads: int) -> list[Method]:
     """Every attention for q, k, v [B, N, heads*D], ours first."""
     methods = [
-        Method(name, functools.partial(_ours, heads, pv), note="prologue included")
+        Method(name, functools.partial(_ours, heads, pv), note="prologue included", prologue=True)
         for name, pv in OURS.items()
     ]
     methods += [
@@ -58,8 +58,11 @@ def attention_methods(heads: int) -> list[Method]:
             "sageattention 1",
             functools.partial(_sage, heads, 1),
             note=f"{smoothed}; it writes into k, so it has a copy of its own, made outside",
+            prologue=True,
         ),
-        Method("sageattention 2", functools.partial(_sage, heads, 2), note=smoothed),
+        Method(
+            "sageattention 2", functools.partial(_sage, heads, 2), note=smoothed, prologue=True
+        ),
         Method(
             "FlashAttention-3",
             functools.partial(_flash, heads, "flash_attn_interface"),

@@ -103,6 +103,8 @@ def tune(
             got=device,
             remedy="To try the command itself, add --micro and --out FILE or --dry-run",
         )
+    if where.index is not None and where.type == "cuda":
+        torch.cuda.set_device(where)
     target = target_of(where) if where.type == "cuda" else Target("interpreter", 0)
     key = target.key if where.type == "cuda" else "cpu"
     path = table_path() if out is None else out
