@@ -110,7 +110,10 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     one.add_argument("--device", default="cuda", help='"cuda", "cuda:1", or "cpu" with --micro')
     one.add_argument(
-        "--only", default="", metavar="KERNEL[.VARIANT],...", help="what to tune (default: all)"
+        "--only",
+        default="",
+        metavar="KERNEL[.VARIANT],...",
+        help="what to tune, * for any (default: all, of heads of 64 and 128 channels)",
     )
     one.add_argument("--quick", action="store_true", help="fewer calls and smaller inputs")
     one.add_argument("--calls", type=int, help="most timed calls of a candidate")

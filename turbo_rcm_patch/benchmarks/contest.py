@@ -188,7 +188,8 @@ def _time(
         if not entrant.ready:
             continue
         if journal.late(f"{where}, {entrant.method.name}, {clock}"):
-            entrant.record.setdefault("reason", "no time left")
+            if entrant.record["status"] == "ready":
+                entrant.record.update(status="left out", reason="no time left")
             continue
         with entrant.method.context():
             try:
