@@ -257,6 +257,7 @@ def test_aims_name_cases_and_methods_that_exist() -> None:
     ("kernel", "group"),
     [
         ("attention_kernel", "attention"),
+        ("hopper_kernel", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
         ("quantize_queries_kernel", "prologue"),

@@ -158,8 +158,10 @@ def test_the_shipped_table_passes_as_a_users_table() -> None:
 
 def test_trying_a_tile() -> None:
     before = tile_for("skip", "any", SM_90)
-    with trying_tile("skip", "any", TILE):
+    with trying_tile("skip", "any", TILE) as asked:
+        assert not asked
         assert tile_for("skip", "any", SM_90) == TILE
+        assert asked == [SM_90]
         with trying_tile("project", "16bit", TILE):
             assert tile_for("project", "16bit", SM_90) == TILE
         assert tile_for("project", "16bit", SM_90) != TILE

@@ -113,7 +113,7 @@ def _add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--only",
         default="",
         metavar="KERNEL[.VARIANT],...",
-        help="what to tune, * for any (default: all, of heads of 64 and 128 channels)",
+        help="what to tune, * for any (default: all of 64 and 128 channels a head)",
     )
     one.add_argument("--quick", action="store_true", help="fewer calls and smaller inputs")
     one.add_argument("--calls", type=int, help="most timed calls of a candidate")

@@ -21,6 +21,10 @@ from turbo_rcm_patch.config import PVDType
 
 __all__ = ["Work", "candidates", "work_for"]
 
+#: Factor on the residual where one is closed: about as large as an attention over 8,192 keys, so
+#: that a wrong attention shows.
+SMALL: Final = 2.0**-6
+
 Tiles = Sequence[tuple[int, int, int, int]]
 
 _FP8: Final[Tiles] = (
@@ -90,7 +94,10 @@ def work_for(
     head_dim = int(last) if last.isdigit() else 0
     pv: PVDType = "fp8" if variant.startswith("fp8") else "bf16"
     make: Callable[[], Work] | None = {
-        "attention": lambda: _attention(tokens(8192), tokens(8192), head_dim, pv, device, seed),
+        # Closing a skip: an attention without one may have a kernel of its own, without tiles.
+        "attention": lambda: _attention(
+            tokens(8192), tokens(8192), head_dim, pv, device, seed, close=True
+        ),
         "one_launch": lambda: _one_launch(tokens(8192), head_dim, pv, device, seed),
         "quantize": lambda: (
             _attention(tokens(65536), 128, head_dim, "bf16", device, seed, norm=True)
@@ -128,6 +135,7 @@ def _attention(
     seed: int,
     *,
     norm: bool = False,
+    close: bool = False,
 ) -> Work:
     normal, heads = _normal(device, seed), _heads(head_dim)
     channels = heads * head_dim
@@ -140,9 +148,14 @@ def _attention(
     if norm:
         q64, k64 = (x * (x.square().mean(-1, keepdim=True) + spec.eps).rsqrt() for x in (q64, k64))
     truth = attention_fp64(q64, k64, v, heads)
+    residual = q if close else None
+    if close:
+        truth += SMALL * q[:, rows].double()
     return Work(
         f"H{heads} N{n_q}x{n_kv} D{head_dim} {pv}" + (" with norm" if norm else ""),
-        lambda: ops.attention_skip(q, k, v, spec, norm_q=weight, norm_k=weight),
+        lambda: ops.attention_skip(
+            q, k, v, spec, norm_q=weight, norm_k=weight, residual=residual, c_skip=SMALL
+        ),
         truth,
         rows,
     )
@@ -177,7 +190,7 @@ def _project(variant: str, tokens: Callable[[int], int], device: torch.device, s
     truth = residual[:, rows].double() + F.linear(x[:, rows].double(), weight.double())
     return Work(
         f"N{n} C{channels} {str(dtype).removeprefix('torch.')}",
-        lambda: ops.project_skip(x, weight, residual=residual),
+        lambda: ops.project_skip(x, weight, residual=residual, c_skip=SMALL),
         truth,
         rows,
     )

@@ -37,7 +37,7 @@ _GROUPS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
         ("quantize", "quant_", "quantint8", "sample_mean", "channel_amax", "transpose_values",
          "meanscale", "transposepadpermute", "submean"),
     ),
-    ("attention", ("attention", "attn", "fmha", "flash", "sdpa", "one_launch")),
+    ("attention", ("attention", "attn", "fmha", "flash", "sdpa", "one_launch", "hopper_kernel")),
     ("norm and modulate", ("layer_norm", "layernorm", "rms_norm", "rmsnorm", "modulate", "norm_")),
     ("activation", ("gelu", "silu", "tanh")),
     ("skip", ("skip_kernel", "close_skip")),

@@ -116,7 +116,7 @@ def _tiles() -> dict[str, dict[str, dict[str, list[int]]]]:
 
 
 #: What `trying_tile` puts in place of the tables.
-_tried: dict[tuple[str, str], Tile] = {}
+_tried: dict[tuple[str, str], tuple[Tile, list[Target]]] = {}
 
 
 def tile_for(kernel: str, variant: str, target: Target) -> Tile:
@@ -126,7 +126,11 @@ def tile_for(kernel: str, variant: str, target: Target) -> Tile:
     Raises:
         TableError: The user's table cannot be read; see `tile_table.read_table`.
     """
-    return _tried.get((kernel, variant)) or _tile_for(kernel, variant, target)
+    if (kernel, variant) in _tried:
+        tile, asked = _tried[kernel, variant]
+        asked.append(target)
+        return tile
+    return _tile_for(kernel, variant, target)
 
 
 @cache
@@ -168,12 +172,13 @@ def forget_tiles() -> None:
 
 
 @contextmanager
-def trying_tile(kernel: str, variant: str, tile: Tile) -> Iterator[None]:
-    """Inside, `tile_for` gives this tile for a kernel variant; for tuning, in one thread."""
-    before = dict(_tried)
-    _tried[kernel, variant] = tile
+def trying_tile(kernel: str, variant: str, tile: Tile) -> Iterator[list[Target]]:
+    """Inside, `tile_for` gives this tile for a kernel variant; for tuning, in one thread. The list
+    has an entry for every time it was asked for."""
+    before, asked = dict(_tried), []
+    _tried[kernel, variant] = tile, asked
     try:
-        yield
+        yield asked
     finally:
         _tried.clear()
         _tried.update(before)
