@@ -30,6 +30,7 @@ __all__ = [
     "SamplingError",
     "ShapeError",
     "SignatureDriftError",
+    "TableError",
     "TurboRCMError",
     "UnknownArchitectureError",
     "WrappedError",
@@ -54,6 +55,10 @@ class TurboRCMError(Exception):
 
 class ConfigError(TurboRCMError, ValueError):
     """A field of a configuration has a value outside its domain."""
+
+
+class TableError(TurboRCMError, ValueError):
+    """A table of tiles on disk cannot be used."""
 
 
 # --- patching ------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from typing import Final
 
 import torch
 
+from turbo_rcm_patch.benchmarks.machine import machine
 from turbo_rcm_patch.benchmarks.setup import Deadline, Options, Result
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
@@ -59,7 +59,7 @@ def record(options: Options, only: Sequence[str], out: Path, command: str) -> in
     document: dict[str, object] = {
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": _machine(device),
+        "machine": machine(device),
         "versions": versions(),
         "code": code_digest(),
         "options": asdict(options),
@@ -151,28 +151,6 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     text = ["  ".join(cell(c, w) for c, w in zip(line, widths, strict=True)) for line in lines]
     text.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(line.rstrip() for line in text)
-
-
-def _machine(device: torch.device) -> dict[str, object]:
-    found: dict[str, object] = {"device": device_name(device)}
-    if device.type != "cuda":
-        return found
-    properties = torch.cuda.get_device_properties(device)
-    found["capability"] = f"{properties.major}.{properties.minor}"
-    found["multiprocessors"] = properties.multi_processor_count
-    found["memory_bytes"] = properties.total_memory
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-        found["driver"] = answer.stdout.splitlines()[0].strip()
-    except (OSError, subprocess.SubprocessError, IndexError):
-        found["driver"] = "unknown"
-    return found
 
 
 def _finite(value: object) -> object:

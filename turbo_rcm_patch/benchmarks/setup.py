@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,6 +21,7 @@ __all__ = [
     "Shape",
     "Sizes",
     "Timing",
+    "call_times",
     "errors_of",
     "generator",
     "time_call",
@@ -219,6 +220,13 @@ class Timing:
     p80: float
     calls: int
 
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Timing:
+        """From the milliseconds of each call, in any order."""
+        ordered = sorted(times)
+        fifth = len(ordered) // 5
+        return cls(statistics.median(ordered), ordered[fifth], ordered[-1 - fifth], len(ordered))
+
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
     """A seeded generator on the device."""
@@ -253,6 +261,13 @@ def time_call(
         calls: Timed calls.
         warmup: Calls before the first timed one.
     """
+    return Timing.of(call_times(call, device, calls, warmup))
+
+
+def call_times(
+    call: Callable[[], object], device: torch.device, calls: int, warmup: int = 2
+) -> list[float]:
+    """Milliseconds of each timed call, in the order of the calls; arguments as in `time_call`."""
     for _ in range(warmup):
         call()
     if device.type == "cuda":
@@ -264,14 +279,10 @@ def time_call(
             call()
             end.record()
         torch.cuda.synchronize(device)
-        times = sorted(start.elapsed_time(end) for start, end in events)
-    else:
-        times = []
-        for _ in range(calls):
-            begin = time.perf_counter()
-            call()
-            times.append(1e3 * (time.perf_counter() - begin))
-        times.sort()
-    return Timing(
-        statistics.median(times), times[len(times) // 5], times[-1 - len(times) // 5], calls
-    )
+        return [start.elapsed_time(end) for start, end in events]
+    times = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return times

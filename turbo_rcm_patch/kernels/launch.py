@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import resources
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.errors import DeviceError
+from turbo_rcm_patch.kernels.tile_table import user_table
 
 __all__ = [
     "Coefficient",
@@ -24,13 +26,17 @@ __all__ = [
     "coefficient",
     "dense_rows",
     "descriptor",
+    "forget_tiles",
     "launch",
     "pad_head",
     "round_to",
     "scale_block",
+    "shipped_tiles",
     "skip_arguments",
     "target_of",
     "tile_for",
+    "trying_tile",
+    "watching_launches",
 ]
 
 #: How a kernel reads a coefficient: a number, or a tensor that varies with the batch alone, with
@@ -109,19 +115,73 @@ def _tiles() -> dict[str, dict[str, dict[str, list[int]]]]:
     return json.loads(text)
 
 
-@cache
+#: What `trying_tile` puts in place of the tables.
+_tried: dict[tuple[str, str], tuple[Tile, list[Target]]] = {}
+
+
 def tile_for(kernel: str, variant: str, target: Target) -> Tile:
-    """The tile of a kernel variant on a target: its own table where there is one, else the safe
+    """The tile of a kernel variant on a target: from the user's own table where it has one, else
+    from the shipped table of the target, else the safe default.
+
+    Raises:
+        TableError: The user's table cannot be read; see `tile_table.read_table`.
+    """
+    if (kernel, variant) in _tried:
+        tile, asked = _tried[kernel, variant]
+        asked.append(target)
+        return tile
+    return _tile_for(kernel, variant, target)
+
+
+@cache
+def _tile_for(kernel: str, variant: str, target: Target) -> Tile:
+    # The interpreter has no speed to tune.
+    tuned = {} if target.backend == "interpreter" else user_table()
+    own = tuned.get(target.key, {})
+    if variant in own.get(kernel, {}):
+        return Tile(*own[kernel][variant])
+    table = _tiles()
+    known = target.key in table or target.key in tuned
+    if not known and target.backend != "interpreter":
+        warnings.warn(
+            f"turbo_rcm_patch has no tile table for {target.key}: safe default tiles. "
+            "`python -m turbo_rcm_patch.benchmarks tune` measures and keeps better ones.",
+            stacklevel=3,
+        )
+    return shipped_tiles(target)[kernel][variant]
+
+
+def shipped_tiles(target: Target) -> dict[str, dict[str, Tile]]:
+    """Kernel -> variant -> tile as this package ships them: the target's over the safe
     default."""
     table = _tiles()
     own = table.get(target.key, {})
-    if target.key not in table and target.backend != "interpreter":
-        warnings.warn(
-            f"turbo_rcm_patch has no tile table for {target.key}: safe default tiles.",
-            stacklevel=2,
-        )
-    entry = own.get(kernel, {}).get(variant) or table["default"][kernel][variant]
-    return Tile(*entry)
+    return {
+        kernel: {
+            variant: Tile(*(own.get(kernel, {}).get(variant) or tile))
+            for variant, tile in variants.items()
+        }
+        for kernel, variants in table["default"].items()
+    }
+
+
+def forget_tiles() -> None:
+    """Read the user's table again at the next launch."""
+    user_table.cache_clear()
+    _tile_for.cache_clear()
+
+
+@contextmanager
+def trying_tile(kernel: str, variant: str, tile: Tile) -> Iterator[list[Target]]:
+    """Inside, `tile_for` gives this tile for a kernel variant; for tuning, in one thread. The list
+    has an entry for every time it was asked for."""
+    before, asked = dict(_tried), []
+    _tried[kernel, variant] = tile, asked
+    try:
+        yield asked
+    finally:
+        _tried.clear()
+        _tried.update(before)
 
 
 def pad_head(head_dim: int) -> int:
@@ -198,10 +258,27 @@ def descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, block)
 
 
+#: Compiled kernels since `watching_launches` began, while it runs.
+_launched: list | None = None
+
+
+@contextmanager
+def watching_launches() -> Iterator[list]:
+    """Gives a list that collects the compiled kernel of every launch inside; for tuning."""
+    global _launched
+    _launched = []
+    try:
+        yield _launched
+    finally:
+        _launched = None
+
+
 def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> None:
     """Launch `kernel` on `device`, which need not be the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[grid](**arguments)
+            compiled = kernel[grid](**arguments)
     else:
-        kernel[grid](**arguments)
+        compiled = kernel[grid](**arguments)
+    if _launched is not None:
+        _launched.append(compiled)

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_plots"]
+__all__ = ["STYLE", "draw_plots"]
 
 PATCHED: Final = "#2563eb"
 CONTROL: Final = "#9ca3af"
 MARGIN: Final = "#dc2626"
 
-_STYLE: Final[dict[str, object]] = {
+#: matplotlib settings of every plot of this package.
+STYLE: Final[dict[str, object]] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#9ca3af",
@@ -60,7 +61,7 @@ def draw_plots(
         "steps.png": partial(_per_step, steps),
     }
     paths = []
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, draw in drawings.items():
             figure, axes = _figure()
             draw(axes, prompts)

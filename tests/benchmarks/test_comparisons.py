@@ -1,0 +1,296 @@
+"""The comparisons on a CPU with toy sizes: what is checked, refused, written and drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from turbo_rcm_patch.benchmarks import attention, block, forward, peers
+from turbo_rcm_patch.benchmarks.__main__ import main
+from turbo_rcm_patch.benchmarks.cases import AIMS, REFERENCE, attention_cases
+from turbo_rcm_patch.benchmarks.clock import calls_within, group_of, input_sets, rotating
+from turbo_rcm_patch.benchmarks.contest import Method, reason_of
+from turbo_rcm_patch.benchmarks.journal import Plan
+from turbo_rcm_patch.benchmarks.machine import ClockWatch, ceilings, exponential_ceiling
+from turbo_rcm_patch.benchmarks.network import build_network
+from turbo_rcm_patch.benchmarks.pairs import inputs_of, pair_methods, truth_of
+from turbo_rcm_patch.benchmarks.setup import MICRO, Shape, Timing, errors_of
+from turbo_rcm_patch.benchmarks.variants import variants
+from turbo_rcm_patch.errors import ConfigError
+
+CPU = torch.device("cpu")
+MICRO_CPU = ["--micro", "--device", "cpu", "--calls", "1"]
+FEW = ["--peers", "ours bf16,torch flash"]
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_attention_writes_tables_and_plots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["attention", *MICRO_CPU, "--out", str(tmp_path)]) == 0
+    screen = capsys.readouterr().out
+    document = read(tmp_path / "attention.json")
+    for key in ("command", "date", "machine", "versions", "code", "observed", "about"):
+        assert document[key], key
+    assert document["finished"] and not document["left_out"]
+    assert document["command"].startswith("python -m turbo_rcm_patch.benchmarks attention")
+    assert list(document["cases"]) == [case.name for case in attention_cases(micro=True)]
+    first = document["cases"]["H1-N40-D64"]
+    ours = first["methods"]["ours bf16"]
+    assert ours["status"] == "timed" and ours["error"]["relative_l2"] < 0.02
+    assert set(ours["milliseconds"]) == set(ours["graph_milliseconds"])
+    assert ours["milliseconds"]["p20"] <= ours["milliseconds"]["p80"]
+    assert ours["tops"] > 0 and ours["kernel_milliseconds"] > 0
+    assert first["methods"]["torch flash"]["status"] == "timed"
+    assert first["best_over_peer"]["torch flash"] > 0
+    # What is not there is reported in words, on the screen and in the file.
+    missing = first["methods"]["FlashAttention-3"]
+    assert missing["status"] == "missing" and "flash_attn_interface" in missing["reason"]
+    assert "flash_attn_interface" in screen
+    # A case without peers has only ours and cuDNN.
+    assert set(document["cases"]["H1-N64-D64"]["methods"]) == {*peers.OURS, "torch cuDNN"}
+    for name in ("scaling", "accuracy", "roofline"):
+        assert (tmp_path / f"attention_{name}.png").stat().st_size > 5_000
+
+
+def zeros(inputs: Sequence[torch.Tensor]) -> Any:
+    return lambda: torch.zeros_like(inputs[0])
+
+
+def undefined(inputs: Sequence[torch.Tensor]) -> Any:
+    real = peers.attention_methods(1)[1].make(inputs)
+
+    def call() -> torch.Tensor:
+        out = real().clone()
+        out[0, 1, 0] = float("nan")  # a row that the truth need not cover
+        return out
+
+    return call
+
+
+def test_a_wrong_peer_is_reported_and_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = peers.attention_methods
+
+    def with_liars(heads: int) -> list[Method]:
+        return [*real(heads), Method("liar", zeros), Method("undefined", undefined)]
+
+    monkeypatch.setattr(attention, "attention_methods", with_liars)
+    only = ["--only", "H1-N40-D64", "--peers", "ours bf16,liar,undefined"]
+    assert main(["attention", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 0
+    methods = read(tmp_path / "attention.json")["cases"]["H1-N40-D64"]["methods"]
+    for name in ("liar", "undefined"):
+        assert methods[name]["status"] == "wrong"
+        assert "milliseconds" not in methods[name] and "tops" not in methods[name]
+    assert methods["liar"]["reason"] == "wrong (relL2 1)"
+    assert "not finite" in methods["undefined"]["reason"]
+    assert "wrong (relL2 1)" in capsys.readouterr().out
+
+
+def test_ours_being_wrong_fails_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "attention_methods", lambda heads: [Method("ours fp8", zeros)])
+    only = ["--only", "H1-N40-D64"]
+    assert main(["attention", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 1
+
+
+def test_an_interrupted_run_leaves_what_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, names = attention._case, []
+
+    def case(one: Any, *args: Any) -> bool:
+        names.append(one.name)
+        if len(names) == 2:
+            raise KeyboardInterrupt
+        return real(one, *args)
+
+    monkeypatch.setattr(attention, "_case", case)
+    with pytest.raises(KeyboardInterrupt):
+        main(["attention", *MICRO_CPU, *FEW, "--out", str(tmp_path)])
+    document = read(tmp_path / "attention.json")
+    assert list(document["cases"]) == names[:1] and document["finished"] is False
+    assert (tmp_path / "attention_scaling.png").is_file()
+    # The plots can be drawn again from the file alone.
+    (tmp_path / "attention_scaling.png").unlink()
+    assert main(["plot", str(tmp_path)]) == 0
+    assert (tmp_path / "attention_scaling.png").is_file()
+
+
+@pytest.mark.parametrize("command", ["attention", "block", "network", "hbm"])
+def test_the_limit_is_kept_and_what_it_cuts_is_said(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([command, *MICRO_CPU, "--limit", "0", "--out", str(tmp_path)])
+    document = read(tmp_path / f"{command}.json")
+    assert document["finished"] is (command == "hbm")  # on paper there is nothing to wait for
+    assert bool(document["left_out"]) is (command != "hbm")
+    assert ("left out" in capsys.readouterr().out) is (command != "hbm")
+
+
+def test_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--only", "given,wan"]
+    assert main(["block", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 0
+    document = read(tmp_path / "block.json")
+    first = document["cases"]["given-N48"]
+    assert first["baseline"] == "two-pass, flash"  # the only exact backend of a CPU
+    assert set(first["speedup"]) == {"one-pass", "two-launch", "one-launch"}
+    assert all(first["methods"][name]["status"] == "timed" for name in block.OURS)
+    mean = document["summary"]["given"]["better of ours"]
+    assert mean["sizes"] == 2 and mean["least"] <= mean["geometric_mean"]
+    assert "geometric mean" in capsys.readouterr().out
+    wan = document["cases"]["wan-block"]["variants"]
+    assert {name: one["status"] for name, one in wan.items()} == dict.fromkeys(wan, "timed")
+    assert {"eager", "compiled", "patched", "patched compiled"} <= set(wan)
+    assert (tmp_path / "block_write_ups.png").is_file()
+
+
+def test_the_linear_of_q_k_v_can_be_part_of_a_block() -> None:
+    shape, rows = Shape(2, 33, 33, 2, 64), torch.tensor([0, 32])
+    inputs = inputs_of(shape, CPU, 0, linear=True)
+    truth = truth_of(inputs, shape, rows, linear=True)
+    for method in pair_methods(2, linear=True, forms=("two-launch", "one-launch")):
+        found = errors_of(method.make(inputs)()[:, rows], truth)
+        assert found["relative_l2"] < 0.02, method.name
+
+
+def test_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["network", *MICRO_CPU, "--only", "14b", "--out", str(tmp_path)]) == 0
+    document = read(tmp_path / "network.json")
+    assert list(document["cases"]) == ["14b"]
+    for case in document["cases"].values():
+        assert case["finite"] and case["equal_afterwards"]
+        found = case["variants"]
+        assert found["compiled sage"]["status"] == "missing"
+        for name in ("eager", "compiled", "patched", "patched compiled"):
+            assert found[name]["status"] == "timed"
+            assert sum(found[name]["groups"].values()) > 0
+        assert 0 < found["patched"]["error"]["relative_l2"] < forward.BROKEN
+        assert case["comparison"]["16-bit linears"]["over"]["eager"] > 0
+    assert (tmp_path / "network_forward.png").is_file()
+
+
+def test_a_broken_network_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "BROKEN", 1e-9)
+    few = ["--peers", "patched"]
+    assert main(["network", *MICRO_CPU, *few, "--out", str(tmp_path)]) == 1
+    patched = read(tmp_path / "network.json")["cases"]["1.3b"]["variants"]["patched"]
+    assert patched["status"] == "wrong" and "milliseconds" not in patched
+
+
+def test_a_large_network_is_made_in_bf16_and_keeps_what_must_be_fp32() -> None:
+    narrow = forward._build(MICRO.network, CPU, 0)
+    wide = build_network(MICRO.network, CPU, 0)
+    want = {name: p.dtype for name, p in wide.named_parameters()}
+    assert {name: p.dtype for name, p in narrow.named_parameters()} == want
+    assert torch.get_default_dtype() == torch.float32
+    for (_, one), (_, other) in zip(narrow.named_buffers(), wide.named_buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("variant", variants(), ids=lambda variant: variant.name)
+def test_a_variant_leaves_the_network_as_it_was(variant: Any) -> None:
+    network = build_network(MICRO.network, CPU, 0)
+    before = [dict(vars(module)) for module in network.modules()]
+    try:
+        with variant.enter(network, "eager"):
+            pass
+    except ImportError:
+        assert "sage" in variant.name
+    after = [dict(vars(module)) for module in network.modules()]
+    for one, other in zip(before, after, strict=True):
+        other.pop("_compiled_call_impl", None), one.pop("_compiled_call_impl", None)
+        assert one == other
+    assert all(block._compiled_call_impl is None for block in network.blocks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["attention", "--only", "H1-N1-D1"], "H1-N40-D64"),
+        (["attention", "--peers", "ours fp4"], "torch cuDNN"),
+        (["block", "--only", "cogvideo"], "wan"),
+        (["network", "--only", "7b"], "14b"),
+        (["hbm", "--peers", "three-pass"], "two-launch"),
+        (["attention", "--calls", "0"], "--calls"),
+        (["attention", "--limit", "-1"], "--limit"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
+)
+def test_bad_arguments_are_typed_errors(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [arguments[0], "--micro", "--device", "cpu", "--out", str(tmp_path), *arguments[1:]]
+    assert main(given) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_bad_places_are_typed_errors(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="a folder"):
+        Plan(out=tmp_path / "file")
+    with pytest.raises(ConfigError, match="--micro"):
+        Plan(out=tmp_path, device="cpu").torch_device()
+    assert main(["plot", str(tmp_path)]) == 2
+
+
+def test_aims_name_cases_and_methods_that_exist() -> None:
+    cases = {case.name: case for case in attention_cases(micro=False)}
+    assert set(AIMS) == set(REFERENCE) <= set(cases)
+    names = {method.name for method in peers.attention_methods(1)}
+    assert {peer for peer, _ in AIMS.values()} <= names
+    assert cases["H12-N4096-D128"].operations == 4 * 4096**2 * 1536
+    assert cases["H12-N4096-D128"].intensity == 4096 / 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("attention_kernel", "attention"),
+        ("hopper_kernel", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
+        ("quantize_queries_kernel", "prologue"),
+        ("sample_mean_kernel", "prologue"),
+        ("transpose_values_kernel", "prologue"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_bias_TNT", "GEMM"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
+        ("project_kernel", "GEMM"),
+        ("triton_red_fused__to_copy_add_mul_native_layer_norm_0", "norm and modulate"),
+        ("triton_poi_fused_gelu_3", "activation"),
+        ("skip_kernel", "skip"),
+        ("void at::native::vectorized_elementwise_kernel<4, add>", "elementwise and copies"),
+        ("Memcpy DtoD (Device -> Device)", "elementwise and copies"),
+        ("something", "other"),
+    ],
+)
+def test_kernels_are_grouped_by_name(kernel: str, group: str) -> None:
+    assert group_of(kernel) == group
+
+
+def test_clock_helpers() -> None:
+    assert Timing.of([3.0, 1.0, 2.0, 9.0, 4.0]) == Timing(3.0, 2.0, 4.0, 5)
+    turns = rotating([lambda: torch.tensor(0), lambda: torch.tensor(1)])
+    assert [int(turns()) for _ in range(4)] == [0, 1, 0, 1]
+    assert input_sets(2**30) == 2 and input_sets(1) == input_sets(0) > 2
+    assert calls_within(lambda: None, CPU, 1e9, 2, 7) == 7
+    assert calls_within(lambda: None, CPU, 0.0, 2, 7) == 2
+    assert reason_of(RuntimeError("first\nsecond")) == "RuntimeError: first"
+    assert reason_of(ValueError()) == "ValueError: no message"
+
+
+def test_a_cpu_has_no_clock_and_no_data_sheet() -> None:
+    watch = ClockWatch(CPU)
+    assert watch.since(0.0) == {"sm_clock_mhz": "unknown"}
+    watch.stop()
+    assert ceilings(CPU) == {} and exponential_ceiling(CPU, 128, 1500.0) is None

@@ -1,0 +1,199 @@
+"""Memory traffic: what Nsight Compute prints, how it is asked, and the count on paper."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turbo_rcm_patch.benchmarks import counters, hbm
+from turbo_rcm_patch.benchmarks.__main__ import main
+from turbo_rcm_patch.benchmarks.pairs import FORMS
+from turbo_rcm_patch.benchmarks.setup import Shape
+from turbo_rcm_patch.benchmarks.traffic import paper_bytes, tensor_bytes, write_ups_share
+from turbo_rcm_patch.errors import ConfigError, MissingPackageError
+
+MICRO_CPU = ["--micro", "--device", "cpu"]
+
+HEADER = (
+    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size",'
+    '"Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"'
+)
+
+
+def line(number: int, kernel: str, metric: str, unit: str, value: str) -> str:
+    return (
+        f'"{number}","4242","python3.12","127.0.0.1","{kernel}","1","7","(128, 1, 1)",'
+        f'"(12, 16, 4)","0","9.0","Command line profiler metrics","{metric}","{unit}","{value}"'
+    )
+
+
+READ, WRITE = counters.METRICS
+RANGE = "\n".join(
+    [
+        "==PROF== Connected to process 4242 (/usr/bin/python3.12)",
+        '==PROF== Profiling "range": 0%....50%....100% - 1 pass',
+        "B4-H12-N1024-D64 two-pass: 6 sets",
+        "==PROF== Disconnected from process 4242",
+        HEADER,
+        line(0, "range", READ, "byte", "1,200,000"),
+        line(0, "range", WRITE, "byte", "600,000"),
+    ]
+)
+KERNELS = "\n".join(
+    [
+        HEADER,
+        line(0, "attention_kernel", READ, "Mbyte", "1.5"),
+        line(0, "attention_kernel", WRITE, "Kbyte", "500"),
+        line(1, "project_kernel", READ, "Mbyte", "0.5"),
+        line(1, "project_kernel", WRITE, "byte", "1"),
+        line(1, "project_kernel", "gpu__time_duration.sum", "ns", "77"),
+    ]
+)
+
+
+def test_a_range_is_read() -> None:
+    assert counters.parse(RANGE) == {READ: 1.2e6, WRITE: 6e5, "workloads": 1.0}
+
+
+def test_kernels_are_summed_in_any_unit() -> None:
+    assert counters.parse(KERNELS) == {READ: 2e6, WRITE: 500_001.0, "workloads": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - no permission", '"ID"'),
+        (HEADER, READ),
+        (RANGE.replace(WRITE, "dram__bytes.sum"), WRITE),
+        (RANGE.replace("1,200,000", "n/a"), "n/a"),
+        (RANGE.replace('"byte"', '"furlong"'), "furlong"),
+    ],
+    ids=["no table", "empty", "metric missing", "no number", "unknown unit"],
+)
+def test_what_cannot_be_read_is_a_typed_error(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        counters.parse(text)
+    assert words in str(caught.value)
+
+
+@pytest.fixture
+def no_ncu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(counters, "_USUAL", ())
+    monkeypatch.setattr(counters.Path, "glob", lambda self, pattern: iter(()))
+
+
+def test_a_missing_profiler_says_how_to_get_it(no_ncu: None) -> None:
+    with pytest.raises(MissingPackageError, match="nsight-compute"):
+        counters.find_ncu()
+
+
+def fake_ncu(folder: Path, monkeypatch: pytest.MonkeyPatch, works: str) -> Path:
+    """A profiler that serves one replay mode and writes down how it was called."""
+    (folder / "csv").write_text(KERNELS if works == "kernel" else RANGE)
+    script = folder / "ncu"
+    script.write_text(
+        "#!/bin/sh\n"
+        f'echo "$@" >> {folder}/calls\n'
+        f'case "$*" in *"--replay-mode {works} "*) cat {folder}/csv;; *) '
+        'echo "==ERROR== replay is not supported"; exit 1;; esac\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder / "calls"
+
+
+class Asked:
+    """What `_measured` needs of a journal."""
+
+    def __init__(self, out: Path) -> None:
+        self.plan = hbm.Plan(out=out, device="cuda", micro=True)
+
+
+def measured(modes: list[str], out: Path) -> Any:
+    return hbm._measured("B2-H2-N48-D64", "one-launch", modes, Asked(out))  # type: ignore[arg-type]
+
+
+def test_one_range_is_measured_with_clocks_and_caches_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_ncu(tmp_path, monkeypatch, "range")
+    modes = list(counters.MODES)
+    found = measured(modes, tmp_path)["measured"]
+    assert found["mode"] == "range" and found["workloads"] == 1
+    assert found["bytes"] * found["sets"] == pytest.approx(1.8e6)
+    assert modes == list(counters.MODES)
+    for words in ("--clock-control none", "--cache-control none", "--inside B2-H2-N48-D64"):
+        assert words in calls.read_text()
+
+
+def test_single_kernels_are_the_last_resort_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_ncu(tmp_path, monkeypatch, "kernel")
+    modes = list(counters.MODES)
+    found = measured(modes, tmp_path)
+    assert found["measured"]["mode"] == "kernel" and found["measured"]["workloads"] == 2
+    assert set(found["modes_that_failed"]) == {"range", "application-range"}
+    assert "replay is not supported" in found["modes_that_failed"]["range"]
+    assert "--profile-from-start off" in calls.read_text()
+    # What does not work here is not tried again.
+    assert modes == ["kernel"]
+    measured(modes, tmp_path)
+    assert len(calls.read_text().splitlines()) == 4
+
+
+def test_no_mode_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ncu(tmp_path, monkeypatch, "none")
+    found = measured(list(counters.MODES), tmp_path)
+    assert "measured" not in found and len(found["modes_that_failed"]) == 3
+
+
+def test_without_counters_there_is_still_the_count_on_paper(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["hbm", *MICRO_CPU, "--out", str(tmp_path)]) == 0
+    document = json.loads((tmp_path / "hbm.json").read_text())
+    assert document["about"]["the write-ups' count"]["saved"] == pytest.approx(2 / 7)
+    for case in document["cases"].values():
+        assert set(case["forms"]) == set(FORMS)
+        for form in case["forms"].values():
+            assert form["paper_bytes"] == pytest.approx(sum(form["paper"].values()))
+            assert "no memory counters" in form["not_measured"]
+    assert (tmp_path / "hbm_traffic.png").is_file()
+    assert "on paper" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_measured_process_checks_and_runs_every_form(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["hbm", *MICRO_CPU, "--out", str(tmp_path), "--inside", "B2-H2-N48-D64", form]
+    assert main(given) == 0
+    assert f"{form}: {hbm._sets(Shape(2, 48, 48, 2, 64))} sets" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_measured_process_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    given = ["hbm", *MICRO_CPU, "--out", str(tmp_path), "--inside"]
+    assert main([*given, "H9-N9-D9", "two-pass"]) == 2
+    assert main([*given, "B2-H2-N48-D64", "no-pass"]) == 2
+
+
+def test_paper() -> None:
+    shape = Shape(4, 1024, 1024, 12, 64)
+    tensor = tensor_bytes(shape)
+    assert tensor == 2 * 4 * 1024 * 768
+    total = {form: sum(paper_bytes(shape, form, "bf16").values()) for form in FORMS}
+    weight = 2 * 768**2
+    assert total["two-pass"] == 13 * tensor + weight
+    assert total["one-pass"] == 9 * tensor + weight
+    # The one launch saves reading the attention back; fp8 reads v twice more in the prologue.
+    assert total["two-launch"] - total["one-launch"] == tensor
+    fp8 = sum(paper_bytes(shape, "one-launch", "fp8").values())
+    assert fp8 - total["one-launch"] == 2 * tensor
+    assert write_ups_share() == {"two-pass": 7.0, "fused": 5.0, "saved": pytest.approx(2 / 7)}

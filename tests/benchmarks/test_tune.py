@@ -1,0 +1,232 @@
+"""Tuning: what is tried and refused, the file, and how kernels read it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from turbo_rcm_patch.benchmarks import tune as tuning
+from turbo_rcm_patch.benchmarks.__main__ import main
+from turbo_rcm_patch.benchmarks.candidates import Work, candidates, work_for
+from turbo_rcm_patch.errors import TableError
+from turbo_rcm_patch.kernels import launch
+from turbo_rcm_patch.kernels.launch import (
+    Target,
+    Tile,
+    forget_tiles,
+    shipped_tiles,
+    tile_for,
+    trying_tile,
+    watching_launches,
+)
+from turbo_rcm_patch.kernels.tile_table import VARIABLE, read_table, table_path
+
+CPU = torch.device("cpu")
+SM_90 = Target("cuda", 90)
+MICRO_CPU = ["tune", "--micro", "--device", "cpu", "--only", "skip,project.fp32"]
+TILE = Tile(128, 32, 8, 5)
+
+
+@pytest.fixture(autouse=True)
+def nobodys_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No table of the machine that runs the tests is read; the default place is in tmp_path."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    forget_tiles()
+    yield tmp_path / "cache" / "turbo_rcm_patch" / "tiles.json"
+    forget_tiles()
+
+
+def test_tune_writes_a_table_that_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "deep" / "tiles.json"
+    out.parent.mkdir()
+    out.write_text('{"sm_90": {"skip": {"any": [32, 256, 4, 1]}}}')
+    assert main([*MICRO_CPU, "--out", str(out)]) == 0
+    table = read_table(out)
+    assert set(table) == {"sm_90", "cpu"} and table["sm_90"]["skip"]["any"] == [32, 256, 4, 1]
+    screen = capsys.readouterr().out
+    assert "skip.any" in screen and "project.fp32" in screen and str(out) in screen
+    assert f"{VARIABLE}={out}" in screen
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MICRO_CPU[:4], "--only", "skip", "--dry-run"]) == 0
+    assert not list(tmp_path.rglob("tiles.json"))
+    assert "not written" in capsys.readouterr().out
+
+
+def test_the_default_place_is_shown_and_named_by_the_variable(
+    nobodys_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert table_path() == nobodys_table
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "named.json"))
+    assert table_path() == tmp_path / "named.json"
+
+
+def found(tile: Tile) -> tuning.Found:
+    shipped = shipped_tiles(SM_90)["attention"]["fp8_128"]
+    return tuning.Found("attention", "fp8_128", tile, shipped, 1.1, {})
+
+
+def test_round_trip_through_the_kernels(
+    nobodys_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = shipped_tiles(SM_90)["attention"]["fp8_128"]
+    assert tile_for("attention", "fp8_128", SM_90) == shipped
+    tuning.write_table(nobodys_table, tuning._merged({}, "sm_90", [found(TILE)]))
+    forget_tiles()
+    assert tile_for("attention", "fp8_128", SM_90) == TILE
+    # What the table does not hold stays as shipped, and so does every other card.
+    assert tile_for("attention", "fp8_64", SM_90) == shipped_tiles(SM_90)["attention"]["fp8_64"]
+    assert tile_for("attention", "fp8_128", Target("cuda", 89)) != TILE
+    assert tile_for("attention", "fp8_128", Target("interpreter", 0)) != TILE
+    # A file that the variable names comes before the default place.
+    named = tmp_path / "named.json"
+    tuning.write_table(named, {"sm_90": {"attention": {"fp8_128": [64, 64, 4, 2]}}})
+    monkeypatch.setenv(VARIABLE, str(named))
+    forget_tiles()
+    assert tile_for("attention", "fp8_128", SM_90) == Tile(64, 64, 4, 2)
+
+
+def test_a_tile_is_one_line_and_a_shipped_one_is_not_repeated() -> None:
+    table = tuning._merged({}, "sm_90", [found(TILE)])
+    text = tuning._text(table)
+    assert '"fp8_128": [128, 32, 8, 5]' in text and json.loads(text) == table
+    shipped = shipped_tiles(SM_90)["attention"]["fp8_128"]
+    assert tuning._merged(table, "sm_90", [found(shipped)]) == {"sm_90": {}}
+
+
+def test_an_unknown_card_warns_until_it_is_tuned(nobodys_table: Path) -> None:
+    unknown = Target("cuda", 77)
+    with pytest.warns(UserWarning, match="benchmarks tune"):
+        assert tile_for("skip", "any", unknown) == shipped_tiles(unknown)["skip"]["any"]
+    tuning.write_table(nobodys_table, {"sm_77": {}})
+    forget_tiles()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tile_for("skip", "any", unknown) == shipped_tiles(unknown)["skip"]["any"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not json",
+        "[]",
+        '{"sm_90": 1}',
+        '{"sm_90": {"skip": []}}',
+        '{"sm_90": {"skip": {"any": [1, 2, 3]}}}',
+        '{"sm_90": {"skip": {"any": [24, 256, 4, 1]}}}',
+        '{"sm_90": {"skip": {"any": [16, 256, 4, true]}}}',
+        '{"sm_90": {"skip": {"any": [16, 256, 4, 0]}}}',
+    ],
+)
+def test_a_corrupt_table_names_file_and_remedy(nobodys_table: Path, text: str) -> None:
+    nobodys_table.parent.mkdir(parents=True)
+    nobodys_table.write_text(text)
+    with pytest.raises(TableError) as caught:
+        tile_for("skip", "any", SM_90)
+    assert str(nobodys_table) in str(caught.value) and "tune" in str(caught.value)
+
+
+def test_a_table_that_is_named_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "lost.json"))
+    with pytest.raises(TableError, match=r"lost\.json"):
+        tile_for("skip", "any", SM_90)
+
+
+def test_a_corrupt_table_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tiles.json"
+    out.write_text("mine")
+    assert main([*MICRO_CPU, "--out", str(out)]) == 2
+    assert out.read_text() == "mine" and "error: table of tiles" in capsys.readouterr().err
+
+
+def test_the_shipped_table_passes_as_a_users_table() -> None:
+    assert read_table(Path(launch.__file__).with_name("tiles.json"))
+
+
+def test_trying_a_tile() -> None:
+    before = tile_for("skip", "any", SM_90)
+    with trying_tile("skip", "any", TILE) as asked:
+        assert not asked
+        assert tile_for("skip", "any", SM_90) == TILE
+        assert asked == [SM_90]
+        with trying_tile("project", "16bit", TILE):
+            assert tile_for("project", "16bit", SM_90) == TILE
+        assert tile_for("project", "16bit", SM_90) != TILE
+    assert tile_for("skip", "any", SM_90) == before
+
+
+class Kernel:
+    """A kernel as `launch` runs it, which gives back what was compiled."""
+
+    def __init__(self, spills: int) -> None:
+        self.n_spills = spills
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        return lambda: self
+
+
+def test_launches_are_watched_only_inside() -> None:
+    with watching_launches() as launched:
+        launch.launch(Kernel(3), (1,), CPU)
+    launch.launch(Kernel(5), (1,), CPU)
+    assert [one.n_spills for one in launched] == [3]
+
+
+def test_candidates_that_fail_spill_or_are_wrong_are_refused_with_the_reason() -> None:
+    shipped, fast = Tile(16, 256, 4, 1), Tile(64, 256, 4, 1)
+    fails, spills, wrong = (Tile(m, 256, 4, 1) for m in (1, 2, 4))
+    truth = torch.ones(1, 8, 4, dtype=torch.float64)
+
+    def call() -> torch.Tensor:
+        tile = tile_for("skip", "any", SM_90)
+        if tile == fails:
+            raise RuntimeError("out of resource: shared memory")
+        launch.launch(Kernel(8 if tile == spills else 0), (1,), CPU)
+        if tile != fast:
+            torch.randn(400, 400) @ torch.randn(400, 400)
+        return torch.full((1, 8, 4), 2.0 if tile == wrong else 1.0)
+
+    work = Work("toy", call, truth[:, :2], torch.tensor([0, 1]))
+    one = tuning._best("skip", "any", shipped, [fails, spills, wrong, fast], work, CPU, 20)
+    assert "shared memory" in one.refused[fails]
+    assert "spills 8" in one.refused[spills]
+    assert "wrong" in one.refused[wrong]
+    assert one.tile == fast and one.gain > 1
+
+
+def test_every_shipped_variant_of_the_usual_heads_can_be_tuned() -> None:
+    shipped = shipped_tiles(SM_90)
+    for kernel, variant in tuning._wanted((), shipped):
+        if not candidates(kernel, variant):
+            continue  # a kernel that is newer than the candidates keeps its tile
+        assert all(len(tile) == 4 for tile in candidates(kernel, variant))
+    assert work_for("no such kernel", "any", CPU, scale=1.0) is None
+    for kernel, variant in (("project", "16bit"), ("one_launch", "16bit_64")):
+        work = work_for(kernel, variant, CPU, scale=1 / 1024)
+        assert work is not None and work.call()[:, work.rows].shape == work.truth.shape
+
+
+def test_bad_arguments_are_typed_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "--micro", "--device", "cpu"]) == 2
+    assert "--dry-run" in capsys.readouterr().err
+    out = ["--dry-run"]
+    assert main([*MICRO_CPU[:4], "--only", "attention.fp4_64", *out]) == 2
+    assert "attention.fp8_64" in capsys.readouterr().err
+    assert main([*MICRO_CPU, "--calls", "0", *out]) == 2
+    assert main([*MICRO_CPU, "--limit", "0", *out]) == 1
+    assert "left out" in capsys.readouterr().out

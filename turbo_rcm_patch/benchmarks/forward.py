@@ -1,0 +1,203 @@
+"""`network`: one forward of Wan, as written, compiled, patched, and where its time goes."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from turbo_rcm_patch.benchmarks.cases import (
+    NETWORK_AIMS,
+    NETWORK_REFERENCE,
+    NETWORKS,
+    REFERENCE_SOURCE,
+)
+from turbo_rcm_patch.benchmarks.clock import Call
+from turbo_rcm_patch.benchmarks.contest import Effort
+from turbo_rcm_patch.benchmarks.journal import Journal, Plan, chosen
+from turbo_rcm_patch.benchmarks.network import build_network
+from turbo_rcm_patch.benchmarks.setup import MICRO, Sizes, errors_of, generator
+from turbo_rcm_patch.benchmarks.variants import time_variant, variants
+
+if TYPE_CHECKING:
+    from diffusers import WanTransformer3DModel
+
+__all__ = ["run"]
+
+#: Relative L2 to the unpatched eager output from which a variant is broken and is not timed.
+BROKEN: Final = 0.2
+_SETS: Final = 2
+_COLUMNS: Final = (
+    ("network", 8), ("variant", 22), ("ms", 9), ("p20", 9), ("p80", 9), ("of eager", 8),
+    ("peak GiB", 8), ("relL2", 9),
+)  # fmt: skip
+
+
+def run(plan: Plan) -> int:
+    """Measure and write `network.json`; 0 if everything of ours was right."""
+    only = chosen("--only", plan.only or ("1.3b",), list(NETWORKS))
+    wanted = chosen("--peers", plan.peers, [variant.name for variant in variants()])
+    journal = Journal(
+        "network",
+        plan,
+        _COLUMNS,
+        about={
+            "network": "Wan2.1 with seeded random weights in bf16, batch 1, 480p, 81 frames",
+            "error": "to the unpatched eager output, which is exact attention in bf16",
+            "groups": "milliseconds in kernels of one forward, grouped by their names",
+            "compiled": "compile_repeated_blocks(fullgraph=True)",
+            "reference": f"compile + sageattention 2.2, ms on an H200, {REFERENCE_SOURCE}",
+        },
+    )
+    good = True
+    with journal.running():
+        for name in only:
+            if not journal.late(f"Wan2.1-{name}"):
+                good &= _network(name, wanted, journal)
+                gc.collect()  # the next network needs the memory
+                if journal.device.type == "cuda":
+                    torch.cuda.empty_cache()
+    return 0 if good else 1
+
+
+def _effort(plan: Plan) -> Effort:
+    if plan.micro:
+        return Effort(budget=5.0, least=2, most=plan.calls or 2)
+    most = plan.calls or (3 if plan.quick else 7)
+    return Effort(budget=math.inf, least=1, most=most)
+
+
+def _build(config: dict[str, object], device: torch.device, seed: int) -> WanTransformer3DModel:
+    """As `build_network`, but made in bf16 from the start: 14 billion parameters in fp32 would
+    leave no room."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        network = build_network(config, device, seed)
+    finally:
+        torch.set_default_dtype(before)
+    kept = set(network._keep_in_fp32_modules)
+    for name, parameter in network.named_parameters():
+        if not kept.isdisjoint(name.split(".")):
+            parameter.data = parameter.data.float()
+    return network
+
+
+@torch.no_grad()
+def _network(name: str, wanted: list[str], journal: Journal) -> bool:
+    plan, device = journal.plan, journal.device
+    sizes = MICRO if plan.micro else Sizes()
+    config = sizes.network | ({} if plan.micro else NETWORKS[name])
+    build = build_network if name == "1.3b" else _build
+    network = build(config, device, plan.seed)
+    calls = [_call(network, sizes, device, plan.seed + i) for i in range(_SETS)]
+    eager = calls[0]()
+    found: dict[str, object] = {}
+    record: dict[str, object] = {
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "config": config,
+        "latents": list(sizes.latents),
+        "finite": bool(eager.isfinite().all()),
+        "variants": found,
+    }
+    good = True
+    for variant in variants():
+        if variant.name not in wanted or journal.late(f"Wan2.1-{name}, {variant.name}"):
+            continue
+        numbers = time_variant(
+            variant,
+            network,
+            calls,
+            lambda y: errors_of(y, eager),
+            BROKEN,
+            journal,
+            _effort(plan),
+        )
+        found[variant.name] = numbers
+        good &= numbers["status"] == "timed" or not variant.ours
+        _show(name, variant.name, found, journal)
+        journal.case(name, record)
+    record |= _compare(name, found, micro=plan.micro)
+    same = torch.equal(calls[0](), eager)
+    record["equal_afterwards"] = same
+    journal.case(name, record)
+    return good and same
+
+
+def _call(network: WanTransformer3DModel, sizes: Sizes, device: torch.device, seed: int) -> Call:
+    random = generator(device, seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=random, device=device).bfloat16()
+
+    latents = normal(*sizes.latents)
+    text = normal(1, sizes.text_tokens, int(str(sizes.network["text_dim"])))
+    timestep = torch.tensor([988.0], device=device)
+
+    def call() -> torch.Tensor:
+        output: torch.Tensor = network(
+            hidden_states=latents,
+            timestep=timestep,
+            encoder_hidden_states=text,
+            return_dict=False,
+        )[0]
+        return output
+
+    return call
+
+
+def _median(found: dict[str, object], name: str) -> float | None:
+    record = found.get(name)
+    timing = record.get("milliseconds") if isinstance(record, dict) else None
+    return float(timing["median"]) if isinstance(timing, dict) else None
+
+
+def _show(network: str, name: str, found: dict[str, object], journal: Journal) -> None:
+    record = found[name]
+    assert isinstance(record, dict)
+    if "milliseconds" not in record:
+        journal.show((network, name, record["reason"]))
+        return
+    timing, eager, peak = record["milliseconds"], _median(found, "eager"), record.get("peak_bytes")
+    journal.show(
+        (
+            network,
+            name,
+            *(f"{timing[one]:.2f}" for one in ("median", "p20", "p80")),
+            "" if eager is None else f"{timing['median'] / eager:.3f}",
+            "" if peak is None else f"{peak / 2**30:.2f}",
+            f"{record['error']['relative_l2']:.5f}",
+        )
+    )
+
+
+def _compare(name: str, found: dict[str, object], *, micro: bool) -> dict[str, object]:
+    """Our fastest with 16-bit and with int8 linears, against the fastest other and the aims."""
+    ours: dict[str, list[float]] = {"16-bit linears": [], "int8 linears": []}
+    others: dict[str, float] = {}
+    for variant in variants():
+        median = _median(found, variant.name)
+        if median is None:
+            continue
+        if not variant.ours:
+            others[variant.name] = median
+        else:
+            ours["int8 linears" if "int8" in variant.name else "16-bit linears"].append(median)
+    reference = NETWORK_REFERENCE[name]
+    comparison: dict[str, object] = {}
+    for (kind, times), aim in zip(ours.items(), NETWORK_AIMS[name], strict=True):
+        if not times:
+            continue
+        best = min(times)
+        one: dict[str, object] = {"milliseconds": best}
+        one["over"] = {other: median / best for other, median in others.items()}
+        if not micro:
+            one |= {"over_reference": reference / best, "aim": aim, "met": reference / best >= aim}
+            print(
+                f"Wan2.1-{name}, {kind}: {best:.0f} ms, {reference / best:.2f}x compile + sage "
+                f"2.2 ({REFERENCE_SOURCE}); aim {aim:.2f}x"
+            )
+        comparison[kind] = one
+    return {"comparison": comparison, "reference_milliseconds": reference}

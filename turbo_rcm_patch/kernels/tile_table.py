@@ -1,0 +1,102 @@
+"""The user's own table of tiles, which `benchmarks tune` writes and `tile_for` reads first.
+
+Format, as of the shipped tiles.json: {"sm_90": {"attention": {"fp8_128": [64, 128, 4, 2]}}}, block
+of rows, block of columns, warps, stages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+from turbo_rcm_patch.errors import TableError
+
+__all__ = ["VARIABLE", "Table", "read_table", "table_path", "user_table"]
+
+#: Environment variable that names the table instead of the default place. A table belongs to a
+#: machine and not to a program, so it is no field of a configuration.
+VARIABLE = "TURBO_RCM_PATCH_TILES"
+
+#: Target -> kernel -> variant -> [block_m, block_n, warps, stages].
+Table = dict[str, dict[str, dict[str, list[int]]]]
+
+
+def table_path() -> Path:
+    """Where the user's table is looked for and written by default."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache_home).expanduser() / "turbo_rcm_patch" / "tiles.json"
+
+
+@cache
+def user_table() -> Table:
+    """The user's table, read once; empty if there is none in the default place.
+
+    Raises:
+        TableError: It cannot be used, or the environment variable names a file that is not there.
+    """
+    path = table_path()
+    if not path.exists() and not os.environ.get(VARIABLE):
+        return {}
+    return read_table(path)
+
+
+def read_table(path: Path) -> Table:
+    """A table of tiles.
+
+    Raises:
+        TableError: The file cannot be read or does not hold such a table.
+    """
+    remedy = (
+        f"Write a new one with `python -m turbo_rcm_patch.benchmarks tune`, delete the file, or "
+        f"unset {VARIABLE} if it names this file"
+    )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TableError(
+            f"table of tiles {path}",
+            expected="a JSON file",
+            got=f"{type(error).__name__}: {error}",
+            remedy=remedy,
+        ) from error
+    wrong = _what_is_wrong(found)
+    if wrong:
+        raise TableError(
+            f"table of tiles {path}",
+            expected='{"sm_90": {kernel: {variant: [block_m, block_n, warps, stages]}}}',
+            got=wrong,
+            remedy=remedy,
+        )
+    return found
+
+
+def _what_is_wrong(found: object) -> str:
+    if not isinstance(found, dict):
+        return f"a {type(found).__name__}"
+    for target, kernels in found.items():
+        if not isinstance(kernels, dict):
+            return f"{target}: {kernels!r}"
+        for kernel, variants in kernels.items():
+            if not isinstance(variants, dict):
+                return f"{target}.{kernel}: {variants!r}"
+            for variant, tile in variants.items():
+                if not _is_tile(tile):
+                    return f"{target}.{kernel}.{variant}: {tile!r}"
+    return ""
+
+
+def _is_tile(tile: object) -> bool:
+    """Four integers: blocks and warps are powers of two (a block of 0 is one that the kernel does
+    not have)."""
+    if not isinstance(tile, list) or len(tile) != 4:
+        return False
+    if any(not isinstance(one, int) or isinstance(one, bool) for one in tile):
+        return False
+    block_m, block_n, warps, stages = tile
+    powers = all(one > 0 and one & (one - 1) == 0 for one in (block_m, warps))
+    return powers and block_n >= 0 and block_n & (block_n - 1) == 0 and 1 <= stages <= 16
