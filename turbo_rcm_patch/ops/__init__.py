@@ -6,6 +6,7 @@ first launched.
 """
 
 from turbo_rcm_patch.ops.attention import attention_lse, attention_skip
+from turbo_rcm_patch.ops.elementwise import linear_gelu, norm_modulate
 from turbo_rcm_patch.ops.fused import attention_project_skip, choose_form
 from turbo_rcm_patch.ops.projection import project_skip, skip
 from turbo_rcm_patch.ops.spec import (
@@ -24,6 +25,8 @@ __all__ = [
     "attention_skip",
     "choose_form",
     "describe_pv",
+    "linear_gelu",
+    "norm_modulate",
     "project_skip",
     "resolve_impl",
     "resolve_pv",

@@ -299,7 +299,8 @@ def project_skip(
         residual: [B, N, Cout] or None.
         c_skip: Float or tensor [B], [B, 1, Cout] or [B, N, Cout].
         c_out: Likewise.
-        cast: "fp32": product, bias and skip in fp32, one rounding at the end. "model": the
+        cast: "fp32": product, bias and skip in fp32, one rounding at the end (a large 16-bit
+            product on a GPU is the library's, and is rounded to x's dtype first). "model": the
             projection is rounded to the residual's dtype, then every step of the skip is.
         impl: "triton", "reference" or "auto".
         out_dtype: dtype of the result; x's by default.

@@ -82,10 +82,25 @@ def _forward(
         )
         return out, no_lse if lse is None else lse
 
-    qh = prepare(q, heads, norm_q, cos, sin, eps)
-    kh = prepare(k, heads, norm_k, cos, sin, eps)
     vh = split_heads(v, heads)
     lse = None
+    short = _whole_rows(norm_q, q) and _whole_rows(norm_k, k)
+    if implementation == "triton" and short and not want_lse:
+        from turbo_rcm_patch.kernels.norm import norm_rotate
+
+        # q and k in their own dtype are all that exact attention takes, so one pass makes them.
+        qh, kh = (
+            split_heads(
+                x
+                if weight is None and cos is None
+                else norm_rotate(x, heads, weight=weight, cos=cos, sin=sin, eps=eps),
+                heads,
+            )
+            for x, weight in ((q, norm_q), (k, norm_k))
+        )
+    else:
+        qh = prepare(q, heads, norm_q, cos, sin, eps)
+        kh = prepare(k, heads, norm_k, cos, sin, eps)
     if attention in QMAX:
         from turbo_rcm_patch.ops.emulation import emulated_attention
 
@@ -129,6 +144,10 @@ def _forward(
             residual, branch, skip_factor, out_factor, cast="fp32", out_dtype=out_dtype
         )
     return out.contiguous(), no_lse if lse is None else lse
+
+
+def _whole_rows(weight: Tensor | None, x: Tensor) -> bool:
+    return weight is None or weight.numel() == x.shape[-1]
 
 
 attention_forward = torch.library.custom_op(

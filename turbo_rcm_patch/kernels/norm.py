@@ -1,0 +1,155 @@
+"""Norms in one pass over memory: layer norm with its modulation, RMSNorm with rotary embedding."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.kernels.launch import dense_rows, launch
+
+__all__ = ["norm_modulate", "norm_modulate_kernel", "norm_rotate", "norm_rotate_kernel"]
+
+
+@triton.jit
+def norm_modulate_kernel(
+    y_ptr, x_ptr, factor_ptr, offset_ptr,
+    x_stride_b, x_stride_n,
+    factor_stride_b, factor_stride_n, factor_stride_c,
+    offset_stride_b, offset_stride_n, offset_stride_c,
+    n_tokens, channels, eps,
+    BLOCK_C: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """y = layer_norm(x) * (ONE + factor) + offset, a token a program.
+
+    Grid: (tokens, batch). x, y [B, N, C] with contiguous channels, y dense; factor and offset
+    broadcast to [B, N, C].
+    """
+    n, b = tl.program_id(0), tl.program_id(1)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_c = offs_c < channels
+    row = x_ptr + b.to(tl.int64) * x_stride_b + n.to(tl.int64) * x_stride_n
+    x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=0) / channels
+    x = tl.where(mask_c, x - mean, 0.0)
+    x *= 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / channels + eps)
+    if HAS_FACTOR:
+        at = b.to(tl.int64) * factor_stride_b + n.to(tl.int64) * factor_stride_n
+        factor = tl.load(factor_ptr + at + offs_c * factor_stride_c, mask=mask_c, other=0.0)
+        x *= factor.to(tl.float32) + ONE
+    if HAS_OFFSET:
+        at = b.to(tl.int64) * offset_stride_b + n.to(tl.int64) * offset_stride_n
+        offset = tl.load(offset_ptr + at + offs_c * offset_stride_c, mask=mask_c, other=0.0)
+        x += offset.to(tl.float32)
+    out = y_ptr + (b.to(tl.int64) * n_tokens + n) * channels
+    tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
+
+
+def norm_modulate(
+    x: torch.Tensor,
+    factor: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    *,
+    one: float,
+    eps: float,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """layer_norm(x) * (one + factor) + offset; x [B, N, C], factor and offset broadcast to it."""
+    batch, n_tokens, channels = x.shape
+    x = dense_rows(x)
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    strides = {}
+    for name, value in (("factor", factor), ("offset", offset)):
+        wide = (0, 0, 0) if value is None else value.expand(x.shape).stride()
+        strides |= {f"{name}_stride_{axis}": s for axis, s in zip("bnc", wide, strict=True)}
+    launch(
+        norm_modulate_kernel,
+        (n_tokens, batch),
+        x.device,
+        y_ptr=y,
+        x_ptr=x,
+        factor_ptr=factor,
+        offset_ptr=offset,
+        x_stride_b=x.stride(0),
+        x_stride_n=x.stride(1),
+        n_tokens=n_tokens,
+        channels=channels,
+        eps=eps,
+        BLOCK_C=triton.next_power_of_2(channels),
+        HAS_FACTOR=factor is not None,
+        HAS_OFFSET=offset is not None,
+        ONE=one,
+        num_warps=4 if channels <= 2048 else 8,
+        num_stages=1,
+        **strides,
+    )
+    return y
+
+
+@triton.jit
+def norm_rotate_kernel(
+    y_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr,
+    stride_b, stride_n, n_tokens, eps,
+    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm over a token's channels (NORM), then the rotary embedding (ROPE).
+
+    Grid: (tokens, batch). x [B, N, H*D] with contiguous channels, y dense; weight [H*D]; cos, sin
+    [N, D].
+    """
+    n, b = tl.program_id(0), tl.program_id(1)
+    offs_c = tl.arange(0, BLOCK_C)
+    mask_c = offs_c < CHANNELS
+    row = x_ptr + b.to(tl.int64) * stride_b + n.to(tl.int64) * stride_n
+    x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    if NORM:
+        w = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / CHANNELS + eps)) * w
+    if ROPE:
+        table = n * HEAD_DIM + offs_c % HEAD_DIM
+        cos = tl.load(cos_ptr + table, mask=mask_c, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + table, mask=mask_c, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(x, [BLOCK_C // 2, 2]))
+        c, _ = tl.split(tl.reshape(cos, [BLOCK_C // 2, 2]))
+        _, s = tl.split(tl.reshape(sin, [BLOCK_C // 2, 2]))
+        x = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [BLOCK_C])
+    out = y_ptr + (b.to(tl.int64) * n_tokens + n) * CHANNELS
+    tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
+
+
+def norm_rotate(
+    x: torch.Tensor,
+    heads: int,
+    *,
+    weight: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """x [B, N, H*D], weight [H*D] or None, cos and sin [N, D] or None; dtype of x."""
+    batch, n_tokens, channels = x.shape
+    x = dense_rows(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(
+        norm_rotate_kernel,
+        (n_tokens, batch),
+        x.device,
+        y_ptr=y,
+        x_ptr=x,
+        weight_ptr=None if weight is None else weight.contiguous(),
+        cos_ptr=None if cos is None else cos.contiguous(),
+        sin_ptr=None if sin is None else sin.contiguous(),
+        stride_b=x.stride(0),
+        stride_n=x.stride(1),
+        n_tokens=n_tokens,
+        eps=eps,
+        CHANNELS=channels,
+        HEAD_DIM=channels // heads,
+        BLOCK_C=triton.next_power_of_2(channels),
+        NORM=weight is not None,
+        ROPE=cos is not None,
+        num_warps=4 if channels <= 2048 else 8,
+        num_stages=1,
+    )
+    return y

@@ -1,0 +1,178 @@
+"""What stands around the branches of a block, each in one pass: layer norm with modulation, and
+GELU in the epilogue of the linear before it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.errors import ShapeError
+from turbo_rcm_patch.ops.checks import check_float, check_weight
+from turbo_rcm_patch.ops.spec import resolve_impl
+
+__all__ = ["linear_gelu", "norm_modulate"]
+
+
+# --- layer norm and modulation -------------------------------------------------------------------
+
+
+def _norm_forward(
+    x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
+) -> Tensor:
+    if resolve_impl(cast("Impl", impl), x.device) == "triton":
+        from turbo_rcm_patch.kernels.norm import norm_modulate as launch
+
+        return launch(x, factor, offset, one=one, eps=eps, out_dtype=x.dtype)
+    y = F.layer_norm(x.float(), (x.shape[-1],), eps=eps)
+    if factor is not None:
+        y = y * (one + factor.float())
+    if offset is not None:
+        y = y + offset.float()
+    return y.to(x.dtype).clone(memory_format=torch.contiguous_format)
+
+
+norm_forward = torch.library.custom_op(
+    "turbo_rcm_patch::norm_modulate", _norm_forward, mutates_args=()
+)
+
+
+@norm_forward.register_fake
+def _norm_fake(
+    x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
+) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _norm_setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
+    x, factor, offset, one, eps, _ = inputs
+    ctx.save_for_backward(x, factor)
+    ctx.numbers = one, eps
+    ctx.offset = None if offset is None else (offset.shape, offset.dtype)  # type: ignore[attr-defined]
+
+
+def _norm_autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    x, factor = ctx.saved_tensors
+    one, eps = ctx.numbers
+    needs = ctx.needs_input_grad
+    g, wide = d_out.float(), x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    rms = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    normal = centred * rms
+    d_x = d_factor = d_offset = None
+    if needs[0]:
+        d = g if factor is None else g * (one + factor.float())
+        inner = (d * normal).mean(-1, keepdim=True)
+        d_x = (rms * (d - d.mean(-1, keepdim=True) - normal * inner)).to(x.dtype)
+    if factor is not None and needs[1]:
+        d_factor = (g * normal).sum_to_size(factor.shape).to(factor.dtype)
+    if ctx.offset is not None and needs[2]:
+        shape, dtype = ctx.offset
+        d_offset = g.sum_to_size(shape).to(dtype)
+    return d_x, d_factor, d_offset, None, None, None
+
+
+norm_forward.register_autograd(_norm_autograd, setup_context=_norm_setup)
+
+
+def norm_modulate(
+    x: Tensor,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    form: Literal["modulation", "affine"] = "modulation",
+    eps: float = 1e-6,
+    impl: Impl = "auto",
+) -> Tensor:
+    """layer_norm(x) * (1 + scale) + shift, or layer_norm(x) * scale + shift, in fp32 throughout.
+
+    Args:
+        x: [B, N, C], bf16, fp16 or fp32.
+        scale: Broadcasts to [B, N, C], any float dtype, read as fp32; None for a factor of 1.
+        shift: Likewise; None for 0.
+        form: "modulation" adds 1 to scale (adaptive layer norm, arXiv 2212.09748); "affine" does
+            not.
+        eps: Added to the variance.
+        impl: "triton", "reference" or "auto".
+
+    Returns:
+        [B, N, C], contiguous, dtype of x.
+
+    Raises:
+        ShapeError: x is not [B, N, C], or scale or shift does not broadcast to it.
+    """
+    if x.dim() != 3:
+        raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
+    check_float("x", x)
+    parts: list[Tensor | None] = []
+    for name, part in (("scale", scale), ("shift", shift)):
+        if part is not None:
+            part = part.view((1,) * (3 - part.dim()) + tuple(part.shape))
+            sizes = zip(part.shape, x.shape, strict=True)
+            if part.dim() != 3 or any(own not in (1, full) for own, full in sizes):
+                raise ShapeError(
+                    name, expected=f"broadcasts to {list(x.shape)}", got=str(list(part.shape))
+                )
+        parts.append(part)
+    one = 1.0 if form == "modulation" else 0.0
+    out: Tensor = norm_forward(x, *parts, one, eps, impl)
+    return out
+
+
+# --- linear and GELU -----------------------------------------------------------------------------
+
+
+def _gelu_forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if x.is_cuda and x.dtype != torch.float32 and torch.version.hip is None:
+        # cuBLASLt's epilogue: GELU in its tanh form, on the sum in fp32.
+        flat = torch._addmm_activation(bias, x.flatten(0, 1), weight.t(), use_gelu=True)
+        return flat.view(x.shape[0], x.shape[1], -1)
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
+gelu_forward = torch.library.custom_op(
+    "turbo_rcm_patch::linear_gelu", _gelu_forward, mutates_args=()
+)
+
+
+@gelu_forward.register_fake
+def _gelu_fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], weight.shape[0])
+
+
+def _gelu_setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*cast("tuple[Tensor, ...]", inputs))
+
+
+def _gelu_autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    inner = F.linear(x, weight, bias)
+    d = torch.ops.aten.gelu_backward(d_out, inner, approximate="tanh")
+    d_x = d @ weight if needs[0] else None
+    d_weight = d.flatten(0, 1).T @ x.flatten(0, 1) if needs[1] else None
+    d_bias = d.sum((0, 1)).to(bias.dtype) if needs[2] else None
+    return d_x, d_weight, d_bias
+
+
+gelu_forward.register_autograd(_gelu_autograd, setup_context=_gelu_setup)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """gelu(x @ weight^T + bias) in its tanh form; in 16 bits on an NVIDIA GPU the activation is
+    the matrix product's epilogue and sees the sum before it is rounded.
+
+    Args:
+        x: [B, N, Cin], bf16, fp16 or fp32.
+        weight: [Cout, Cin], dtype of x.
+        bias: [Cout], dtype of x.
+
+    Returns:
+        [B, N, Cout], dtype of x.
+    """
+    check_weight(x, weight, bias)
+    out: Tensor = gelu_forward(x, weight, bias)
+    return out
