@@ -141,6 +141,39 @@ def test_other_variants_compile(
         assert not broken, broken
 
 
+def int8_faults(results: list[dict], target: tuple[str, int | str]) -> str:
+    """As `faults`; on Hopper the products must also be the tensor cores' own."""
+    beside = [r for r in results if target[1] == 90 and r.get("igmma", 1) == 0]
+    return "\n".join([faults(results, target), *map(line, beside)]).strip()
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t[0]}-{t[1]}")
+def test_int8_linear_compiles(
+    target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    cases = [case("int8-linear", target, 128, "fp8")]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        assert {r["kernel"] for r in results} == {"quantize_rows_kernel", "int8_linear_kernel"}
+        broken = int8_faults(results, target)
+        assert not broken, broken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [("cuda", 80), ("cuda", 90)], ids=lambda t: f"{t[0]}-{t[1]}")
+def test_other_int8_linears_compile(
+    target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Plain and rounded skips, small tiles, features that are a multiple of nothing, fp32."""
+    more = {"tokens": 300, "variants": "all"}
+    cases = [case("int8-linear", target, 128, "fp8", variants="all")]
+    cases += [case("int8-linear", target, 77, "fp8") | {"heads": 1} | more]
+    cases += [case("int8-linear", target, 64, "fp8") | {"dtype": "float32"} | more]
+    for python in pythons(pytestconfig):
+        broken = int8_faults(resources(python, cases, tmp_path), target)
+        assert not broken, broken
+
+
 def test_three_programs_share_a_hopper_multiprocessor(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
