@@ -55,6 +55,14 @@ def test_a_row_that_is_not_finite_stays_so(bad: float, place: int) -> None:
     assert out.isnan().all(-1).tolist() == [[False, True, False, False]]
 
 
+def test_several_weights_are_one() -> None:
+    weights = [torch.randn(n, 40) for n in (5, 12)]
+    int8, scale = quantize_weight(*weights, impl="triton")
+    apart = [quantize_weight(weight, impl="triton") for weight in weights]
+    assert torch.equal(int8, torch.cat([part[0] for part in apart]))
+    assert torch.equal(scale, torch.cat([part[1] for part in apart]))
+
+
 def test_tiny_rows_are_zero() -> None:
     x = torch.full((1, 3, 32), 1e-40)
     x[0, 1] = 1.0

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from turbo_rcm_patch import errors
 from turbo_rcm_patch.ops import MAX_CHANNELS, int8_linear, quantize_weight
 from turbo_rcm_patch.ops.int8_linear import linear_forward
-from turbo_rcm_patch.ops.quantize import quantize_weight_forward, quantized_rows
+from turbo_rcm_patch.ops.quantize import quantize_weights, quantized_rows
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -78,6 +78,13 @@ def test_a_loud_row_or_channel_does_not_disturb_its_neighbours() -> None:
     assert relative(out[..., quiet], truth[..., quiet]) < 0.012
 
 
+def test_several_weights_are_one() -> None:
+    x, weights = torch.randn(2, 5, 33), [torch.randn(n, 33) for n in (8, 3)]
+    together = int8_linear(x, *quantize_weight(*weights))
+    apart = [int8_linear(x, *quantize_weight(weight)) for weight in weights]
+    assert torch.equal(together, torch.cat(apart, -1))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 def test_a_row_that_is_not_finite_stays_so(bad: float) -> None:
     x, weight = torch.randn(1, 4, 32), torch.randn(8, 32)
@@ -140,7 +147,9 @@ def arguments(**more: object) -> tuple[object, ...]:
 )
 def test_opcheck(more: dict[str, object]) -> None:
     torch.library.opcheck(linear_forward, arguments(**more))
-    torch.library.opcheck(quantize_weight_forward, (torch.randn(6, 10), "reference"))
+    torch.library.opcheck(
+        quantize_weights, ([torch.randn(6, 10), torch.randn(2, 10)], "reference")
+    )
 
 
 @pytest.mark.parametrize("activation", [None, "gelu-tanh"])
@@ -204,6 +213,8 @@ def test_refusals() -> None:
         int8_linear(x, weight, scale, c_skip=torch.zeros(1).requires_grad_())
     with pytest.raises(errors.ShapeError):
         quantize_weight(torch.zeros(3))
+    with pytest.raises(errors.ShapeError):
+        quantize_weight(torch.zeros(3, 4), torch.zeros(3, 5))
     with pytest.raises(errors.DTypeError):
         quantize_weight(torch.zeros(3, 3).double())
     with pytest.raises(errors.ShapeError, match=str(MAX_CHANNELS)):

@@ -108,14 +108,22 @@ def row_parts(channels: int) -> tuple[int, int]:
     return head, triton.next_power_of_2(rest) if rest else 0
 
 
-def quantize_rows(x: torch.Tensor) -> Rows:
-    """x [B, N, K] bf16, fp16 or fp32 as int8, a scale per row."""
+def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> Rows:
+    """Memory for the rows of a [batch, n_rows, channels] tensor."""
+    padded = triton.cdiv(channels, ALIGNED) * ALIGNED
+    return Rows(
+        torch.empty(batch, n_rows, padded, dtype=torch.int8, device=device),
+        torch.empty(batch, n_rows, dtype=torch.float32, device=device),
+    )
+
+
+def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
+    """x [B, N, K] bf16, fp16 or fp32 as int8, a scale per row; into dense memory where given."""
     target_of(x.device)
     x = dense_rows(x)
     batch, n_rows, channels = x.shape
-    padded = triton.cdiv(channels, ALIGNED) * ALIGNED
-    int8 = torch.empty(batch, n_rows, padded, dtype=torch.int8, device=x.device)
-    scale = torch.empty(batch, n_rows, dtype=torch.float32, device=x.device)
+    rows = empty_rows(batch, n_rows, channels, x.device) if into is None else into
+    padded = rows.int8.shape[2]
     head, tail = row_parts(padded)
     values = triton.next_power_of_2(head + tail)
     block_t = max(1, _VALUES // values)
@@ -125,8 +133,8 @@ def quantize_rows(x: torch.Tensor) -> Rows:
         (triton.cdiv(n_rows, block_t), batch),
         x.device,
         x_ptr=x,
-        int8_ptr=int8,
-        scale_ptr=scale,
+        int8_ptr=rows.int8,
+        scale_ptr=rows.scale,
         stride_b=x.stride(0),
         stride_n=x.stride(1),
         n_rows=n_rows,
@@ -138,4 +146,16 @@ def quantize_rows(x: torch.Tensor) -> Rows:
         num_warps=min(32, max(4, warps)),
         num_stages=1,
     )
-    return Rows(int8, scale)
+    return rows
+
+
+def quantize_stacked(weights: list[torch.Tensor]) -> Rows:
+    """Matrices [N_i, K] below each other, as the rows of one batch entry."""
+    total, channels = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    stacked = empty_rows(1, total, channels, weights[0].device)
+    first = 0
+    for weight in weights:
+        part = slice(first, first + weight.shape[0])
+        quantize_rows(weight.unsqueeze(0), Rows(stacked.int8[:, part], stacked.scale[:, part]))
+        first = part.stop
+    return stacked

@@ -58,49 +58,56 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.to(wide), weight.to(wide)).float()
 
 
-def _quantize_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    if resolve_impl(cast("Impl", impl), weight.device) == "triton":
-        from turbo_rcm_patch.kernels.rows import quantize_rows as launch
+def _quantize_weights(weights: list[Tensor], impl: str) -> tuple[Tensor, Tensor]:
+    if resolve_impl(cast("Impl", impl), weights[0].device) == "triton":
+        from turbo_rcm_patch.kernels.rows import quantize_stacked as launch
 
-        rows = launch(weight.unsqueeze(0))
+        rows = launch(weights)
         # Rows may be padded.
-        return rows.int8[0, :, : weight.shape[1]].contiguous(), rows.scale[0]
-    return quantized_rows(weight)
+        return rows.int8[0, :, : weights[0].shape[1]].contiguous(), rows.scale[0]
+    int8, scale = zip(*map(quantized_rows, weights), strict=True)
+    return torch.cat(int8), torch.cat(scale)
 
 
-quantize_weight_forward = torch.library.custom_op(
-    "turbo_rcm_patch::quantize_weight", _quantize_weight, mutates_args=()
+quantize_weights = torch.library.custom_op(
+    "turbo_rcm_patch::quantize_weights", _quantize_weights, mutates_args=()
 )
 
 
-@quantize_weight_forward.register_fake
-def _quantize_weight_fake(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+@quantize_weights.register_fake
+def _quantize_weights_fake(weights: list[Tensor], impl: str) -> tuple[Tensor, Tensor]:
+    first, rows = weights[0], sum(w.shape[0] for w in weights)
     return (
-        torch.empty(weight.shape, dtype=torch.int8, device=weight.device),
-        torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device),
+        torch.empty(rows, first.shape[1], dtype=torch.int8, device=first.device),
+        torch.empty(rows, dtype=torch.float32, device=first.device),
     )
 
 
-def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
+def quantize_weight(*weights: Tensor, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
     """The weight of a Linear as int8 with a scale per output channel, max |row| / 127.
 
+    Several Linears over the same input become one: their outputs stand side by side.
+
     Args:
-        weight: [Cout, K], bf16, fp16 or fp32. Its gradient is not tracked: a quantised weight is
-            a constant.
+        weights: [Cout, K] each, bf16, fp16 or fp32, of one K. Gradients are not tracked: a
+            quantised weight is a constant.
         impl: "triton", "reference" or "auto".
 
     Returns:
-        int8 [Cout, K] and fp32 [Cout], so that weight is about int8 * scale[:, None].
+        int8 [sum of Cout, K] and fp32 [sum of Cout], so that weight is about
+        int8 * scale[:, None].
 
     Raises:
-        ShapeError: It is not a matrix, or K is over `MAX_CHANNELS`.
-        DTypeError: It is not a float matrix.
+        ShapeError: One is not a matrix, their K differ, or K is over `MAX_CHANNELS`.
+        DTypeError: One is not a float matrix.
     """
-    check_float("weight", weight)
-    if weight.dim() != 2:
-        raise ShapeError("weight", expected="[Cout, K]", got=str(list(weight.shape)))
-    check_channels(weight.shape[1])
-    int8, scale = quantize_weight_forward(weight.detach(), impl)
+    for weight in weights:
+        check_float("weight", weight)
+        if weight.dim() != 2 or weight.shape[1] != weights[0].shape[1]:
+            shapes = [list(w.shape) for w in weights]
+            raise ShapeError("weight", expected="[Cout, K], of one K", got=str(shapes))
+    check_channels(weights[0].shape[1])
+    int8, scale = quantize_weights([weight.detach() for weight in weights], impl)
     return int8, scale
 
 
