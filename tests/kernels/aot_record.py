@@ -144,9 +144,13 @@ def int8_linears(case, modules, residual, gate) -> None:
     bias, more = residual[0, 0], case.get("tuning", {})
     if "tile" in more:
         more = more | {"tile": Tile(*more["tile"])}
-    variants = [(True, None, 1.0, "fp32"), (False, residual, gate, "fp32")]
+    variants = [(False, residual, gate, "fp32")]
     if case.get("rest"):
-        variants = [(False, None, 1.0, "fp32"), (False, residual, 1.0, "model")]
+        variants = [
+            (True, None, 1.0, "fp32"),
+            (False, None, 1.0, "fp32"),
+            (False, residual, 1.0, "model"),
+        ]
     for gelu, skip, c_out, cast in variants:
         modules["int8_linear"].int8_linear(
             rows, weight[0], scale[0], bias, skip, 1.0, c_out,

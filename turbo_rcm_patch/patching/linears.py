@@ -155,7 +155,7 @@ class Linears:
         c_out: Coefficient = 1.0,
         cast: Cast = "fp32",
     ) -> Tensor | None:
-        """c_skip * residual + c_out * activation(module(x)), or None where it does not run in int8.
+        """c_skip * residual + c_out * activation(module(x)) in int8; None where it is not so run.
 
         Args:
             key: A name for this module within the block.
