@@ -115,7 +115,7 @@ def _finish(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])  # else a shape in two compiles anew
 def int8_linear_kernel(
     y_ptr, x_src, x_scale_ptr, w_src, w_scale_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
     residual_stride_b, residual_stride_n,
