@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -54,7 +55,8 @@ def compile_one(launch: dict) -> dict:
             attributes[(i,)] = [["tt.divisibility", 16]]
     backend, arch = launch["backend"], launch["arch"]
     target = GPUTarget(backend, arch, 64 if backend == "hip" else 32)
-    source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes)
+    kind = GluonASTSource if launch["gluon"] else ASTSource
+    source = kind(fn=fn, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=target, options=launch["options"])
     result = {
         "kernel": launch["kernel"],
@@ -90,9 +92,36 @@ def cuda_resources(cubin: bytes, kernel: str) -> dict:
     }
     if kernel == "int8_linear_kernel":
         result["igmma"] = len(re.findall(r"\bIGMMA\b", sass))
+    if kernel == "hopper_kernel":
+        result["loop_spills"] = spills_in_loops(sass)
     if kernel == "one_launch_kernel":
         result["barrier"] = barrier_before_atomic(sass)
     return result
+
+
+def spills_in_loops(sass: str) -> list[int]:
+    """Spills inside each innermost loop that multiplies matrices."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    loops: list[tuple[int, int]] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif re.search(r"/\*[0-9a-f]{4,}\*/\s+\S", line):
+            jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+            code.append(line)
+            if jump and jump[1] in labels:
+                loops.append((labels[jump[1]], len(code)))
+    loops = [loop for loop in loops if any("GMMA" in line for line in code[slice(*loop)])]
+    inner = [
+        (first, last)
+        for first, last in loops
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
+    ]
+    return [
+        sum(bool(re.search(r"\b(?:STL|LDL)\b", line)) for line in code[first:last])
+        for first, last in inner
+    ]
 
 
 def barrier_before_atomic(sass: str) -> bool:

@@ -14,13 +14,14 @@ import types
 from pathlib import Path
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
-    "prologue", "queries", "keys", "values", "attention", "project", "one_launch", "skip", "rows",
-    "int8_linear",
+    "prologue", "queries", "keys", "values", "attention", "hopper", "project", "one_launch",
+    "skip", "rows", "int8_linear",
 )  # fmt: skip
 TYPES = {
     torch.float32: "fp32",
@@ -39,6 +40,9 @@ def describe(value: object) -> dict[str, object]:
     if isinstance(value, TensorDescriptor):
         block = ",".join(map(str, value.block_shape))
         return {"type": f"tensordesc<{TYPES[value.base.dtype]}[{block}]>"}
+    if isinstance(value, GluonDescriptor):
+        block = str(list(value.block_shape))
+        return {"type": f"tensordesc<{TYPES[value.base.dtype]}{block},{value.layout!r}>"}
     if isinstance(value, bool) or value is None:
         return {"constant": value}
     if isinstance(value, int):
@@ -59,7 +63,7 @@ def record(case: dict[str, object]) -> list[dict[str, object]]:
     }
 
     def recording(kernel, grid, device, **arguments):
-        options = {k: arguments.pop(k) for k in ("num_warps", "num_stages")}
+        options = {k: arguments.pop(k) for k in ("num_warps", "num_stages") if k in arguments}
         constants = {p.name for p in kernel.params if p.is_constexpr}
         described = {}
         for name in kernel.arg_names:
@@ -74,6 +78,7 @@ def record(case: dict[str, object]) -> list[dict[str, object]]:
             {
                 "module": kernel.__module__.rsplit(".", 1)[1],
                 "kernel": kernel.__name__,
+                "gluon": kernel.is_gluon(),
                 "arguments": described,
                 "options": options,
                 "backend": target.backend,
@@ -123,6 +128,9 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     weight, bias = empty(channels, channels), empty(channels)
     operation = case["operation"]
     if operation == "attention":
+        modules["attention"].attention(q, k, v, want_lse=bool(case.get("lse")), **common)
+    elif operation == "plain-attention":
+        common |= {"residual": None, "c_out": 1.0}
         modules["attention"].attention(q, k, v, want_lse=bool(case.get("lse")), **common)
     elif operation == "one-launch":
         modules["one_launch"].attention_project_skip(q, k, v, weight, bias, cast="fp32", **common)

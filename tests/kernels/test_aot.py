@@ -161,6 +161,22 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
         assert len(linears) == 5 and all(r["igmma"] for r in linears)
 
 
+def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Its groups may keep a few values in local memory, outside their loops but for a handful."""
+    target = ("cuda", 90)
+    cases = [case("plain-attention", target, dim, "fp8") for dim in (64, 128)]
+    cases += [case("plain-attention", target, 128, "fp8", lse=True, lengths=True)]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        own = [result for result in results if result["kernel"] == "hopper_kernel"]
+        assert len(own) == len(cases) and not any("error" in result for result in own), own
+        for result in own:
+            assert result["shared"] <= SHARED[target], line(result)
+            # Three groups' main loops; more where the assembler makes a loop of another branch.
+            assert len(result["loop_spills"]) >= 3, line(result)
+            assert max(result["loop_spills"][:3]) <= 6, line(result)
+
+
 def test_three_programs_share_a_hopper_multiprocessor(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

@@ -9,18 +9,19 @@ integers, and keys permuted within v so that P never moves between registers.
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.epilogue import close_skip
-from turbo_rcm_patch.kernels.keys import quantize_keys
 from turbo_rcm_patch.kernels.launch import (
     Tile,
     coefficient,
-    dense_rows,
     descriptor,
     launch,
     pad_head,
@@ -29,11 +30,15 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.kernels.prologue import sample_mean
-from turbo_rcm_patch.kernels.queries import quantize_queries
-from turbo_rcm_patch.kernels.values import quantize_values
+from turbo_rcm_patch.kernels.operands import Operands, quantize
 
-__all__ = ["attend", "attention", "attention_arguments", "attention_kernel"]
+__all__ = [
+    "attend",
+    "attention",
+    "attention_arguments",
+    "attention_kernel",
+    "hopper",
+]
 
 #: log2 of the largest P: e4m3 uses its whole range, fp16 stays clear of its subnormals.
 P_SHIFT = {"fp8": 8.807354922057604, "fp16": 8.0, "bf16": 0.0}
@@ -243,56 +248,19 @@ def _ones(device: torch.device) -> torch.Tensor:
 
 
 def attention_arguments(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tile: Tile,
-    *,
-    heads: int,
-    norm_q: torch.Tensor | None,
-    norm_k: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    kv_lengths: torch.Tensor | None,
-    pv: str,
-    qmax: int,
-    smooth_k: bool,
-    causal: bool,
-    sm_scale: float,
-    eps: float,
-    want_lse: bool = False,
-    counters: torch.Tensor | None = None,
-) -> tuple[dict[str, object], torch.Tensor | None]:
-    """Run the prologue; what `attend` takes by name, and the logits' shift where it is needed."""
-    channels = q.shape[2]
-    k, v = dense_rows(k), dense_rows(v)
-    lengths = None if kv_lengths is None else kv_lengths.contiguous()
-    mean = None
-    if smooth_k:
-        mean = sample_mean(k, heads, weight=norm_k, cos=cos, sin=sin, lengths=lengths, eps=eps)
-    queries = quantize_queries(
-        q, heads, weight=norm_q, cos=cos, sin=sin, eps=eps, qmax=qmax, sm_scale=sm_scale,
-        mean=mean, n_kv=k.shape[1], lengths=lengths, want_shift=want_lse, counters=counters,
-        counter_rows=tile.block_m,
-    )  # fmt: skip
-    keys = quantize_keys(
-        k, heads, weight=norm_k, cos=cos, sin=sin, eps=eps, qmax=qmax, mean=mean, lengths=lengths
-    )
-    head_pad, keys_a_scale = pad_head(channels // heads), scale_block(channels // heads)
+    operands: Operands, tile: Tile, *, head_dim: int, pv: str, causal: bool
+) -> dict[str, object]:
+    """What `attend` takes by name."""
+    queries, keys, values, v = operands[:4]
+    keys_a_scale = scale_block(head_dim)
     block_n = min(tile.block_n, keys_a_scale)
-    fp8 = pv == "fp8"
     # Only the e4m3 path has every operand in a layout of ours.
-    descriptors = fp8 and target_of(q.device).descriptors
     q_src, k_src = queries.int8, keys.int8
-    ones = v_scale = None
-    if fp8:
-        values = quantize_values(v, heads, lengths=lengths)
-        v_src, v_scale, ones = values.e4m3, values.scale, _ones(q.device)
-        v_strides = 0, 0
-    else:
-        v_src = v.to(torch.bfloat16 if pv == "bf16" else torch.float16)
-        v_strides = v_src.stride(0), v_src.stride(1)
-    n_q_padded, n_kv_padded = q_src.shape[2], k_src.shape[2]
+    _, heads, n_q_padded, head_pad = q_src.shape
+    n_kv_padded = k_src.shape[2]
+    descriptors = values is not None and target_of(q_src.device).descriptors
+    v_src = values.e4m3 if values is not None else v
+    assert v_src is not None
     if descriptors:
         q_src = descriptor(q_src.view(-1, head_pad), [tile.block_m, head_pad])
         k_src = descriptor(k_src.view(-1, head_pad), [block_n, head_pad])
@@ -303,29 +271,43 @@ def attention_arguments(
         "k_src": k_src,
         "k_scale_ptr": keys.scale,
         "v_src": v_src,
-        "v_scale_ptr": v_scale,
-        "ones_src": ones,
-        "lengths_ptr": lengths,
-        "v_stride_b": v_strides[0],
-        "v_stride_n": v_strides[1],
-        "n_q": q.shape[1],
-        "n_kv": k.shape[1],
+        "v_scale_ptr": None if values is None else values.scale,
+        "ones_src": None if values is None else _ones(queries.scale.device),
+        "lengths_ptr": operands.lengths,
+        "v_stride_b": 0 if v is None else v.stride(0),
+        "v_stride_n": 0 if v is None else v.stride(1),
+        "n_q": operands.n_q,
+        "n_kv": operands.n_kv,
         "n_q_padded": n_q_padded,
         "n_kv_padded": n_kv_padded,
         "heads": heads,
         "P_MAX_LOG2": P_SHIFT[pv],
-        "HEAD_DIM": channels // heads,
+        "HEAD_DIM": head_dim,
         "HEAD_PAD": head_pad,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": block_n,
         "SCALE_BLOCK": keys_a_scale,
-        "FP8": fp8,
+        "FP8": values is not None,
         "DESCRIPTORS": descriptors,
         "CAUSAL": causal,
-        "HAS_LENGTHS": lengths is not None,
+        "HAS_LENGTHS": operands.lengths is not None,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-    }, queries.shift
+    }
+
+
+@cache
+def hopper() -> ModuleType | None:
+    """The kernel of its own that Hopper has, where this release of Triton can build it."""
+    try:
+        return import_module("turbo_rcm_patch.kernels.hopper")
+    except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
+        warnings.warn(
+            f"Triton {triton.__version__} lacks what the faster attention kernel for Hopper needs "
+            f"({error}): the portable kernel runs instead.",
+            stacklevel=2,
+        )
+        return None
 
 
 def attention(
@@ -358,19 +340,26 @@ def attention(
     overrides the table, for tuning.
     """
     batch, n_q, channels = q.shape
+    head_dim = channels // heads
     target = target_of(q.device)
-    if tile is None:
-        variant = f"{'fp8' if pv == 'fp8' else '16bit'}_{pad_head(channels // heads)}"
-        tile = tile_for("attention", variant, target)
-    arguments, shift = attention_arguments(
-        q, k, v, tile, heads=heads, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin,
-        kv_lengths=kv_lengths, pv=pv, qmax=qmax, smooth_k=smooth_k, causal=causal,
-        sm_scale=sm_scale, eps=eps, want_lse=want_lse,
+    operands = quantize(
+        q, k, v, heads=heads, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin,
+        kv_lengths=kv_lengths, pv=pv, qmax=qmax, smooth_k=smooth_k, sm_scale=sm_scale, eps=eps,
+        want_lse=want_lse,
     )  # fmt: skip
     y = torch.empty(batch, n_q, channels, dtype=out_dtype, device=q.device)
     lse = None
     if want_lse:
         lse = torch.empty(batch, heads, n_q, dtype=torch.float32, device=q.device)
+    plain = tile is None and residual is None and not causal and _is_one(c_out)
+    own = hopper() if plain and pv == "fp8" and target == ("cuda", 90) else None
+    if own is not None and head_dim in own.HEAD_DIMS:
+        own.hopper_attention(y, lse, operands, P_SHIFT[pv])
+        return y, lse
+    if tile is None:
+        variant = f"{'fp8' if pv == 'fp8' else '16bit'}_{pad_head(head_dim)}"
+        tile = tile_for("attention", variant, target)
+    shift = operands.queries.shift
     launch(
         attention_kernel,
         (triton.cdiv(n_q, tile.block_m), heads, batch),
@@ -381,6 +370,10 @@ def attention(
         WANT_LSE=want_lse,
         HAS_SHIFT=shift is not None,
         **skip_arguments(residual, coefficient(c_skip, y.shape), coefficient(c_out, y.shape)),
-        **arguments,
+        **attention_arguments(operands, tile, head_dim=head_dim, pv=pv, causal=causal),
     )
     return y, lse
+
+
+def _is_one(value: float | torch.Tensor) -> bool:
+    return not isinstance(value, torch.Tensor) and value == 1.0

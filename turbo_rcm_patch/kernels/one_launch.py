@@ -31,6 +31,7 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
+from turbo_rcm_patch.kernels.operands import quantize
 from turbo_rcm_patch.kernels.project import project_tile
 
 __all__ = ["attention_project_skip", "one_launch_kernel"]
@@ -142,11 +143,14 @@ def attention_project_skip(
         tile = tile_for("one_launch", variant, target)
     blocks = triton.cdiv(n_q, tile.block_m)
     counters = torch.empty(batch, blocks, dtype=torch.int32, device=q.device)
-    arguments, _ = attention_arguments(
-        q, k, v, tile, heads=heads, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin,
-        kv_lengths=kv_lengths, pv=pv, qmax=qmax, smooth_k=smooth_k, causal=causal,
-        sm_scale=sm_scale, eps=eps, counters=counters,
+    operands = quantize(
+        q, k, v, heads=heads, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin,
+        kv_lengths=kv_lengths, pv=pv, qmax=qmax, smooth_k=smooth_k, sm_scale=sm_scale, eps=eps,
+        counters=counters, counter_rows=tile.block_m,
     )  # fmt: skip
+    arguments = attention_arguments(
+        operands, tile, head_dim=channels // heads, pv=pv, causal=causal
+    )
     weight = dense_rows(weight)
     block_k = 32 if q.dtype == torch.float32 else 64
     attended = torch.empty(batch, n_q, channels, dtype=q.dtype, device=q.device)
