@@ -15,6 +15,7 @@ def test_defaults_are_valid_and_fuse_everything() -> None:
     assert config.attention == "int8"
     assert config.kinds == KINDS
     assert config.guard
+    assert config.linear == "as-is"
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,7 @@ def test_defaults_are_valid_and_fuse_everything() -> None:
     [
         ("attention", "int2"),
         ("pv", "fp4"),
+        ("linear", "int4"),
         ("impl", "cuda"),
         ("form", "three-launch"),
         ("smooth_k", 1),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from turbo_rcm_patch.config import Attention, Form, Impl, PatchConfig, PVDType
+from turbo_rcm_patch.config import Attention, Form, Impl, Linear, PatchConfig, PVDType
 from turbo_rcm_patch.errors import TurboRCMError
 
 __all__ = ["main"]
@@ -267,6 +267,7 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
     for name, choices, text in (
         ("attention", get_args(Attention), "how attention runs"),
         ("pv", get_args(PVDType), "element type of probabilities and values"),
+        ("linear", get_args(Linear), "how the Linears of a fused pair run"),
         ("impl", get_args(Impl), "Triton kernels or plain torch"),
         ("form", get_args(Form), "how a pair with an output projection is closed"),
     ):

@@ -7,10 +7,11 @@ from typing import Final, Literal, get_args
 
 from turbo_rcm_patch.errors import ConfigError
 
-__all__ = ["Attention", "Form", "Impl", "Kind", "PVDType", "PatchConfig"]
+__all__ = ["Attention", "Form", "Impl", "Kind", "Linear", "PVDType", "PatchConfig"]
 
 Attention = Literal["int8", "int4", "exact", "sage"]
 PVDType = Literal["auto", "fp8", "bf16", "fp16"]
+Linear = Literal["as-is", "int8"]
 Impl = Literal["auto", "triton", "reference"]
 Form = Literal["auto", "one-launch", "two-launch"]
 Kind = Literal["self", "cross", "image", "feed-forward"]
@@ -30,6 +31,13 @@ class PatchConfig:
             (e4m3) from 4,096 keys on where the device has it (sm_89 and newer), else bf16: at
             shorter lengths the 16-bit product costs no time and is more accurate. Accumulation is
             fp32 in every case.
+        linear: How the Linears of a fused pair run: q, k, v and output projection of attention,
+            both of a feed-forward. "as-is" in the model's dtype; "int8" with int8 weights (a scale
+            per output channel) and int8 activations (a scale per row), where a Linear is plain,
+            has no gradient to give and multiplies nothing but its weight. Faster, less accurate,
+            and never the default. Outside a compiled graph the int8 weights are kept beside the
+            model's own, which costs one byte more per weight; in one they are made again on every
+            forward.
         smooth_k: Subtract the mean over tokens from k before quantising. It leaves softmax
             unchanged exactly.
         impl: "triton" or "reference" (plain torch); "auto" decides once, by the device of the
@@ -45,6 +53,7 @@ class PatchConfig:
 
     attention: Attention = "int8"
     pv: PVDType = "auto"
+    linear: Linear = "as-is"
     smooth_k: bool = True
     impl: Impl = "auto"
     form: Form = "auto"
@@ -56,6 +65,7 @@ class PatchConfig:
         for field, choices in (
             ("attention", get_args(Attention)),
             ("pv", get_args(PVDType)),
+            ("linear", get_args(Linear)),
             ("impl", get_args(Impl)),
             ("form", get_args(Form)),
         ):

@@ -75,6 +75,7 @@ class SkipPair:
         projection: Whether an output projection stands between attention and residual.
         runs: How it will run (see `Residual`).
         reason: Why it runs that way, in words; never empty for "after-linear" and "as-written".
+        int8_linears: Which of its Linears run in int8, by their names in the branch.
     """
 
     path: str
@@ -86,6 +87,7 @@ class SkipPair:
     projection: bool
     runs: Residual
     reason: str = ""
+    int8_linears: tuple[str, ...] = ()
 
     @property
     def fused(self) -> bool:

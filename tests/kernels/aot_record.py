@@ -17,11 +17,11 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from turbo_rcm_patch.kernels.launch import Target
+from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
     "prologue", "queries", "keys", "values", "attention", "hopper", "project", "one_launch",
-    "skip",
+    "skip", "rows", "int8_linear",
 )  # fmt: skip
 TYPES = {
     torch.float32: "fp32",
@@ -142,6 +142,30 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
                 residual, weight, bias, residual, 1.0, gate, cast=cast, out_dtype=dtype
             )
             modules["skip"].skip(residual, residual, 1.0, gate, cast=cast, out_dtype=dtype)
+    elif operation == "int8-linear":
+        int8_linears(case, modules, residual, gate)
+
+
+def int8_linears(case, modules, residual, gate) -> None:
+    """Linears as a block runs them: with GELU, with the skip, plain, and with a rounded skip."""
+    channels, dtype = residual.shape[2], residual.dtype
+    rows = modules["rows"].quantize_rows(residual)
+    weight, scale = modules["rows"].quantize_rows(residual.new_empty(1, channels, channels))
+    bias, more = residual[0, 0], case.get("tuning", {})
+    if "tile" in more:
+        more = more | {"tile": Tile(*more["tile"])}
+    variants = [(False, residual, gate, "fp32")]
+    if case.get("rest"):
+        variants = [
+            (True, None, 1.0, "fp32"),
+            (False, None, 1.0, "fp32"),
+            (False, residual, 1.0, "model"),
+        ]
+    for gelu, skip, c_out, cast in variants:
+        modules["int8_linear"].int8_linear(
+            rows, weight[0], scale[0], bias, skip, 1.0, c_out,
+            gelu=gelu, cast=cast, out_dtype=dtype, **more,
+        )  # fmt: skip
 
 
 def main() -> None:

@@ -141,6 +141,26 @@ def test_other_variants_compile(
         assert not broken, broken
 
 
+@pytest.mark.slow
+def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """With the skip on every target; on Hopper also with GELU, plain, with a rounded skip, and in
+    small tiles with features that divide by nothing."""
+    hopper = ("cuda", 90)
+    cases = [case("int8-linear", target, 128, "fp8") for target in TARGETS]
+    cases += [case("int8-linear", hopper, 128, "fp8", rest=True)]
+    cases += [case("int8-linear", hopper, 77, "fp8") | {"heads": 1, "tokens": 300}]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        for target in TARGETS:
+            here = [r for r in results if r["target"] == f"{target[0]}:{target[1]}"]
+            names = [r["kernel"] for r in here]
+            assert {"quantize_rows_kernel", "int8_linear_kernel"} == set(names)
+            broken = faults(here, target)
+            assert not broken, broken
+        linears = [r for r in results if r.get("igmma") is not None and r["target"] == "cuda:90"]
+        assert len(linears) == 5 and all(r["igmma"] for r in linears)
+
+
 def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Its groups may keep a few values in local memory, outside their loops but for a handful."""
     target = ("cuda", 90)

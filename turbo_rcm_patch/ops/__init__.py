@@ -8,7 +8,9 @@ first launched.
 from turbo_rcm_patch.ops.attention import attention_lse, attention_skip
 from turbo_rcm_patch.ops.elementwise import linear_gelu, norm_modulate
 from turbo_rcm_patch.ops.fused import attention_project_skip, choose_form
+from turbo_rcm_patch.ops.int8_linear import int8_linear
 from turbo_rcm_patch.ops.projection import project_skip, skip
+from turbo_rcm_patch.ops.quantize import MAX_CHANNELS, quantize_weight
 from turbo_rcm_patch.ops.spec import (
     FP8_MIN_KEYS,
     AttentionSpec,
@@ -19,15 +21,18 @@ from turbo_rcm_patch.ops.spec import (
 
 __all__ = [
     "FP8_MIN_KEYS",
+    "MAX_CHANNELS",
     "AttentionSpec",
     "attention_lse",
     "attention_project_skip",
     "attention_skip",
     "choose_form",
     "describe_pv",
+    "int8_linear",
     "linear_gelu",
     "norm_modulate",
     "project_skip",
+    "quantize_weight",
     "resolve_impl",
     "resolve_pv",
     "skip",

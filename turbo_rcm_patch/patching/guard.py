@@ -21,7 +21,7 @@ from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
-from turbo_rcm_patch.patching.report import GuardLog, GuardRecord
+from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
 from turbo_rcm_patch.patching.state import PairState
 
 __all__ = ["Guard", "PipelineSteps", "StepContext"]
@@ -178,39 +178,64 @@ class Guard:
     ) -> bool:
         """Compare a branch with its author's code; over budget, the pairs are given back.
 
+        Where Linears run in int8 these go first: the branch is computed once more with the Linears
+        as they are, and that decides about the rest.
+
         Args:
             states: The pairs that the branch closes (cross-attention and its image branch are
                 measured together, after their common output projection).
             exact: The author's branch, [B, N, C].
-            fused: Our branch, [B, N, C]. It may be overwritten.
+            fused: Our branch, [B, N, C], as the states' flags say. It may be overwritten.
         """
         with torch.no_grad():
-            truth, branch = exact(), fused()
-            distance = torch.linalg.vector_norm(branch.sub_(truth), dtype=torch.float32)
-            size = torch.linalg.vector_norm(truth, dtype=torch.float32)
-            error = torch.where(distance == 0, distance, distance / size)
-            error = torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
+            truth = exact()
+        if any(state.int8 for state in states):
+            error = self._error(truth, fused)
+            if error <= self._budget:
+                self._record(states, error, "kept")
+                return True
+            self._record(states, error, "linears given back")
+            for state in states:
+                state.give_back_linears(self._reason("int8 Linears given back", error))
+        error = self._error(truth, fused)
+        if error <= self._budget:
+            self._record(states, error, "kept")
+            return True
+        self._record(states, error, "given back")
+        for state in states:
+            state.give_back(self._reason("given back", error))
+        return False
+
+    @torch.no_grad()
+    def _error(self, truth: torch.Tensor, fused: Callable[[], torch.Tensor]) -> float:
+        """Relative L2 of our branch, the largest over ranks; infinity where it is not finite."""
+        branch = fused()
+        distance = torch.linalg.vector_norm(branch.sub_(truth), dtype=torch.float32)
+        size = torch.linalg.vector_norm(truth, dtype=torch.float32)
+        error = torch.where(distance == 0, distance, distance / size)
+        error = torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
         _reduce_max(error)
-        value = float(error)
-        verdict: Literal["kept", "given back"] = "kept" if value <= self._budget else "given back"
+        return float(error)
+
+    def _record(self, states: tuple[PairState, ...], error: float, verdict: Decision) -> None:
         for state in states:
             self.log.add(
                 GuardRecord(
                     path=state.pair.path,
                     step=self._step,
                     when=self._when or "asked",
-                    error=value,
+                    error=error,
                     budget=self._budget,
                     verdict=verdict,
                 )
             )
-            if verdict == "given back":
-                where = "" if self._step is None else f" (index {self._step})"
-                state.give_back(
-                    f"given back by the guard: relative L2 {value:.3g} over the budget "
-                    f"{self._budget:g} on the {self._when} step{where}"
-                )
-        return verdict == "kept"
+
+    def _reason(self, what: str, error: float) -> str:
+        where = "" if self._step is None else f" (index {self._step})"
+        return (
+            f"{what} by the guard: relative L2 {error:.3g} over the budget {self._budget:g} on "
+            f"the {self._when} step{where}"
+        )
 
 
 def _reduce_max(error: torch.Tensor) -> None:

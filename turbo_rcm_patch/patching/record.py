@@ -163,9 +163,7 @@ class PatchRecord:
         fresh = family.plan(plan.model, plan.path, plan.config).states
         if len(fresh) != len(plan.states):
             return plan.pairs
-        now = [
-            new.pair if old.live else old.pair for old, new in zip(plan.states, fresh, strict=True)
-        ]
+        now = [old.shown(new.pair) for old, new in zip(plan.states, fresh, strict=True)]
         return now + plan.boundary
 
     def install(self) -> None:

@@ -12,10 +12,13 @@ from typing import Literal, Protocol, overload
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.skip import SkipPair
 
-__all__ = ["GuardLog", "GuardRecord", "PairTable", "PatchReport"]
+__all__ = ["Decision", "GuardLog", "GuardRecord", "PairTable", "PatchReport"]
 
 #: Numbers in a path that count repeated blocks: "blocks.12.attn1" -> "blocks.", "12", ".attn1".
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+Decision = Literal["kept", "linears given back", "given back"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class GuardRecord:
         error: Relative L2 of the fused branch, after its output projection, against the exact
             one; infinity if the fused branch has a non-finite value.
         budget: Largest error that was accepted.
-        verdict: "kept", or "given back" to the author's code.
+        verdict: "kept", "given back" to the author's code, or "linears given back": int8 Linears
+            run as they are, and the pair was compared again.
     """
 
     path: str
@@ -37,7 +41,7 @@ class GuardRecord:
     when: Literal["first", "last", "asked"]
     error: float
     budget: float
-    verdict: Literal["kept", "given back"]
+    verdict: Decision
 
 
 class _Armable(Protocol):
@@ -78,14 +82,14 @@ class GuardLog(Sequence[GuardRecord]):
         if not self._records:
             return "guard: no forward was compared yet"
         worst = max(self._records, key=lambda record: record.error)
-        back = [record for record in self._records if record.verdict == "given back"]
+        back = [record for record in self._records if record.verdict != "kept"]
         text = (
             f"guard: {len(self._records)} comparisons, largest error {worst.error:.4g} "
             f"({worst.path}, {_step(worst)}), budget {worst.budget:g}"
         )
         text += f", {len(back)} given back" if back else ", all kept"
         return "\n".join(
-            [text] + [f"  given back: {r.path} at {r.error:.4g}, {_step(r)}" for r in back]
+            [text] + [f"  {r.verdict}: {r.path} at {r.error:.4g}, {_step(r)}" for r in back]
         )
 
 
@@ -131,7 +135,10 @@ class PairTable(Sequence[SkipPair]):
         return [asdict(pair) for pair in self._pairs]
 
     def __str__(self) -> str:
-        head = ("pairs", "kind", "heads", "skip", "sums in", "W_o", "runs")
+        head: tuple[str, ...] = ("pairs", "kind", "heads", "skip", "sums in", "W_o", "runs")
+        linears = any(pair.int8_linears for pair in self._pairs)
+        if linears:
+            head += ("int8 Linears",)
         rows = [head]
         reasons: dict[str, list[str]] = {}
         for path, count, pair in _grouped(self._pairs):
@@ -145,6 +152,7 @@ class PairTable(Sequence[SkipPair]):
                     "yes" if pair.projection else "no",
                     f"{pair.runs}" + (f"  ({count})" if count > 1 else ""),
                 )
+                + ((", ".join(pair.int8_linears) or "-",) if linears else ())
             )
             if pair.reason:
                 reasons.setdefault(pair.reason, []).append(path)
@@ -178,8 +186,16 @@ def _grouped(pairs: Sequence[SkipPair]) -> list[tuple[str, int, SkipPair]]:
     groups: dict[tuple[object, ...], list[SkipPair]] = {}
     for pair in pairs:
         shape = _NUMBER.sub("#", pair.path)
-        key = (shape, pair.kind, pair.heads, pair.head_dim, pair.streams, pair.cast)
-        groups.setdefault((*key, pair.projection, pair.runs, pair.reason), []).append(pair)
+        key: tuple[object, ...] = (
+            shape,
+            pair.kind,
+            pair.heads,
+            pair.head_dim,
+            pair.streams,
+            pair.cast,
+        )
+        key += (pair.projection, pair.runs, pair.reason, pair.int8_linears)
+        groups.setdefault(key, []).append(pair)
     return [(_range([p.path for p in group]), len(group), group[0]) for group in groups.values()]
 
 
@@ -248,6 +264,8 @@ class PatchReport:
             f"{self.model}: {self.fused} of {len(self.pairs)} skip pairs run fused",
             f"attention {attention_text}; implementation {impl} on {device}; form {config.form}",
         ]
+        if config.linear == "int8":
+            head[1] += "; Linears in int8 where they can"
         guard = str(self.guard) if config.guard else "guard: off"
         return "\n".join([*head, "", str(self.pairs), "", guard])
 

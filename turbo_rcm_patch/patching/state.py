@@ -23,19 +23,35 @@ class PairState:
     Attributes:
         pair: The pair and how it runs; replaced when that changes.
         live: Whether the fused path runs. A plain flag, because a forward reads it on every call.
+        int8: Whether its Linears may run in int8; a plain flag too.
     """
 
-    __slots__ = ("live", "pair")
+    __slots__ = ("_step", "int8", "live", "pair")
 
-    def __init__(self, pair: SkipPair) -> None:
+    def __init__(self, pair: SkipPair, *, int8: bool = False) -> None:
         self.pair = pair
         self.live = pair.fused
+        self.int8 = int8 and pair.fused
+        self._step = ""
 
     def give_back(self, reason: str) -> None:
         """Run this pair as its author wrote it from now on."""
         runs: Residual = "as-written"
-        self.live = False
-        self.pair = replace(self.pair, runs=runs, reason=reason)
+        self.live = self.int8 = False
+        self.pair = replace(self.pair, runs=runs, reason=reason, int8_linears=())
+
+    def give_back_linears(self, reason: str) -> None:
+        """Run its Linears as they are from now on, and the pair fused as before."""
+        self.int8, self._step = False, reason
+        self.pair = self.shown(self.pair)
+
+    def shown(self, fresh: SkipPair) -> SkipPair:
+        """A fresh look at this pair, with what was decided since it was patched."""
+        if not self.live:
+            return self.pair
+        if not self._step:
+            return fresh
+        return replace(fresh, reason=self._step, int8_linears=())
 
 
 @dataclass(slots=True, eq=False)

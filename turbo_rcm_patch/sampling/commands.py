@@ -121,6 +121,7 @@ def _config(arguments: argparse.Namespace) -> PatchConfig:
     return PatchConfig(
         attention=arguments.attention,
         pv=arguments.pv,
+        linear=arguments.linear,
         impl=arguments.impl,
         form=arguments.pair_form,
         guard=not arguments.no_guard,

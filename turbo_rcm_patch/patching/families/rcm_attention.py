@@ -17,6 +17,7 @@ from turbo_rcm_patch.errors import DTypeError, HeadDimError
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.linears import Linears, pair_state, runs_int8
 from turbo_rcm_patch.patching.plain import autocasting, plain_linear, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.signature import check_parameters
@@ -60,19 +61,19 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     """Its one pair."""
     module: Any = model
     runs, reason = _runs(model, config)
-    state = PairState(
-        SkipPair(
-            path=path or type(model).__name__,
-            kind="self",
-            heads=module.num_heads,
-            head_dim=module.dim // module.num_heads,
-            streams=(Stream("x", "c_skip(t)", "c_out(t)"),),
-            cast="fp32",
-            projection=module.proj is not None,
-            runs=runs,
-            reason=reason,
-        )
+    pair = SkipPair(
+        path=path or type(model).__name__,
+        kind="self",
+        heads=module.num_heads,
+        head_dim=module.dim // module.num_heads,
+        streams=(Stream("x", "c_skip(t)", "c_out(t)"),),
+        cast="fp32",
+        projection=module.proj is not None,
+        runs=runs,
+        reason=reason,
     )
+    linears = {"qkv": module.qkv} | ({} if module.proj is None else {"proj": module.proj})
+    state = pair_state(pair, linears, config)
     result = ModelPlan(model, path, config, states=[state])
     if state.live:
         make = partial(RCMAttentionForward, model, state, config)
@@ -97,13 +98,14 @@ def _runs(model: nn.Module, config: PatchConfig) -> tuple[Residual, str]:
 class RCMAttentionForward:
     """Stands in for the forward of one module, which it holds."""
 
-    __slots__ = ("_form", "_guard", "_module", "_spec", "_state")
+    __slots__ = ("_form", "_guard", "_linears", "_module", "_spec", "_state")
 
     def __init__(
         self, module: Any, state: PairState, config: PatchConfig, guard: Guard | None
     ) -> None:
         self._module, self._state, self._guard = module, state, guard
         self._form = config.form
+        self._linears = Linears(config.impl)
         self._spec = ops.AttentionSpec(
             heads=module.num_heads,
             attention=config.attention,
@@ -146,10 +148,18 @@ class RCMAttentionForward:
     ) -> Tensor:
         """c_skip * residual + c_out * F(x); the branch alone without a residual."""
         module, spec = self._module, self._spec
-        q, k, v = module.qkv(x).chunk(3, dim=-1)
-        proj = module.proj
+        int8, proj = self._state.int8, module.proj
+        (qkv,) = self._linears.project("qkv", x, (module.qkv,), int8=int8)
+        q, k, v = qkv.chunk(3, dim=-1)
         if proj is None:
             return ops.attention_skip(q, k, v, spec, residual=residual, c_skip=c_skip, c_out=c_out)
+        if int8 and runs_int8(proj, q):
+            closed = self._linears.close(
+                "proj", ops.attention_skip(q, k, v, spec), proj,
+                int8=True, residual=residual, c_skip=c_skip, c_out=c_out,
+            )  # fmt: skip
+            assert closed is not None
+            return closed
         if plain_linear(proj, q):
             return ops.attention_project_skip(
                 q, k, v, proj.weight, proj.bias, spec,

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.transformer_wan import (
     WanAttention,
@@ -29,6 +30,7 @@ from turbo_rcm_patch.patching.families.wan_block import (
     feed_forward_mode,
     refuse_parallel,
 )
+from turbo_rcm_patch.patching.linears import pair_state
 from turbo_rcm_patch.patching.plain import bare, hook_names, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.signature import check_parameters
@@ -125,7 +127,36 @@ def _block_states(block: Any, path: str, config: PatchConfig, whole: str) -> dic
         runs=runs,
         reason=reason,
     )
-    return {name: PairState(pair) for name, pair in pairs.items()}
+    branches = {"attn1": block.attn1, "attn2": block.attn2, "image": block.attn2, "ffn": block.ffn}
+    # With its image branch left as written, cross-attention is called whole.
+    whole_cross = "image" in pairs and pairs["image"].runs == "as-written"
+    return {
+        name: pair_state(
+            pair,
+            {} if name == "attn2" and whole_cross else _linears(name, branches[name]),
+            config,
+        )
+        for name, pair in pairs.items()
+    }
+
+
+def _linears(name: str, branch: Any) -> dict[str, nn.Module]:
+    """The Linears that a branch of ours runs itself, by name; none where it is called whole."""
+    if name == "ffn" and feed_forward_mode(branch) != "ours":
+        return {}
+    if name != "ffn" and attention_mode(branch) != "ours":
+        return {}
+    if name == "ffn":
+        first, _, last = branch.net
+        gelu = type(first) is GELU and first.approximate == "tanh" and bare(first)
+        return ({"net.0.proj": first.proj} if gelu else {}) | {"net.2": last}
+    if name == "image":
+        names = ["to_added_kv"] if branch.fused_projections else ["add_k_proj", "add_v_proj"]
+        return {name: getattr(branch, name) for name in names}
+    names = ["to_q", "to_k", "to_v"]
+    if branch.fused_projections:
+        names = ["to_q", "to_kv"] if branch.is_cross_attention else ["to_qkv"]
+    return {name: getattr(branch, name) for name in names} | {"to_out.0": branch.to_out[0]}
 
 
 def _left(kind: Kind, config: PatchConfig, whole: str) -> tuple[Residual, str] | None:

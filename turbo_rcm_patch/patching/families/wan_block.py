@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 import torch
+from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.transformer_wan import (
     WanAttention,
@@ -23,6 +24,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.plain import autocasting, bare, drops, plain_linear, plain_norm
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Cast, Coefficient
@@ -59,6 +61,7 @@ class WanBlockForward:
         "_guard",
         "_head",
         "_image",
+        "_linears",
         "_spec",
     )
 
@@ -76,6 +79,7 @@ class WanBlockForward:
         self._form = config.form
         self._guard = guard
         self._head = head
+        self._linears = Linears(config.impl)
         self._spec = ops.AttentionSpec(
             heads=block.attn1.heads,
             attention=config.attention,
@@ -143,10 +147,10 @@ class WanBlockForward:
             fuse = guard.accepts(
                 (self._attn1,),
                 exact=lambda: attn(x, None, None, rotary),
-                fused=lambda: self._close(attn, x, None, rotary, None, 1.0, "fp32"),
+                fused=lambda: self._close(self._attn1, attn, x, None, rotary, None, 1.0, "fp32"),
             )
         if fuse:
-            return self._close(attn, x, None, rotary, hidden, gate, "fp32")
+            return self._close(self._attn1, attn, x, None, rotary, hidden, gate, "fp32")
         branch: Tensor = attn(x, None, None, rotary)
         if mode == "called":
             return ops.skip(hidden, branch, 1.0, gate, impl=self._spec.impl)
@@ -165,10 +169,10 @@ class WanBlockForward:
             fuse = guard.accepts(
                 (self._attn2,) if image is None else (self._attn2, image),
                 exact=lambda: attn(x, context, None, None),
-                fused=lambda: self._close(attn, x, context, None, None, 1.0, "model"),
+                fused=lambda: self._close(self._attn2, attn, x, context, None, None, 1.0, "model"),
             )
         if fuse:
-            return self._close(attn, x, context, None, hidden, 1.0, "model")
+            return self._close(self._attn2, attn, x, context, None, hidden, 1.0, "model")
         branch: Tensor = attn(x, context, None, None)
         if mode == "called" and branch.dtype == hidden.dtype:
             return ops.skip(hidden, branch, cast="model", impl=self._spec.impl)
@@ -183,20 +187,57 @@ class WanBlockForward:
             return _gated(hidden, ffn(x).float(), gate)
         if mode == "called":
             return ops.skip(hidden, ffn(x), 1.0, gate, impl=impl)
-        h = ffn.net[1](ffn.net[0](x))
-        last = ffn.net[2]
-        if not plain_linear(last, h):
-            return ops.skip(hidden, last(h), 1.0, gate, impl=impl)
-        if guard is not None and not guard.accepts(
-            (self._ffn,),
-            exact=lambda: last(h),
-            fused=lambda: ops.project_skip(h, last.weight, last.bias, residual=None, impl=impl),
+        if guard is not None and self._ffn.int8:
+            fuse = guard.accepts(
+                (self._ffn,),
+                exact=lambda: ffn(x),
+                fused=lambda: self._contract(self._expand(x), None, 1.0),
+            )
+            if not fuse:
+                return _gated(hidden, ffn(x).float(), gate)
+            guard = None  # It has decided about both Linears.
+        h, last = self._expand(x), ffn.net[2]
+        if (
+            guard is not None
+            and plain_linear(last, h)
+            and not guard.accepts(
+                (self._ffn,),
+                exact=lambda: last(h),
+                fused=lambda: self._contract(h, None, 1.0),
+            )
         ):
             return _gated(hidden, last(h).float(), gate)
-        return ops.project_skip(h, last.weight, last.bias, residual=hidden, c_out=gate, impl=impl)
+        return self._contract(h, hidden, gate)
+
+    def _expand(self, x: Tensor) -> Tensor:
+        """The first Linear of the feed-forward and its activation; one launch where in int8."""
+        first, dropout, _ = self._block.ffn.net
+        h: Tensor | None = None
+        if type(first) is GELU and first.approximate == "tanh" and bare(first):
+            h = self._linears.close(
+                "ffn.0", x, first.proj, int8=self._ffn.int8, activation="gelu-tanh"
+            )
+        dropped: Tensor = dropout(first(x) if h is None else h)
+        return dropped
+
+    def _contract(self, h: Tensor, residual: Tensor | None, gate: Coefficient) -> Tensor:
+        """residual + gate * its last Linear; the branch alone without a residual."""
+        last, impl = self._block.ffn.net[2], self._spec.impl
+        closed = self._linears.close(
+            "ffn.2", h, last, int8=self._ffn.int8, residual=residual, c_out=gate
+        )
+        if closed is not None:
+            return closed
+        if plain_linear(last, h):
+            return ops.project_skip(
+                h, last.weight, last.bias, residual=residual, c_out=gate, impl=impl
+            )
+        branch: Tensor = last(h)
+        return branch if residual is None else ops.skip(residual, branch, 1.0, gate, impl=impl)
 
     def _close(
         self,
+        state: PairState,
         attn: Any,
         x: Tensor,
         context: Tensor | None,
@@ -210,7 +251,8 @@ class WanBlockForward:
         if attn.add_k_proj is not None and context is not None:
             tokens = context.shape[1] - _TEXT_TOKENS
             image, context = context[:, :tokens], context[:, tokens:]
-        q, k, v = _project(attn, x, context)
+        name = "attn1" if state is self._attn1 else "attn2"
+        q, k, v = self._project(name, attn, x, context, state.int8)
         norm_q, norm_k = attn.norm_q, attn.norm_k
         if plain_norm(norm_q, q) and plain_norm(norm_k, k) and norm_q.eps == norm_k.eps:
             weights = {"norm_q": norm_q.weight, "norm_k": norm_k.weight}
@@ -221,7 +263,8 @@ class WanBlockForward:
             q, k, weights, spec = norm_q(q), norm_k(k), {}, self._spec
         linear, dropout = attn.to_out[0], attn.to_out[1]
         plain = plain_linear(linear, q) and type(dropout) is nn.Dropout and bare(dropout)
-        if plain and image is None:
+        int8 = plain and state.int8 and runs_int8(linear, q)
+        if plain and image is None and not int8:
             return ops.attention_project_skip(
                 q, k, v, linear.weight, linear.bias, spec,
                 residual=residual, c_out=c_out, rotary=rotary, form=self._form, cast=cast,
@@ -229,13 +272,19 @@ class WanBlockForward:
             )  # fmt: skip
         out = ops.attention_skip(q, k, v, spec, rotary=rotary, **weights)
         if image is not None:
-            k, v = _project_image(attn, image)
+            k, v = self._project_image(attn, image, state.int8)
             norm = attn.norm_added_k
             if weights and plain_norm(norm, k) and norm.eps == spec.eps:
                 weights = {"norm_q": norm_q.weight, "norm_k": norm.weight}
             else:
                 q, k, weights = norm_q(q) if weights else q, norm(k), {}
             out = ops.attention_skip(q, k, v, spec, residual=out, **weights)
+        if int8:
+            closed = self._linears.close(
+                f"{name}.out", out, linear, int8=True, residual=residual, c_out=c_out, cast=cast
+            )
+            assert closed is not None
+            return closed
         if plain:
             return ops.project_skip(
                 out, linear.weight, linear.bias,
@@ -247,6 +296,32 @@ class WanBlockForward:
             if residual is None
             else ops.skip(residual, branch, 1.0, c_out, cast=cast, impl=spec.impl)
         )
+
+    def _project(
+        self, name: str, attn: Any, x: Tensor, context: Tensor | None, int8: bool
+    ) -> tuple[Tensor, ...]:
+        """q, k, v; views of one tensor where the projections are fused, or int8."""
+        project = self._linears.project
+        if not attn.fused_projections:
+            if context is None:
+                three = (attn.to_q, attn.to_k, attn.to_v)
+                return project(f"{name}.qkv", x, three, int8=int8)
+            pair = project(f"{name}.kv", context, (attn.to_k, attn.to_v), int8=int8)
+        elif not attn.is_cross_attention:
+            (fused,) = project(f"{name}.qkv", x, (attn.to_qkv,), int8=int8)
+            return fused.chunk(3, dim=-1)
+        else:
+            source = x if context is None else context
+            (fused,) = project(f"{name}.kv", source, (attn.to_kv,), int8=int8)
+            pair = fused.chunk(2, dim=-1)
+        return *project(f"{name}.q", x, (attn.to_q,), int8=int8), *pair
+
+    def _project_image(self, attn: Any, image: Tensor, int8: bool) -> tuple[Tensor, ...]:
+        if attn.fused_projections:
+            (fused,) = self._linears.project("image", image, (attn.to_added_kv,), int8=int8)
+            return fused.chunk(2, dim=-1)
+        pair = (attn.add_k_proj, attn.add_v_proj)
+        return self._linears.project("image", image, pair, int8=int8)
 
 
 def _gated(hidden: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
@@ -284,22 +359,3 @@ def feed_forward_mode(ffn: Any) -> Mode:
     if type(ffn) is not FeedForward or len(ffn.net) != 3 or drops(ffn.net[1]):
         return "as-written"
     return "ours" if bare(ffn) else "called"
-
-
-def _project(attn: Any, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v; views of one tensor where the projections are fused."""
-    source = x if context is None else context
-    if not attn.fused_projections:
-        return attn.to_q(x), attn.to_k(source), attn.to_v(source)
-    if not attn.is_cross_attention:
-        q, k, v = attn.to_qkv(x).chunk(3, dim=-1)
-        return q, k, v
-    k, v = attn.to_kv(source).chunk(2, dim=-1)
-    return attn.to_q(x), k, v
-
-
-def _project_image(attn: Any, image: Tensor) -> tuple[Tensor, Tensor]:
-    if attn.fused_projections:
-        k, v = attn.to_added_kv(image).chunk(2, dim=-1)
-        return k, v
-    return attn.add_k_proj(image), attn.add_v_proj(image)

@@ -1,0 +1,221 @@
+"""The int8 linear in plain torch: exact integers, its error against fp64, gradients, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from turbo_rcm_patch import errors
+from turbo_rcm_patch.ops import MAX_CHANNELS, int8_linear, quantize_weight
+from turbo_rcm_patch.ops.int8_linear import linear_forward
+from turbo_rcm_patch.ops.quantize import quantize_weights, quantized_rows
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("channels", [1, 77, 1041])
+def test_rows_are_rounded_to_nearest(channels: int, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 9, channels).to(dtype)
+    x[0, 3] = 0.0
+    int8, scale = quantized_rows(x)
+    amax = x.double().abs().amax(-1, keepdim=True)
+    steps = torch.where(amax == 0, amax, x.double() / amax * 127)
+    # A value that falls on a half to fp32 precision may be rounded either way.
+    assert ((int8.double() - steps).abs() <= 0.5 + 1e-5).all()
+    torch.testing.assert_close(
+        scale[amax[..., 0] > 0].double(), amax[amax > 0] / 127, rtol=2e-7, atol=0
+    )
+
+
+@pytest.mark.parametrize("channels", [1, 77, 1040, 1041, 3000])
+def test_integers_are_exact(channels: int) -> None:
+    x, weight = torch.randn(2, 9, channels), torch.randn(11, channels)
+    x[0, 3], weight[4] = 0.0, 0.0
+    (x_int, x_scale), (w_int, w_scale) = quantized_rows(x), quantize_weight(weight)
+    truth = (x_int.long() @ w_int.long().T) * x_scale.double().unsqueeze(-1) * w_scale.double()
+    out = int8_linear(x, w_int, w_scale)
+    assert relative(out, truth) < 2e-7
+    assert (out[0, 3] == 0).all() and (out[..., 4] == 0).all()
+
+
+def test_largest_products_do_not_overflow() -> None:
+    """Every product is 127 * 127: the sum needs all 31 bits."""
+    channels = MAX_CHANNELS
+    x, weight = torch.ones(1, 1, channels), -torch.ones(2, channels)
+    out = int8_linear(x, *quantize_weight(weight))
+    torch.testing.assert_close(out, torch.full((1, 1, 2), -float(channels)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_error_against_the_exact_linear(dtype: torch.dtype) -> None:
+    """Independent normal values: the largest of 512 is about 3.1 sigma, so a step is 0.025 and its
+    rounding error 0.007 of sigma, for both operands: 0.01 together."""
+    x, weight = torch.randn(1, 200, 512).to(dtype), torch.randn(300, 512).to(dtype)
+    bias = torch.randn(300).to(dtype)
+    out = int8_linear(x, *quantize_weight(weight), bias)
+    truth = F.linear(x.double(), weight.double(), bias.double())
+    assert 0.005 < relative(out, truth) < 0.012
+
+
+def test_a_loud_row_or_channel_does_not_disturb_its_neighbours() -> None:
+    x, weight = torch.randn(1, 50, 256), torch.randn(40, 256)
+    x[0, ::7] *= 1e4
+    weight[::5] *= 1e4
+    out = int8_linear(x, *quantize_weight(weight))
+    truth = F.linear(x.double(), weight.double())
+    error = (out - truth).norm(dim=-1) / truth.norm(dim=-1)
+    assert error.max() < 0.02
+    quiet = torch.ones(40, dtype=torch.bool)
+    quiet[::5] = False
+    assert relative(out[..., quiet], truth[..., quiet]) < 0.012
+
+
+def test_several_weights_are_one() -> None:
+    x, weights = torch.randn(2, 5, 33), [torch.randn(n, 33) for n in (8, 3)]
+    together = int8_linear(x, *quantize_weight(*weights))
+    apart = [int8_linear(x, *quantize_weight(weight)) for weight in weights]
+    assert torch.equal(together, torch.cat(apart, -1))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+def test_a_row_that_is_not_finite_stays_so(bad: float) -> None:
+    x, weight = torch.randn(1, 4, 32), torch.randn(8, 32)
+    x[0, 2, 5] = bad
+    out = int8_linear(x, *quantize_weight(weight))
+    assert out.isnan().all(-1).tolist() == [[False, False, True, False]]
+    weight[3, 1] = bad
+    out = int8_linear(x[:, :1], *quantize_weight(weight))
+    assert out.isnan()[0, 0].tolist() == [i == 3 for i in range(8)]
+
+
+def test_tiny_rows_are_zero() -> None:
+    int8, scale = quantized_rows(torch.full((2, 3), 1e-40))
+    assert (int8 == 0).all() and scale.isfinite().all()
+
+
+@pytest.mark.parametrize("cast", ["fp32", "model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_epilogue(dtype: torch.dtype, cast: str) -> None:
+    x, weight, bias = torch.randn(2, 9, 20), torch.randn(30, 20), torch.randn(30)
+    residual, gate = torch.randn(2, 9, 30).to(dtype), torch.randn(2, 1, 30)
+    quantised = quantize_weight(weight)
+    plain = int8_linear(x, *quantised, bias)
+    out = int8_linear(
+        x, *quantised, bias, activation="gelu-tanh", residual=residual, c_skip=0.5, c_out=gate,
+        cast=cast, out_dtype=dtype,
+    )  # fmt: skip
+    branch = F.gelu(plain, approximate="tanh")
+    if cast == "fp32":
+        expected = (0.5 * residual.float() + gate * branch).to(dtype)
+    else:
+        expected = residual * 0.5 + branch.to(dtype) * gate.to(dtype)
+    assert torch.equal(out, expected)
+
+
+def arguments(**more: object) -> tuple[object, ...]:
+    weight, scale = quantize_weight(torch.randn(24, 16))
+    given: dict[str, object] = {
+        "x": torch.randn(2, 5, 16).requires_grad_(),
+        "weight": weight,
+        "scale": scale,
+        "bias": torch.randn(24).requires_grad_(),
+        "residual": torch.randn(2, 5, 24).requires_grad_(),
+        "c_skip": None,
+        "c_out": torch.randn(2, 1, 24).requires_grad_(),
+        "c_skip_value": 0.5,
+        "c_out_value": 1.0,
+        "activation": "gelu-tanh",
+        "cast": "fp32",
+        "impl": "reference",
+        "out_dtype": torch.float32,
+    }
+    return tuple((given | more).values())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"bias": None, "residual": None, "c_out": None, "activation": ""}],
+    ids=["everything", "plain"],
+)
+def test_opcheck(more: dict[str, object]) -> None:
+    torch.library.opcheck(linear_forward, arguments(**more))
+    torch.library.opcheck(
+        quantize_weights, ([torch.randn(6, 10), torch.randn(2, 10)], "reference")
+    )
+
+
+@pytest.mark.parametrize("activation", [None, "gelu-tanh"])
+def test_gradients_are_those_of_the_dequantised_linear(activation: str | None) -> None:
+    x = torch.randn(2, 9, 64).requires_grad_()
+    weight, scale = quantize_weight(torch.randn(30, 64) * 0.2)
+    bias = torch.randn(30).requires_grad_()
+    residual = torch.randn(2, 9, 30).requires_grad_()
+    c_skip, c_out = torch.randn(2).requires_grad_(), torch.randn(2, 1, 30).requires_grad_()
+    inputs, weights = (x, bias, residual, c_skip, c_out), torch.randn(2, 9, 30)
+    out = int8_linear(
+        x, weight, scale, bias,
+        activation=activation, residual=residual, c_skip=c_skip, c_out=c_out,
+    )  # fmt: skip
+    branch = F.linear(x, weight * scale[:, None], bias)
+    branch = F.gelu(branch, approximate="tanh") if activation else branch
+    expected = c_skip.view(-1, 1, 1) * residual + c_out * branch
+    got = torch.autograd.grad((out * weights).sum(), inputs)
+    want = torch.autograd.grad((expected * weights).sum(), inputs)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+
+
+def test_compiles_without_a_break() -> None:
+    weight, residual = torch.randn(24, 16), torch.randn(2, 5, 24)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return int8_linear(x * 2, *quantize_weight(weight), residual=residual)
+
+    x = torch.randn(2, 5, 16)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), block(x))
+
+
+def test_refusals() -> None:
+    x = torch.zeros(1, 4, 8)
+    weight, scale = quantize_weight(torch.randn(6, 8))
+    with pytest.raises(errors.DTypeError, match="quantize_weight"):
+        int8_linear(x, weight.float(), scale)
+    with pytest.raises(errors.DTypeError):
+        int8_linear(x.double(), weight, scale)
+    with pytest.raises(errors.DTypeError):
+        int8_linear(x, weight, scale.half())
+    with pytest.raises(errors.ShapeError):
+        int8_linear(x[0], weight, scale)
+    with pytest.raises(errors.ShapeError):
+        int8_linear(x, weight[:, :7], scale)
+    with pytest.raises(errors.ShapeError):
+        int8_linear(x, weight, scale[:5])
+    with pytest.raises(errors.ShapeError):
+        int8_linear(x, weight, scale, torch.zeros(5))
+    with pytest.raises(errors.ShapeError):
+        int8_linear(x, weight, scale, residual=torch.zeros(1, 4, 7))
+    with pytest.raises(errors.ConfigError, match="gelu-tanh"):
+        int8_linear(x, weight, scale, activation="relu")
+    with pytest.raises(errors.ConfigError):
+        int8_linear(x, weight, scale, cast="fp16")
+    with pytest.raises(errors.GradientError, match="Train with the Linear"):
+        int8_linear(x, weight, scale.clone().requires_grad_())
+    with pytest.raises(errors.GradientError):
+        int8_linear(x, weight, scale, c_skip=torch.zeros(1).requires_grad_())
+    with pytest.raises(errors.ShapeError):
+        quantize_weight(torch.zeros(3))
+    with pytest.raises(errors.ShapeError):
+        quantize_weight(torch.zeros(3, 4), torch.zeros(3, 5))
+    with pytest.raises(errors.DTypeError):
+        quantize_weight(torch.zeros(3, 3).double())
+    with pytest.raises(errors.ShapeError, match=str(MAX_CHANNELS)):
+        quantize_weight(torch.zeros(1, MAX_CHANNELS + 1))

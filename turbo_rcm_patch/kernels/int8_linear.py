@@ -1,0 +1,244 @@
+"""The W8A8 linear: int8 product, scales, bias, GELU and skip in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.kernels.epilogue import close_skip
+from turbo_rcm_patch.kernels.launch import (
+    Tile,
+    coefficient,
+    descriptor,
+    launch,
+    round_to,
+    skip_arguments,
+    target_of,
+    tile_for,
+)
+from turbo_rcm_patch.kernels.rows import ALIGNED, Rows
+
+__all__ = ["WIDE", "int8_linear", "int8_linear_kernel"]
+
+#: Outputs from which on large tiles fill the card: 256 of 128x256, about two for each of the
+#: H200's 132 multiprocessors.
+WIDE = 2**23
+#: Channels of one step over K: 128 bytes of int8, the widest swizzle of a hardware copy.
+BLOCK_K = 128
+
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_CUBE = tl.constexpr(0.044715)
+_MINUS_2_LOG2_E = tl.constexpr(-2.8853900817779268)
+
+
+@triton.jit
+def _gelu_tanh(x):
+    """0.5 x (1 + tanh(u)) as x * sigmoid(2u), which cancels nowhere; fp32."""
+    u = x * (1.0 + _CUBE * x * x) * _SQRT_2_OVER_PI
+    return x / (1.0 + tl.exp2(u * _MINUS_2_LOG2_E))
+
+
+@triton.jit
+def _product_tile(
+    x_src, w_src, row, start_c, rows_left, channels, c_out,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """int32 [BLOCK_M, BLOCK_C]: rows row.. of x times rows start_c.. of the weight.
+
+    x int8 [rows, K], weight int8 [Cout, K]: pointers, or descriptors over the same memory, which
+    read 0 outside. rows_left: how many rows from `row` on belong to this batch entry.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.int32)
+    if DESCRIPTORS:
+        for start_k in range(0, channels, BLOCK_K):
+            x = x_src.load([row, start_k])
+            w = w_src.load([start_c, start_k])
+            acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
+    else:
+        offs_k = tl.arange(0, BLOCK_K)
+        rows_m, rows_c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
+        mask_m, mask_c = (rows_m < rows_left)[:, None], (start_c + rows_c < c_out)[:, None]
+        x_ptrs = x_src + row.to(tl.int64) * channels
+        x_ptrs += rows_m[:, None] * channels + offs_k[None, :]
+        w_ptrs = w_src + start_c.to(tl.int64) * channels
+        w_ptrs += rows_c[:, None] * channels + offs_k[None, :]
+        for start_k in range(0, channels, BLOCK_K):
+            if EVEN_K:
+                x = tl.load(x_ptrs + start_k, mask=mask_m, other=0)
+                w = tl.load(w_ptrs + start_k, mask=mask_c, other=0)
+            else:
+                mask_k = (start_k + offs_k < channels)[None, :]
+                x = tl.load(x_ptrs + start_k, mask=mask_m & mask_k, other=0)
+                w = tl.load(w_ptrs + start_k, mask=mask_c & mask_k, other=0)
+            acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
+    return acc
+
+
+@triton.jit
+def _finish(
+    acc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
+    residual_stride_b, residual_stride_n,
+    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+    out_value, out_stride_b, out_stride_n, out_stride_c,
+    b, start_m, start_c, n_tokens, c_out,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+):  # fmt: skip
+    """Scale a tile of integers, add the bias, activate, close the skip, store."""
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_c = start_c + tl.arange(0, BLOCK_C)
+    mask_m, mask_c = offs_m < n_tokens, offs_c < c_out
+    first = b.to(tl.int64) * n_tokens
+    x_scale = tl.load(x_scale_ptr + first + offs_m, mask=mask_m, other=0.0)
+    w_scale = tl.load(w_scale_ptr + offs_c, mask=mask_c, other=0.0)
+    branch = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+    if HAS_BIAS:
+        branch += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+    if GELU:
+        branch = _gelu_tanh(branch)
+    y = close_skip(
+        branch, residual_ptr, residual_stride_b, residual_stride_n, b, offs_m, offs_c,
+        mask_m, mask_c,
+        skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+        out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
+        HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO,
+    )  # fmt: skip
+    rows = (first + offs_m) * c_out
+    tl.store(
+        y_ptr + rows[:, None] + offs_c[None, :],
+        y.to(y_ptr.dtype.element_ty),
+        mask=mask_m[:, None] & mask_c[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["tiles"])  # else a shape in two compiles anew
+def int8_linear_kernel(
+    y_ptr, x_src, x_scale_ptr, w_src, w_scale_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
+    residual_stride_b, residual_stride_n,
+    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+    out_value, out_stride_b, out_stride_n, out_stride_c,
+    n_tokens, channels, c_out, tiles,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    HALVES: tl.constexpr, PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+):  # fmt: skip
+    """y = c_skip * residual + c_out * gelu((x W^T) * x_scale * w_scale + bias).
+
+    Grid: (tiles = batch * blocks of rows * blocks of columns), or as many programs as the card
+        holds (PERSISTENT), which take every so many tiles and load the next tile's operands while
+        they finish one. GROUP_M blocks of rows share the weight in L2.
+    y [B, N, Cout] dense; x int8 [B * N, K], weight int8 [Cout, K]: pointers to dense memory, or
+    descriptors (DESCRIPTORS); x_scale [B, N] and w_scale [Cout] fp32; bias [Cout];
+    residual [B, N, Cout]. HALVES: columns are finished in two halves, which need fewer registers.
+    """
+    WIDTH: tl.constexpr = BLOCK_C // 2 if HALVES else BLOCK_C
+    blocks_m, blocks_c = tl.cdiv(n_tokens, BLOCK_M), tl.cdiv(c_out, BLOCK_C)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
+        b = tile // (blocks_m * blocks_c)
+        pid = tile % (blocks_m * blocks_c)
+        first_m = pid // (GROUP_M * blocks_c) * GROUP_M
+        rows_here = tl.minimum(blocks_m - first_m, GROUP_M)
+        inside = pid % (GROUP_M * blocks_c)
+        start_m = (first_m + inside % rows_here) * BLOCK_M
+        start_c = inside // rows_here * BLOCK_C
+        acc = _product_tile(
+            x_src, w_src, b * n_tokens + start_m, start_c, n_tokens - start_m, channels, c_out,
+            BLOCK_M, BLOCK_C, BLOCK_K, EVEN_K, DESCRIPTORS,
+        )  # fmt: skip
+        parts = (acc,)
+        if HALVES:
+            parts = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, WIDTH]), [0, 2, 1]))
+        for part in tl.static_range(BLOCK_C // WIDTH):
+            _finish(
+                parts[part], y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
+                residual_ptr, skip_ptr, out_ptr, residual_stride_b, residual_stride_n,
+                skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+                out_value, out_stride_b, out_stride_n, out_stride_c,
+                b, start_m, start_c + part * WIDTH, n_tokens, c_out, BLOCK_M, WIDTH,
+                HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO,
+            )  # fmt: skip
+
+
+def _programs(device: torch.device) -> int:
+    """Programs that a card runs at a time where one fills a multiprocessor."""
+    if device.type != "cuda":
+        return 4  # the interpreter, and a recording of launches
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def int8_linear(
+    x: Rows,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    c_skip: float | torch.Tensor,
+    c_out: float | torch.Tensor,
+    *,
+    gelu: bool,
+    cast: str,
+    out_dtype: torch.dtype,
+    tile: Tile | None = None,
+    block_k: int = BLOCK_K,
+    halves: bool | None = None,
+    persistent: bool | None = None,
+) -> torch.Tensor:
+    """x [B, N, K] in int8 rows, weight int8 [Cout, K], its scale [Cout], residual [B, N, Cout].
+
+    `tile`, `block_k`, `halves` and `persistent` override what was chosen, for tuning.
+    """
+    batch, n_tokens, channels = x.int8.shape  # channels are padded
+    features = weight.shape[0]
+    target = target_of(x.int8.device)
+    wide = batch * n_tokens * features >= WIDE
+    if tile is None:
+        tile = tile_for("int8_linear", "wide" if wide else "small", target)
+    weight = torch.nn.functional.pad(weight, (0, channels - weight.shape[1])).contiguous()
+    y = torch.empty(batch, n_tokens, features, dtype=out_dtype, device=x.int8.device)
+    # A hardware copy wants memory that begins at a multiple of 16 bytes; a slice may not.
+    descriptors = target.descriptors and weight.data_ptr() % ALIGNED == 0
+    if persistent is None:
+        persistent = descriptors and wide
+    if halves is None:
+        halves = persistent
+    x_src, w_src = x.int8, weight
+    if descriptors:
+        x_src = descriptor(x_src.view(-1, channels), [tile.block_m, block_k])
+        w_src = descriptor(w_src, [tile.block_n, block_k])
+    tiles = batch * triton.cdiv(n_tokens, tile.block_m) * triton.cdiv(features, tile.block_n)
+    launch(
+        int8_linear_kernel,
+        (min(tiles, _programs(y.device)) if persistent else tiles,),
+        y.device,
+        y_ptr=y,
+        x_src=x_src,
+        x_scale_ptr=x.scale,
+        w_src=w_src,
+        w_scale_ptr=weight_scale.contiguous(),
+        bias_ptr=None if bias is None else bias.contiguous(),
+        n_tokens=n_tokens,
+        channels=channels,
+        c_out=features,
+        tiles=tiles,
+        BLOCK_M=tile.block_m,
+        BLOCK_C=tile.block_n,
+        BLOCK_K=block_k,
+        GROUP_M=8,
+        HALVES=halves,
+        PERSISTENT=persistent,
+        DESCRIPTORS=descriptors,
+        EVEN_K=channels % block_k == 0,
+        HAS_BIAS=bias is not None,
+        GELU=gelu,
+        ROUND_TO=round_to(cast, out_dtype if residual is None else residual.dtype),
+        **skip_arguments(residual, coefficient(c_skip, y.shape), coefficient(c_out, y.shape)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return y

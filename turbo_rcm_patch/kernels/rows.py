@@ -1,0 +1,161 @@
+"""Rows of activations or of a weight as int8, a scale per row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.kernels.launch import dense_rows, launch, target_of
+
+__all__ = [
+    "ALIGNED",
+    "Rows",
+    "int8_scale",
+    "nearest_int8",
+    "quantize_rows",
+    "quantize_rows_kernel",
+]
+
+#: Largest magnitude of a quantised value.
+INT8_MAX = tl.constexpr(127.0)
+#: Rows that are smaller than this everywhere are zeros: the inverse of their scale would overflow.
+TINY = tl.constexpr(2.0**-100)
+
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
+
+#: Rows of int8 are padded to a multiple of this many bytes, which hardware copies and wide loads
+#: want.
+ALIGNED = 16
+
+#: Values a program holds where rows are short, and values a thread holds where they are long.
+_VALUES = 4096
+_VALUES_A_THREAD = 32
+
+
+@triton.jit
+def int8_scale(amax, poison):
+    """Scale and its inverse from a row's largest magnitude [T] fp32.
+
+    poison [T]: NaN where the row has a NaN or an infinity, else 0. A maximum drops NaN, so without
+    it such a row would come out as numbers.
+    """
+    amax = tl.where(amax > TINY, amax, 1.0)
+    return tl.div_rn(amax, INT8_MAX) + poison, tl.div_rn(INT8_MAX, amax)
+
+
+@triton.jit
+def nearest_int8(x, inverse):
+    """int8 of x * inverse, |x * inverse| <= 127, half to even; x [T, C] fp32, inverse [T] fp32.
+
+    The sum with `_MAGIC` has the integer in its low bits, in two's complement: its low byte is the
+    answer, and the conversion unit, which runs at a fraction of the rate, is not needed.
+    """
+    shifted = x * inverse[:, None] + _MAGIC
+    return shifted.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x_ptr, int8_ptr, scale_ptr, stride_b, stride_n, n_rows, channels, padded,
+    BLOCK_T: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """int8 rows of x and their scales, max |row| / 127, in one pass over memory.
+
+    Grid: (blocks of BLOCK_T rows, batch).
+    x [B, N, K] with dense rows; int8 [B, N, padded] dense, 0 from channel K on; scale [B, N] fp32.
+    A row is HEAD channels and TAIL more (0: none), powers of two both, which masks fewer lanes
+    than one power of two.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    mask_t = offs_t < n_rows
+    rows = x_ptr + b * stride_b + offs_t.to(tl.int64) * stride_n
+    out = int8_ptr + (b * n_rows + offs_t) * padded
+    offs_h = tl.arange(0, HEAD)
+    mask_h = mask_t[:, None] & (offs_h < channels)[None, :]
+    keep_h = mask_t[:, None] & (offs_h < padded)[None, :]
+    head = tl.load(rows[:, None] + offs_h[None, :], mask=mask_h, other=0.0).to(tl.float32)
+    amax = tl.max(tl.abs(head), axis=1)
+    poison = tl.sum(head * 0.0, axis=1)
+    if TAIL:
+        offs_r = HEAD + tl.arange(0, TAIL)
+        mask_r = mask_t[:, None] & (offs_r < channels)[None, :]
+        keep_r = mask_t[:, None] & (offs_r < padded)[None, :]
+        tail = tl.load(rows[:, None] + offs_r[None, :], mask=mask_r, other=0.0).to(tl.float32)
+        amax = tl.maximum(amax, tl.max(tl.abs(tail), axis=1))
+        poison += tl.sum(tail * 0.0, axis=1)
+    scale, inverse = int8_scale(amax, poison)
+    tl.store(scale_ptr + b * n_rows + offs_t, scale, mask=mask_t)
+    tl.store(out[:, None] + offs_h[None, :], nearest_int8(head, inverse), mask=keep_h)
+    if TAIL:
+        tl.store(out[:, None] + offs_r[None, :], nearest_int8(tail, inverse), mask=keep_r)
+
+
+class Rows(NamedTuple):
+    """int8 [B, N, padded K] dense, 0 in the padding; scale [B, N] fp32."""
+
+    int8: torch.Tensor
+    scale: torch.Tensor
+
+
+def row_parts(channels: int) -> tuple[int, int]:
+    """HEAD and TAIL of a padded row: powers of two that cover it together."""
+    head = triton.next_power_of_2(channels + 1) // 2
+    rest = channels - head
+    return head, triton.next_power_of_2(rest) if rest else 0
+
+
+def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> Rows:
+    """Memory for the rows of a [batch, n_rows, channels] tensor."""
+    padded = triton.cdiv(channels, ALIGNED) * ALIGNED
+    return Rows(
+        torch.empty(batch, n_rows, padded, dtype=torch.int8, device=device),
+        torch.empty(batch, n_rows, dtype=torch.float32, device=device),
+    )
+
+
+def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
+    """x [B, N, K] bf16, fp16 or fp32 as int8, a scale per row; into dense memory where given."""
+    target_of(x.device)
+    x = dense_rows(x)
+    batch, n_rows, channels = x.shape
+    rows = empty_rows(batch, n_rows, channels, x.device) if into is None else into
+    padded = rows.int8.shape[2]
+    head, tail = row_parts(padded)
+    values = triton.next_power_of_2(head + tail)
+    block_t = max(1, _VALUES // values)
+    warps = triton.next_power_of_2(triton.cdiv(block_t * (head + tail), 32 * _VALUES_A_THREAD))
+    launch(
+        quantize_rows_kernel,
+        (triton.cdiv(n_rows, block_t), batch),
+        x.device,
+        x_ptr=x,
+        int8_ptr=rows.int8,
+        scale_ptr=rows.scale,
+        stride_b=x.stride(0),
+        stride_n=x.stride(1),
+        n_rows=n_rows,
+        channels=channels,
+        padded=padded,
+        BLOCK_T=block_t,
+        HEAD=head,
+        TAIL=tail,
+        num_warps=min(32, max(4, warps)),
+        num_stages=1,
+    )
+    return rows
+
+
+def quantize_stacked(weights: list[torch.Tensor]) -> Rows:
+    """Matrices [N_i, K] below each other, as the rows of one batch entry."""
+    total, channels = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    stacked = empty_rows(1, total, channels, weights[0].device)
+    first = 0
+    for weight in weights:
+        part = slice(first, first + weight.shape[0])
+        quantize_rows(weight.unsqueeze(0), Rows(stacked.int8[:, part], stacked.scale[:, part]))
+        first = part.stop
+    return stacked

@@ -1,0 +1,248 @@
+"""A linear in int8: weights with a scale per output channel, activations with a scale per row.
+
+Numeric contract, which the kernels follow too: rows of x and of the weight are quantised as
+`quantize` says. The product of the integers is exact (int32), times both scales, plus bias, in
+fp32. The activation and the skip follow in fp32, without a rounding between (see `project_skip`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
+from turbo_rcm_patch.ops.checks import check_float, check_residual, coefficient_parts
+from turbo_rcm_patch.ops.quantize import check_channels, integer_product, quantized_rows
+from turbo_rcm_patch.ops.reference import close_skip
+from turbo_rcm_patch.ops.spec import resolve_impl
+from turbo_rcm_patch.skip import Cast, Coefficient
+
+__all__ = ["Activation", "int8_linear"]
+
+Activation = Literal["gelu-tanh"]
+
+
+def _linear_forward(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    c_skip: Tensor | None,
+    c_out: Tensor | None,
+    c_skip_value: float,
+    c_out_value: float,
+    activation: str,
+    cast_policy: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    c_skip_either = c_skip_value if c_skip is None else c_skip
+    c_out_either = c_out_value if c_out is None else c_out
+    policy = cast("Cast", cast_policy)
+    if resolve_impl(cast("Impl", impl), x.device) == "triton":
+        from turbo_rcm_patch.kernels.int8_linear import int8_linear as launch
+        from turbo_rcm_patch.kernels.rows import quantize_rows
+
+        return launch(
+            quantize_rows(x),
+            weight,
+            weight_scale,
+            bias,
+            residual,
+            c_skip_either,
+            c_out_either,
+            gelu=activation == "gelu-tanh",
+            cast=policy,
+            out_dtype=out_dtype,
+        )
+    int8, scale = quantized_rows(x)
+    branch = integer_product(int8, weight) * scale.unsqueeze(-1) * weight_scale
+    branch = _activated(branch if bias is None else branch + bias.float(), activation)
+    return close_skip(
+        residual, branch, c_skip_either, c_out_either, cast=policy, out_dtype=out_dtype
+    ).contiguous()
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    return F.gelu(x, approximate="tanh") if activation == "gelu-tanh" else x
+
+
+linear_forward = torch.library.custom_op(
+    "turbo_rcm_patch::int8_linear", _linear_forward, mutates_args=()
+)
+
+
+@linear_forward.register_fake
+def _linear_fake(x: Tensor, weight: Tensor, *args: object) -> Tensor:
+    out_dtype = args[-1]
+    assert isinstance(out_dtype, torch.dtype)
+    return x.new_empty((x.shape[0], x.shape[1], weight.shape[0]), dtype=out_dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*cast("tuple[Tensor | None, ...]", inputs[:7]))
+    ctx.c_skip_value, ctx.c_out_value, ctx.activation = inputs[7:10]
+
+
+def _sum_to(x: Tensor, like: Tensor) -> Tensor:
+    return x.sum_to_size(like.shape).to(like.dtype)
+
+
+def _activation_gradient(g: Tensor, pre: Tensor) -> Tensor:
+    """g times the derivative of gelu-tanh at `pre`; written out, because this runs below
+    autograd."""
+    root, cube = 0.7978845608028654, 0.044715
+    t = torch.tanh(root * (pre + cube * pre**3))
+    return g * (0.5 * (1 + t) + 0.5 * pre * (1 - t * t) * root * (1 + 3 * cube * pre * pre))
+
+
+def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, weight_scale, bias, residual, c_skip, c_out = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    grads: list[Tensor | None] = [None] * 13
+    g = d_out.float()
+    if needs[4]:
+        grads[4] = (g * (ctx.c_skip_value if c_skip is None else c_skip.float())).to(
+            residual.dtype
+        )
+    if residual is not None and needs[5]:
+        grads[5] = _sum_to(g * residual.float(), c_skip)
+    if not any(needs[i] for i in (0, 3, 6)):
+        return tuple(grads)
+    # Straight through the rounding of x: the exact linear with the weight that was multiplied.
+    real = weight.float() * weight_scale.unsqueeze(1)
+    pre = None
+    if needs[6] or ctx.activation:
+        pre = F.linear(x.float(), real, None if bias is None else bias.float())
+    if needs[6]:
+        assert pre is not None
+        grads[6] = _sum_to(g * _activated(pre, ctx.activation), c_out)
+    g = g * (ctx.c_out_value if c_out is None else c_out.float())
+    if ctx.activation:
+        assert pre is not None
+        g = _activation_gradient(g, pre)
+    if needs[0]:
+        grads[0] = (g @ real).to(x.dtype)
+    if needs[3]:
+        grads[3] = g.sum((0, 1)).to(bias.dtype)
+    return tuple(grads)
+
+
+linear_forward.register_autograd(_autograd, setup_context=_setup)
+
+
+def int8_linear(
+    x: Tensor,
+    weight_int8: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,
+    c_skip: Coefficient = 1.0,
+    c_out: Coefficient = 1.0,
+    cast: Cast = "fp32",
+    impl: Impl = "auto",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """c_skip * residual + c_out * activation(x @ weight^T + bias), with x and weight in int8.
+
+    x is quantised here, a scale per row, with a pass of its own. Its gradient, and those of bias,
+    residual and coefficients, are those of the exact linear with the weight int8 * scale.
+
+    Args:
+        x: [B, N, K], bf16, fp16 or fp32.
+        weight_int8: int8 [Cout, K], from `quantize_weight`.
+        weight_scale: fp32 [Cout], from there too. No gradient: it belongs to a constant.
+        bias: [Cout], any of these float dtypes, or None.
+        activation: "gelu-tanh" (`F.gelu(approximate="tanh")`, in fp32 on the unrounded sum) or
+            None.
+        residual: [B, N, Cout] or None.
+        c_skip: Float or tensor [B], [B, 1, Cout] or [B, N, Cout].
+        c_out: Likewise.
+        cast: As in `project_skip`: "fp32" rounds once at the end, "model" after every step.
+        impl: "triton", "reference" or "auto".
+        out_dtype: dtype of the result; x's by default.
+
+    Returns:
+        [B, N, Cout], contiguous.
+
+    Raises:
+        ShapeError: Shapes do not fit together, or K is over `MAX_CHANNELS`.
+        DTypeError: A tensor has another dtype.
+        GradientError: weight_scale requires a gradient, or c_skip does without a residual.
+        ConfigError: An unknown activation or cast.
+    """
+    _check_linear(x, weight_int8, weight_scale, bias, activation, cast)
+    shape = (x.shape[0], x.shape[1], weight_int8.shape[0])
+    check_residual("residual", residual, shape)
+    c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
+    c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
+    if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
+        raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
+    out: Tensor = linear_forward(
+        x,
+        weight_int8,
+        weight_scale,
+        bias,
+        residual,
+        c_skip_tensor if residual is not None else None,
+        c_out_tensor,
+        c_skip_value,
+        c_out_value,
+        activation or "",
+        cast,
+        impl,
+        x.dtype if out_dtype is None else out_dtype,
+    )
+    return out
+
+
+def _check_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cast_policy: str,
+) -> None:
+    for name, value, choices in (
+        ("activation", activation, (None, *get_args(Activation))),
+        ("cast", cast_policy, get_args(Cast)),
+    ):
+        if value not in choices:
+            raise ConfigError(name, expected=f"one of {choices}", got=repr(value))
+    check_float("x", x)
+    if x.dim() != 3:
+        raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
+    if weight.dtype != torch.int8:
+        raise DTypeError(
+            "weight_int8",
+            expected="int8",
+            got=str(weight.dtype),
+            remedy="Quantise it with ops.quantize_weight",
+        )
+    if weight.dim() != 2 or weight.shape[1] != x.shape[2]:
+        raise ShapeError(
+            "weight_int8", expected=f"[Cout, {x.shape[2]}]", got=str(list(weight.shape))
+        )
+    check_channels(x.shape[2])
+    if scale.dtype != torch.float32:
+        raise DTypeError("weight_scale", expected="float32", got=str(scale.dtype))
+    for name, tensor in (("weight_scale", scale), ("bias", bias)):
+        if tensor is not None and tuple(tensor.shape) != (weight.shape[0],):
+            raise ShapeError(name, expected=f"[{weight.shape[0]}]", got=str(list(tensor.shape)))
+    if bias is not None:
+        check_float("bias", bias)
+    if scale.requires_grad:
+        raise GradientError(
+            "weight_scale",
+            expected="a constant, because a quantised weight has no gradient",
+            got="requires_grad=True",
+            remedy="Train with the Linear itself",
+        )
