@@ -24,9 +24,11 @@ class PatchConfig:
     """What `patch_model` does to a model.
 
     Attributes:
-        attention: "int8" runs q and k in int8; "exact" runs torch's scaled_dot_product_attention
-            and fuses only the skip; "sage" calls the `sageattention` package; "int4" quantises q
-            and k to 15 levels and exists to show that the verdict can fail.
+        attention: "int8" runs q and k in int8, but for cross-attention over fewer than 1,024 keys
+            (a prompt), which is exact: faster there, and nothing is lost. "exact" runs torch's
+            scaled_dot_product_attention and fuses only the skip; "sage" calls the `sageattention`
+            package; "int4" quantises q and k to 15 levels and exists to show that the verdict can
+            fail.
         pv: Element type of probabilities and values in the second matrix product. "auto" is fp8
             (e4m3) from 4,096 keys on where the device has it (sm_89 and newer), else bf16: at
             shorter lengths the 16-bit product costs no time and is more accurate. Accumulation is

@@ -21,6 +21,8 @@ from turbo_rcm_patch.ops import (
     attention_lse,
     attention_project_skip,
     attention_skip,
+    linear_gelu,
+    norm_modulate,
     project_skip,
     resolve_pv,
     skip,
@@ -348,3 +350,55 @@ def test_the_hopper_kernel_equals_the_portable_one(
     assert torch.isfinite(own).all()
     assert torch.equal(own, portable)
     assert torch.equal(own_lse, portable_lse)
+
+
+@pytest.mark.parametrize("channels", [1536, 3072, 100])
+@pytest.mark.parametrize("form", ["modulation", "affine", "per token"])
+def test_norm_modulate(channels: int, form: str) -> None:
+    x = random(2, 333, 3 * channels)[..., channels : 2 * channels]
+    shape = {"modulation": (2, 1, channels), "affine": (channels,)}.get(form, (2, 333, channels))
+    scale = torch.randn(shape, device="cuda")
+    shift = torch.randn(shape, device="cuda")
+    kind = "affine" if form == "affine" else "modulation"
+    got = norm_modulate(x, scale=scale, shift=shift, form=kind)
+    exact = F.layer_norm(x.double(), (channels,), eps=1e-6)
+    exact = exact * (scale.double() + (kind == "modulation")) + shift.double()
+    # One rounding to bf16, 2^-9 at most, 2^-9 / sqrt(3) in the mean.
+    assert relative(got, exact) < 2e-3
+
+
+@pytest.mark.parametrize("rope", [True, False])
+def test_exact_attention_over_normalised_rotated_rows(rope: bool) -> None:
+    """q and k leave one kernel in bf16; what is left is torch's own attention."""
+    heads, dim, n = 3, 128, 500
+    q, k, v = random(2, n, 3 * heads * dim).chunk(3, -1)
+    weight = torch.rand(heads * dim, device="cuda").to(torch.bfloat16) + 0.5
+    rotary = None
+    if rope:
+        angle = torch.randn(n, dim // 2, device="cuda").repeat_interleave(2, -1)
+        rotary = (angle.cos(), angle.sin())
+    spec = AttentionSpec(heads=heads, attention="exact")
+    got = attention_skip(q, k, v, spec, norm_q=weight, norm_k=weight, rotary=rotary)
+    cos, sin = (None, None) if rotary is None else rotary
+    qh, kh = (
+        norm_rope(x, heads, weight=weight, cos=cos, sin=sin, eps=1e-6, dtype=torch.float64)
+        for x in (q, k)
+    )
+    exact, _ = exact_attention(qh, kh, split_heads(v, heads).double(), sm_scale=dim**-0.5)
+    assert relative(got, exact.transpose(1, 2).flatten(2)) < 6e-3
+
+
+def test_a_large_projection_is_the_librarys() -> None:
+    """Rounded to bf16 before the skip, as eager code does; equal to it bit for bit."""
+    x, residual = random(1, 32760, 1536), random(1, 32760, 1536)
+    weight, bias = random(1536, 1536) / 40, random(1536)
+    gate = torch.randn(1, 1, 1536, device="cuda")
+    got = project_skip(x, weight, bias, residual=residual, c_out=gate)
+    eager = (residual.float() + F.linear(x, weight, bias) * gate).to(torch.bfloat16)
+    assert torch.equal(got, eager)
+
+
+def test_linear_gelu_sees_the_sum_before_it_is_rounded() -> None:
+    x, weight, bias = random(2, 300, 512), random(700, 512) / 22, random(700)
+    exact = F.gelu(F.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
+    assert relative(linear_gelu(x, weight, bias), exact) < 2.2e-3

@@ -13,6 +13,7 @@ from turbo_rcm_patch.ops.projection import project_skip, skip
 from turbo_rcm_patch.ops.quantize import MAX_CHANNELS, quantize_weight
 from turbo_rcm_patch.ops.spec import (
     FP8_MIN_KEYS,
+    INT8_MIN_KEYS,
     AttentionSpec,
     describe_pv,
     resolve_impl,
@@ -21,6 +22,7 @@ from turbo_rcm_patch.ops.spec import (
 
 __all__ = [
     "FP8_MIN_KEYS",
+    "INT8_MIN_KEYS",
     "MAX_CHANNELS",
     "AttentionSpec",
     "attention_lse",

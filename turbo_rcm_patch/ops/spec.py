@@ -12,6 +12,7 @@ from turbo_rcm_patch.errors import ConfigError, DeviceError, Fp8UnsupportedError
 
 __all__ = [
     "FP8_MIN_KEYS",
+    "INT8_MIN_KEYS",
     "MAX_HEAD_DIM",
     "QMAX",
     "AttentionSpec",
@@ -29,6 +30,10 @@ QMAX: Final = {"int8": 127, "int4": 7}
 #: bf16 (results/h200.json, ops), which a long sequence repays with a faster second product and a
 #: short one does not, because there attention is a small part of the time.
 FP8_MIN_KEYS: Final = 4096
+#: Keys below which a patched cross-attention is exact: over the 512 tokens of a prompt torch's own
+#: attention takes 182 us on an H200 (32,760 queries, 12 heads of 128) and int8 takes 980, and
+#: there is no error to speak of.
+INT8_MIN_KEYS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Literal, Protocol, overload
 
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS
 from turbo_rcm_patch.skip import SkipPair
 
 __all__ = ["Decision", "GuardLog", "GuardRecord", "PairTable", "PatchReport"]
@@ -258,6 +259,8 @@ class PatchReport:
         attention = config.attention
         if attention in ("int8", "int4"):
             attention_text = f"{attention} q and k, p and v in {pv}"
+            if attention == "int8" and config.form != "one-launch":
+                attention_text += f"; exact across to fewer than {INT8_MIN_KEYS:,} keys"
         else:
             attention_text = attention
         head = [

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
+from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import (
     WanAttention,
     WanAttnProcessor,
@@ -116,11 +117,11 @@ class WanBlockForward:
         guard = self._begin(hidden_states, encoder_hidden_states, temb)
         shift, scale, gate, c_shift, c_scale, c_gate = _modulation(block.scale_shift_table, temb)
 
-        x = (block.norm1(hidden_states.float()) * (1 + scale) + shift).type_as(hidden_states)
+        x = self._modulated(block.norm1, hidden_states, scale, shift, self._attn1)
         hidden_states = self._self_attention(x, hidden_states, gate, rotary_emb, guard)
-        x = block.norm2(hidden_states.float()).type_as(hidden_states)
+        x = self._normed(block.norm2, hidden_states, self._attn2)
         hidden_states = self._cross_attention(x, hidden_states, encoder_hidden_states, guard)
-        x = (block.norm3(hidden_states.float()) * (1 + c_scale) + c_shift).type_as(hidden_states)
+        x = self._modulated(block.norm3, hidden_states, c_scale, c_shift, self._ffn)
         return self._feed_forward(x, hidden_states, c_gate, guard)
 
     def _begin(self, hidden: Tensor, context: Tensor, temb: Tensor) -> Guard | None:
@@ -131,6 +132,31 @@ class WanBlockForward:
         if self._head:
             guard.begin(hidden_states=hidden, encoder_hidden_states=context, temb=temb)
         return guard if guard.active else None
+
+    def _modulated(
+        self, norm: Any, hidden: Tensor, scale: Tensor, shift: Tensor, state: PairState
+    ) -> Tensor:
+        """The layer norm before a branch and its modulation, in one pass where it is plain."""
+        if state.live and plain_layer_norm(norm) and norm.weight is None and norm.bias is None:
+            return ops.norm_modulate(
+                hidden, scale=scale, shift=shift, eps=norm.eps, impl=self._spec.impl
+            )
+        x: Tensor = norm(hidden.float())
+        return (x * (1 + scale) + shift).type_as(hidden)
+
+    def _normed(self, norm: Any, hidden: Tensor, state: PairState) -> Tensor:
+        """The layer norm before cross-attention, with weights of its own."""
+        if state.live and plain_layer_norm(norm):
+            return ops.norm_modulate(
+                hidden,
+                scale=norm.weight,
+                shift=norm.bias,
+                form="affine",
+                eps=norm.eps,
+                impl=self._spec.impl,
+            )
+        x: Tensor = norm(hidden.float())
+        return x.type_as(hidden)
 
     def _self_attention(
         self,
@@ -217,6 +243,8 @@ class WanBlockForward:
             h = self._linears.close(
                 "ffn.0", x, first.proj, int8=self._ffn.int8, activation="gelu-tanh"
             )
+            if h is None and first.proj.bias is not None and plain_linear(first.proj, x):
+                h = ops.linear_gelu(x, first.proj.weight, first.proj.bias)
         dropped: Tensor = dropout(first(x) if h is None else h)
         return dropped
 
@@ -261,6 +289,9 @@ class WanBlockForward:
                 spec = replace(spec, eps=norm_q.eps)
         else:
             q, k, weights, spec = norm_q(q), norm_k(k), {}, self._spec
+        few = context is not None and k.shape[1] < ops.INT8_MIN_KEYS
+        if few and spec.attention == "int8" and self._form != "one-launch":
+            spec = replace(spec, attention="exact")
         linear, dropout = attn.to_out[0], attn.to_out[1]
         plain = plain_linear(linear, q) and type(dropout) is nn.Dropout and bare(dropout)
         int8 = plain and state.int8 and runs_int8(linear, q)
@@ -335,6 +366,11 @@ def _modulation(table: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
         rows = (table.unsqueeze(0) + temb.float()).chunk(6, dim=2)
         return tuple(row.squeeze(2) for row in rows)
     return (table + temb.float()).chunk(6, dim=1)
+
+
+def plain_layer_norm(norm: Any) -> bool:
+    """Whether `norm(x.float())` is exactly a layer norm of the last dimension in fp32."""
+    return type(norm) is FP32LayerNorm and len(norm.normalized_shape) == 1 and bare(norm)
 
 
 Mode = Literal["ours", "called", "as-written"]
