@@ -13,6 +13,7 @@ from turbo_rcm_patch.kernels.heads import (
     kv_limit,
     load_mean,
     places,
+    read_channels,
     rotary_tables,
     row_rms,
     spread,
@@ -55,11 +56,21 @@ def quantize_keys_kernel(
         cos, sin = rotary_tables(
             cos_ptr, sin_ptr, tokens, first, mask, room, ROWS, HEAD_DIM, HEAD_PAD
         )
-    for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
+    # A head is read while the one before it is computed.
+    padded: tl.constexpr = HEAD_DIM % 32 != 0
+    offs = row[:, None] + first
+    last = tl.minimum((group + 1) * GROUP, heads) - 1
+    following = read_channels(
+        x_ptr, words_ptr, offs + group * GROUP * HEAD_DIM, mask, room, WORDS, padded
+    )
+    for h in range(group * GROUP, last + 1):
+        here = following
+        at = offs + tl.minimum(h + 1, last) * HEAD_DIM
+        following = read_channels(x_ptr, words_ptr, at, mask, room, WORDS, padded)
         bh = b.to(tl.int64) * heads + h
         x = head_tile(
-            x_ptr, words_ptr, row[:, None] + first, first, mask, room, rms, h,
-            weight_ptr, weight_words_ptr, cos, sin, eps,
+            here, first, mask, room, rms, h, weight_ptr, weight_words_ptr, cos, sin, eps,
+            x_ptr.dtype.element_ty,
             HEAD_DIM, HEAD_PAD, ROWS, NORM, ROPE, WORDS,
         )  # fmt: skip
         if SUBTRACT:

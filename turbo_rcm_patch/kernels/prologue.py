@@ -17,6 +17,7 @@ from turbo_rcm_patch.kernels.heads import (
     head_tile,
     kv_limit,
     places,
+    read_channels,
     rotary_tables,
     row_rms,
 )
@@ -65,9 +66,11 @@ def sample_mean_kernel(
             cos, sin = rotary_tables(
                 cos_ptr, sin_ptr, tokens, first, mask, room, BLOCK_T, HEAD_DIM, HEAD_PAD
             )
+        offs = row[:, None] + first + h * HEAD_DIM
+        x = read_channels(x_ptr, words_ptr, offs, mask, room, WORDS, HEAD_DIM % 32 != 0)
         x = head_tile(
-            x_ptr, words_ptr, row[:, None] + first, first, mask, room, rms, h,
-            weight_ptr, weight_words_ptr, cos, sin, eps,
+            x, first, mask, room, rms, h, weight_ptr, weight_words_ptr, cos, sin, eps,
+            x_ptr.dtype.element_ty,
             HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE, WORDS,
         )  # fmt: skip
         total += tl.sum(x, axis=0)
@@ -146,7 +149,8 @@ def sample_mean(
     head_pad = pad_head(channels // heads)
     step = triton.cdiv(n_tokens, MEAN_SAMPLES)
     samples = triton.cdiv(n_tokens, step)
-    block_t = 8 * 32 * GROUP_CHANNELS // head_pad
+    warps = 16
+    block_t = warps * 32 * GROUP_CHANNELS // head_pad
     mean = torch.empty(batch, heads, head_pad, dtype=torch.float32, device=k.device)
     launch(
         sample_mean_kernel,
@@ -158,7 +162,7 @@ def sample_mean(
         BLOCK_T=block_t,
         SAMPLES=triton.cdiv(samples, block_t) * block_t,
         HAS_LENGTHS=lengths is not None,
-        num_warps=8,
+        num_warps=warps,
         num_stages=1,
         **row_arguments(k, heads, weight=weight, cos=cos, sin=sin, eps=eps, block_c=256),
     )

@@ -13,6 +13,7 @@ from turbo_rcm_patch.kernels.heads import (
     head_tile,
     load_mean,
     places,
+    read_channels,
     rotary_tables,
     row_rms,
     spread,
@@ -65,10 +66,20 @@ def quantize_queries_kernel(
             cos_ptr, sin_ptr, tokens, first, mask, room, BLOCK_T, HEAD_DIM, HEAD_PAD
         )
     inside = offs_t < n_padded
-    for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
+    # A head is read while the one before it is computed.
+    padded: tl.constexpr = HEAD_DIM % 32 != 0
+    offs = row[:, None] + first
+    last = tl.minimum((group + 1) * GROUP, heads) - 1
+    following = read_channels(
+        x_ptr, words_ptr, offs + group * GROUP * HEAD_DIM, mask, room, WORDS, padded
+    )
+    for h in range(group * GROUP, last + 1):
+        here = following
+        at = offs + tl.minimum(h + 1, last) * HEAD_DIM
+        following = read_channels(x_ptr, words_ptr, at, mask, room, WORDS, padded)
         x = head_tile(
-            x_ptr, words_ptr, row[:, None] + first, first, mask, room, rms, h,
-            weight_ptr, weight_words_ptr, cos, sin, eps,
+            here, first, mask, room, rms, h, weight_ptr, weight_words_ptr, cos, sin, eps,
+            x_ptr.dtype.element_ty,
             HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE, WORDS,
         )  # fmt: skip
         bh = b.to(tl.int64) * heads + h
