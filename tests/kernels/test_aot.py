@@ -116,8 +116,8 @@ def test_default_path_compiles(
         assert {
             "attention_kernel",
             "one_launch_kernel",
-            "quantize_queries_kernel",
-            "quantize_keys_kernel",
+            "prologue_kernel",
+            "statistics_kernel",
             "project_kernel",
         } <= names
         broken = faults(results, target)

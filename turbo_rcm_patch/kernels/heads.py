@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "GROUP_CHANNELS",
     "SPREAD",
     "head_tile",
     "kv_limit",
@@ -25,8 +24,6 @@ __all__ = [
     "store_int8",
 ]
 
-#: Channels of a thread.
-GROUP_CHANNELS = 32
 #: Channels that one Hadamard matrix mixes: as many as every padded head has at least.
 SPREAD = tl.constexpr(32)
 
