@@ -35,7 +35,7 @@ _GROUPS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     (
         "prologue",
         ("prologue", "statistics_kernel", "quantize", "quant_", "quantint8", "meanscale",
- "transposepadpermute", "submean"),
+         "transposepadpermute", "submean"),
     ),
     ("attention", ("attention", "attn", "fmha", "flash", "sdpa", "one_launch", "hopper_kernel")),
     ("norm and modulate", ("layer_norm", "layernorm", "rms_norm", "rmsnorm", "modulate", "norm_")),
