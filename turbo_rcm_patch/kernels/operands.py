@@ -157,7 +157,6 @@ def quantize(
         "ROPE": cos is not None,
         "HAS_LENGTHS": lengths is not None,
         "FP8": fp8,
-        "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
     mean = empty(head_pad) if smooth_k else None
@@ -165,6 +164,8 @@ def quantize(
     chunks = triton.cdiv(n_kv, chunk_tokens)
     amax = empty(chunks, head_pad) if fp8 else None
     step = triton.cdiv(n_kv, MEAN_SAMPLES)
+    # Half the tokens of a prologue's program and half its warps: twice the registers a thread.
+    block_t = max(16, rows // 2)
     if smooth_k or fp8:
         launch(
             statistics_kernel,
@@ -180,11 +181,12 @@ def quantize(
             step=step,
             chunk_tokens=chunk_tokens,
             chunks=chunks,
-            BLOCK_T=rows,
-            SAMPLES=triton.cdiv(triton.cdiv(n_kv, step), rows) * rows,
+            BLOCK_T=block_t,
+            SAMPLES=triton.cdiv(triton.cdiv(n_kv, step), block_t) * block_t,
             NORM=k_rows.norm,
             WORDS=k_rows.words is not None,
             SMOOTH=smooth_k,
+            num_warps=max(4, tile.warps // 2),
             **common,
         )
     queries = Queries(
@@ -245,6 +247,7 @@ def quantize(
         SUBTRACT=smooth_k,
         SHIFT=queries.shift is not None,
         COUNTERS=counters is not None,
+        num_warps=tile.warps,
         **common,
     )
     wide = None if fp8 else v.to(torch.bfloat16 if pv == "bf16" else torch.float16)
