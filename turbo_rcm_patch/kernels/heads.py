@@ -193,7 +193,10 @@ def kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS: tl.constexpr):
 
 
 @triton.jit
-def load_mean(mean_ptr, bh, first, mask, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """The mean of k, [BLOCK_T, HEAD_PAD] fp32 with equal rows; mean: [B, H, HEAD_PAD] fp32."""
-    mean = _fan(mean_ptr + bh * HEAD_PAD + first, mask, first, 0, 1, 5, False)
-    return tl.reshape(mean, [BLOCK_T, HEAD_PAD])
+def load_mean(mean_words_ptr, bh, first, mask, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """The mean of k, [BLOCK_T, HEAD_PAD] fp32 with equal rows; mean: [B, H, HEAD_PAD] fp32, read
+    as int64."""
+    words = _fan(mean_words_ptr + (bh * HEAD_PAD + first) // 2, mask, first, 0, 1, 4, False)
+    low = words.to(tl.int32).to(tl.float32, bitcast=True)
+    high = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.join(low, high), [BLOCK_T, HEAD_PAD])

@@ -132,6 +132,8 @@ def quantize(
     head_pad, rows = pad_head(head_dim), scale_block(head_dim)
     if tile is None:
         tile = tile_for("prologue", str(head_pad), target_of(device))
+    # A thread takes 32 channels of a token: a block of few tokens wants no more warps than that.
+    warps = min(tile.warps, max(1, rows * head_pad // 1024))
     lengths = None if kv_lengths is None else kv_lengths.contiguous()
     q_rows, k_rows = _rows(q, norm_q, head_dim), _rows(k, norm_k, head_dim)
     n_q_padded, n_kv_padded = (-(-n // PADDED_TO) * PADDED_TO for n in (n_q, n_kv))
@@ -153,7 +155,7 @@ def quantize(
         "CHANNELS": channels,
         "HEAD_DIM": head_dim,
         "HEAD_PAD": head_pad,
-        "BLOCK_C": min(tile.block_n, triton.next_power_of_2(channels)),
+        "BLOCK_C": min(tile.block_n, 2048 * warps // rows, triton.next_power_of_2(channels)),
         "ROPE": cos is not None,
         "HAS_LENGTHS": lengths is not None,
         "FP8": fp8,
@@ -186,7 +188,7 @@ def quantize(
             NORM=k_rows.norm,
             WORDS=k_rows.words is not None,
             SMOOTH=smooth_k,
-            num_warps=max(4, tile.warps // 2),
+            num_warps=max(4, warps // 2),
             **common,
         )
     queries = Queries(
@@ -219,7 +221,7 @@ def quantize(
         k_scale_ptr=keys.scale,
         k_weight_ptr=k_rows.weight,
         k_weight_words_ptr=k_rows.weight_words,
-        mean_ptr=mean,
+        mean_ptr=None if mean is None else mean.view(torch.int64),
         v_ptr=v,
         amax_ptr=amax,
         v_out_ptr=None if values is None else values.e4m3,
@@ -247,7 +249,7 @@ def quantize(
         SUBTRACT=smooth_k,
         SHIFT=queries.shift is not None,
         COUNTERS=counters is not None,
-        num_warps=tile.warps,
+        num_warps=warps,
         **common,
     )
     wide = None if fp8 else v.to(torch.bfloat16 if pv == "bf16" else torch.float16)

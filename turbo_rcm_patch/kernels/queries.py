@@ -86,6 +86,11 @@ def query_block(
         inverse = tl.div_rn(tl.full([BLOCK_T], QMAX, tl.float32), amax)
         # A maximum drops NaN, a sum keeps it: a NaN in x becomes a NaN scale, not a zero.
         scale = tl.where(total == total, amax / QMAX * factor, total)
-        tl.store(scale_ptr + bh * n_padded + offs_t, scale, mask=inside)
+        # From the threads of the first channels: as a vector it would change hands first.
+        tl.store(
+            scale_ptr + bh * n_padded + tokens,
+            scale[:, None] + 0.0 * first,
+            mask=inside[:, None] & (first == 0),
+        )
         out = int8_ptr + ((bh * n_padded + tokens) * HEAD_PAD + first) // 8
         store_int8(out, x * inverse[:, None], inside[:, None], BLOCK_T, HEAD_PAD)
