@@ -122,8 +122,8 @@ def finish(
         )  # fmt: skip
         if HAS_RESIDUAL:
             keep = load_coefficient(
-                skip[0], skip[1], skip[2], skip[3], skip_stride_c, b, offs_m, offs_c, mask_m, mask_c,
-                SKIP_FORM, ROUND_TO,
+                skip[0], skip[1], skip[2], skip[3], skip_stride_c, b, offs_m, offs_c,
+                mask_m, mask_c, SKIP_FORM, ROUND_TO,
             )  # fmt: skip
             y = blend(branch, factor, now, keep, True, ROUND_TO)
         else:
