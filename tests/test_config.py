@@ -56,3 +56,9 @@ def test_is_frozen_keyword_only_and_hashable() -> None:
         PatchConfig("int8")
     assert hash(config) == hash(PatchConfig())
     assert dataclasses.replace(config, attention="exact") == PatchConfig(attention="exact")
+
+
+@pytest.mark.parametrize("other", [{"guard": False}, {"attention": "exact"}])
+def test_auto_precision_needs_a_guard_and_int8(other: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="precision"):
+        PatchConfig(precision="auto", **other)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from turbo_rcm_patch.config import Attention, Form, Impl, Linear, PatchConfig, PVDType
+from turbo_rcm_patch.config import Attention, Form, Impl, Linear, PatchConfig, Precision, PVDType
 from turbo_rcm_patch.errors import TurboRCMError
 
 __all__ = ["main"]
@@ -268,6 +268,7 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
         ("attention", get_args(Attention), "how attention runs"),
         ("pv", get_args(PVDType), "element type of probabilities and values"),
         ("linear", get_args(Linear), "how the Linears of a fused pair run"),
+        ("precision", get_args(Precision), "whether the guard may make attentions more precise"),
         ("impl", get_args(Impl), "Triton kernels or plain torch"),
         ("form", get_args(Form), "how a pair with an output projection is closed"),
     ):

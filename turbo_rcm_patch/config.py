@@ -7,10 +7,11 @@ from typing import Final, Literal, get_args
 
 from turbo_rcm_patch.errors import ConfigError
 
-__all__ = ["Attention", "Form", "Impl", "Kind", "Linear", "PVDType", "PatchConfig"]
+__all__ = ["Attention", "Form", "Impl", "Kind", "Linear", "PVDType", "PatchConfig", "Precision"]
 
 Attention = Literal["int8", "int4", "exact", "sage"]
 PVDType = Literal["auto", "fp8", "bf16", "fp16"]
+Precision = Literal["fixed", "auto"]
 Linear = Literal["as-is", "int8"]
 Impl = Literal["auto", "triton", "reference"]
 Form = Literal["auto", "one-launch", "two-launch"]
@@ -49,6 +50,10 @@ class PatchConfig:
         kinds: Which kinds of skip pair are fused.
         guard: Compare each pair with the exact branch on the first and the last step and give it
             back to its author's code when it is over budget.
+        precision: "fixed" runs every pair as asked for here, or not at all. "auto" lets the guard
+            choose for each attention what keeps it within the budget: as asked for, with 16-bit p
+            and v, with exact attention and the skip fused after it, or its author's code. It
+            needs the guard and attention="int8".
         guard_budget: Largest relative L2 error of a branch (after its output projection) that the
             guard accepts.
     """
@@ -61,6 +66,7 @@ class PatchConfig:
     form: Form = "auto"
     kinds: tuple[Kind, ...] = KINDS
     guard: bool = True
+    precision: Precision = "fixed"
     guard_budget: float = 0.10
 
     def __post_init__(self) -> None:
@@ -70,6 +76,7 @@ class PatchConfig:
             ("linear", get_args(Linear)),
             ("impl", get_args(Impl)),
             ("form", get_args(Form)),
+            ("precision", get_args(Precision)),
         ):
             value = getattr(self, field)
             if value not in choices:
@@ -99,4 +106,10 @@ class PatchConfig:
                 expected="a positive relative L2 error",
                 got=repr(self.guard_budget),
                 remedy="Use guard=False to switch the guard off",
+            )
+        if self.precision == "auto" and not (self.guard and self.attention == "int8"):
+            raise ConfigError(
+                'PatchConfig.precision="auto"',
+                expected='guard=True and attention="int8": the guard chooses',
+                got=f"guard={self.guard} and attention={self.attention!r}",
             )

@@ -20,7 +20,9 @@ from turbo_rcm_patch.ops.quantize import quantized_rows
 
 pytestmark = pytest.mark.gpu
 
-TIGHT = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 2e-5}
+#: fp32: the kernel rounds x / scale in one step and the emulation in two, which sends about one
+#: value in a million to the other neighbour, a step of 0.026 standard deviations away.
+TIGHT = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-4}
 BF16 = torch.bfloat16
 
 

@@ -20,8 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
-    "prologue", "queries", "keys", "values", "attention", "hopper", "project", "one_launch",
-    "skip", "rows", "norm_rows", "int8_linear", "hopper_linear",
+    "operands", "attention", "hopper", "project", "one_launch", "skip", "rows", "norm_rows",
+    "int8_linear", "hopper_linear",
 )  # fmt: skip
 TYPES = {
     torch.float32: "fp32",

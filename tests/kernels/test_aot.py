@@ -116,8 +116,8 @@ def test_default_path_compiles(
         assert {
             "attention_kernel",
             "one_launch_kernel",
-            "quantize_queries_kernel",
-            "quantize_keys_kernel",
+            "prologue_kernel",
+            "statistics_kernel",
             "project_kernel",
         } <= names
         broken = faults(results, target)
@@ -145,7 +145,7 @@ def test_other_variants_compile(
 def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """With the skip on every target; on Hopper also with GELU, plain, with a rounded skip, and in
     small tiles with features that divide by nothing."""
-    hopper, portable = ("cuda", 90), {"tuning": {"persistent": True}}
+    hopper, portable = ("cuda", 90), {"tuning": {"block_k": 128}}
     cases = [case("int8-linear", target, 128, "fp8", **portable) for target in TARGETS]
     cases += [case("int8-linear", hopper, 128, "fp8", rest=True, **portable)]
     cases += [case("int8-linear", hopper, 77, "fp8") | {"heads": 1, "tokens": 300}]
@@ -201,7 +201,9 @@ def test_hopper_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> 
             groups, products = _FORMS[result["case"].split()[0]]
             assert result["shared"] <= SHARED[target], line(result)
             assert result["igmma"] == groups * products, line(result)
-            assert result["loop_spills"] == [0] * groups, line(result)
+            # More loops than groups where the assembler makes one of another branch.
+            assert len(result["loop_spills"]) >= groups, line(result)
+            assert not any(result["loop_spills"]), line(result)
 
 
 def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config) -> None:

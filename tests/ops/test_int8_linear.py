@@ -11,8 +11,6 @@ from turbo_rcm_patch.ops import MAX_CHANNELS, int8_linear, quantize_weight
 from turbo_rcm_patch.ops.int8_linear import linear_forward
 from turbo_rcm_patch.ops.quantize import quantize_weights, quantized_rows
 
-pytestmark = pytest.mark.usefixtures("poisoned")
-
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 

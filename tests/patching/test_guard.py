@@ -251,3 +251,29 @@ def test_hidden_in_a_module_without_cache_context() -> None:
     with patched(model) as report:
         run(model)
     assert seen(report) == [(None, "first")]
+
+
+def test_auto_precision_makes_an_attention_exact_before_it_gives_it_back() -> None:
+    model = wan()
+    before = run(model)
+    report = patch_model(model, PatchConfig(precision="auto", guard_budget=1e-4))
+    first = run(model)
+    steps = [record.verdict for record in report.guard if record.path == "blocks.0.attn1"]
+    assert steps == ["16-bit p and v", "exact attention", "kept"]
+    # Over few keys cross-attention is exact as it is.
+    cross = [record.verdict for record in report.guard if record.path == "blocks.0.attn2"]
+    assert cross == ["kept"]
+    assert report.fused == len(report.pairs)
+    assert "attention made exact by the guard" in str(report)
+    assert "4 made more precise" in str(report)
+    assert relative(first, before) < 1e-5
+    assert torch.equal(run(model), first)
+    unpatch_model(model)
+    assert torch.equal(run(model), before)
+
+
+def test_auto_precision_keeps_what_is_within_the_budget() -> None:
+    model = wan()
+    report = patch_model(model, PatchConfig(precision="auto"))
+    run(model)
+    assert {record.verdict for record in report.guard} == {"kept"}

@@ -1,7 +1,7 @@
 """What `tune` tries: the tiles of each kernel variant, and a call that spends its time in it.
 
 Only public operations are called, with shapes that make the kernel in question take most of the
-time: many queries against few keys for the prologue of q, the reverse for those of k and v.
+time: many queries against few keys for the prologue.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ _PROJECT: Final[Tiles] = (
     (64, 64, 4, 2), (128, 128, 8, 3), (128, 128, 8, 4), (64, 64, 4, 3), (64, 128, 4, 3),
     (128, 64, 4, 3), (128, 128, 4, 3), (128, 256, 8, 3), (256, 128, 8, 3),
 )  # fmt: skip
-# At most the rows of a counter of the one-launch form, which this kernel zeroes.
-_ROW: Final[Tiles] = tuple((rows, 512, warps, 1) for rows in (32, 16, 64) for warps in (4, 8))
-_BLOCK: Final[Tiles] = tuple((rows, 128, warps, 1) for rows in (64, 128, 32) for warps in (8, 4))
-_VALUES: Final[Tiles] = tuple((rows, 0, warps, 1) for rows in (128, 64, 32) for warps in (4, 8, 2))
+# The rows are the scale block's; what is tried is the width of the pass that sums squares.
+_PROLOGUE: Final[Tiles] = tuple((128, w, warps, 1) for warps in (16, 8, 4) for w in (512, 128))
 _SKIP: Final[Tiles] = tuple(
     (rows, width, warps, 1) for rows, width in ((16, 256), (8, 512), (4, 1024)) for warps in (4, 8)
 )
@@ -52,9 +50,7 @@ def candidates(kernel: str, variant: str) -> Tiles:
     """Tiles to try for a kernel variant; none for one that is not known here."""
     if kernel in ("attention", "one_launch"):
         return _FP8 if variant.startswith("fp8") else _SIXTEEN
-    if kernel == "quantize":
-        return _ROW if variant.startswith("row") else _BLOCK
-    return {"project": _PROJECT, "transpose_values": _VALUES, "skip": _SKIP}.get(kernel, ())
+    return {"project": _PROJECT, "prologue": _PROLOGUE, "skip": _SKIP}.get(kernel, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +95,9 @@ def work_for(
             tokens(8192), tokens(8192), head_dim, pv, device, seed, close=True
         ),
         "one_launch": lambda: _one_launch(tokens(8192), head_dim, pv, device, seed),
-        "quantize": lambda: (
-            _attention(tokens(65536), 128, head_dim, "bf16", device, seed, norm=True)
-            if variant.startswith("row")
-            else _attention(128, tokens(65536), head_dim, "bf16", device, seed, norm=True)
+        "prologue": lambda: _attention(
+            tokens(65536), 128, head_dim, "fp8", device, seed, norm=True
         ),
-        "transpose_values": lambda: _attention(128, tokens(65536), head_dim, "fp8", device, seed),
         "project": lambda: _project(variant, tokens, device, seed),
         "skip": lambda: _skip(tokens(32760), device, seed),
     }.get(kernel)

@@ -34,8 +34,8 @@ _MOST_SETS: Final = 12
 _GROUPS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     (
         "prologue",
-        ("quantize", "quant_", "quantint8", "sample_mean", "channel_amax", "transpose_values",
-         "meanscale", "transposepadpermute", "submean"),
+        ("prologue", "statistics_kernel", "quantize", "quant_", "quantint8", "meanscale",
+         "transposepadpermute", "submean"),
     ),
     ("attention", ("attention", "attn", "fmha", "flash", "sdpa", "one_launch", "hopper_kernel")),
     ("norm and modulate", ("layer_norm", "layernorm", "rms_norm", "rmsnorm", "modulate", "norm_")),

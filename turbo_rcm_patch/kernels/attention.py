@@ -48,7 +48,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _permute_keys(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Reorder keys within groups of 32 as `transpose_values_kernel` stored v."""
+    """Reorder keys within groups of 32 as `values.value_block` stored v."""
     p = tl.reshape(p, [BLOCK_M, BLOCK_N // 32, 2, 2, 4, 2])
     p = tl.permute(p, [0, 1, 2, 4, 3, 5])
     return tl.reshape(p, [BLOCK_M, BLOCK_N])

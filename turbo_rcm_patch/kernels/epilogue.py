@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["blend", "close_skip", "gelu_tanh", "load_coefficient"]
+__all__ = ["close_skip", "gelu_tanh", "load_coefficient", "scaled", "skipped"]
 
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _CUBE = tl.constexpr(0.044715)
@@ -64,15 +64,15 @@ def _rounded(x, ROUND_TO: tl.constexpr):
 
 
 @triton.jit
-def blend(
-    branch, c_out, residual, c_skip, HAS_RESIDUAL: tl.constexpr, ROUND_TO: tl.constexpr
-):  # fmt: skip
-    """c_out * branch, and c_skip * residual where there is one, rounded as `close_skip` says."""
-    y = _rounded(_product(_rounded(branch, ROUND_TO), c_out), ROUND_TO)
-    if HAS_RESIDUAL:
-        skipped = _rounded(_product(residual.to(tl.float32), c_skip), ROUND_TO)
-        y = _rounded(skipped + y, ROUND_TO)
-    return y
+def scaled(branch, c_out, ROUND_TO: tl.constexpr):
+    """c_out * branch, rounded as `close_skip` says."""
+    return _rounded(_product(_rounded(branch, ROUND_TO), c_out), ROUND_TO)
+
+
+@triton.jit
+def skipped(y, residual, c_skip, ROUND_TO: tl.constexpr):
+    """c_skip * residual + y, rounded as `close_skip` says."""
+    return _rounded(_rounded(_product(residual.to(tl.float32), c_skip), ROUND_TO) + y, ROUND_TO)
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def close_skip(
         out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c, b, offs_n, offs_c,
         mask_n, mask_c, OUT_FORM, ROUND_TO,
     )  # fmt: skip
-    c_skip, residual = c_out, branch
+    y = scaled(branch, c_out, ROUND_TO)
     if HAS_RESIDUAL:
         c_skip = load_coefficient(
             skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c, b, offs_n, offs_c,
@@ -104,4 +104,5 @@ def close_skip(
             mask=mask_n[:, None] & mask_c[None, :],
             other=0.0,
         )  # fmt: skip
-    return blend(branch, c_out, residual, c_skip, HAS_RESIDUAL, ROUND_TO)
+        y = skipped(y, residual, c_skip, ROUND_TO)
+    return y

@@ -12,20 +12,18 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "GROUP_CHANNELS",
     "SPREAD",
     "head_tile",
     "kv_limit",
     "load_mean",
     "places",
+    "read_channels",
     "rotary_tables",
     "row_rms",
     "spread",
     "store_int8",
 ]
 
-#: Channels of a thread.
-GROUP_CHANNELS = 32
 #: Channels that one Hadamard matrix mixes: as many as every padded head has at least.
 SPREAD = tl.constexpr(32)
 
@@ -59,21 +57,29 @@ def _unpack(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _channels(
-    ptr, words_ptr, offs, mask, room,
-    BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
+def read_channels(
+    ptr, words_ptr, offs, mask, room, WORDS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """[BLOCK_T, HEAD_PAD] fp32 from ptr + offs, offs [T, G] to the first of 32 channels; words_ptr
-    is the same memory as int64 (WORDS: 16-bit channels, everything divisible by 4)."""
+    """32 channels from ptr + offs [T, G] on, as they lie in memory; words_ptr is the same memory
+    as int64 (WORDS: 16-bit channels, everything divisible by 4). For `unpack_channels`: in
+    between, what was read takes half the registers and need not have arrived."""
     if WORDS:
-        words = _fan(words_ptr + (offs >> 2), mask, room >> 2, 0, 1, 3, PADDED)
-        dtype: tl.constexpr = ptr.dtype.element_ty
-        even = tl.join(_unpack(words, 0, dtype), _unpack(words, 32, dtype))
-        odd = tl.join(_unpack(words, 16, dtype), _unpack(words, 48, dtype))
-        x = tl.join(even, odd)
+        x = _fan(words_ptr + (offs >> 2), mask, room >> 2, 0, 1, 3, PADDED)
     else:
-        x = _fan(ptr + offs, mask, room, 0, 1, 5, PADDED).to(tl.float32)
-    return tl.reshape(x, [BLOCK_T, HEAD_PAD])
+        x = _fan(ptr + offs, mask, room, 0, 1, 5, PADDED)
+    return x
+
+
+@triton.jit
+def unpack_channels(
+    x, dtype: tl.constexpr, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr, WORDS: tl.constexpr
+):
+    """[BLOCK_T, HEAD_PAD] fp32 of what `read_channels` read of elements of `dtype`."""
+    if WORDS:
+        even = tl.join(_unpack(x, 0, dtype), _unpack(x, 32, dtype))
+        odd = tl.join(_unpack(x, 16, dtype), _unpack(x, 48, dtype))
+        x = tl.join(even, odd)
+    return tl.reshape(x.to(tl.float32), [BLOCK_T, HEAD_PAD])
 
 
 @triton.jit
@@ -118,26 +124,23 @@ def row_rms(
 
 @triton.jit
 def head_tile(
-    ptr, words_ptr, offs, first, mask, room, rms, h, weight_ptr, weight_words_ptr, cos, sin, eps,
+    x, first, mask, room, rms, h, weight_ptr, weight_words_ptr, cos, sin, eps, dtype: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_T, HEAD_PAD] fp32: one head, normalised and rotated; 0 where masked.
 
-    offs [T, G]: from ptr to the first channel of each group of head 0; rms [BLOCK_T].
+    x: what `read_channels` read of the head; rms [BLOCK_T].
     """
-    padded: tl.constexpr = HEAD_DIM % 32 != 0
-    x = _channels(
-        ptr, words_ptr, offs + h * HEAD_DIM, mask, room, BLOCK_T, HEAD_PAD, WORDS, padded
-    )
+    x = unpack_channels(x, dtype, BLOCK_T, HEAD_PAD, WORDS)
     if NORM == 2:  # per head
         rms = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
     if NORM != 0:
         own = first if NORM == 2 else first + h * HEAD_DIM
-        w = _channels(
-            weight_ptr, weight_words_ptr, own, mask, room, BLOCK_T, HEAD_PAD, WORDS, padded
-        )
-        x = x * rms[:, None] * w
+        padded: tl.constexpr = HEAD_DIM % 32 != 0
+        w = read_channels(weight_ptr, weight_words_ptr, own, mask, room, WORDS, padded)
+        kind: tl.constexpr = weight_ptr.dtype.element_ty
+        x = x * rms[:, None] * unpack_channels(w, kind, BLOCK_T, HEAD_PAD, WORDS)
     if ROPE:
         even, odd = tl.split(tl.reshape(x, [BLOCK_T, HEAD_PAD // 2, 2]))
         x = tl.join(even * cos - odd * sin, even * sin + odd * cos)

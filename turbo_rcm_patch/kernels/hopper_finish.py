@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from turbo_rcm_patch.kernels.epilogue import blend, gelu_tanh, load_coefficient
+from turbo_rcm_patch.kernels.epilogue import gelu_tanh, load_coefficient, scaled, skipped
 
 __all__ = ["fetch", "finish"]
 
@@ -61,7 +61,7 @@ def fetch(
 
 
 @gluon.jit
-def _skipped(base, stride_n, offs_m, offs_c, n_tokens, c_out):
+def _residual(base, stride_n, offs_m, offs_c, n_tokens, c_out):
     """A piece of the residual."""
     return gl.load(
         base + (offs_m.to(gl.int64) * stride_n)[:, None] + offs_c[None, :],
@@ -102,10 +102,10 @@ def finish(
             bias = gl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(gl.float32)
         if HAS_RESIDUAL:
             if i == 0:
-                residual = _skipped(skip_base, residual_stride_n, offs_m, offs_c, n_tokens, c_out)
+                residual = _residual(skip_base, residual_stride_n, offs_m, offs_c, n_tokens, c_out)
             now = residual
             if i + 1 < PIECES:  # before the store, which a load may not pass
-                residual = _skipped(
+                residual = _residual(
                     skip_base, residual_stride_n,
                     lanes_m + (i + 1) // ACROSS * 64, lanes_c + (i + 1) % ACROSS * 32,
                     n_tokens, c_out,
@@ -120,14 +120,13 @@ def finish(
             out[0], out[1], out[2], out[3], out_stride_c, b, offs_m, offs_c, mask_m, mask_c,
             OUT_FORM, ROUND_TO,
         )  # fmt: skip
+        y = scaled(branch, factor, ROUND_TO)
         if HAS_RESIDUAL:
             keep = load_coefficient(
                 skip[0], skip[1], skip[2], skip[3], skip_stride_c, b, offs_m, offs_c,
                 mask_m, mask_c, SKIP_FORM, ROUND_TO,
             )  # fmt: skip
-            y = blend(branch, factor, now, keep, True, ROUND_TO)
-        else:
-            y = blend(branch, factor, branch, factor, False, ROUND_TO)
+            y = skipped(y, now, keep, ROUND_TO)
         gl.store(
             y_ptr + ((first + offs_m) * c_out)[:, None] + offs_c[None, :],
             y.to(y_ptr.dtype.element_ty),

@@ -180,6 +180,12 @@ def hopper() -> ModuleType | None:
         return None
 
 
+def _crowded(tile: Tile) -> bool:
+    """Whether a tile's sums take half of a thread's registers, so that a residual beside them
+    would be spilled."""
+    return tile.block_m * tile.block_n >= 128 * 32 * tile.warps
+
+
 def int8_linear(
     x: Rows,
     weight: torch.Tensor,
@@ -195,7 +201,7 @@ def int8_linear(
     tile: Tile | None = None,
     block_k: int | None = None,
     halves: bool | None = None,
-    persistent: bool | None = None,
+    persistent: bool = False,
 ) -> torch.Tensor:
     """x [B, N, K] in int8 rows, weight int8 [Cout, K], its scale [Cout], residual [B, N, Cout].
 
@@ -206,13 +212,13 @@ def int8_linear(
     features = weight.shape[0]
     target = target_of(x.int8.device)
     wide = batch * n_tokens * features >= WIDE
-    if channels != weight.shape[1]:
+    if weight.shape[1] != channels:  # padding by nothing would copy
         weight = torch.nn.functional.pad(weight, (0, channels - weight.shape[1]))
     weight = weight.contiguous()
     y = torch.empty(batch, n_tokens, features, dtype=out_dtype, device=x.int8.device)
     # A hardware copy wants memory that begins at a multiple of 16 bytes; a slice may not.
     descriptors = target.descriptors and weight.data_ptr() % ALIGNED == 0
-    untouched = tile is None and block_k is None and persistent is None and halves is None
+    untouched = tile is None and block_k is None and halves is None and not persistent
     own = hopper() if untouched and wide and descriptors and target == ("cuda", 90) else None
     if own is not None:
         own.hopper_linear(
@@ -223,10 +229,8 @@ def int8_linear(
     if tile is None:
         tile = tile_for("int8_linear", "wide" if wide else "small", target)
     block_k = BLOCK_K if block_k is None else block_k
-    if persistent is None:
-        persistent = descriptors and wide
     if halves is None:
-        halves = persistent
+        halves = residual is not None and _crowded(tile)
     x_src, w_src = x.int8, weight
     if descriptors:
         x_src = descriptor(x_src.view(-1, channels), [tile.block_m, block_k])

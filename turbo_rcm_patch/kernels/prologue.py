@@ -1,165 +1,104 @@
-"""What the prologues of q, k and v share, and the mean that smooths k.
+"""What stands before the attention kernel, in two launches.
 
-Before the attention kernel: `sample_mean_kernel` averages k over a sample of tokens (any constant
-smooths exactly), then `queries` and `keys` normalise, rotate, spread and quantise, in one pass
-over memory each: a program takes a block of tokens, sums the squares of their rows where the norm
-spans all heads, then takes head by head while the rows are in cache.
+`statistics_kernel` averages k over a sample of tokens (any constant smooths exactly) and finds the
+largest magnitude of each channel of v. `prologue_kernel` then normalises, rotates, spreads and
+quantises q and k and transposes v, in one pass over memory: a program takes a block of tokens of
+one of the three, sums the squares of their rows where the norm spans all heads, and goes from head
+to head while the rows are in cache.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.heads import (
-    GROUP_CHANNELS,
-    head_tile,
-    kv_limit,
-    places,
-    rotary_tables,
-    row_rms,
-)
-from turbo_rcm_patch.kernels.launch import launch, pad_head
+from turbo_rcm_patch.kernels.heads import kv_limit
+from turbo_rcm_patch.kernels.keys import key_block, sample_mean
+from turbo_rcm_patch.kernels.queries import query_block
+from turbo_rcm_patch.kernels.values import channel_amax, value_block
 
-__all__ = [
-    "PADDED_TO",
-    "heads_a_program",
-    "row_arguments",
-    "sample_mean",
-    "sample_mean_kernel",
-]
-
-PADDED_TO = 128  # tokens are padded to a multiple of this
-MEAN_SAMPLES = 256
-NO_NORM, NORM_ACROSS, NORM_PER_HEAD = 0, 1, 2
+__all__ = ["prologue_kernel", "statistics_kernel"]
 
 
 @triton.jit
-def sample_mean_kernel(
-    x_ptr, words_ptr, mean_ptr, weight_ptr, weight_words_ptr, cos_ptr, sin_ptr, lengths_ptr,
-    stride_b, stride_n, n_tokens, step, heads, eps,
+def statistics_kernel(
+    k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr, cos_ptr, sin_ptr,
+    v_ptr, amax_ptr, lengths_ptr,
+    k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, step, chunk_tokens, chunks, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, SAMPLES: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    SMOOTH: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Mean of x, normalised and rotated, over tokens 0, step, 2 * step, ...
+    """Mean of a sample of k (SMOOTH) and channel maxima of v by chunks of tokens (FP8).
 
-    Grid: (heads, batch).
-    x [B, N, H*D], words the same as int64 (WORDS); mean [B, H, HEAD_PAD] fp32; weight [H*D] or
-    [D]; cos, sin [N, D]; lengths [B].
+    Grid: (heads with SMOOTH + heads * chunks with FP8, batch). Arguments as in `keys.sample_mean`
+    and `values.channel_amax`; lengths [B].
     """
-    h, b = tl.program_id(0), tl.program_id(1)
-    limit = kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS)
-    total = tl.zeros([HEAD_PAD], tl.float32)
-    for start in range(0, SAMPLES, BLOCK_T):
-        offs_t = (start + tl.arange(0, BLOCK_T)) * step
-        mask_t = offs_t < limit
-        rms = tl.zeros([BLOCK_T], tl.float32)
-        row = b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
-        if NORM == 1:
-            rms = row_rms(x_ptr + row, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
-        tokens, first, mask, room = places(offs_t, mask_t, HEAD_DIM, HEAD_PAD)
-        cos, sin = None, None
-        if ROPE:
-            cos, sin = rotary_tables(
-                cos_ptr, sin_ptr, tokens, first, mask, room, BLOCK_T, HEAD_DIM, HEAD_PAD
-            )
-        x = head_tile(
-            x_ptr, words_ptr, row[:, None] + first, first, mask, room, rms, h,
-            weight_ptr, weight_words_ptr, cos, sin, eps,
-            HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE, WORDS,
+    at, b = tl.program_id(0), tl.program_id(1)
+    limit = kv_limit(lengths_ptr, b, n_kv, HAS_LENGTHS)
+    means = 0
+    if SMOOTH:
+        means = heads
+        if at < means:
+            sample_mean(
+                at, b, limit, k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr,
+                cos_ptr, sin_ptr, k_stride_b, k_stride_n, step, heads, eps,
+                CHANNELS, HEAD_DIM, HEAD_PAD, BLOCK_T, BLOCK_C, SAMPLES, NORM, ROPE, WORDS,
+            )  # fmt: skip
+    if FP8:  # noqa: SIM102 (decided when compiled: without it there is no v to read)
+        if at >= means:
+            channel_amax(
+                (at - means) // heads, (at - means) % heads, b, limit,
+                v_ptr, amax_ptr, v_stride_b, v_stride_n, chunk_tokens, chunks, heads,
+                HEAD_DIM, HEAD_PAD, BLOCK_T,
+            )  # fmt: skip
+
+
+@triton.jit
+def prologue_kernel(
+    q_ptr, q_words_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_weight_words_ptr, shift_ptr,
+    counter_ptr,
+    k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr, mean_ptr,
+    v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, cos_ptr, sin_ptr, lengths_ptr,
+    q_stride_b, q_stride_n, k_stride_b, k_stride_n, v_stride_b, v_stride_n,
+    n_q, n_kv, n_q_padded, n_kv_padded, heads, n_counters, chunks, q_blocks, kv_blocks,
+    eps, factor, shift_factor,
+    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
+    COUNTER_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
+    Q_WORDS: tl.constexpr, K_WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    SUBTRACT: tl.constexpr, SHIFT: tl.constexpr, COUNTERS: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """q and k as int8 and, with FP8, v as transposed e4m3.
+
+    Grid: (blocks of ROWS tokens of k, then of q, then of v; groups of GROUP heads; batch).
+    Arguments as in `keys.key_block`, `queries.query_block` and `values.value_block`.
+    """
+    block, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    limit = kv_limit(lengths_ptr, b, n_kv, HAS_LENGTHS)
+    if block < kv_blocks:
+        key_block(
+            block, group, b, limit,
+            k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr,
+            cos_ptr, sin_ptr, mean_ptr, k_stride_b, k_stride_n, n_kv_padded, kv_blocks, heads, eps,
+            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, QMAX,
+            K_NORM, ROPE, K_WORDS, SUBTRACT,
         )  # fmt: skip
-        total += tl.sum(x, axis=0)
-    count = tl.maximum(1, (limit + step - 1) // step)
-    tl.store(mean_ptr + (b * heads + h) * HEAD_PAD + tl.arange(0, HEAD_PAD), total / count)
-
-
-def _as_words(x: torch.Tensor) -> torch.Tensor | None:
-    """x as int64, four of its 16-bit elements to each, where its layout allows it."""
-    strides = (*x.stride()[:-1], x.storage_offset(), x.shape[-1])
-    if x.element_size() != 2 or any(stride % 4 for stride in strides):
-        return None
-    return x.view(torch.int64)
-
-
-def row_arguments(
-    x: torch.Tensor,
-    heads: int,
-    *,
-    weight: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    eps: float,
-    block_c: int,
-) -> dict[str, object]:
-    """What every kernel here takes to read x [B, N, H*D], dense rows: norm, tables, sizes."""
-    _, n_tokens, channels = x.shape
-    head_dim = channels // heads
-    norm = NO_NORM
-    if weight is not None:
-        norm = NORM_ACROSS if weight.numel() == channels else NORM_PER_HEAD
-        weight = weight.contiguous()
-    words, weight_words = _as_words(x), None if weight is None else _as_words(weight)
-    by_words = words is not None and head_dim % 4 == 0
-    by_words = by_words and (weight is None or weight_words is not None)
-    return {
-        "x_ptr": x,
-        "words_ptr": words if by_words else None,
-        "weight_ptr": weight,
-        "weight_words_ptr": weight_words if by_words else None,
-        "cos_ptr": None if cos is None else cos.contiguous(),
-        "sin_ptr": None if sin is None else sin.contiguous(),
-        "stride_b": x.stride(0),
-        "stride_n": x.stride(1),
-        "n_tokens": n_tokens,
-        "heads": heads,
-        "eps": eps,
-        "CHANNELS": channels,
-        "HEAD_DIM": head_dim,
-        "HEAD_PAD": pad_head(head_dim),
-        "BLOCK_C": min(block_c, triton.next_power_of_2(channels)),
-        "NORM": norm,
-        "ROPE": cos is not None,
-        "WORDS": by_words,
-    }
-
-
-def heads_a_program(heads: int, programs: int) -> int:
-    """Heads a program takes: all, unless that leaves a large GPU idle."""
-    return max(1, min(heads, heads * programs // 512))
-
-
-def sample_mean(
-    k: torch.Tensor,
-    heads: int,
-    *,
-    weight: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
-    """Mean over at most `MEAN_SAMPLES` evenly spaced tokens of k [B, N, H*D]: [B, H, HEAD_PAD]
-    fp32."""
-    batch, n_tokens, channels = k.shape
-    head_pad = pad_head(channels // heads)
-    step = triton.cdiv(n_tokens, MEAN_SAMPLES)
-    samples = triton.cdiv(n_tokens, step)
-    block_t = 8 * 32 * GROUP_CHANNELS // head_pad
-    mean = torch.empty(batch, heads, head_pad, dtype=torch.float32, device=k.device)
-    launch(
-        sample_mean_kernel,
-        (heads, batch),
-        k.device,
-        mean_ptr=mean,
-        lengths_ptr=lengths,
-        step=step,
-        BLOCK_T=block_t,
-        SAMPLES=triton.cdiv(samples, block_t) * block_t,
-        HAS_LENGTHS=lengths is not None,
-        num_warps=8,
-        num_stages=1,
-        **row_arguments(k, heads, weight=weight, cos=cos, sin=sin, eps=eps, block_c=256),
-    )
-    return mean
+    elif block < kv_blocks + q_blocks:
+        query_block(
+            block - kv_blocks, group, b,
+            q_ptr, q_words_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_weight_words_ptr,
+            cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
+            q_stride_b, q_stride_n, n_q, n_q_padded, heads, n_counters, eps, factor, shift_factor,
+            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, COUNTER_ROWS, QMAX,
+            Q_NORM, ROPE, Q_WORDS, SHIFT, COUNTERS,
+        )  # fmt: skip
+    elif FP8:
+        for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
+            value_block(
+                block - kv_blocks - q_blocks, h, b, limit,
+                v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, v_stride_b, v_stride_n, n_kv_padded,
+                chunks, heads, HEAD_DIM, HEAD_PAD, ROWS, CHUNKS,
+            )  # fmt: skip

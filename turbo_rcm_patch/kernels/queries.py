@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.heads import (
-    SPREAD,
     head_tile,
     load_mean,
     places,
+    read_channels,
     rotary_tables,
     row_rms,
     spread,
     store_int8,
 )
-from turbo_rcm_patch.kernels.launch import dense_rows, launch, pad_head, target_of, tile_for
-from turbo_rcm_patch.kernels.prologue import PADDED_TO, heads_a_program, row_arguments
 
-__all__ = ["Queries", "quantize_queries", "quantize_queries_kernel"]
-
-LOG2_E = 1.4426950408889634
+__all__ = ["query_block"]
 
 
 @triton.jit
-def quantize_queries_kernel(
+def query_block(
+    block, group, b,
     x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr, cos_ptr, sin_ptr,
     mean_ptr, shift_ptr, counter_ptr,
     stride_b, stride_n, n_tokens, n_padded, heads, n_counters,
@@ -38,15 +32,14 @@ def quantize_queries_kernel(
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
     SHIFT: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """int8 q and its scales, after norm, rotary embedding and `spread`.
+    """int8 q and its scales, after norm, rotary embedding and `spread`: BLOCK_T tokens of GROUP
+    heads.
 
-    Grid: (blocks of BLOCK_T tokens, groups of GROUP heads, batch).
     x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64;
     scale [B, H, n_padded] fp32, times `factor`; weight [H*D] or [D]; cos, sin [N, D]; mean
     [B, H, HEAD_PAD] of k, for shift [B, H, n_padded] fp32 = q · mean * shift_factor (SHIFT);
     counter [B, n_counters] int32, zeroed for the kernel that counts.
     """
-    block, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     if COUNTERS:
         counters: tl.constexpr = max(1, BLOCK_T // COUNTER_ROWS)
@@ -65,10 +58,20 @@ def quantize_queries_kernel(
             cos_ptr, sin_ptr, tokens, first, mask, room, BLOCK_T, HEAD_DIM, HEAD_PAD
         )
     inside = offs_t < n_padded
-    for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
+    # A head is read while the one before it is computed.
+    padded: tl.constexpr = HEAD_DIM % 32 != 0
+    offs = row[:, None] + first
+    last = tl.minimum((group + 1) * GROUP, heads) - 1
+    following = read_channels(
+        x_ptr, words_ptr, offs + group * GROUP * HEAD_DIM, mask, room, WORDS, padded
+    )
+    for h in range(group * GROUP, last + 1):
+        here = following
+        at = offs + tl.minimum(h + 1, last) * HEAD_DIM
+        following = read_channels(x_ptr, words_ptr, at, mask, room, WORDS, padded)
         x = head_tile(
-            x_ptr, words_ptr, row[:, None] + first, first, mask, room, rms, h,
-            weight_ptr, weight_words_ptr, cos, sin, eps,
+            here, first, mask, room, rms, h, weight_ptr, weight_words_ptr, cos, sin, eps,
+            x_ptr.dtype.element_ty,
             HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE, WORDS,
         )  # fmt: skip
         bh = b.to(tl.int64) * heads + h
@@ -86,64 +89,3 @@ def quantize_queries_kernel(
         tl.store(scale_ptr + bh * n_padded + offs_t, scale, mask=inside)
         out = int8_ptr + ((bh * n_padded + tokens) * HEAD_PAD + first) // 8
         store_int8(out, x * inverse[:, None], inside[:, None], BLOCK_T, HEAD_PAD)
-
-
-class Queries(NamedTuple):
-    """int8 [B, H, n_padded, HEAD_PAD], scale [B, H, n_padded], shift [B, H, n_padded] or None."""
-
-    int8: torch.Tensor
-    scale: torch.Tensor
-    shift: torch.Tensor | None
-
-
-def quantize_queries(
-    q: torch.Tensor,
-    heads: int,
-    *,
-    weight: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    eps: float,
-    qmax: int,
-    sm_scale: float,
-    mean: torch.Tensor | None,
-    want_shift: bool,
-    counters: torch.Tensor | None = None,
-    counter_rows: int = 1,
-) -> Queries:
-    """q [B, Nq, H*D] as int8, with sm_scale * log2(e) in its scales, and what spreading q and k
-    has multiplied logits by divided out. Shift is sm_scale * q · mean."""
-    q = dense_rows(q)
-    batch, n_tokens, channels = q.shape
-    head_pad = pad_head(channels // heads)
-    tile = tile_for("quantize", f"row_{head_pad}", target_of(q.device))
-    n_padded = triton.cdiv(n_tokens, PADDED_TO) * PADDED_TO
-    int8 = torch.empty(batch, heads, n_padded, head_pad, dtype=torch.int8, device=q.device)
-    scale = torch.empty(batch, heads, n_padded, dtype=torch.float32, device=q.device)
-    shift = torch.empty_like(scale) if want_shift and mean is not None else None
-    blocks = triton.cdiv(n_padded, tile.block_m)
-    group = heads_a_program(heads, blocks * batch)
-    launch(
-        quantize_queries_kernel,
-        (blocks, triton.cdiv(heads, group), batch),
-        q.device,
-        int8_ptr=int8.view(torch.int64),
-        scale_ptr=scale,
-        mean_ptr=None if shift is None else mean,
-        shift_ptr=shift,
-        counter_ptr=counters,
-        n_padded=n_padded,
-        n_counters=0 if counters is None else counters.shape[1],
-        factor=sm_scale * LOG2_E / SPREAD.value,
-        shift_factor=sm_scale,
-        BLOCK_T=tile.block_m,
-        GROUP=group,
-        COUNTER_ROWS=counter_rows,
-        QMAX=qmax,
-        SHIFT=shift is not None,
-        COUNTERS=counters is not None,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **row_arguments(q, heads, weight=weight, cos=cos, sin=sin, eps=eps, block_c=tile.block_n),
-    )
-    return Queries(int8, scale, shift)

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.heads import kv_limit
-from turbo_rcm_patch.kernels.launch import launch, pad_head, target_of, tile_for
-from turbo_rcm_patch.kernels.prologue import PADDED_TO
-
-__all__ = ["Values", "channel_amax_kernel", "quantize_values", "transpose_values_kernel"]
-
-AMAX_CHUNKS = 32
+__all__ = ["channel_amax", "value_block"]
 
 _E4M3_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
-def channel_amax_kernel(
-    v_ptr, amax_ptr, lengths_ptr,
-    stride_b, stride_n, n_tokens, chunk_tokens, chunks, heads,
+def channel_amax(
+    chunk, h, b, limit,
+    v_ptr, amax_ptr, stride_b, stride_n, chunk_tokens, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """Largest magnitude of each channel of v over chunks of tokens.
+    """Largest magnitude of each channel of a head of v over a chunk of tokens.
 
-    Grid: (chunks, heads, batch). v [B, N, H*D]; amax [B, H, chunks, HEAD_PAD] fp32; lengths [B].
+    v [B, N, H*D]; amax [B, H, chunks, HEAD_PAD] fp32.
     """
-    chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    limit = kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS)
     offs_d = tl.arange(0, HEAD_PAD)
     base = v_ptr + b.to(tl.int64) * stride_b + h * HEAD_DIM
     amax = tl.zeros([BLOCK_T, HEAD_PAD], tl.float32)
@@ -48,20 +36,17 @@ def channel_amax_kernel(
 
 
 @triton.jit
-def transpose_values_kernel(
-    v_ptr, amax_ptr, out_ptr, scale_ptr, lengths_ptr,
-    stride_b, stride_n, n_tokens, n_padded, chunks, heads,
+def value_block(
+    block, h, b, limit,
+    v_ptr, amax_ptr, out_ptr, scale_ptr, stride_b, stride_n, n_padded, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """v in e4m3, transposed, one scale per channel, tokens permuted within groups of 32.
+    """A head of v in e4m3, transposed, one scale per channel, tokens permuted within groups of 32:
+    BLOCK_T tokens, of which those before `limit` are seen.
 
-    Grid: (blocks of BLOCK_T tokens, heads, batch).
     v [B, N, H*D]; amax [B, H, chunks, HEAD_PAD] fp32; out [B, H, HEAD_PAD, n_padded] e4m3;
-    scale [B, H, HEAD_PAD] fp32; lengths [B].
+    scale [B, H, HEAD_PAD] fp32.
     """
-    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    limit = kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS)
     offs_d = tl.arange(0, HEAD_PAD)
     bh = b.to(tl.int64) * heads + h
     offs_c = tl.arange(0, CHUNKS)
@@ -90,69 +75,3 @@ def transpose_values_kernel(
         out_ptr + (bh * HEAD_PAD + offs_d[:, None]) * n_padded + block * BLOCK_T + p[None, :],
         tl.trans(y),
     )
-
-
-class Values(NamedTuple):
-    """e4m3 [B, H, HEAD_PAD, n_padded] and scale [B, H, HEAD_PAD]."""
-
-    e4m3: torch.Tensor
-    scale: torch.Tensor
-
-
-def quantize_values(v: torch.Tensor, heads: int, *, lengths: torch.Tensor | None) -> Values:
-    """v [B, Nk, H*D] as transposed e4m3; keys that are not seen are 0."""
-    batch, n_tokens, channels = v.shape
-    head_dim = channels // heads
-    head_pad = pad_head(head_dim)
-    n_padded = triton.cdiv(n_tokens, PADDED_TO) * PADDED_TO
-    block_t = 64
-    chunk_tokens = triton.cdiv(triton.cdiv(n_tokens, AMAX_CHUNKS), block_t) * block_t
-    chunks = triton.cdiv(n_tokens, chunk_tokens)
-    amax = torch.empty(batch, heads, chunks, head_pad, dtype=torch.float32, device=v.device)
-    out = torch.empty(batch, heads, head_pad, n_padded, dtype=torch.float8_e4m3fn, device=v.device)
-    scale = torch.empty(batch, heads, head_pad, dtype=torch.float32, device=v.device)
-    launch(
-        channel_amax_kernel,
-        (chunks, heads, batch),
-        v.device,
-        v_ptr=v,
-        amax_ptr=amax,
-        lengths_ptr=lengths,
-        stride_b=v.stride(0),
-        stride_n=v.stride(1),
-        n_tokens=n_tokens,
-        chunk_tokens=chunk_tokens,
-        chunks=chunks,
-        heads=heads,
-        HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad,
-        BLOCK_T=block_t,
-        HAS_LENGTHS=lengths is not None,
-        num_warps=8,
-        num_stages=2,
-    )
-    tile = tile_for("transpose_values", str(head_pad), target_of(v.device))
-    launch(
-        transpose_values_kernel,
-        (n_padded // tile.block_m, heads, batch),
-        v.device,
-        v_ptr=v,
-        amax_ptr=amax,
-        out_ptr=out,
-        scale_ptr=scale,
-        lengths_ptr=lengths,
-        stride_b=v.stride(0),
-        stride_n=v.stride(1),
-        n_tokens=n_tokens,
-        n_padded=n_padded,
-        chunks=chunks,
-        heads=heads,
-        HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad,
-        BLOCK_T=tile.block_m,
-        CHUNKS=AMAX_CHUNKS,
-        HAS_LENGTHS=lengths is not None,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return Values(out, scale)

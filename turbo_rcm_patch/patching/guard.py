@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from torch import nn
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
-from turbo_rcm_patch.patching.state import PairState
+from turbo_rcm_patch.patching.state import PairState, Step
 
 __all__ = ["Guard", "PipelineSteps", "StepContext"]
 
@@ -178,8 +178,9 @@ class Guard:
     ) -> bool:
         """Compare a branch with its author's code; over budget, the pairs are given back.
 
-        Where Linears run in int8 these go first: the branch is computed once more with the Linears
-        as they are, and that decides about the rest.
+        Before that, what can be made more precise is: Linears that run in int8 are given back
+        first, then, with precision="auto", p and v get 16 bits, then the attention is exact. The
+        branch is computed once more after each step.
 
         Args:
             states: The pairs that the branch closes (cross-attention and its image branch are
@@ -189,16 +190,14 @@ class Guard:
         """
         with torch.no_grad():
             truth = exact()
-        if any(state.int8 for state in states):
-            error = self._error(truth, fused)
-            if error <= self._budget:
-                self._record(states, error, "kept")
-                return True
-            self._record(states, error, "linears given back")
+        while (error := self._error(truth, fused)) > self._budget:
+            step = next((state.next_step for state in states if state.next_step), None)
+            if step is None:
+                break
+            self._record(states, error, step)
             for state in states:
-                state.give_back_linears(self._reason("int8 Linears given back", error))
-        error = self._error(truth, fused)
-        if error <= self._budget:
+                state.take(step, self._reason(_STEPS[step], error))
+        else:
             self._record(states, error, "kept")
             return True
         self._record(states, error, "given back")
@@ -236,6 +235,13 @@ class Guard:
             f"{what} by the guard: relative L2 {error:.3g} over the budget {self._budget:g} on "
             f"the {self._when} step{where}"
         )
+
+
+_STEPS: Final[dict[Step, str]] = {
+    "linears given back": "int8 Linears given back",
+    "16-bit p and v": "p and v given 16 bits",
+    "exact attention": "attention made exact",
+}
 
 
 def _reduce_max(error: torch.Tensor) -> None:

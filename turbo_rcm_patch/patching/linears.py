@@ -64,13 +64,14 @@ def pair_state(pair: SkipPair, linears: Mapping[str, nn.Module], config: PatchCo
         linears: The Linears that its fused form runs itself, by name.
         config: How the model is patched.
     """
+    auto = config.precision == "auto" and pair.kind != "feed-forward"
     if config.linear == "as-is" or pair.runs == "as-written":
-        return PairState(pair)
+        return PairState(pair, auto=auto)
     why = {name: why_not_int8(module) for name, module in linears.items()}
     chosen = tuple(name for name, reason in why.items() if not reason)
     left = [f"{name} is not in int8: {reason}" for name, reason in why.items() if reason]
     reason = "; ".join(filter(None, [pair.reason, *left]))
-    return PairState(replace(pair, int8_linears=chosen, reason=reason), int8=True)
+    return PairState(replace(pair, int8_linears=chosen, reason=reason), int8=True, auto=auto)
 
 
 class _Held(NamedTuple):

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import Literal, Protocol, overload
+from typing import Final, Literal, Protocol, overload
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS
+from turbo_rcm_patch.patching.state import Step
 from turbo_rcm_patch.skip import SkipPair
 
 __all__ = ["Decision", "GuardLog", "GuardRecord", "PairTable", "PatchReport"]
@@ -19,7 +20,7 @@ __all__ = ["Decision", "GuardLog", "GuardRecord", "PairTable", "PatchReport"]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-Decision = Literal["kept", "linears given back", "given back"]
+Decision = Literal["kept", "given back"] | Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,9 @@ class GuardRecord:
         error: Relative L2 of the fused branch, after its output projection, against the exact
             one; infinity if the fused branch has a non-finite value.
         budget: Largest error that was accepted.
-        verdict: "kept", "given back" to the author's code, or "linears given back": int8 Linears
-            run as they are, and the pair was compared again.
+        verdict: "kept", "given back" to the author's code, or a step towards precision after which
+            the pair was compared again: "linears given back" (int8 Linears run as they are),
+            "16-bit p and v", "exact attention".
     """
 
     path: str
@@ -43,6 +45,9 @@ class GuardRecord:
     error: float
     budget: float
     verdict: Decision
+
+
+_MORE_PRECISE: Final = ("16-bit p and v", "exact attention")
 
 
 class _Armable(Protocol):
@@ -84,11 +89,14 @@ class GuardLog(Sequence[GuardRecord]):
             return "guard: no forward was compared yet"
         worst = max(self._records, key=lambda record: record.error)
         back = [record for record in self._records if record.verdict != "kept"]
+        precise = sum(record.verdict in _MORE_PRECISE for record in back)
         text = (
             f"guard: {len(self._records)} comparisons, largest error {worst.error:.4g} "
             f"({worst.path}, {_step(worst)}), budget {worst.budget:g}"
         )
-        text += f", {len(back)} given back" if back else ", all kept"
+        counts = {"given back": len(back) - precise, "made more precise": precise}
+        text += "".join(f", {n} {what}" for what, n in counts.items() if n)
+        text += "" if back else ", all kept"
         return "\n".join(
             [text] + [f"  {r.verdict}: {r.path} at {r.error:.4g}, {_step(r)}" for r in back]
         )

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.skip import Residual, SkipPair
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.guard import Guard
 
-__all__ = ["Installation", "ModelPlan", "PairState"]
+__all__ = ["Installation", "ModelPlan", "PairState", "Precise", "Step", "specs_of"]
+
+#: How an attention runs.
+Precise = Literal["as asked for", "16-bit p and v", "exact attention"]
+#: What the guard may do about a pair before it gives it back.
+Step = Literal["linears given back", "16-bit p and v", "exact attention"]
 
 
 class PairState:
@@ -24,15 +30,20 @@ class PairState:
         pair: The pair and how it runs; replaced when that changes.
         live: Whether the fused path runs. A plain flag, because a forward reads it on every call.
         int8: Whether its Linears may run in int8; a plain flag too.
+        precision: How its attention runs, where the guard may choose.
     """
 
-    __slots__ = ("_step", "int8", "live", "pair")
+    __slots__ = ("_reason", "_steps", "int8", "live", "pair", "precision")
 
-    def __init__(self, pair: SkipPair, *, int8: bool = False) -> None:
+    def __init__(self, pair: SkipPair, *, int8: bool = False, auto: bool = False) -> None:
         self.pair = pair
         self.live = pair.fused
         self.int8 = int8 and pair.fused
-        self._step = ""
+        self.precision: Precise = "as asked for"
+        self._reason = ""
+        self._steps: list[Step] = ["linears given back"] if self.int8 else []
+        if auto and pair.fused:
+            self._steps += ["16-bit p and v", "exact attention"]
 
     def give_back(self, reason: str) -> None:
         """Run this pair as its author wrote it from now on."""
@@ -40,18 +51,40 @@ class PairState:
         self.live = self.int8 = False
         self.pair = replace(self.pair, runs=runs, reason=reason, int8_linears=())
 
-    def give_back_linears(self, reason: str) -> None:
-        """Run its Linears as they are from now on, and the pair fused as before."""
-        self.int8, self._step = False, reason
+    @property
+    def next_step(self) -> Step | None:
+        """What can be made more precise before the pair is given back, the cheapest first."""
+        return self._steps[0] if self._steps else None
+
+    def take(self, step: Step, reason: str) -> None:
+        """Run the pair more precisely from now on, and fused as before."""
+        if step not in self._steps:
+            return
+        self._steps.remove(step)
+        self._reason = reason
+        if step == "linears given back":
+            self.int8 = False
+        else:
+            self.precision = step
         self.pair = self.shown(self.pair)
 
     def shown(self, fresh: SkipPair) -> SkipPair:
         """A fresh look at this pair, with what was decided since it was patched."""
         if not self.live:
             return self.pair
-        if not self._step:
+        if not self._reason:
             return fresh
-        return replace(fresh, reason=self._step, int8_linears=())
+        linears = fresh.int8_linears if self.int8 else ()
+        return replace(fresh, reason=self._reason, int8_linears=linears)
+
+
+def specs_of(spec: AttentionSpec) -> dict[Precise, AttentionSpec]:
+    """How an attention runs after each step of the guard."""
+    return {
+        "as asked for": spec,
+        "16-bit p and v": replace(spec, pv="bf16"),
+        "exact attention": replace(spec, attention="exact"),
+    }
 
 
 @dataclass(slots=True, eq=False)

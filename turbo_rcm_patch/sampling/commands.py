@@ -122,6 +122,7 @@ def _config(arguments: argparse.Namespace) -> PatchConfig:
         attention=arguments.attention,
         pv=arguments.pv,
         linear=arguments.linear,
+        precision=arguments.precision,
         impl=arguments.impl,
         form=arguments.pair_form,
         guard=not arguments.no_guard,

@@ -21,7 +21,7 @@ from turbo_rcm_patch.patching.linears import Linears, pair_state, runs_int8
 from turbo_rcm_patch.patching.plain import autocasting, plain_linear, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.signature import check_parameters
-from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
+from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState, specs_of
 from turbo_rcm_patch.skip import Coefficient, Residual, SkipPair, Stream
 
 __all__ = ["RCMAttentionForward", "check", "plan"]
@@ -98,7 +98,7 @@ def _runs(model: nn.Module, config: PatchConfig) -> tuple[Residual, str]:
 class RCMAttentionForward:
     """Stands in for the forward of one module, which it holds."""
 
-    __slots__ = ("_form", "_guard", "_linears", "_module", "_spec", "_state")
+    __slots__ = ("_form", "_guard", "_linears", "_module", "_specs", "_state")
 
     def __init__(
         self, module: Any, state: PairState, config: PatchConfig, guard: Guard | None
@@ -106,13 +106,14 @@ class RCMAttentionForward:
         self._module, self._state, self._guard = module, state, guard
         self._form = config.form
         self._linears = Linears(config.impl)
-        self._spec = ops.AttentionSpec(
+        spec = ops.AttentionSpec(
             heads=module.num_heads,
             attention=config.attention,
             pv=config.pv,
             smooth_k=config.smooth_k,
             impl=config.impl,
         )
+        self._specs = specs_of(spec)
 
     def __call__(self, x: Tensor, t: float | Tensor) -> Tensor:
         """Attention with the skip in its epilogue.
@@ -147,7 +148,7 @@ class RCMAttentionForward:
         self, x: Tensor, residual: Tensor | None, c_skip: Coefficient, c_out: Coefficient
     ) -> Tensor:
         """c_skip * residual + c_out * F(x); the branch alone without a residual."""
-        module, spec = self._module, self._spec
+        module, spec = self._module, self._specs[self._state.precision]
         int8, proj = self._state.int8, module.proj
         (qkv,) = self._linears.project("qkv", x, (module.qkv,), int8=int8)
         q, k, v = qkv.chunk(3, dim=-1)
@@ -163,7 +164,8 @@ class RCMAttentionForward:
         if plain_linear(proj, q):
             return ops.attention_project_skip(
                 q, k, v, proj.weight, proj.bias, spec,
-                residual=residual, c_skip=c_skip, c_out=c_out, form=self._form,
+                residual=residual, c_skip=c_skip, c_out=c_out,
+                form="two-launch" if spec.attention == "exact" else self._form,
             )  # fmt: skip
         branch: Tensor = proj(ops.attention_skip(q, k, v, spec))
         if residual is None:

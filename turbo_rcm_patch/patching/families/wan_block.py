@@ -27,7 +27,7 @@ from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.plain import autocasting, bare, drops, plain_linear, plain_norm
-from turbo_rcm_patch.patching.state import PairState
+from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast, Coefficient
 
 __all__ = ["WanBlockForward", "attention_mode", "feed_forward_mode", "refuse_parallel"]
@@ -64,6 +64,7 @@ class WanBlockForward:
         "_image",
         "_linears",
         "_spec",
+        "_specs",
     )
 
     def __init__(
@@ -89,6 +90,7 @@ class WanBlockForward:
             eps=getattr(block.attn1.norm_q, "eps", None) or 1e-6,
             impl=config.impl,
         )
+        self._specs = specs_of(self._spec)
 
     def __call__(
         self,
@@ -280,15 +282,16 @@ class WanBlockForward:
             tokens = context.shape[1] - _TEXT_TOKENS
             image, context = context[:, :tokens], context[:, tokens:]
         name = "attn1" if state is self._attn1 else "attn2"
+        asked = self._specs[state.precision]
         q, k, v = self._project(name, attn, x, context, state.int8)
         norm_q, norm_k = attn.norm_q, attn.norm_k
         if plain_norm(norm_q, q) and plain_norm(norm_k, k) and norm_q.eps == norm_k.eps:
             weights = {"norm_q": norm_q.weight, "norm_k": norm_k.weight}
-            spec = self._spec
+            spec = asked
             if norm_q.eps != spec.eps:
                 spec = replace(spec, eps=norm_q.eps)
         else:
-            q, k, weights, spec = norm_q(q), norm_k(k), {}, self._spec
+            q, k, weights, spec = norm_q(q), norm_k(k), {}, asked
         few = context is not None and k.shape[1] < ops.INT8_MIN_KEYS
         if few and spec.attention == "int8" and self._form != "one-launch":
             spec = replace(spec, attention="exact")
@@ -298,7 +301,8 @@ class WanBlockForward:
         if plain and image is None and not int8:
             return ops.attention_project_skip(
                 q, k, v, linear.weight, linear.bias, spec,
-                residual=residual, c_out=c_out, rotary=rotary, form=self._form, cast=cast,
+                residual=residual, c_out=c_out, rotary=rotary, cast=cast,
+                form="two-launch" if spec.attention == "exact" else self._form,
                 **weights,
             )  # fmt: skip
         out = ops.attention_skip(q, k, v, spec, rotary=rotary, **weights)
