@@ -20,7 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
-    "operands", "attention", "hopper", "project", "one_launch", "skip", "rows", "int8_linear",
+    "operands", "attention", "hopper", "project", "one_launch", "skip", "rows", "norm_rows",
+    "int8_linear", "hopper_linear",
 )  # fmt: skip
 TYPES = {
     torch.float32: "fp32",
@@ -143,6 +144,10 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
             modules["skip"].skip(residual, residual, 1.0, gate, cast=cast, out_dtype=dtype)
     elif operation == "int8-linear":
         int8_linears(case, modules, residual, gate)
+    elif operation == "hopper-linear":
+        hopper_linears(case, modules, residual, gate)
+    elif operation == "norm-rows":
+        norm_rows(case, modules, residual, gate)
 
 
 def int8_linears(case, modules, residual, gate) -> None:
@@ -165,6 +170,25 @@ def int8_linears(case, modules, residual, gate) -> None:
             rows, weight[0], scale[0], bias, skip, 1.0, c_out,
             gelu=gelu, cast=cast, out_dtype=dtype, **more,
         )  # fmt: skip
+
+
+def hopper_linears(case, modules, residual, gate) -> None:
+    """The form of a case: with GELU, plain, and with the skip."""
+    own, channels = modules["hopper_linear"], residual.shape[2]
+    rows = modules["rows"].quantize_rows(residual)
+    scale = residual.new_empty(channels, dtype=torch.float32)
+    weight, y = residual.new_empty(channels, channels, dtype=torch.int8), residual.clone()
+    for gelu, skip, c_out in ((True, None, 1.0), (False, None, 1.0), (False, residual, gate)):
+        own.hopper_linear(
+            y, rows, weight, scale, residual[0, 0], skip, 1.0, c_out,
+            gelu=gelu, cast="fp32", form=own.FORMS[case["form"]], eights=case.get("eights"),
+        )  # fmt: skip
+
+
+def norm_rows(case, modules, residual, gate) -> None:
+    """The norms before a block's products, with a modulation of the batch and of every token."""
+    for factor in (gate, gate.expand(residual.shape).contiguous(), None):
+        modules["norm_rows"].norm_modulate_rows(residual, factor, factor, one=1.0, eps=1e-6)
 
 
 def main() -> None:

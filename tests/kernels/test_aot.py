@@ -145,20 +145,65 @@ def test_other_variants_compile(
 def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """With the skip on every target; on Hopper also with GELU, plain, with a rounded skip, and in
     small tiles with features that divide by nothing."""
-    hopper = ("cuda", 90)
-    cases = [case("int8-linear", target, 128, "fp8") for target in TARGETS]
-    cases += [case("int8-linear", hopper, 128, "fp8", rest=True)]
+    hopper, portable = ("cuda", 90), {"tuning": {"block_k": 128}}
+    cases = [case("int8-linear", target, 128, "fp8", **portable) for target in TARGETS]
+    cases += [case("int8-linear", hopper, 128, "fp8", rest=True, **portable)]
     cases += [case("int8-linear", hopper, 77, "fp8") | {"heads": 1, "tokens": 300}]
+    cases += [case("norm-rows", target, dim, "fp8") for target in TARGETS for dim in (128, 427)]
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         for target in TARGETS:
             here = [r for r in results if r["target"] == f"{target[0]}:{target[1]}"]
-            names = [r["kernel"] for r in here]
-            assert {"quantize_rows_kernel", "int8_linear_kernel"} == set(names)
+            names = {r["kernel"] for r in here}
+            assert names == {
+                "quantize_rows_kernel",
+                "norm_modulate_rows_kernel",
+                "int8_linear_kernel",
+            }
             broken = faults(here, target)
             assert not broken, broken
         linears = [r for r in results if r.get("igmma") is not None and r["target"] == "cuda:90"]
         assert len(linears) == 5 and all(r["igmma"] for r in linears)
+
+
+def test_the_hopper_linear_is_the_default_there(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    cases = [case("int8-linear", ("cuda", 90), 128, "fp8")]
+    results = resources(sys.executable, cases, tmp_path)
+    assert {r["kernel"] for r in results} == {"quantize_rows_kernel", "hopper_linear_kernel"}
+
+
+#: Groups and matrix instructions of a step over K in one group, by form.
+_FORMS = {
+    "turns-128x192": (2, 16),
+    "turns-128x128": (2, 8),
+    "shared-256x192": (2, 16),
+    "shared-256x128": (2, 8),
+    "shared-128x256": (2, 8),
+    "shared-192x256": (3, 8),
+}
+
+
+@pytest.mark.slow
+def test_hopper_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """No spills in their loops over K; what the skip keeps in local memory is outside them."""
+    target = ("cuda", 90)
+    cases = [case("hopper-linear", target, 128, "fp8", form=form) for form in _FORMS]
+    cases += [case("hopper-linear", target, 128, "fp8", form="turns-128x192", eights=False)]
+    for i, one in enumerate(cases):
+        one["name"] = f"{one['form']} {i}"
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        own = [result for result in results if result["kernel"] == "hopper_linear_kernel"]
+        assert len(own) == 3 * len(cases) and not any("error" in result for result in own), own
+        for result in own:
+            groups, products = _FORMS[result["case"].split()[0]]
+            assert result["shared"] <= SHARED[target], line(result)
+            assert result["igmma"] == groups * products, line(result)
+            # More loops than groups where the assembler makes one of another branch.
+            assert len(result["loop_spills"]) >= groups, line(result)
+            assert not any(result["loop_spills"]), line(result)
 
 
 def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config) -> None:

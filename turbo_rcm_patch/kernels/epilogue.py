@@ -5,7 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["close_skip", "load_coefficient"]
+__all__ = ["close_skip", "gelu_tanh", "load_coefficient", "scaled", "skipped"]
+
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_CUBE = tl.constexpr(0.044715)
+_MINUS_2_LOG2_E = tl.constexpr(-2.8853900817779268)
+
+
+@triton.jit
+def gelu_tanh(x):
+    """0.5 x (1 + tanh(u)) as x * sigmoid(2u), which cancels nowhere; fp32."""
+    u = x * (1.0 + _CUBE * x * x) * _SQRT_2_OVER_PI
+    return x / (1.0 + tl.exp2(u * _MINUS_2_LOG2_E))
 
 
 @triton.jit
@@ -53,6 +64,18 @@ def _rounded(x, ROUND_TO: tl.constexpr):
 
 
 @triton.jit
+def scaled(branch, c_out, ROUND_TO: tl.constexpr):
+    """c_out * branch, rounded as `close_skip` says."""
+    return _rounded(_product(_rounded(branch, ROUND_TO), c_out), ROUND_TO)
+
+
+@triton.jit
+def skipped(y, residual, c_skip, ROUND_TO: tl.constexpr):
+    """c_skip * residual + y, rounded as `close_skip` says."""
+    return _rounded(_rounded(_product(residual.to(tl.float32), c_skip), ROUND_TO) + y, ROUND_TO)
+
+
+@triton.jit
 def close_skip(
     branch, residual_ptr, stride_b, stride_n, b, offs_n, offs_c, mask_n, mask_c,
     skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
@@ -69,7 +92,7 @@ def close_skip(
         out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c, b, offs_n, offs_c,
         mask_n, mask_c, OUT_FORM, ROUND_TO,
     )  # fmt: skip
-    y = _rounded(_product(_rounded(branch, ROUND_TO), c_out), ROUND_TO)
+    y = scaled(branch, c_out, ROUND_TO)
     if HAS_RESIDUAL:
         c_skip = load_coefficient(
             skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c, b, offs_n, offs_c,
@@ -80,6 +103,6 @@ def close_skip(
             + offs_c[None, :],
             mask=mask_n[:, None] & mask_c[None, :],
             other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        y = _rounded(_rounded(_product(residual, c_skip), ROUND_TO) + y, ROUND_TO)
+        )  # fmt: skip
+        y = skipped(y, residual, c_skip, ROUND_TO)
     return y

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.epilogue import close_skip
+from turbo_rcm_patch.kernels.epilogue import close_skip, gelu_tanh
 from turbo_rcm_patch.kernels.launch import (
     Tile,
     coefficient,
@@ -19,24 +24,13 @@ from turbo_rcm_patch.kernels.launch import (
 )
 from turbo_rcm_patch.kernels.rows import ALIGNED, Rows
 
-__all__ = ["WIDE", "int8_linear", "int8_linear_kernel"]
+__all__ = ["WIDE", "hopper", "int8_linear", "int8_linear_kernel"]
 
 #: Outputs from which on large tiles fill the card: 256 of 128x256, about two for each of the
 #: H200's 132 multiprocessors.
 WIDE = 2**23
 #: Channels of one step over K: 128 bytes of int8, the widest swizzle of a hardware copy.
 BLOCK_K = 128
-
-_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
-_CUBE = tl.constexpr(0.044715)
-_MINUS_2_LOG2_E = tl.constexpr(-2.8853900817779268)
-
-
-@triton.jit
-def _gelu_tanh(x):
-    """0.5 x (1 + tanh(u)) as x * sigmoid(2u), which cancels nowhere; fp32."""
-    u = x * (1.0 + _CUBE * x * x) * _SQRT_2_OVER_PI
-    return x / (1.0 + tl.exp2(u * _MINUS_2_LOG2_E))
 
 
 @triton.jit
@@ -99,7 +93,7 @@ def _finish(
     if HAS_BIAS:
         branch += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
     if GELU:
-        branch = _gelu_tanh(branch)
+        branch = gelu_tanh(branch)
     y = close_skip(
         branch, residual_ptr, residual_stride_b, residual_stride_n, b, offs_m, offs_c,
         mask_m, mask_c,
@@ -172,6 +166,20 @@ def _programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def hopper() -> ModuleType | None:
+    """The kernel of its own that Hopper has, where this release of Triton can build it."""
+    try:
+        return import_module("turbo_rcm_patch.kernels.hopper_linear")
+    except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
+        warnings.warn(
+            f"Triton {triton.__version__} lacks what the faster int8 linear for Hopper needs "
+            f"({error}): the portable kernel runs instead.",
+            stacklevel=2,
+        )
+        return None
+
+
 def _crowded(tile: Tile) -> bool:
     """Whether a tile's sums take half of a thread's registers, so that a residual beside them
     would be spilled."""
@@ -191,26 +199,36 @@ def int8_linear(
     cast: str,
     out_dtype: torch.dtype,
     tile: Tile | None = None,
-    block_k: int = BLOCK_K,
+    block_k: int | None = None,
     halves: bool | None = None,
     persistent: bool = False,
 ) -> torch.Tensor:
     """x [B, N, K] in int8 rows, weight int8 [Cout, K], its scale [Cout], residual [B, N, Cout].
 
-    `tile`, `block_k`, `halves` and `persistent` override what was chosen, for tuning.
+    `tile`, `block_k`, `halves` and `persistent` override what was chosen, for tuning, and keep
+    to the portable kernel.
     """
     batch, n_tokens, channels = x.int8.shape  # channels are padded
     features = weight.shape[0]
     target = target_of(x.int8.device)
-    if tile is None:
-        wide = batch * n_tokens * features >= WIDE
-        tile = tile_for("int8_linear", "wide" if wide else "small", target)
+    wide = batch * n_tokens * features >= WIDE
     if weight.shape[1] != channels:  # padding by nothing would copy
         weight = torch.nn.functional.pad(weight, (0, channels - weight.shape[1]))
     weight = weight.contiguous()
     y = torch.empty(batch, n_tokens, features, dtype=out_dtype, device=x.int8.device)
     # A hardware copy wants memory that begins at a multiple of 16 bytes; a slice may not.
     descriptors = target.descriptors and weight.data_ptr() % ALIGNED == 0
+    untouched = tile is None and block_k is None and halves is None and not persistent
+    own = hopper() if untouched and wide and descriptors and target == ("cuda", 90) else None
+    if own is not None:
+        own.hopper_linear(
+            y, x, weight, weight_scale.contiguous(), None if bias is None else bias.contiguous(),
+            residual, c_skip, c_out, gelu=gelu, cast=cast,
+        )  # fmt: skip
+        return y
+    if tile is None:
+        tile = tile_for("int8_linear", "wide" if wide else "small", target)
+    block_k = BLOCK_K if block_k is None else block_k
     if halves is None:
         halves = residual is not None and _crowded(tile)
     x_src, w_src = x.int8, weight

@@ -13,10 +13,15 @@ from turbo_rcm_patch.kernels.launch import dense_rows, launch, target_of
 __all__ = [
     "ALIGNED",
     "Rows",
+    "amax_poison",
+    "empty_rows",
     "int8_scale",
+    "magnitude",
     "nearest_int8",
     "quantize_rows",
     "quantize_rows_kernel",
+    "row_parts",
+    "row_warps",
 ]
 
 #: Largest magnitude of a quantised value.
@@ -30,9 +35,26 @@ _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
 #: want.
 ALIGNED = 16
 
-#: Values a program holds where rows are short, and values a thread holds where they are long.
-_VALUES = 4096
-_VALUES_A_THREAD = 32
+#: Values a program holds where rows are short, and values a thread holds.
+_VALUES = 1024
+_VALUES_A_THREAD = 48
+
+_INFINITY = tl.constexpr(0x7F800000)
+_NO_SIGN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def magnitude(x):
+    """x [T, C] or [C] fp32: the bits of |x|, whose order as integers is that of the numbers, with
+    infinity and then NaN above them all. One reduction finds the maximum and whatever is not
+    finite, and on a GPU it is the fast one of integers."""
+    return x.to(tl.int32, bitcast=True) & _NO_SIGN
+
+
+@triton.jit
+def amax_poison(bits):
+    """What `int8_scale` takes, from the maximum of a row's magnitudes."""
+    return bits.to(tl.float32, bitcast=True), tl.where(bits >= _INFINITY, float("nan"), 0.0)
 
 
 @triton.jit
@@ -67,7 +89,8 @@ def quantize_rows_kernel(
     Grid: (blocks of BLOCK_T rows, batch).
     x [B, N, K] with dense rows; int8 [B, N, padded] dense, 0 from channel K on; scale [B, N] fp32.
     A row is HEAD channels and TAIL more (0: none), powers of two both, which masks fewer lanes
-    than one power of two.
+    than one power of two. Up to a few thousand channels a row is one warp's: nothing is exchanged
+    through shared memory, no warp waits for another, and a multiprocessor holds 32 of them.
     """
     b = tl.program_id(1).to(tl.int64)
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -78,15 +101,14 @@ def quantize_rows_kernel(
     mask_h = mask_t[:, None] & (offs_h < channels)[None, :]
     keep_h = mask_t[:, None] & (offs_h < padded)[None, :]
     head = tl.load(rows[:, None] + offs_h[None, :], mask=mask_h, other=0.0).to(tl.float32)
-    amax = tl.max(tl.abs(head), axis=1)
-    poison = tl.sum(head * 0.0, axis=1)
+    bits = tl.max(magnitude(head), axis=1)
     if TAIL:
         offs_r = HEAD + tl.arange(0, TAIL)
         mask_r = mask_t[:, None] & (offs_r < channels)[None, :]
         keep_r = mask_t[:, None] & (offs_r < padded)[None, :]
         tail = tl.load(rows[:, None] + offs_r[None, :], mask=mask_r, other=0.0).to(tl.float32)
-        amax = tl.maximum(amax, tl.max(tl.abs(tail), axis=1))
-        poison += tl.sum(tail * 0.0, axis=1)
+        bits = tl.maximum(bits, tl.max(magnitude(tail), axis=1))
+    amax, poison = amax_poison(bits)
     scale, inverse = int8_scale(amax, poison)
     tl.store(scale_ptr + b * n_rows + offs_t, scale, mask=mask_t)
     tl.store(out[:, None] + offs_h[None, :], nearest_int8(head, inverse), mask=keep_h)
@@ -108,6 +130,11 @@ def row_parts(channels: int) -> tuple[int, int]:
     return head, triton.next_power_of_2(rest) if rest else 0
 
 
+def row_warps(values: int) -> int:
+    """Warps that hold so many values."""
+    return min(32, triton.next_power_of_2(triton.cdiv(values, 32 * _VALUES_A_THREAD)))
+
+
 def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> Rows:
     """Memory for the rows of a [batch, n_rows, channels] tensor."""
     padded = triton.cdiv(channels, ALIGNED) * ALIGNED
@@ -125,9 +152,7 @@ def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
     rows = empty_rows(batch, n_rows, channels, x.device) if into is None else into
     padded = rows.int8.shape[2]
     head, tail = row_parts(padded)
-    values = triton.next_power_of_2(head + tail)
-    block_t = max(1, _VALUES // values)
-    warps = triton.next_power_of_2(triton.cdiv(block_t * (head + tail), 32 * _VALUES_A_THREAD))
+    block_t = max(1, _VALUES // triton.next_power_of_2(head + tail))
     launch(
         quantize_rows_kernel,
         (triton.cdiv(n_rows, block_t), batch),
@@ -143,7 +168,7 @@ def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
         BLOCK_T=block_t,
         HEAD=head,
         TAIL=tail,
-        num_warps=min(32, max(4, warps)),
+        num_warps=row_warps(block_t * (head + tail)),
         num_stages=1,
     )
     return rows
