@@ -14,6 +14,7 @@ from tests.patching.wan import CASES, relative, run
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.kernels import int8_linear as kernel
 from turbo_rcm_patch.kernels.launch import Tile
+from turbo_rcm_patch.kernels.norm_rows import norm_modulate_rows
 from turbo_rcm_patch.kernels.rows import quantize_rows
 from turbo_rcm_patch.ops import int8_linear, quantize_weight
 from turbo_rcm_patch.ops.quantize import quantized_rows
@@ -24,6 +25,10 @@ pytestmark = pytest.mark.gpu
 #: value in a million to the other neighbour, a step of 0.026 standard deviations away.
 TIGHT = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-4}
 BF16 = torch.bfloat16
+FORMS = (
+    "turns-128x192", "turns-128x128", "turns-64x256",
+    "shared-256x192", "shared-192x256", "shared-128x256", "shared-256x128",
+)  # fmt: skip
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -175,3 +180,58 @@ def test_network_error_in_bf16(case) -> None:
         assert all(pair.int8_linears for pair in report.pairs), str(report)
         assert torch.equal(run(model, **given), output)
     assert relative(output, truth) < 0.03
+
+
+@pytest.fixture
+def own():
+    """The module of Hopper's own kernel."""
+    if torch.cuda.get_device_capability() != (9, 0) or kernel.hopper() is None:
+        pytest.skip("needs a Hopper GPU and a Triton that can build its kernel")
+    return kernel.hopper()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "channels", "features", "options"),
+    [
+        pytest.param(1, 1, 16, 32, {}, id="one-token"),
+        pytest.param(1, 700, 1536, 1536, {}, id="plain"),
+        pytest.param(1, 9001, 1536, 1536, {"gelu": True}, id="several-tiles-a-program"),
+        pytest.param(2, 1333, 1544, 1568, {"skip": True}, id="ragged-skip"),
+        pytest.param(2, 333, 904, 1555, {"gelu": True, "skip": True}, id="odd-features"),
+    ],
+)
+def test_hopper_s_own_kernel_gives_the_same_bits(
+    own, form: str, batch: int, tokens: int, channels: int, features: int, options: dict
+) -> None:
+    x, residual = random(batch, tokens, channels), random(batch, tokens, features)
+    weight, scale = quantize_weight(random(features, channels))
+    bias, gate = random(features), torch.randn(batch, 1, features, device="cuda")
+    rows = quantize_rows(x)
+    weight = F.pad(weight, (0, rows.int8.shape[2] - channels))
+    skip, c_out = (residual, gate) if options.get("skip") else (None, 1.0)
+    more = {"gelu": options.get("gelu", False), "cast": "fp32"}
+    expected = kernel.int8_linear(
+        rows, weight, scale, bias, skip, 0.5, c_out,
+        out_dtype=torch.float32, tile=Tile(128, 128, 8, 3), **more,
+    )  # fmt: skip
+    for eights in [False, True] if features % 32 == 0 else [False]:
+        out = torch.full_like(expected, float("nan"))
+        own.hopper_linear(
+            out, rows, weight, scale, bias, skip, 0.5, c_out,
+            form=own.FORMS[form], eights=eights, **more,
+        )  # fmt: skip
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("channels", [77, 1536, 5120])
+@pytest.mark.parametrize("wide", [False, True], ids=["a-batch-entry", "a-token"])
+def test_norm_and_modulation_to_rows(channels: int, wide: bool) -> None:
+    x = random(2, 300, channels) * 3 + 1
+    factor, offset = torch.randn(2, 2, 300 if wide else 1, channels, device="cuda")
+    rows = norm_modulate_rows(x, factor, offset, one=1.0, eps=1e-6)
+    exact = F.layer_norm(x.double(), (channels,), eps=1e-6) * (1 + factor) + offset
+    assert (rows.int8[..., channels:] == 0).all()
+    back = rows.int8[..., :channels].double() * rows.scale[..., None]
+    assert ((back - exact).abs() <= 0.501 * rows.scale[..., None]).all()
+    torch.testing.assert_close(rows.scale.double(), exact.abs().amax(-1) / 127, rtol=1e-5, atol=0)

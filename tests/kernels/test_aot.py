@@ -201,9 +201,10 @@ def test_hopper_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> 
             groups, products = _FORMS[result["case"].split()[0]]
             assert result["shared"] <= SHARED[target], line(result)
             assert result["igmma"] == groups * products, line(result)
-            # More loops than groups where the assembler makes one of another branch.
+            # The loops over K come first; the one over tiles may count where the assembler lets
+            # it begin inside another.
             assert len(result["loop_spills"]) >= groups, line(result)
-            assert not any(result["loop_spills"]), line(result)
+            assert not any(result["loop_spills"][:groups]), line(result)
 
 
 def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config) -> None:
