@@ -261,6 +261,7 @@ def test_aims_name_cases_and_methods_that_exist() -> None:
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
         ("prologue_kernel", "prologue"),
+        ("nvjet_sm90_tst_256x152_64x4_1x2_h_bz_coopA_gelubias_TNT", "GEMM"),
         ("statistics_kernel", "prologue"),
         ("nvjet_tst_128x256_64x4_2x1_v_bz_bias_TNT", "GEMM"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),

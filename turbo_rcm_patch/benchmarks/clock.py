@@ -39,17 +39,18 @@ _GROUPS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ),
     ("attention", ("attention", "attn", "fmha", "flash", "sdpa", "one_launch", "hopper_kernel")),
     ("norm and modulate", ("layer_norm", "layernorm", "rms_norm", "rmsnorm", "modulate", "norm_")),
+    ("GEMM", ("nvjet",)),  # cuBLAS, also where its name says that it ends with GELU
     ("activation", ("gelu", "silu", "tanh")),
     ("skip", ("skip_kernel", "close_skip")),
     (
         "GEMM",
-        ("gemm", "nvjet", "cutlass", "cublas", "xmma", "project", "linear", "triton_mm", "splitk",
+        ("gemm", "cutlass", "cublas", "xmma", "project", "linear", "triton_mm", "splitk",
          "addmm", "bmm", "matmul"),
     ),
     ("elementwise and copies", ("elementwise", "triton_poi", "triton_red", "triton_per", "copy",
                                 "memcpy", "memset", "reduce_kernel", "catarray", "aten::")),
 )  # fmt: skip
-GROUPS: Final = (*(name for name, _ in _GROUPS), "other")
+GROUPS: Final = (*dict.fromkeys(name for name, _ in _GROUPS), "other")
 
 
 def group_of(kernel: str) -> str:

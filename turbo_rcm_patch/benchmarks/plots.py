@@ -215,8 +215,8 @@ def _roofline(axes: Axes, document: Json) -> bool:
         ridge = min(high, top / memory)
         axes.plot([low, ridge], [low * memory, ridge * memory], color="#dc2626", linewidth=1.2)
         axes.annotate(
-            f"memory, {memory} TB/s", ((low * ridge) ** 0.5, (low * ridge) ** 0.5 * memory),
-            xytext=(10, -8), textcoords="offset points", color="#dc2626", fontsize=8.5,
+            f"memory, {memory} TB/s", (1.05 * low, 1.05 * low * memory),
+            xytext=(8, -10), textcoords="offset points", color="#dc2626", fontsize=8.5,
         )  # fmt: skip
         ys = [*ys, top]
     axes.set_xscale("log")
