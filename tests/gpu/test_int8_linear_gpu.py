@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tests.patching.wan import CASES, relative, run
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.kernels import int8_linear as kernel
+from turbo_rcm_patch.kernels.gluon import hopper_module
 from turbo_rcm_patch.kernels.launch import Tile
 from turbo_rcm_patch.kernels.norm_rows import norm_modulate_rows
 from turbo_rcm_patch.kernels.rows import quantize_rows
@@ -185,9 +186,10 @@ def test_network_error_in_bf16(case) -> None:
 @pytest.fixture
 def own():
     """The module of Hopper's own kernel."""
-    if torch.cuda.get_device_capability() != (9, 0) or kernel.hopper() is None:
+    module = hopper_module("hopper_linear", "int8 linear")
+    if torch.cuda.get_device_capability() != (9, 0) or module is None:
         pytest.skip("needs a Hopper GPU and a Triton that can build its kernel")
-    return kernel.hopper()
+    return module
 
 
 @pytest.mark.parametrize("form", FORMS)

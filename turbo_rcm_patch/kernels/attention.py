@@ -9,16 +9,14 @@ integers, and keys permuted within v so that P never moves between registers.
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.epilogue import close_skip
+from turbo_rcm_patch.kernels.gluon import hopper_module
 from turbo_rcm_patch.kernels.launch import (
     Tile,
     coefficient,
@@ -37,7 +35,6 @@ __all__ = [
     "attention",
     "attention_arguments",
     "attention_kernel",
-    "hopper",
 ]
 
 #: log2 of the largest P: e4m3 uses its whole range, fp16 stays clear of its subnormals.
@@ -296,20 +293,6 @@ def attention_arguments(
     }
 
 
-@cache
-def hopper() -> ModuleType | None:
-    """The kernel of its own that Hopper has, where this release of Triton can build it."""
-    try:
-        return import_module("turbo_rcm_patch.kernels.hopper")
-    except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
-        warnings.warn(
-            f"Triton {triton.__version__} lacks what the faster attention kernel for Hopper needs "
-            f"({error}): the portable kernel runs instead.",
-            stacklevel=2,
-        )
-        return None
-
-
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -352,7 +335,11 @@ def attention(
     if want_lse:
         lse = torch.empty(batch, heads, n_q, dtype=torch.float32, device=q.device)
     plain = tile is None and residual is None and not causal and _is_one(c_out)
-    own = hopper() if plain and pv == "fp8" and target == ("cuda", 90) else None
+    own = (
+        hopper_module("hopper", "attention")
+        if plain and pv == "fp8" and target == ("cuda", 90)
+        else None
+    )
     if own is not None and head_dim in own.HEAD_DIMS:
         own.hopper_attention(y, lse, operands, P_SHIFT[pv])
         return y, lse

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-from importlib import import_module
-from types import ModuleType
-
 import torch
 import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.epilogue import close_skip, gelu_tanh
+from turbo_rcm_patch.kernels.gluon import hopper_module
 from turbo_rcm_patch.kernels.launch import (
     Tile,
     coefficient,
@@ -24,7 +20,7 @@ from turbo_rcm_patch.kernels.launch import (
 )
 from turbo_rcm_patch.kernels.rows import ALIGNED, Rows
 
-__all__ = ["WIDE", "hopper", "int8_linear", "int8_linear_kernel"]
+__all__ = ["WIDE", "int8_linear", "int8_linear_kernel"]
 
 #: Outputs from which on large tiles fill the card: 256 of 128x256, about two for each of the
 #: H200's 132 multiprocessors.
@@ -166,20 +162,6 @@ def _programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
-def hopper() -> ModuleType | None:
-    """The kernel of its own that Hopper has, where this release of Triton can build it."""
-    try:
-        return import_module("turbo_rcm_patch.kernels.hopper_linear")
-    except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
-        warnings.warn(
-            f"Triton {triton.__version__} lacks what the faster int8 linear for Hopper needs "
-            f"({error}): the portable kernel runs instead.",
-            stacklevel=2,
-        )
-        return None
-
-
 def _crowded(tile: Tile) -> bool:
     """Whether a tile's sums take half of a thread's registers, so that a residual beside them
     would be spilled."""
@@ -219,7 +201,11 @@ def int8_linear(
     # A hardware copy wants memory that begins at a multiple of 16 bytes; a slice may not.
     descriptors = target.descriptors and weight.data_ptr() % ALIGNED == 0
     untouched = tile is None and block_k is None and halves is None and not persistent
-    own = hopper() if untouched and wide and descriptors and target == ("cuda", 90) else None
+    own = (
+        hopper_module("hopper_linear", "int8 linear")
+        if untouched and wide and descriptors and target == ("cuda", 90)
+        else None
+    )
     if own is not None:
         own.hopper_linear(
             y, x, weight, weight_scale.contiguous(), None if bias is None else bias.contiguous(),
