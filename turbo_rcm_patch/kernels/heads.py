@@ -1,9 +1,9 @@
 """Pieces of the prologues' kernels: one head of some tokens, normalised and rotated in fp32.
 
-A thread owns 32 neighbouring channels of a token. That is what the Hadamard matrix mixes, what a
-rotary pair needs and what a scale is taken over, so that nothing moves between threads but the
-maximum of a row. Triton gives threads such a share when a tile [tokens, groups of 32 channels] is
-loaded once per channel (`fan`), and 16-bit channels come four to a 64-bit word.
+A thread owns 32 neighbouring channels of a token. That holds what a rotary pair needs and all or
+half of what the Hadamard matrix mixes, so that little moves between threads. Triton gives threads
+such a share when a tile [tokens, groups of 32 channels] is loaded once per channel (`_fan`), and
+16-bit channels come four to a 64-bit word.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "SPREAD",
     "head_tile",
     "kv_limit",
     "load_mean",
@@ -21,11 +20,9 @@ __all__ = [
     "rotary_tables",
     "row_rms",
     "spread",
+    "spread_width",
     "store_int8",
 ]
-
-#: Channels that one Hadamard matrix mixes: as many as every padded head has at least.
-SPREAD = tl.constexpr(32)
 
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
 
@@ -148,18 +145,31 @@ def head_tile(
     return x
 
 
+def spread_width(head_pad: int) -> int:
+    """Channels that `spread` mixes: the whole head up to 64, else 32, which a thread has."""
+    return head_pad if head_pad <= 64 else 32
+
+
 @triton.jit
 def spread(x, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Every 32 channels of x [BLOCK_T, HEAD_PAD] fp32 times a Hadamard matrix, not normalised.
+    """Every `spread_width` channels of x [BLOCK_T, HEAD_PAD] fp32 times a Hadamard matrix, not
+    normalised.
 
     Done to both q and k it leaves their products alone but for a factor, and spreads what single
-    channels stick out by over 32, so that the int8 steps get finer (as in FlashAttention-3, arXiv
-    2407.08608). Five stages of sums and differences, one per bit of the channel's number.
+    channels stick out by over the others, so that the int8 steps get finer (as in
+    FlashAttention-3, arXiv 2407.08608). Sums and differences, a stage per bit of the channel's
+    number: five within a thread, a sixth with its neighbour.
     """
-    x = tl.reshape(x, [BLOCK_T, HEAD_PAD // SPREAD, 2, 2, 2, 2, 2])
+    x = tl.reshape(x, [BLOCK_T, HEAD_PAD // 32, 2, 2, 2, 2, 2])
     for _ in tl.static_range(5):
         one, other = tl.split(x)
         x = tl.permute(tl.join(one + other, one - other), [0, 1, 6, 2, 3, 4, 5])
+    if HEAD_PAD == 64:
+        # A thread gets the sum from its neighbour; the difference is that less twice its own.
+        x = tl.reshape(x, [BLOCK_T, 2, 32])
+        total = tl.sum(x, axis=1)[:, None, :]
+        second = tl.arange(0, 2)[None, :, None] == 1
+        x = tl.where(second, total - 2.0 * x, total + 0.0 * x)
     return tl.reshape(x, [BLOCK_T, HEAD_PAD])
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from turbo_rcm_patch.kernels.heads import SPREAD
+from turbo_rcm_patch.kernels.heads import spread_width
 from turbo_rcm_patch.kernels.launch import (
     Tile,
     dense_rows,
@@ -235,7 +235,7 @@ def quantize(
         chunks=chunks,
         q_blocks=q_blocks,
         kv_blocks=kv_blocks,
-        factor=sm_scale * LOG2_E / SPREAD.value,
+        factor=sm_scale * LOG2_E / spread_width(head_pad),
         shift_factor=sm_scale,
         ROWS=rows,
         GROUP=group,

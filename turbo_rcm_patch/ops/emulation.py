@@ -23,7 +23,7 @@ from typing import Final, Literal
 import torch
 
 from turbo_rcm_patch.ops.reference import key_mask
-from turbo_rcm_patch.ops.spec import key_block
+from turbo_rcm_patch.ops.spec import key_block, mix_width
 
 __all__ = ["E4M3_MAX", "MEAN_SAMPLES", "P_SHIFT", "emulated_attention", "sample_mean"]
 
@@ -32,8 +32,6 @@ LN_2: Final = math.log(2.0)
 E4M3_MAX: Final = 448.0
 #: Tokens whose mean smooths k: any constant is exact, so a sample does.
 MEAN_SAMPLES: Final = 256
-#: Channels that one Hadamard matrix mixes.
-MIXED: Final = 32
 #: log2 of the largest P. e4m3 uses its whole range; fp16 stays clear of its subnormals.
 P_SHIFT: Final = {"fp8": math.log2(E4M3_MAX), "fp16": 8.0, "bf16": 0.0}
 
@@ -53,14 +51,16 @@ def sample_mean(k: torch.Tensor, kv_lengths: torch.Tensor | None) -> torch.Tenso
 
 
 def mixed(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] fp32, D padded to a multiple of 32 with zeros, times a Hadamard matrix per 32
-    channels.
+    """x [..., D] fp32, D padded with zeros to a multiple of `mix_width(D)`, times one Hadamard
+    matrix per so many channels.
 
-    The matrix is not normalised: products of two mixed vectors are 32 times those of the vectors.
+    The matrix is not normalised: products of two mixed vectors are `mix_width` times those of the
+    vectors.
     """
-    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % MIXED))
+    width = mix_width(x.shape[-1])
+    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % width))
     half = 1
-    while half < MIXED:
+    while half < width:
         one, other = x.view(*x.shape[:-1], -1, 2, half).unbind(-2)
         x = torch.stack((one + other, one - other), -2).flatten(-3)
         half *= 2
@@ -141,7 +141,7 @@ def emulated_attention(
 
     q_mixed, k_mixed = mixed(q), mixed(k)
     q_int, q_scale = _quantize(q_mixed, q_mixed.abs().amax(-1, keepdim=True), qmax)
-    q_scale = q_scale.squeeze(-1) * (sm_scale * LOG2_E / MIXED)
+    q_scale = q_scale.squeeze(-1) * (sm_scale * LOG2_E / mix_width(dim))
     k_blocks = k_mixed.view(batch, heads, blocks, block, -1)
     k_int, k_scale = _quantize(k_blocks, k_blocks.abs().amax((-1, -2), keepdim=True), qmax)
     k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)  # [B, H, Nk, D], [B, H, blocks]
