@@ -125,6 +125,7 @@ def test_an_unknown_card_warns_until_it_is_tuned(nobodys_table: Path) -> None:
         '{"sm_90": {"skip": {"any": [24, 256, 4, 1]}}}',
         '{"sm_90": {"skip": {"any": [16, 256, 4, true]}}}',
         '{"sm_90": {"skip": {"any": [16, 256, 4, 0]}}}',
+        '{"sm_90": {"attention": {"fp8_128": [256, 128, 8, 2]}}}',
     ],
 )
 def test_a_corrupt_table_names_file_and_remedy(nobodys_table: Path, text: str) -> None:

@@ -144,3 +144,14 @@ def test_nan_in_the_input_stays_visible() -> None:
     out = attention_skip(q, k, v, AttentionSpec(heads=1, pv="fp16", impl="triton"))
     assert out[0, 3].isnan().all()
     assert out[0, 4:].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-36, 1e-20])
+def test_tiny_inputs_are_finite_and_equal_the_emulation(size: float) -> None:
+    q, k = (size * torch.randn(1, 66, 32) for _ in range(2))
+    v = torch.randn(1, 66, 32)
+    spec = AttentionSpec(heads=1, pv="fp16", sm_scale=1.0)
+    ours = attention_skip(q, k, v, replace(spec, impl="triton"))
+    emulated = attention_skip(q, k, v, replace(spec, impl="reference"))
+    assert torch.isfinite(ours).all() and torch.isfinite(emulated).all()
+    assert relative(ours, emulated) < TIGHT

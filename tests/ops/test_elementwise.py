@@ -78,3 +78,11 @@ def test_registration(operation: str) -> None:
     else:
         args = (x, torch.randn(24, 16), torch.randn(24))
     torch.library.opcheck(call, args)
+
+
+@pytest.mark.parametrize("shapes", [((1, 16, 1), (1, 16, 1)), ((16,), (1, 16, 1)), ((16,), (1,))])
+def test_affine_broadcasts_as_it_says(shapes: tuple[tuple[int, ...], ...]) -> None:
+    x, (scale, shift) = torch.randn(2, 16, 16), (torch.randn(shape) for shape in shapes)
+    got = norm_modulate(x, scale=scale, shift=shift, form="affine", impl="reference")
+    expected = F.layer_norm(x, (16,), eps=1e-6) * scale + shift
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)

@@ -277,3 +277,34 @@ def test_auto_precision_keeps_what_is_within_the_budget() -> None:
     report = patch_model(model, PatchConfig(precision="auto"))
     run(model)
     assert {record.verdict for record in report.guard} == {"kept"}
+
+
+def test_the_first_half_of_a_feed_forward_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from turbo_rcm_patch import ops
+
+    right = ops.linear_gelu
+    monkeypatch.setattr(ops, "linear_gelu", lambda *given: 3 * right(*given))
+    model = wan()
+    before = run(model)
+    report = patch_model(model)
+    after = run(model)
+    verdicts = {r.path: r.verdict for r in report.guard if r.path.endswith("ffn")}
+    assert set(verdicts.values()) == {"given back"}
+    assert relative(after, before) < 0.05
+
+
+def test_auto_precision_does_not_lower_what_was_asked_for() -> None:
+    model = wan()
+    report = patch_model(model, PatchConfig(precision="auto", pv="fp16", guard_budget=1e-4))
+    run(model)
+    steps = [record.verdict for record in report.guard if record.path == "blocks.0.attn1"]
+    assert steps == ["exact attention", "kept"]
+
+
+def test_an_attention_made_exact_is_two_launches_in_the_report() -> None:
+    model = wan()
+    config = PatchConfig(precision="auto", form="one-launch", guard_budget=1e-4)
+    report = patch_model(model, config)
+    assert report.pairs[0].runs == "one-launch"
+    run(model)
+    assert report.pairs[0].runs == "two-launch"

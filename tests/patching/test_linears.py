@@ -309,6 +309,8 @@ def test_over_budget_the_linears_go_first() -> None:
     assert report.fused == 6 and not any(pair.int8_linears for pair in report.pairs)
     assert all("int8 Linears given back by the guard" in pair.reason for pair in report.pairs)
     assert "linears given back: blocks.0.attn1 at 0.0" in str(report)
+    held = [block.forward._linears._held for block in model.blocks]
+    assert not any(held), "the int8 weights are no longer needed"
     assert relative(run(model), expected) < 1e-5
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "TINY",
     "head_tile",
     "kv_limit",
     "load_mean",
@@ -23,6 +24,9 @@ __all__ = [
     "spread_width",
     "store_int8",
 ]
+
+#: What is smaller than this everywhere is 0: the inverse of its scale would overflow.
+TINY = tl.constexpr(2.0**-100)
 
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.heads import (
+    TINY,
     head_tile,
     load_mean,
     places,
@@ -112,7 +113,7 @@ def key_block(
         x = spread(x, ROWS, HEAD_PAD)
         amax = tl.max(tl.abs(x))
         total = tl.sum(x)
-        amax = tl.where(amax > 0, amax, 1.0)
+        amax = tl.where(amax > TINY, amax, 1.0)
         inverse = tl.div_rn(QMAX * 1.0, amax)
         # A maximum drops NaN, a sum keeps it: a NaN in x becomes a NaN scale, not a zero.
         tl.store(scale_ptr + bh * n_scales + block, tl.where(total == total, amax / QMAX, total))

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.heads import (
+    TINY,
     head_tile,
     load_mean,
     places,
@@ -82,7 +83,7 @@ def query_block(
         x = spread(x, BLOCK_T, HEAD_PAD)
         amax = tl.max(tl.abs(x), axis=1)
         total = tl.sum(x, axis=1)
-        amax = tl.where(amax > 0, amax, 1.0)
+        amax = tl.where(amax > TINY, amax, 1.0)
         inverse = tl.div_rn(tl.full([BLOCK_T], QMAX, tl.float32), amax)
         # A maximum drops NaN, a sum keeps it: a NaN in x becomes a NaN scale, not a zero.
         scale = tl.where(total == total, amax / QMAX * factor, total)

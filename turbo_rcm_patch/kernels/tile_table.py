@@ -85,7 +85,9 @@ def _what_is_wrong(found: object) -> str:
             if not isinstance(variants, dict):
                 return f"{target}.{kernel}: {variants!r}"
             for variant, tile in variants.items():
-                if not _is_tile(tile):
+                # Rows of q are padded to 128.
+                tall = kernel in ("attention", "one_launch") and _is_tile(tile) and tile[0] > 128
+                if tall or not _is_tile(tile):
                     return f"{target}.{kernel}.{variant}: {tile!r}"
     return ""
 

@@ -27,7 +27,7 @@ def _norm_forward(
         from turbo_rcm_patch.kernels.norm import norm_modulate as launch
 
         return launch(x, factor, offset, one=one, eps=eps, out_dtype=x.dtype)
-    if one == 0.0 and factor is not None and offset is not None and factor.numel() == x.shape[-1]:
+    if one == 0.0 and factor is not None and offset is not None and _is_row(factor, offset, x):
         weight, bias = factor.flatten().float(), offset.flatten().float()
         y = F.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps)
         return y.to(x.dtype).clone(memory_format=torch.contiguous_format)
@@ -37,6 +37,11 @@ def _norm_forward(
     if offset is not None:
         y = y + offset.float()
     return y.to(x.dtype).clone(memory_format=torch.contiguous_format)
+
+
+def _is_row(factor: Tensor, offset: Tensor, x: Tensor) -> bool:
+    """Whether both are one row of channels, as the weights of a layer norm are."""
+    return factor.shape == offset.shape == (1, 1, x.shape[-1])
 
 
 norm_forward = torch.library.custom_op(

@@ -32,6 +32,8 @@ LN_2: Final = math.log(2.0)
 E4M3_MAX: Final = 448.0
 #: Tokens whose mean smooths k: any constant is exact, so a sample does.
 MEAN_SAMPLES: Final = 256
+#: What is smaller than this everywhere is 0: the inverse of its scale would overflow.
+TINY: Final = 2.0**-100
 #: log2 of the largest P. e4m3 uses its whole range; fp16 stays clear of its subnormals.
 P_SHIFT: Final = {"fp8": math.log2(E4M3_MAX), "fp16": 8.0, "bf16": 0.0}
 
@@ -70,7 +72,7 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
 def _quantize(x: torch.Tensor, amax: torch.Tensor, qmax: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers (held in fp32) and the scale, for values whose largest magnitude is `amax`
     (broadcastable)."""
-    amax = torch.where(amax > 0, amax, torch.ones_like(amax))
+    amax = torch.where(amax > TINY, amax, torch.ones_like(amax))
     return (x * (qmax / amax)).round_(), amax / qmax
 
 

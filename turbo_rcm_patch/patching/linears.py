@@ -65,13 +65,16 @@ def pair_state(pair: SkipPair, linears: Mapping[str, nn.Module], config: PatchCo
         config: How the model is patched.
     """
     auto = config.precision == "auto" and pair.kind != "feed-forward"
+    narrow = config.pv in ("auto", "fp8")
     if config.linear == "as-is" or pair.runs == "as-written":
-        return PairState(pair, auto=auto)
+        return PairState(pair, auto=auto, narrow=narrow)
     why = {name: why_not_int8(module) for name, module in linears.items()}
     chosen = tuple(name for name, reason in why.items() if not reason)
     left = [f"{name} is not in int8: {reason}" for name, reason in why.items() if reason]
     reason = "; ".join(filter(None, [pair.reason, *left]))
-    return PairState(replace(pair, int8_linears=chosen, reason=reason), int8=True, auto=auto)
+    return PairState(
+        replace(pair, int8_linears=chosen, reason=reason), int8=True, auto=auto, narrow=narrow
+    )
 
 
 class _Held(NamedTuple):
@@ -134,6 +137,8 @@ class Linears:
             One [B, N, Cout] each, views of one tensor where they share a product.
         """
         chosen: list[Any] = [m for m in modules if int8 and runs_int8(m, x)]
+        if not int8:
+            self.forget(key)
         if not chosen:
             return tuple(module(x) for module in modules)
         weight, scale, bias = self._weights(key, chosen)
@@ -169,6 +174,8 @@ class Linears:
             c_out: Likewise.
             cast: As in `ops.int8_linear`.
         """
+        if not int8:
+            self.forget(key)
         if not (int8 and runs_int8(module, x)):
             return None
         weight, scale, bias = self._weights(key, [module])
@@ -177,6 +184,10 @@ class Linears:
             activation=activation, residual=residual, c_skip=c_skip, c_out=c_out, cast=cast,
             impl=self._impl,
         )  # fmt: skip
+
+    def forget(self, key: str) -> None:
+        """Drop an int8 weight: the guard gave its Linear back."""
+        self._held.pop(key, None)
 
     def _weights(self, key: str, modules: list[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         if torch.compiler.is_compiling():

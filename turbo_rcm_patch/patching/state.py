@@ -35,7 +35,9 @@ class PairState:
 
     __slots__ = ("_reason", "_steps", "int8", "live", "pair", "precision")
 
-    def __init__(self, pair: SkipPair, *, int8: bool = False, auto: bool = False) -> None:
+    def __init__(
+        self, pair: SkipPair, *, int8: bool = False, auto: bool = False, narrow: bool = True
+    ) -> None:
         self.pair = pair
         self.live = pair.fused
         self.int8 = int8 and pair.fused
@@ -43,7 +45,9 @@ class PairState:
         self._reason = ""
         self._steps: list[Step] = ["linears given back"] if self.int8 else []
         if auto and pair.fused:
-            self._steps += ["16-bit p and v", "exact attention"]
+            # p and v may be in fp8 only where that was not ruled out.
+            self._steps += ["16-bit p and v"] if narrow else []
+            self._steps += ["exact attention"]
 
     def give_back(self, reason: str) -> None:
         """Run this pair as its author wrote it from now on."""
@@ -75,14 +79,16 @@ class PairState:
         if not self._reason:
             return fresh
         linears = fresh.int8_linears if self.int8 else ()
-        return replace(fresh, reason=self._reason, int8_linears=linears)
+        exact = self.precision == "exact attention" and fresh.runs == "one-launch"
+        runs: Residual = "two-launch" if exact else fresh.runs
+        return replace(fresh, runs=runs, reason=self._reason, int8_linears=linears)
 
 
 def specs_of(spec: AttentionSpec) -> dict[Precise, AttentionSpec]:
     """How an attention runs after each step of the guard."""
     return {
         "as asked for": spec,
-        "16-bit p and v": replace(spec, pv="bf16"),
+        "16-bit p and v": replace(spec, pv="bf16" if spec.pv in ("auto", "fp8") else spec.pv),
         "exact attention": replace(spec, attention="exact"),
     }
 

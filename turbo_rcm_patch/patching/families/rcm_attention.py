@@ -154,6 +154,8 @@ class RCMAttentionForward:
         q, k, v = qkv.chunk(3, dim=-1)
         if proj is None:
             return ops.attention_skip(q, k, v, spec, residual=residual, c_skip=c_skip, c_out=c_out)
+        if not int8:
+            self._linears.forget("proj")
         if int8 and runs_int8(proj, q):
             closed = self._linears.close(
                 "proj", ops.attention_skip(q, k, v, spec), proj,

@@ -215,27 +215,13 @@ class WanBlockForward:
             return _gated(hidden, ffn(x).float(), gate)
         if mode == "called":
             return ops.skip(hidden, ffn(x), 1.0, gate, impl=impl)
-        if guard is not None and self._ffn.int8:
-            fuse = guard.accepts(
-                (self._ffn,),
-                exact=lambda: ffn(x),
-                fused=lambda: self._contract(self._expand(x), None, 1.0),
-            )
-            if not fuse:
-                return _gated(hidden, ffn(x).float(), gate)
-            guard = None  # It has decided about both Linears.
-        h, last = self._expand(x), ffn.net[2]
-        if (
-            guard is not None
-            and plain_linear(last, h)
-            and not guard.accepts(
-                (self._ffn,),
-                exact=lambda: last(h),
-                fused=lambda: self._contract(h, None, 1.0),
-            )
+        if guard is not None and not guard.accepts(
+            (self._ffn,),
+            exact=lambda: ffn(x),
+            fused=lambda: self._contract(self._expand(x), None, 1.0),
         ):
-            return _gated(hidden, last(h).float(), gate)
-        return self._contract(h, hidden, gate)
+            return _gated(hidden, ffn(x).float(), gate)
+        return self._contract(self._expand(x), hidden, gate)
 
     def _expand(self, x: Tensor) -> Tensor:
         """The first Linear of the feed-forward and its activation; one launch where in int8."""
@@ -298,6 +284,8 @@ class WanBlockForward:
         linear, dropout = attn.to_out[0], attn.to_out[1]
         plain = plain_linear(linear, q) and type(dropout) is nn.Dropout and bare(dropout)
         int8 = plain and state.int8 and runs_int8(linear, q)
+        if not state.int8:
+            self._linears.forget(f"{name}.out")
         if plain and image is None and not int8:
             return ops.attention_project_skip(
                 q, k, v, linear.weight, linear.bias, spec,
