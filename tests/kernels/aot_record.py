@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
-    "operands", "attention", "hopper", "project", "one_launch", "skip", "rows", "norm_rows",
+    "operands", "attention", "hopper", "project", "one_launch", "skip", "rows",
     "int8_linear", "hopper_linear",
 )  # fmt: skip
 TYPES = {
@@ -146,8 +146,6 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
         int8_linears(case, modules, residual, gate)
     elif operation == "hopper-linear":
         hopper_linears(case, modules, residual, gate)
-    elif operation == "norm-rows":
-        norm_rows(case, modules, residual, gate)
 
 
 def int8_linears(case, modules, residual, gate) -> None:
@@ -183,12 +181,6 @@ def hopper_linears(case, modules, residual, gate) -> None:
             y, rows, weight, scale, residual[0, 0], skip, 1.0, c_out,
             gelu=gelu, cast="fp32", form=own.FORMS[case["form"]], eights=case.get("eights"),
         )  # fmt: skip
-
-
-def norm_rows(case, modules, residual, gate) -> None:
-    """The norms before a block's products, with a modulation of the batch and of every token."""
-    for factor in (gate, gate.expand(residual.shape).contiguous(), None):
-        modules["norm_rows"].norm_modulate_rows(residual, factor, factor, one=1.0, eps=1e-6)
 
 
 def main() -> None:

@@ -234,6 +234,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TurboRCMError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        # Every case is on disk as soon as it is measured.
+        print("stopped; what was measured so far is kept", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -52,31 +52,26 @@ _REGISTERS_3 = gl.constexpr(160)
 class Form(NamedTuple):
     """How the work is cut.
 
-    A group multiplies block_m rows by block_n + rest columns. With `turns` that is a tile, and
+    A group multiplies block_m rows by block_n columns. With `turns` that is a tile, and
     groups take tiles in turn; without, a tile has the rows of all groups.
     """
 
     groups: int  # 2 or 3
     block_m: int  # 64 or 128
     block_n: int
-    rest: int  # 0 or 64
     stages: int
     turns: bool
 
     @property
     def tile(self) -> tuple[int, int]:
-        return self.block_m * (1 if self.turns else self.groups), self.block_n + self.rest
+        return self.block_m * (1 if self.turns else self.groups), self.block_n
 
 
 #: Forms by name; slots are what fits into 227 KiB.
 FORMS = {
-    "shared-128x256": Form(2, 64, 256, 0, 4, False),
-    "shared-192x256": Form(3, 64, 256, 0, 4, False),
-    "shared-256x128": Form(2, 128, 128, 0, 4, False),
-    "shared-256x192": Form(2, 128, 128, 64, 4, False),
-    "turns-128x128": Form(2, 128, 128, 0, 6, True),
-    "turns-128x192": Form(2, 128, 128, 64, 5, True),
-    "turns-64x256": Form(2, 64, 256, 0, 5, True),
+    "shared-128x256": Form(2, 64, 256, 4, False),
+    "shared-192x256": Form(3, 64, 256, 4, False),
+    "turns-128x128": Form(2, 128, 128, 6, True),
 }
 #: Channels up to which what follows the product is a large share of it, and from which it is not.
 _SHORT, _LONG = 3072, 8192
@@ -116,22 +111,22 @@ def _place(tile, n_tokens, c_out, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
 
 @gluon.jit
 def _loader(
-    x_desc, w_desc, rest_desc, shared, n_tokens, channels, c_out, tiles,
-    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, REST: gl.constexpr,
+    x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, EIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Fill the slots in turn: PARTS blocks of x and all columns of the weight, one step over K."""
-    x_smem, w_smem, rest_smem, ready, empty, turn = shared
+    x_smem, w_smem, ready, empty, turn = shared
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, start_m, start_c = _place(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N + REST)
+        b, start_m, start_c = _place(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
         row = b * n_tokens + start_m
         for start_k in range(0, channels, _BLOCK_K):
             slot = step % STAGES
             full = ready.index(slot)
             # The phase before the first counts as complete: the first round waits for nobody.
             mbarrier.wait(empty.index(slot), ((step // STAGES) % 2) ^ 1)
-            mbarrier.expect(full, (PARTS * BLOCK_M + BLOCK_N + REST) * _BLOCK_K)
+            mbarrier.expect(full, (PARTS * BLOCK_M + BLOCK_N) * _BLOCK_K)
             for part in gl.static_range(PARTS):
                 x_tile = x_smem.index(slot * PARTS + part)
                 _load(x_desc, [row + part * BLOCK_M, start_k], full, x_tile)
@@ -139,12 +134,6 @@ def _loader(
                 _load(w_desc, [start_c // 32, 0, 0, 0, start_k], full, w_smem.index(slot))
             else:
                 _load(w_desc, [start_c, start_k], full, w_smem.index(slot))
-            if REST:
-                c = start_c + BLOCK_N
-                if EIGHTS:
-                    _load(rest_desc, [c // 32, 0, 0, 0, start_k], full, rest_smem.index(slot))
-                else:
-                    _load(rest_desc, [c, start_k], full, rest_smem.index(slot))
             step += 1
 
 
@@ -152,7 +141,7 @@ def _loader(
 def _group(
     shared, memory, skip, out, skip_stride_c, out_stride_c, n_tokens, channels, c_out, tiles,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, REST: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, EIGHTS: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SKIP_FORM: gl.constexpr, OUT_FORM: gl.constexpr,
     ROUND_TO: gl.constexpr,
@@ -160,13 +149,11 @@ def _group(
     """BLOCK_M rows of every tile, or, with TURNS, every GROUPS-th tile of the program."""
     # The widest int8 instruction that Triton knows how to write and that divides a power of two.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    REST_N: gl.constexpr = REST if REST else 64
-    layout_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST_N, 32])
     PARTS: gl.constexpr = 1 if TURNS else GROUPS
     PART: gl.constexpr = 0 if TURNS else GROUP
     FIRST: gl.constexpr = 1 if GROUP == 0 else 0
     EVERY: gl.constexpr = GROUPS if TURNS else 1
-    x_smem, w_smem, rest_smem, ready, empty, turn = shared
+    x_smem, w_smem, ready, empty, turn = shared
     steps = gl.cdiv(channels, _BLOCK_K)
     step = 0
     taken = 0
@@ -175,18 +162,17 @@ def _group(
         step = steps * GROUP
         first = first + GROUP * gl.num_programs(0)
     for tile in range(first, tiles, gl.num_programs(0) * EVERY):
-        b, start_m, start_c = _place(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N + REST)
+        b, start_m, start_c = _place(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
         start_m += PART * BLOCK_M
         if HAS_RESIDUAL:
             fetch(
-                memory, b, start_m, start_c, n_tokens, c_out, BLOCK_M, BLOCK_N + REST
+                memory, b, start_m, start_c, n_tokens, c_out, BLOCK_M, BLOCK_N
             )  # fmt: skip
         if TURNS:
             # A slot says only whether its fills so far are odd or even: nobody may wait for one
             # while the fill before it is to come. (The first group begins.)
             mbarrier.wait(turn.index(GROUP), (taken % 2) ^ FIRST)
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, layout)
-        rest = gl.zeros([BLOCK_M, REST_N], gl.int32, layout_r)
         for k in range(0, steps):
             slot = (step + k) % STAGES
             mbarrier.wait(ready.index(slot), ((step + k) // STAGES) % 2)
@@ -194,19 +180,11 @@ def _group(
             w_tile = w_smem.index(slot).reshape([BLOCK_N, _BLOCK_K]).permute((1, 0))
             acc = warpgroup_mma(x_tile, w_tile, acc, use_acc=k > 0, is_async=True)
             # One step stays in flight; the one before it is done with its slot.
-            if REST:
-                w_rest = rest_smem.index(slot).reshape([REST_N, _BLOCK_K]).permute((1, 0))
-                rest = warpgroup_mma(x_tile, w_rest, rest, use_acc=k > 0, is_async=True)
-                acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
-            else:
-                acc = warpgroup_mma_wait(1, deps=(acc,))
+            acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index((step + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
         if TURNS:
             mbarrier.arrive(turn.index((GROUP + 1) % GROUPS), count=1)
-        if REST:
-            acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
-        else:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((step + steps - 1) % STAGES), count=1)
         step += steps * EVERY
         taken += 1  # noqa: SIM113
@@ -215,25 +193,18 @@ def _group(
             b, start_m, start_c, n_tokens, c_out,
             BLOCK_M, BLOCK_N, EIGHTS, HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO,
         )  # fmt: skip
-        if REST:
-            finish(
-                rest, memory, skip, out, skip_stride_c, out_stride_c,
-                b, start_m, start_c + BLOCK_N, n_tokens, c_out,
-                BLOCK_M, REST_N, EIGHTS, HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_FORM, OUT_FORM,
-                ROUND_TO,
-            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["tiles"])
 def hopper_linear_kernel(
-    y_ptr, x_desc, x_scale_ptr, w_desc, rest_desc, w_scale_ptr, bias_ptr, residual_ptr,
+    y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr, residual_ptr,
     skip_ptr, out_ptr,
     residual_stride_b, residual_stride_n,
     skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
     out_value, out_stride_b, out_stride_n, out_stride_c,
     n_tokens, channels, c_out, tiles,
     GROUPS: gl.constexpr, TURNS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     EIGHTS: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SKIP_FORM: gl.constexpr, OUT_FORM: gl.constexpr,
     ROUND_TO: gl.constexpr,
@@ -242,8 +213,8 @@ def hopper_linear_kernel(
 
     Grid: as many programs as the card has multiprocessors, which take every so many tiles.
     Arguments as in `int8_linear.int8_linear_kernel`; descriptors have blocks of BLOCK_M rows of
-    x int8 [B * N, K], and of BLOCK_N and REST rows of the weight int8 [Cout, K], with EIGHTS in
-    the order of `_weight`. GROUPS, TURNS, BLOCK_M, BLOCK_N, REST: see `Form`.
+    x int8 [B * N, K], and of BLOCK_N rows of the weight int8 [Cout, K], with EIGHTS in
+    the order of `_weight`. GROUPS, TURNS, BLOCK_M, BLOCK_N: see `Form`.
     """
     PARTS: gl.constexpr = 1 if TURNS else GROUPS
     x_smem = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, BLOCK_M, _BLOCK_K], x_desc.layout)
@@ -253,16 +224,6 @@ def hopper_linear_kernel(
         )
     else:
         w_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, _BLOCK_K], w_desc.layout)
-    rest_smem = w_smem
-    if REST:
-        if EIGHTS:
-            rest_smem = gl.allocate_shared_memory(
-                gl.int8, [STAGES, REST // 32, 4, 4, 2, _BLOCK_K], rest_desc.layout
-            )
-        else:
-            rest_smem = gl.allocate_shared_memory(
-                gl.int8, [STAGES, REST, _BLOCK_K], rest_desc.layout
-            )
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -273,7 +234,7 @@ def hopper_linear_kernel(
         mbarrier.init(empty.index(slot), count=PARTS)
     fence_async_shared()
     _barrier()
-    shared = (x_smem, w_smem, rest_smem, ready, empty, turn)
+    shared = (x_smem, w_smem, ready, empty, turn)
     memory = (
         y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
         residual_stride_b, residual_stride_n,
@@ -286,14 +247,14 @@ def hopper_linear_kernel(
             [
                 (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
                           n_tokens, channels, c_out, tiles, 0, GROUPS,
-                          TURNS, BLOCK_M, BLOCK_N, REST, STAGES, EIGHTS, HAS_BIAS, GELU,
+                          TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
                 (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
                           n_tokens, channels, c_out, tiles, 1, GROUPS,
-                          TURNS, BLOCK_M, BLOCK_N, REST, STAGES, EIGHTS, HAS_BIAS, GELU,
+                          TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
-                (_loader, (x_desc, w_desc, rest_desc, shared, n_tokens, channels, c_out, tiles,
-                           PARTS, BLOCK_M, BLOCK_N, REST, STAGES, EIGHTS)),
+                (_loader, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+                           PARTS, BLOCK_M, BLOCK_N, STAGES, EIGHTS)),
             ],
             [4, 1],
             [_REGISTERS_2, _LOADER_REGISTERS],
@@ -303,18 +264,18 @@ def hopper_linear_kernel(
             [
                 (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
                           n_tokens, channels, c_out, tiles, 0, GROUPS,
-                          TURNS, BLOCK_M, BLOCK_N, REST, STAGES, EIGHTS, HAS_BIAS, GELU,
+                          TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
                 (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
                           n_tokens, channels, c_out, tiles, 1, GROUPS,
-                          TURNS, BLOCK_M, BLOCK_N, REST, STAGES, EIGHTS, HAS_BIAS, GELU,
+                          TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
                 (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
                           n_tokens, channels, c_out, tiles, 2, GROUPS,
-                          TURNS, BLOCK_M, BLOCK_N, REST, STAGES, EIGHTS, HAS_BIAS, GELU,
+                          TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
-                (_loader, (x_desc, w_desc, rest_desc, shared, n_tokens, channels, c_out, tiles,
-                           PARTS, BLOCK_M, BLOCK_N, REST, STAGES, EIGHTS)),
+                (_loader, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+                           PARTS, BLOCK_M, BLOCK_N, STAGES, EIGHTS)),
             ],
             [4, 4, 1],
             [_REGISTERS_3, _REGISTERS_3, _LOADER_REGISTERS],
@@ -388,7 +349,6 @@ def hopper_linear(
         x_desc=_rows(x.int8.view(-1, channels), form.block_m),
         x_scale_ptr=x.scale,
         w_desc=describe(weight, form.block_n),
-        rest_desc=describe(weight, form.rest) if form.rest else None,
         w_scale_ptr=weight_scale,
         bias_ptr=bias,
         n_tokens=n_tokens,
@@ -399,7 +359,6 @@ def hopper_linear(
         TURNS=form.turns,
         BLOCK_M=form.block_m,
         BLOCK_N=form.block_n,
-        REST=form.rest,
         STAGES=form.stages,
         EIGHTS=eights,
         HAS_BIAS=bias is not None,

@@ -268,8 +268,11 @@ class WanBlockForward:
             tokens = context.shape[1] - _TEXT_TOKENS
             image, context = context[:, :tokens], context[:, tokens:]
         name = "attn1" if state is self._attn1 else "attn2"
-        asked = self._specs[state.precision]
         q, k, v = self._project(name, attn, x, context, state.int8)
+        asked = self._specs[state.precision]
+        few = context is not None and k.shape[1] < ops.INT8_MIN_KEYS
+        if few and asked.attention == "int8" and self._form != "one-launch":
+            asked = self._specs["exact attention"]
         norm_q, norm_k = attn.norm_q, attn.norm_k
         if plain_norm(norm_q, q) and plain_norm(norm_k, k) and norm_q.eps == norm_k.eps:
             weights = {"norm_q": norm_q.weight, "norm_k": norm_k.weight}
@@ -278,9 +281,6 @@ class WanBlockForward:
                 spec = replace(spec, eps=norm_q.eps)
         else:
             q, k, weights, spec = norm_q(q), norm_k(k), {}, asked
-        few = context is not None and k.shape[1] < ops.INT8_MIN_KEYS
-        if few and spec.attention == "int8" and self._form != "one-launch":
-            spec = replace(spec, attention="exact")
         linear, dropout = attn.to_out[0], attn.to_out[1]
         plain = plain_linear(linear, q) and type(dropout) is nn.Dropout and bare(dropout)
         int8 = plain and state.int8 and runs_int8(linear, q)
