@@ -20,9 +20,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
-    "operands", "attention", "hopper", "project", "one_launch", "skip", "rows",
-    "int8_linear", "hopper_linear",
+    "prologue", "hopper_prologue", "quantize", "attention", "hopper", "project", "one_launch",
+    "skip", "rows", "int8_linear", "hopper_linear",
 )  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -64,7 +65,7 @@ def record(case: dict[str, object]) -> list[dict[str, object]]:
     }
 
     def recording(kernel, grid, device, **arguments):
-        options = {k: arguments.pop(k) for k in ("num_warps", "num_stages") if k in arguments}
+        options = {k: arguments.pop(k) for k in OPTIONS if k in arguments}
         constants = {p.name for p in kernel.params if p.is_constexpr}
         described = {}
         for name in kernel.arg_names:
@@ -110,10 +111,10 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     lengths = empty(1, dtype=torch.int32) if case.get("lengths") else None
     common = {
         "heads": heads,
-        "norm_q": empty(channels),
-        "norm_k": empty(channels),
-        "cos": table,
-        "sin": table,
+        "norm_q": None if case.get("bare") else empty(channels),
+        "norm_k": None if case.get("bare") else empty(channels),
+        "cos": None if case.get("bare") else table,
+        "sin": None if case.get("bare") else table,
         "kv_lengths": lengths,
         "pv": case["pv"],
         "qmax": 127,

@@ -110,6 +110,8 @@ def test_default_path_compiles(
         case("attention", target, 64, pv),
         case("project", target, 128, pv),
     ]
+    if target == ("cuda", 90):  # it has a prologue of its own, for 16 bits
+        cases.append(case("attention", target, 128, pv, dtype="float32"))
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         names = {result["kernel"] for result in results}
@@ -120,6 +122,8 @@ def test_default_path_compiles(
             "statistics_kernel",
             "project_kernel",
         } <= names
+        own = {"hopper_prologue_kernel", "hopper_statistics_kernel"}
+        assert (own <= names) == (target == ("cuda", 90))
         broken = faults(results, target)
         assert not broken, broken
 
@@ -212,6 +216,26 @@ def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config)
             # Three groups' main loops; more where the assembler makes a loop of another branch.
             assert len(result["loop_spills"]) >= 3, line(result)
             assert max(result["loop_spills"][:3]) <= 6, line(result)
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["norm-rope", "bare"])
+def test_two_programs_of_the_hopper_prologue_share_a_multiprocessor(
+    bare: bool, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    target = ("cuda", 90)
+    cases = [case("attention", target, dim, "fp8", bare=bare) for dim in (64, 128)]
+    cases += [case("attention", target, 128, pv, lse=True, lengths=True) for pv in ("fp8", "bf16")]
+    for python in pythons(pytestconfig):
+        results = [
+            result
+            for result in resources(python, cases, tmp_path)
+            if result["kernel"] == "hopper_prologue_kernel"
+        ]
+        assert len(results) == len(cases)
+        assert not faults(results, target)
+        for result in results:
+            assert result["registers"] <= 65536 // (2 * 8 * 32), line(result)
+            assert result["shared"] <= 228 * 1024 // 2 - 1024, line(result)
 
 
 def test_three_programs_share_a_hopper_multiprocessor(
