@@ -76,7 +76,7 @@ def test_the_hopper_kernel_equals_the_portable_one(
         assert torch.equal(own_lse, portable_lse)
     else:
         assert relative(own, portable) < 4e-3  # fp8 itself: 0.037
-        assert torch.allclose(own_lse, portable_lse, rtol=0, atol=1e-3)
+        assert torch.allclose(own_lse, portable_lse, rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
