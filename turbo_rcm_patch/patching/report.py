@@ -185,7 +185,9 @@ class PairTable(Sequence[SkipPair]):
 def _formula(pair: SkipPair, index: int) -> str:
     stream = pair.streams[index]
     skip = "x" if stream.c_skip == "1" else f"{stream.c_skip} * x"
-    gate = "" if stream.c_out == "1" else f"{stream.c_out}{stream.c_out_shape} * "
+    # Two formulas in a row leave no room for the shapes of their coefficients.
+    shape = stream.c_out_shape if len(pair.streams) == 1 else ""
+    gate = "" if stream.c_out == "1" else f"{stream.c_out}{shape} * "
     name = f"{stream.name}: " if len(pair.streams) > 1 else ""
     return f"{name}{skip} + {gate}F(x)"
 
