@@ -59,7 +59,9 @@ class Case:
             made.fuse_qkv_projections()
         if self.unfuse:
             made.unfuse_qkv_projections()
-        return made.to(dtype)
+        for tensor in (*made.parameters(), *made.buffers()):
+            tensor.data = tensor.data.to(dtype)
+        return made
 
     def inputs(self, batch: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(1)
@@ -109,6 +111,18 @@ CASES = [
     Case("consisid", rotary=True, consisid=True),
     Case("consisid-face", FACE, rotary=True, consisid=True),
 ]
+
+
+def widened(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same inputs in fp32."""
+    return {
+        name: [part.float() for part in value]
+        if isinstance(value, list)
+        else value.float()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for name, value in inputs.items()
+    }
 
 
 def cogvideox(consisid: bool = False, **config: Any) -> Any:

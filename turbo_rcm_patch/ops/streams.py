@@ -130,7 +130,8 @@ def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _norm_autograd(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
     count = len(ctx.offsets)
-    streams, factors = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    saved = ctx.saved_tensors  # Once: checkpointing recomputes them when they are asked for.
+    streams, factors = saved[:count], saved[count:]
     one, eps = ctx.numbers
     grads = [
         norm_gradients(g, x, factor, offset, one, eps, needs)
