@@ -43,7 +43,7 @@ FACE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration and its input."""
+    """A configuration, its input, and how many of its pairs are left as written."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +51,7 @@ class Case:
     fuse_qkv: bool = False
     unfuse: bool = False
     consisid: bool = False
+    as_written: int = 0
 
     def model(self, dtype: torch.dtype = torch.float32) -> Any:
         config = self.config | {"use_rotary_positional_embeddings": self.rotary}
@@ -109,7 +110,7 @@ CASES = [
     Case("geglu", {"activation_fn": "geglu"}),
     Case("three-heads-of-16", {"num_attention_heads": 3, "attention_head_dim": 16}, rotary=True),
     Case("consisid", rotary=True, consisid=True),
-    Case("consisid-face", FACE, rotary=True, consisid=True),
+    Case("consisid-face", FACE, rotary=True, consisid=True, as_written=1),
 ]
 
 

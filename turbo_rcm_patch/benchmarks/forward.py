@@ -1,4 +1,4 @@
-"""`network`: one forward of Wan or CogVideoX: as written, compiled, patched; where its time goes."""
+"""`network`: one forward of Wan or CogVideoX: as written, compiled, patched; where time goes."""
 
 from __future__ import annotations
 

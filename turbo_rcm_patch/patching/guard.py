@@ -58,7 +58,7 @@ class PipelineSteps:
         if scheduler is None or timestep is None:
             return None
         if not hasattr(scheduler, "_step_index"):
-            return _position(timestep, scheduler.timesteps)
+            return _position(timestep, getattr(scheduler, "timesteps", None))
         index = scheduler._step_index
         return int(index) if index is not None else 0
 
@@ -75,12 +75,14 @@ class PipelineSteps:
         return int((timesteps >= boundary).sum()) - 1
 
 
-def _position(timestep: object, timesteps: torch.Tensor) -> int | None:
+def _position(timestep: object, timesteps: object) -> int | None:
     """Where a timestep lies among those of a scheduler that does not count its steps.
 
     A loop over a tensor yields views of it, so the place is in the memory: no device is asked.
     """
-    if not isinstance(timestep, torch.Tensor) or timestep.numel() != 1 or not timesteps.numel():
+    if not (isinstance(timestep, torch.Tensor) and isinstance(timesteps, torch.Tensor)):
+        return None
+    if timestep.numel() != 1 or timesteps.dim() != 1 or not timesteps.numel():
         return None
     if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
         return None

@@ -94,7 +94,26 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
             head = not result.installations
             make = partial(CogVideoXBlockForward, block, states, config, head)
             result.installations.append(Installation(block, "forward", make))
+    result.states += [PairState(pair) for pair in _face_pairs(network, path)]
     return result
+
+
+def _face_pairs(network: Any, path: str) -> list[SkipPair]:
+    """ConsisID's cross-attentions to the face, whose skips stand between the blocks."""
+    return [
+        SkipPair(
+            path=f"{path}.perceiver_cross_attention.{index}".lstrip("."),
+            kind="cross",
+            heads=attn.heads,
+            head_dim=attn.dim_head,
+            streams=(Stream("video", "1", "local_face_scale"),),
+            cast="model",
+            projection=True,
+            runs="as-written",
+            reason="the network's own forward closes it, between two blocks",
+        )
+        for index, attn in enumerate(getattr(network, "perceiver_cross_attention", ()))
+    ]
 
 
 def _foreign(block: Any) -> str:
