@@ -10,6 +10,7 @@ import copy
 import pickle
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -724,3 +725,13 @@ def test_dtype_head_dim_and_parallelism_are_refused() -> None:
     with pytest.raises(errors.ContextParallelError):
         run(model, **CASES[0].inputs())
     unpatch_model(model)
+
+
+def test_its_pairs_are_listed_from_a_configuration(tmp_path: Path) -> None:
+    from turbo_rcm_patch.sampling.skeleton import load_skeleton
+
+    for case in (ROTARY, CASES[-1]):
+        case.model().save_config(tmp_path / case.name / "transformer")
+        pairs = find_pairs(load_skeleton(tmp_path / case.name))
+        assert (pairs.fused, len(pairs)) == (4, 4 + case.as_written)
+        assert pairs[0].path == "transformer.transformer_blocks.0.attn1"
