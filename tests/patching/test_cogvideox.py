@@ -111,6 +111,20 @@ def test_one_launch_is_for_one_stream() -> None:
     assert relative(run(model, **inputs), expected) < 0.02
 
 
+@pytest.mark.parametrize("kind", ["self", "feed-forward"])
+def test_kinds_choose_what_is_fused(kind: Any) -> None:
+    model, inputs = ROTARY.model(), ROTARY.inputs()
+    expected = run(model, **inputs)
+    with patched(model, PatchConfig(kinds=(kind,), attention="exact")) as report:
+        assert relative(run(model, **inputs), expected) < 1e-5
+        assert [pair.kind for pair in report.pairs if pair.fused] == [kind] * 2
+        assert {record.path.split(".")[-1] for record in report.guard} == {
+            "attn1" if kind == "self" else "ff"
+        }
+    left = [pair for pair in report.pairs if not pair.fused]
+    assert all("PatchConfig.kinds" in pair.reason for pair in left)
+
+
 # --- what comes out ------------------------------------------------------------------------------
 
 

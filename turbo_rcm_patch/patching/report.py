@@ -32,7 +32,7 @@ class GuardRecord:
         step: Index of the denoising step, None where nobody said which it was.
         when: "first", "last" or "asked" (by `check_next`).
         error: Relative L2 of the fused branch, after its output projection, against the exact
-            one; infinity if the fused branch has a non-finite value.
+            one, the largest of its residual streams; infinity if it has a non-finite value.
         budget: Largest error that was accepted.
         verdict: "kept", "given back" to the author's code, or a step towards precision after which
             the pair was compared again: "linears given back" (int8 Linears run as they are),
