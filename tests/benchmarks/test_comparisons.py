@@ -179,6 +179,18 @@ def test_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "network_forward.png").is_file()
 
 
+def test_cogvideox(tmp_path: Path) -> None:
+    only = ["--only", "cogvideox-5b", "--peers", "eager,compiled,eager sage,patched compiled"]
+    assert main(["network", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 0
+    case = read(tmp_path / "network.json")["cases"]["cogvideox-5b"]
+    assert case["finite"] and case["equal_afterwards"]
+    assert case["config"]["use_rotary_positional_embeddings"]
+    found = {name: one["status"] for name, one in case["variants"].items()}
+    assert found.pop("eager sage") == "missing"
+    assert set(found.values()) == {"timed"}
+    assert 0 < case["variants"]["patched compiled"]["error"]["relative_l2"] < forward.BROKEN
+
+
 def test_a_broken_network_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "BROKEN", 1e-9)
     few = ["--peers", "patched"]

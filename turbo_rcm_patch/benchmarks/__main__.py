@@ -32,8 +32,8 @@ COMPARISONS: Final = {
     ),
     "network": (
         "forward",
-        "one forward of Wan: eager, compiled, patched, and where its time goes",
-        "1.3b,14b",
+        "one forward of Wan or CogVideoX: eager, compiled, patched, and where its time goes",
+        "1.3b,14b,cogvideox-2b",
         '"eager,patched,patched compiled"',
     ),
     "hbm": (

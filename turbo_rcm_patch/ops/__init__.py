@@ -19,6 +19,7 @@ from turbo_rcm_patch.ops.spec import (
     resolve_impl,
     resolve_pv,
 )
+from turbo_rcm_patch.ops.streams import norm_modulate_streams, project_skip_streams
 
 __all__ = [
     "FP8_MIN_KEYS",
@@ -33,7 +34,9 @@ __all__ = [
     "int8_linear",
     "linear_gelu",
     "norm_modulate",
+    "norm_modulate_streams",
     "project_skip",
+    "project_skip_streams",
     "quantize_weight",
     "resolve_impl",
     "resolve_pv",

@@ -3,6 +3,7 @@ GELU in the epilogue of the linear before it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -63,10 +64,16 @@ def _norm_setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
     ctx.offset = None if offset is None else (offset.shape, offset.dtype)  # type: ignore[attr-defined]
 
 
-def _norm_autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    x, factor = ctx.saved_tensors
-    one, eps = ctx.numbers
-    needs = ctx.needs_input_grad
+def norm_gradients(
+    d_out: Tensor,
+    x: Tensor,
+    factor: Tensor | None,
+    offset: tuple[torch.Size, torch.dtype] | None,
+    one: float,
+    eps: float,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, factor and offset; of the offset only shape and dtype matter."""
     g, wide = d_out.float(), x.float()
     centred = wide - wide.mean(-1, keepdim=True)
     rms = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -78,10 +85,17 @@ def _norm_autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         d_x = (rms * (d - d.mean(-1, keepdim=True) - normal * inner)).to(x.dtype)
     if factor is not None and needs[1]:
         d_factor = (g * normal).sum_to_size(factor.shape).to(factor.dtype)
-    if ctx.offset is not None and needs[2]:
-        shape, dtype = ctx.offset
+    if offset is not None and needs[2]:
+        shape, dtype = offset
         d_offset = g.sum_to_size(shape).to(dtype)
-    return d_x, d_factor, d_offset, None, None, None
+    return d_x, d_factor, d_offset
+
+
+def _norm_autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    x, factor = ctx.saved_tensors
+    one, eps = ctx.numbers
+    grads = norm_gradients(d_out, x, factor, ctx.offset, one, eps, ctx.needs_input_grad)
+    return (*grads, None, None, None)
 
 
 norm_forward.register_autograd(_norm_autograd, setup_context=_norm_setup)

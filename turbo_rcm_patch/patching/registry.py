@@ -14,6 +14,12 @@ __all__ = ["FAMILIES", "Family", "family_of", "qualified_name"]
 
 #: Exact class -> the module that serves it. A subclass may run another forward, so it is unknown.
 FAMILIES: Final = {
+    "diffusers.models.transformers.cogvideox_transformer_3d.CogVideoXTransformer3DModel": (
+        "cogvideox"
+    ),
+    "diffusers.models.transformers.consisid_transformer_3d.ConsisIDTransformer3DModel": (
+        "cogvideox"
+    ),
     "diffusers.models.transformers.transformer_wan.WanTransformer3DModel": "wan",
     "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
 }
