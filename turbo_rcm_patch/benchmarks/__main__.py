@@ -62,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
         )
         _add_common(one)
         if name == "hbm":
-            one.add_argument("--inside", nargs=2, metavar=("CASE", "FORM"), help=argparse.SUPPRESS)
+            one.add_argument(
+                "--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS
+            )
     _add_tune(commands)
     plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
     plot.add_argument("folder", type=Path, help="where the comparisons wrote")
