@@ -15,7 +15,7 @@ Precision = Literal["fixed", "auto"]
 Linear = Literal["as-is", "int8"]
 Impl = Literal["auto", "triton", "reference"]
 Form = Literal["auto", "one-launch", "two-launch"]
-Kind = Literal["self", "cross", "image", "feed-forward"]
+Kind = Literal["self", "cross", "image", "feed-forward", "control"]
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
