@@ -21,9 +21,10 @@ from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
     "operands", "attention", "hopper", "project", "one_launch", "skip", "rows",
-    "int8_linear", "hopper_linear",
+    "int8_linear", "hopper_linear", "denoise",
 )  # fmt: skip
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -142,6 +143,10 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
                 residual, weight, bias, residual, 1.0, gate, cast=cast, out_dtype=dtype
             )
             modules["skip"].skip(residual, residual, 1.0, gate, cast=cast, out_dtype=dtype)
+    elif operation == "denoise":
+        x, c = residual.double(), empty(3, dtype=torch.float64)
+        for noise in (None, residual.float()):
+            modules["denoise"].denoise_step(x, residual, noise, c)
     elif operation == "int8-linear":
         int8_linears(case, modules, residual, gate)
     elif operation == "hopper-linear":

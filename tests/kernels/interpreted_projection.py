@@ -1,4 +1,4 @@
-"""Projection, one-launch and skip kernels in Triton's interpreter; run by test_interpreter.py."""
+"""Projection, skip, one-launch and sampler kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from turbo_rcm_patch.ops import (
     AttentionSpec,
     attention_project_skip,
     attention_skip,
+    denoise_step,
     project_skip,
     skip,
 )
@@ -48,6 +49,19 @@ def test_skip_is_bit_equal(form: str, dtype: torch.dtype, cast: str) -> None:
     branch = torch.randn(2, 37, 300).to(dtype)
     out = skip(residual, branch, c, c, cast=cast, impl="triton")
     assert torch.equal(out, skip(residual, branch, c, c, cast=cast, impl="reference"))
+
+
+@pytest.mark.parametrize("noisy", [False, True], ids=["last-step", "re-noising"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_denoise_step_is_fp64_throughout(dtype: torch.dtype, noisy: bool) -> None:
+    x = torch.randn(2, 3, 5, 7, 11, dtype=torch.float64).transpose(1, 2)
+    branch = torch.randn(2, 5, 3, 7, 11).to(dtype)
+    noise = torch.randn(2, 5, 3, 7, 11) if noisy else None
+    c = torch.tensor([0.1, -0.7, 0.9], dtype=torch.float64)
+    out = denoise_step(x, branch, noise, c, impl="triton")
+    assert out.dtype == torch.float64
+    expected = denoise_step(x, branch, noise, c, impl="reference")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("cast", ["fp32", "model"])
