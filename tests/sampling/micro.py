@@ -1,14 +1,16 @@
-"""A complete but untrained WanPipeline that generates in a fraction of a second."""
+"""Complete but untrained Wan pipelines that generate in a fraction of a second."""
 
 from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
     AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
@@ -16,7 +18,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedTokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 WORDS = [
     *("a", "red", "green", "blue", "circle", "square", "ring", "moves"),
@@ -40,34 +49,75 @@ def micro_pipe(*, seed: int = 0, experts: bool = False) -> WanPipeline:
     """A pipeline in fp32 whose attention really reaches its output (gates are raised)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        vae = AutoencoderKLWan(
-            base_dim=4, z_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1,
-            temperal_downsample=[False, True, True], latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
-        )  # fmt: skip
-        text = UMT5EncoderModel(
-            UMT5Config(
-                vocab_size=len(WORDS) + 3, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4,
-                relative_attention_num_buckets=8, feed_forward_proj="gated-gelu", dropout_rate=0.0,
-            )
-        )  # fmt: skip
+        parts = _vae_and_text()
         transformers = [_transformer() for _ in range(2 if experts else 1)]
-    return WanPipeline(
-        tokenizer=tokenizer(),
-        text_encoder=text.eval(),
-        vae=vae.eval(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        transformer=transformers[0],
-        transformer_2=transformers[1] if experts else None,
-        boundary_ratio=0.9 if experts else None,
-    )
+    return WanPipeline(**parts, **_experts(transformers))
 
 
-def _transformer() -> WanTransformer3DModel:
-    model = WanTransformer3DModel(
+def micro_token_time_pipe(*, image: bool) -> WanPipeline | WanImageToVideoPipeline:
+    """As Wan 2.2 TI2V: a timestep per token, and the image in the place of the first frame."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts = _vae_and_text()
+        transformers = [_transformer(patch_size=(1, 2, 2))]
+    cls = WanImageToVideoPipeline if image else WanPipeline
+    return cls(**parts, **_experts(transformers), expand_timesteps=True)
+
+
+def micro_image_pipe(*, experts: bool) -> WanImageToVideoPipeline:
+    """As Wan 2.2 A14B I2V with two experts, or as Wan 2.1 I2V with a CLIP image encoder; the image
+    is in the 4 mask and 4 condition channels of the transformer's input."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts = _vae_and_text()
+        if experts:
+            return WanImageToVideoPipeline(
+                **parts, **_experts([_transformer(in_channels=12) for _ in range(2)])
+            )
+        network = _transformer(in_channels=12, image_dim=16, added_kv_proj_dim=128)
+        clip = CLIPVisionConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            image_size=32, patch_size=16,
+        )  # fmt: skip
+        return WanImageToVideoPipeline(
+            **parts,
+            **_experts([network]),
+            image_encoder=CLIPVisionModel(clip).eval(),
+            image_processor=CLIPImageProcessor(size=32, crop_size=32),
+        )
+
+
+def _experts(transformers: list[WanTransformer3DModel]) -> dict[str, Any]:
+    two = len(transformers) == 2
+    return {
+        "transformer": transformers[0],
+        "transformer_2": transformers[1] if two else None,
+        "boundary_ratio": 0.9 if two else None,
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),
+    }
+
+
+def _vae_and_text() -> dict[str, Any]:
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 2, 2, 2], num_res_blocks=1,
+        temperal_downsample=[False, True, True], latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+    )  # fmt: skip
+    text = UMT5EncoderModel(
+        UMT5Config(
+            vocab_size=len(WORDS) + 3, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4,
+            relative_attention_num_buckets=8, feed_forward_proj="gated-gelu", dropout_rate=0.0,
+        )
+    )  # fmt: skip
+    return {"tokenizer": tokenizer(), "text_encoder": text.eval(), "vae": vae.eval()}
+
+
+def _transformer(**config: Any) -> WanTransformer3DModel:
+    base = dict(
         patch_size=(1, 1, 1), num_attention_heads=2, attention_head_dim=64, in_channels=4,
         out_channels=4, text_dim=32, freq_dim=32, ffn_dim=128, num_layers=2, cross_attn_norm=True,
         qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
     )  # fmt: skip
+    model = WanTransformer3DModel(**{**base, **config})
     with torch.no_grad():
         for block in model.blocks:
             block.scale_shift_table[:, [2, 5]] += 0.3
