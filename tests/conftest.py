@@ -21,6 +21,14 @@ settings.register_profile("reproducible", derandomize=True, deadline=None, max_e
 settings.load_profile("reproducible")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--turbodiffusion",
+        default=None,
+        help="compare with TurboDiffusion's own code too: the path of a checkout",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Two workers on two cores: one thread each, or they fight.
     if "PYTEST_XDIST_WORKER" in os.environ:
