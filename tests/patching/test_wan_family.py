@@ -4,6 +4,7 @@ unpatching puts it back."""
 from __future__ import annotations
 
 import copy
+import pickle
 from types import ModuleType
 from typing import Any
 
@@ -127,16 +128,36 @@ def test_int8_linears(name: str) -> None:
         assert {record.verdict for record in report.guard} == {"kept"}
 
 
-@pytest.mark.parametrize("name", ["vace", "skyreels-masked", "skyreels-forcing"])
-def test_a_graph_without_breaks(name: str) -> None:
+@pytest.mark.parametrize("name", ["vace", "animate", "skyreels-masked"])
+def test_one_graph_over_all_steps(name: str) -> None:
+    family, graphs = named(name), []
+    model = family.model()
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with patched(model):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for step in range(3):
+            inputs = family.inputs()
+            inputs["timestep"] = inputs["timestep"] - 3.0 * step
+            assert torch.equal(run(compiled, **inputs), run(model, **inputs))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", ["vace", "skyreels-masked"])
+def test_copies_of_a_patched_model_stand_alone(name: str) -> None:
     family = named(name)
     model, inputs = family.model(), family.inputs()
     expected = run(model, **inputs)
-    with patched(model, EXACT):
-        torch._dynamo.reset()
-        for block in (*getattr(model, "vace_blocks", ()), *model.blocks):
-            block.compile(backend="eager", fullgraph=True)
-        assert relative(run(model, **inputs), expected) < 1e-5
+    patch_model(model)
+    fused = run(model, **inputs)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(twin, **inputs), fused)
+        unpatch_model(twin)
+        assert torch.equal(run(twin, **inputs), expected)
 
 
 @pytest.mark.parametrize("name", ["vace", "skyreels-masked", "skyreels-forcing"])

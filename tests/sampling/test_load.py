@@ -203,7 +203,6 @@ def test_a_skeleton_is_of_the_class_that_its_folder_names(name: str, tmp_path: P
     family.model().save_config(tmp_path / "transformer")
     pipe = load_skeleton(tmp_path)
     assert type(pipe.transformer) is family.cls
-
     assert [pair.kind for pair in find_pairs(pipe)] == family.kinds
 
 
