@@ -52,14 +52,21 @@ class PipelineSteps:
         """Index of the current step, read from the scheduler's own counter; no device is asked."""
         pipe = self._pipe() if self._pipe is not None else None
         scheduler = getattr(pipe, "scheduler", None)
-        if scheduler is None or getattr(pipe, "_current_timestep", None) is None:
+        current = getattr(pipe, "_current_timestep", None)
+        if scheduler is None or current is None:
             return None
+        if _times_of_frames(current):
+            # Copies of the scheduler count each frame; the row's place in the matrix is the step.
+            return int(current.storage_offset()) // int(current.numel())
         index = getattr(scheduler, "_step_index", None)
         return int(index) if index is not None else 0
 
     def last(self) -> int | None:
         """Index of the last step that this expert runs."""
         pipe = self._pipe() if self._pipe is not None else None
+        if _times_of_frames(getattr(pipe, "_current_timestep", None)):
+            rows = getattr(pipe, "_num_timesteps", None)
+            return None if rows is None else int(rows) - 1
         timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
         if timesteps is None or len(timesteps) == 0:
             return None
@@ -68,6 +75,13 @@ class PipelineSteps:
             return len(timesteps) - 1
         boundary = ratio * pipe.scheduler.config.num_train_timesteps  # type: ignore[union-attr]
         return int((timesteps >= boundary).sum()) - 1
+
+
+def _times_of_frames(current: object) -> bool:
+    """Whether a step has a time for every frame: a row of a dense matrix with a row for each step,
+    as diffusion forcing has it (SkyReels-V2).
+    """
+    return isinstance(current, torch.Tensor) and current.ndim == 1 and current.numel() > 0
 
 
 class Guard:
