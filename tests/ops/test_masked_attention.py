@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from turbo_rcm_patch import errors
 from turbo_rcm_patch.ops import AttentionSpec, masked_attention
@@ -26,23 +25,16 @@ def masks() -> dict[str, torch.Tensor]:
     }
 
 
-def by_hand(
-    x: list[torch.Tensor], mask: torch.Tensor, weights: list[torch.Tensor], table: torch.Tensor
-) -> torch.Tensor:
-    """RMSNorm, rotary embedding and softmax as torch differentiates them."""
-    heads = []
-    for tensor, weight in zip(x, [*weights, None], strict=True):
-        y = tensor
-        if weight is not None:
-            y = F.rms_norm(tensor, tensor.shape[-1:], weight, 1e-6)
-        y = split_heads(y, HEADS)
-        if weight is not None:
-            turn = torch.polar(torch.ones_like(table), table)
-            y = torch.view_as_real(
-                torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) * turn
-            ).flatten(-2)
-        heads.append(y)
-    q, k, v = heads
+def by_hand(x: list[torch.Tensor], mask: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding and softmax as torch differentiates them."""
+    turn = torch.polar(torch.ones_like(table), table)
+    q, k, v = (split_heads(tensor, HEADS) for tensor in x)
+    q, k = (
+        torch.view_as_real(
+            torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) * turn
+        ).flatten(-2)
+        for y in (q, k)
+    )
     logits = q @ k.transpose(-1, -2) * DIM**-0.5
     added = mask if mask.dtype != torch.bool else torch.where(mask, 0.0, float("-inf"))
     return ((logits + added).softmax(-1) @ v).transpose(1, 2).flatten(2)
@@ -52,18 +44,15 @@ def by_hand(
 def test_equals_the_softmax_written_by_hand(name: str) -> None:
     mask = masks()[name]
     x = [torch.randn(BATCH, TOKENS, HEADS * DIM).requires_grad_() for _ in range(3)]
-    weights = [torch.randn(HEADS * DIM).requires_grad_() for _ in range(2)]
     table = torch.randn(TOKENS, DIM // 2)
     wide = table.repeat_interleave(2, -1)
-    out = masked_attention(
-        *x, mask, AttentionSpec(heads=HEADS, attention="int4"),
-        norm_q=weights[0], norm_k=weights[1], rotary=(wide.cos(), wide.sin()),
-    )  # fmt: skip
-    expected = by_hand(x, mask, weights, table)
+    spec = AttentionSpec(heads=HEADS, attention="int4")
+    out = masked_attention(*x, mask, spec, rotary=(wide.cos(), wide.sin()))
+    expected = by_hand(x, mask, table)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
     seen = torch.randn_like(out)
-    got = torch.autograd.grad((out * seen).sum(), [*x, *weights])
-    want = torch.autograd.grad((expected * seen).sum(), [*x, *weights])
+    got = torch.autograd.grad((out * seen).sum(), x)
+    want = torch.autograd.grad((expected * seen).sum(), x)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
 

@@ -119,15 +119,13 @@ def masked_attention(
     mask: torch.Tensor,
     spec: AttentionSpec,
     *,
-    norm_q: torch.Tensor | None = None,
-    norm_k: torch.Tensor | None = None,
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """softmax(sm_scale * q k^T + mask) v with torch's scaled_dot_product_attention.
 
     No kernel here takes a mask of any form, so this is exact whatever `spec.attention` asks for,
-    and plain torch, which differentiates and compiles it. Norm and rotary embedding are fp32;
-    q and k are rounded once, to v's dtype.
+    and plain torch, which differentiates and compiles it. The rotary embedding is fp32; q and k
+    are rounded once after it, to v's dtype.
 
     Args:
         q: [B, Nq, H*D], bf16, fp16 or fp32.
@@ -135,9 +133,7 @@ def masked_attention(
         v: [B, Nk, H*D], dtype of q.
         mask: Broadcasts to [B, H, Nq, Nk]. Boolean: true where a query sees a key. Float: added to
             the logits.
-        spec: Number of heads, sm_scale and eps.
-        norm_q: RMSNorm weight of q: [H*D] normalises across all heads, [D] per head.
-        norm_k: Likewise for k.
+        spec: Number of heads and sm_scale.
         rotary: (cos, sin), each [N, D] or [1, N, 1, D].
 
     Returns:
@@ -149,13 +145,11 @@ def masked_attention(
     check_attention(q, k, v, spec)
     batch, n_q, channels = q.shape
     head_dim = channels // spec.heads
-    check_norm("norm_q", norm_q, channels, spec.heads)
-    check_norm("norm_k", norm_k, channels, spec.heads)
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], head_dim)
     check_mask(mask, (batch, spec.heads, n_q, k.shape[1]), spec)
     qh, kh = (
-        norm_rope(x, spec.heads, weight=weight, cos=cos, sin=sin, eps=spec.eps).to(v.dtype)
-        for x, weight in ((q, norm_q), (k, norm_k))
+        norm_rope(x, spec.heads, weight=None, cos=cos, sin=sin, eps=spec.eps).to(v.dtype)
+        for x in (q, k)
     )
     out = F.scaled_dot_product_attention(
         qh,

@@ -305,7 +305,8 @@ class WanBlockForward:
         if few and asked.attention == "int8" and self._form != "one-launch":
             asked = self._specs["exact attention"]
         norm_q, norm_k = attn.norm_q, attn.norm_k
-        if plain_norm(norm_q, q) and plain_norm(norm_k, k) and norm_q.eps == norm_k.eps:
+        plain_norms = plain_norm(norm_q, q) and plain_norm(norm_k, k)
+        if mask is None and plain_norms and norm_q.eps == norm_k.eps:
             weights = {"norm_q": norm_q.weight, "norm_k": norm_k.weight}
             spec = asked
             if norm_q.eps != spec.eps:
@@ -327,7 +328,7 @@ class WanBlockForward:
         if mask is None:
             out = ops.attention_skip(q, k, v, spec, rotary=rotary, **weights)
         else:
-            out = ops.masked_attention(q, k, v, mask, spec, rotary=rotary, **weights)
+            out = ops.masked_attention(q, k, v, mask, spec, rotary=rotary)
         if image is not None:
             k, v = self._project_image(attn, image, state.int8)
             norm = attn.norm_added_k
