@@ -15,11 +15,14 @@ from diffusers import (
     SkyReelsV2Pipeline,
     SkyReelsV2Transformer3DModel,
     UniPCMultistepScheduler,
+    WanAnimatePipeline,
+    WanAnimateTransformer3DModel,
     WanVACEPipeline,
     WanVACETransformer3DModel,
 )
 from PIL import Image
 
+from tests.patching.wan_family import ANIMATE
 from tests.sampling.micro import SMALL, TRANSFORMER, image_encoder, lively, vae_and_text
 from turbo_rcm_patch import RCMScheduler, patch_model, unpatch_model
 
@@ -37,6 +40,15 @@ def vace() -> Any:
         **TRANSFORMER | {"patch_size": (1, 2, 2)}, vace_layers=[0, 1], vace_in_channels=72
     )
     return WanVACEPipeline(**vae_and_text(), transformer=lively(network), scheduler=RCMScheduler())
+
+
+def animate() -> Any:
+    network = WanAnimateTransformer3DModel(
+        **TRANSFORMER | ANIMATE | {"image_dim": 16}, added_kv_proj_dim=128
+    )
+    return WanAnimatePipeline(
+        **vae_and_text(), **image_encoder(), transformer=lively(network), scheduler=RCMScheduler()
+    )
 
 
 def skyreels() -> Any:
@@ -61,9 +73,21 @@ def chronoedit() -> Any:
 
 
 PICTURE = {"image": Image.new("RGB", (32, 32), "teal"), "max_sequence_length": 512}
+#: The pose video says how many frames there will be.
+FACES: dict[str, Any] = {
+    "num_frames": None,
+    "pose_video": [Image.new("RGB", (32, 32), "black")] * 5,
+    "face_video": [Image.new("RGB", (16, 16), "pink")] * 5,
+    "segment_frame_length": 5,
+}
 #: Pipeline, how it is called beside the usual, and the index of its last step.
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
     "vace-rcm": (vace, {"guidance_scale": 1.0}, STEPS - 1),
+    "animate-rcm": (
+        animate,
+        PICTURE | FACES | {"guidance_scale": 1.0},
+        STEPS - 1,
+    ),
     "chronoedit": (chronoedit, PICTURE | {"guidance_scale": 1.0}, STEPS - 1),
     "skyreels": (skyreels, {}, STEPS - 1),
     "skyreels-forcing": (forcing, {}, STEPS - 1),
@@ -83,6 +107,7 @@ def test_patched_guarded_and_put_back(name: str) -> None:
     pipe = make()
     pipe.set_progress_bar_config(disable=True)
     call = {**SMALL, "num_inference_steps": STEPS, "guidance_scale": 3.0, **more}
+    call = {name: value for name, value in call.items() if value is not None}
 
     def generate() -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
