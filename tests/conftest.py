@@ -25,7 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--turbodiffusion",
         default=None,
-        help="compare with TurboDiffusion's own code too: the path of a checkout",
+        metavar="PATH",
+        help="run the tests that need a checkout of thu-ml/TurboDiffusion, from this folder",
     )
 
 

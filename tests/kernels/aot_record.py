@@ -134,6 +134,10 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     elif operation == "plain-attention":
         common |= {"residual": None, "c_out": 1.0}
         modules["attention"].attention(q, k, v, want_lse=bool(case.get("lse")), **common)
+    elif operation == "denoise":
+        x, c = residual.double(), empty(3, dtype=torch.float64)
+        for noise in (None, residual.float()):
+            modules["denoise"].denoise_step(x, residual, noise, c)
     elif operation == "one-launch":
         modules["one_launch"].attention_project_skip(q, k, v, weight, bias, cast="fp32", **common)
     elif operation == "project":
@@ -143,10 +147,6 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
                 residual, weight, bias, residual, 1.0, gate, cast=cast, out_dtype=dtype
             )
             modules["skip"].skip(residual, residual, 1.0, gate, cast=cast, out_dtype=dtype)
-    elif operation == "denoise":
-        x, c = residual.double(), empty(3, dtype=torch.float64)
-        for noise in (None, residual.float()):
-            modules["denoise"].denoise_step(x, residual, noise, c)
     elif operation == "int8-linear":
         int8_linears(case, modules, residual, gate)
     elif operation == "hopper-linear":

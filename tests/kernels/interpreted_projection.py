@@ -10,10 +10,10 @@ from turbo_rcm_patch.ops import (
     AttentionSpec,
     attention_project_skip,
     attention_skip,
-    denoise_step,
     project_skip,
     skip,
 )
+from turbo_rcm_patch.ops.denoise import denoise_step
 
 #: DESIGN: the fusion alone, fp32, W_o included.
 FUSION = 3e-6

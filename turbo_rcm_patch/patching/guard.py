@@ -52,12 +52,12 @@ class PipelineSteps:
         """Index of the current step, read from the scheduler's own counter; no device is asked."""
         pipe = self._pipe() if self._pipe is not None else None
         scheduler = getattr(pipe, "scheduler", None)
-        current = getattr(pipe, "_current_timestep", None)
-        if scheduler is None or current is None:
+        timestep = getattr(pipe, "_current_timestep", None)
+        if scheduler is None or timestep is None:
             return None
-        if _times_of_frames(current):
+        if _times_of_frames(timestep):
             # Copies of the scheduler count each frame; the row's place in the matrix is the step.
-            return int(current.storage_offset()) // int(current.numel())
+            return int(timestep.storage_offset()) // int(timestep.numel())
         index = getattr(scheduler, "_step_index", None)
         return int(index) if index is not None else 0
 
@@ -77,11 +77,11 @@ class PipelineSteps:
         return int((timesteps >= boundary).sum()) - 1
 
 
-def _times_of_frames(current: object) -> bool:
+def _times_of_frames(timestep: object) -> bool:
     """Whether a step has a time for every frame: a row of a dense matrix with a row for each step,
     as diffusion forcing has it (SkyReels-V2).
     """
-    return isinstance(current, torch.Tensor) and current.ndim == 1 and current.numel() > 0
+    return isinstance(timestep, torch.Tensor) and timestep.ndim == 1 and timestep.numel() > 0
 
 
 class Guard:
