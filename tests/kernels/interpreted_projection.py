@@ -57,7 +57,7 @@ def test_denoise_step_is_fp64_throughout(dtype: torch.dtype, noisy: bool) -> Non
     x = torch.randn(2, 3, 5, 7, 11, dtype=torch.float64).transpose(1, 2)
     branch = torch.randn(2, 5, 3, 7, 11).to(dtype)
     noise = torch.randn(2, 5, 3, 7, 11) if noisy else None
-    c = torch.tensor([0.1, -0.7, 0.9], dtype=torch.float64)
+    c = torch.tensor([[0.1, 5.0], [-0.7, 5.0], [0.9, 5.0]], dtype=torch.float64)[:, 0]
     out = denoise_step(x, branch, noise, c, impl="triton")
     assert out.dtype == torch.float64
     expected = denoise_step(x, branch, noise, c, impl="reference")

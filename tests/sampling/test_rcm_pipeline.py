@@ -29,8 +29,6 @@ from turbo_rcm_patch import PatchConfig, RCMScheduler, patch_model, patched, unp
 from turbo_rcm_patch.sampling.load import load_pipeline
 from turbo_rcm_patch.sampling.scheduler import noise_stream
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
 SHAPE = (1, 4, 2, 4, 4)
 PIPES = {
     "t2v": lambda: micro_pipe(),
@@ -40,17 +38,11 @@ PIPES = {
     "i2v-two-experts": lambda: micro_image_pipe(experts=True),
     "i2v-token-times": lambda: micro_token_time_pipe(image=True),
 }
-_MADE: dict[str, Any] = {}
 
 
 def pipe_of(name: str) -> Any:
-    """A pipeline with its own scheduler, made once."""
-    if name not in _MADE:
-        _MADE[name] = PIPES[name]()
-        _MADE[name].set_progress_bar_config(disable=True)
-        _MADE[name].own = _MADE[name].scheduler
-    pipe = _MADE[name]
-    pipe.scheduler = pipe.own
+    pipe = PIPES[name]()
+    pipe.set_progress_bar_config(disable=True)
     return pipe
 
 

@@ -48,7 +48,7 @@ def denoise_step(
         x_ptr=x.contiguous(),
         branch_ptr=branch.contiguous(),
         noise_ptr=None if noise is None else noise.contiguous(),
-        c_ptr=coefficients,
+        c_ptr=coefficients.contiguous(),
         n_elements=x.numel(),
         BLOCK=_BLOCK,
         HAS_NOISE=noise is not None,
