@@ -21,10 +21,11 @@ from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
     "prologue", "hopper_prologue", "quantize", "attention", "hopper", "project", "one_launch",
-    "skip", "rows", "int8_linear", "hopper_linear",
+    "skip", "rows", "int8_linear", "hopper_linear", "denoise",
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -134,6 +135,10 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     elif operation == "plain-attention":
         common |= {"residual": None, "c_out": 1.0}
         modules["attention"].attention(q, k, v, want_lse=bool(case.get("lse")), **common)
+    elif operation == "denoise":
+        x, c = residual.double(), empty(3, dtype=torch.float64)
+        for noise in (None, residual.float()):
+            modules["denoise"].denoise_step(x, residual, noise, c)
     elif operation == "one-launch":
         modules["one_launch"].attention_project_skip(q, k, v, weight, bias, cast="fp32", **common)
     elif operation == "project":

@@ -128,6 +128,16 @@ def test_default_path_compiles(
         assert not broken, broken
 
 
+def test_a_sampler_s_step_compiles(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """With noise and without, on every target."""
+    cases = [case("denoise", target, 128, "bf16") for target in TARGETS]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        assert len(results) == 2 * len(TARGETS)
+        broken = "".join(faults(results, target) for target in TARGETS)
+        assert not broken, broken
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t[0]}-{t[1]}")
 def test_other_variants_compile(

@@ -5,7 +5,8 @@ Importing this package loads neither triton nor diffusers; a Triton kernel is im
 first launched.
 """
 
-from turbo_rcm_patch.ops.attention import attention_lse, attention_skip
+from turbo_rcm_patch.ops.attention import attention_lse, attention_skip, masked_attention
+from turbo_rcm_patch.ops.denoise import denoise_step
 from turbo_rcm_patch.ops.elementwise import linear_gelu, norm_modulate
 from turbo_rcm_patch.ops.fused import attention_project_skip, choose_form
 from turbo_rcm_patch.ops.int8_linear import int8_linear
@@ -30,9 +31,11 @@ __all__ = [
     "attention_project_skip",
     "attention_skip",
     "choose_form",
+    "denoise_step",
     "describe_pv",
     "int8_linear",
     "linear_gelu",
+    "masked_attention",
     "norm_modulate",
     "norm_modulate_streams",
     "project_skip",

@@ -21,6 +21,12 @@ FAMILIES: Final = {
         "cogvideox"
     ),
     "diffusers.models.transformers.transformer_wan.WanTransformer3DModel": "wan",
+    "diffusers.models.transformers.transformer_wan_animate.WanAnimateTransformer3DModel": "wan",
+    "diffusers.models.transformers.transformer_wan_vace.WanVACETransformer3DModel": "wan_vace",
+    "diffusers.models.transformers.transformer_chronoedit.ChronoEditTransformer3DModel": "wan",
+    "diffusers.models.transformers.transformer_skyreels_v2.SkyReelsV2Transformer3DModel": (
+        "wan_skyreels"
+    ),
     "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
 }
 
