@@ -12,15 +12,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from diffusers.models.activations import GELU
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
 from turbo_rcm_patch.patching.families.wan_modes import (
     BlockClasses,
     attention_mode,
-    feed_forward_mode,
     plain_layer_norm,
 )
 from turbo_rcm_patch.patching.guard import Guard
@@ -253,17 +252,7 @@ class WanBlockForward:
         return self._contract(self._expand(x), hidden, gate)
 
     def _expand(self, x: Tensor) -> Tensor:
-        """The first Linear of the feed-forward and its activation; one launch where in int8."""
-        first, dropout, _ = self._block.ffn.net
-        h: Tensor | None = None
-        if type(first) is GELU and first.approximate == "tanh" and bare(first):
-            h = self._linears.close(
-                "ffn.0", x, first.proj, int8=self._ffn.int8, activation="gelu-tanh"
-            )
-            if h is None and first.proj.bias is not None and plain_linear(first.proj, x):
-                h = ops.linear_gelu(x, first.proj.weight, first.proj.bias)
-        dropped: Tensor = dropout(first(x) if h is None else h)
-        return dropped
+        return expand(self._block.ffn, x, self._linears, "ffn.0", int8=self._ffn.int8)
 
     def _contract(self, h: Tensor, residual: Tensor | None, gate: Coefficient) -> Tensor:
         """residual + gate * its last Linear; the branch alone without a residual."""

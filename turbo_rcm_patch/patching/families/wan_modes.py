@@ -7,25 +7,19 @@ its own with the same members; `BlockClasses` names those of one file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from diffusers.models.attention import FeedForward
 from diffusers.models.normalization import FP32LayerNorm
 from torch import nn
 
-from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.patching.blocks import Mode, refuse_parallel
 from turbo_rcm_patch.patching.plain import bare, drops
 
 __all__ = [
     "BlockClasses",
-    "Mode",
     "attention_mode",
-    "feed_forward_mode",
     "plain_layer_norm",
-    "refuse_parallel",
 ]
-
-Mode = Literal["ours", "called", "as-written"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +37,6 @@ class BlockClasses:
     processor: type
 
 
-def refuse_parallel(path: str, holder: object) -> None:
-    """Raise if a model or a processor splits its attention over several ranks."""
-    if getattr(holder, "_parallel_config", None) is not None:
-        raise ContextParallelError(
-            path,
-            expected="attention within one device",
-            got="a parallel configuration: ranks exchange heads or keys around the attention",
-            remedy="Run the patched model without enable_parallelism",
-        )
-
-
 def attention_mode(attn: Any, classes: BlockClasses) -> Mode:
     """What may run now: ours in the place of the attention, the skip after it, or nothing of ours.
 
@@ -67,13 +50,6 @@ def attention_mode(attn: Any, classes: BlockClasses) -> Mode:
     if drops(attn.to_out[1]):
         return "as-written"
     return "ours" if bare(attn) else "called"
-
-
-def feed_forward_mode(ffn: Any) -> Mode:
-    """The same question for a feed-forward."""
-    if type(ffn) is not FeedForward or len(ffn.net) != 3 or drops(ffn.net[1]):
-        return "as-written"
-    return "ours" if bare(ffn) else "called"
 
 
 def plain_layer_norm(norm: Any) -> bool:

@@ -11,21 +11,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-import torch
-from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from torch import nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
-from turbo_rcm_patch.errors import DTypeError, HeadDimError
-from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
-from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
-from turbo_rcm_patch.patching.families.wan_modes import (
-    BlockClasses,
-    attention_mode,
-    feed_forward_mode,
+from turbo_rcm_patch.patching.blocks import (
+    check_head_dim,
+    check_weights,
+    left_by_config,
     refuse_parallel,
 )
+from turbo_rcm_patch.patching.families._feed_forward import (
+    feed_forward_linears,
+    feed_forward_runs,
+)
+from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
+from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, attention_mode
 from turbo_rcm_patch.patching.linears import pair_state
 from turbo_rcm_patch.patching.plain import bare, hook_names, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
@@ -44,7 +45,6 @@ __all__ = [
     "plan_blocks",
 ]
 
-_FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 #: Parameters of the block that most of the family shares.
 BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "rotary_emb")
 _ATTENTION: Final = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")
@@ -84,24 +84,8 @@ def check_blocks(model: nn.Module, name: str) -> None:
 
 def _check_attention(path: str, attn: Any) -> None:
     refuse_parallel(path, attn.processor)
-    head_dim = attn.inner_dim // attn.heads
-    if head_dim > MAX_HEAD_DIM or head_dim % 2:
-        raise HeadDimError(
-            f"{path}: head_dim",
-            expected=f"an even number up to {MAX_HEAD_DIM}",
-            got=str(head_dim),
-            remedy="This model cannot run through the fused attention",
-        )
-    # What is called can have any storage dtype; only a plain Linear's weight is the compute dtype.
-    for name in ("to_q", "to_k", "to_v"):
-        linear = getattr(attn, name)
-        if why_not_plain(linear) == "" and linear.weight.dtype not in _FLOATS:
-            raise DTypeError(
-                f"{path}.{name}.weight",
-                expected="bfloat16, float16 or float32",
-                got=str(linear.weight.dtype),
-                remedy="Cast the model first, e.g. model.to(torch.bfloat16)",
-            )
+    check_head_dim(path, attn.inner_dim // attn.heads)
+    check_weights(path, {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v")})
 
 
 def plan_blocks(
@@ -180,7 +164,7 @@ def block_states(
     }
     if block.attn2.add_k_proj is not None:
         pairs["attn2"], pairs["image"] = _with_image(pairs["attn2"], block.attn2, config)
-    runs, reason = left_alone("feed-forward", config, whole) or _feed_forward_runs(block.ffn)
+    runs, reason = left_alone("feed-forward", config, whole) or feed_forward_runs(block.ffn)
     pairs["ffn"] = SkipPair(
         path=f"{path}.ffn",
         kind="feed-forward",
@@ -207,14 +191,10 @@ def block_states(
 
 def _linears(name: str, branch: Any, classes: BlockClasses) -> dict[str, nn.Module]:
     """The Linears that a branch of ours runs itself, by name; none where it is called whole."""
-    if name == "ffn" and feed_forward_mode(branch) != "ours":
-        return {}
-    if name != "ffn" and attention_mode(branch, classes) != "ours":
-        return {}
     if name == "ffn":
-        first, _, last = branch.net
-        gelu = type(first) is GELU and first.approximate == "tanh" and bare(first)
-        return ({"net.0.proj": first.proj} if gelu else {}) | {"net.2": last}
+        return feed_forward_linears(branch)
+    if attention_mode(branch, classes) != "ours":
+        return {}
     if name == "image":
         names = ["to_added_kv"] if branch.fused_projections else ["add_k_proj", "add_v_proj"]
         return {name: getattr(branch, name) for name in names}
@@ -226,11 +206,7 @@ def _linears(name: str, branch: Any, classes: BlockClasses) -> dict[str, nn.Modu
 
 def left_alone(kind: Kind, config: PatchConfig, whole: str) -> tuple[Residual, str] | None:
     """Whether a pair is left alone for reasons outside its branch."""
-    if whole:
-        return "as-written", whole
-    if kind not in config.kinds:
-        return "as-written", f"PatchConfig.kinds leaves out {kind!r}"
-    return None
+    return ("as-written", whole) if whole else left_by_config(kind, config)
 
 
 def _attention_pair(
@@ -308,15 +284,3 @@ def _with_image(cross: SkipPair, attn: Any, config: PatchConfig) -> tuple[SkipPa
         reason=reason,
     )
     return cross, image
-
-
-def _feed_forward_runs(ffn: Any) -> tuple[Residual, str]:
-    mode = feed_forward_mode(ffn)
-    if mode == "as-written":
-        if type(ffn) is not FeedForward or len(ffn.net) != 3:
-            return mode, f"its feed-forward is a {type(ffn).__qualname__} of another form"
-        return mode, "dropout is active (training mode)"
-    if mode == "called":
-        return "after-linear", f"feed-forward is called as a module: {hook_names(ffn)}"
-    why = why_not_plain(ffn.net[2])
-    return ("after-linear", f"net[2] is called: {why}") if why else ("in-linear", "")
