@@ -137,12 +137,16 @@ def _fused_qkv(
 
     @contextmanager
     def both(network: Any, backend: str) -> Iterator[None]:
+        flag = "fused_projections"  # diffusers leaves it behind
+        clean = [module for module in network.modules() if flag not in vars(module)]
         network.fuse_qkv_projections()
         try:
             with enter(network, backend):
                 yield
         finally:
             network.unfuse_qkv_projections()
+            for module in clean:
+                vars(module).pop(flag, None)
 
     return both
 
