@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "turbo_rcm_patch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 WORDS = {"errors", "config", "skip", "boundary"}
-BELOW_SAMPLING = WORDS | {"ops", "models", "patching"}
+BELOW_SAMPLING = WORDS | {"ops", "models", "patching", "checkpoints"}
 #: Which parts of the package a part may import (itself always).
 MAY_IMPORT = {
     "errors": set(),
@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "ops": WORDS | {"kernels"},
     "models": WORDS | {"ops"},
     "patching": WORDS | {"ops", "models"},
+    "checkpoints": WORDS | {"ops", "patching"},
     "sampling": BELOW_SAMPLING,
     "tiny": BELOW_SAMPLING | {"sampling"},
     "benchmarks": BELOW_SAMPLING | {"sampling", "tiny", "kernels"},

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from turbo_rcm_patch.checkpoints.extra import load_extra, unload_extra
     from turbo_rcm_patch.config import PatchConfig
     from turbo_rcm_patch.patching.find import find_pairs
     from turbo_rcm_patch.patching.patch import patch_model, patched, unpatch_model
@@ -29,8 +30,10 @@ __all__ = [
     "SkipPair",
     "__version__",
     "find_pairs",
+    "load_extra",
     "patch_model",
     "patched",
+    "unload_extra",
     "unpatch_model",
 ]
 
@@ -41,8 +44,10 @@ _HOME: Final = {
     "RCMScheduler": "turbo_rcm_patch.sampling.scheduler",
     "SkipPair": "turbo_rcm_patch.skip",
     "find_pairs": "turbo_rcm_patch.patching.find",
+    "load_extra": "turbo_rcm_patch.checkpoints.extra",
     "patch_model": "turbo_rcm_patch.patching.patch",
     "patched": "turbo_rcm_patch.patching.patch",
+    "unload_extra": "turbo_rcm_patch.checkpoints.extra",
     "unpatch_model": "turbo_rcm_patch.patching.patch",
 }
 

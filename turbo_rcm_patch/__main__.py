@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_compare(commands)
     _add_pairs(commands)
+    _add_convert(commands)
     doctor = commands.add_parser(
         "doctor",
         help="what is installed, what the GPU can run, what would be used",
@@ -182,6 +183,59 @@ def _add_pairs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="a Wan pipeline folder, a hub id, or 'tiny'",
     )
     pairs.set_defaults(run="pairs")
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="a TurboDiffusion .pth to a diffusers folder, and back",
+        description="Write a TurboDiffusion checkpoint (plain or -quant, with or without SLA) as "
+        "a transformer folder of diffusers, or with --base as a whole pipeline with the rCM "
+        "scheduler. What stock classes have no place for, proj_l and int8 weights, is written to "
+        "turbo_extra.safetensors beside the weights. Nothing in a checkpoint is executed, and "
+        "what is written is whole or not there.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_examples(
+            "convert TurboWan2.1-T2V-1.3B-480P.pth turbowan/transformer",
+            "convert TurboWan2.1-T2V-1.3B-480P-quant.pth turbowan \\\n"
+            "    --base Wan2.1-T2V-1.3B-Diffusers",
+            "convert TurboWan2.2-I2V-A14B-high-720P.pth turbowan22 \\\n"
+            "    --low-noise TurboWan2.2-I2V-A14B-low-720P.pth --base Wan2.2-I2V-A14B-Diffusers",
+            "convert --back turbowan back.pth",
+        ),
+    )
+    convert.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a .pth file; with --back a folder"
+    )
+    convert.add_argument(
+        "out", type=Path, metavar="OUT", help="the folder to be; with --back the .pth file"
+    )
+    convert.add_argument(
+        "--base",
+        type=Path,
+        metavar="FOLDER",
+        help="a diffusers pipeline folder of the same model, for a whole pipeline",
+    )
+    convert.add_argument(
+        "--low-noise",
+        type=Path,
+        metavar="PTH",
+        help="the second expert of Wan 2.2 A14B; SOURCE is then the high-noise one",
+    )
+    convert.add_argument(
+        "--copy", action="store_true", help="copy VAE and text encoder of the base, not link to it"
+    )
+    convert.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the weights that diffusers does not keep in fp32 (default: the checkpoint's)",
+    )
+    convert.add_argument(
+        "--heads", type=int, metavar="N", help="attention heads, if they are not of 128 channels"
+    )
+    convert.add_argument("--back", action="store_true", help="from a folder to a .pth")
+    convert.add_argument("--force", action="store_true", help="replace what is at OUT")
+    convert.set_defaults(run="convert")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:

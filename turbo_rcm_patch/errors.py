@@ -9,6 +9,8 @@ from __future__ import annotations
 
 __all__ = [
     "AlreadyPatchedError",
+    "CheckpointError",
+    "CheckpointKeysError",
     "ConfigError",
     "ContextParallelError",
     "ControlError",
@@ -26,6 +28,7 @@ __all__ = [
     "NotPatchedError",
     "NothingToPatchError",
     "OpError",
+    "OutputExistsError",
     "PatchError",
     "SamplingError",
     "ShapeError",
@@ -156,6 +159,25 @@ class ModelFolderError(SamplingError, OSError):
 
 class ControlError(SamplingError, RuntimeError):
     """The control run is bit-equal to the baseline, so it measures nothing."""
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+class CheckpointError(TurboRCMError, ValueError):
+    """A checkpoint or a converted folder cannot be read, or is not what it should be."""
+
+
+class CheckpointKeysError(CheckpointError):
+    """Tensors are missing, unexpected or of other shapes; each attribute lists all of its kind."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+
+
+class OutputExistsError(TurboRCMError, FileExistsError):
+    """What would be written is there already, or its place cannot be written to."""
 
 
 class MissingPackageError(TurboRCMError, ImportError):

@@ -1,4 +1,8 @@
-"""The W8A8 linear: int8 product, scales, bias, GELU and skip in one launch."""
+"""The W8A8 linear: int8 product, scales, bias, GELU and skip in one launch.
+
+With a weight scale per row and 128 channels (GROUPED) a step over K is one such group: its integer
+product is scaled and added in fp32, so a tile needs registers for both.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +34,39 @@ BLOCK_K = 128
 
 
 @triton.jit
+def _step(acc, x, w, w_scale_ptr, w_scale_stride_k, start_k, offs_c, c_out,
+          BLOCK_K: tl.constexpr, GROUPED: tl.constexpr):  # fmt: skip
+    """acc + x w^T; GROUPED: times the scales of this group of channels, in fp32."""
+    if GROUPED:
+        scale_ptrs = w_scale_ptr + start_k // BLOCK_K * w_scale_stride_k + offs_c
+        scale = tl.load(scale_ptrs, mask=offs_c < c_out, other=0.0)
+        part = tl.dot(x, tl.trans(w), out_dtype=tl.int32)
+        acc += part.to(tl.float32) * scale[None, :]
+    else:
+        acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
+    return acc
+
+
+@triton.jit
 def _product_tile(
-    x_src, w_src, row, start_c, rows_left, channels, c_out,
+    x_src, w_src, w_scale_ptr, w_scale_stride_k, row, start_c, rows_left, channels, c_out,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    EVEN_K: tl.constexpr, DESCRIPTORS: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """int32 [BLOCK_M, BLOCK_C]: rows row.. of x times rows start_c.. of the weight.
+    """[BLOCK_M, BLOCK_C]: rows row.. of x times rows start_c.. of the weight; int32, or fp32 and
+    times the weight's scales (GROUPED).
 
     x int8 [rows, K], weight int8 [Cout, K]: pointers, or descriptors over the same memory, which
     read 0 outside. rows_left: how many rows from `row` on belong to this batch entry.
     """
-    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.int32)
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32 if GROUPED else tl.int32)
+    offs_c = start_c + tl.arange(0, BLOCK_C)
     if DESCRIPTORS:
         for start_k in range(0, channels, BLOCK_K):
             x = x_src.load([row, start_k])
             w = w_src.load([start_c, start_k])
-            acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
+            acc = _step(acc, x, w, w_scale_ptr, w_scale_stride_k, start_k, offs_c, c_out,
+                        BLOCK_K, GROUPED)  # fmt: skip
     else:
         offs_k = tl.arange(0, BLOCK_K)
         rows_m, rows_c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
@@ -62,7 +83,8 @@ def _product_tile(
                 mask_k = (start_k + offs_k < channels)[None, :]
                 x = tl.load(x_ptrs + start_k, mask=mask_m & mask_k, other=0)
                 w = tl.load(w_ptrs + start_k, mask=mask_c & mask_k, other=0)
-            acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
+            acc = _step(acc, x, w, w_scale_ptr, w_scale_stride_k, start_k, offs_c, c_out,
+                        BLOCK_K, GROUPED)  # fmt: skip
     return acc
 
 
@@ -76,16 +98,20 @@ def _finish(
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
-    ROUND_TO: tl.constexpr,
+    ROUND_TO: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Scale a tile of integers, add the bias, activate, close the skip, store."""
+    """Scale a tile of products (GROUPED: the weight's scales are in them), add the bias, activate,
+    close the skip, store.
+    """
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_c = start_c + tl.arange(0, BLOCK_C)
     mask_m, mask_c = offs_m < n_tokens, offs_c < c_out
     first = b.to(tl.int64) * n_tokens
     x_scale = tl.load(x_scale_ptr + first + offs_m, mask=mask_m, other=0.0)
-    w_scale = tl.load(w_scale_ptr + offs_c, mask=mask_c, other=0.0)
-    branch = acc.to(tl.float32) * x_scale[:, None] * w_scale[None, :]
+    branch = acc.to(tl.float32) * x_scale[:, None]
+    if not GROUPED:
+        w_scale = tl.load(w_scale_ptr + offs_c, mask=mask_c, other=0.0)
+        branch *= w_scale[None, :]
     if HAS_BIAS:
         branch += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
     if GELU:
@@ -111,12 +137,12 @@ def int8_linear_kernel(
     residual_stride_b, residual_stride_n,
     skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
     out_value, out_stride_b, out_stride_n, out_stride_c,
-    n_tokens, channels, c_out, tiles,
+    n_tokens, channels, c_out, tiles, w_scale_stride_k,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HALVES: tl.constexpr, PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
-    ROUND_TO: tl.constexpr,
+    ROUND_TO: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """y = c_skip * residual + c_out * gelu((x W^T) * x_scale * w_scale + bias).
 
@@ -124,8 +150,9 @@ def int8_linear_kernel(
         holds (PERSISTENT), which take every so many tiles and load the next tile's operands while
         they finish one. GROUP_M blocks of rows share the weight in L2.
     y [B, N, Cout] dense; x int8 [B * N, K], weight int8 [Cout, K]: pointers to dense memory, or
-    descriptors (DESCRIPTORS); x_scale [B, N] and w_scale [Cout] fp32; bias [Cout];
-    residual [B, N, Cout]. HALVES: columns are finished in two halves, which need fewer registers.
+    descriptors (DESCRIPTORS); x_scale [B, N] and w_scale [Cout] fp32, or [groups of BLOCK_K
+    channels, Cout] (GROUPED); bias [Cout]; residual [B, N, Cout]. HALVES: columns are finished in
+    two halves, which need fewer registers.
     """
     WIDTH: tl.constexpr = BLOCK_C // 2 if HALVES else BLOCK_C
     blocks_m, blocks_c = tl.cdiv(n_tokens, BLOCK_M), tl.cdiv(c_out, BLOCK_C)
@@ -138,8 +165,9 @@ def int8_linear_kernel(
         start_m = (first_m + inside % rows_here) * BLOCK_M
         start_c = inside // rows_here * BLOCK_C
         acc = _product_tile(
-            x_src, w_src, b * n_tokens + start_m, start_c, n_tokens - start_m, channels, c_out,
-            BLOCK_M, BLOCK_C, BLOCK_K, EVEN_K, DESCRIPTORS,
+            x_src, w_src, w_scale_ptr, w_scale_stride_k,
+            b * n_tokens + start_m, start_c, n_tokens - start_m, channels, c_out,
+            BLOCK_M, BLOCK_C, BLOCK_K, EVEN_K, DESCRIPTORS, GROUPED,
         )  # fmt: skip
         parts = (acc,)
         if HALVES:
@@ -151,7 +179,7 @@ def int8_linear_kernel(
                 skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
                 out_value, out_stride_b, out_stride_n, out_stride_c,
                 b, start_m, start_c + part * WIDTH, n_tokens, c_out, BLOCK_M, WIDTH,
-                HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO,
+                HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO, GROUPED,
             )  # fmt: skip
 
 
@@ -185,7 +213,8 @@ def int8_linear(
     halves: bool | None = None,
     persistent: bool = False,
 ) -> torch.Tensor:
-    """x [B, N, K] in int8 rows, weight int8 [Cout, K], its scale [Cout], residual [B, N, Cout].
+    """x [B, N, K] in int8 rows, weight int8 [Cout, K], its scale [Cout] or [Cout, groups of 128
+    channels], residual [B, N, Cout].
 
     `tile`, `block_k`, `halves` and `persistent` override what was chosen, for tuning, and keep
     to the portable kernel.
@@ -193,6 +222,7 @@ def int8_linear(
     batch, n_tokens, channels = x.int8.shape  # channels are padded
     features = weight.shape[0]
     target = target_of(x.int8.device)
+    grouped = weight_scale.dim() == 2
     wide = batch * n_tokens * features >= WIDE
     if weight.shape[1] != channels:  # padding by nothing would copy
         weight = torch.nn.functional.pad(weight, (0, channels - weight.shape[1]))
@@ -203,7 +233,7 @@ def int8_linear(
     untouched = tile is None and block_k is None and halves is None and not persistent
     own = (
         hopper_module("hopper_linear", "int8 linear")
-        if untouched and wide and descriptors and target == ("cuda", 90)
+        if untouched and wide and not grouped and descriptors and target == ("cuda", 90)
         else None
     )
     if own is not None:
@@ -214,7 +244,9 @@ def int8_linear(
         return y
     if tile is None:
         tile = tile_for("int8_linear", "wide" if wide else "small", target)
-    block_k = BLOCK_K if block_k is None else block_k
+        if grouped and _crowded(tile):  # Two sums a value: the integers' and their scaled total.
+            tile = tile._replace(warps=2 * tile.warps)
+    block_k = BLOCK_K if block_k is None or grouped else block_k
     if halves is None:
         halves = residual is not None and _crowded(tile)
     x_src, w_src = x.int8, weight
@@ -230,7 +262,8 @@ def int8_linear(
         x_src=x_src,
         x_scale_ptr=x.scale,
         w_src=w_src,
-        w_scale_ptr=weight_scale.contiguous(),
+        w_scale_ptr=weight_scale.t().contiguous() if grouped else weight_scale.contiguous(),
+        w_scale_stride_k=features,
         bias_ptr=None if bias is None else bias.contiguous(),
         n_tokens=n_tokens,
         channels=channels,
@@ -246,6 +279,7 @@ def int8_linear(
         EVEN_K=channels % block_k == 0,
         HAS_BIAS=bias is not None,
         GELU=gelu,
+        GROUPED=grouped,
         ROUND_TO=round_to(cast, out_dtype if residual is None else residual.dtype),
         **skip_arguments(residual, coefficient(c_skip, y.shape), coefficient(c_out, y.shape)),
         num_warps=tile.warps,

@@ -1,13 +1,17 @@
-"""A linear in int8: weights with a scale per output channel, activations with a scale per row.
+"""A linear in int8: weights with a scale per output channel, or per output channel and 128 input
+channels, and activations with a scale per row.
 
 Numeric contract, which the kernels follow too: rows of x and of the weight are quantised as
 `quantize` says. The product of the integers is exact (int32), times both scales, plus bias, in
-fp32. The activation and the skip follow in fp32, without a rounding between (see `project_skip`).
+fp32. With a scale for each 128 channels the products over each 128 are exact, and are scaled and
+added in fp32. The activation and the skip follow in fp32, without a rounding between (see
+`project_skip`).
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, get_args
+import math
+from typing import Any, Final, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +25,10 @@ from turbo_rcm_patch.ops.reference import close_skip
 from turbo_rcm_patch.ops.spec import resolve_impl
 from turbo_rcm_patch.skip import Cast, Coefficient
 
-__all__ = ["Activation", "int8_linear"]
+__all__ = ["GROUP", "Activation", "int8_linear"]
+
+#: Input channels that share a scale where a weight has more than one for a row.
+GROUP: Final = 128
 
 Activation = Literal["gelu-tanh"]
 
@@ -61,11 +68,29 @@ def _linear_forward(
             out_dtype=out_dtype,
         )
     int8, scale = quantized_rows(x)
-    branch = integer_product(int8, weight) * scale.unsqueeze(-1) * weight_scale
+    if weight_scale.dim() == 2:
+        branch = _grouped_product(int8, weight, weight_scale) * scale.unsqueeze(-1)
+    else:
+        branch = integer_product(int8, weight) * scale.unsqueeze(-1) * weight_scale
     branch = _activated(branch if bias is None else branch + bias.float(), activation)
     return close_skip(
         residual, branch, c_skip_either, c_out_either, cast=policy, out_dtype=out_dtype
     ).contiguous()
+
+
+def _grouped_product(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """x @ (weight * scale)^T over integers x, group of channels by group, in fp32."""
+    x_parts, w_parts = torch.split(x, GROUP, -1), torch.split(weight, GROUP, -1)
+    groups = zip(x_parts, w_parts, weight_scale.unbind(1), strict=True)
+    parts = [integer_product(x_part, w_part) * scale for x_part, w_part, scale in groups]
+    return sum(parts[1:], parts[0])
+
+
+def _multiplied_weight(weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """The weight that was multiplied with, fp32 [Cout, K]."""
+    if weight_scale.dim() == 1:
+        return weight.float() * weight_scale.unsqueeze(1)
+    return weight.float() * weight_scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
 
 
 def _activated(x: Tensor, activation: str) -> Tensor:
@@ -115,7 +140,7 @@ def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     if not any(needs[i] for i in (0, 3, 6)):
         return tuple(grads)
     # Straight through the rounding of x: the exact linear with the weight that was multiplied.
-    real = weight.float() * weight_scale.unsqueeze(1)
+    real = _multiplied_weight(weight, weight_scale)
     pre = None
     if needs[6] or ctx.activation:
         pre = F.linear(x.float(), real, None if bias is None else bias.float())
@@ -158,7 +183,9 @@ def int8_linear(
     Args:
         x: [B, N, K], bf16, fp16 or fp32.
         weight_int8: int8 [Cout, K], from `quantize_weight`.
-        weight_scale: fp32 [Cout], from there too. No gradient: it belongs to a constant.
+        weight_scale: fp32 [Cout], from there too; or [Cout, ceil(K / 128)] with a scale for every
+            128 channels, best with its first dimension dense. No gradient: it belongs to a
+            constant.
         bias: [Cout], any of these float dtypes, or None.
         activation: "gelu-tanh" (`F.gelu(approximate="tanh")`, in fp32 on the unrounded sum) or
             None.
@@ -234,10 +261,16 @@ def _check_linear(
     check_channels(x.shape[2])
     if scale.dtype != torch.float32:
         raise DTypeError("weight_scale", expected="float32", got=str(scale.dtype))
-    for name, tensor in (("weight_scale", scale), ("bias", bias)):
-        if tensor is not None and tuple(tensor.shape) != (weight.shape[0],):
-            raise ShapeError(name, expected=f"[{weight.shape[0]}]", got=str(list(tensor.shape)))
+    grouped = (weight.shape[0], math.ceil(weight.shape[1] / GROUP))
+    if tuple(scale.shape) not in ((weight.shape[0],), grouped):
+        raise ShapeError(
+            "weight_scale",
+            expected=f"[{weight.shape[0]}] or {list(grouped)}",
+            got=str(list(scale.shape)),
+        )
     if bias is not None:
+        if tuple(bias.shape) != (weight.shape[0],):
+            raise ShapeError("bias", expected=f"[{weight.shape[0]}]", got=str(list(bias.shape)))
         check_float("bias", bias)
     if scale.requires_grad:
         raise GradientError(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl, PatchConfig
 from turbo_rcm_patch.ops.int8_linear import Activation
+from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
@@ -110,7 +111,7 @@ class Linears:
     (an optimiser's step, `load_state_dict`) or moved. Writing through `.data` leaves no trace;
     patch again after it. Nothing is kept while a compiler traces: there the graph makes the int8
     weight on every call, three bytes of traffic a 16-bit weight. A copy (deepcopy, pickle) starts
-    empty.
+    empty. A Linear that brings an int8 weight along (`int8_weights`) runs with that one.
     """
 
     __slots__ = ("_held", "_impl")
@@ -193,7 +194,8 @@ class Linears:
         if torch.compiler.is_compiling():
             return self._quantised(modules)
         parameters = [p for m in modules for p in (m.weight, m.bias) if p is not None]
-        places = tuple((p.data_ptr(), p.device, p.dtype) for p in parameters)
+        brought = [given[0] for m in modules if (given := attached_int8(m)) is not None]
+        places = tuple((p.data_ptr(), p.device, p.dtype) for p in (*parameters, *brought))
         held, moves = self._held.get(key), 0
         if held is not None and held.same(parameters):
             if held.made is not None and held.places == places:
@@ -212,10 +214,29 @@ class Linears:
         return made
 
     def _quantised(self, modules: list[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        int8, scale = ops.quantize_weight(*(m.weight for m in modules), impl=self._impl)
+        brought = [given for m in modules if (given := attached_int8(m)) is not None]
+        if len(brought) == len(modules) and _current(modules, brought):
+            int8, scale = _stacked(brought)
+        else:
+            int8, scale = ops.quantize_weight(*(m.weight for m in modules), impl=self._impl)
         if len(modules) == 1 or all(m.bias is None for m in modules):
             return int8, scale, modules[0].bias
         biases = [
             m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules
         ]
         return int8, scale, torch.cat(biases)
+
+
+def _current(modules: list[Any], given: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether weights still are what came with them in int8. A compiler's graph cannot ask."""
+    return torch.compiler.is_compiling() or all(
+        stands_for(m.weight, *one) for m, one in zip(modules, given, strict=True)
+    )
+
+
+def _stacked(given: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Several int8 weights over the same input as one; scales stay dense in their rows."""
+    if len(given) == 1:
+        return given[0]
+    int8, scales = zip(*given, strict=True)
+    return torch.cat(int8), torch.cat([scale.t() for scale in scales], 1).t()

@@ -14,7 +14,18 @@ from turbo_rcm_patch.sampling.settings import Settings
 if TYPE_CHECKING:
     from diffusers import WanPipeline
 
-__all__ = ["CHANGED", "INTERRUPTED", "UNCHANGED", "compare", "doctor", "generate", "pairs"]
+    from turbo_rcm_patch.checkpoints.folder import Progress, Written
+
+__all__ = [
+    "CHANGED",
+    "INTERRUPTED",
+    "UNCHANGED",
+    "compare",
+    "convert",
+    "doctor",
+    "generate",
+    "pairs",
+]
 
 UNCHANGED: Final = 0
 CHANGED: Final = 1
@@ -106,6 +117,61 @@ def pairs(arguments: argparse.Namespace) -> int:
 
     print(find_pairs(load_skeleton(arguments.model)))
     return 0
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Write a checkpoint as a folder, or a folder as a checkpoint, and say what is there now."""
+    from turbo_rcm_patch.sampling.progress import bars
+
+    try:
+        with bars() as progress:
+            written = _converted(arguments, progress)
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. Nothing was written to {arguments.out}.", file=sys.stderr)
+        return INTERRUPTED
+    for one in written:
+        print(one)
+        if one.left_out:
+            print(f"  left out, because it holds no weights: {', '.join(one.left_out)}")
+    return 0
+
+
+def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Written, ...]:
+    import torch
+
+    from turbo_rcm_patch.checkpoints.stored import write_checkpoint
+    from turbo_rcm_patch.sampling.convert import convert_pipeline, convert_transformer
+
+    source, out, force = arguments.source, arguments.out, arguments.force
+    for flag, given in (
+        ("--base", arguments.back and arguments.base),
+        ("--dtype", arguments.back and arguments.dtype),
+        ("--heads", arguments.back and arguments.heads),
+        ("--low-noise", arguments.low_noise and not (arguments.base and not arguments.back)),
+        ("--copy", arguments.copy and not (arguments.base and not arguments.back)),
+    ):
+        if given:
+            context = "--back" if arguments.back else "no --base"
+            raise ConfigError(flag, expected="not to be given here", got=f"it, with {context}")
+    if arguments.back:
+        return (write_checkpoint(source, out, force=force, progress=progress),)
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    if arguments.base is None:
+        one = convert_transformer(
+            source, out, dtype=dtype, heads=arguments.heads, force=force, progress=progress
+        )
+        return (one,)
+    return convert_pipeline(
+        source,
+        out,
+        base=arguments.base,
+        low_noise=arguments.low_noise,
+        dtype=dtype,
+        heads=arguments.heads,
+        copy=arguments.copy,
+        force=force,
+        progress=progress,
+    )
 
 
 def doctor(_: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import torch
 
+from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ def load_pipeline(
             time.
 
     Returns:
-        A `WanPipeline`, ready to run.
+        A `WanPipeline`, ready to run. A transformer whose folder was converted from a checkpoint
+        with int8 weights or SLA has them attached (`load_extra`).
     """
     if offload not in get_args(Offload):
         raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))
@@ -218,6 +220,12 @@ def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> WanPipeline:
             )
         if part is not None:
             part.eval()
+        if (
+            isinstance(folder, Path)
+            and part is not None
+            and (folder / name / EXTRA_FILE).is_file()
+        ):
+            load_extra(part, folder / name)
     return pipe
 
 

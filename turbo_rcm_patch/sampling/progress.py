@@ -17,6 +17,9 @@ _WORDS: Final = {
     "network": "network against fp32",
     "videos": "decode, measure, write",
     "generate": "generate",
+    "convert": "convert",
+    "transformer": "convert the transformer",
+    "transformer_2": "convert the second one",
 }
 
 

@@ -1,0 +1,28 @@
+"""TurboDiffusion's checkpoints: a `.pth` as a diffusers folder, and back.
+
+Everything lies on the disk in diffusers' format, so that stock classes load it. What they have no
+place for, SLA's `proj_l` and int8 weights, is in one file beside the weights, `EXTRA_FILE`, which
+`load_extra` attaches.
+"""
+
+from __future__ import annotations
+
+from turbo_rcm_patch.checkpoints.extra import PROJ_L, Extra, load_extra, unload_extra
+from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE, Written, write_transformer
+from turbo_rcm_patch.checkpoints.keys import Sizes
+from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
+from turbo_rcm_patch.checkpoints.stored import write_checkpoint
+
+__all__ = [
+    "EXTRA_FILE",
+    "PROJ_L",
+    "Checkpoint",
+    "Extra",
+    "Sizes",
+    "Written",
+    "load_extra",
+    "read_checkpoint",
+    "unload_extra",
+    "write_checkpoint",
+    "write_transformer",
+]

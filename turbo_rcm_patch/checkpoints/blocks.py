@@ -1,0 +1,34 @@
+"""int8 weights with a scale per block of 128 x 128, as TurboDiffusion's `Int8Linear` has them.
+
+A block is quantised symmetrically there, to 128 steps of its largest magnitude (the largest itself
+saturates at 127; its `quant.hpp`), and multiplied back as int8 * scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from turbo_rcm_patch.checkpoints.keys import BLOCK
+
+__all__ = ["dequantise", "scales_of_rows"]
+
+
+def scales_of_rows(scale: Tensor, rows: int) -> Tensor:
+    """The scales of blocks, [ceil(Cout / 128), ceil(K / 128)], for each of Cout rows.
+
+    Returns:
+        fp32 [Cout, ceil(K / 128)], as `ops.int8_linear` takes them; a group's scales lie side by
+        side, which is how a kernel reads them.
+    """
+    return scale.float().t().repeat_interleave(BLOCK, 1)[:, :rows].contiguous().t()
+
+
+def dequantise(int8: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """int8 [Cout, K] times its block's scale, in fp32, rounded once to `dtype`."""
+    rows, columns = int8.shape
+    result = int8.float()
+    for index in range(scale.shape[1]):
+        part = result[:, index * BLOCK : min((index + 1) * BLOCK, columns)]
+        part *= scale[:, index].float().repeat_interleave(BLOCK)[:rows].unsqueeze(1)
+    return result.to(dtype)

@@ -1,0 +1,161 @@
+"""Give a loaded transformer what its stock class had no place for, and take it away again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from turbo_rcm_patch.checkpoints.blocks import scales_of_rows
+from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE
+from turbo_rcm_patch.checkpoints.keys import blocks_of
+from turbo_rcm_patch.checkpoints.stored import StoredTensors, transformer_folder
+from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.patching.int8_weights import attach_int8, detach_int8, stands_for
+
+__all__ = ["PROJ_L", "Extra", "load_extra", "unload_extra"]
+
+#: Buffers of a block's `attn1` that hold SLA's projection: weight [D, D], bias [D].
+PROJ_L: Final = ("turbo_proj_l_weight", "turbo_proj_l_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What `load_extra` attached.
+
+    Attributes:
+        path: The file.
+        int8: Linears that got their int8 weight.
+        proj_l: Attentions that got SLA's projection.
+    """
+
+    path: Path
+    int8: tuple[str, ...]
+    proj_l: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: int8 weights of {len(self.int8)} Linears, "
+            f"proj_l of {len(self.proj_l)} attentions"
+        )
+
+
+def load_extra(transformer: nn.Module, folder: str | Path) -> Extra:
+    """Attach what lies in a converted folder's extra file to the transformer loaded from it.
+
+    `patch_model(transformer, PatchConfig(linear="int8"))` then runs the checkpoint's own int8
+    weights, with their scales, wherever it runs a Linear in int8. `proj_l` is attached to the
+    self-attention of each block, as buffers named in `PROJ_L`. Both move with the model, neither
+    is in its state dict, and outputs do not change. `unload_extra` takes them away. If the
+    transformer was patched before, int8 weights are taken from its next forward on.
+
+    Args:
+        transformer: diffusers' WanTransformer3DModel.
+        folder: The transformer folder, or the pipeline folder with it.
+
+    Returns:
+        What was attached.
+
+    Raises:
+        CheckpointError: There is no such file, or it belongs to other weights. Nothing is
+            attached then.
+    """
+    path = transformer_folder(folder) / EXTRA_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path.parent} has no {EXTRA_FILE}",
+            expected="a folder that `python -m turbo_rcm_patch convert` wrote from a checkpoint "
+            "with SLA or int8 weights",
+        )
+    stored = StoredTensors(path)
+    modules = dict(transformer.named_modules())
+    linears, attentions = [], []
+    for key in stored.listing:
+        module, _, kind = key.rpartition(".")
+        if kind == "int8_weight":
+            _check_linear(path, module, modules.get(module), stored)
+            linears.append(module)
+        elif key.endswith(".proj_l.weight"):
+            owner = module.removesuffix(".proj_l")
+            _check_attention(path, owner, modules.get(owner), stored)
+            attentions.append(owner)
+    try:
+        for name in linears:
+            _attach(path, name, modules[name], stored)
+    except BaseException:
+        unload_extra(transformer)
+        raise
+    for name in attentions:
+        device = next(modules[name].parameters()).device
+        _detach_proj_l(modules[name])
+        for buffer, part in zip(PROJ_L, ("weight", "bias"), strict=True):
+            tensor = stored[f"{name}.proj_l.{part}"].to(device)
+            modules[name].register_buffer(buffer, tensor, persistent=False)
+    return Extra(path, tuple(linears), tuple(attentions))
+
+
+def unload_extra(transformer: nn.Module) -> None:
+    """Take away what `load_extra` attached; the model is as it was before."""
+    for module in transformer.modules():
+        detach_int8(module)
+        _detach_proj_l(module)
+
+
+def _attach(path: Path, name: str, linear: nn.Module, stored: StoredTensors) -> None:
+    assert isinstance(linear, nn.Linear)
+    int8 = stored[f"{name}.int8_weight"].to(linear.weight.device)
+    scale = scales_of_rows(stored[f"{name}.scale"], int8.shape[0]).to(int8.device)
+    if not stands_for(linear.weight, int8, scale):
+        raise CheckpointError(
+            f"{path}: {name}.weight is not the product of its int8 weight and scales",
+            expected="the transformer of the same folder, unchanged",
+            remedy="Load the transformer from this folder",
+        )
+    attach_int8(linear, int8, scale)
+
+
+def _detach_proj_l(module: nn.Module) -> None:
+    for name in PROJ_L:
+        if name in module._buffers:
+            delattr(module, name)
+
+
+def _check_linear(path: Path, name: str, module: nn.Module | None, stored: StoredTensors) -> None:
+    int8 = stored.listing[f"{name}.int8_weight"]
+    scale = stored.listing.get(f"{name}.scale")
+    if type(module) is not nn.Linear or module.weight.shape != int8.shape:
+        got = "no such module" if module is None else _described(module)
+        raise CheckpointError(f"{path}: {name}", expected=f"a Linear {list(int8.shape)}", got=got)
+    if (
+        int8.dtype != torch.int8
+        or scale is None
+        or tuple(scale.shape) != blocks_of(tuple(int8.shape))
+    ):
+        raise CheckpointError(
+            f"{path}: {name}", expected=f"int8 and {list(blocks_of(tuple(int8.shape)))} scales"
+        )
+    if module.weight.is_meta:
+        raise CheckpointError(f"{name}.weight is on the meta device", expected="loaded weights")
+
+
+def _check_attention(
+    path: Path, name: str, module: nn.Module | None, stored: StoredTensors
+) -> None:
+    shape = tuple(stored.listing[f"{name}.proj_l.weight"].shape)
+    heads = getattr(module, "heads", None)
+    width = getattr(getattr(module, "to_v", None), "out_features", 0)
+    bias = stored.listing.get(f"{name}.proj_l.bias")
+    if not heads or shape != (width // heads,) * 2 or bias is None:
+        got = "no such module" if module is None else _described(module)
+        raise CheckpointError(
+            f"{path}: {name}", expected=f"attention with heads of {shape[0]} channels", got=got
+        )
+
+
+def _described(module: nn.Module) -> str:
+    weight = getattr(module, "weight", None)
+    shape = f" {list(weight.shape)}" if isinstance(weight, Tensor) else ""
+    return f"a {type(module).__name__}{shape}"

@@ -1,0 +1,202 @@
+"""The transformer folder of diffusers: config.json, safetensors, and the extra file beside them.
+
+The extra file holds what the stock class has no place for, by the names of its modules:
+
+- `blocks.N.attn1.proj_l.weight` [D, D] and `.bias` [D] of SLA;
+- `<Linear>.int8_weight` int8 [Cout, K] and `<Linear>.scale` fp32 [ceil(Cout / 128), ceil(K / 128)]
+  of a `-quant` checkpoint, whose stock weight is the product of both, so that stock classes load
+  the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from turbo_rcm_patch.checkpoints.blocks import dequantise
+from turbo_rcm_patch.checkpoints.keys import Name, names
+from turbo_rcm_patch.checkpoints.read import Checkpoint
+
+__all__ = [
+    "EXTRA_FILE",
+    "EXTRA_METADATA",
+    "SHARD_BYTES",
+    "WEIGHTS",
+    "Progress",
+    "Written",
+    "folder_bytes",
+    "write_json",
+    "write_transformer",
+]
+
+#: Called with a stage, and how much of how much is done.
+Progress = Callable[[str, int, int], None]
+
+#: The file of everything that diffusers' class has no place for.
+EXTRA_FILE: Final = "turbo_extra.safetensors"
+#: Largest file of weights, and so about the memory that converting needs.
+SHARD_BYTES: Final = 4 * 2**30
+#: diffusers' name of a file of weights.
+WEIGHTS: Final = "diffusion_pytorch_model"
+EXTRA_METADATA: Final = {"format": "turbo_rcm_patch", "version": "1"}
+#: Parts of names whose tensors diffusers keeps in fp32 whatever is asked for.
+_FP32: Final = {"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a conversion wrote.
+
+    Attributes:
+        path: Where.
+        tensors: How many, the extra file's not counted.
+        int8: Linears whose int8 weight is in the extra file.
+        sla: Blocks whose `proj_l` is in the extra file.
+        left_out: Entries of the checkpoint that hold no weights.
+    """
+
+    path: Path
+    tensors: int
+    int8: int
+    sla: int
+    left_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        kept = []
+        if self.int8:
+            kept.append(f"the int8 weights of {self.int8} Linears")
+        if self.sla:
+            kept.append(f"proj_l of {self.sla} blocks")
+        extra = f", {EXTRA_FILE} with {' and '.join(kept)}" if kept else ""
+        return f"{self.path}: {self.tensors} tensors{extra}"
+
+
+def _stock_dtype(name: Name, own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype of a tensor in the folder: its own, or the one asked for where diffusers casts."""
+    if asked is None or _FP32 & set(name.ours.split(".")):
+        return own
+    return asked
+
+
+def _dequantised_dtype(name: Name, tensors: dict[str, Tensor]) -> torch.dtype:
+    """What an int8 weight is multiplied back to if nothing is asked for: its bias's dtype."""
+    bias = tensors.get(f"{name.theirs.removesuffix('weight')}bias")
+    return torch.bfloat16 if bias is None else bias.dtype
+
+
+class _Item:
+    """A tensor to be written, made when its file is."""
+
+    def __init__(self, name: Name, checkpoint: Checkpoint, asked: torch.dtype | None) -> None:
+        tensors = checkpoint.tensors
+        self.key, self._shape = name.ours, name.our_shape
+        self._int8 = tuple(tensors[n] for n in name.their_int8 if name.linear and n in tensors)
+        own = _dequantised_dtype(name, tensors) if self._int8 else tensors[name.theirs].dtype
+        self._dtype = _stock_dtype(name, own, asked)
+        self._plain = None if self._int8 else tensors[name.theirs]
+        self.size = torch.Size(self._shape).numel() * self._dtype.itemsize
+
+    def tensor(self) -> Tensor:
+        """In its dtype and shape, dense and in memory of its own."""
+        if self._plain is None:
+            int8, scale = self._int8
+            return dequantise(int8, scale, self._dtype)
+        # A copy: weights may share a storage, which safetensors refuses.
+        return self._plain.to(self._dtype, copy=True).reshape(self._shape).contiguous()
+
+
+def write_transformer(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    config: dict[str, object] | None = None,
+    progress: Progress | None = None,
+) -> Written:
+    """Write a transformer into an existing, empty folder.
+
+    Args:
+        checkpoint: What `read_checkpoint` returned.
+        folder: Where.
+        dtype: Of the weights that diffusers would cast (norms, modulation and the time embedder
+            stay as they are); None keeps every tensor's own, and multiplies int8 weights back to
+            the dtype of their bias.
+        shard_bytes: Largest file.
+        config: Entries of config.json to use in place of those inferred.
+        progress: Called with bytes.
+
+    Returns:
+        What was written.
+    """
+    from safetensors.torch import save_file
+
+    listed = names(checkpoint.sizes)
+    items = [_Item(name, checkpoint, dtype) for name in listed if not name.extra]
+    extra = _extra(listed, checkpoint)
+    total, done = sum(item.size for item in items), 0
+    shards = list(_shards(items, shard_bytes))
+    where: dict[str, str] = {}
+    for index, shard in enumerate(shards):
+        part = f"-{index + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = f"{WEIGHTS}{part}.safetensors"
+        tensors = {}
+        for item in shard:
+            tensors[item.key] = item.tensor()
+            where[item.key] = file
+            done += item.size
+            if progress is not None:
+                progress("convert", done, total)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        listing = {"metadata": {"total_size": total}, "weight_map": where}
+        write_json(folder / f"{WEIGHTS}.safetensors.index.json", listing)
+    write_json(folder / "config.json", checkpoint.sizes.config() | (config or {}))
+    if extra:
+        save_file(extra, folder / EXTRA_FILE, metadata=EXTRA_METADATA)
+    int8 = sum(key.endswith(".int8_weight") for key in extra)
+    sla = sum(key.endswith(".proj_l.weight") for key in extra)
+    return Written(folder, len(items), int8, sla, checkpoint.left_out)
+
+
+def folder_bytes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> int:
+    """How much `write_transformer` writes, but for some kilobytes."""
+    listed = names(checkpoint.sizes)
+    stock = sum(_Item(name, checkpoint, dtype).size for name in listed if not name.extra)
+    return stock + sum(t.nbytes for t in _extra(listed, checkpoint).values())
+
+
+def _extra(listed: list[Name], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    result: dict[str, Tensor] = {}
+    for name in listed:
+        pairs = [(name.theirs, name.ours)] if name.extra else []
+        if name.linear:
+            pairs += zip(name.their_int8, name.our_int8, strict=True)
+        for theirs, ours in pairs:
+            if theirs in checkpoint.tensors:
+                tensor = checkpoint.tensors[theirs].contiguous()
+                shared = tensor.untyped_storage().nbytes() != tensor.nbytes
+                result[ours] = tensor.clone() if shared else tensor
+    return result
+
+
+def _shards(items: list[_Item], largest: int) -> Iterator[list[_Item]]:
+    shard: list[_Item] = []
+    for item in items:
+        if shard and sum(i.size for i in shard) + item.size > largest:
+            yield shard
+            shard = []
+        shard.append(item)
+    if shard:
+        yield shard
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON as diffusers does: sorted and indented."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

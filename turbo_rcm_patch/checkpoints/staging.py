@@ -1,0 +1,101 @@
+"""Write beside the target, rename at the end: a target is whole or not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from turbo_rcm_patch.errors import OutputExistsError
+
+__all__ = ["check_space", "check_target", "staged"]
+
+#: What a folder that `staged` may replace holds one of.
+_OURS = ("config.json", "model_index.json")
+
+
+def check_target(target: Path, *, force: bool) -> None:
+    """Refuse a target that is there, unless it may be replaced.
+
+    Raises:
+        OutputExistsError: It is there and `force` is off, or it is a folder without a model,
+            which `force` does not remove either.
+    """
+    if not (target.exists() or target.is_symlink()):
+        return
+    if not force:
+        raise OutputExistsError(
+            f"{target} is there already",
+            expected="a path that is not, so that nothing is lost",
+            remedy="Choose another path, or pass --force (force=True) to replace it",
+        )
+    if target.is_dir() and any(target.iterdir()):
+        inside = sorted(path.name for path in target.iterdir())[:6]
+        if not any(name in os.listdir(target) for name in _OURS):
+            raise OutputExistsError(
+                f"{target} is a folder without a model, and is not replaced",
+                expected=f"a folder with one of {_OURS}",
+                got=str(inside),
+                remedy="Remove it yourself if that is meant",
+            )
+
+
+@contextmanager
+def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
+    """A path beside `target` that becomes it when the block ends, and vanishes if it fails.
+
+    An interruption (Ctrl-C) is a failure too. What was there is removed only when the new one is
+    complete and in its place.
+
+    Args:
+        target: A file or a folder to be.
+        force: Whether it may replace what is there.
+        folder: Whether a folder is written; it is made.
+    """
+    check_target(target, force=force)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    except OSError as error:
+        raise OutputExistsError(
+            f"{target.parent} cannot be written to ({error.strerror})",
+            remedy="Choose another path",
+        ) from error
+    try:
+        made = place / "new"
+        if folder:
+            made.mkdir()
+        yield made
+        check_target(target, force=force)  # It took minutes.
+        if target.exists() or target.is_symlink():
+            os.replace(target, place / "old")
+        try:
+            os.replace(made, target)
+        except BaseException:
+            if (place / "old").exists():
+                os.replace(place / "old", target)
+            raise
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def check_space(target: Path, needed: int) -> None:
+    """Refuse before writing what a disk has no room for.
+
+    Raises:
+        OutputExistsError: The disk of `target` has fewer than `needed` bytes left.
+    """
+    parent = target.parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise OutputExistsError(
+            f"{parent} has no room for {target.name}",
+            expected=f"{needed / 2**30:.1f} GiB",
+            got=f"{free / 2**30:.1f} GiB",
+            remedy="Choose another disk, or a smaller --dtype",
+        )

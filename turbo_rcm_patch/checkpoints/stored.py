@@ -1,0 +1,210 @@
+"""Read a transformer folder, tensor by tensor, and write it as a `.pth`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from turbo_rcm_patch.checkpoints.blocks import dequantise
+from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE, WEIGHTS, Progress, Written
+from turbo_rcm_patch.checkpoints.keys import PATCH, Name, Sizes, blocks_of, names
+from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors
+from turbo_rcm_patch.checkpoints.staging import staged
+from turbo_rcm_patch.errors import CheckpointError
+
+__all__ = ["StoredTensors", "read_json", "transformer_folder", "write_checkpoint"]
+
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+}
+
+
+class StoredTensors:
+    """The tensors of one or more safetensors files, none of them read before it is asked for.
+
+    Attributes:
+        listing: Shape and dtype of each, as a tensor on the meta device.
+    """
+
+    def __init__(self, *files: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.listing: dict[str, Tensor] = {}
+        self._get: dict[str, Callable[[str], Tensor]] = {}
+        for path in files:
+            try:
+                opened: Any = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} is missing, damaged or incomplete ({error})",
+                    remedy="Write or download it again",
+                ) from error
+            for key in opened.keys():  # noqa: SIM118  not a dictionary
+                part = opened.get_slice(key)
+                dtype = _DTYPES.get(part.get_dtype(), torch.bool)  # What fits nothing wanted.
+                self.listing[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+                self._get[key] = opened.get_tensor
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._get
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._get[key](key)
+
+
+def transformer_folder(folder: str | Path) -> Path:
+    """The transformer's folder, given that or its pipeline's.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    given = Path(folder)
+    for path in (given, given / "transformer"):
+        if (path / "config.json").is_file() and not (path / "model_index.json").is_file():
+            return path
+    raise CheckpointError(
+        f"{given} has no config.json",
+        expected="a transformer folder of diffusers, or a pipeline folder with one",
+    )
+
+
+def write_checkpoint(
+    folder: str | Path,
+    target: str | Path,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Written:
+    """Write a transformer folder as a TurboDiffusion `.pth`: `convert --back`.
+
+    Every tensor is bit for bit that of the folder. Linears whose int8 weight is in the extra file
+    are written as that, if the stock weight still is their product. The whole model is held in
+    memory.
+
+    Args:
+        folder: A transformer folder, or a pipeline folder with one.
+        target: The `.pth` file.
+        force: Whether it may replace a file.
+        progress: Called with bytes.
+
+    Raises:
+        CheckpointError: The folder cannot be read, or is of another model.
+        CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
+        OutputExistsError: The file is there already, or cannot be written.
+    """
+    place, path = transformer_folder(folder), Path(target)
+    with staged(path, force=force, folder=False) as made:
+        extra_file = place / EXTRA_FILE
+        stock = StoredTensors(*_files(place))
+        extra = StoredTensors(*([extra_file] if extra_file.is_file() else []))
+        sla = any(key.endswith(".attn1.proj_l.weight") for key in extra.listing)
+        listed = names(_sizes(place / "config.json", sla=sla))
+        check_tensors(str(place), _wanted(listed), stock.listing)
+        int8 = {n for n in listed if n.linear and n.our_int8[0] in extra}
+        if extra_file.is_file():
+            check_tensors(str(extra_file), wanted_extra(listed, int8), extra.listing)
+        tensors: dict[str, Tensor] = {}
+        total = sum(t.nbytes for t in stock.listing.values())
+        done = 0
+        for name in listed:
+            source = extra if name.extra else stock
+            if name in int8:
+                pair = tuple(extra[key] for key in name.our_int8)
+                _check_product(place, name, stock[name.ours], *pair)
+                tensors.update(zip(name.their_int8, pair, strict=True))
+            else:
+                tensors[name.theirs] = source[name.ours].reshape(name.shape)
+            done += source.listing[name.ours].nbytes
+            if progress is not None and not name.extra:
+                progress("convert", done, total)
+        torch.save(tensors, made)
+    blocks = len({n.ours.split(".")[1] for n in listed if n.extra})
+    return Written(path, len(tensors), len(int8), blocks)
+
+
+def wanted_extra(listed: list[Name], int8: set[Name]) -> dict[str, Wanted]:
+    """What the extra file of a model has to hold, given which Linears are in int8."""
+    wanted = {name.ours: Wanted((name.shape,)) for name in listed if name.extra}
+    for name in int8:
+        weight, scale = name.our_int8
+        wanted[weight] = Wanted((name.shape,), int8=True)
+        wanted[scale] = Wanted((blocks_of(name.shape),))
+    return wanted
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(str(path), expected="a JSON object", got=type(value).__name__)
+    return value
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of weights; another variant may lie beside those that the index names."""
+    index = folder / f"{WEIGHTS}.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    return [folder / f"{WEIGHTS}.safetensors"]
+
+
+def _wanted(listed: list[Name]) -> dict[str, Wanted]:
+    return {name.ours: Wanted((name.our_shape,)) for name in listed if not name.extra}
+
+
+def _check_product(folder: Path, name: Name, stock: Tensor, int8: Tensor, scale: Tensor) -> None:
+    if not torch.equal(dequantise(int8, scale, stock.dtype), stock):
+        raise CheckpointError(
+            f"{folder}: {name.ours} is not the product of {name.our_int8[0]} and its scales",
+            expected="weights that nobody changed after they were converted",
+            remedy=f"Remove {EXTRA_FILE} to write the changed weights, without int8 and proj_l",
+        )
+
+
+def _sizes(path: Path, *, sla: bool) -> Sizes:
+    """What a configuration of diffusers' WanTransformer3DModel says, where theirs can be it."""
+    given = read_json(path)
+    for key, wanted in (
+        ("_class_name", "WanTransformer3DModel"),
+        ("patch_size", list(PATCH)),
+        ("eps", 1e-6),
+    ):
+        if given.get(key, wanted) != wanted:
+            raise CheckpointError(
+                f"{path}: {key}", expected=f"{wanted!r}, as WanModel has it", got=repr(given[key])
+            )
+    try:
+        return Sizes(
+            dim=given["num_attention_heads"] * given["attention_head_dim"],
+            head_dim=given["attention_head_dim"],
+            layers=given["num_layers"],
+            ffn=given["ffn_dim"],
+            inputs=given["in_channels"],
+            outputs=given["out_channels"] or given["in_channels"],
+            text=given["text_dim"],
+            freq=given["freq_dim"],
+            image=given.get("image_dim"),
+            image_tokens=given.get("pos_embed_seq_len"),
+            cross_norm=given.get("cross_attn_norm", True),
+            sla=sla,
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} lacks {error}", expected="the configuration of a WanTransformer3DModel"
+        ) from error

@@ -1,0 +1,108 @@
+"""int8 weights that a Linear brings along, made by others: those of a `-quant` checkpoint.
+
+They are buffers of the Linear, so they move with it, and outside its state dict, so nothing else
+sees them. Scales are kept as the bits of fp32, because `.to(torch.bfloat16)` would round floats.
+They count as long as the weight is the one they were attached to, with the values it had then; a
+copy of the model (deepcopy, pickle) does without them and quantises its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["attach_int8", "attached_int8", "detach_int8", "stands_for"]
+
+_INT8: Final = "turbo_int8_weight"
+_SCALE: Final = "turbo_int8_scale_bits"
+_ORIGIN: Final = "turbo_int8_origin"
+#: Channels that share a scale.
+_GROUP: Final = 128
+#: Rows that are compared to tell a weight from another, and how far two roundings to bf16 or fp16
+#: take a value at most: relative, and where fp16 is subnormal.
+_ROWS: Final = 4
+_RELATIVE, _ABSOLUTE = 2.0**-8, 2.0**-24
+
+
+class _Origin:
+    """The weight that an int8 weight stands for, and how often it had been written to."""
+
+    __slots__ = ("reference", "version")
+
+    def __init__(self, weight: Tensor | None = None) -> None:
+        self.reference = None if weight is None else weakref.ref(weight)
+        self.version = 0 if weight is None else weight._version
+
+    def __reduce__(self) -> tuple[type[_Origin], tuple[()]]:
+        return _Origin, ()  # A copy of the Linear has another weight.
+
+    def is_of(self, weight: Tensor) -> bool:
+        return (
+            self.reference is not None
+            and self.reference() is weight
+            and self.version == weight._version
+        )
+
+
+def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
+    """Give a Linear the int8 weight that it runs with under `linear="int8"`.
+
+    Args:
+        linear: Its weight [Cout, K] is about int8 times the scale, which its other uses need.
+        int8: int8 [Cout, K].
+        scale: fp32 [Cout, ceil(K / 128)], for every row and 128 channels.
+    """
+    device = linear.weight.device
+    detach_int8(linear)
+    linear.register_buffer(_INT8, int8.to(device), persistent=False)
+    # Groups first: the scales of one lie side by side.
+    bits = scale.to(device).float().t().contiguous().view(torch.int32)
+    linear.register_buffer(_SCALE, bits, persistent=False)
+    setattr(linear, _ORIGIN, _Origin(linear.weight))
+
+
+def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """The int8 weight and its scales, or None if there are none or the weight has changed.
+
+    Inside a compiled graph a change since the attaching is not seen.
+
+    Returns:
+        int8 [Cout, K] and fp32 [Cout, ceil(K / 128)], whose first dimension is the dense one.
+    """
+    buffers = linear._buffers
+    int8, bits = buffers.get(_INT8), buffers.get(_SCALE)
+    if int8 is None or bits is None:
+        return None
+    if not torch.compiler.is_compiling():
+        weight = linear._parameters.get("weight")
+        if weight is None or not getattr(linear, _ORIGIN).is_of(weight):
+            return None
+    return int8, bits.view(torch.float32).t()
+
+
+def detach_int8(linear: nn.Module) -> None:
+    """Take the int8 weight away; nothing of it stays behind."""
+    for name in (_INT8, _SCALE):
+        if name in linear._buffers:
+            delattr(linear, name)
+    linear.__dict__.pop(_ORIGIN, None)
+
+
+def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:
+    """Whether int8 times scale is this weight, but for rounding; a few rows are looked at.
+
+    What was fused into a weight, a LoRA say, shows in all of them. It waits for the device.
+
+    Args:
+        weight: [Cout, K], any float dtype.
+        int8: int8 [Cout, K].
+        scale: fp32 [Cout, ceil(K / 128)].
+    """
+    rows = slice(None, None, max(1, weight.shape[0] // _ROWS))
+    found = weight.detach()[rows].float()
+    groups = scale[rows].repeat_interleave(_GROUP, 1)[:, : weight.shape[1]]
+    product = int8[rows] * groups
+    return bool(((found - product).abs() <= _RELATIVE * product.abs() + _ABSOLUTE).all())

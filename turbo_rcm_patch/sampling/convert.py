@@ -1,0 +1,209 @@
+"""TurboDiffusion's checkpoints as folders that diffusers loads: a transformer, or a pipeline."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from turbo_rcm_patch.checkpoints.folder import (
+    SHARD_BYTES,
+    Progress,
+    Written,
+    folder_bytes,
+    write_json,
+    write_transformer,
+)
+from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
+from turbo_rcm_patch.checkpoints.staging import check_space, check_target, staged
+from turbo_rcm_patch.checkpoints.stored import read_json
+from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
+from turbo_rcm_patch.sampling.settings import DEFAULTS_FILE
+
+__all__ = ["convert_pipeline", "convert_transformer"]
+
+#: Time, as a fraction, from which on the high-noise expert of Wan 2.2 runs.
+_BOUNDARY: Final = 0.9
+#: First noise level of the distilled samplers.
+_SIGMA_MAX, _SIGMA_MAX_TWO_EXPERTS = 80.0, 200.0
+#: Entries that no weight shows, taken from the base's config.json.
+_FROM_BASE: Final = ("eps", "rope_max_seq_len")
+_TRANSFORMERS: Final = ("transformer", "transformer_2")
+
+
+def convert_transformer(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    heads: int | None = None,
+    force: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Written:
+    """Write a checkpoint as a transformer folder; it is whole, or not there.
+
+    Args:
+        checkpoint: The `.pth` file.
+        out: The folder to be.
+        dtype: As in `write_transformer`.
+        heads: As in `read_checkpoint`.
+        force: Whether a model folder there may be replaced.
+        shard_bytes: Largest file.
+        progress: Called with bytes.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        CheckpointKeysError: Its tensors are not those of a WanModel.
+        OutputExistsError: `out` is there already, or cannot be written.
+    """
+    target = Path(out)
+    check_target(target, force=force)
+    source = read_checkpoint(checkpoint, heads=heads)
+    check_space(target, folder_bytes(source, dtype))
+    with staged(target, force=force, folder=True) as made:
+        written = write_transformer(
+            source, made, dtype=dtype, shard_bytes=shard_bytes, progress=progress
+        )
+    return _at(written, target)
+
+
+def convert_pipeline(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path,
+    low_noise: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    heads: int | None = None,
+    copy: bool = False,
+    force: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> tuple[Written, ...]:
+    """Write a whole pipeline folder: the checkpoint's transformer, everything else the base's.
+
+    Its scheduler is `RCMScheduler`. VAE, text encoder and the rest are links to the base.
+
+    Args:
+        checkpoint: The `.pth` file; of Wan 2.2 A14B, the high-noise expert's.
+        out: The folder to be.
+        base: A pipeline folder of the same model, as diffusers publishes it.
+        low_noise: The low-noise expert's `.pth` file of Wan 2.2 A14B.
+        dtype: As in `write_transformer`.
+        heads: As in `read_checkpoint`; by default what the base says.
+        copy: Copy the base's parts instead of linking to them.
+        force: Whether a model folder there may be replaced.
+        shard_bytes: Largest file.
+        progress: Called with bytes.
+
+    Returns:
+        What was written of each transformer.
+
+    Raises:
+        ModelFolderError: The base is no pipeline folder of Wan, or of another model.
+        CheckpointError, CheckpointKeysError, OutputExistsError: As `convert_transformer`.
+    """
+    target, root = Path(out), Path(base)
+    check_target(target, force=force)
+    index = _index(root, experts=2 if low_noise is not None else 1)
+    if target.resolve() == root.resolve():
+        raise CheckpointError("--base", expected="another folder than is written", got=str(root))
+    sources: list[tuple[str, Checkpoint, dict[str, object]]] = []
+    files = [path for path in (checkpoint, low_noise) if path is not None]
+    for part, path in zip(_TRANSFORMERS, files, strict=False):
+        config = read_json(root / part / "config.json")
+        source = read_checkpoint(path, heads=heads or config.get("num_attention_heads"))
+        _check_same_model(root / part, config, source, str(path))
+        own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
+        sources.append((part, source, own))
+    check_space(target, sum(folder_bytes(source, dtype) for _, source, _ in sources))
+    results = []
+    with staged(target, force=force, folder=True) as made:
+        for part, source, entries in sources:
+            (made / part).mkdir()
+            written = write_transformer(
+                source,
+                made / part,
+                dtype=dtype,
+                shard_bytes=shard_bytes,
+                config=entries,
+                progress=None if progress is None else _named(progress, part),
+            )
+            results.append(_at(written, target / part))
+        _write_rest(made, root, index, experts=len(sources), copy=copy)
+    return tuple(results)
+
+
+def _named(progress: Progress, part: str) -> Progress:
+    def report(stage: str, done: int, total: int) -> None:
+        progress(part, done, total)
+
+    return report
+
+
+def _at(written: Written, path: Path) -> Written:
+    return Written(path, written.tensors, written.int8, written.sla, written.left_out)
+
+
+def _index(root: Path, *, experts: int) -> dict[str, object]:
+    path = root / "model_index.json"
+    if not path.is_file():
+        raise ModelFolderError(
+            f"{root} has no model_index.json",
+            expected="a diffusers pipeline folder of the same Wan model",
+            remedy="Download it first; a hub id is not looked up here",
+        )
+    index: dict[str, object] = read_json(path)
+    has = [part for part in _TRANSFORMERS if (root / part / "config.json").is_file()]
+    if len(has) != experts:
+        raise ModelFolderError(
+            f"{root} has {len(has)} transformers, and {experts} checkpoints were given",
+            expected="one checkpoint, and one more with --low-noise for Wan 2.2 A14B",
+        )
+    return index
+
+
+def _check_same_model(
+    folder: Path, config: dict[str, object], source: Checkpoint, path: str
+) -> None:
+    ours = source.sizes.config()
+    differ = [
+        f"{key}: {config[key]!r} there, {value!r} in the checkpoint"
+        for key, value in ours.items()
+        if key in config and key not in _FROM_BASE and config[key] != value
+    ]
+    if differ:
+        raise ModelFolderError(
+            f"{folder} is not the model of {path}", got="; ".join(differ),
+            expected="the same sizes",
+        )  # fmt: skip
+
+
+def _write_rest(
+    made: Path, root: Path, index: dict[str, object], *, experts: int, copy: bool
+) -> None:
+    """Everything of a pipeline but its transformers."""
+    from turbo_rcm_patch.sampling.scheduler import RCMScheduler
+
+    for part, entry in index.items():
+        own = part in (*_TRANSFORMERS, "scheduler")
+        if own or not isinstance(entry, list) or entry[:1] == [None]:
+            continue
+        source = (root / part).resolve()
+        if not source.is_dir():
+            raise ModelFolderError(f"{root} lacks the folder {part!r} of its model_index.json")
+        if copy:
+            shutil.copytree(source, made / part)
+        else:
+            os.symlink(source, made / part, target_is_directory=True)
+    sigma_max = _SIGMA_MAX if experts == 1 else _SIGMA_MAX_TWO_EXPERTS
+    RCMScheduler(sigma_max=sigma_max).save_pretrained(made / "scheduler")
+    index = index | {"scheduler": ["turbo_rcm_patch", "RCMScheduler"]}
+    if experts == 2:
+        index["boundary_ratio"] = _BOUNDARY
+    write_json(made / "model_index.json", index)
+    write_json(made / DEFAULTS_FILE, {"sampler": "rcm", "steps": 4, "sigma_max": sigma_max})
