@@ -194,7 +194,7 @@ class Linears:
         if torch.compiler.is_compiling():
             return self._quantised(modules)
         parameters = [p for m in modules for p in (m.weight, m.bias) if p is not None]
-        brought = [given[0] for m in modules if (given := attached_int8(m)) is not None]
+        brought = [int8 for int8, _ in _brought(modules)]
         places = tuple((p.data_ptr(), p.device, p.dtype) for p in (*parameters, *brought))
         held, moves = self._held.get(key), 0
         if held is not None and held.same(parameters):
@@ -214,7 +214,7 @@ class Linears:
         return made
 
     def _quantised(self, modules: list[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        brought = [given for m in modules if (given := attached_int8(m)) is not None]
+        brought = _brought(modules)
         if len(brought) == len(modules) and _current(modules, brought):
             int8, scale = _stacked(brought)
         else:
@@ -225,6 +225,11 @@ class Linears:
             m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules
         ]
         return int8, scale, torch.cat(biases)
+
+
+def _brought(modules: list[Any]) -> list[tuple[Tensor, Tensor]]:
+    """The int8 weights that some of these Linears bring along."""
+    return [given for given in map(attached_int8, modules) if given is not None]
 
 
 def _current(modules: list[Any], given: list[tuple[Tensor, Tensor]]) -> bool:
