@@ -76,8 +76,8 @@ def test_the_checkpoints_own_integers_are_multiplied(
     """Every call of the int8 linear gets the integers and scales of the file, stacked where
     Linears share an input, and none of them is quantised again."""
     state = torch.load(folder.parent / "in.pth", weights_only=True)
-    ours = {name: (state[f"{name}.int8_weight"], state[f"{name}.scale"])
-            for name in (k.removesuffix(".int8_weight") for k in state if "int8" in k)}  # fmt: skip
+    quantised = [key.removesuffix(".int8_weight") for key in state if "int8" in key]
+    ours = {name: (state[f"{name}.int8_weight"], state[f"{name}.scale"]) for name in quantised}
     calls = []
 
     def recording(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *a: Any, **k: Any):

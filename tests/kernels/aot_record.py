@@ -159,7 +159,9 @@ def int8_linears(case, modules, residual, gate) -> None:
     channels, dtype = residual.shape[2], residual.dtype
     rows = modules["rows"].quantize_rows(residual)
     weight, scale = modules["rows"].quantize_rows(residual.new_empty(1, channels, channels))
-    bias, more = residual[0, 0], case.get("tuning", {})
+    scale, bias, more = scale[0], residual[0, 0], case.get("tuning", {})
+    if case.get("grouped"):
+        scale = scale.new_empty(channels, -(-channels // 128))
     if "tile" in more:
         more = more | {"tile": Tile(*more["tile"])}
     variants = [(False, residual, gate, "fp32")]
@@ -171,7 +173,7 @@ def int8_linears(case, modules, residual, gate) -> None:
         ]
     for gelu, skip, c_out, cast in variants:
         modules["int8_linear"].int8_linear(
-            rows, weight[0], scale[0], bias, skip, 1.0, c_out,
+            rows, weight[0], scale, bias, skip, 1.0, c_out,
             gelu=gelu, cast=cast, out_dtype=dtype, **more,
         )  # fmt: skip
 

@@ -134,3 +134,43 @@ def test_descriptors_and_persistent_programs(
     assert made == [[16, 64], [32, 64]]
     expected = int8_linear(x, weight, scale, bias, residual=residual, c_out=gate, impl="reference")
     assert relative(out, expected) < TIGHT[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("channels", "features", "gelu"), [(77, 100, False), (300, 65, True), (384, 130, False)]
+)
+def test_a_scale_for_every_128_channels(
+    channels: int, features: int, gelu: bool, dtype: torch.dtype
+) -> None:
+    x = torch.randn(2, 37, channels).to(dtype)
+    weight, _ = quantize_weight(torch.randn(features, channels))
+    scale = (torch.rand(-(-channels // 128), features) + 0.1).t() / 127 * channels**-0.5
+    arguments = {
+        "bias": torch.randn(features).to(dtype),
+        "activation": "gelu-tanh" if gelu else None,
+        "residual": torch.randn(2, 37, features).to(dtype),
+        "c_out": torch.randn(2, 1, features),
+    }
+    out = int8_linear(x, weight, scale, impl="triton", **arguments)
+    emulated = int8_linear(x, weight, scale, impl="reference", **arguments)
+    assert relative(out, emulated) < TIGHT[dtype]
+
+
+def test_groups_through_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper they stay with the portable kernel, however large the product, and a step over K
+    is a group whatever a tuner asks for."""
+    monkeypatch.setattr(kernel, "target_of", lambda device: Target("cuda", 90))
+    monkeypatch.setattr(kernel, "WIDE", 1)
+    monkeypatch.setattr(
+        kernel, "descriptor", lambda x, block: TensorDescriptor.from_tensor(x, block)
+    )
+    x, (weight, _) = torch.randn(1, 70, 272), quantize_weight(torch.randn(80, 272))
+    scale = torch.rand(80, 3) / 127
+    expected = int8_linear(x, weight, scale, impl="reference")
+    for more in ({}, {"tile": Tile(16, 32, 4, 2), "block_k": 64}):
+        out = kernel.int8_linear(
+            quantize_rows(x), weight, scale, None, None, 1.0, 1.0,
+            gelu=False, cast="fp32", out_dtype=torch.float32, **more,
+        )  # fmt: skip
+        assert relative(out, expected) < TIGHT[torch.float32]

@@ -178,6 +178,21 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
         assert len(linears) == 5 and all(r["igmma"] for r in linears)
 
 
+@pytest.mark.slow
+def test_int8_linears_with_groups_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """A scale for every 128 channels: two sums a value, and nothing spilled on any target."""
+    cases = [case("int8-linear", target, 128, "fp8", grouped=True) for target in TARGETS]
+    cases += [case("int8-linear", ("cuda", 90), 128, "fp8", grouped=True, rest=True)]
+    cases += [case("int8-linear", ("cuda", 90), 77, "fp8", grouped=True) | {"heads": 1}]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        for target in TARGETS:
+            here = [r for r in results if r["target"] == f"{target[0]}:{target[1]}"]
+            assert {r["kernel"] for r in here} == {"quantize_rows_kernel", "int8_linear_kernel"}
+            broken = faults(here, target)
+            assert not broken, broken
+
+
 def test_the_hopper_linear_is_the_default_there(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

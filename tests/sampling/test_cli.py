@@ -16,7 +16,9 @@ SMALL = ["--height", "32", "--width", "32", "--num-frames", "5", "--max-sequence
 QUICK = [*SMALL, "--steps", "2", "--device", "cpu"]
 
 
-@pytest.mark.parametrize("command", ["", "generate", "compare", "pairs", "doctor", "demo"])
+@pytest.mark.parametrize(
+    "command", ["", "generate", "compare", "pairs", "convert", "doctor", "demo"]
+)
 def test_help_has_examples(command: str, capsys) -> None:
     assert main([*filter(None, [command]), "--help"]) == 0
     text = capsys.readouterr().out

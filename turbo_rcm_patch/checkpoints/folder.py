@@ -44,7 +44,8 @@ EXTRA_FILE: Final = "turbo_extra.safetensors"
 SHARD_BYTES: Final = 4 * 2**30
 #: diffusers' name of a file of weights.
 WEIGHTS: Final = "diffusion_pytorch_model"
-EXTRA_METADATA: Final = {"format": "turbo_rcm_patch", "version": "1"}
+#: Which version of the extra file it is; one entry, because their order in a file is left open.
+EXTRA_METADATA: Final = {"turbo_rcm_patch": "1"}
 #: Parts of names whose tensors diffusers keeps in fp32 whatever is asked for.
 _FP32: Final = {"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"}
 

@@ -202,7 +202,7 @@ def _write_rest(
             os.symlink(source, made / part, target_is_directory=True)
     sigma_max = _SIGMA_MAX if experts == 1 else _SIGMA_MAX_TWO_EXPERTS
     RCMScheduler(sigma_max=sigma_max).save_pretrained(made / "scheduler")
-    index = index | {"scheduler": ["turbo_rcm_patch", "RCMScheduler"]}
+    index = index | {"scheduler": [RCMScheduler.__module__, RCMScheduler.__name__]}
     if experts == 2:
         index["boundary_ratio"] = _BOUNDARY
     write_json(made / "model_index.json", index)

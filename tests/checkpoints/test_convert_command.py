@@ -1,0 +1,206 @@
+"""The command: what it writes, a whole pipeline, and that nothing is ever half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, WanTransformer3DModel
+
+from tests.checkpoints.wan_model import Options, save
+from tests.sampling import micro
+from turbo_rcm_patch import PatchConfig, RCMScheduler, patched
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.checkpoints import EXTRA_FILE
+from turbo_rcm_patch.checkpoints.staging import check_space, staged
+from turbo_rcm_patch.errors import OutputExistsError
+from turbo_rcm_patch.patching.int8_weights import attached_int8
+from turbo_rcm_patch.sampling import load_pipeline
+
+TINY = Options(text=32, quant=True, sla=True, dtype=torch.bfloat16)
+CONFIG: dict[str, Any] = dict(
+    num_attention_heads=2, attention_head_dim=128, text_dim=32, freq_dim=32, ffn_dim=320,
+    num_layers=2, rope_max_seq_len=64,
+)  # fmt: skip
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def pth(tmp_path: Path) -> Path:
+    save(TINY, tmp_path / "in.pth")
+    return tmp_path / "in.pth"
+
+
+def base_folder(folder: Path, *, experts: bool = False) -> Path:
+    """A pipeline of the sizes of `TINY`, as a hub would have it."""
+    pipe = micro.micro_image_pipe(experts=True) if experts else micro.micro_pipe()
+    inputs = 12 if experts else 4
+    for name in ("transformer", "transformer_2") if experts else ("transformer",):
+        network = WanTransformer3DModel(**CONFIG, in_channels=inputs, out_channels=4)
+        pipe.register_modules(**{name: network})
+    return micro.save(pipe, folder)
+
+
+def test_there_and_back(pth: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out" / "transformer"
+    assert main(["convert", str(pth), str(out)]) == 0
+    text = capsys.readouterr().out
+    assert f"{out}: " in text and "int8 weights of 20 Linears and proj_l of 2 blocks" in text
+    files = ["config.json", "diffusion_pytorch_model.safetensors", EXTRA_FILE]
+    assert listing(out) == files and listing(out.parent) == ["transformer"]
+    assert main(["convert", "--back", str(out), str(tmp_path / "back.pth")]) == 0
+    state, back = (torch.load(p, weights_only=True) for p in (pth, tmp_path / "back.pth"))
+    assert state.keys() == back.keys() and all(torch.equal(state[k], back[k]) for k in state)
+
+
+def test_a_whole_pipeline_generates(pth: Path, tmp_path: Path, capsys) -> None:
+    base, out = base_folder(tmp_path / "base"), tmp_path / "out"
+    assert main(["convert", str(pth), str(out), "--base", str(base), "--dtype", "float32"]) == 0
+    assert (out / "vae").is_symlink() and (out / "text_encoder").resolve() == base / "text_encoder"
+    config = json.loads((out / "transformer" / "config.json").read_text())
+    assert config["rope_max_seq_len"] == 64  # which no weight shows
+    pipe = load_pipeline(out, dtype=torch.float32, device="cpu")
+    assert isinstance(pipe.scheduler, RCMScheduler) and pipe.scheduler.config.sigma_max == 80
+    assert attached_int8(pipe.transformer.blocks[0].attn1.to_q) is not None
+    call = dict(prompt="a red circle", num_inference_steps=2, guidance_scale=1.0,
+                output_type="latent", height=32, width=32, num_frames=5,
+                max_sequence_length=16)  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+
+    def generated() -> torch.Tensor:
+        return pipe(**call, generator=torch.Generator().manual_seed(0)).frames
+
+    plain = generated()
+    with patched(pipe, PatchConfig(linear="int8", guard=False)):
+        int8 = generated()
+    assert plain.isfinite().all() and not torch.equal(plain, int8)
+    assert float((plain - int8).norm() / plain.norm()) < 0.1
+    small = ["--height", "32", "--width", "32", "--num-frames", "5", "--device", "cpu"]
+    small += ["--max-sequence-length", "16", "--steps", "1", "--linear", "int8"]
+    video = tmp_path / "video.mp4"
+    prompt = ["--prompt", "a red circle", "--out", str(video)]
+    assert main(["generate", "--model", str(out), *small, *prompt]) == 0
+    assert video.stat().st_size > 500
+
+
+def test_two_experts_and_copies(tmp_path: Path, capsys) -> None:
+    base = base_folder(tmp_path / "base", experts=True)
+    high, low = (tmp_path / f"{name}.pth" for name in ("high", "low"))
+    options = Options(text=32, inputs=12, sla=True)
+    states = [save(options, high, seed=1), save(options, low, seed=2)]
+    out = tmp_path / "out"
+    command = ["convert", str(high), str(out), "--low-noise", str(low), "--base", str(base)]
+    assert main([*command, "--copy"]) == 0
+    assert not any(path.is_symlink() for path in out.iterdir())
+    pipe = DiffusionPipeline.from_pretrained(out, local_files_only=True)
+    for part, state in zip((pipe.transformer, pipe.transformer_2), states, strict=True):
+        assert torch.equal(part.proj_out.weight, state["head.head.weight"])
+    assert pipe.scheduler.config.sigma_max == 200 and pipe.config.boundary_ratio == 0.9
+    assert (out / "transformer_2" / EXTRA_FILE).is_file()
+    assert main([*command[:3], "--base", str(base), "--force"]) == 2
+    assert "2 transformers, and 1 checkpoints" in capsys.readouterr().err
+
+
+def test_another_base_is_refused(pth: Path, tmp_path: Path, capsys) -> None:
+    base = base_folder(tmp_path / "base")
+    path = base / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 3, "text_dim": 7}))
+    out = tmp_path / "out"
+    assert main(["convert", str(pth), str(out), "--base", str(base)]) == 2
+    text = capsys.readouterr().err
+    assert "num_layers: 3 there, 2 in the checkpoint" in text and "text_dim" in text
+    assert main(["convert", str(pth), str(out), "--base", str(tmp_path)]) == 2
+    assert "no model_index.json" in capsys.readouterr().err
+    assert main(["convert", str(pth), str(base), "--base", str(base), "--force"]) == 2
+    assert not out.exists() and (base / "vae").is_dir()
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--back --dtype float16", "--copy", "--low-noise x", "--back --base x"]
+)
+def test_arguments_that_do_not_go_together(
+    arguments: str, pth: Path, tmp_path: Path, capsys
+) -> None:
+    assert main(["convert", str(pth), str(tmp_path / "out"), *arguments.split()]) == 2
+    assert "expected: not to be given here" in capsys.readouterr().err
+
+
+def test_what_is_there_is_replaced_only_if_told(pth: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out"
+    assert main(["convert", str(pth), str(out)]) == 0
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    assert main(["convert", str(pth), str(out), "--dtype", "float16"]) == 2
+    assert "pass --force" in capsys.readouterr().err
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert main(["convert", str(pth), str(out), "--dtype", "float16", "--force"]) == 0
+    assert (out / EXTRA_FILE).read_bytes() == before[EXTRA_FILE]
+    name = "diffusion_pytorch_model.safetensors"
+    assert (out / name).read_bytes() != before[name]
+    other = tmp_path / "photos"
+    other.mkdir()
+    (other / "cat.png").write_bytes(b"a cat")
+    assert main(["convert", str(pth), str(other), "--force"]) == 2
+    assert "a folder without a model" in capsys.readouterr().err
+    assert listing(other) == ["cat.png"] and listing(tmp_path) == ["in.pth", "out", "photos"]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
+def test_a_failure_leaves_what_was_there(failure: type[BaseException], tmp_path: Path) -> None:
+    old = tmp_path / "out"
+    old.mkdir()
+    (old / "config.json").write_text("{}")
+    with pytest.raises(failure), staged(old, force=True, folder=True) as made:
+        (made / "config.json").write_text("half")
+        raise failure
+    assert listing(tmp_path) == ["out"] and (old / "config.json").read_text() == "{}"
+
+
+def test_a_full_or_closed_disk_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OutputExistsError, match="no room for out"):
+        check_space(tmp_path / "new" / "out", 2**60)
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(OutputExistsError, match="cannot be written to"),
+        staged(tmp_path / "file" / "out", force=False, folder=True),
+    ):
+        pass
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    """The process is stopped in the middle of writing: each shard takes a while here."""
+    save(Options(text=32), tmp_path / "in.pth")
+    out = tmp_path / "out"
+    code = (
+        "import sys, time; from turbo_rcm_patch.checkpoints import folder\n"
+        "write = folder._Item.tensor\n"
+        "folder._Item.tensor = lambda self: (time.sleep(0.5), write(self))[1]\n"
+        "from turbo_rcm_patch.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "convert", str(tmp_path / "in.pth"), str(out)],
+        stderr=subprocess.PIPE, text=True, env=dict(os.environ),
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".out.partial-*/new")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.6)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "Nothing was written" in errors
+    assert "Traceback" not in errors and listing(tmp_path) == ["in.pth"]
