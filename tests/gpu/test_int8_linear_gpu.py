@@ -50,6 +50,28 @@ def test_rows(channels: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", list(TIGHT), ids=str)
 @pytest.mark.parametrize(
+    ("tokens", "channels", "features"),
+    [(1, 128, 16), (300, 77, 131), (1023, 1536, 1536), (8190, 1536, 8960), (4095, 8960, 1555)],
+)
+def test_a_scale_for_every_128_channels(
+    tokens: int, channels: int, features: int, dtype: torch.dtype
+) -> None:
+    """Sums of groups differ by the order of fp32 additions; all integers are equal."""
+    x = random(2, tokens, channels, dtype=dtype)
+    weight, _ = quantize_weight(random(features, channels, dtype=dtype))
+    scale = (torch.rand(-(-channels // 128), features, device="cuda") + 0.1).t() / channels**0.5
+    arguments = {
+        "bias": random(features, dtype=dtype),
+        "residual": random(2, tokens, features, dtype=dtype),
+        "c_out": torch.randn(2, 1, features, device="cuda") / 127,
+    }
+    out = int8_linear(x, weight, scale, impl="triton", **arguments)
+    emulated = int8_linear(x, weight, scale, impl="reference", **arguments)
+    assert relative(out, emulated) < TIGHT[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TIGHT), ids=str)
+@pytest.mark.parametrize(
     ("batch", "tokens", "channels", "features", "options"),
     [
         pytest.param(1, 1, 16, 16, {}, id="one-token"),

@@ -17,12 +17,17 @@ __all__ = ["check_space", "check_target", "staged"]
 _OURS = ("config.json", "model_index.json")
 
 
-def check_target(target: Path, *, force: bool) -> None:
+def check_target(target: Path, *, force: bool, folder: bool) -> None:
     """Refuse a target that is there, unless it may be replaced.
 
+    Args:
+        target: A file or a folder to be.
+        force: Whether it may be replaced.
+        folder: Whether it is to be a folder.
+
     Raises:
-        OutputExistsError: It is there and `force` is off, or it is a folder without a model,
-            which `force` does not remove either.
+        OutputExistsError: It is there and `force` is off; or it is a folder without a model, or a
+            file where a folder is to be or the other way round, which `force` does not remove.
     """
     if not (target.exists() or target.is_symlink()):
         return
@@ -32,7 +37,14 @@ def check_target(target: Path, *, force: bool) -> None:
             expected="a path that is not, so that nothing is lost",
             remedy="Choose another path, or pass --force (force=True) to replace it",
         )
-    if target.is_dir() and any(target.iterdir()):
+    if target.exists() and target.is_dir() != folder:
+        raise OutputExistsError(
+            f"{target} is there already, and is not replaced",
+            expected="a folder" if folder else "a file",
+            got="a folder" if target.is_dir() else "a file",
+            remedy="Choose another path",
+        )
+    if folder and target.is_dir() and any(target.iterdir()):
         inside = sorted(path.name for path in target.iterdir())[:6]
         if not any(name in os.listdir(target) for name in _OURS):
             raise OutputExistsError(
@@ -55,7 +67,7 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
         force: Whether it may replace what is there.
         folder: Whether a folder is written; it is made.
     """
-    check_target(target, force=force)
+    check_target(target, force=force, folder=folder)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
@@ -69,14 +81,15 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
         if folder:
             made.mkdir()
         yield made
-        check_target(target, force=force)  # It took minutes.
-        if target.exists() or target.is_symlink():
-            os.replace(target, place / "old")
+        check_target(target, force=force, folder=folder)  # It took minutes.
+        old = place / "old"
         try:
+            if target.exists() or target.is_symlink():
+                os.replace(target, old)
             os.replace(made, target)
         except BaseException:
-            if (place / "old").exists():
-                os.replace(place / "old", target)
+            if os.path.lexists(old) and not os.path.lexists(target):
+                os.replace(old, target)
             raise
     finally:
         shutil.rmtree(place, ignore_errors=True)

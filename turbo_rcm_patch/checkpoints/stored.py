@@ -14,7 +14,7 @@ from turbo_rcm_patch.checkpoints.blocks import dequantise
 from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE, WEIGHTS, Progress, Written
 from turbo_rcm_patch.checkpoints.keys import PATCH, Name, Sizes, blocks_of, names
 from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors
-from turbo_rcm_patch.checkpoints.staging import staged
+from turbo_rcm_patch.checkpoints.staging import check_space, staged
 from turbo_rcm_patch.errors import CheckpointError
 
 __all__ = ["StoredTensors", "read_json", "transformer_folder", "write_checkpoint"]
@@ -114,6 +114,7 @@ def write_checkpoint(
             check_tensors(str(extra_file), wanted_extra(listed, int8), extra.listing)
         tensors: dict[str, Tensor] = {}
         total = sum(t.nbytes for t in stock.listing.values())
+        check_space(path, total)
         done = 0
         for name in listed:
             source = extra if name.extra else stock

@@ -61,7 +61,7 @@ def convert_transformer(
         OutputExistsError: `out` is there already, or cannot be written.
     """
     target = Path(out)
-    check_target(target, force=force)
+    check_target(target, force=force, folder=True)
     source = read_checkpoint(checkpoint, heads=heads)
     check_space(target, folder_bytes(source, dtype))
     with staged(target, force=force, folder=True) as made:
@@ -108,7 +108,7 @@ def convert_pipeline(
         CheckpointError, CheckpointKeysError, OutputExistsError: As `convert_transformer`.
     """
     target, root = Path(out), Path(base)
-    check_target(target, force=force)
+    check_target(target, force=force, folder=True)
     index = _index(root, experts=2 if low_noise is not None else 1)
     if target.resolve() == root.resolve():
         raise CheckpointError("--base", expected="another folder than is written", got=str(root))
