@@ -16,9 +16,11 @@ from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoints import wan_model
 from tests.checkpoints.wan_model import I2V_21, OPTIONS, Options, quantised, save
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, read_checkpoint, write_checkpoint
 from turbo_rcm_patch.checkpoints.blocks import dequantise, scales_of_rows
+from turbo_rcm_patch.checkpoints.keys import sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 from turbo_rcm_patch.sampling.convert import convert_transformer
 
@@ -70,6 +72,39 @@ def test_every_option_becomes_what_diffusers_makes_of_it_and_back(
     assert back.keys() == state.keys()
     for name, tensor in state.items():
         assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), name
+
+
+#: Sizes of what TurboDiffusion publishes, and what diffusers' folders of the same Wan models say.
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Wan2.1-T2V-1.3B": (
+        {"dim": 1536, "ffn": 8960, "inputs": 16},
+        {"num_attention_heads": 12, "ffn_dim": 8960, "in_channels": 16},
+    ),
+    "Wan2.1-T2V-14B": (
+        {"dim": 5120, "ffn": 13824, "inputs": 16},
+        {"num_attention_heads": 40, "ffn_dim": 13824, "in_channels": 16},
+    ),
+    "Wan2.1-I2V-14B": (
+        {"dim": 5120, "ffn": 13824, "inputs": 36, "image": 1280},
+        {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
+    ),
+    "Wan2.2-I2V-A14B": (
+        {"dim": 5120, "ffn": 13824, "inputs": 36, "sla": True},
+        {"in_channels": 36, "image_dim": None, "added_kv_proj_dim": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_sizes_are_inferred(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, expected = PUBLISHED[model]
+    # Shapes alone: every tensor is one number, expanded.
+    monkeypatch.setattr(wan_model.torch, "randn", lambda *s, **_: torch.ones(1).expand(*s))
+    monkeypatch.setattr(wan_model, "scaled", lambda x: x)
+    options = Options(outputs=16, text=4096, freq=256, layers=3, **sizes)
+    config = sizes_of({k: v.shape for k, v in wan_model.state_dict(options).items()}).config()
+    everywhere = {"attention_head_dim": 128, "out_channels": 16, "text_dim": 4096, "freq_dim": 256}
+    assert config | expected | everywhere | {"num_layers": 3} == config
 
 
 def test_products_of_blocks_are_exact() -> None:

@@ -56,7 +56,7 @@ def state_dict(o: Options, seed: int = 0) -> dict[str, torch.Tensor]:
     result: dict[str, torch.Tensor] = {}
 
     def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
+        return scaled(torch.randn(*shape, generator=generator))
 
     def linear(name: str, out: int, into: int, quant: bool = False) -> None:
         weight = noise(out, into).to(o.dtype)
@@ -70,7 +70,7 @@ def state_dict(o: Options, seed: int = 0) -> dict[str, torch.Tensor]:
     def norm(name: str, width: int, bias: bool = True) -> None:
         # A -quant checkpoint has fp32 norms: their fast form casts.
         dtype = torch.float32 if o.quant else o.dtype
-        result[f"{name}.weight"] = (1 + noise(width)).to(dtype)
+        result[f"{name}.weight"] = 1 + noise(width).to(dtype)
         if bias:
             result[f"{name}.bias"] = noise(width).to(dtype)
 
@@ -110,6 +110,11 @@ def state_dict(o: Options, seed: int = 0) -> dict[str, torch.Tensor]:
     if o.image_tokens:
         result["img_emb.emb_pos"] = noise(1, o.image_tokens, o.image or 0).to(o.dtype)
     return result
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    """Normal values as a weight."""
+    return x / math.sqrt(x.shape[-1])
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ The extra file holds what the stock class has no place for, by the names of its 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ Progress = Callable[[str, int, int], None]
 
 #: The file of everything that diffusers' class has no place for.
 EXTRA_FILE: Final = "turbo_extra.safetensors"
-#: Largest file of weights, and so about the memory that converting needs.
+#: Largest file of weights; converting needs about twice that in memory, or the extra file.
 SHARD_BYTES: Final = 4 * 2**30
 #: diffusers' name of a file of weights.
 WEIGHTS: Final = "diffusion_pytorch_model"
@@ -57,9 +58,10 @@ class Written:
     Attributes:
         path: Where.
         tensors: How many, the extra file's not counted.
-        int8: Linears whose int8 weight is in the extra file.
-        sla: Blocks whose `proj_l` is in the extra file.
+        int8: Linears with an int8 weight.
+        sla: Blocks with SLA's `proj_l`.
         left_out: Entries of the checkpoint that hold no weights.
+        extra_file: The file that int8 weights and `proj_l` are in, or "" if it is the same.
     """
 
     path: Path
@@ -67,6 +69,7 @@ class Written:
     int8: int
     sla: int
     left_out: tuple[str, ...] = ()
+    extra_file: str = EXTRA_FILE
 
     def __str__(self) -> str:
         kept = []
@@ -74,7 +77,8 @@ class Written:
             kept.append(f"the int8 weights of {self.int8} Linears")
         if self.sla:
             kept.append(f"proj_l of {self.sla} blocks")
-        extra = f", {EXTRA_FILE} with {' and '.join(kept)}" if kept else ""
+        where = f", {self.extra_file} with " if self.extra_file else ", with "
+        extra = where + " and ".join(kept) if kept else ""
         return f"{self.path}: {self.tensors} tensors{extra}"
 
 
@@ -161,6 +165,8 @@ def write_transformer(
     write_json(folder / "config.json", checkpoint.sizes.config() | (config or {}))
     if extra:
         save_file(extra, folder / EXTRA_FILE, metadata=EXTRA_METADATA)
+    for path in folder.glob("*.safetensors"):  # Which are written for their owner alone.
+        shutil.copymode(folder / "config.json", path)
     int8 = sum(key.endswith(".int8_weight") for key in extra)
     sla = sum(key.endswith(".proj_l.weight") for key in extra)
     return Written(folder, len(items), int8, sla, checkpoint.left_out)

@@ -124,12 +124,12 @@ def write_checkpoint(
                 tensors.update(zip(name.their_int8, pair, strict=True))
             else:
                 tensors[name.theirs] = source[name.ours].reshape(name.shape)
-            done += source.listing[name.ours].nbytes
-            if progress is not None and not name.extra:
+            done += 0 if name.extra else stock.listing[name.ours].nbytes
+            if progress is not None:
                 progress("convert", done, total)
         torch.save(tensors, made)
     blocks = len({n.ours.split(".")[1] for n in listed if n.extra})
-    return Written(path, len(tensors), len(int8), blocks)
+    return Written(path, len(tensors), len(int8), blocks, extra_file="")
 
 
 def wanted_extra(listed: list[Name], int8: set[Name]) -> dict[str, Wanted]:

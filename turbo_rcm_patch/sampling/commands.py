@@ -125,7 +125,10 @@ def convert(arguments: argparse.Namespace) -> int:
 
     try:
         with bars() as progress:
-            written = _converted(arguments, progress)
+            written = _converted(
+                arguments,
+                lambda stage, done, total: progress(stage, done >> 20, max(1, total >> 20)),
+            )
     except KeyboardInterrupt:
         print(f"\nInterrupted. Nothing was written to {arguments.out}.", file=sys.stderr)
         return INTERRUPTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -146,7 +147,7 @@ def _named(progress: Progress, part: str) -> Progress:
 
 
 def _at(written: Written, path: Path) -> Written:
-    return Written(path, written.tensors, written.int8, written.sla, written.left_out)
+    return replace(written, path=path)
 
 
 def _index(root: Path, *, experts: int) -> dict[str, object]:

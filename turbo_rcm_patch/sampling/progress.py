@@ -17,9 +17,9 @@ _WORDS: Final = {
     "network": "network against fp32",
     "videos": "decode, measure, write",
     "generate": "generate",
-    "convert": "convert",
-    "transformer": "convert the transformer",
-    "transformer_2": "convert the second one",
+    "convert": "convert (MiB)",
+    "transformer": "transformer (MiB)",
+    "transformer_2": "second one (MiB)",
 }
 
 
