@@ -11,6 +11,11 @@ from turbo_rcm_patch.ops.fused import attention_project_skip, choose_form
 from turbo_rcm_patch.ops.int8_linear import int8_linear
 from turbo_rcm_patch.ops.projection import project_skip, skip
 from turbo_rcm_patch.ops.quantize import MAX_CHANNELS, quantize_weight
+from turbo_rcm_patch.ops.sparse_linear import (
+    MAX_SPARSE_HEAD_DIM,
+    Sparsity,
+    sparse_linear_attention,
+)
 from turbo_rcm_patch.ops.spec import (
     FP8_MIN_KEYS,
     INT8_MIN_KEYS,
@@ -24,7 +29,9 @@ __all__ = [
     "FP8_MIN_KEYS",
     "INT8_MIN_KEYS",
     "MAX_CHANNELS",
+    "MAX_SPARSE_HEAD_DIM",
     "AttentionSpec",
+    "Sparsity",
     "attention_lse",
     "attention_project_skip",
     "attention_skip",
@@ -38,4 +45,5 @@ __all__ = [
     "resolve_impl",
     "resolve_pv",
     "skip",
+    "sparse_linear_attention",
 ]
