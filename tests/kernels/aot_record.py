@@ -21,7 +21,7 @@ from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
     "operands", "attention", "hopper", "project", "one_launch", "skip", "rows",
-    "int8_linear", "hopper_linear",
+    "int8_linear", "hopper_linear", "block_map", "linear_branch", "sparse_attention",
 )  # fmt: skip
 TYPES = {
     torch.float32: "fp32",
@@ -64,7 +64,8 @@ def record(case: dict[str, object]) -> list[dict[str, object]]:
     }
 
     def recording(kernel, grid, device, **arguments):
-        options = {k: arguments.pop(k) for k in ("num_warps", "num_stages") if k in arguments}
+        names = ("num_warps", "num_stages", "maxnreg")
+        options = {k: arguments.pop(k) for k in names if k in arguments}
         constants = {p.name for p in kernel.params if p.is_constexpr}
         described = {}
         for name in kernel.arg_names:
@@ -142,6 +143,13 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
                 residual, weight, bias, residual, 1.0, gate, cast=cast, out_dtype=dtype
             )
             modules["skip"].skip(residual, residual, 1.0, gate, cast=cast, out_dtype=dtype)
+    elif operation == "sparse":
+        block_q, block_k = case["blocks"]
+        modules["sparse_attention"].sparse_linear_attention(
+            q, k, v, empty(dim, dim, dtype=torch.float32), empty(dim), heads=heads,
+            count=max(1, tokens // block_k // 10), block_q=block_q, block_k=block_k, qmax=127,
+            pv=case["pv"], smooth_k=True, sm_scale=dim**-0.5, out_dtype=dtype,
+        )  # fmt: skip
     elif operation == "int8-linear":
         int8_linears(case, modules, residual, gate)
     elif operation == "hopper-linear":

@@ -141,6 +141,44 @@ def test_other_variants_compile(
         assert not broken, broken
 
 
+SPARSE = {
+    "pool_kernel",
+    "key_value_kernel",
+    "select_kernel",
+    "sparse_attention_kernel",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t[0]}-{t[1]}")
+def test_sparse_attention_compiles(
+    target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """With SageSLA's blocks there and with SLA's; on Hopper three programs share a
+    multiprocessor, as in the dense kernel."""
+    pv, hopper = default_pv(target), target == ("cuda", 90)
+    cases = [
+        case("sparse", target, dim, pv, blocks=blocks) | {"name": f"d{dim} {blocks}"}
+        for dim in (64, 128)
+        for blocks in ([(64, 128)] if hopper else []) + [(128, 64)]
+    ]
+    if pv == "fp8":
+        cases += [case("sparse", target, 128, "bf16", blocks=(128, 64)) | {"name": "bf16"}]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        assert {result["kernel"] for result in results} >= SPARSE
+        broken = faults(results, target)
+        assert not broken, broken
+        if hopper:
+            wide = [
+                line(result)
+                for result in results
+                if result["kernel"] == "sparse_attention_kernel"
+                and (result["registers"] > 168 or result["shared"] > HOPPER_SHARED)
+            ]
+            assert not wide
+
+
 @pytest.mark.slow
 def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """With the skip on every target; on Hopper also with GELU, plain, with a rounded skip, and in

@@ -36,9 +36,10 @@ LINEAR_EPS: Final = 1e-5
 
 def _block_means(x: torch.Tensor, block: int) -> torch.Tensor:
     """Mean of x [B, H, N, D] over blocks of tokens, the last one over those it has."""
-    n = x.shape[2]
+    batch, heads, n, dim = x.shape
     blocks = -(-n // block)
-    sums = F.pad(x, (0, 0, 0, blocks * block - n)).unflatten(2, (blocks, block)).sum(3)
+    padded = F.pad(x, (0, 0, 0, blocks * block - n))
+    sums = padded.view(batch, heads, blocks, block, dim).sum(3)
     counts = torch.full((blocks, 1), block, dtype=x.dtype, device=x.device)
     counts[-1] = n - (blocks - 1) * block
     return sums / counts
@@ -183,7 +184,7 @@ def emulated_sparse_attention(
     q, k = mixed(q), mixed(k)
     q_int, q_scale = quantized(q, q.abs().amax(-1, keepdim=True), qmax)
     q_scale = q_scale * (sm_scale * LOG2_E / mix_width(dim))
-    groups = k.unflatten(2, (-1, group))
+    groups = k.view(*k.shape[:2], -1, group, k.shape[3])
     k_int, k_scale = quantized(groups, groups.abs().amax((-1, -2), keepdim=True), qmax)
     k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)
     v, v_scale = rounded_v(v, pv)
@@ -195,5 +196,7 @@ def emulated_sparse_attention(
         logits = q_int[b, h, rows] @ k_int[b, h, keys].T
         logits.masked_fill_(keys >= n_kv, float("-inf"))
         scale = q_scale[b, h, rows] * k_scale[b, h, keys[::step] // group]
-        out[b, h, rows], _ = softmax_pv(logits.unflatten(1, (-1, step)), scale, v[b, h, keys], pv)
+        out[b, h, rows], _ = softmax_pv(
+            logits.view(logits.shape[0], -1, step), scale, v[b, h, keys], pv
+        )
     return out if v_scale is None else out * v_scale
