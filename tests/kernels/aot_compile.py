@@ -31,7 +31,10 @@ def import_kernels(folder: Path) -> None:
     except ImportError:
         stub = types.ModuleType("torch")
         stub.Tensor = stub.dtype = stub.device = object
-        sys.modules["torch"] = stub
+        stub.nn = types.ModuleType("torch.nn")
+        stub.nn.functional = types.ModuleType("torch.nn.functional")
+        parts = (stub, stub.nn, stub.nn.functional)
+        sys.modules |= {part.__name__: part for part in parts}
     package = types.ModuleType("turbo_rcm_patch")
     package.__path__ = [str(folder.parent)]
     sys.modules["turbo_rcm_patch"] = package

@@ -167,7 +167,8 @@ def test_sparse_attention_compiles(
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         assert {result["kernel"] for result in results} >= SPARSE
-        broken = faults(results, target)
+        # The prologue is the dense kernel's, and is held to its limits where that is compiled.
+        broken = faults([r for r in results if r["kernel"] in SPARSE], target)
         assert not broken, broken
         if hopper:
             wide = [
