@@ -53,7 +53,7 @@ class FastRMSNorm(nn.Module):
         self.register_buffer("weight", norm.weight.data.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (self.dim,), self.weight, self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), (self.dim,), self.weight.float(), self.eps).to(x.dtype)
 
 
 class WanLayerNorm(nn.LayerNorm):
@@ -78,7 +78,8 @@ class FastLayerNorm(nn.Module):
                 self.register_buffer(name, given.data.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), (self.dim,), self.weight, self.bias, self.eps).to(x.dtype)
+        weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
+        return F.layer_norm(x.float(), (self.dim,), weight, bias, self.eps).to(x.dtype)
 
 
 def rotated(x: Tensor, freqs: Tensor) -> Tensor:
@@ -207,13 +208,15 @@ class SparseLinearAttention(nn.Module):
 
         self.feature_map_q = self.feature_map_k = softmax_feature_map
 
-    def blocks(self) -> tuple[int, int]:
+    def blocks(self, device: torch.device) -> tuple[int, int]:
         return self.BLKQ, self.BLKK
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, return_sparsity: bool = False) -> Tensor:
-        dtype, (block_q, block_k) = q.dtype, self.blocks()
+        dtype, device, (block_q, block_k) = q.dtype, q.device, self.blocks(q.device)
         q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
-        rows, columns = (torch.arange(x.shape[2]) // n for x, n in ((q, block_q), (k, block_k)))
+        rows, columns = (
+            torch.arange(x.shape[2], device=device) // n for x, n in ((q, block_q), (k, block_k))
+        )
         mean_q, mean_k = (
             torch.stack([x[:, :, at == i].mean(2) for i in range(int(at[-1]) + 1)], 2)
             for x, at in ((q, rows), (k - k.mean(2, keepdim=True), columns))
@@ -231,14 +234,15 @@ class SparseLinearAttention(nn.Module):
 
 
 class SageSparseLinearAttention(SparseLinearAttention):
-    """Exact, on any device: its blocks are those of a GPU that is no Hopper."""
+    """Exact, on any device."""
 
     def __init__(self, head_dim: int, topk: float) -> None:
         super().__init__(head_dim, topk)
         del self.BLKQ, self.BLKK
 
-    def blocks(self) -> tuple[int, int]:
-        return 128, 64
+    def blocks(self, device: torch.device) -> tuple[int, int]:
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+        return (64, 128) if hopper else (128, 64)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, return_sparsity: bool = False) -> Tensor:
         return super().forward(q, k, v, return_sparsity)
