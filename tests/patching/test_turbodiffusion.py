@@ -124,6 +124,10 @@ def test_what_is_not_ours_is_called_and_only_its_skip_is_fused() -> None:
     inputs = tiny_inputs(tokens=200)
     local = block_of(model).self_attn.attn_op.local_attn
     local.feature_map_q = local.feature_map_k = nn.ReLU()
+    block_of(model, 1).self_attn.attn_op.local_attn.BLKQ = 256
+    with patched(model, INT8) as report:
+        assert "blocks of 256 by 64" in report.pairs[4].reason
+    block_of(model, 1).self_attn.attn_op.local_attn.BLKQ = 128
     expected = run(model, **inputs)
     with patched(model, EXACT) as report:
         first, _, linear, _ = report.pairs[:4]

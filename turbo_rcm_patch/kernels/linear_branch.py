@@ -139,8 +139,14 @@ def linear_branch(
     # D / N keeps the sums over tokens near 1, where fp16 has its precision. The projection is
     # linear, so it goes into the matrix: the branch is one product in the attention's epilogue.
     factor = head_dim / n_kv
-    own = torch.nn.functional.pad(weight.float() * factor, (0, head_pad - head_dim) * 2)
+    own = _padded(weight.float(), head_pad) * factor
     projected = torch.matmul(matrix.sum(2), own.T).to(v.dtype)
     if bias is not None:
-        bias = torch.nn.functional.pad(bias.float(), (0, head_pad - head_dim))
+        bias = _padded(bias.float(), head_pad).contiguous()
     return LinearBranch(projected, total.sum(2) * factor, bias, _EPS * factor, pooled)
+
+
+def _padded(x: torch.Tensor, head_pad: int) -> torch.Tensor:
+    """x [D] or [D, D] with zeros to HEAD_PAD."""
+    missing = head_pad - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing) * x.dim()) if missing else x

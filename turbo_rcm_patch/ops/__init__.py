@@ -13,6 +13,7 @@ from turbo_rcm_patch.ops.projection import project_skip, skip
 from turbo_rcm_patch.ops.quantize import MAX_CHANNELS, quantize_weight
 from turbo_rcm_patch.ops.sparse_linear import (
     MAX_SPARSE_HEAD_DIM,
+    SPARSE_BLOCKS,
     Sparsity,
     sparse_linear_attention,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "INT8_MIN_KEYS",
     "MAX_CHANNELS",
     "MAX_SPARSE_HEAD_DIM",
+    "SPARSE_BLOCKS",
     "AttentionSpec",
     "Sparsity",
     "attention_lse",

@@ -22,12 +22,13 @@ from turbo_rcm_patch.ops.gradients import prepare
 from turbo_rcm_patch.ops.reference import split_heads
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, resolve_impl, resolve_pv
 
-__all__ = ["MAX_SPARSE_HEAD_DIM", "Sparsity", "sparse_linear_attention"]
+__all__ = ["MAX_SPARSE_HEAD_DIM", "SPARSE_BLOCKS", "Sparsity", "sparse_linear_attention"]
 
 #: Largest head_dim: the linear branch holds a [head_dim, head_dim] matrix in registers.
 MAX_SPARSE_HEAD_DIM = 128
 
-_BLOCKS = (32, 64, 128)
+#: Tokens that a block of queries or keys may have.
+SPARSE_BLOCKS = (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +49,10 @@ class Sparsity:
         if not 0.0 < self.topk <= 1.0:
             raise ConfigError("Sparsity.topk", expected="a share in (0, 1]", got=repr(self.topk))
         for field in ("block_q", "block_k"):
-            if getattr(self, field) not in _BLOCKS:
+            if getattr(self, field) not in SPARSE_BLOCKS:
                 raise ConfigError(
                     f"Sparsity.{field}",
-                    expected=f"one of {_BLOCKS}",
+                    expected=f"one of {SPARSE_BLOCKS}",
                     got=repr(getattr(self, field)),
                 )
 

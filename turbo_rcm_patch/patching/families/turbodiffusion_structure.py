@@ -85,9 +85,10 @@ def is_sparse(attn: Any) -> bool:
 def sparsity_of(attn: Any, device: torch.device) -> ops.Sparsity:
     """The sparsity of a sparse attention; SageSLA's blocks are the device's."""
     local = attn.attn_op.local_attn
+    topk = min(1.0, local.topk)
     if type(local).__name__ == "SageSparseLinearAttention":
-        return ops.Sparsity.sage(local.topk, device)
-    return ops.Sparsity(topk=local.topk, block_q=local.BLKQ, block_k=local.BLKK)
+        return ops.Sparsity.sage(topk, device)
+    return ops.Sparsity(topk=topk, block_q=local.BLKQ, block_k=local.BLKK)
 
 
 def why_attention_called(attn: Any, kind: str) -> str:
@@ -130,6 +131,9 @@ def _why_sparse_called(local: Any) -> str:
     why = why_not_plain(local.proj_l)
     if why:
         return f"its proj_l is called: {why}"
+    blocks = (getattr(local, "BLKQ", 128), getattr(local, "BLKK", 64))
+    if local.topk <= 0 or any(block not in ops.SPARSE_BLOCKS for block in blocks):
+        return f"its sparsity is {local.topk} of blocks of {blocks[0]} by {blocks[1]}"
     if local.proj_l.in_features > ops.MAX_SPARSE_HEAD_DIM:
         return f"its heads have {local.proj_l.in_features} channels"
     return ""
