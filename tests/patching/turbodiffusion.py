@@ -213,17 +213,19 @@ class SparseLinearAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, return_sparsity: bool = False) -> Tensor:
         dtype, device, (block_q, block_k) = q.dtype, q.device, self.blocks(q.device)
-        q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         rows, columns = (
             torch.arange(x.shape[2], device=device) // n for x, n in ((q, block_q), (k, block_k))
         )
         mean_q, mean_k = (
-            torch.stack([x[:, :, at == i].mean(2) for i in range(int(at[-1]) + 1)], 2)
+            torch.stack([x[:, :, at == i].float().mean(2) for i in range(int(at[-1]) + 1)], 2)
             for x, at in ((q, rows), (k - k.mean(2, keepdim=True), columns))
         )
-        score = mean_q @ mean_k.transpose(-1, -2)
+        score = mean_q.to(dtype) @ mean_k.to(dtype).transpose(-1, -2)
+        q, k, v = q.float(), k.float(), v.float()
         count = min(score.shape[-1], int(self.topk * score.shape[-1]))
-        seen = torch.zeros_like(score).scatter(-1, score.topk(count).indices, 1.0).bool()
+        chosen = score.topk(count).indices
+        seen = torch.zeros_like(score).scatter(-1, chosen, 1.0).bool()
         mask = seen[:, :, rows][..., columns]
         sparse = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         phi_q, phi_k = self.feature_map_q(q), self.feature_map_k(k)

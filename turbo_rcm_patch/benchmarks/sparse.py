@@ -169,7 +169,9 @@ class _Work:
         v = split_heads(inputs[2], self.heads).float()
         tokens, (size, block_k) = q.shape[2], (sparsity.block_q, sparsity.block_k)
         count = sparsity.count(tokens)
-        blocks = reference.block_map(q, k, count=count, block_q=size, block_k=block_k)
+        blocks = reference.block_map(
+            q, k, count=count, block_q=size, block_k=block_k, dtype=inputs[0].dtype
+        )
         last = blocks.shape[2] - 1
         some = torch.tensor(sorted({last * i // (_BLOCKS - 1) for i in range(_BLOCKS)}))
         some = some.to(q.device)

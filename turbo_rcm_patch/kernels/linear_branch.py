@@ -14,6 +14,8 @@ __all__ = ["LinearBranch", "key_value_kernel", "linear_branch"]
 
 #: Programs of `key_value_kernel`: twice the multiprocessors of a large GPU.
 _PROGRAMS = 264
+#: Keys that a program reads at a time.
+_STEP = 64
 #: Added to the denominator by the author's code (thu-ml/TurboDiffusion, SLA/core.py).
 _EPS = 1e-5
 
@@ -24,14 +26,15 @@ class LinearBranch(NamedTuple):
     """phi(q) @ matrix / (phi(q) · total + eps) + bias is the branch with its projection.
 
     matrix [B, H, HEAD_PAD, HEAD_PAD] in the dtype of k, total [B, H, HEAD_PAD] fp32, bias
-    [HEAD_PAD] fp32 or None, eps; pooled [B, H, blocks, HEAD_PAD] fp32 are the means of k's blocks.
+    [HEAD_PAD] fp32 or None, eps. k_mean [B, H, HEAD_PAD], in the dtype of k, is the mean of k over
+    its tokens, which the block map takes out.
     """
 
     matrix: torch.Tensor
     total: torch.Tensor
     bias: torch.Tensor | None
     eps: float
-    pooled: torch.Tensor
+    k_mean: torch.Tensor
 
 
 @triton.jit
@@ -44,16 +47,14 @@ def _softmax_features(x, offs_d, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def key_value_kernel(
-    matrix_ptr, total_ptr, pooled_ptr, k_ptr, v_ptr,
-    k_stride_b, k_stride_n, v_stride_b, v_stride_n,
-    n_kv, n_blocks, blocks_a_chunk, chunks, heads,
-    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    matrix_ptr, total_ptr, k_total_ptr, k_ptr, v_ptr,
+    k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, steps_a_chunk, chunks, heads,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """phi(k)^T v and the sum of phi(k) over a chunk of keys, and the mean of each block of them.
+    """phi(k)^T v, the sum of phi(k) and the sum of k over a chunk of keys.
 
     Grid: (chunks, heads, batch). k, v [B, N, H*D]; matrix [B, H, chunks, HEAD_PAD, HEAD_PAD]
-    fp32 (channels of k, then of v), total [B, H, chunks, HEAD_PAD] fp32, pooled
-    [B, H, n_blocks, HEAD_PAD] fp32.
+    fp32 (channels of k, then of v), total and k_total [B, H, chunks, HEAD_PAD] fp32.
     """
     chunk, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh = b.to(tl.int64) * heads + h
@@ -63,27 +64,22 @@ def key_value_kernel(
     v_rows = v_ptr + b.to(tl.int64) * v_stride_b + offs_c
     matrix = tl.zeros([HEAD_PAD, HEAD_PAD], tl.float32)
     total = tl.zeros([HEAD_PAD], tl.float32)
-    pool = tl.zeros([HEAD_PAD], tl.float32)
-    parts: tl.constexpr = BLOCK // STEP
-    first = chunk * blocks_a_chunk
-    last = tl.minimum(first + blocks_a_chunk, n_blocks)
-    for step in tl.range(first * parts, last * parts):
-        offs_t = step * STEP + tl.arange(0, STEP)
+    k_total = tl.zeros([HEAD_PAD], tl.float32)
+    first = chunk * steps_a_chunk * STEP
+    for start in tl.range(first, tl.minimum(first + steps_a_chunk * STEP, n_kv), STEP):
+        offs_t = start + tl.arange(0, STEP)
         mask_t = offs_t < n_kv
         mask = mask_t[:, None] & (offs_d < HEAD_DIM)[None, :]
         tokens = offs_t.to(tl.int64)[:, None]
         k = tl.load(k_rows + tokens * k_stride_n, mask=mask, other=0.0).to(tl.float32)
         v = tl.load(v_rows + tokens * v_stride_n, mask=mask, other=0.0)
-        # A block's last part overwrites what its first ones stored.
-        block = step // parts
-        pool = tl.where(step % parts == 0, 0.0, pool) + tl.sum(k, axis=0)
-        mean = pool / tl.minimum(BLOCK, n_kv - block * BLOCK)
-        tl.store(pooled_ptr + (bh * n_blocks + block) * HEAD_PAD + offs_d, mean)
+        k_total += tl.sum(k, axis=0)
         phi = tl.where(mask_t[:, None], _softmax_features(k, offs_d, HEAD_DIM), 0.0).to(v.dtype)
         matrix = tl.dot(tl.trans(phi), v, matrix, input_precision="ieee")
         total += tl.sum(phi.to(tl.float32), axis=0)
     place = bh * chunks + chunk
     tl.store(total_ptr + place * HEAD_PAD + offs_d, total)
+    tl.store(k_total_ptr + place * HEAD_PAD + offs_d, k_total)
     tl.store(
         matrix_ptr + place * HEAD_PAD * HEAD_PAD + offs_d[:, None] * HEAD_PAD + offs_d[None, :],
         matrix,
@@ -97,27 +93,25 @@ def linear_branch(
     bias: torch.Tensor | None,
     *,
     heads: int,
-    block: int,
 ) -> LinearBranch:
     """One pass over k and v [B, N, H*D] with contiguous channels; weight [D, D], bias [D]."""
     batch, n_kv, channels = k.shape
     head_dim = channels // heads
-    head_pad, blocks = pad_head(head_dim), triton.cdiv(n_kv, block)
-    blocks_a_chunk = triton.cdiv(blocks, max(1, _PROGRAMS // (batch * heads)))
-    chunks = triton.cdiv(blocks, blocks_a_chunk)
+    head_pad, steps = pad_head(head_dim), triton.cdiv(n_kv, _STEP)
+    steps_a_chunk = triton.cdiv(steps, max(1, _PROGRAMS // (batch * heads)))
+    chunks = triton.cdiv(steps, steps_a_chunk)
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(batch, heads, *shape, dtype=torch.float32, device=k.device)
+        return torch.empty(batch, heads, chunks, *shape, dtype=torch.float32, device=k.device)
 
-    matrix, total = empty(chunks, head_pad, head_pad), empty(chunks, head_pad)
-    pooled = empty(blocks, head_pad)
+    matrix, total, k_total = empty(head_pad, head_pad), empty(head_pad), empty(head_pad)
     launch(
         key_value_kernel,
         (chunks, heads, batch),
         k.device,
         matrix_ptr=matrix,
         total_ptr=total,
-        pooled_ptr=pooled,
+        k_total_ptr=k_total,
         k_ptr=k,
         v_ptr=v,
         k_stride_b=k.stride(0),
@@ -125,14 +119,12 @@ def linear_branch(
         v_stride_b=v.stride(0),
         v_stride_n=v.stride(1),
         n_kv=n_kv,
-        n_blocks=blocks,
-        blocks_a_chunk=blocks_a_chunk,
+        steps_a_chunk=steps_a_chunk,
         chunks=chunks,
         heads=heads,
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad,
-        BLOCK=block,
-        STEP=min(block, 64),
+        STEP=_STEP,
         num_warps=8 if head_pad > 64 else 4,
         num_stages=3 if target_of(k.device).descriptors else 2,
     )
@@ -143,7 +135,8 @@ def linear_branch(
     projected = torch.matmul(matrix.sum(2), own.T).to(v.dtype)
     if bias is not None:
         bias = _padded(bias.float(), head_pad).contiguous()
-    return LinearBranch(projected, total.sum(2) * factor, bias, _EPS * factor, pooled)
+    k_mean = (k_total.sum(2) / n_kv).to(k.dtype)
+    return LinearBranch(projected, total.sum(2) * factor, bias, _EPS * factor, k_mean)
 
 
 def _padded(x: torch.Tensor, head_pad: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.attention import attention_arguments, normalised, over_block
-from turbo_rcm_patch.kernels.block_map import largest_scores, pool_queries
+from turbo_rcm_patch.kernels.block_map import block_scores, largest_scores
 from turbo_rcm_patch.kernels.launch import dense_rows, launch, pad_head, target_of, tile_for
 from turbo_rcm_patch.kernels.linear_branch import linear_branch
 from turbo_rcm_patch.kernels.operands import quantize
@@ -201,8 +201,9 @@ def sparse_linear_attention(
     batch, n_q, channels = q.shape
     head_dim = channels // heads
     target = target_of(q.device)
-    branch = linear_branch(k, v, weight, bias, heads=heads, block=block_k)
-    lut = largest_scores(pool_queries(q, heads=heads, block=block_q), branch.pooled, count)
+    branch = linear_branch(k, v, weight, bias, heads=heads)
+    scores = block_scores(q, k, branch.k_mean, heads=heads, block_q=block_q, block_k=block_k)
+    lut = largest_scores(scores, count)
     operands = quantize(
         q, k, v, heads=heads, norm_q=None, norm_k=None, cos=None, sin=None, kv_lengths=None,
         pv=pv, qmax=qmax, smooth_k=smooth_k, sm_scale=sm_scale, eps=0.0,

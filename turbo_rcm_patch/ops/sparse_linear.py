@@ -120,7 +120,7 @@ def _forward(
     kh = prepare(k, heads, norm_k, cos, sin, eps).to(k.dtype).float()
     vh = split_heads(v, heads).float()
     geometry = {"block_q": block_q, "block_k": block_k}
-    blocks = reference.block_map(qh, kh, count=count, **geometry)
+    blocks = reference.block_map(qh, kh, count=count, dtype=q.dtype, **geometry)
     if attention == "exact":
         sparse = reference.exact_sparse_attention(
             qh, kh, vh, blocks, sm_scale=sm_scale, **geometry

@@ -46,12 +46,20 @@ def _block_means(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def block_map(
-    q: torch.Tensor, k: torch.Tensor, *, count: int, block_q: int, block_k: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    count: int,
+    block_q: int,
+    block_k: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """The `count` blocks of keys that each block of queries attends to.
 
     Those with the largest products of pooled q and pooled k, k smoothed by its mean over tokens
-    (which moves all scores of a row alike). Of equal scores the earlier block is taken.
+    (which moves all scores of a row alike). Of equal scores the earlier block is taken. Each step
+    is rounded to `dtype`, as the author's code in that dtype does: among blocks whose scores are
+    nearly equal the rounding chooses.
 
     Args:
         q: [B, H, Nq, D] fp32 or fp64, normalised and rotated.
@@ -59,13 +67,18 @@ def block_map(
         count: Blocks of keys per block of queries.
         block_q: Queries to a block.
         block_k: Keys to a block.
+        dtype: What the author's code computes in; that of q rounds nothing.
 
     Returns:
         int64 [B, H, ceil(Nq / block_q), count], ascending.
     """
-    pooled_q = _block_means(q, block_q)
-    pooled_k = _block_means(k - k.mean(2, keepdim=True), block_k)
-    scores = pooled_q @ pooled_k.transpose(-1, -2)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).to(q.dtype)
+
+    smooth = rounded(k - rounded(k.mean(2, keepdim=True)))
+    pooled_q, pooled_k = rounded(_block_means(q, block_q)), rounded(_block_means(smooth, block_k))
+    scores = rounded(pooled_q @ pooled_k.transpose(-1, -2))
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :count].sort(dim=-1).values
 
