@@ -95,7 +95,7 @@ def cuda_resources(cubin: bytes, kernel: str) -> dict:
     }
     if kernel in ("int8_linear_kernel", "hopper_linear_kernel"):
         result["igmma"] = len(re.findall(r"\bIGMMA\b", sass))
-    if kernel in ("hopper_kernel", "hopper_linear_kernel"):
+    if kernel in ("hopper_kernel", "hopper_linear_kernel", "sparse_attention_kernel"):
         result["loop_spills"] = spills_in_loops(sass)
     if kernel == "one_launch_kernel":
         result["barrier"] = barrier_before_atomic(sass)

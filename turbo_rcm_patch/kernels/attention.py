@@ -38,6 +38,7 @@ __all__ = [
     "normalised",
     "ones_for",
     "over_block",
+    "over_keys",
 ]
 
 #: log2 of the largest P: e4m3 uses its whole range, fp16 stays clear of its subnormals.
@@ -118,7 +119,7 @@ def over_block(
 
 
 @triton.jit
-def _over_keys(
+def over_keys(
     acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
     v_stride_n, offs_m, limit, lo, hi,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
@@ -196,13 +197,13 @@ def attend(
     if CAUSAL:
         hi = tl.minimum(limit, start_m + BLOCK_M)
         full = tl.minimum(full, (start_m + 1) // BLOCK_N * BLOCK_N)
-    acc, l_i, m_i = _over_keys(
+    acc, l_i, m_i = over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
         v_stride_n, offs_m, limit, 0, full,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, False, CAUSAL,
     )  # fmt: skip
-    acc, l_i, m_i = _over_keys(
+    acc, l_i, m_i = over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
         v_stride_n, offs_m, limit, full, hi,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,

@@ -105,7 +105,7 @@ def block_scores(
         HEAD_PAD=head_pad,
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
-        num_warps=4,
+        num_warps=8 if head_pad > 64 else 4,
         num_stages=1,
     )
     return torch.matmul(q_pooled, k_pooled.transpose(-1, -2))

@@ -12,7 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.attention import attention_arguments, normalised, over_block
+from turbo_rcm_patch.kernels.attention import (
+    attention_arguments,
+    normalised,
+    over_block,
+    over_keys,
+)
 from turbo_rcm_patch.kernels.block_map import block_scores, largest_scores
 from turbo_rcm_patch.kernels.launch import dense_rows, launch, pad_head, target_of, tile_for
 from turbo_rcm_patch.kernels.linear_branch import linear_branch
@@ -27,34 +32,36 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _start_of(lut, i, count, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """First key of step i over the blocks in lut [count]; of the last block past the end."""
-    steps: tl.constexpr = BLOCK_K // BLOCK_N
-    block = tl.load(lut + tl.minimum(i // steps, count - 1))
-    return block * BLOCK_K + (i % steps) * BLOCK_N
+def _block_of(lut, i, count, STEPS: tl.constexpr):
+    """The block of keys of step i out of lut [count], STEPS to a block; past the end the last."""
+    return tl.load(lut + tl.maximum(0, tl.minimum(i // STEPS, count - 1)))
 
 
 @triton.jit
 def _over_blocks(
     acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-    v_stride_n, offs_m, limit, lut, count, lo, hi,
+    v_stride_n, offs_m, limit, lut, count,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, FP8: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Steps lo..hi over the blocks in lut."""
-    # The table is read a step ahead: an address that was just loaded could not be prefetched.
-    start_n = _start_of(lut, lo, count, BLOCK_N, BLOCK_K)
-    for i in tl.range(lo, hi, num_stages=1 if MASKED else None):
-        following = _start_of(lut, i + 1, count, BLOCK_N, BLOCK_K)
+    """The online softmax over the first `count` blocks of keys in lut, all of them whole."""
+    # The table is read two steps ahead: copies of the next step's keys begin in this one, and
+    # would wait for an address that was just loaded. What is passed on has to change on the way,
+    # or the compiler sees a dependence over two steps and does not overlap them.
+    steps: tl.constexpr = BLOCK_K // BLOCK_N
+    start_n = tl.load(lut) * BLOCK_K
+    following = _block_of(lut, 1, count, steps)
+    for i in tl.range(0, count * steps):
+        later = _block_of(lut, i + 2, count, steps)
         acc, l_i, m_i = over_block(
             acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
             v_stride_n, offs_m, limit, start_n,
             P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
-            FP8, DESCRIPTORS, MASKED, False,
+            FP8, DESCRIPTORS, False, False,
         )  # fmt: skip
-        start_n = following
+        start_n = following * BLOCK_K + (i + 1) % steps * BLOCK_N
+        following = later
     return acc, l_i, m_i
 
 
@@ -145,21 +152,22 @@ def sparse_attention_kernel(
 
     # Blocks ascend, so the one block that may end past the last key is the last one chosen.
     lut = lut_ptr + (bh * q_blocks + start_m // BLOCK_Q) * count
-    steps: tl.constexpr = BLOCK_K // BLOCK_N
+    partial = tl.load(lut + count - 1) * BLOCK_K
     whole = count
-    if (tl.load(lut + count - 1) + 1) * BLOCK_K > n_kv:
+    if partial + BLOCK_K > n_kv:
         whole = count - 1
+    else:
+        partial = n_kv
     acc, l_i, m_i = _over_blocks(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_stride_n, offs_m, n_kv, lut, count, 0, whole * steps,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_BLOCK,
-        FP8, DESCRIPTORS, False,
+        v_stride_n, offs_m, n_kv, lut, whole,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_BLOCK, FP8, DESCRIPTORS,
     )  # fmt: skip
-    acc, l_i, m_i = _over_blocks(
+    acc, l_i, m_i = over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_stride_n, offs_m, n_kv, lut, count, whole * steps, count * steps,
-        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_BLOCK,
-        FP8, DESCRIPTORS, True,
+        v_stride_n, offs_m, n_kv, partial, n_kv,
+        P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+        FP8, DESCRIPTORS, True, False,
     )  # fmt: skip
     acc, _ = normalised(acc, l_i, v_scale_ptr, bh, HEAD_PAD, FP8)
 
