@@ -100,7 +100,7 @@ def _add_linear(
     # phi = e / mass, divided by along / mass + eps.
     factor = 1.0 / (along + eps * mass)
     columns = tl.arange(0, HEAD_PAD)[None, :]
-    for start in tl.range(0, HEAD_PAD, STEP, num_stages=1):
+    for start in tl.range(0, HEAD_PAD, STEP, num_stages=2):
         x = _features(rows, start, mask_m, HEAD_DIM, STEP)
         phi = tl.exp2(x - peak[:, None]) * factor[:, None]
         m = tl.load(matrix + (start + tl.arange(0, STEP))[:, None] * HEAD_PAD + columns)
