@@ -81,6 +81,31 @@ def test_int8_in_bf16_stays_near_the_truth(name: str, fast: bool) -> None:
     assert relative(output, truth) < max(0.02, 2 * unpatched)
 
 
+@pytest.mark.parametrize(
+    "kinds", [("self",), ("cross",), ("cross", "image"), ("self", "feed-forward")], ids="+".join
+)
+def test_kinds_choose_the_pairs(kinds: tuple[Any, ...]) -> None:
+    model, inputs = tiny(image=True), tiny_inputs(image=True)
+    expected = run(model, **inputs)
+    with patched(model, PatchConfig(attention="exact", guard=False, kinds=kinds)) as report:
+        assert {pair.kind for pair in report.pairs if pair.fused} == set(kinds)
+        assert relative(run(model, **inputs), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["2.1-t2v", "2.1-i2v"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["original", "sla"])
+def test_int8_linears(name: str, sparse: bool) -> None:
+    model, inputs = tiny(**CASES[name]), given(name, tokens=150)
+    if sparse:
+        model = with_sparse(model)
+    expected = run(model, **inputs)
+    with patched(model, PatchConfig(linear="int8", guard=False)) as report:
+        names = {pair.path.split(".")[-1]: pair.int8_linears for pair in report.pairs[:5]}
+        assert names["self_attn"] == ("q", "k", "v", "o") and names["ffn"] == ("0", "2")
+        assert names.get("image", ("k_img", "v_img")) == ("k_img", "v_img")
+        assert 0 < relative(run(model, **inputs), expected) < 0.05
+
+
 def test_the_gate_is_rounded_before_it_multiplies() -> None:
     """With a branch of its own kernels' exact attention and plain Linears, only the cast policy
     tells the two blocks apart: one fp32 gate would leave one value in three different."""
