@@ -107,6 +107,17 @@ def test_nan_is_chosen_and_stays_visible() -> None:
     assert out.isnan().any(-1).all()
 
 
+def test_features_that_no_key_has_stay_finite_in_fp16() -> None:
+    q, k, v = torch.zeros(1, 64, 32), torch.zeros(1, 128, 32), torch.randn(1, 128, 32)
+    q[..., 3], k[..., 5] = 60.0, 60.0
+    spec, sparsity = AttentionSpec(heads=1, pv="fp16"), Sparsity(topk=1.0)
+    q, k, v = q.half(), k.half(), v.half()
+    for impl in ("triton", "reference"):
+        own = replace(spec, impl=impl)
+        out = sparse_linear_attention(q, k, v, torch.eye(32), None, own, sparsity)
+        assert out.isfinite().all()
+
+
 def test_the_layout_of_the_prologue_is_the_one_the_kernel_reads() -> None:
     q = torch.randn(1, 130, 64)
     operands = quantize(

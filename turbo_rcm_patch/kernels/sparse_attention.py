@@ -29,6 +29,7 @@ __all__ = ["sparse_attention_kernel", "sparse_linear_attention"]
 _THREE_PROGRAMS = 168
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_FP16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -103,6 +104,9 @@ def _add_linear(
     for start in tl.range(0, HEAD_PAD, STEP, num_stages=2):
         x = _features(rows, start, mask_m, HEAD_DIM, STEP)
         phi = tl.exp2(x - peak[:, None]) * factor[:, None]
+        if matrix.dtype.element_ty == tl.float16:
+            # Where a row's features meet hardly a key's, the division leaves its range.
+            phi = tl.minimum(phi, _FP16_MAX, propagate_nan=tl.PropagateNan.ALL)
         m = tl.load(matrix + (start + tl.arange(0, STEP))[:, None] * HEAD_PAD + columns)
         acc = tl.dot(phi.to(m.dtype), m, acc, input_precision="ieee")
     return acc

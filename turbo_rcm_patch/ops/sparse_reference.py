@@ -153,6 +153,8 @@ def linear_branch(
     matrix = (phi_k.transpose(-1, -2) @ v) @ (weight.float() * factor).T
     denominator = (phi_q * phi_k.sum(2, keepdim=True)).sum(-1, keepdim=True) * factor
     phi_q = phi_q / (denominator + LINEAR_EPS * factor)
+    if dtype == torch.float16:
+        phi_q = phi_q.clamp(max=torch.finfo(dtype).max)
     out = phi_q.to(dtype).float() @ matrix.to(dtype).float()
     return out if bias is None else out + bias.float()
 
