@@ -21,7 +21,7 @@ from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
     "prologue", "hopper_prologue", "quantize", "attention", "hopper", "project", "one_launch",
-    "skip", "rows", "int8_linear", "hopper_linear", "denoise",
+    "skip", "rows", "norm_rows", "int8_linear", "hopper_linear", "denoise",
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
@@ -150,8 +150,16 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
             modules["skip"].skip(residual, residual, 1.0, gate, cast=cast, out_dtype=dtype)
     elif operation == "int8-linear":
         int8_linears(case, modules, residual, gate)
+    elif operation == "norm-rows":
+        norm_rows(modules, residual, gate)
     elif operation == "hopper-linear":
         hopper_linears(case, modules, residual, gate)
+
+
+def norm_rows(modules, residual, gate) -> None:
+    """The norms before a block's products, with a modulation of the batch and of every token."""
+    for factor in (gate, gate.expand(residual.shape).contiguous(), None):
+        modules["norm_rows"].norm_modulate_rows(residual, factor, factor, one=1.0, eps=1e-6)
 
 
 def int8_linears(case, modules, residual, gate) -> None:

@@ -163,6 +163,7 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
     cases = [case("int8-linear", target, 128, "fp8", **portable) for target in TARGETS]
     cases += [case("int8-linear", hopper, 128, "fp8", rest=True, **portable)]
     cases += [case("int8-linear", hopper, 77, "fp8") | {"heads": 1, "tokens": 300}]
+    cases += [case("norm-rows", target, dim, "fp8") for target in TARGETS for dim in (128, 427)]
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         for target in TARGETS:
@@ -170,6 +171,7 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
             names = {r["kernel"] for r in here}
             assert names == {
                 "quantize_rows_kernel",
+                "norm_modulate_rows_kernel",
                 "int8_linear_kernel",
             }
             broken = faults(here, target)
