@@ -153,7 +153,7 @@ def test_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = read(tmp_path / "block.json")
     first = document["cases"]["given-N48"]
     assert first["baseline"] == "two-pass, flash"  # the only exact backend of a CPU
-    assert set(first["speedup"]) == {"one-pass", "two-launch", "one-launch"}
+    assert set(first["speedup"]) == {"one-pass", *block.OURS}
     assert all(first["methods"][name]["status"] == "timed" for name in block.OURS)
     mean = document["summary"]["given"]["better of ours"]
     assert mean["sizes"] == 2 and mean["least"] <= mean["geometric_mean"]
@@ -187,6 +187,18 @@ def test_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < found["patched"]["error"]["relative_l2"] < forward.BROKEN
         assert case["comparison"]["16-bit linears"]["over"]["eager"] > 0
     assert (tmp_path / "network_forward.png").is_file()
+
+
+def test_cogvideox(tmp_path: Path) -> None:
+    only = ["--only", "cogvideox-5b", "--peers", "eager,compiled,eager sage,patched compiled"]
+    assert main(["network", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 0
+    case = read(tmp_path / "network.json")["cases"]["cogvideox-5b"]
+    assert case["finite"] and case["equal_afterwards"]
+    assert case["config"]["use_rotary_positional_embeddings"]
+    found = {name: one["status"] for name, one in case["variants"].items()}
+    assert found.pop("eager sage") == "missing"
+    assert set(found.values()) == {"timed"}
+    assert 0 < case["variants"]["patched compiled"]["error"]["relative_l2"] < forward.BROKEN
 
 
 def test_a_broken_network_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Hopper's own attention kernel against the portable one, on a GPU."""
+"""Hopper's own kernels for attention against the portable ones, on a GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,28 @@ import pytest
 import torch
 
 from turbo_rcm_patch.kernels.attention import attention
-from turbo_rcm_patch.kernels.launch import target_of, tile_for
+from turbo_rcm_patch.kernels.launch import target_of, tile_for, watching_launches
+from turbo_rcm_patch.kernels.quantize import quantize
 
 pytestmark = pytest.mark.gpu
+
+
+def hopper() -> torch.device:
+    device = torch.device("cuda", 0)
+    if target_of(device) != ("cuda", 90):
+        pytest.skip("the kernels are for compute capability 9.0")
+    return device
+
+
+def relative(x: torch.Tensor, y: torch.Tensor) -> float:
+    return ((x.float() - y.float()).norm() / y.float().norm()).item()
+
+
+def almost_equal(x: torch.Tensor, y: torch.Tensor) -> None:
+    """int8 that differ by one step at most, and that in fewer than one of 10,000."""
+    apart = (x.int() - y.int()).abs()
+    assert apart.max() <= 1
+    assert (apart > 0).float().mean() < 1e-4
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -19,10 +38,10 @@ pytestmark = pytest.mark.gpu
 def test_the_hopper_kernel_equals_the_portable_one(
     head_dim: int, batch: int, n_q: int, n_kv: int, lengths: tuple[int, ...] | None
 ) -> None:
-    """Bit for bit: the same arithmetic in another order of loads."""
-    device = torch.device("cuda", 0)
-    if target_of(device) != ("cuda", 90):
-        pytest.skip("the kernel is for compute capability 9.0")
+    """With 128 channels bit for bit: the same arithmetic in another order of loads. With 64 an
+    eighth of the exponentials is a polynomial, whose error of 7.5e-5 moves a few e4m3 roundings.
+    """
+    device = hopper()
     heads = 3
     q = torch.randn(batch, n_q, heads * head_dim, device=device, dtype=torch.bfloat16)
     k = torch.randn(batch, n_kv, heads * head_dim, device=device, dtype=torch.bfloat16)
@@ -52,5 +71,110 @@ def test_the_hopper_kernel_equals_the_portable_one(
     tile = tile_for("attention", f"fp8_{head_dim}", target_of(device))
     portable, portable_lse = attention(q, k, v, tile=tile, **common)
     assert torch.isfinite(own).all()
-    assert torch.equal(own, portable)
-    assert torch.equal(own_lse, portable_lse)
+    if head_dim == 128:
+        assert torch.equal(own, portable)
+        assert torch.equal(own_lse, portable_lse)
+    else:
+        assert relative(own, portable) < 4e-3  # fp8 itself: 0.037
+        assert torch.allclose(own_lse, portable_lse, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("norm", "rope", "fused", "lengths", "pv", "qmax"),
+    [
+        (None, False, False, False, "fp8", 127),
+        ("across", True, True, True, "fp8", 127),
+        ("per head", True, False, False, "bf16", 127),
+        ("across", False, True, False, "fp8", 7),
+    ],
+    ids=["bare", "wan", "per-head-16bit", "no-rope-int4"],
+)
+@pytest.mark.parametrize(("n_q", "n_kv"), [(2000, 2000), (300, 77), (130, 4700), (1, 1)])
+def test_the_hopper_prologue_equals_the_portable_one(
+    head_dim: int, norm: str | None, rope: bool, fused: bool, lengths: bool, pv: str, qmax: int,
+    n_q: int, n_kv: int,
+) -> None:  # fmt: skip
+    """Sums in another order: an int8 may round the other way, a few in a million."""
+    device, heads, batch = hopper(), 5, 2
+    channels = heads * head_dim
+    n = max(n_q, n_kv)
+    if fused:  # strided, as one linear makes them
+        both = torch.randn(batch, n, 3 * channels, device=device, dtype=torch.bfloat16)
+        q, k, v = (x[:, :m] for x, m in zip(both.chunk(3, -1), (n_q, n_kv, n_kv), strict=True))
+    else:
+        q, k, v = (
+            torch.randn(batch, m, channels, device=device, dtype=torch.bfloat16)
+            for m in (n_q, n_kv, n_kv)
+        )
+        k += 3 * torch.randn(channels, device=device, dtype=torch.bfloat16)
+    size = {None: 0, "across": channels, "per head": head_dim}[norm]
+    weight = torch.rand(size, device=device).bfloat16() + 0.5 if norm else None
+    angle = 6 * torch.rand(n, head_dim // 2, device=device).repeat_interleave(2, -1)
+    common = {
+        "heads": heads,
+        "norm_q": weight,
+        "norm_k": weight,
+        "cos": angle.cos() if rope else None,
+        "sin": angle.sin() if rope else None,
+        "kv_lengths": torch.tensor([n_kv, n_kv // 2], device=device, dtype=torch.int32)
+        if lengths
+        else None,
+        "pv": pv,
+        "qmax": qmax,
+        "smooth_k": True,
+        "sm_scale": head_dim**-0.5,
+        "eps": 1e-6,
+        "want_lse": True,
+    }
+    with watching_launches() as launched:
+        own = quantize(q, k, v, **common)
+    assert len(launched) == 2
+    assert all("hopper" in kernel.name for kernel in launched)
+    portable = quantize(q, k, v, portable=True, **common)
+    one, other = own.queries, portable.queries
+    seen = slice(0, n_q)
+    almost_equal(one.int8[:, :, seen], other.int8[:, :, seen])
+    torch.testing.assert_close(one.scale[:, :, seen], other.scale[:, :, seen])
+    assert one.shift is not None
+    assert other.shift is not None
+    largest = other.shift[:, :, seen].abs().max().item()
+    assert torch.allclose(one.shift[:, :, seen], other.shift[:, :, seen], atol=1e-5 * largest)
+    almost_equal(own.keys.int8, portable.keys.int8)
+    torch.testing.assert_close(own.keys.scale, portable.keys.scale)
+    if own.values is None:
+        assert pv == "bf16"
+    else:
+        assert portable.values is not None
+        same = own.values.e4m3.view(torch.int8) == portable.values.e4m3.view(torch.int8)
+        assert same.all()
+        assert torch.equal(own.values.scale, portable.values.scale)
+
+
+def test_the_hopper_prologue_keeps_nan_and_zero() -> None:
+    q = torch.randn(1, 256, 256, device=hopper(), dtype=torch.bfloat16)
+    k, v = torch.zeros_like(q), torch.randn_like(q)
+    q[0, 3, 5] = float("nan")
+    operands = quantize(
+        q, k, v, heads=2, norm_q=None, norm_k=None, cos=None, sin=None, kv_lengths=None,
+        pv="fp8", qmax=127, smooth_k=True, sm_scale=0.1, eps=1e-6,
+    )  # fmt: skip
+    assert torch.isnan(operands.queries.scale).nonzero().tolist() == [[0, 0, 3]]
+    assert not operands.keys.int8.any()
+    assert torch.isfinite(operands.keys.scale).all()
+
+
+def test_rows_that_cannot_be_copied_by_sixteen_bytes_take_the_portable_prologue() -> None:
+    """A row that begins 8 bytes off, as a view into somebody's tensor may."""
+    device = hopper()
+    wide = torch.randn(1, 512, 3 * 128 + 4, device=device, dtype=torch.bfloat16)
+    q, k, v = (wide[..., 4 + 128 * i : 4 + 128 * (i + 1)] for i in range(3))
+    common = {
+        "heads": 1, "norm_q": None, "norm_k": None, "cos": None, "sin": None, "kv_lengths": None,
+        "pv": "fp8", "qmax": 127, "smooth_k": True, "sm_scale": 0.1, "eps": 1e-6,
+    }  # fmt: skip
+    with watching_launches() as launched:
+        off = quantize(q, k, v, **common)
+    assert not any("hopper" in kernel.name for kernel in launched)
+    dense = quantize(q.contiguous(), k.contiguous(), v.contiguous(), **common)
+    almost_equal(off.queries.int8, dense.queries.int8)

@@ -20,10 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
-    "operands", "attention", "hopper", "project", "one_launch", "skip", "rows",
-    "int8_linear", "hopper_linear", "block_map", "linear_branch", "sparse_attention",
+    "prologue", "hopper_prologue", "quantize", "attention", "hopper", "project", "one_launch",
+    "skip", "rows", "norm_rows", "int8_linear", "hopper_linear", "denoise",
+    "block_map", "linear_branch", "sparse_attention",
 )  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -64,8 +67,7 @@ def record(case: dict[str, object]) -> list[dict[str, object]]:
     }
 
     def recording(kernel, grid, device, **arguments):
-        names = ("num_warps", "num_stages", "maxnreg")
-        options = {k: arguments.pop(k) for k in names if k in arguments}
+        options = {k: arguments.pop(k) for k in OPTIONS if k in arguments}
         constants = {p.name for p in kernel.params if p.is_constexpr}
         described = {}
         for name in kernel.arg_names:
@@ -111,10 +113,10 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     lengths = empty(1, dtype=torch.int32) if case.get("lengths") else None
     common = {
         "heads": heads,
-        "norm_q": empty(channels),
-        "norm_k": empty(channels),
-        "cos": table,
-        "sin": table,
+        "norm_q": None if case.get("bare") else empty(channels),
+        "norm_k": None if case.get("bare") else empty(channels),
+        "cos": None if case.get("bare") else table,
+        "sin": None if case.get("bare") else table,
         "kv_lengths": lengths,
         "pv": case["pv"],
         "qmax": 127,
@@ -134,6 +136,10 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     elif operation == "plain-attention":
         common |= {"residual": None, "c_out": 1.0}
         modules["attention"].attention(q, k, v, want_lse=bool(case.get("lse")), **common)
+    elif operation == "denoise":
+        x, c = residual.double(), empty(3, dtype=torch.float64)
+        for noise in (None, residual.float()):
+            modules["denoise"].denoise_step(x, residual, noise, c)
     elif operation == "one-launch":
         modules["one_launch"].attention_project_skip(q, k, v, weight, bias, cast="fp32", **common)
     elif operation == "project":
@@ -152,8 +158,16 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
         )  # fmt: skip
     elif operation == "int8-linear":
         int8_linears(case, modules, residual, gate)
+    elif operation == "norm-rows":
+        norm_rows(modules, residual, gate)
     elif operation == "hopper-linear":
         hopper_linears(case, modules, residual, gate)
+
+
+def norm_rows(modules, residual, gate) -> None:
+    """The norms before a block's products, with a modulation of the batch and of every token."""
+    for factor in (gate, gate.expand(residual.shape).contiguous(), None):
+        modules["norm_rows"].norm_modulate_rows(residual, factor, factor, one=1.0, eps=1e-6)
 
 
 def int8_linears(case, modules, residual, gate) -> None:

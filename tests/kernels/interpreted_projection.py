@@ -1,4 +1,4 @@
-"""Projection, one-launch and skip kernels in Triton's interpreter; run by test_interpreter.py."""
+"""Projection, skip, one-launch and sampler kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from turbo_rcm_patch.kernels import project as project_file
 from turbo_rcm_patch.ops import (
     AttentionSpec,
     attention_project_skip,
     attention_skip,
+    norm_modulate_streams,
     project_skip,
+    project_skip_streams,
     skip,
 )
+from turbo_rcm_patch.ops.denoise import denoise_step
 
 #: DESIGN: the fusion alone, fp32, W_o included.
 FUSION = 3e-6
@@ -50,6 +54,19 @@ def test_skip_is_bit_equal(form: str, dtype: torch.dtype, cast: str) -> None:
     assert torch.equal(out, skip(residual, branch, c, c, cast=cast, impl="reference"))
 
 
+@pytest.mark.parametrize("noisy", [False, True], ids=["last-step", "re-noising"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_denoise_step_is_fp64_throughout(dtype: torch.dtype, noisy: bool) -> None:
+    x = torch.randn(2, 3, 5, 7, 11, dtype=torch.float64).transpose(1, 2)
+    branch = torch.randn(2, 5, 3, 7, 11).to(dtype)
+    noise = torch.randn(2, 5, 3, 7, 11) if noisy else None
+    c = torch.tensor([[0.1, 5.0], [-0.7, 5.0], [0.9, 5.0]], dtype=torch.float64)[:, 0]
+    out = denoise_step(x, branch, noise, c, impl="triton")
+    assert out.dtype == torch.float64
+    expected = denoise_step(x, branch, noise, c, impl="reference")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-15)
+
+
 @pytest.mark.parametrize("cast", ["fp32", "model"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("form", ["float", "batch", "channel", "element"])
@@ -66,6 +83,50 @@ def test_projection(form: str, dtype: torch.dtype, cast: str) -> None:
     # fp16 rounds once at the end, or after every step.
     budget = FUSION if dtype == torch.float32 else {"fp32": 4e-4, "model": 1.5e-3}[cast]
     assert relative(out, truth) < budget
+
+
+@pytest.mark.parametrize("form", ["modulation", "affine"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_norm_of_several_streams(form: str, dtype: torch.dtype) -> None:
+    lengths, channels = (9, 0, 37), 100
+    xs = [torch.randn(2, 40, channels).to(dtype)[:, :n] for n in lengths]
+    scale, shift = ([torch.randn(2, 1, channels) for _ in lengths] for _ in range(2))
+    given = {"scale": scale, "shift": shift, "form": form, "eps": 1e-5}
+    out = norm_modulate_streams(xs, **given, impl="triton")
+    wide = [x.double() for x in xs]
+    one = form == "modulation"
+    truth = torch.cat(
+        [
+            F.layer_norm(x, (channels,), eps=1e-5) * (one + a) + b
+            for x, a, b in zip(wide, scale, shift, strict=True)
+        ],
+        dim=1,
+    )
+    assert out.is_contiguous() and out.dtype == dtype
+    assert relative(out, truth) < (1e-6 if dtype == torch.float32 else 4e-4)
+
+
+@pytest.mark.parametrize("cast", ["fp32", "model"])
+@pytest.mark.parametrize("library", [False, True], ids=["one kernel", "library"])
+def test_projection_of_several_streams(
+    cast: str, library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library:
+        monkeypatch.setattr(project_file, "LIBRARY", 1)
+    lengths, dtype = (9, 0, 37), torch.float16
+    x = torch.randn(2, 46, 3 * 72).to(dtype)[..., 72:144]
+    weight, bias = torch.randn(100, 72).to(dtype), torch.randn(100).to(dtype)
+    residuals = [torch.randn(2, 40, 100).to(dtype)[:, :n] for n in lengths]
+    gates = [torch.randn(2, 1, 100).to(dtype) for _ in lengths]
+    outs = project_skip_streams(
+        x, weight, bias, residuals=residuals, c_out=gates, cast=cast, impl="triton"
+    )
+    branch = F.linear(x.double(), weight.double(), bias.double()).split(lengths, dim=1)
+    for out, residual, gate, part in zip(outs, residuals, gates, branch, strict=True):
+        assert out.is_contiguous() and out.shape == residual.shape
+        truth = residual.double() + gate.double() * part
+        if len(truth[0]):
+            assert relative(out, truth) < 1.5e-3
 
 
 @pytest.mark.parametrize(

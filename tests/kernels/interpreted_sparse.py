@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from turbo_rcm_patch.kernels.block_map import largest_scores
-from turbo_rcm_patch.kernels.operands import quantize
+from turbo_rcm_patch.kernels.quantize import quantize
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
 
 TIGHT = 1e-3

@@ -110,6 +110,8 @@ def test_default_path_compiles(
         case("attention", target, 64, pv),
         case("project", target, 128, pv),
     ]
+    if target == ("cuda", 90):  # it has a prologue of its own, for 16 bits
+        cases.append(case("attention", target, 128, pv, dtype="float32"))
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         names = {result["kernel"] for result in results}
@@ -120,7 +122,19 @@ def test_default_path_compiles(
             "statistics_kernel",
             "project_kernel",
         } <= names
+        own = {"hopper_prologue_kernel", "hopper_statistics_kernel"}
+        assert (own <= names) == (target == ("cuda", 90))
         broken = faults(results, target)
+        assert not broken, broken
+
+
+def test_a_sampler_s_step_compiles(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """With noise and without, on every target."""
+    cases = [case("denoise", target, 128, "bf16") for target in TARGETS]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        assert len(results) == 2 * len(TARGETS)
+        broken = "".join(faults(results, target) for target in TARGETS)
         assert not broken, broken
 
 
@@ -192,6 +206,7 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
     cases = [case("int8-linear", target, 128, "fp8", **portable) for target in TARGETS]
     cases += [case("int8-linear", hopper, 128, "fp8", rest=True, **portable)]
     cases += [case("int8-linear", hopper, 77, "fp8") | {"heads": 1, "tokens": 300}]
+    cases += [case("norm-rows", target, dim, "fp8") for target in TARGETS for dim in (128, 427)]
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         for target in TARGETS:
@@ -199,6 +214,7 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
             names = {r["kernel"] for r in here}
             assert names == {
                 "quantize_rows_kernel",
+                "norm_modulate_rows_kernel",
                 "int8_linear_kernel",
             }
             broken = faults(here, target)
@@ -255,6 +271,26 @@ def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config)
             # Three groups' main loops; more where the assembler makes a loop of another branch.
             assert len(result["loop_spills"]) >= 3, line(result)
             assert max(result["loop_spills"][:3]) <= 6, line(result)
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["norm-rope", "bare"])
+def test_two_programs_of_the_hopper_prologue_share_a_multiprocessor(
+    bare: bool, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    target = ("cuda", 90)
+    cases = [case("attention", target, dim, "fp8", bare=bare) for dim in (64, 128)]
+    cases += [case("attention", target, 128, pv, lse=True, lengths=True) for pv in ("fp8", "bf16")]
+    for python in pythons(pytestconfig):
+        results = [
+            result
+            for result in resources(python, cases, tmp_path)
+            if result["kernel"] == "hopper_prologue_kernel"
+        ]
+        assert len(results) == len(cases)
+        assert not faults(results, target)
+        for result in results:
+            assert result["registers"] <= 65536 // (2 * 8 * 32), line(result)
+            assert result["shared"] <= 228 * 1024 // 2 - 1024, line(result)
 
 
 def test_three_programs_share_a_hopper_multiprocessor(

@@ -40,7 +40,7 @@ def both_orders(model: Any, feature: Callable[[Any], None], patch_first: bool) -
 
 def add_lora(model: Any) -> None:
     torch.manual_seed(7)
-    targets = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.2"]
+    targets = ["to_q", "to_k", "to_v", "to_out.0", "net.2"]
     model.add_adapter(
         LoraConfig(r=4, lora_alpha=16, target_modules=targets, init_lora_weights=False)
     )
@@ -82,11 +82,11 @@ def test_lora_switched_and_removed_while_patched() -> None:
 TIMESTEPS = (990, 890, 880, 500)
 
 
-def loop(model: Any) -> torch.Tensor:
+def loop(model: Any, inputs: dict[str, Any] | None = None) -> torch.Tensor:
     outputs = []
     for step, timestep in enumerate(TIMESTEPS):
         NOW[0] = timestep
-        inputs = CASES[0].inputs() | {"timestep": torch.tensor([float(timestep)])}
+        inputs = (inputs or CASES[0].inputs()) | {"timestep": torch.tensor([float(timestep)])}
         with model.cache_context("cond", step_index=step, num_inference_steps=4):
             outputs.append(run(model, **inputs))
     return torch.stack(outputs)

@@ -32,8 +32,8 @@ COMPARISONS: Final = {
     ),
     "network": (
         "forward",
-        "one forward of Wan: eager, compiled, patched, and where its time goes",
-        "1.3b,14b",
+        "one forward of Wan or CogVideoX: eager, compiled, patched, and where its time goes",
+        "1.3b,14b,cogvideox-2b",
         '"eager,patched,patched compiled"',
     ),
     "sparse": (
@@ -68,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
         )
         _add_common(one)
         if name == "hbm":
-            one.add_argument("--inside", nargs=2, metavar=("CASE", "FORM"), help=argparse.SUPPRESS)
+            one.add_argument(
+                "--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS
+            )
     _add_tune(commands)
     plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
     plot.add_argument("folder", type=Path, help="where the comparisons wrote")

@@ -1,4 +1,4 @@
-"""The ways in which a Wan network is run: as written, compiled, patched, with another attention.
+"""The ways in which a network is run: as written, compiled, patched, with another attention.
 
 Each is a context: inside, the network runs that way; afterwards it is as it was, uncompiled.
 """
@@ -29,10 +29,10 @@ from turbo_rcm_patch.benchmarks.journal import Journal
 from turbo_rcm_patch.benchmarks.peers import sage_major
 from turbo_rcm_patch.benchmarks.setup import time_call
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import MissingPackageError
+from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
-    from diffusers import WanTransformer3DModel
+    from diffusers import ModelMixin
 
 __all__ = ["Variant", "compiled", "has_int8_linears", "time_variant", "variants"]
 
@@ -49,7 +49,7 @@ class Variant:
     """
 
     name: str
-    enter: Callable[[WanTransformer3DModel, str], AbstractContextManager[object]]
+    enter: Callable[[ModelMixin, str], AbstractContextManager[object]]
     ours: bool = False
     profiled: bool = False
 
@@ -60,35 +60,42 @@ def has_int8_linears() -> bool:
 
 
 @contextmanager
-def compiled(
-    network: WanTransformer3DModel, backend: str, *, fullgraph: bool = True
-) -> Iterator[None]:
+def compiled(network: ModelMixin, backend: str, *, fullgraph: bool = True) -> Iterator[None]:
     """Inside, every block is compiled, by default without graph breaks."""
     torch._dynamo.reset()
-    network.compile_repeated_blocks(fullgraph=fullgraph, backend=backend)
+    # CogVideoX names no repeated blocks for `compile_repeated_blocks`.
+    blocks = getattr(network, "blocks", None) or network.transformer_blocks
+    for block in blocks:
+        block.compile(fullgraph=fullgraph, backend=backend)
     try:
         yield
     finally:
-        for block in network.blocks:
+        for block in blocks:
             block._compiled_call_impl = None
         torch._dynamo.reset()
 
 
 @contextmanager
-def _as_written(network: WanTransformer3DModel, backend: str) -> Iterator[None]:
+def _as_written(network: ModelMixin, backend: str) -> Iterator[None]:
     yield
 
 
 @contextmanager
-def _cudnn(network: WanTransformer3DModel, backend: str) -> Iterator[None]:
+def _cudnn(network: ModelMixin, backend: str) -> Iterator[None]:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         yield
 
 
 @contextmanager
-def _sage(network: WanTransformer3DModel, backend: str) -> Iterator[None]:
+def _sage(network: ModelMixin, backend: str) -> Iterator[None]:
     from diffusers.models.attention_dispatch import attention_backend
 
+    if not hasattr(network, "blocks"):
+        raise ConfigError(
+            "attention backend",
+            expected="a network that asks diffusers for one",
+            got="CogVideoX, which calls torch's attention",
+        )
     if sage_major() < 2:
         raise MissingPackageError(
             "sageattention", expected="2.1 or newer, a CUDA build", got=f"{sage_major()}.x"
@@ -99,7 +106,7 @@ def _sage(network: WanTransformer3DModel, backend: str) -> Iterator[None]:
 
 def _patched(**fields: Any) -> Callable[..., AbstractContextManager[object]]:
     @contextmanager
-    def enter(network: WanTransformer3DModel, backend: str) -> Iterator[None]:
+    def enter(network: ModelMixin, backend: str) -> Iterator[None]:
         from turbo_rcm_patch import patched
 
         with patched(network, PatchConfig(guard=False, **fields)):
@@ -109,16 +116,37 @@ def _patched(**fields: Any) -> Callable[..., AbstractContextManager[object]]:
 
 
 def _and_compiled(
-    enter: Callable[[WanTransformer3DModel, str], AbstractContextManager[object]],
+    enter: Callable[[ModelMixin, str], AbstractContextManager[object]],
     *,
     fullgraph: bool = True,
-) -> Callable[[WanTransformer3DModel, str], AbstractContextManager[object]]:
+) -> Callable[[ModelMixin, str], AbstractContextManager[object]]:
     @contextmanager
-    def both(network: WanTransformer3DModel, backend: str) -> Iterator[None]:
+    def both(network: ModelMixin, backend: str) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(enter(network, backend))
             stack.enter_context(compiled(network, backend, fullgraph=fullgraph))
             yield
+
+    return both
+
+
+def _fused_qkv(
+    enter: Callable[[ModelMixin, str], AbstractContextManager[object]],
+) -> Callable[[ModelMixin, str], AbstractContextManager[object]]:
+    """With diffusers' own fusion of the linears of q, k and v into one, made first."""
+
+    @contextmanager
+    def both(network: Any, backend: str) -> Iterator[None]:
+        flag = "fused_projections"  # diffusers leaves it behind
+        clean = [module for module in network.modules() if flag not in vars(module)]
+        network.fuse_qkv_projections()
+        try:
+            with enter(network, backend):
+                yield
+        finally:
+            network.unfuse_qkv_projections()
+            for module in clean:
+                vars(module).pop(flag, None)
 
     return both
 
@@ -130,11 +158,13 @@ def variants() -> list[Variant]:
         Variant("eager", _as_written, profiled=True),
         Variant("eager cuDNN", _cudnn),
         Variant("compiled", _and_compiled(_as_written), profiled=True),
+        Variant("compiled fused qkv", _fused_qkv(_and_compiled(_as_written))),
         Variant("eager sage", _sage),
         # Its CUDA build breaks the graph at every attention.
         Variant("compiled sage", _and_compiled(_sage, fullgraph=False)),
         Variant("patched", _patched(), ours=True, profiled=True),
         Variant("patched compiled", _and_compiled(_patched()), ours=True, profiled=True),
+        Variant("patched fused qkv", _fused_qkv(_patched()), ours=True),
     ]
     if has_int8_linears():
         found += [
@@ -146,7 +176,7 @@ def variants() -> list[Variant]:
 
 def time_variant(
     variant: Variant,
-    network: WanTransformer3DModel,
+    network: ModelMixin,
     calls: Sequence[Call],
     errors: Callable[[torch.Tensor], dict[str, float]],
     limit: float,

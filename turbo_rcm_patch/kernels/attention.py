@@ -28,7 +28,8 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.kernels.operands import Operands, quantize
+from turbo_rcm_patch.kernels.operands import Operands
+from turbo_rcm_patch.kernels.quantize import quantize
 
 __all__ = [
     "attend",

@@ -14,16 +14,16 @@ __all__ = ["norm_modulate", "norm_modulate_kernel", "norm_rotate", "norm_rotate_
 @triton.jit
 def norm_modulate_kernel(
     y_ptr, x_ptr, factor_ptr, offset_ptr,
-    x_stride_b, x_stride_n,
+    y_stride_b, x_stride_b, x_stride_n,
     factor_stride_b, factor_stride_n, factor_stride_c,
     offset_stride_b, offset_stride_n, offset_stride_c,
-    n_tokens, channels, eps,
+    channels, eps,
     BLOCK_C: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """y = layer_norm(x) * (ONE + factor) + offset, a token a program.
 
-    Grid: (tokens, batch). x, y [B, N, C] with contiguous channels, y dense; factor and offset
-    broadcast to [B, N, C].
+    Grid: (tokens, batch). x, y [B, N, C] with contiguous channels, the rows of y dense within a
+    sample; factor and offset broadcast to [B, N, C].
     """
     n, b = tl.program_id(0), tl.program_id(1)
     offs_c = tl.arange(0, BLOCK_C)
@@ -41,7 +41,7 @@ def norm_modulate_kernel(
         at = b.to(tl.int64) * offset_stride_b + n.to(tl.int64) * offset_stride_n
         offset = tl.load(offset_ptr + at + offs_c * offset_stride_c, mask=mask_c, other=0.0)
         x += offset.to(tl.float32)
-    out = y_ptr + (b.to(tl.int64) * n_tokens + n) * channels
+    out = y_ptr + b.to(tl.int64) * y_stride_b + n.to(tl.int64) * channels
     tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
 
 
@@ -53,11 +53,16 @@ def norm_modulate(
     one: float,
     eps: float,
     out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """layer_norm(x) * (one + factor) + offset; x [B, N, C], factor and offset broadcast to it."""
+    """layer_norm(x) * (one + factor) + offset; x [B, N, C], factor and offset broadcast to it.
+
+    `out` takes the result: [B, N, C], the rows of a sample dense, such as some of the rows of a
+    longer sequence.
+    """
     batch, n_tokens, channels = x.shape
     x = dense_rows(x)
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
     strides = {}
     for name, value in (("factor", factor), ("offset", offset)):
         wide = (0, 0, 0) if value is None else value.expand(x.shape).stride()
@@ -70,9 +75,9 @@ def norm_modulate(
         x_ptr=x,
         factor_ptr=factor,
         offset_ptr=offset,
+        y_stride_b=y.stride(0),
         x_stride_b=x.stride(0),
         x_stride_n=x.stride(1),
-        n_tokens=n_tokens,
         channels=channels,
         eps=eps,
         BLOCK_C=triton.next_power_of_2(channels),

@@ -31,8 +31,8 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.kernels.operands import quantize
 from turbo_rcm_patch.kernels.project import project_tile
+from turbo_rcm_patch.kernels.quantize import quantize
 
 __all__ = ["attention_project_skip", "one_launch_kernel"]
 

@@ -20,7 +20,14 @@ from turbo_rcm_patch.kernels.launch import (
 )
 from turbo_rcm_patch.kernels.skip import skip
 
-__all__ = ["LIBRARY", "WIDE", "project_kernel", "project_skip", "project_tile"]
+__all__ = [
+    "LIBRARY",
+    "WIDE",
+    "project_kernel",
+    "project_skip",
+    "project_skip_streams",
+    "project_tile",
+]
 
 #: Outputs from which on large tiles fill the card: 512 of 128x128, about four for each of the
 #: H200's 132 multiprocessors.
@@ -113,6 +120,10 @@ def project_kernel(
     )
 
 
+def _library(x: torch.Tensor, features: int) -> bool:
+    return x.dtype != torch.float32 and x.numel() * features >= LIBRARY
+
+
 def project_skip(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -132,8 +143,7 @@ def project_skip(
     """
     batch, n_tokens, c_in = x.shape
     features = weight.shape[0]
-    macs = batch * n_tokens * features * c_in
-    if tile is None and x.dtype != torch.float32 and macs >= LIBRARY:
+    if tile is None and _library(x, features):
         branch = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
         if residual is None and not isinstance(c_out, torch.Tensor) and c_out == 1.0:
             return branch.to(out_dtype)
@@ -173,3 +183,36 @@ def project_skip(
         num_stages=tile.stages,
     )
     return y
+
+
+def project_skip_streams(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residuals: list[torch.Tensor],
+    c_out: list[torch.Tensor],
+    *,
+    cast: str,
+) -> list[torch.Tensor]:
+    """residual + c_out * (rows of x W^T + bias) for residuals [B, Ni, Cout] that share the rows of
+    x [B, N, Cin].
+
+    A product for the library is computed once: the rows of one stream are strided in a batch, and
+    a product of them would first copy them.
+    """
+    lengths = [residual.shape[1] for residual in residuals]
+    library = _library(x, weight.shape[0])
+    if library:
+        x = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    closed = []
+    for rows, residual, gate in zip(x.split(lengths, dim=1), residuals, c_out, strict=True):
+        dtype = residual.dtype
+        if not rows.shape[1]:
+            closed.append(torch.empty_like(residual))
+        elif library:
+            closed.append(skip(residual, rows, 1.0, gate, cast=cast, out_dtype=dtype))
+        else:
+            closed.append(
+                project_skip(rows, weight, bias, residual, 1.0, gate, cast=cast, out_dtype=dtype)
+            )
+    return closed

@@ -21,7 +21,7 @@ from turbo_rcm_patch.kernels.attention import (
 from turbo_rcm_patch.kernels.block_map import block_scores, largest_scores
 from turbo_rcm_patch.kernels.launch import dense_rows, launch, pad_head, target_of, tile_for
 from turbo_rcm_patch.kernels.linear_branch import linear_branch
-from turbo_rcm_patch.kernels.operands import quantize
+from turbo_rcm_patch.kernels.quantize import quantize
 
 __all__ = ["sparse_attention_kernel", "sparse_linear_attention"]
 

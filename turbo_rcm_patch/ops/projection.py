@@ -23,7 +23,7 @@ from turbo_rcm_patch.skip import Cast, Coefficient
 __all__ = ["project_skip", "skip"]
 
 
-def _check_cast(value: str) -> None:
+def check_cast(value: str) -> None:
     if value not in ("fp32", "model"):
         raise ConfigError("cast", expected="'fp32' or 'model'", got=repr(value))
 
@@ -140,7 +140,7 @@ def skip(
     Returns:
         [B, N, C], contiguous.
     """
-    _check_cast(cast)
+    check_cast(cast)
     if residual.dim() != 3 or residual.shape != branch.shape:
         raise ShapeError(
             "residual and branch",
@@ -308,7 +308,7 @@ def project_skip(
     Returns:
         [B, N, Cout], contiguous.
     """
-    _check_cast(cast)
+    check_cast(cast)
     check_weight(x, weight, bias)
     shape = (x.shape[0], x.shape[1], weight.shape[0])
     check_residual("residual", residual, shape)

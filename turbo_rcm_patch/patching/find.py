@@ -110,7 +110,7 @@ def _boundary(model: object, target: Target) -> list[SkipPair]:
             cast="fp32",
             projection=False,
             runs="as-written",
-            reason="the scheduler's step closes the network's skip, once a step and in fp64",
+            reason="the scheduler's step closes the network's skip and re-noises in one fp64 pass",
         )
     ]
 

@@ -27,6 +27,8 @@ from turbo_rcm_patch.patching.state import PairState, Step
 __all__ = ["Guard", "PipelineSteps", "StepContext"]
 
 When = Literal["first", "last", "asked"]
+#: A branch, or its rows of each residual stream.
+Branch = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 class PipelineSteps:
@@ -52,14 +54,23 @@ class PipelineSteps:
         """Index of the current step, read from the scheduler's own counter; no device is asked."""
         pipe = self._pipe() if self._pipe is not None else None
         scheduler = getattr(pipe, "scheduler", None)
-        if scheduler is None or getattr(pipe, "_current_timestep", None) is None:
+        timestep = getattr(pipe, "_current_timestep", None)
+        if scheduler is None or timestep is None:
             return None
-        index = getattr(scheduler, "_step_index", None)
+        if _times_of_frames(timestep):
+            # Copies of the scheduler count each frame; the row's place in the matrix is the step.
+            return int(timestep.storage_offset()) // int(timestep.numel())
+        if not hasattr(scheduler, "_step_index"):
+            return _position(timestep, getattr(scheduler, "timesteps", None))
+        index = scheduler._step_index
         return int(index) if index is not None else 0
 
     def last(self) -> int | None:
         """Index of the last step that this expert runs."""
         pipe = self._pipe() if self._pipe is not None else None
+        if _times_of_frames(getattr(pipe, "_current_timestep", None)):
+            rows = getattr(pipe, "_num_timesteps", None)
+            return None if rows is None else int(rows) - 1
         timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
         if timesteps is None or len(timesteps) == 0:
             return None
@@ -68,6 +79,27 @@ class PipelineSteps:
             return len(timesteps) - 1
         boundary = ratio * pipe.scheduler.config.num_train_timesteps  # type: ignore[union-attr]
         return int((timesteps >= boundary).sum()) - 1
+
+
+def _position(timestep: object, timesteps: object) -> int | None:
+    """Where a timestep lies among those of a scheduler that does not count its steps.
+
+    A loop over a tensor yields views of it, so the place is in the memory: no device is asked.
+    """
+    if not (isinstance(timestep, torch.Tensor) and isinstance(timesteps, torch.Tensor)):
+        return None
+    if timestep.numel() != 1 or timesteps.dim() != 1 or not timesteps.numel():
+        return None
+    if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
+        return None
+    return (timestep.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0)
+
+
+def _times_of_frames(timestep: object) -> bool:
+    """Whether a step has a time for every frame: a row of a dense matrix with a row for each step,
+    as diffusion forcing has it (SkyReels-V2).
+    """
+    return isinstance(timestep, torch.Tensor) and timestep.ndim == 1 and timestep.numel() > 0
 
 
 class Guard:
@@ -173,8 +205,8 @@ class Guard:
     def accepts(
         self,
         states: tuple[PairState, ...],
-        exact: Callable[[], torch.Tensor],
-        fused: Callable[[], torch.Tensor],
+        exact: Callable[[], Branch],
+        fused: Callable[[], Branch],
     ) -> bool:
         """Compare a branch with its author's code; over budget, the pairs are given back.
 
@@ -185,8 +217,8 @@ class Guard:
         Args:
             states: The pairs that the branch closes (cross-attention and its image branch are
                 measured together, after their common output projection).
-            exact: The author's branch, [B, N, C].
-            fused: Our branch, [B, N, C], as the states' flags say. It may be overwritten.
+            exact: The author's branch, [B, N, C]; of several residual streams, one tensor each.
+            fused: Our branch likewise, as the states' flags say. It may be overwritten.
         """
         with torch.no_grad():
             truth = exact()
@@ -206,13 +238,11 @@ class Guard:
         return False
 
     @torch.no_grad()
-    def _error(self, truth: torch.Tensor, fused: Callable[[], torch.Tensor]) -> float:
-        """Relative L2 of our branch, the largest over ranks; infinity where it is not finite."""
-        branch = fused()
-        distance = torch.linalg.vector_norm(branch.sub_(truth), dtype=torch.float32)
-        size = torch.linalg.vector_norm(truth, dtype=torch.float32)
-        error = torch.where(distance == 0, distance, distance / size)
-        error = torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
+    def _error(self, truth: Branch, fused: Callable[[], Branch]) -> float:
+        """Relative L2 of our branch, the largest over streams and ranks; infinity where it is not
+        finite."""
+        pairs = zip(_parts(fused()), _parts(truth), strict=True)
+        error = torch.stack([_distance(ours, exact) for ours, exact in pairs]).max()
         _reduce_max(error)
         return float(error)
 
@@ -242,6 +272,18 @@ _STEPS: Final[dict[Step, str]] = {
     "16-bit p and v": "p and v given 16 bits",
     "exact attention": "attention made exact",
 }
+
+
+def _parts(branch: Branch) -> tuple[torch.Tensor, ...]:
+    return (branch,) if isinstance(branch, torch.Tensor) else branch
+
+
+def _distance(ours: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Relative L2, one number; overwrites ours."""
+    distance = torch.linalg.vector_norm(ours.sub_(exact), dtype=torch.float32)
+    size = torch.linalg.vector_norm(exact, dtype=torch.float32)
+    error = torch.where(distance == 0, distance, distance / size)
+    return torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
 
 
 def _reduce_max(error: torch.Tensor) -> None:

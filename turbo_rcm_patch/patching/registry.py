@@ -15,7 +15,19 @@ __all__ = ["FAMILIES", "STRUCTURES", "Family", "family_of", "qualified_name"]
 
 #: Exact class -> the module that serves it. A subclass may run another forward, so it is unknown.
 FAMILIES: Final = {
+    "diffusers.models.transformers.cogvideox_transformer_3d.CogVideoXTransformer3DModel": (
+        "cogvideox"
+    ),
+    "diffusers.models.transformers.consisid_transformer_3d.ConsisIDTransformer3DModel": (
+        "cogvideox"
+    ),
     "diffusers.models.transformers.transformer_wan.WanTransformer3DModel": "wan",
+    "diffusers.models.transformers.transformer_wan_animate.WanAnimateTransformer3DModel": "wan",
+    "diffusers.models.transformers.transformer_wan_vace.WanVACETransformer3DModel": "wan_vace",
+    "diffusers.models.transformers.transformer_chronoedit.ChronoEditTransformer3DModel": "wan",
+    "diffusers.models.transformers.transformer_skyreels_v2.SkyReelsV2Transformer3DModel": (
+        "wan_skyreels"
+    ),
     "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
 }
 

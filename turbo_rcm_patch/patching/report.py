@@ -32,7 +32,7 @@ class GuardRecord:
         step: Index of the denoising step, None where nobody said which it was.
         when: "first", "last" or "asked" (by `check_next`).
         error: Relative L2 of the fused branch, after its output projection, against the exact
-            one; infinity if the fused branch has a non-finite value.
+            one, the largest of its residual streams; infinity if it has a non-finite value.
         budget: Largest error that was accepted.
         verdict: "kept", "given back" to the author's code, or a step towards precision after which
             the pair was compared again: "linears given back" (int8 Linears run as they are),
@@ -185,7 +185,9 @@ class PairTable(Sequence[SkipPair]):
 def _formula(pair: SkipPair, index: int) -> str:
     stream = pair.streams[index]
     skip = "x" if stream.c_skip == "1" else f"{stream.c_skip} * x"
-    gate = "" if stream.c_out == "1" else f"{stream.c_out}{stream.c_out_shape} * "
+    # Two formulas in a row leave no room for the shapes of their coefficients.
+    shape = stream.c_out_shape if len(pair.streams) == 1 else ""
+    gate = "" if stream.c_out == "1" else f"{stream.c_out}{shape} * "
     name = f"{stream.name}: " if len(pair.streams) > 1 else ""
     return f"{name}{skip} + {gate}F(x)"
 

@@ -123,7 +123,8 @@ def check_folder(folder: Path) -> None:
             f"{index_path}: _class_name",
             expected=f"one of {PIPELINES}",
             got=repr(index.get("_class_name")),
-            remedy="Other pipelines of the Wan family can be patched, but not generated with here",
+            remedy="The transformer of another pipeline may be patched (find_pairs says so), but "
+            "generate and compare run this one",
         )
     for name, entry in index.items():
         if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from turbo_rcm_patch.errors import ModelFolderError
+from turbo_rcm_patch.patching.registry import FAMILIES
 from turbo_rcm_patch.sampling.load import quiet_loading, resolve_model
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler
 from turbo_rcm_patch.sampling.settings import folder_defaults
 
 if TYPE_CHECKING:
-    from diffusers import WanPipeline, WanTransformer3DModel
+    from diffusers import ModelMixin, WanPipeline
 
 __all__ = ["load_skeleton"]
 
@@ -49,26 +50,37 @@ def load_skeleton(model: str | Path) -> WanPipeline:
     )
 
 
-def _transformer(folder: Path | str, name: str) -> WanTransformer3DModel:
-    from diffusers import WanTransformer3DModel
+def _transformer(folder: Path | str, name: str) -> ModelMixin:
+    import diffusers
 
+    known = sorted(key.rpartition(".")[2] for key in FAMILIES if key.split(".")[0] == "diffusers")
     local = isinstance(folder, Path)
     try:
         with quiet_loading(), torch.device("meta"):
-            config = WanTransformer3DModel.load_config(
+            config = diffusers.WanTransformer3DModel.load_config(
                 str(folder), subfolder=name, local_files_only=local
             )
-            network = WanTransformer3DModel.from_config(config)
+            asked = config.get("_class_name")
+            # Another class would be built wrong from this configuration, not refused.
+            cls = getattr(diffusers, asked) if asked in known else None
+            network = None if cls is None else cls.from_config(config)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelFolderError(
             f"{folder}: no usable {name}/config.json ({type(error).__name__})",
-            expected="the configuration of a WanTransformer3DModel",
+            expected=f"the configuration of one of {', '.join(known)}",
             remedy="Check the path; for another class call find_pairs on the loaded model",
         ) from error
+    if network is None:
+        raise ModelFolderError(
+            f"{folder}: {name}/config.json: _class_name",
+            expected=f"one of {', '.join(known)}",
+            got=repr(asked),
+            remedy="For another class call find_pairs on the loaded model",
+        )
     return _with_stand_ins(network)
 
 
-def _with_stand_ins(network: WanTransformer3DModel) -> WanTransformer3DModel:
+def _with_stand_ins(network: ModelMixin) -> ModelMixin:
     """Weights of the right shape and dtype on the CPU, one number each, in place of none at all.
 
     The dtypes are those of a model loaded in bf16, where diffusers keeps some layers in fp32.
@@ -76,7 +88,7 @@ def _with_stand_ins(network: WanTransformer3DModel) -> WanTransformer3DModel:
     for module_name, module in network.named_modules():
         for name, weight in module.named_parameters(recurse=False):
             parts = f"{module_name}.{name}".split(".")
-            kept = any(part in parts for part in network._keep_in_fp32_modules)
+            kept = any(part in parts for part in network._keep_in_fp32_modules or ())
             one = torch.zeros(1, dtype=torch.float32 if kept else torch.bfloat16)
             stand_in = nn.Parameter(one.expand(weight.shape), requires_grad=False)
             setattr(module, name, stand_in)

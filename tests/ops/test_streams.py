@@ -1,0 +1,146 @@
+"""Operations around a branch that several residual streams share, against one stream at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
+from turbo_rcm_patch.ops import (
+    norm_modulate,
+    norm_modulate_streams,
+    project_skip,
+    project_skip_streams,
+)
+from turbo_rcm_patch.ops.streams import norm_streams, project_streams
+
+LENGTHS = [(7, 13), (13,), (1, 5, 2), (0, 4)]
+
+
+def streams(lengths: tuple[int, ...], channels: int = 24) -> list[torch.Tensor]:
+    return [torch.randn(2, n, channels) for n in lengths]
+
+
+def rows(lengths: tuple[int, ...], channels: int = 24) -> list[torch.Tensor]:
+    return [torch.randn(2, 1, channels) for _ in lengths]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("form", ["modulation", "affine"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_is_that_of_each_stream(
+    lengths: tuple[int, ...], form: str, dtype: torch.dtype
+) -> None:
+    xs = [x.to(dtype) for x in streams(lengths)]
+    scale, shift = rows(lengths), rows(lengths)
+    got = norm_modulate_streams(xs, scale=scale, shift=shift, form=form, eps=1e-5)  # type: ignore[arg-type]
+    each = [
+        norm_modulate(x, scale=a, shift=b, form=form, eps=1e-5)  # type: ignore[arg-type]
+        for x, a, b in zip(xs, scale, shift, strict=True)
+    ]
+    assert got.dtype == dtype and got.is_contiguous()
+    assert torch.equal(got, torch.cat(each, dim=1))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("cast", ["fp32", "model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projection_closes_each_stream(
+    lengths: tuple[int, ...], cast: str, dtype: torch.dtype
+) -> None:
+    x, weight, bias = torch.randn(2, sum(lengths), 16), torch.randn(24, 16), torch.randn(24)
+    x, weight, bias = (tensor.to(dtype) for tensor in (x, weight, bias))
+    residuals, gates = [r.to(dtype) for r in streams(lengths)], rows(lengths)
+    got = project_skip_streams(x, weight, bias, residuals=residuals, c_out=gates, cast=cast)  # type: ignore[arg-type]
+    for y, part, residual, gate in zip(
+        got, x.split(lengths, dim=1), residuals, gates, strict=True
+    ):
+        one = project_skip(part, weight, bias, residual=residual, c_out=gate, cast=cast)  # type: ignore[arg-type]
+        assert y.dtype == dtype and y.is_contiguous()
+        # A product in 16 bits may sum its rows in another order when there are more of them.
+        near = {} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.06}
+        torch.testing.assert_close(y, one, **near)  # type: ignore[call-overload]
+
+
+def test_model_cast_is_the_author_s_arithmetic() -> None:
+    dtype = torch.bfloat16
+    x, weight, bias = torch.randn(2, 9, 16), torch.randn(24, 16), torch.randn(24)
+    x, weight, bias = (tensor.to(dtype) for tensor in (x, weight, bias))
+    residuals, gates = [[t.to(dtype) for t in made((4, 5))] for made in (streams, rows)]
+    got = project_skip_streams(x, weight, bias, residuals=residuals, c_out=gates, cast="model")
+    branch = F.linear(x, weight, bias).split((4, 5), dim=1)
+    for y, r, g, part in zip(got, residuals, gates, branch, strict=True):
+        assert torch.equal(y, r + g * part)
+
+
+def test_registered_with_gradients() -> None:
+    def leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.requires_grad_() for tensor in tensors]
+
+    lengths = (3, 5)
+    torch.library.opcheck(
+        norm_streams,
+        (leaves(streams(lengths)), leaves(rows(lengths)), leaves(rows(lengths)), 1.0, 1e-5,
+         "reference"),
+    )  # fmt: skip
+    x, weight, bias = leaves([torch.randn(2, 8, 16), torch.randn(24, 16), torch.randn(24)])
+    torch.library.opcheck(
+        project_streams,
+        (x, weight, bias, leaves(streams(lengths)), leaves(rows(lengths)), "fp32", "reference"),
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_gradients_are_those_of_plain_torch(bias: bool) -> None:
+    lengths = (3, 5)
+    norm_inputs = [streams(lengths), rows(lengths), rows(lengths)]
+    weight, offset = torch.randn(24, 24), torch.randn(24) if bias else None
+    residuals, gates = streams(lengths), rows(lengths)
+    flat = [t for group in norm_inputs for t in group] + [weight, *residuals, *gates]
+    flat += [] if offset is None else [offset]
+    for tensor in flat:
+        tensor.requires_grad_()
+    xs, scale, shift = norm_inputs
+    ours = project_skip_streams(
+        norm_modulate_streams(xs, scale=scale, shift=shift),
+        weight,
+        offset,
+        residuals=residuals,
+        c_out=gates,
+    )
+    normal = [
+        F.layer_norm(x, (24,), eps=1e-6) * (1 + a) + b
+        for x, a, b in zip(xs, scale, shift, strict=True)
+    ]
+    plain = [
+        r + g * F.linear(x, weight, offset)
+        for x, r, g in zip(normal, residuals, gates, strict=True)
+    ]
+    d_outs = [torch.randn_like(y) for y in plain]
+    found = torch.autograd.grad(ours, flat, d_outs)
+    for got, expected in zip(found, torch.autograd.grad(plain, flat, d_outs), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bad_input_is_refused() -> None:
+    xs, gates = streams((3, 5)), rows((3, 5))
+    with pytest.raises(ShapeError, match="at least one"):
+        norm_modulate_streams([], scale=[], shift=[])
+    with pytest.raises(ShapeError, match="one per stream"):
+        norm_modulate_streams(xs, scale=gates[:1], shift=gates)
+    with pytest.raises(ShapeError, match="batch and channels"):
+        norm_modulate_streams([xs[0], xs[1][:1]], scale=gates, shift=gates)
+    with pytest.raises(ShapeError, match=r"scale\[1\]"):
+        norm_modulate_streams(xs, scale=[gates[0], torch.randn(3, 1, 24)], shift=gates)
+    with pytest.raises(DTypeError, match="that of the others"):
+        norm_modulate_streams([xs[0], xs[1].bfloat16()], scale=gates, shift=gates)
+    x, weight = torch.randn(2, 8, 16), torch.randn(24, 16)
+    with pytest.raises(ShapeError, match="8 rows in all"):
+        project_skip_streams(x, weight, residuals=xs[:1], c_out=gates[:1])
+    with pytest.raises(ShapeError, match=r"c_out\[0\]"):
+        project_skip_streams(x, weight, residuals=xs, c_out=[gates[0][..., :3], gates[1]])
+    with pytest.raises(DTypeError, match="float dtype"):
+        project_skip_streams(x, weight, residuals=xs, c_out=[g.int() for g in gates])
+    with pytest.raises(ConfigError, match="cast"):
+        project_skip_streams(x, weight, residuals=xs, c_out=gates, cast="bf16")  # type: ignore[arg-type]

@@ -1,0 +1,306 @@
+"""Several residual streams around one branch: text and video tokens that share an attention and a
+feed-forward, and have their own modulation, gates and residuals.
+
+On the way in the streams become one sequence, on the way out its rows go back to them. Both
+happen inside the pass that is needed anyway, so that joining and splitting cost no memory traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.errors import DTypeError, ShapeError
+from turbo_rcm_patch.ops.checks import check_float, check_residual, check_weight
+from turbo_rcm_patch.ops.elementwise import norm_forward, norm_gradients
+from turbo_rcm_patch.ops.projection import check_cast, project_gradients
+from turbo_rcm_patch.ops.reference import close_skip, project
+from turbo_rcm_patch.ops.spec import resolve_impl
+from turbo_rcm_patch.skip import Cast
+
+__all__ = ["norm_modulate_streams", "project_skip_streams"]
+
+
+def _lengths(streams: Sequence[Tensor]) -> list[int]:
+    return [stream.shape[1] for stream in streams]
+
+
+def _check_streams(name: str, streams: Sequence[Tensor]) -> None:
+    if not streams:
+        raise ShapeError(name, expected="at least one stream", got="none")
+    first = streams[0]
+    for index, stream in enumerate(streams):
+        check_float(f"{name}[{index}]", stream)
+        if stream.dim() != 3 or (stream.shape[0], stream.shape[-1]) != (
+            first.shape[0],
+            first.shape[-1],
+        ):
+            raise ShapeError(
+                f"{name}[{index}]",
+                expected="[batch, tokens, channels] with the batch and channels of the others",
+                got=str(list(stream.shape)),
+            )
+        if stream.dtype != first.dtype:
+            raise DTypeError(
+                f"{name}[{index}]", expected=f"that of the others, {first.dtype}",
+                got=str(stream.dtype),
+            )  # fmt: skip
+
+
+def _check_coefficients(
+    name: str, coefficients: Sequence[Tensor], streams: Sequence[Tensor]
+) -> list[Tensor]:
+    """Each [B, 1, C] or [B, N, C] of its stream, leading dimensions added."""
+    if len(coefficients) != len(streams):
+        raise ShapeError(
+            name, expected=f"one per stream, {len(streams)}", got=str(len(coefficients))
+        )
+    views = []
+    for index, (value, stream) in enumerate(zip(coefficients, streams, strict=True)):
+        view = value.view((1,) * (3 - value.dim()) + tuple(value.shape))
+        sizes = zip(view.shape, stream.shape, strict=False)
+        if view.dim() != 3 or any(own not in (1, full) for own, full in sizes):
+            raise ShapeError(
+                f"{name}[{index}]",
+                expected=f"broadcasts to {list(stream.shape)}",
+                got=str(list(value.shape)),
+            )
+        if not value.dtype.is_floating_point:
+            raise DTypeError(f"{name}[{index}]", expected="a float dtype", got=str(value.dtype))
+        views.append(view)
+    return views
+
+
+# --- layer norm and modulation -------------------------------------------------------------------
+
+
+def _norm_streams(
+    streams: list[Tensor],
+    factors: list[Tensor],
+    offsets: list[Tensor],
+    one: float,
+    eps: float,
+    impl: str,
+) -> Tensor:
+    first = streams[0]
+    if resolve_impl(cast("Impl", impl), first.device) != "triton":
+        parts = [
+            norm_forward(x, factor, offset, one, eps, impl)
+            for x, factor, offset in zip(streams, factors, offsets, strict=True)
+        ]
+        return torch.cat(parts, dim=1)
+    from turbo_rcm_patch.kernels.norm import norm_modulate as launch
+
+    together = first.new_empty(first.shape[0], sum(_lengths(streams)), first.shape[-1])
+    rows = torch.split(together, _lengths(streams), dim=1)
+    for x, factor, offset, out in zip(streams, factors, offsets, rows, strict=True):
+        if x.shape[1]:
+            launch(x, factor, offset, one=one, eps=eps, out_dtype=x.dtype, out=out)
+    return together
+
+
+norm_streams = torch.library.custom_op(
+    "turbo_rcm_patch::norm_modulate_streams", _norm_streams, mutates_args=()
+)
+
+
+@norm_streams.register_fake
+def _norm_fake(
+    streams: list[Tensor],
+    factors: list[Tensor],
+    offsets: list[Tensor],
+    one: float,
+    eps: float,
+    impl: str,
+) -> Tensor:
+    first = streams[0]
+    return first.new_empty(first.shape[0], sum(_lengths(streams)), first.shape[-1])
+
+
+def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    streams, factors, offsets, one, eps, _ = inputs
+    ctx.save_for_backward(*streams, *factors)
+    ctx.numbers = one, eps
+    ctx.offsets = [(offset.shape, offset.dtype) for offset in offsets]
+
+
+def _norm_autograd(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+    count = len(ctx.offsets)
+    saved = ctx.saved_tensors  # Once: checkpointing recomputes them when they are asked for.
+    streams, factors = saved[:count], saved[count:]
+    one, eps = ctx.numbers
+    grads = [
+        norm_gradients(g, x, factor, offset, one, eps, needs)
+        for g, x, factor, offset, *needs in zip(
+            torch.split(d_out, _lengths(streams), dim=1),
+            streams,
+            factors,
+            ctx.offsets,
+            *ctx.needs_input_grad[:3],
+            strict=True,
+        )
+    ]
+    return (*map(list, zip(*grads, strict=True)), None, None, None)
+
+
+norm_streams.register_autograd(_norm_autograd, setup_context=_norm_setup)
+
+
+def norm_modulate_streams(
+    streams: Sequence[Tensor],
+    *,
+    scale: Sequence[Tensor],
+    shift: Sequence[Tensor],
+    form: Literal["modulation", "affine"] = "modulation",
+    eps: float = 1e-6,
+    impl: Impl = "auto",
+) -> Tensor:
+    """`norm_modulate` of each stream with its own scale and shift, as one sequence.
+
+    Args:
+        streams: [B, Ni, C] each, bf16, fp16 or fp32, in the order of the sequence.
+        scale: One per stream, broadcasts to [B, Ni, C], any float dtype, read as fp32.
+        shift: Likewise.
+        form: As in `norm_modulate`.
+        eps: Added to the variance.
+        impl: "triton", "reference" or "auto".
+
+    Returns:
+        [B, N1 + N2 + ..., C], contiguous, dtype of the streams.
+
+    Raises:
+        ShapeError: The streams do not share batch and channels, or a scale or shift does not
+            broadcast to its stream.
+        DTypeError: The streams differ in dtype, or something is not of a float dtype.
+    """
+    _check_streams("streams", streams)
+    factors = _check_coefficients("scale", scale, streams)
+    offsets = _check_coefficients("shift", shift, streams)
+    one = 1.0 if form == "modulation" else 0.0
+    out: Tensor = norm_streams(list(streams), factors, offsets, one, eps, impl)
+    return out
+
+
+# --- projection and skip -------------------------------------------------------------------------
+
+
+def _project_streams(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residuals: list[Tensor],
+    c_out: list[Tensor],
+    cast_policy: str,
+    impl: str,
+) -> list[Tensor]:
+    policy = cast("Cast", cast_policy)
+    if resolve_impl(cast("Impl", impl), x.device) == "triton":
+        from turbo_rcm_patch.kernels.project import project_skip_streams as launch
+
+        return launch(x, weight, bias, residuals, c_out, cast=policy)
+    branch = torch.split(project(x, weight, bias), _lengths(residuals), dim=1)
+    return [
+        close_skip(r, part, 1.0, c, cast=policy, out_dtype=r.dtype).contiguous()
+        for r, part, c in zip(residuals, branch, c_out, strict=True)
+    ]
+
+
+project_streams = torch.library.custom_op(
+    "turbo_rcm_patch::project_skip_streams", _project_streams, mutates_args=()
+)
+
+
+@project_streams.register_fake
+def _project_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residuals: list[Tensor],
+    c_out: list[Tensor],
+    cast_policy: str,
+    impl: str,
+) -> list[Tensor]:
+    return [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in residuals]
+
+
+def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weight, bias, residuals, c_out, _, _ = inputs
+    ctx.save_for_backward(x, weight, bias, *residuals, *c_out)
+
+
+def _project_autograd(ctx: Any, d_outs: list[Tensor]) -> tuple[Any, ...]:
+    x, weight, bias, *rest = ctx.saved_tensors
+    residuals, c_out = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    needs_x, needs_weight, needs_bias, needs_residual, needs_c_out = ctx.needs_input_grad[:5]
+    grads = [
+        project_gradients(
+            d_out, rows, weight, bias, residual, None, gate, 1.0, 1.0,
+            (needs_x, needs_weight, needs_bias, needs_r, False, needs_c),
+        )
+        for d_out, rows, residual, gate, needs_r, needs_c in zip(
+            d_outs, torch.split(x, _lengths(residuals), dim=1), residuals, c_out,
+            needs_residual, needs_c_out, strict=True,
+        )
+    ]  # fmt: skip
+    d_x, d_weight, d_bias, d_residual, _, d_c_out = zip(*grads, strict=True)
+    return (
+        torch.cat(d_x, dim=1) if needs_x else None,
+        sum(d_weight) if needs_weight else None,
+        sum(d_bias) if needs_bias else None,
+        list(d_residual),
+        list(d_c_out),
+        None,
+        None,
+    )
+
+
+project_streams.register_autograd(_project_autograd, setup_context=_project_setup)
+
+
+def project_skip_streams(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residuals: Sequence[Tensor],
+    c_out: Sequence[Tensor],
+    cast: Cast = "fp32",
+    impl: Impl = "auto",
+) -> tuple[Tensor, ...]:
+    """residual + c_out * (rows of x @ weight^T + bias) for each residual stream.
+
+    Args:
+        x: [B, N1 + N2 + ..., Cin], bf16, fp16 or fp32; its rows in the order of the residuals.
+        weight: [Cout, Cin], dtype of x.
+        bias: [Cout] or None.
+        residuals: [B, Ni, Cout] each.
+        c_out: One per residual, [B, 1, Cout] or [B, Ni, Cout], any float dtype.
+        cast: As in `project_skip`.
+        impl: "triton", "reference" or "auto".
+
+    Returns:
+        One [B, Ni, Cout] per residual, contiguous, dtype of the residual.
+
+    Raises:
+        ShapeError: The residuals' rows do not add up to those of x, or shapes do not fit.
+        DTypeError: Something is not of a float dtype, or the weight is not of x's.
+        ConfigError: An unknown cast.
+    """
+    check_cast(cast)
+    check_weight(x, weight, bias)
+    _check_streams("residuals", residuals)
+    for index, residual in enumerate(residuals):
+        shape = (x.shape[0], residual.shape[1], weight.shape[0])
+        check_residual(f"residuals[{index}]", residual, shape)
+    if sum(_lengths(residuals)) != x.shape[1]:
+        raise ShapeError(
+            "residuals",
+            expected=f"{x.shape[1]} rows in all, those of x",
+            got=" + ".join(map(str, _lengths(residuals))),
+        )
+    gates = _check_coefficients("c_out", c_out, residuals)
+    return tuple(project_streams(x, weight, bias, list(residuals), gates, cast, impl))

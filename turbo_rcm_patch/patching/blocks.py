@@ -1,0 +1,79 @@
+"""What every family asks of a transformer block, whatever its classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+from turbo_rcm_patch.config import Kind, PatchConfig
+from turbo_rcm_patch.errors import ContextParallelError, DTypeError, HeadDimError
+from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
+from turbo_rcm_patch.patching.plain import bare, why_not_plain
+from turbo_rcm_patch.skip import Residual
+
+__all__ = [
+    "Mode",
+    "check_head_dim",
+    "check_weights",
+    "left_by_config",
+    "plain_dropout",
+    "refuse_parallel",
+]
+
+_FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+#: What may run now: ours in the place of a branch, the skip after it, or nothing of ours.
+Mode = Literal["ours", "called", "as-written"]
+
+
+def refuse_parallel(path: str, holder: object) -> None:
+    """Raise if a model or a processor splits its attention over several ranks."""
+    if getattr(holder, "_parallel_config", None) is not None:
+        raise ContextParallelError(
+            path,
+            expected="attention within one device",
+            got="a parallel configuration: ranks exchange heads or keys around the attention",
+            remedy="Run the patched model without enable_parallelism",
+        )
+
+
+def check_head_dim(path: str, head_dim: int) -> None:
+    """Raise if the fused attention, with a rotary embedding, has no kernel for it."""
+    if head_dim > MAX_HEAD_DIM or head_dim % 2:
+        raise HeadDimError(
+            f"{path}: head_dim",
+            expected=f"an even number up to {MAX_HEAD_DIM}",
+            got=str(head_dim),
+            remedy="This model cannot run through the fused attention",
+        )
+
+
+def check_weights(path: str, linears: Mapping[str, nn.Module]) -> None:
+    """Raise if a plain Linear computes in a dtype that no kernel takes.
+
+    What is called can have any storage dtype; only a plain Linear's weight is the compute dtype.
+    """
+    for name, linear in linears.items():
+        weight: Any = getattr(linear, "weight", None)
+        if why_not_plain(linear) == "" and weight.dtype not in _FLOATS:
+            raise DTypeError(
+                f"{path}.{name}.weight",
+                expected="bfloat16, float16 or float32",
+                got=str(weight.dtype),
+                remedy="Cast the model first, e.g. model.to(torch.bfloat16)",
+            )
+
+
+def left_by_config(kind: Kind, config: PatchConfig) -> tuple[Residual, str] | None:
+    """How a pair runs, and why, if the configuration leaves its kind alone."""
+    if kind in config.kinds:
+        return None
+    return "as-written", f"PatchConfig.kinds leaves out {kind!r}"
+
+
+def plain_dropout(module: nn.Module) -> bool:
+    """Whether a module is a Dropout and nothing else; ask `drops` whether it is active."""
+    return type(module) is nn.Dropout and bare(module)

@@ -1,0 +1,199 @@
+"""diffusers' CogVideoX transformer: 2B, 5B and 1.5, text to video and image to video; and
+ConsisID, whose block is the same.
+
+Written against `CogVideoXBlock.forward`, `ConsisIDBlock.forward` and the two attention processors
+of diffusers 0.42 (CogVideoX: arXiv 2408.06072). Which pairs there are and how each would run is
+here; how a block runs fused is in `cogvideox_block`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+from diffusers.models.attention import FeedForward
+from diffusers.models.attention_processor import Attention
+from diffusers.models.normalization import CogVideoXLayerNormZero
+from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
+from diffusers.models.transformers.consisid_transformer_3d import ConsisIDBlock
+from torch import nn
+
+from turbo_rcm_patch.config import Kind, PatchConfig
+from turbo_rcm_patch.patching.blocks import (
+    check_head_dim,
+    check_weights,
+    left_by_config,
+    plain_dropout,
+    refuse_parallel,
+)
+from turbo_rcm_patch.patching.families._feed_forward import (
+    feed_forward_linears,
+    feed_forward_runs,
+)
+from turbo_rcm_patch.patching.families.cogvideox_block import (
+    PROCESSORS,
+    CogVideoXBlockForward,
+    attention_mode,
+    qkv_names,
+)
+from turbo_rcm_patch.patching.linears import pair_state
+from turbo_rcm_patch.patching.plain import hook_names, why_not_plain
+from turbo_rcm_patch.patching.record import innermost, record_of
+from turbo_rcm_patch.patching.signature import check_parameters
+from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
+from turbo_rcm_patch.skip import Residual, SkipPair, Stream
+
+__all__ = ["check", "plan"]
+
+_BLOCKS: Final = (CogVideoXBlock, ConsisIDBlock)
+_BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb")
+_ATTENTION: Final = ("hidden_states", "encoder_hidden_states", "attention_mask")
+_GATE_SHAPE: Final = "[B, 1, C]"
+
+
+def check(model: nn.Module) -> None:
+    """Raise a typed error if this instance cannot be patched at all."""
+    check_parameters(
+        {
+            CogVideoXBlock.forward: (*_BLOCK, "attention_kwargs"),
+            ConsisIDBlock.forward: _BLOCK,
+            CogVideoXLayerNormZero.forward: _BLOCK[:4],
+            Attention.forward: ("self", *_ATTENTION, "cross_attention_kwargs"),
+            FeedForward.forward: ("self", "hidden_states", "args", "kwargs"),
+        }
+        | {
+            processor.__call__: ("self", "attn", *_ATTENTION, "image_rotary_emb")
+            for processor in PROCESSORS
+        },
+        "diffusers",
+    )
+    network: Any = model
+    refuse_parallel("model", network)
+    for index, block in enumerate(network.transformer_blocks):
+        attn: Any = getattr(block, "attn1", None)
+        if type(attn) is not Attention:
+            continue
+        path = f"transformer_blocks.{index}.attn1"
+        refuse_parallel(path, attn.processor)
+        check_head_dim(path, attn.inner_dim // attn.heads)
+        check_weights(path, {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v")})
+
+
+def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
+    """The pairs of every block, how each would run, and the block forwards to install."""
+    network: Any = model
+    result = ModelPlan(model, path, config, states=[])
+    for index, block in enumerate(network.transformer_blocks):
+        if not isinstance(block, _BLOCKS):
+            continue  # Nothing is known about what is in it.
+        whole = "" if record_of(model) is not None else _foreign(block)
+        place = f"{path}.transformer_blocks.{index}".lstrip(".")
+        states = _block_states(block, place, config, whole)
+        result.states += states.values()
+        if any(state.live for state in states.values()):
+            head = not result.installations
+            make = partial(CogVideoXBlockForward, block, states, config, head)
+            result.installations.append(Installation(block, "forward", make))
+    result.states += [PairState(pair) for pair in _face_pairs(network, path)]
+    return result
+
+
+def _face_pairs(network: Any, path: str) -> list[SkipPair]:
+    """ConsisID's cross-attentions to the face, whose skips stand between the blocks."""
+    return [
+        SkipPair(
+            path=f"{path}.perceiver_cross_attention.{index}".lstrip("."),
+            kind="cross",
+            heads=attn.heads,
+            head_dim=attn.dim_head,
+            streams=(Stream("video", "1", "local_face_scale"),),
+            cast="model",
+            projection=True,
+            runs="as-written",
+            reason="the network's own forward closes it, between two blocks",
+        )
+        for index, attn in enumerate(getattr(network, "perceiver_cross_attention", ()))
+    ]
+
+
+def _foreign(block: Any) -> str:
+    """Why a whole block is left alone, or ""."""
+    if type(block) not in _BLOCKS:
+        return f"the block is a {type(block).__qualname__}"
+    return "" if innermost(block) else "the block's forward was replaced by somebody else's"
+
+
+def _block_states(block: Any, path: str, config: PatchConfig, whole: str) -> dict[str, PairState]:
+    """The two pairs of one block, by the name of their branch."""
+    attn, ff = block.attn1, block.ff
+
+    def left(kind: Kind) -> tuple[Residual, str] | None:
+        return ("as-written", whole) if whole else left_by_config(kind, config)
+
+    runs, reason = left("self") or _attention_runs(attn, config)
+    attention = SkipPair(
+        path=f"{path}.attn1",
+        kind="self",
+        heads=attn.heads,
+        head_dim=attn.inner_dim // attn.heads,
+        streams=_streams("msa"),
+        cast="model",
+        projection=True,
+        runs=runs,
+        reason=reason,
+    )
+    runs, reason = left("feed-forward") or feed_forward_runs(ff)
+    feed_forward = SkipPair(
+        path=f"{path}.ff",
+        kind="feed-forward",
+        heads=0,
+        head_dim=0,
+        streams=_streams("ff"),
+        cast="model",
+        projection=True,
+        runs=runs,
+        reason=reason,
+    )
+    return {
+        "attn1": pair_state(attention, _attention_linears(attn), config),
+        "ff": pair_state(feed_forward, feed_forward_linears(ff), config),
+    }
+
+
+def _streams(branch: str) -> tuple[Stream, Stream]:
+    return (
+        Stream("text", "1", f"enc_gate_{branch}", _GATE_SHAPE),
+        Stream("video", "1", f"gate_{branch}", _GATE_SHAPE),
+    )
+
+
+def _attention_linears(attn: Any) -> dict[str, nn.Module]:
+    """The Linears that ours runs itself, by name; none where the attention is called whole."""
+    if attention_mode(attn) != "ours":
+        return {}
+    return {name: getattr(attn, name) for name in qkv_names(attn)} | {"to_out.0": attn.to_out[0]}
+
+
+def _attention_runs(attn: Any, config: PatchConfig) -> tuple[Residual, str]:
+    mode = attention_mode(attn)
+    if mode == "as-written":
+        if type(attn) is not Attention:
+            return mode, f"its attention is a {type(attn).__qualname__}"
+        if type(attn.processor) not in PROCESSORS:
+            return mode, f"its processor is a {type(attn.processor).__qualname__}"
+        if attn.is_cross_attention:
+            return mode, "it is a cross-attention"
+        return mode, "dropout is active (training mode)"
+    if mode == "called":
+        return "after-linear", f"attention is called as a module: {hook_names(attn)}"
+    notes = []
+    if attn.norm_q is not None or attn.norm_k is not None:
+        notes.append("norm_q and norm_k are called, before the attention's prologue")
+    why = why_not_plain(attn.to_out[0])
+    if not why and not plain_dropout(attn.to_out[1]):
+        why = "what follows it is hooked or no Dropout"
+    if why:
+        return "after-linear", "; ".join([f"to_out[0] is called: {why}", *notes])
+    if config.form == "one-launch":
+        notes.append("one launch closes one residual stream, and here are two")
+    return "two-launch", "; ".join(notes)
