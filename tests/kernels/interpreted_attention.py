@@ -53,6 +53,33 @@ def angles(n: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         pytest.param(1, 2, 70, 70, 72, {"norm": "head", "rope": True}, id="d72-per-head"),
         pytest.param(1, 1, 70, 70, 80, {"rope": True}, id="d80-rope"),
         pytest.param(1, 2, 66, 66, 96, {"norm": "across"}, id="d96"),
+        pytest.param(
+            1,
+            2,
+            150,
+            150,
+            64,
+            {"norm": "layer", "rope": True, "dtype": torch.float16},
+            id="as-in-cogvideox",
+        ),
+        pytest.param(
+            2,
+            3,
+            70,
+            129,
+            40,
+            {"norm": "layer", "smooth": False, "lengths": (60, 129)},
+            id="d40-layer-norm-unsmoothed-padding",
+        ),
+        pytest.param(
+            2,
+            1,
+            70,
+            600,
+            64,
+            {"norm": "layer", "lengths": (0, 330)},
+            id="layer-norm-mean-over-a-sample-padding",
+        ),
         pytest.param(1, 1, 66, 66, 160, {}, id="d160"),
         pytest.param(1, 1, 66, 66, 256, {"norm": "head"}, id="d256"),
         pytest.param(1, 2, 66, 66, 64, {"smooth": False}, id="unsmoothed"),
@@ -77,10 +104,14 @@ def test_kernels_equal_the_emulation(
         k, v = k.clone(), v.clone()
         for b, n in enumerate(options["lengths"]):
             k[b, n:], v[b, n:] = float("nan"), float("nan")
-    weight = {None: None, "across": torch.rand(channels) + 0.5, "head": torch.rand(dim) + 0.5}
+    per_head = (torch.rand(dim) + 0.5).to(dtype)
+    weight = {None: None, "across": torch.rand(channels) + 0.5, "head": per_head}
+    weight["layer"] = per_head
     arguments = {
         "norm_q": weight[options.get("norm")],
         "norm_k": weight[options.get("norm")],
+        "norm_q_bias": torch.randn(dim).to(dtype) if options.get("norm") == "layer" else None,
+        "norm_k_bias": torch.randn(dim).to(dtype) if options.get("norm") == "layer" else None,
         "rotary": angles(n_q, dim) if options.get("rope") else None,
         "kv_lengths": lengths,
         "out_dtype": torch.float32,

@@ -140,6 +140,9 @@ def test_other_variants_compile(
     cases += [case("one-launch", target, 64, pv), case("one-launch", target, 256, pv)]
     if pv == "fp8":
         cases += [case(op, target, 128, "bf16") for op in ("attention", "one-launch")]
+    more = {"norm": "layer", "dtype": "float32" if target == ("cuda", 90) else "bfloat16"}
+    cases += [case("attention", target, dim, pv, **more) for dim in (64, 96, 128)]
+    cases += [case("attention", target, 64, pv, rope=False, **more)]
     for python in pythons(pytestconfig):
         broken = faults(resources(python, cases, tmp_path), target)
         assert not broken, broken
@@ -218,13 +221,20 @@ def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config)
             assert max(result["loop_spills"][:3]) <= 6, line(result)
 
 
-@pytest.mark.parametrize("bare", [False, True], ids=["norm-rope", "bare"])
+@pytest.mark.parametrize(
+    ("norm", "rope"),
+    [("across", True), (None, False), ("layer", True), ("layer", False)],
+    ids=["norm-rope", "bare", "layer-norm-rope", "layer-norm"],
+)
 def test_two_programs_of_the_hopper_prologue_share_a_multiprocessor(
-    bare: bool, tmp_path: Path, pytestconfig: pytest.Config
+    norm: str | None, rope: bool, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    target = ("cuda", 90)
-    cases = [case("attention", target, dim, "fp8", bare=bare) for dim in (64, 128)]
-    cases += [case("attention", target, 128, pv, lse=True, lengths=True) for pv in ("fp8", "bf16")]
+    target, before = ("cuda", 90), {"norm": norm, "rope": rope}
+    cases = [case("attention", target, dim, "fp8", **before) for dim in (64, 128)]
+    cases += [
+        case("attention", target, dim, pv, lse=True, lengths=True, **before)
+        for dim, pv in ((64, "fp8"), (128, "fp8"), (128, "bf16"))
+    ]
     for python in pythons(pytestconfig):
         results = [
             result
