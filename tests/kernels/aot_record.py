@@ -113,8 +113,8 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     table = table if case.get("rope", True) else None
     common = {
         "heads": heads,
-        "norm_q": {"across": empty(channels), "layer": empty(dim)}.get(norm),
-        "norm_k": {"across": empty(channels), "layer": empty(dim)}.get(norm),
+        "norm_q": {"across": empty(channels), "head": empty(dim), "layer": empty(dim)}.get(norm),
+        "norm_k": {"across": empty(channels), "head": empty(dim), "layer": empty(dim)}.get(norm),
         "norm_q_bias": empty(dim) if norm == "layer" else None,
         "norm_k_bias": empty(dim) if norm == "layer" else None,
         "cos": table,
