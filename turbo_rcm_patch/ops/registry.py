@@ -90,7 +90,7 @@ def _forward(
     vh = split_heads(v, heads)
     lse = None
     norms = ((q, norm_q, norm_q_bias), (k, norm_k, norm_k_bias))
-    one_pass = all(_in_one_pass(x, weight, heads) for x, weight, _ in norms)
+    one_pass = all(_in_one_pass(x, weight, bias, heads) for x, weight, bias in norms)
     if implementation == "triton" and one_pass and not want_lse:
         from turbo_rcm_patch.kernels.norm import norm_rotate
 
@@ -152,11 +152,12 @@ def _forward(
     return out.contiguous(), no_lse if lse is None else lse
 
 
-def _in_one_pass(x: Tensor, weight: Tensor | None, heads: int) -> bool:
+def _in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:
     """Whether `kernels.norm.norm_rotate` has the norm: over whole rows, or over heads whose
     channels are a power of two."""
     dim = x.shape[-1] // heads
-    return weight is None or weight.numel() == x.shape[-1] or dim & (dim - 1) == 0
+    across = weight is None or (bias is None and weight.numel() == x.shape[-1])
+    return across or dim & (dim - 1) == 0
 
 
 attention_forward = torch.library.custom_op(
