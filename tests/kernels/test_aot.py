@@ -133,7 +133,8 @@ def test_default_path_compiles(
 def test_other_variants_compile(
     target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """Padded heads, masks, logsumexp, and 16-bit values where e4m3 is the default."""
+    """Padded heads, masks, logsumexp, 16-bit values where e4m3 is the default, and layer norms of
+    heads of 64 channels, as CogVideoX has, and of padded ones."""
     pv = default_pv(target)
     cases = [case("attention", target, dim, pv) for dim in (32, 256)]
     cases += [case("attention", target, 96, pv, causal=True, lengths=True, lse=True)]
@@ -141,7 +142,7 @@ def test_other_variants_compile(
     if pv == "fp8":
         cases += [case(op, target, 128, "bf16") for op in ("attention", "one-launch")]
     more = {"norm": "layer", "dtype": "float32" if target == ("cuda", 90) else "bfloat16"}
-    cases += [case("attention", target, dim, pv, **more) for dim in (64, 96, 128)]
+    cases += [case("attention", target, dim, pv, **more) for dim in (64, 96)]
     cases += [case("attention", target, 64, pv, rope=False, **more)]
     for python in pythons(pytestconfig):
         broken = faults(resources(python, cases, tmp_path), target)
