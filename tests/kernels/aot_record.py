@@ -21,7 +21,8 @@ from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
     "prologue", "hopper_prologue", "quantize", "attention", "hopper", "project", "one_launch",
-    "skip", "rows", "int8_linear", "hopper_linear", "denoise",
+    "skip", "rows", "norm_rows", "int8_linear", "hopper_linear", "denoise",
+    "block_map", "linear_branch", "sparse_attention",
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
@@ -110,12 +111,16 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     residual, gate = empty(1, tokens, channels), empty(1, 1, channels, dtype=torch.float32)
     table = empty(tokens, dim, dtype=torch.float32)
     lengths = empty(1, dtype=torch.int32) if case.get("lengths") else None
+    norm = case.get("norm", "across")
+    table = table if case.get("rope", True) else None
     common = {
         "heads": heads,
-        "norm_q": None if case.get("bare") else empty(channels),
-        "norm_k": None if case.get("bare") else empty(channels),
-        "cos": None if case.get("bare") else table,
-        "sin": None if case.get("bare") else table,
+        "norm_q": {"across": empty(channels), "head": empty(dim), "layer": empty(dim)}.get(norm),
+        "norm_k": {"across": empty(channels), "head": empty(dim), "layer": empty(dim)}.get(norm),
+        "norm_q_bias": empty(dim) if norm == "layer" else None,
+        "norm_k_bias": empty(dim) if norm == "layer" else None,
+        "cos": table,
+        "sin": table,
         "kv_lengths": lengths,
         "pv": case["pv"],
         "qmax": 127,
@@ -148,10 +153,25 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
                 residual, weight, bias, residual, 1.0, gate, cast=cast, out_dtype=dtype
             )
             modules["skip"].skip(residual, residual, 1.0, gate, cast=cast, out_dtype=dtype)
+    elif operation == "sparse":
+        block_q, block_k = case["blocks"]
+        modules["sparse_attention"].sparse_linear_attention(
+            q, k, v, empty(dim, dim, dtype=torch.float32), empty(dim), heads=heads,
+            count=max(1, tokens // block_k // 10), block_q=block_q, block_k=block_k, qmax=127,
+            pv=case["pv"], smooth_k=True, sm_scale=dim**-0.5, out_dtype=dtype,
+        )  # fmt: skip
     elif operation == "int8-linear":
         int8_linears(case, modules, residual, gate)
+    elif operation == "norm-rows":
+        norm_rows(modules, residual, gate)
     elif operation == "hopper-linear":
         hopper_linears(case, modules, residual, gate)
+
+
+def norm_rows(modules, residual, gate) -> None:
+    """The norms before a block's products, with a modulation of the batch and of every token."""
+    for factor in (gate, gate.expand(residual.shape).contiguous(), None):
+        modules["norm_rows"].norm_modulate_rows(residual, factor, factor, one=1.0, eps=1e-6)
 
 
 def int8_linears(case, modules, residual, gate) -> None:

@@ -143,16 +143,63 @@ def test_a_sampler_s_step_compiles(tmp_path: Path, pytestconfig: pytest.Config) 
 def test_other_variants_compile(
     target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """Padded heads, masks, logsumexp, and 16-bit values where e4m3 is the default."""
+    """Padded heads, masks, logsumexp, 16-bit values where e4m3 is the default, and layer norms of
+    heads of 64 channels, as CogVideoX has, and of padded ones."""
     pv = default_pv(target)
     cases = [case("attention", target, dim, pv) for dim in (32, 256)]
     cases += [case("attention", target, 96, pv, causal=True, lengths=True, lse=True)]
     cases += [case("one-launch", target, 64, pv), case("one-launch", target, 256, pv)]
     if pv == "fp8":
         cases += [case(op, target, 128, "bf16") for op in ("attention", "one-launch")]
+    more = {"norm": "layer", "dtype": "float32" if target == ("cuda", 90) else "bfloat16"}
+    cases += [case("attention", target, dim, pv, **more) for dim in (64, 96)]
+    cases += [case("attention", target, 64, pv, rope=False, **more)]
     for python in pythons(pytestconfig):
         broken = faults(resources(python, cases, tmp_path), target)
         assert not broken, broken
+
+
+SPARSE = {
+    "pool_kernel",
+    "key_value_kernel",
+    "select_kernel",
+    "sparse_attention_kernel",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t[0]}-{t[1]}")
+def test_sparse_attention_compiles(
+    target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """With SageSLA's blocks there and with SLA's. On Hopper three programs share a
+    multiprocessor, as in the dense kernel. The attention may keep a few values in local memory,
+    but on Hopper none in its main loop: what is left is in the loop that masks, over one block at
+    most."""
+    pv, hopper = default_pv(target), target == ("cuda", 90)
+    cases = [
+        case("sparse", target, dim, pv, blocks=blocks) | {"name": f"d{dim} {blocks}"}
+        for dim in (64, 128)
+        for blocks in ([(64, 128)] if hopper else []) + [(128, 64)]
+    ]
+    if pv == "fp8":
+        cases += [case("sparse", target, 128, "bf16", blocks=(128, 64)) | {"name": "bf16"}]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        assert {result["kernel"] for result in results} >= SPARSE
+        # The prologue is the dense kernel's, and is held to its limits where that is compiled.
+        own = [result for result in results if result["kernel"] in SPARSE]
+        broken = faults([r for r in own if r["kernel"] != "sparse_attention_kernel"], target)
+        assert not broken, broken
+        for result in own:
+            if result["kernel"] != "sparse_attention_kernel":
+                continue
+            assert "error" not in result and result["spills"] <= 16, line(result)
+            assert result["shared"] <= SHARED[target], line(result)
+            if hopper:
+                assert result["loop_spills"][0] == 0, line(result)
+                assert result["registers"] <= 168, line(result)
+                assert result["shared"] <= HOPPER_SHARED, line(result)
 
 
 @pytest.mark.slow
@@ -163,6 +210,7 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
     cases = [case("int8-linear", target, 128, "fp8", **portable) for target in TARGETS]
     cases += [case("int8-linear", hopper, 128, "fp8", rest=True, **portable)]
     cases += [case("int8-linear", hopper, 77, "fp8") | {"heads": 1, "tokens": 300}]
+    cases += [case("norm-rows", target, dim, "fp8") for target in TARGETS for dim in (128, 427)]
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         for target in TARGETS:
@@ -170,6 +218,7 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
             names = {r["kernel"] for r in here}
             assert names == {
                 "quantize_rows_kernel",
+                "norm_modulate_rows_kernel",
                 "int8_linear_kernel",
             }
             broken = faults(here, target)
@@ -243,13 +292,20 @@ def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config)
             assert max(result["loop_spills"][:3]) <= 6, line(result)
 
 
-@pytest.mark.parametrize("bare", [False, True], ids=["norm-rope", "bare"])
+@pytest.mark.parametrize(
+    ("norm", "rope"),
+    [("across", True), (None, False), ("layer", True), ("layer", False)],
+    ids=["norm-rope", "bare", "layer-norm-rope", "layer-norm"],
+)
 def test_two_programs_of_the_hopper_prologue_share_a_multiprocessor(
-    bare: bool, tmp_path: Path, pytestconfig: pytest.Config
+    norm: str | None, rope: bool, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    target = ("cuda", 90)
-    cases = [case("attention", target, dim, "fp8", bare=bare) for dim in (64, 128)]
-    cases += [case("attention", target, 128, pv, lse=True, lengths=True) for pv in ("fp8", "bf16")]
+    target, before = ("cuda", 90), {"norm": norm, "rope": rope}
+    cases = [case("attention", target, dim, "fp8", **before) for dim in (64, 128)]
+    cases += [
+        case("attention", target, dim, pv, lse=True, lengths=True, **before)
+        for dim, pv in ((64, "fp8"), (128, "fp8"), (128, "bf16"))
+    ]
     for python in pythons(pytestconfig):
         results = [
             result
@@ -257,7 +313,10 @@ def test_two_programs_of_the_hopper_prologue_share_a_multiprocessor(
             if result["kernel"] == "hopper_prologue_kernel"
         ]
         assert len(results) == len(cases)
-        assert not faults(results, target)
+        wide = [r for r in results if norm == "layer" and r["case"].endswith("d128")]
+        assert not faults([result for result in results if result not in wide], target)
+        # With a bias over 128 channels, a value or two that a loop only reads have no room.
+        assert all("error" not in result and result["stack"] <= 8 for result in wide), wide
         for result in results:
             assert result["registers"] <= 65536 // (2 * 8 * 32), line(result)
             assert result["shared"] <= 228 * 1024 // 2 - 1024, line(result)

@@ -36,6 +36,12 @@ COMPARISONS: Final = {
         "1.3b,14b,cogvideox-2b",
         '"eager,patched,patched compiled"',
     ),
+    "sparse": (
+        "sparse",
+        "sparse-linear attention (SLA) against our dense int8 attention",
+        "H12-N32760-D128-k0.1",
+        '"dense int8,sparse auto"',
+    ),
     "hbm": (
         "hbm",
         "memory traffic of attention + projection + skip, counted by Nsight Compute",

@@ -9,7 +9,7 @@ modulation is a subclass, in the file of its family.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from turbo_rcm_patch.patching.families.wan_modes import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
+from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import autocasting, bare, plain_linear, plain_norm
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast, Coefficient
@@ -158,32 +159,37 @@ class WanBlockForward:
 
     def _modulated(
         self, norm: Any, hidden: Tensor, scale: Tensor, shift: Tensor, state: PairState
-    ) -> Tensor:
+    ) -> Tensor | Normed:
         """The layer norm before a branch and its modulation, in one pass where it is plain."""
         if state.live and plain_layer_norm(norm) and norm.weight is None and norm.bias is None:
-            return ops.norm_modulate(
-                hidden, scale=scale, shift=shift, eps=norm.eps, impl=self._spec.impl
-            )
+            return self._fused_norm(norm, hidden, scale, shift, "modulation", state)
         x: Tensor = norm(hidden.float())
         return (x * (1 + scale) + shift).type_as(hidden)
 
-    def _normed(self, norm: Any, hidden: Tensor, state: PairState) -> Tensor:
+    def _normed(self, norm: Any, hidden: Tensor, state: PairState) -> Tensor | Normed:
         """The layer norm before cross-attention, with weights of its own."""
         if state.live and plain_layer_norm(norm):
-            return ops.norm_modulate(
-                hidden,
-                scale=norm.weight,
-                shift=norm.bias,
-                form="affine",
-                eps=norm.eps,
-                impl=self._spec.impl,
-            )
+            return self._fused_norm(norm, hidden, norm.weight, norm.bias, "affine", state)
         x: Tensor = norm(hidden.float())
         return x.type_as(hidden)
 
+    def _fused_norm(
+        self,
+        norm: Any,
+        hidden: Tensor,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        form: Literal["modulation", "affine"],
+        state: PairState,
+    ) -> Tensor | Normed:
+        impl = self._spec.impl
+        normed = Normed(hidden, scale, shift, form=form, eps=norm.eps, impl=impl)
+        # int8 Linears take it as rows.
+        return normed if state.int8 else normed.tensor()
+
     def _self_attention(
         self,
-        x: Tensor,
+        x: Tensor | Normed,
         hidden: Tensor,
         gate: Tensor,
         rotary: tuple[Tensor, Tensor],
@@ -202,18 +208,18 @@ class WanBlockForward:
         if fuse and guard is not None:
             fuse = guard.accepts(
                 (self._attn1,),
-                exact=lambda: attn(x, None, mask, rotary),
+                exact=lambda: attn(tensor_of(x), None, mask, rotary),
                 fused=lambda: ours(None, 1.0),
             )
         if fuse:
             return ours(hidden, gate)
-        branch: Tensor = attn(x, None, mask, rotary)
+        branch: Tensor = attn(tensor_of(x), None, mask, rotary)
         if mode == "called":
             return ops.skip(hidden, branch, 1.0, gate, impl=self._spec.impl)
         return _gated(hidden, branch, gate)
 
     def _cross_attention(
-        self, x: Tensor, hidden: Tensor, context: Tensor, guard: Guard | None
+        self, x: Tensor | Normed, hidden: Tensor, context: Tensor, guard: Guard | None
     ) -> Tensor:
         attn, image = self._block.attn2, self._image
         mode = attention_mode(attn, self._classes) if self._attn2.live else "as-written"
@@ -224,34 +230,34 @@ class WanBlockForward:
         if fuse and guard is not None:
             fuse = guard.accepts(
                 (self._attn2,) if image is None else (self._attn2, image),
-                exact=lambda: attn(x, context, None, None),
+                exact=lambda: attn(tensor_of(x), context, None, None),
                 fused=lambda: self._close(self._attn2, attn, x, context, None, 1.0, "model"),
             )
         if fuse:
             return self._close(self._attn2, attn, x, context, hidden, 1.0, "model")
-        branch: Tensor = attn(x, context, None, None)
+        branch: Tensor = attn(tensor_of(x), context, None, None)
         if mode == "called" and branch.dtype == hidden.dtype:
             return ops.skip(hidden, branch, cast="model", impl=self._spec.impl)
         return hidden + branch
 
     def _feed_forward(
-        self, x: Tensor, hidden: Tensor, gate: Tensor, guard: Guard | None
+        self, x: Tensor | Normed, hidden: Tensor, gate: Tensor, guard: Guard | None
     ) -> Tensor:
         ffn, impl = self._block.ffn, self._spec.impl
         mode = feed_forward_mode(ffn) if self._ffn.live else "as-written"
         if mode == "as-written":
-            return _gated(hidden, ffn(x).float(), gate)
+            return _gated(hidden, ffn(tensor_of(x)).float(), gate)
         if mode == "called":
-            return ops.skip(hidden, ffn(x), 1.0, gate, impl=impl)
+            return ops.skip(hidden, ffn(tensor_of(x)), 1.0, gate, impl=impl)
         if guard is not None and not guard.accepts(
             (self._ffn,),
-            exact=lambda: ffn(x),
+            exact=lambda: ffn(tensor_of(x)),
             fused=lambda: self._contract(self._expand(x), None, 1.0),
         ):
-            return _gated(hidden, ffn(x).float(), gate)
+            return _gated(hidden, ffn(tensor_of(x)).float(), gate)
         return self._contract(self._expand(x), hidden, gate)
 
-    def _expand(self, x: Tensor) -> Tensor:
+    def _expand(self, x: Tensor | Normed) -> Tensor:
         return expand(self._block.ffn, x, self._linears, "ffn.0", int8=self._ffn.int8)
 
     def _contract(self, h: Tensor, residual: Tensor | None, gate: Coefficient) -> Tensor:
@@ -273,7 +279,7 @@ class WanBlockForward:
         self,
         state: PairState,
         attn: Any,
-        x: Tensor,
+        x: Tensor | Normed,
         context: Tensor | None,
         residual: Tensor | None,
         c_out: Coefficient,
@@ -345,7 +351,7 @@ class WanBlockForward:
         )
 
     def _project(
-        self, name: str, attn: Any, x: Tensor, context: Tensor | None, int8: bool
+        self, name: str, attn: Any, x: Tensor | Normed, context: Tensor | None, int8: bool
     ) -> tuple[Tensor, ...]:
         """q, k, v; views of one tensor where the projections are fused, or int8."""
         project = self._linears.project
