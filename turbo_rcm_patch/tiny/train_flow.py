@@ -321,9 +321,7 @@ def train_student(
             state = (1 - t) * corpus.latents[pick].float() + t * noise
         else:
             own = velocity_of(family, average, texts[pick], run)
-            state = few_step(
-                own, noise, times[: index + 1], stage.noise, renoise=family.RENOISES
-            )
+            state = few_step(own, noise, times[: index + 1], stage.noise, renoise=family.RENOISES)
         buffer.add(state, t, pick, ode(field, state, t, _SUBSTEPS[index]))
 
     began = time.monotonic()
