@@ -230,7 +230,8 @@ def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> VideoPipeline:
             raise ModelFolderError(
                 f"{folder!r} is not a folder here, and loading it from the model hub failed "
                 f"({type(error).__name__}: {_first_line(error)})",
-                expected="a folder, 'tiny', 'tiny-cogvideox', or a hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'",
+                expected=f"a folder, one of {tuple(SHIPPED)}, or a hub id like "
+                "'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'",
                 remedy="Check the spelling and the connection, or download the folder first",
             ) from error
         raise ModelFolderError(

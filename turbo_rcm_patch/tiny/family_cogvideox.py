@@ -87,8 +87,9 @@ class CogVideoXConfig(TinyConfig):
 
 def config() -> CogVideoXConfig:
     """The sizes that ship, and how the folder wants to be sampled."""
-    settings = {"sampler": "scheduler", "fps": 8, "steps": 4, "guidance_scale": 1.0}
-    return CogVideoXConfig(settings=settings)
+    return CogVideoXConfig(
+        settings={"sampler": "scheduler", "fps": 8, "steps": 4, "guidance_scale": 1.0}
+    )
 
 
 def build_transformer(config: CogVideoXConfig) -> CogVideoXTransformer3DModel:
@@ -196,9 +197,9 @@ def scheduler() -> CogVideoXDDIMScheduler:
 @cache
 def flow_times(device: torch.device) -> Tensor:
     """Rectified-flow time sigma / (alpha + sigma) of every time of the schedule, [1000] fp64."""
-    kept = scheduler().alphas_cumprod.double()
+    kept: Tensor = scheduler().alphas_cumprod.double().to(device)
     alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
-    return (sigma / (alpha + sigma)).to(device)
+    return sigma / (alpha + sigma)
 
 
 def times(steps: int) -> tuple[float, ...]:
