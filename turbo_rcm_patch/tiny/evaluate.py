@@ -96,7 +96,7 @@ class Evaluation:
 
     @torch.no_grad()
     def frames(self, *, steps: int | None, guidance: float = 1.0) -> Iterator[Tensor]:
-        """Batches of frames [b, F, H, W, 3] fp32 in 0..1, in few steps, or with None by the ODE."""
+        """Batches of frames [b, F, H, W, 3] fp32 in 0..1; few steps, or with None the ODE."""
         pipe, device = self.pipe, self.pipe.transformer.device
         span, space = pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
         latent_frames = (int(self.settings["num_frames"]) - 1) // span + 1

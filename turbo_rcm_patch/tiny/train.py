@@ -13,7 +13,8 @@ In pieces: state is written to DIR/state every minute, in files of at most 16 Mi
 command with `--resume` continues where the last one stopped. Where the state cannot be kept, a
 pipeline folder is enough: `--start DIR/wan_teacher` takes its VAE as it is and starts the teacher
 from its weights; `--stage decoder --start DIR/wan_student` trains only that folder's decoder and
-writes it again. `--stage install` copies DIR/wan_student to where the package looks for it.
+writes it again (`--stage vae --start DIR/cogvideox_student` the whole VAE). `--stage install`
+copies DIR/wan_student, or that of the family, to where the package looks for it.
 With `--limit MINUTES` the run ends by itself, wherever it is, and leaves folders that can be used.
 
 While it runs, DIR/control.json ({"teacher": {"minutes": 9, "lr": 0.0005}, ...}) is read every few
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline
+from diffusers import AutoencoderKLWan
 from torch import nn
 
 from turbo_rcm_patch.errors import ModelFolderError
@@ -40,6 +41,7 @@ from turbo_rcm_patch.tiny.probe import export
 from turbo_rcm_patch.tiny.run import Run
 from turbo_rcm_patch.tiny.train_decoder import train_decoder
 from turbo_rcm_patch.tiny.train_flow import build_corpus, train_student, train_teacher
+from turbo_rcm_patch.tiny.train_twin import train_twin
 from turbo_rcm_patch.tiny.train_vae import train_vae, use_layout
 
 __all__ = ["install", "main"]
@@ -103,12 +105,20 @@ def _arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def polish_folder(
-    run: Run, family: Family, config: TinyConfig, vae: Any, args: argparse.Namespace
-) -> None:
-    """Write the pipeline folder `--start` again, with a better decoder, under its own name."""
-    vae = train_decoder(run, config, vae, **_budget(args, "decoder"))
-    pipe = WanPipeline.from_pretrained(args.start, dtype=torch.float32)
+def polish_folder(run: Run, family: Family, config: Any, args: argparse.Namespace) -> None:
+    """Write the pipeline folder `--start` again, with a better VAE, under its own name.
+
+    Of Wan's only the decoder is trained: what the transformer has learnt is its encoder's. The
+    tiny CogVideoX's latents are Wan's, so that all of its VAE can go on learning.
+    """
+    if args.stage == "decoder":
+        vae = train_decoder(
+            run, config, _load_vae(family, args.start, run.device), **_budget(args, "decoder")
+        )
+    else:
+        original = _load_vae(family_of("wan"), TINY_WAN, run.device)
+        vae = train_twin(run, config, original, **_budget(args, "vae"), start=args.start)
+    pipe = family.PIPELINE.from_pretrained(args.start, dtype=torch.float32)
     export(run.out / args.start.name, family, config, vae, pipe.text_encoder, pipe.transformer)
     run.log(event="finished")
 
@@ -146,6 +156,7 @@ def _load_vae(family: Family, folder: Path, device: torch.device) -> Any:
     """A finished VAE, frozen, in fp32."""
     vae = family.VAE.from_pretrained(folder, subfolder="vae", dtype=torch.float32).to(device)
     vae.eval().requires_grad_(False)
+    use_layout(vae, "channels-last")
     return vae
 
 
@@ -155,13 +166,8 @@ def _autoencoders(
     """The VAE that encodes the corpus, and the one that ships; for Wan they are one."""
     vae = None if args.start is None else _load_vae(family, args.start, run.device)
     if family.NAME == "wan":
-        if vae is None:
-            vae = train_vae(run, config, **_budget(args, "vae"))
-        else:
-            use_layout(vae, "channels-last")
+        vae = vae or train_vae(run, config, **_budget(args, "vae"))
         return vae, vae
-    from turbo_rcm_patch.tiny.train_twin import train_twin
-
     original = _load_vae(family_of("wan"), TINY_WAN, run.device)
     return original, vae or train_twin(run, config, original, **_budget(args, "vae"))
 
@@ -242,14 +248,16 @@ def main(arguments: list[str] | None = None) -> None:
         )
     if args.stage not in {*family.MINUTES, "all"}:
         parser.error(f"--family {family.NAME} has no stage {args.stage!r}")
+    if args.stage == "vae" and args.start is not None and "decoder" in family.MINUTES:
+        parser.error("the VAE of --start is finished; --stage decoder trains its decoder on")
     if (args.out / "state").exists() and not args.resume:
         parser.error(f"{args.out} has state of an earlier run: pass --resume, or another --out")
     run = _prepare(args, family)
     config = family.config().small() if args.micro else family.config()
-    vaes = _autoencoders(run, family, config, args)
-    if args.stage == "decoder":
-        polish_folder(run, family, config, vaes[1], args)
+    if args.start is not None and args.stage in ("decoder", "vae"):
+        polish_folder(run, family, config, args)
         return
+    vaes = _autoencoders(run, family, config, args)
     if args.stage == "vae":
         return
     found = _flow(run, family, config, vaes, args)

@@ -8,6 +8,7 @@ that are off by a little, as those of a transformer are.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -38,6 +39,7 @@ def train_twin(
     steps: int | None = None,
     batch: int = 16,
     lr: float = 1e-3,
+    start: Path | None = None,
 ) -> AutoencoderKLCogVideoX:
     """Train (or continue, or just load) the autoencoder.
 
@@ -49,12 +51,16 @@ def train_twin(
         steps: in steps.
         batch: Whole pictures a step; group norms see whole pictures in use as well.
         lr: Peak learning rate.
+        start: Pipeline folder to begin from, instead of from random weights.
 
     Returns:
         The averaged weights, in fp32.
     """
     torch.manual_seed(run.seed + 2)
-    vae = build_vae(config).to(run.device)
+    vae = build_vae(config)
+    if start is not None:
+        vae = AutoencoderKLCogVideoX.from_pretrained(start, subfolder="vae", dtype=torch.float32)
+    vae.to(run.device).train()
     stage = Stage(
         run, "vae", {"vae": vae}, salt=_SALT, lr=lr, minutes=minutes, steps=steps, weight_decay=0.0
     )
