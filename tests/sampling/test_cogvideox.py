@@ -28,6 +28,7 @@ from turbo_rcm_patch.sampling.load import load_pipeline, resolve_model
 from turbo_rcm_patch.sampling.network import measure_network
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX
+from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
 PROMPT = "a red circle moves left"
 shipped = pytest.mark.skipif(
@@ -199,5 +200,11 @@ def test_missing_weights_are_said_with_a_remedy(tmp_path: Path, monkeypatch) -> 
 
 
 @shipped
-def test_the_shipped_model_is_found() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "word"), [("int8", "unchanged"), ("int4", "changed")])
+def test_the_verdict_on_the_shipped_model(attention: str, word: str, tmp_path: Path) -> None:
     assert resolve_model("tiny-cogvideox") == TINY_COGVIDEOX
+    made = load_pipeline("tiny-cogvideox", device="cpu")
+    config = PatchConfig(attention=attention, guard=False)
+    found = compare(made, DEMO_PROMPTS[:2], out=tmp_path, config=config, network_number=False)
+    assert found.verdict == word, str(found)

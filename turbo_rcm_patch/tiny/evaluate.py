@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import ModelFolderError
-from turbo_rcm_patch.tiny import TINY_WAN
+from turbo_rcm_patch.sampling.load import TINY, resolve_model
 from turbo_rcm_patch.tiny.build import SETTINGS_FILE
 from turbo_rcm_patch.tiny.data import Scenes, render, sample_scenes
 from turbo_rcm_patch.tiny.detector import accuracy, detect
@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line of `evaluate`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--model", type=Path, default=TINY_WAN, help="pipeline folder of the student")
+    add("--model", default=TINY, help="the student: a pipeline folder, or one that ships by name")
     add("--teacher", type=Path, help="pipeline folder of the teacher")
     add("--out", type=Path, default=Path("outputs/evaluation"))
     add("--count", type=int, default=400)
@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--guidance", type=float, default=1.5, help="of the teacher")
     args = parser.parse_args(arguments)
     evaluate(
-        args.model,
+        Path(resolve_model(args.model)),
         args.out,
         teacher=args.teacher,
         count=args.count,
