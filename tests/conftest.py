@@ -21,6 +21,15 @@ settings.register_profile("reproducible", derandomize=True, deadline=None, max_e
 settings.load_profile("reproducible")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--turbodiffusion",
+        default=None,
+        metavar="PATH",
+        help="run the tests that need a checkout of thu-ml/TurboDiffusion, from this folder",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Two workers on two cores: one thread each, or they fight.
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -17,7 +17,9 @@ from turbo_rcm_patch.boundary import (
     RectifiedFlow,
     TrigFlow,
     rectified_flow_time,
+    rectified_flow_velocity,
     trigflow_time,
+    trigflow_velocity,
 )
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.skip import SkipPair, Stream, apply_skip, broadcast_coefficient
@@ -132,6 +134,25 @@ def test_rcm_wrapper_is_rectified_flow_seen_from_trigflow(t: float, x: float, v:
     velocity = torch.tensor([v], dtype=torch.float64)
     seen = rectified.boundary(rcm.c_in(t) * state, velocity, rectified_flow_time(t))
     torch.testing.assert_close(rcm.boundary(state, velocity, t), seen, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("per_sample", [False, True], ids=["one-time", "time-per-sample"])
+def test_predictions_convert_between_trigflow_and_rectified_flow(per_sample: bool) -> None:
+    """From data and noise: F and v are the derivatives of their paths, each makes the other, and
+    both lead to the same clean sample."""
+    x0, z = torch.randn(2, 4, 3, 5, dtype=torch.float64)
+    times = torch.tensor([0.0, 0.3, math.pi / 4, math.pi / 2], dtype=torch.float64)
+    for t in [times] if per_sample else times.tolist():
+        cos, sin = torch.as_tensor(t).cos().view(-1, 1, 1), torch.as_tensor(t).sin().view(-1, 1, 1)
+        x, branch, velocity = cos * x0 + sin * z, cos * z - sin * x0, z - x0
+        torch.testing.assert_close(rectified_flow_velocity(x, branch, t), velocity)
+        torch.testing.assert_close(trigflow_velocity(x, velocity, t), branch)
+        torch.testing.assert_close(TrigFlow().boundary(x, branch, t), x0)
+        rcm = RCMWrapper()
+        c_in = rcm.c_in(t).view(-1, 1, 1) if per_sample else rcm.c_in(t)
+        s = rectified_flow_time(t)
+        torch.testing.assert_close(RectifiedFlow().boundary(c_in * x, velocity, s), x0)
+        torch.testing.assert_close(rcm.boundary(x, velocity, t), x0)
 
 
 def test_sampler_times_of_rcm() -> None:

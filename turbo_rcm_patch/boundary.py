@@ -25,7 +25,9 @@ __all__ = [
     "RectifiedFlow",
     "TrigFlow",
     "rectified_flow_time",
+    "rectified_flow_velocity",
     "trigflow_time",
+    "trigflow_velocity",
 ]
 
 
@@ -322,3 +324,47 @@ def trigflow_time(t: float | torch.Tensor) -> float | torch.Tensor:
         wide = t.double()
         return torch.atan2(wide, 1 - wide)
     return math.atan2(t, 1 - t)
+
+
+def rectified_flow_velocity(
+    x: torch.Tensor, branch: torch.Tensor, t: float | torch.Tensor
+) -> torch.Tensor:
+    """The velocity z - x_0 of the rectified flow, from what a TrigFlow network predicts.
+
+    With x = cos t x_0 + sin t z, a TrigFlow network with sigma_data 1 predicts F = dx/dt = cos t z
+    - sin t x_0 (arXiv:2410.11081), so z - x_0 = (sin t - cos t) x + (cos t + sin t) F.
+
+    Args:
+        x: TrigFlow state, [B, ...].
+        branch: F, same shape.
+        t: TrigFlow time: a float, or a tensor of shape [B] or broadcastable against x.
+
+    Returns:
+        v, shape and dtype of x; computed in fp64.
+    """
+    cos, sin = _cos_sin(t)
+    return apply_skip(x, branch, sin - cos, cos + sin)
+
+
+def trigflow_velocity(
+    x: torch.Tensor, velocity: torch.Tensor, t: float | torch.Tensor
+) -> torch.Tensor:
+    """What a TrigFlow network would predict, from the velocity of the rectified flow; the inverse
+    of `rectified_flow_velocity`: F = ((cos t - sin t) x + v) / (cos t + sin t).
+
+    Args:
+        x: TrigFlow state, [B, ...].
+        velocity: v = z - x_0, same shape.
+        t: TrigFlow time: a float, or a tensor of shape [B] or broadcastable against x.
+
+    Returns:
+        F, shape and dtype of x; computed in fp64.
+    """
+    cos, sin = _cos_sin(t)
+    return apply_skip(x, velocity, (cos - sin) / (cos + sin), 1 / (cos + sin))
+
+
+def _cos_sin(t: float | torch.Tensor) -> tuple[Any, Any]:
+    if isinstance(t, torch.Tensor):
+        return t.double().cos(), t.double().sin()
+    return math.cos(t), math.sin(t)

@@ -15,7 +15,7 @@ Precision = Literal["fixed", "auto"]
 Linear = Literal["as-is", "int8"]
 Impl = Literal["auto", "triton", "reference"]
 Form = Literal["auto", "one-launch", "two-launch"]
-Kind = Literal["self", "cross", "image", "feed-forward"]
+Kind = Literal["self", "cross", "image", "feed-forward", "control"]
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
@@ -47,7 +47,8 @@ class PatchConfig:
             model.
         form: How a pair with an output projection is closed: attention and projection in
             "two-launch" or "one-launch"; "auto" reads the measured table.
-        kinds: Which kinds of skip pair are fused.
+        kinds: Which kinds of skip pair are fused: "self" and "cross" attention, "image" (I2V's
+            second attention), "feed-forward", "control" (VACE's input projection).
         guard: Compare each pair with the exact branch on the first and the last step and give it
             back to its author's code when it is over budget.
         precision: "fixed" runs every pair as asked for here, or not at all. "auto" lets the guard

@@ -66,8 +66,8 @@ class SkipPair:
 
     Attributes:
         path: Where it sits in the model, e.g. "blocks.0.attn1".
-        kind: "self", "cross", "image" (image branch of I2V), "feed-forward", or "boundary" (the
-            whole network).
+        kind: "self", "cross", "image" (image branch of I2V), "feed-forward", "control" (a Linear
+            of a control stream), or "boundary" (the whole network).
         heads: Number of attention heads, 0 where the branch is not attention.
         head_dim: Channels per head, 0 where the branch is not attention.
         streams: One entry per residual stream.

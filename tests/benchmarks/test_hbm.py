@@ -32,35 +32,28 @@ def line(number: int, kernel: str, metric: str, unit: str, value: str) -> str:
 
 
 READ, WRITE = counters.METRICS
-RANGE = "\n".join(
+CASE = "B2-H2-N48-D64"
+SAID = "\n".join(
     [
         "==PROF== Connected to process 4242 (/usr/bin/python3.12)",
-        '==PROF== Profiling "range": 0%....50%....100% - 1 pass',
-        "B4-H12-N1024-D64 two-pass: 6 sets",
+        '==PROF== Profiling "graph": 0%....50%....100% - 1 pass',
+        f"counted: {CASE} two-pass 6",
+        f"left-out: {CASE} one-pass its output is wrong",
+        '==PROF== Profiling "graph": 0%....50%....100% - 1 pass',
+        f"counted: {CASE} one-launch 3",
         "==PROF== Disconnected from process 4242",
         HEADER,
-        line(0, "range", READ, "byte", "1,200,000"),
-        line(0, "range", WRITE, "byte", "600,000"),
-    ]
-)
-KERNELS = "\n".join(
-    [
-        HEADER,
-        line(0, "attention_kernel", READ, "Mbyte", "1.5"),
-        line(0, "attention_kernel", WRITE, "Kbyte", "500"),
-        line(1, "project_kernel", READ, "Mbyte", "0.5"),
-        line(1, "project_kernel", WRITE, "byte", "1"),
-        line(1, "project_kernel", "gpu__time_duration.sum", "ns", "77"),
+        line(0, "graph", READ, "byte", "1,200,000"),
+        line(0, "graph", WRITE, "byte", "600,000"),
+        line(1, "graph", READ, "Mbyte", "1.5"),
+        line(1, "graph", WRITE, "Kbyte", "500"),
+        line(1, "graph", "gpu__time_duration.sum", "ns", "77"),
     ]
 )
 
 
-def test_a_range_is_read() -> None:
-    assert counters.parse(RANGE) == {READ: 1.2e6, WRITE: 6e5, "workloads": 1.0}
-
-
-def test_kernels_are_summed_in_any_unit() -> None:
-    assert counters.parse(KERNELS) == {READ: 2e6, WRITE: 500_001.0, "workloads": 2.0}
+def test_graphs_are_read_in_any_unit() -> None:
+    assert counters.parse(SAID) == [{READ: 1.2e6, WRITE: 6e5}, {READ: 1.5e6, WRITE: 5e5}]
 
 
 @pytest.mark.parametrize(
@@ -68,9 +61,9 @@ def test_kernels_are_summed_in_any_unit() -> None:
     [
         ("==ERROR== ERR_NVGPUCTRPERM - no permission", '"ID"'),
         (HEADER, READ),
-        (RANGE.replace(WRITE, "dram__bytes.sum"), WRITE),
-        (RANGE.replace("1,200,000", "n/a"), "n/a"),
-        (RANGE.replace('"byte"', '"furlong"'), "furlong"),
+        (SAID.replace(WRITE, "dram__bytes.sum"), WRITE),
+        (SAID.replace("1,200,000", "n/a"), "n/a"),
+        (SAID.replace('"byte"', '"furlong"'), "furlong"),
     ],
     ids=["no table", "empty", "metric missing", "no number", "unknown unit"],
 )
@@ -92,15 +85,12 @@ def test_a_missing_profiler_says_how_to_get_it(no_ncu: None) -> None:
         counters.find_ncu()
 
 
-def fake_ncu(folder: Path, monkeypatch: pytest.MonkeyPatch, works: str) -> Path:
-    """A profiler that serves one replay mode and writes down how it was called."""
-    (folder / "csv").write_text(KERNELS if works == "kernel" else RANGE)
+def fake_ncu(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str, status: int = 0) -> Path:
+    """A profiler that says something and writes down how it was called."""
+    (folder / "says").write_text(says)
     script = folder / "ncu"
     script.write_text(
-        "#!/bin/sh\n"
-        f'echo "$@" >> {folder}/calls\n'
-        f'case "$*" in *"--replay-mode {works} "*) cat {folder}/csv;; *) '
-        'echo "==ERROR== replay is not supported"; exit 1;; esac\n'
+        f'#!/bin/sh\necho "$@" >> {folder}/calls\ncat {folder}/says\nexit {status}\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -114,43 +104,38 @@ class Asked:
         self.plan = hbm.Plan(out=out, device="cuda", micro=True)
 
 
-def measured(modes: list[str], out: Path) -> Any:
-    return hbm._measured("B2-H2-N48-D64", "one-launch", modes, Asked(out))  # type: ignore[arg-type]
+def measured(out: Path) -> Any:
+    return hbm._measured(CASE, ["two-pass", "one-pass", "one-launch"], Asked(out))  # type: ignore[arg-type]
 
 
-def test_one_range_is_measured_with_clocks_and_caches_left_alone(
+def test_every_graph_is_measured_with_clocks_and_caches_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = fake_ncu(tmp_path, monkeypatch, "range")
-    modes = list(counters.MODES)
-    found = measured(modes, tmp_path)["measured"]
-    assert found["mode"] == "range" and found["workloads"] == 1
-    assert found["bytes"] * found["sets"] == pytest.approx(1.8e6)
-    assert modes == list(counters.MODES)
-    for words in ("--clock-control none", "--cache-control none", "--inside B2-H2-N48-D64"):
+    calls = fake_ncu(tmp_path, monkeypatch, SAID)
+    found, missing = measured(tmp_path)
+    assert set(found) == {"two-pass", "one-launch"}
+    assert found["two-pass"]["bytes"] == pytest.approx(1.8e6 / 6)
+    assert found["one-launch"]["read_bytes"] == pytest.approx(1.5e6 / 3)
+    assert missing == {"one-pass": "its output is wrong"}
+    for words in ("--clock-control none", "--cache-control none", "--graph-profiling graph"):
         assert words in calls.read_text()
+    assert f"--inside {CASE} two-pass,one-pass,one-launch" in calls.read_text()
 
 
-def test_single_kernels_are_the_last_resort_and_it_is_said(
+def test_a_graph_too_few_is_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = fake_ncu(tmp_path, monkeypatch, "kernel")
-    modes = list(counters.MODES)
-    found = measured(modes, tmp_path)
-    assert found["measured"]["mode"] == "kernel" and found["measured"]["workloads"] == 2
-    assert set(found["modes_that_failed"]) == {"range", "application-range"}
-    assert "replay is not supported" in found["modes_that_failed"]["range"]
-    assert "--profile-from-start off" in calls.read_text()
-    # What does not work here is not tried again.
-    assert modes == ["kernel"]
-    measured(modes, tmp_path)
-    assert len(calls.read_text().splitlines()) == 4
+    fake_ncu(tmp_path, monkeypatch, SAID.replace(f"counted: {CASE} one-launch 3\n", ""))
+    found, missing = measured(tmp_path)
+    assert not found and missing["two-pass"] == "2 workloads for 1 graphs"
 
 
-def test_no_mode_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_ncu(tmp_path, monkeypatch, "none")
-    found = measured(list(counters.MODES), tmp_path)
-    assert "measured" not in found and len(found["modes_that_failed"]) == 3
+def test_what_the_profiler_refuses_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ncu(tmp_path, monkeypatch, "==ERROR== ERR_NVGPUCTRPERM - no permission", 1)
+    found, missing = measured(tmp_path)
+    assert not found and "no permission" in missing["one-launch"]
 
 
 def test_without_counters_there_is_still_the_count_on_paper(
@@ -168,13 +153,14 @@ def test_without_counters_there_is_still_the_count_on_paper(
     assert "on paper" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("form", FORMS)
 def test_the_measured_process_checks_and_runs_every_form(
-    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["hbm", *MICRO_CPU, "--out", str(tmp_path), "--inside", "B2-H2-N48-D64", form]
+    given = ["hbm", *MICRO_CPU, "--out", str(tmp_path), "--inside", CASE, ",".join(FORMS)]
     assert main(given) == 0
-    assert f"{form}: {hbm._sets(Shape(2, 48, 48, 2, 64))} sets" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    for form in FORMS:
+        assert f"counted: {CASE} {form} {hbm._sets(Shape(2, 48, 48, 2, 64))}\n" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -15,6 +15,7 @@ from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.kernels import int8_linear as kernel
 from turbo_rcm_patch.kernels.gluon import hopper_module
 from turbo_rcm_patch.kernels.launch import Tile
+from turbo_rcm_patch.kernels.norm_rows import norm_modulate_rows
 from turbo_rcm_patch.kernels.rows import quantize_rows
 from turbo_rcm_patch.ops import int8_linear, quantize_weight
 from turbo_rcm_patch.ops.quantize import quantized_rows
@@ -220,3 +221,16 @@ def test_hopper_s_own_kernel_gives_the_same_bits(
             form=own.FORMS[form], eights=eights, **more,
         )  # fmt: skip
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("channels", [77, 1536, 5120])
+@pytest.mark.parametrize("wide", [False, True], ids=["a-batch-entry", "a-token"])
+def test_norm_and_modulation_to_rows(channels: int, wide: bool) -> None:
+    x = random(2, 300, channels) * 3 + 1
+    factor, offset = torch.randn(2, 2, 300 if wide else 1, channels, device="cuda")
+    rows = norm_modulate_rows(x, factor, offset, one=1.0, eps=1e-6)
+    exact = F.layer_norm(x.double(), (channels,), eps=1e-6) * (1 + factor) + offset
+    assert (rows.int8[..., channels:] == 0).all()
+    back = rows.int8[..., :channels].double() * rows.scale[..., None]
+    assert ((back - exact).abs() <= 0.501 * rows.scale[..., None]).all()
+    torch.testing.assert_close(rows.scale.double(), exact.abs().amax(-1) / 127, rtol=1e-5, atol=0)

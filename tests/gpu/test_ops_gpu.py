@@ -21,6 +21,7 @@ from turbo_rcm_patch.ops import (
     attention_lse,
     attention_project_skip,
     attention_skip,
+    denoise_step,
     linear_gelu,
     norm_modulate,
     project_skip,
@@ -355,3 +356,16 @@ def test_linear_gelu_sees_the_sum_before_it_is_rounded() -> None:
     x, weight, bias = random(2, 300, 512), random(700, 512) / 22, random(700)
     exact = F.gelu(F.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
     assert relative(linear_gelu(x, weight, bias), exact) < 2.2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("noisy", [False, True], ids=["last-step", "re-noising"])
+def test_a_sampler_s_step_is_fp64_throughout(noisy: bool, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 16, 5, 30, 52, device="cuda", dtype=torch.float64)
+    v, eps = random(*x.shape, dtype=dtype), random(*x.shape, dtype=torch.float32)
+    c = torch.tensor([0.06622, -0.06540, 0.93378], device="cuda", dtype=torch.float64)
+    noise = eps if noisy else None
+    got = denoise_step(x, v, noise, c)
+    assert got.dtype == torch.float64
+    expected = denoise_step(x, v, noise, c, impl="reference")
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-14)

@@ -13,6 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from diffusers.hooks import apply_group_offloading
 
 from tests.patching.wan import CASES, Case, dicts, relative, run, wan
+from tests.patching.wan_family import FAMILIES, Family
 from turbo_rcm_patch import PatchConfig, errors, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.config import Form
 
@@ -47,7 +48,8 @@ def on_gpu(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def wide(inputs: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: value.float() if torch.is_tensor(value) else value for key, value in inputs.items()
+        key: value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+        for key, value in inputs.items()
     }
 
 
@@ -77,6 +79,17 @@ def test_network_error_in_bf16(case: Case, form: Form) -> None:
         error = relative(run(model, **inputs), truth)
         assert report.fused == case.fused, str(report)
         assert all(record.error < 0.10 for record in report.guard)
+    assert error < 2 * unpatched, f"{error:.4g} against {unpatched:.4g}"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_network_error_of_the_family_in_bf16(family: Family) -> None:
+    model, inputs = family.model(BF16).to(GPU), on_gpu(family.inputs(dtype=BF16))
+    truth = run(family.model(BF16).float().to(GPU), **wide(inputs))
+    unpatched = relative(run(model, **inputs), truth)
+    with patched(model) as report:
+        error = relative(run(model, **inputs), truth)
+        assert report.impl == "triton" and report.fused == family.fused, str(report)
     assert error < 2 * unpatched, f"{error:.4g} against {unpatched:.4g}"
 
 

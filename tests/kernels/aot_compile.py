@@ -31,7 +31,10 @@ def import_kernels(folder: Path) -> None:
     except ImportError:
         stub = types.ModuleType("torch")
         stub.Tensor = stub.dtype = stub.device = object
-        sys.modules["torch"] = stub
+        stub.nn = types.ModuleType("torch.nn")
+        stub.nn.functional = types.ModuleType("torch.nn.functional")
+        parts = (stub, stub.nn, stub.nn.functional)
+        sys.modules |= {part.__name__: part for part in parts}
     package = types.ModuleType("turbo_rcm_patch")
     package.__path__ = [str(folder.parent)]
     sys.modules["turbo_rcm_patch"] = package
@@ -92,7 +95,7 @@ def cuda_resources(cubin: bytes, kernel: str) -> dict:
     }
     if kernel in ("int8_linear_kernel", "hopper_linear_kernel"):
         result["igmma"] = len(re.findall(r"\bIGMMA\b", sass))
-    if kernel in ("hopper_kernel", "hopper_linear_kernel"):
+    if kernel in ("hopper_kernel", "hopper_linear_kernel", "sparse_attention_kernel"):
         result["loop_spills"] = spills_in_loops(sass)
     if kernel == "one_launch_kernel":
         result["barrier"] = barrier_before_atomic(sass)

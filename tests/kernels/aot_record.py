@@ -21,10 +21,12 @@ from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
     "prologue", "hopper_prologue", "quantize", "attention", "hopper", "project", "one_launch",
-    "skip", "rows", "int8_linear", "hopper_linear",
+    "skip", "rows", "norm_rows", "int8_linear", "hopper_linear", "denoise",
+    "block_map", "linear_branch", "sparse_attention",
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -134,6 +136,10 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     elif operation == "plain-attention":
         common |= {"residual": None, "c_out": 1.0}
         modules["attention"].attention(q, k, v, want_lse=bool(case.get("lse")), **common)
+    elif operation == "denoise":
+        x, c = residual.double(), empty(3, dtype=torch.float64)
+        for noise in (None, residual.float()):
+            modules["denoise"].denoise_step(x, residual, noise, c)
     elif operation == "one-launch":
         modules["one_launch"].attention_project_skip(q, k, v, weight, bias, cast="fp32", **common)
     elif operation == "project":
@@ -143,10 +149,25 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
                 residual, weight, bias, residual, 1.0, gate, cast=cast, out_dtype=dtype
             )
             modules["skip"].skip(residual, residual, 1.0, gate, cast=cast, out_dtype=dtype)
+    elif operation == "sparse":
+        block_q, block_k = case["blocks"]
+        modules["sparse_attention"].sparse_linear_attention(
+            q, k, v, empty(dim, dim, dtype=torch.float32), empty(dim), heads=heads,
+            count=max(1, tokens // block_k // 10), block_q=block_q, block_k=block_k, qmax=127,
+            pv=case["pv"], smooth_k=True, sm_scale=dim**-0.5, out_dtype=dtype,
+        )  # fmt: skip
     elif operation == "int8-linear":
         int8_linears(case, modules, residual, gate)
+    elif operation == "norm-rows":
+        norm_rows(modules, residual, gate)
     elif operation == "hopper-linear":
         hopper_linears(case, modules, residual, gate)
+
+
+def norm_rows(modules, residual, gate) -> None:
+    """The norms before a block's products, with a modulation of the batch and of every token."""
+    for factor in (gate, gate.expand(residual.shape).contiguous(), None):
+        modules["norm_rows"].norm_modulate_rows(residual, factor, factor, one=1.0, eps=1e-6)
 
 
 def int8_linears(case, modules, residual, gate) -> None:

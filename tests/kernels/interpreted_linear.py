@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.kernels import int8_linear as kernel
 from turbo_rcm_patch.kernels.launch import Target, Tile
+from turbo_rcm_patch.kernels.norm_rows import norm_modulate_rows
 from turbo_rcm_patch.kernels.rows import quantize_rows
 from turbo_rcm_patch.ops import int8_linear, quantize_weight
 from turbo_rcm_patch.ops.quantize import quantized_rows
@@ -134,3 +135,30 @@ def test_descriptors_and_persistent_programs(
     assert made == [[16, 64], [32, 64]]
     expected = int8_linear(x, weight, scale, bias, residual=residual, c_out=gate, impl="reference")
     assert relative(out, expected) < TIGHT[torch.float32]
+
+
+@pytest.mark.parametrize("channels", [1, 77, 130, 1536])
+@pytest.mark.parametrize("form", ["none", "batch", "token"])
+def test_norm_and_modulation_to_rows(channels: int, form: str) -> None:
+    """Half a step of the scale from the exact norm, everywhere."""
+    x = (torch.randn(2, 5, channels + 8) * 3 + 1)[..., 4 : channels + 4]
+    factor = offset = None
+    if form != "none":
+        factor, offset = torch.randn(2, 2, 1 if form == "batch" else 5, channels)
+    rows = norm_modulate_rows(x, factor, offset, one=1.0, eps=1e-6)
+    exact = torch.nn.functional.layer_norm(x.double(), (channels,), eps=1e-6)
+    if factor is not None and offset is not None:
+        exact = exact * (1 + factor) + offset
+    assert rows.int8.shape[2] % 16 == 0 and (rows.int8[..., channels:] == 0).all()
+    back = rows.int8[..., :channels].double() * rows.scale[..., None]
+    assert ((back - exact).abs() <= 0.501 * rows.scale[..., None]).all()
+    if channels > 1:  # the norm of one channel is 0
+        scale = exact.abs().amax(-1) / 127
+        torch.testing.assert_close(rows.scale.double(), scale, rtol=1e-5, atol=0)
+
+
+def test_a_norm_that_is_not_finite_stays_so() -> None:
+    x = torch.randn(1, 4, 1101)
+    x[0, 1, 1100], x[0, 3, 0] = float("inf"), float("nan")
+    scale = norm_modulate_rows(x, None, None, one=1.0, eps=1e-6).scale
+    assert scale.isnan().tolist() == [[False, True, False, True]]

@@ -1,4 +1,4 @@
-"""Projection, one-launch and skip kernels in Triton's interpreter; run by test_interpreter.py."""
+"""Projection, skip, one-launch and sampler kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from turbo_rcm_patch.ops import (
     project_skip_streams,
     skip,
 )
+from turbo_rcm_patch.ops.denoise import denoise_step
 
 #: DESIGN: the fusion alone, fp32, W_o included.
 FUSION = 3e-6
@@ -51,6 +52,19 @@ def test_skip_is_bit_equal(form: str, dtype: torch.dtype, cast: str) -> None:
     branch = torch.randn(2, 37, 300).to(dtype)
     out = skip(residual, branch, c, c, cast=cast, impl="triton")
     assert torch.equal(out, skip(residual, branch, c, c, cast=cast, impl="reference"))
+
+
+@pytest.mark.parametrize("noisy", [False, True], ids=["last-step", "re-noising"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_denoise_step_is_fp64_throughout(dtype: torch.dtype, noisy: bool) -> None:
+    x = torch.randn(2, 3, 5, 7, 11, dtype=torch.float64).transpose(1, 2)
+    branch = torch.randn(2, 5, 3, 7, 11).to(dtype)
+    noise = torch.randn(2, 5, 3, 7, 11) if noisy else None
+    c = torch.tensor([[0.1, 5.0], [-0.7, 5.0], [0.9, 5.0]], dtype=torch.float64)[:, 0]
+    out = denoise_step(x, branch, noise, c, impl="triton")
+    assert out.dtype == torch.float64
+    expected = denoise_step(x, branch, noise, c, impl="reference")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("cast", ["fp32", "model"])

@@ -128,6 +128,16 @@ def test_default_path_compiles(
         assert not broken, broken
 
 
+def test_a_sampler_s_step_compiles(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """With noise and without, on every target."""
+    cases = [case("denoise", target, 128, "bf16") for target in TARGETS]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        assert len(results) == 2 * len(TARGETS)
+        broken = "".join(faults(results, target) for target in TARGETS)
+        assert not broken, broken
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t[0]}-{t[1]}")
 def test_other_variants_compile(
@@ -145,6 +155,49 @@ def test_other_variants_compile(
         assert not broken, broken
 
 
+SPARSE = {
+    "pool_kernel",
+    "key_value_kernel",
+    "select_kernel",
+    "sparse_attention_kernel",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t[0]}-{t[1]}")
+def test_sparse_attention_compiles(
+    target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """With SageSLA's blocks there and with SLA's. On Hopper three programs share a
+    multiprocessor, as in the dense kernel. The attention may keep a few values in local memory,
+    but on Hopper none in its main loop: what is left is in the loop that masks, over one block at
+    most."""
+    pv, hopper = default_pv(target), target == ("cuda", 90)
+    cases = [
+        case("sparse", target, dim, pv, blocks=blocks) | {"name": f"d{dim} {blocks}"}
+        for dim in (64, 128)
+        for blocks in ([(64, 128)] if hopper else []) + [(128, 64)]
+    ]
+    if pv == "fp8":
+        cases += [case("sparse", target, 128, "bf16", blocks=(128, 64)) | {"name": "bf16"}]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        assert {result["kernel"] for result in results} >= SPARSE
+        # The prologue is the dense kernel's, and is held to its limits where that is compiled.
+        own = [result for result in results if result["kernel"] in SPARSE]
+        broken = faults([r for r in own if r["kernel"] != "sparse_attention_kernel"], target)
+        assert not broken, broken
+        for result in own:
+            if result["kernel"] != "sparse_attention_kernel":
+                continue
+            assert "error" not in result and result["spills"] <= 16, line(result)
+            assert result["shared"] <= SHARED[target], line(result)
+            if hopper:
+                assert result["loop_spills"][0] == 0, line(result)
+                assert result["registers"] <= 168, line(result)
+                assert result["shared"] <= HOPPER_SHARED, line(result)
+
+
 @pytest.mark.slow
 def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """With the skip on every target; on Hopper also with GELU, plain, with a rounded skip, and in
@@ -153,6 +206,7 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
     cases = [case("int8-linear", target, 128, "fp8", **portable) for target in TARGETS]
     cases += [case("int8-linear", hopper, 128, "fp8", rest=True, **portable)]
     cases += [case("int8-linear", hopper, 77, "fp8") | {"heads": 1, "tokens": 300}]
+    cases += [case("norm-rows", target, dim, "fp8") for target in TARGETS for dim in (128, 427)]
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         for target in TARGETS:
@@ -160,6 +214,7 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
             names = {r["kernel"] for r in here}
             assert names == {
                 "quantize_rows_kernel",
+                "norm_modulate_rows_kernel",
                 "int8_linear_kernel",
             }
             broken = faults(here, target)

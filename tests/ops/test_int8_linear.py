@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from turbo_rcm_patch import errors
-from turbo_rcm_patch.ops import MAX_CHANNELS, int8_linear, quantize_weight
-from turbo_rcm_patch.ops.int8_linear import linear_forward
+from turbo_rcm_patch.ops import (
+    MAX_CHANNELS,
+    Rows,
+    int8_linear,
+    norm_modulate,
+    norm_modulate_rows,
+    quantize_weight,
+)
+from turbo_rcm_patch.ops.elementwise import rows_forward
+from turbo_rcm_patch.ops.int8_linear import linear_forward, rows_linear_forward
 from turbo_rcm_patch.ops.quantize import quantize_weights, quantized_rows
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -217,3 +227,56 @@ def test_refusals() -> None:
         quantize_weight(torch.zeros(3, 3).double())
     with pytest.raises(errors.ShapeError, match=str(MAX_CHANNELS)):
         quantize_weight(torch.zeros(1, MAX_CHANNELS + 1))
+
+
+@pytest.mark.parametrize("channels", [32, 77])
+@pytest.mark.parametrize("form", ["modulation", "affine"])
+def test_a_norm_as_rows_is_the_norm_quantised(channels: int, form: Any) -> None:
+    x, weight = torch.randn(2, 9, channels) * 3 + 1, torch.randn(11, channels)
+    scale, shift = torch.randn(2, 1, channels), torch.randn(2, 9, channels)
+    rows = norm_modulate_rows(x, scale=scale, shift=shift, form=form)
+    normed = norm_modulate(x, scale=scale, shift=shift, form=form)
+    int8, row_scale = quantized_rows(normed)
+    assert rows.int8.shape[2] % 16 == 0 and not rows.int8[..., channels:].any()
+    assert torch.equal(rows.int8[..., :channels], int8)
+    assert torch.equal(rows.scale, row_scale)
+    residual, gate = torch.randn(2, 9, 11), torch.randn(2, 1, 11)
+    quantised = quantize_weight(weight)
+    more = {"activation": "gelu-tanh", "residual": residual, "c_out": gate}
+    out = int8_linear(rows, *quantised, out_dtype=torch.float32, **more)
+    assert torch.equal(out, int8_linear(normed, *quantised, **more))
+
+
+def test_rows_of_bf16_are_not_rounded_on_the_way() -> None:
+    x = torch.randn(1, 200, 512, dtype=torch.bfloat16)
+    exact = F.layer_norm(x.double(), (512,), eps=1e-6)
+    rows = norm_modulate_rows(x)
+    back = rows.int8.double() * rows.scale.unsqueeze(-1)
+    assert ((back - exact).abs() <= 0.5005 * rows.scale.unsqueeze(-1)).all()
+
+
+def test_opcheck_of_rows() -> None:
+    x, part = torch.randn(2, 5, 33), torch.randn(2, 1, 33)
+    torch.library.opcheck(rows_forward, (x, part, None, 1.0, 1e-6, "reference"))
+    rows, weight = norm_modulate_rows(x, scale=part), quantize_weight(torch.randn(7, 33))
+    rest = (None, None, None, None, 1.0, 1.0, "", "fp32", "reference", torch.bfloat16)
+    torch.library.opcheck(rows_linear_forward, (*rows, *weight, *rest))
+
+
+def test_refusals_of_rows() -> None:
+    x, weight = torch.randn(1, 4, 33), quantize_weight(torch.randn(7, 33))
+    rows = norm_modulate_rows(x)
+    dtype = torch.float32
+    with pytest.raises(errors.ConfigError, match="out_dtype"):
+        int8_linear(rows, *weight)
+    with pytest.raises(errors.ShapeError, match="weight_int8"):
+        int8_linear(rows, *quantize_weight(torch.randn(7, 65)), out_dtype=dtype)
+    with pytest.raises(errors.ShapeError, match="scale"):
+        int8_linear(Rows(rows.int8, rows.scale[:, :2]), *weight, out_dtype=dtype)
+    with pytest.raises(errors.DTypeError, match="int8"):
+        int8_linear(Rows(rows.int8.float(), rows.scale), *weight, out_dtype=dtype)
+    with pytest.raises(errors.GradientError, match="norm_modulate_rows"):
+        norm_modulate_rows(x.requires_grad_())
+    residual = torch.randn(1, 4, 7, requires_grad=True)
+    with pytest.raises(errors.GradientError, match="rows"):
+        int8_linear(rows, *weight, residual=residual, out_dtype=dtype)

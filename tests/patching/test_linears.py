@@ -16,6 +16,7 @@ from tests.patching.wan import CASES, Case, dicts, relative, run, wan
 from turbo_rcm_patch import PatchConfig, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.models import RCMAttention
 from turbo_rcm_patch.patching import linears as linears_file
+from turbo_rcm_patch.patching import normed as normed_file
 from turbo_rcm_patch.patching.linears import Linears
 
 #: int8 in the Linears alone.
@@ -89,6 +90,30 @@ def test_every_linear_of_a_block_is_quantised_once(quantised: list[tuple[int, ..
     quantised.clear()
     assert torch.equal(run(model), first)
     assert not quantised
+
+
+def test_the_norms_before_int8_linears_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three norms a block, none of which becomes a tensor; with a LoRA on q, that of q does."""
+    seen: list[str] = []
+    for name in ("norm_modulate", "norm_modulate_rows"):
+        real = getattr(normed_file.ops, name)
+
+        def counting(*args: Any, name: str = name, real: Any = real, **more: Any) -> Any:
+            seen.append(name)
+            return real(*args, **more)
+
+        monkeypatch.setattr(normed_file.ops, name, counting)
+    case = CASES[0]
+    model, inputs = case.model(), case.inputs()
+    blocks = len(model.blocks)
+    with patched(model, LINEAR):
+        run(model, **inputs)
+    assert seen == 3 * blocks * ["norm_modulate_rows"]
+    seen.clear()
+    model.add_adapter(LoraConfig(r=2, target_modules=["attn1.to_q"]))
+    with patched(model, LINEAR):
+        run(model, **inputs)
+    assert seen == blocks * ["norm_modulate", *2 * ["norm_modulate_rows"]]
 
 
 def test_nothing_is_stored_in_the_model() -> None:

@@ -28,8 +28,9 @@ def settings() -> Settings:
     return Settings(steps=2, **SMALL)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def one_thread():
+    """Before the other fixtures of the session: a comparison knows how many threads it ran on."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patching.wan_family import FAMILIES
+from turbo_rcm_patch import find_pairs
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 from turbo_rcm_patch.sampling.load import load_pipeline, resolve_model
 from turbo_rcm_patch.sampling.settings import Settings, folder_defaults
@@ -193,3 +195,22 @@ def test_a_skeleton_has_shapes_and_no_weights(micro_folder: Path, no_network: No
         assert (parameter.shape, parameter.dtype) == (loaded[name].shape, loaded[name].dtype), name
     with pytest.raises(ModelFolderError, match=r"transformer/config\.json"):
         load_skeleton(micro_folder / "vae")
+
+
+@pytest.mark.parametrize(
+    "name", ["vace", "animate-image-two-faces", "chronoedit", "skyreels-masked"]
+)
+def test_a_skeleton_is_of_the_class_that_its_folder_names(name: str, tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    family.model().save_config(tmp_path / "transformer")
+    pipe = load_skeleton(tmp_path)
+    assert type(pipe.transformer) is family.cls
+    assert [pair.kind for pair in find_pairs(pipe)] == family.kinds
+
+
+def test_a_skeleton_of_another_class_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    path = tmp_path / "transformer" / "config.json"
+    path.write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    with pytest.raises(ModelFolderError, match=r"WanVACETransformer3DModel.*FluxTransformer2D"):
+        load_skeleton(tmp_path)

@@ -124,7 +124,13 @@ def test_other_step_counts_are_refused_with_a_remedy(steps: object) -> None:
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"sampler": "euler"}, {"sigma_max": 0.0}, {"sigma_max": math.nan}, {"timestep_dtype": "f8"}],
+    [
+        {"sampler": "euler"},
+        {"sigma_max": 0.0},
+        {"sigma_max": math.nan},
+        {"timestep_dtype": "f8"},
+        {"noise_seed": 1.5},
+    ],
     ids=lambda kwargs: next(iter(kwargs)),
 )
 def test_bad_configurations_are_refused(kwargs: dict) -> None:

@@ -36,6 +36,12 @@ COMPARISONS: Final = {
         "1.3b,14b,cogvideox-2b",
         '"eager,patched,patched compiled"',
     ),
+    "sparse": (
+        "sparse",
+        "sparse-linear attention (SLA) against our dense int8 attention",
+        "H12-N32760-D128-k0.1",
+        '"dense int8,sparse auto"',
+    ),
     "hbm": (
         "hbm",
         "memory traffic of attention + projection + skip, counted by Nsight Compute",
@@ -62,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
         )
         _add_common(one)
         if name == "hbm":
-            one.add_argument("--inside", nargs=2, metavar=("CASE", "FORM"), help=argparse.SUPPRESS)
+            one.add_argument(
+                "--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS
+            )
     _add_tune(commands)
     plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
     plot.add_argument("folder", type=Path, help="where the comparisons wrote")

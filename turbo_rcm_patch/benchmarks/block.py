@@ -13,6 +13,7 @@ from turbo_rcm_patch.benchmarks.contest import Effort, Entrant, admit, time_entr
 from turbo_rcm_patch.benchmarks.journal import Journal, Plan, chosen
 from turbo_rcm_patch.benchmarks.pairs import (
     FORMS,
+    OURS,
     SIGMA_DATA,
     inputs_of,
     pair_methods,
@@ -35,13 +36,14 @@ _COLUMNS: Final = (
     ("case", 18), ("method", 20), ("ms", 9), ("p20", 9), ("p80", 9), ("speed-up", 8),
     ("relL2", 9),
 )  # fmt: skip
-OURS: Final = ("two-launch", "one-launch")
+#: What is compared: torch's forms and ours.
+_METHODS: Final = tuple(dict.fromkeys((*FORMS, *OURS)))
 
 
 def run(plan: Plan) -> int:
     """Measure and write `block.json`; 0 if everything of ours was right."""
     only = chosen("--only", plan.only, [*(name for name, _, _ in SERIES), "wan"])
-    forms = chosen("--peers", plan.peers, FORMS)
+    forms = chosen("--peers", plan.peers, _METHODS)
     (batch, channels, heads), tokens = block_tokens(micro=plan.micro)
     journal = Journal(
         "block",

@@ -12,16 +12,15 @@ from typing import Final
 
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 
-__all__ = ["METRICS", "MODES", "find_ncu", "parse", "profile"]
+__all__ = ["METRICS", "find_ncu", "parse", "profile"]
 
 METRICS: Final = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-#: Ways to replay, best first. In a range everything between start and stop is one workload, so
-#: that a kernel finds in L2 what the one before it left there. "kernel" sums single kernels.
-MODES: Final = ("range", "application-range", "kernel")
 _UNITS: Final = {
     "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12,
     "B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
 }  # fmt: skip
+#: Bytes by metric.
+Workload = dict[str, float]
 _USUAL: Final = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
 
 
@@ -46,17 +45,19 @@ def find_ncu() -> str:
     return found
 
 
-def profile(command: Sequence[str], mode: str, timeout: float = 240.0) -> dict[str, float]:
-    """Run a command that calls cudaProfilerStart and Stop under the profiler.
+def profile(command: Sequence[str], timeout: float = 240.0) -> tuple[list[Workload], str]:
+    """Run a command that launches CUDA graphs between cudaProfilerStart and Stop under the
+    profiler.
+
+    A graph is one workload: what one of its kernels leaves in L2 the next one finds there. The two
+    counters fit into one pass, so nothing is replayed.
 
     Args:
         command: What to run.
-        mode: One of `MODES`.
         timeout: Seconds.
 
     Returns:
-        Bytes by metric, over everything between start and stop, and "workloads", how many ranges
-        or kernels that were.
+        Bytes by metric of every graph, in the order of their launches, and what was printed.
 
     Raises:
         ConfigError: The profiler failed or counted nothing; the message quotes it.
@@ -64,35 +65,32 @@ def profile(command: Sequence[str], mode: str, timeout: float = 240.0) -> dict[s
     full = [
         find_ncu(),
         *("--clock-control", "none", "--cache-control", "none"),
-        *("--replay-mode", mode),
+        *("--graph-profiling", "graph", "--profile-from-start", "off"),
         *("--metrics", ",".join(METRICS)),
         *("--csv", "--print-units", "base"),
-        *(("--profile-from-start", "off") if mode == "kernel" else ()),
         *command,
     ]
     try:
         done = subprocess.run(full, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"ncu --replay-mode {mode}", got=f"no end in {timeout:.0f} s") from error
+        raise ConfigError("ncu", got=f"no end in {timeout:.0f} s") from error
     except OSError as error:
-        raise ConfigError(f"ncu --replay-mode {mode}", got=str(error)) from error
+        raise ConfigError("ncu", got=str(error)) from error
     try:
         found = parse(done.stdout)
     except ConfigError as error:
         said = [line for line in (done.stdout + done.stderr).splitlines() if "==ERROR==" in line]
         tail = said or (done.stderr or done.stdout).strip().splitlines()[-3:]
         raise ConfigError(
-            f"ncu --replay-mode {mode}",
-            expected="counters",
-            got=f"exit {done.returncode}: {' '.join(tail)[:500]}",
+            "ncu", expected="counters", got=f"exit {done.returncode}: {' '.join(tail)[:500]}"
         ) from error
     if done.returncode:
-        raise ConfigError(f"ncu --replay-mode {mode}", got=f"exit {done.returncode}")
-    return found
+        raise ConfigError("ncu", got=f"exit {done.returncode}")
+    return found, done.stdout
 
 
-def parse(text: str) -> dict[str, float]:
-    """Bytes by metric summed over all workloads of `ncu --csv`, and their number as "workloads".
+def parse(text: str) -> list[Workload]:
+    """Bytes by metric of every workload of `ncu --csv`, in order.
 
     Args:
         text: What it printed: lines of its own ("==PROF== ..."), then CSV with a header line.
@@ -105,21 +103,19 @@ def parse(text: str) -> dict[str, float]:
     if start is None:
         raise ConfigError("output of ncu", expected='a CSV table that begins with "ID"')
     table = [line for line in lines[start:] if line.startswith('"')]
-    sums = dict.fromkeys(METRICS, 0.0)
-    seen: dict[str, set[str]] = {name: set() for name in METRICS}
+    found: dict[int, Workload] = {}
     for row in csv.DictReader(io.StringIO("\n".join(table))):
         name = row.get("Metric Name", "")
-        if name not in sums:
+        if name not in METRICS:
             continue
         unit, value = row["Metric Unit"], row["Metric Value"].replace(",", "")
         try:
-            sums[name] += float(value) * _UNITS[unit]
+            found.setdefault(int(row["ID"]), {})[name] = float(value) * _UNITS[unit]
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 f"output of ncu, {name}", expected="a number of bytes", got=f"{value} {unit}"
             ) from error
-        seen[name].add(row["ID"])
-    missing = [name for name in METRICS if not seen[name]]
-    if missing:
-        raise ConfigError("output of ncu", expected=f"the metrics {', '.join(missing)}")
-    return {**sums, "workloads": float(len(set.union(*seen.values())))}
+    missing = [name for name in METRICS if any(name not in one for one in found.values())]
+    if missing or not found:
+        raise ConfigError("output of ncu", expected=f"the metrics {', '.join(missing or METRICS)}")
+    return [found[number] for number in sorted(found)]

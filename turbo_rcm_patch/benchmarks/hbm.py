@@ -4,16 +4,15 @@ paper."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.benchmarks.cases import name_of, traffic_cases
-from turbo_rcm_patch.benchmarks.clock import Call, input_sets
+from turbo_rcm_patch.benchmarks.clock import graph_of, input_sets
 from turbo_rcm_patch.benchmarks.contest import Entrant, admit
-from turbo_rcm_patch.benchmarks.counters import METRICS, MODES, find_ncu, profile
+from turbo_rcm_patch.benchmarks.counters import METRICS, find_ncu, profile
 from turbo_rcm_patch.benchmarks.journal import Journal, Plan, chosen
 from turbo_rcm_patch.benchmarks.pairs import FORMS, inputs_of, pair_methods, truth_of
 from turbo_rcm_patch.benchmarks.setup import Shape, errors_of
@@ -26,6 +25,9 @@ WRONG: Final = 0.1
 ROWS: Final = 32
 #: The exact backend of the two-pass form here; any of them moves the same tensors.
 _BASELINE: Final = "two-pass, flash"
+#: What the measured process says of a form, and what follows.
+_COUNTED: Final = "counted:"
+_LEFT_OUT: Final = "left-out:"
 _COLUMNS: Final = (
     ("case", 18), ("form", 12), ("paper MB", 10), ("measured MB", 11), ("read MB", 10),
     ("write MB", 10), ("of two-pass", 11),
@@ -46,9 +48,8 @@ def run(plan: Plan) -> int:
         about={
             "operation": "c_skip(t) x + c_out(t) (softmax(q k^T / sqrt(D)) v W^T + b), q, k, v "
             "given, bf16",
-            "measured": f"{' + '.join(METRICS)} of Nsight Compute over several input sets in "
-            "turn, divided by their number; clocks and caches left alone",
-            "mode": "range: all kernels of all sets are one workload; kernel: a sum of kernels",
+            "measured": f"{' + '.join(METRICS)} of Nsight Compute over a CUDA graph of several "
+            "input sets in turn, divided by their number; clocks and caches left alone",
             "paper": "every operand and result of every kernel once, prologue included",
             "the write-ups' count": write_ups_share(),
         },
@@ -56,20 +57,23 @@ def run(plan: Plan) -> int:
     good = True
     with journal.running():
         ncu = _missing(journal)
-        modes = list(MODES)
         for name in only:
-            record: dict[str, object] = {"tensor_bytes": tensor_bytes(shapes[name])}
-            found: dict[str, dict[str, object]] = {}
-            record["forms"] = found
+            found = {form: _paper(shapes[name], form, journal.device) for form in forms}
+            if ncu:
+                measured: dict[str, dict[str, object]] = {}
+                missing = dict.fromkeys(forms, ncu)
+            elif journal.late(name):
+                continue
+            else:
+                measured, missing = _measured(name, forms, journal)
             for form in forms:
-                found[form] = _paper(shapes[name], form, journal.device)
-                if ncu:
-                    found[form]["not_measured"] = ncu
-                elif not journal.late(f"{name}, {form}"):
-                    found[form] |= _measured(name, form, modes, journal)
-                good &= "measured" in found[form]
+                if form in measured:
+                    found[form]["measured"] = measured[form]
+                else:
+                    found[form]["not_measured"] = missing.get(form, "its graph was not counted")
+                    good = False
                 _show(name, form, found, journal)
-                journal.case(name, record)
+            journal.case(name, {"tensor_bytes": tensor_bytes(shapes[name]), "forms": found})
     return 0 if good or journal.plan.micro else 1
 
 
@@ -91,37 +95,37 @@ def _paper(shape: Shape, form: str, device: torch.device) -> dict[str, object]:
     return {"paper_bytes": sum(parts.values()), "paper": parts, "pv": pv}
 
 
-def _measured(name: str, form: str, modes: list[str], journal: Journal) -> dict[str, object]:
-    """What the first mode that works counts, and why others did not; those are not tried
-    again."""
+def _measured(
+    name: str, forms: list[str], journal: Journal
+) -> tuple[dict[str, dict[str, object]], dict[str, str]]:
+    """What was counted of each form, and why of others nothing was."""
     plan = journal.plan
     # The child is this module again, so that nothing else happens between start and stop.
     command = [
         *(sys.executable, "-m", "turbo_rcm_patch.benchmarks", "hbm"),
-        *("--inside", name, form, "--device", plan.device, "--seed", str(plan.seed)),
+        *("--inside", name, ",".join(forms), "--device", plan.device, "--seed", str(plan.seed)),
         *(("--micro",) if plan.micro else ()),
     ]
-    failed: dict[str, str] = {}
-    for mode in tuple(modes):
-        try:
-            counted = profile(command, mode)
-        except ConfigError as error:
-            failed[mode] = str(error)
-            continue
-        shape = next(s for s in traffic_cases(micro=plan.micro) if name_of(s) == name)
-        sets = _sets(shape)
-        read, write = (counted[metric] / sets for metric in METRICS)
-        measured: dict[str, object] = {
+    try:
+        workloads, said = profile(command)
+    except ConfigError as error:
+        return {}, dict.fromkeys(forms, str(error))
+    words = [line.split(" ", 3) for line in said.splitlines()]
+    counted = [(form, int(sets)) for _, form, sets in (w[1:] for w in words if w[0] == _COUNTED)]
+    missing = {form: why for _, form, why in (w[1:] for w in words if w[0] == _LEFT_OUT)}
+    if len(counted) != len(workloads):
+        why = f"{len(workloads)} workloads for {len(counted)} graphs"
+        return {}, dict.fromkeys(forms, why)
+    found: dict[str, dict[str, object]] = {}
+    for (form, sets), workload in zip(counted, workloads, strict=True):
+        read, write = (workload[metric] / sets for metric in METRICS)
+        found[form] = {
             "bytes": read + write,
             "read_bytes": read,
             "write_bytes": write,
-            "mode": mode,
-            "workloads": int(counted["workloads"]),
             "sets": sets,
         }
-        modes[:] = modes[modes.index(mode) :]
-        return {"measured": measured} | ({"modes_that_failed": failed} if failed else {})
-    return {"not_measured": "no mode of ncu worked", "modes_that_failed": failed}
+    return found, missing
 
 
 def _show(name: str, form: str, found: dict[str, dict[str, object]], journal: Journal) -> None:
@@ -152,8 +156,9 @@ def _show(name: str, form: str, found: dict[str, dict[str, object]], journal: Jo
 # --- the process under the profiler --------------------------------------------------------------
 
 
-def inside(plan: Plan, case: str, form: str) -> int:
-    """Run one form over all its input sets between cudaProfilerStart and Stop.
+def inside(plan: Plan, case: str, forms: str) -> int:
+    """Run each form over all its input sets, as one CUDA graph, between cudaProfilerStart and
+    Stop.
 
     The output is checked first. Every set is used once and together they are larger than L2, so
     that what one leaves in L2 does not serve the next; before the start L2 is filled by reading
@@ -161,15 +166,17 @@ def inside(plan: Plan, case: str, form: str) -> int:
     """
     shapes = {name_of(shape): shape for shape in traffic_cases(micro=plan.micro)}
     chosen("CASE", (case,), list(shapes))
-    chosen("FORM", (form,), FORMS)
+    names = chosen("FORM", forms.split(","), FORMS)
     shape, device = shapes[case], plan.torch_device()
     with torch.no_grad():
-        entrant = _entrant(shape, form, plan, device)
-        if not entrant.ready:
-            raise ConfigError(f"{form} at {case}", got=str(entrant.record["reason"]))
-        with entrant.method.context():
-            _inside_range(entrant.calls, device)
-    print(f"{case} {form}: {len(entrant.calls)} sets")
+        for form in names:
+            entrant = _entrant(shape, form, plan, device)
+            if not entrant.ready:
+                print(_LEFT_OUT, case, form, str(entrant.record["reason"]).replace("\n", " "))
+                continue
+            with entrant.method.context():
+                _count(entrant, device)
+            print(_COUNTED, case, form, len(entrant.calls), flush=True)
     return 0
 
 
@@ -188,30 +195,18 @@ def _entrant(shape: Shape, form: str, plan: Plan, device: torch.device) -> Entra
     return admit(method, sets, lambda y: errors_of(y[:, rows], truth), WRONG)
 
 
-def _inside_range(calls: list[Call], device: torch.device) -> None:
-    start, stop = _switches(device)
-    for call in calls:
-        call()
-    if device.type == "cuda":
-        other = torch.zeros(2**28, dtype=torch.int8, device=device)
-        other.view(torch.int32).amax()
-        torch.cuda.synchronize(device)
-    start()
-    for call in calls:
-        call()
-    stop()
-
-
-def _switches(device: torch.device) -> tuple[Callable[[], None], Callable[[], None]]:
+def _count(entrant: Entrant, device: torch.device) -> None:
     if device.type != "cuda":
-        return (lambda: None), (lambda: None)
+        for call in entrant.calls:
+            call()
+        return
+    replay = graph_of(entrant.calls)
+    replay()
+    other = torch.zeros(2**28, dtype=torch.int8, device=device)
+    other.view(torch.int32).amax()
+    torch.cuda.synchronize(device)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-    def start() -> None:
-        runtime.cudaProfilerStart()
-
-    def stop() -> None:
-        torch.cuda.synchronize(device)
-        runtime.cudaProfilerStop()
-
-    return start, stop
+    runtime.cudaProfilerStart()
+    replay()
+    torch.cuda.synchronize(device)
+    runtime.cudaProfilerStop()

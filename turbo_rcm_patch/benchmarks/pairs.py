@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,19 @@ from turbo_rcm_patch.benchmarks.setup import Shape, generator
 from turbo_rcm_patch.boundary import EDM
 from turbo_rcm_patch.config import Form
 
-__all__ = ["FORMS", "SIGMA_DATA", "inputs_of", "pair_methods", "truth_of"]
+__all__ = ["FORMS", "OURS", "SIGMA_DATA", "inputs_of", "pair_methods", "truth_of"]
 
 SIGMA_DATA: Final = 0.5
 #: As in tables and on the command line; "two-pass" stands for each of torch's backends.
 FORMS: Final = ("two-pass", "one-pass", "two-launch", "one-launch")
+#: Our forms -> how the attention is computed, and in how many launches it is closed. "two-launch"
+#: and "one-launch" choose the precision of p and v by the number of keys, as a patched model does.
+OURS: Final[dict[str, tuple[dict[str, Any], Form]]] = {
+    "two-launch": ({}, "two-launch"),
+    "two-launch-fp8": ({"pv": "fp8"}, "two-launch"),
+    "two-launch-exact": ({"attention": "exact"}, "two-launch"),
+    "one-launch": ({}, "one-launch"),
+}
 #: Exact backends in the order in which the compiled form may take them.
 _ANY_EXACT: Final = [
     SDPBackend.CUDNN_ATTENTION,
@@ -102,7 +110,7 @@ def pair_methods(
         heads: H.
         linear: Whether the linear that makes q, k and v is part of it.
         compiler: Backend of torch.compile.
-        forms: Some of `FORMS`.
+        forms: Some of `FORMS` and `OURS`.
     """
     methods = []
     plain = _written(heads, linear)
@@ -127,9 +135,9 @@ def pair_methods(
             )
         )
     methods += [
-        Method(form, functools.partial(_ours, heads, linear, form))
-        for form in ("two-launch", "one-launch")
-        if form in forms
+        Method(name, functools.partial(_ours, ops.AttentionSpec(heads=heads, **how), linear, form))
+        for name, (how, form) in OURS.items()
+        if name in forms
     ]
     return methods
 
@@ -163,10 +171,11 @@ def _torch(function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
     return lambda: function(first, x, weight, bias, c_skip, c_out)
 
 
-def _ours(heads: int, linear: bool, form: Form, inputs: Sequence[torch.Tensor]) -> Call:
+def _ours(
+    spec: ops.AttentionSpec, linear: bool, form: Form, inputs: Sequence[torch.Tensor]
+) -> Call:
     *first, x, weight, bias, times = inputs
     c_skip, c_out = _coefficients(times)
-    spec = ops.AttentionSpec(heads=heads)
 
     def call() -> torch.Tensor:
         q, k, v = F.linear(*first).chunk(3, dim=-1) if linear else first

@@ -40,6 +40,8 @@ _FORMS: Final = {
     "two-pass": ("#111827", "two-pass torch"),
     "one-pass": ("#9ca3af", "one-pass torch"),
     "two-launch": ("#60a5fa", "ours, two launches"),
+    "two-launch-fp8": ("#f59e0b", "ours, two launches, fp8 p and v"),
+    "two-launch-exact": ("#10b981", "ours, exact attention"),
     "one-launch": ("#1d4ed8", "ours, one launch"),
 }
 

@@ -130,6 +130,27 @@ def _and_compiled(
     return both
 
 
+def _fused_qkv(
+    enter: Callable[[ModelMixin, str], AbstractContextManager[object]],
+) -> Callable[[ModelMixin, str], AbstractContextManager[object]]:
+    """With diffusers' own fusion of the linears of q, k and v into one, made first."""
+
+    @contextmanager
+    def both(network: Any, backend: str) -> Iterator[None]:
+        flag = "fused_projections"  # diffusers leaves it behind
+        clean = [module for module in network.modules() if flag not in vars(module)]
+        network.fuse_qkv_projections()
+        try:
+            with enter(network, backend):
+                yield
+        finally:
+            network.unfuse_qkv_projections()
+            for module in clean:
+                vars(module).pop(flag, None)
+
+    return both
+
+
 def variants() -> list[Variant]:
     """Every way, unpatched ones first; the first is what the others are compared with."""
     int8 = _patched(linear="int8")
@@ -137,11 +158,13 @@ def variants() -> list[Variant]:
         Variant("eager", _as_written, profiled=True),
         Variant("eager cuDNN", _cudnn),
         Variant("compiled", _and_compiled(_as_written), profiled=True),
+        Variant("compiled fused qkv", _fused_qkv(_and_compiled(_as_written))),
         Variant("eager sage", _sage),
         # Its CUDA build breaks the graph at every attention.
         Variant("compiled sage", _and_compiled(_sage, fullgraph=False)),
         Variant("patched", _patched(), ours=True, profiled=True),
         Variant("patched compiled", _and_compiled(_patched()), ours=True, profiled=True),
+        Variant("patched fused qkv", _fused_qkv(_patched()), ours=True),
     ]
     if has_int8_linears():
         found += [

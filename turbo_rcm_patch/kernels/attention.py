@@ -36,6 +36,10 @@ __all__ = [
     "attention",
     "attention_arguments",
     "attention_kernel",
+    "normalised",
+    "ones_for",
+    "over_block",
+    "over_keys",
 ]
 
 #: log2 of the largest P: e4m3 uses its whole range, fp16 stays clear of its subnormals.
@@ -53,67 +57,99 @@ def _permute_keys(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _over_keys(
+def over_block(
+    acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
+    v_stride_n, offs_m, limit, start_n,
+    P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: keys start_n.. . l_i is [BLOCK_M, 16], equal columns, with
+    FP8."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_PAD)
+    start_n = tl.multiple_of(start_n, BLOCK_N)
+    if DESCRIPTORS:
+        k = k_src.load([(bh * n_kv_padded + start_n).to(tl.int32), 0])
+    else:
+        k_rows = k_src + (bh * n_kv_padded + start_n) * HEAD_PAD
+        k = tl.load(k_rows + offs_n[:, None] * HEAD_PAD + offs_d[None, :])
+    qk = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
+    scale = q_scale * tl.load(k_scale_ptr + start_n // SCALE_BLOCK)
+    if MASKED:
+        seen = (start_n + offs_n < limit)[None, :]
+        if CAUSAL:
+            seen = seen & (offs_m[:, None] >= start_n + offs_n[None, :])
+        logits = tl.where(seen, qk.to(tl.float32) * scale[:, None], float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(logits, axis=1))
+        # A row that has seen no key yet keeps -inf; 0 in its place gives p = 0, not NaN.
+        m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(logits - (m_use - P_MAX_LOG2)[:, None])
+    else:
+        # The maximum of raw integers is cheaper, and scales are positive.
+        m_new = tl.maximum(m_i, tl.max(qk, axis=1).to(tl.float32) * scale)
+        m_use = m_new
+        p = tl.exp2(qk.to(tl.float32) * scale[:, None] - (m_use - P_MAX_LOG2)[:, None])
+    alpha = tl.exp2(m_i - m_use)
+    m_i = m_new
+    if FP8:
+        # Permuted in fp32 and cast last: casting first costs byte shuffles.
+        p8 = _permute_keys(p, BLOCK_M, BLOCK_N).to(tl.float8e4nv)
+        if DESCRIPTORS:
+            v = v_src.load([(bh * HEAD_PAD).to(tl.int32), start_n])
+        else:
+            v_rows = v_src + bh * HEAD_PAD * n_kv_padded + start_n
+            v = tl.load(v_rows + offs_d[:, None].to(tl.int64) * n_kv_padded + offs_n[None, :])
+        # Sums the rounded P, so that the output is normalised by what multiplied v.
+        l_i = l_i * alpha[:, None] + tl.dot(p8, ones)
+        acc = acc * alpha[:, None] + tl.dot(p8, tl.trans(v))
+    else:
+        v_rows = v_src + start_n.to(tl.int64) * v_stride_n
+        offs_v = offs_n[:, None].to(tl.int64) * v_stride_n + offs_d[None, :]
+        if MASKED:
+            mask_v = (start_n + offs_n < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
+            v = tl.load(v_rows + offs_v, mask=mask_v, other=0.0)
+        elif HEAD_DIM == HEAD_PAD:
+            v = tl.load(v_rows + offs_v)
+        else:
+            v = tl.load(v_rows + offs_v, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        p16 = p.to(v.dtype)
+        l_i = l_i * alpha + tl.sum(p16.to(tl.float32), axis=1)
+        acc = tl.dot(p16, v, acc * alpha[:, None])
+    return acc, l_i, m_i
+
+
+@triton.jit
+def over_keys(
     acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
     v_stride_n, offs_m, limit, lo, hi,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Keys lo..hi of the online softmax. l_i is [BLOCK_M, 16], equal columns, with FP8."""
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, HEAD_PAD)
+    """Keys lo..hi of the online softmax."""
     # The masked loop runs once or twice: not pipelined, it leaves registers for a third program.
     for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if MASKED else None):
-        start_n = tl.multiple_of(start_n, BLOCK_N)
-        if DESCRIPTORS:
-            k = k_src.load([(bh * n_kv_padded + start_n).to(tl.int32), 0])
-        else:
-            k_rows = k_src + (bh * n_kv_padded + start_n) * HEAD_PAD
-            k = tl.load(k_rows + offs_n[:, None] * HEAD_PAD + offs_d[None, :])
-        qk = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
-        scale = q_scale * tl.load(k_scale_ptr + start_n // SCALE_BLOCK)
-        if MASKED:
-            seen = (start_n + offs_n < limit)[None, :]
-            if CAUSAL:
-                seen = seen & (offs_m[:, None] >= start_n + offs_n[None, :])
-            logits = tl.where(seen, qk.to(tl.float32) * scale[:, None], float("-inf"))
-            m_new = tl.maximum(m_i, tl.max(logits, axis=1))
-            # A row that has seen no key yet keeps -inf; 0 in its place gives p = 0, not NaN.
-            m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(logits - (m_use - P_MAX_LOG2)[:, None])
-        else:
-            # The maximum of raw integers is cheaper, and scales are positive.
-            m_new = tl.maximum(m_i, tl.max(qk, axis=1).to(tl.float32) * scale)
-            m_use = m_new
-            p = tl.exp2(qk.to(tl.float32) * scale[:, None] - (m_use - P_MAX_LOG2)[:, None])
-        alpha = tl.exp2(m_i - m_use)
-        m_i = m_new
-        if FP8:
-            # Permuted in fp32 and cast last: casting first costs byte shuffles.
-            p8 = _permute_keys(p, BLOCK_M, BLOCK_N).to(tl.float8e4nv)
-            if DESCRIPTORS:
-                v = v_src.load([(bh * HEAD_PAD).to(tl.int32), start_n])
-            else:
-                v_rows = v_src + bh * HEAD_PAD * n_kv_padded + start_n
-                v = tl.load(v_rows + offs_d[:, None].to(tl.int64) * n_kv_padded + offs_n[None, :])
-            # Sums the rounded P, so that the output is normalised by what multiplied v.
-            l_i = l_i * alpha[:, None] + tl.dot(p8, ones)
-            acc = acc * alpha[:, None] + tl.dot(p8, tl.trans(v))
-        else:
-            v_rows = v_src + start_n.to(tl.int64) * v_stride_n
-            offs_v = offs_n[:, None].to(tl.int64) * v_stride_n + offs_d[None, :]
-            if MASKED:
-                mask_v = (start_n + offs_n < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
-                v = tl.load(v_rows + offs_v, mask=mask_v, other=0.0)
-            elif HEAD_DIM == HEAD_PAD:
-                v = tl.load(v_rows + offs_v)
-            else:
-                v = tl.load(v_rows + offs_v, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
-            p16 = p.to(v.dtype)
-            l_i = l_i * alpha + tl.sum(p16.to(tl.float32), axis=1)
-            acc = tl.dot(p16, v, acc * alpha[:, None])
+        acc, l_i, m_i = over_block(
+            acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
+            v_stride_n, offs_m, limit, start_n,
+            P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
+            FP8, DESCRIPTORS, MASKED, CAUSAL,
+        )  # fmt: skip
     return acc, l_i, m_i
+
+
+@triton.jit
+def normalised(acc, l_i, v_scale_ptr, bh, HEAD_PAD: tl.constexpr, FP8: tl.constexpr):
+    """The output [BLOCK_M, HEAD_PAD] of a finished online softmax, and its row sums, 1 for rows
+    that saw no key: their output is 0. NaN stays NaN."""
+    if FP8:
+        total = tl.max(l_i, axis=1)
+        acc = acc * tl.load(v_scale_ptr + bh * HEAD_PAD + tl.arange(0, HEAD_PAD))[None, :]
+    else:
+        total = l_i
+    total = tl.where(total == 0.0, 1.0, total)
+    return acc / total[:, None], total
 
 
 @triton.jit
@@ -162,28 +198,22 @@ def attend(
     if CAUSAL:
         hi = tl.minimum(limit, start_m + BLOCK_M)
         full = tl.minimum(full, (start_m + 1) // BLOCK_N * BLOCK_N)
-    acc, l_i, m_i = _over_keys(
+    acc, l_i, m_i = over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
         v_stride_n, offs_m, limit, 0, full,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, False, CAUSAL,
     )  # fmt: skip
-    acc, l_i, m_i = _over_keys(
+    acc, l_i, m_i = over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
         v_stride_n, offs_m, limit, full, hi,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, True, CAUSAL,
     )  # fmt: skip
 
-    if FP8:
-        total = tl.max(l_i, axis=1)
-        acc = acc * tl.load(v_scale_ptr + bh * HEAD_PAD + offs_d)[None, :]
-    else:
-        total = l_i
-    # A row without a key has total 0: output 0, logsumexp -inf. NaN stays NaN.
-    total = tl.where(total == 0.0, 1.0, total)
+    out, total = normalised(acc, l_i, v_scale_ptr, bh, HEAD_PAD, FP8)
     lse = tl.where(m_i == float("-inf"), m_i, m_i - P_MAX_LOG2 + tl.log2(total))
-    return acc / total[:, None], lse
+    return out, lse
 
 
 @triton.jit
@@ -240,7 +270,7 @@ def attention_kernel(
 
 
 @cache
-def _ones(device: torch.device) -> torch.Tensor:
+def ones_for(device: torch.device) -> torch.Tensor:
     """[256, 16] e4m3 ones, the right operand that turns a product into a row sum."""
     return torch.ones(256, 16, device=device).to(torch.float8_e4m3fn)
 
@@ -270,7 +300,7 @@ def attention_arguments(
         "k_scale_ptr": keys.scale,
         "v_src": v_src,
         "v_scale_ptr": None if values is None else values.scale,
-        "ones_src": None if values is None else _ones(queries.scale.device),
+        "ones_src": None if values is None else ones_for(queries.scale.device),
         "lengths_ptr": operands.lengths,
         "v_stride_b": 0 if v is None else v.stride(0),
         "v_stride_n": 0 if v is None else v.stride(1),

@@ -5,12 +5,19 @@ Importing this package loads neither triton nor diffusers; a Triton kernel is im
 first launched.
 """
 
-from turbo_rcm_patch.ops.attention import attention_lse, attention_skip
-from turbo_rcm_patch.ops.elementwise import linear_gelu, norm_modulate
+from turbo_rcm_patch.ops.attention import attention_lse, attention_skip, masked_attention
+from turbo_rcm_patch.ops.denoise import denoise_step
+from turbo_rcm_patch.ops.elementwise import linear_gelu, norm_modulate, norm_modulate_rows
 from turbo_rcm_patch.ops.fused import attention_project_skip, choose_form
 from turbo_rcm_patch.ops.int8_linear import int8_linear
 from turbo_rcm_patch.ops.projection import project_skip, skip
-from turbo_rcm_patch.ops.quantize import MAX_CHANNELS, quantize_weight
+from turbo_rcm_patch.ops.quantize import MAX_CHANNELS, Rows, quantize_weight
+from turbo_rcm_patch.ops.sparse_linear import (
+    MAX_SPARSE_HEAD_DIM,
+    SPARSE_BLOCKS,
+    Sparsity,
+    sparse_linear_attention,
+)
 from turbo_rcm_patch.ops.spec import (
     FP8_MIN_KEYS,
     INT8_MIN_KEYS,
@@ -25,15 +32,22 @@ __all__ = [
     "FP8_MIN_KEYS",
     "INT8_MIN_KEYS",
     "MAX_CHANNELS",
+    "MAX_SPARSE_HEAD_DIM",
+    "SPARSE_BLOCKS",
     "AttentionSpec",
+    "Rows",
+    "Sparsity",
     "attention_lse",
     "attention_project_skip",
     "attention_skip",
     "choose_form",
+    "denoise_step",
     "describe_pv",
     "int8_linear",
     "linear_gelu",
+    "masked_attention",
     "norm_modulate",
+    "norm_modulate_rows",
     "norm_modulate_streams",
     "project_skip",
     "project_skip_streams",
@@ -41,4 +55,5 @@ __all__ = [
     "resolve_impl",
     "resolve_pv",
     "skip",
+    "sparse_linear_attention",
 ]

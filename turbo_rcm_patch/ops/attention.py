@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from turbo_rcm_patch.errors import GradientError, MaskError, OpError
 from turbo_rcm_patch.ops.checks import (
     check_attention,
     check_lengths,
+    check_mask,
     check_norm,
     check_residual,
     coefficient_parts,
     rotary_parts,
 )
+from turbo_rcm_patch.ops.reference import norm_rope, split_heads
 from turbo_rcm_patch.ops.registry import attention_forward
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
-__all__ = ["attention_lse", "attention_skip"]
+__all__ = ["attention_lse", "attention_skip", "masked_attention"]
 
 
 def attention_skip(
@@ -107,6 +110,55 @@ def attention_lse(
     return _call(
         q, k, v, spec, None, 1.0, 1.0, norm_q, norm_k, rotary, kv_lengths, out_dtype, True
     )
+
+
+def masked_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    spec: AttentionSpec,
+    *,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """softmax(sm_scale * q k^T + mask) v with torch's scaled_dot_product_attention.
+
+    No kernel here takes a mask of any form, so this is exact whatever `spec.attention` asks for,
+    and plain torch, which differentiates and compiles it. The rotary embedding is fp32; q and k
+    are rounded once after it, to v's dtype.
+
+    Args:
+        q: [B, Nq, H*D], bf16, fp16 or fp32.
+        k: [B, Nk, H*D], dtype of q.
+        v: [B, Nk, H*D], dtype of q.
+        mask: Broadcasts to [B, H, Nq, Nk]. Boolean: true where a query sees a key. Float: added to
+            the logits.
+        spec: Number of heads and sm_scale.
+        rotary: (cos, sin), each [N, D] or [1, N, 1, D].
+
+    Returns:
+        [B, Nq, H*D], dtype of q.
+
+    Raises:
+        MaskError: The mask has another shape or dtype, or `spec.causal` asks for a second one.
+    """
+    check_attention(q, k, v, spec)
+    batch, n_q, channels = q.shape
+    head_dim = channels // spec.heads
+    cos, sin = rotary_parts(rotary, n_q, k.shape[1], head_dim)
+    check_mask(mask, (batch, spec.heads, n_q, k.shape[1]), spec)
+    qh, kh = (
+        norm_rope(x, spec.heads, weight=None, cos=cos, sin=sin, eps=spec.eps).to(v.dtype)
+        for x in (q, k)
+    )
+    out = F.scaled_dot_product_attention(
+        qh,
+        kh,
+        split_heads(v, spec.heads),
+        attn_mask=mask if mask.dtype == torch.bool else mask.to(v.dtype),
+        scale=head_dim**-0.5 if spec.sm_scale is None else spec.sm_scale,
+    )
+    return out.transpose(1, 2).flatten(2)
 
 
 def _call(

@@ -14,6 +14,7 @@ from turbo_rcm_patch.skip import Coefficient
 __all__ = [
     "check_attention",
     "check_lengths",
+    "check_mask",
     "check_norm",
     "check_residual",
     "check_weight",
@@ -130,6 +131,26 @@ def check_lengths(kv_lengths: torch.Tensor | None, batch: int) -> None:
         )
     if kv_lengths.dtype not in (torch.int32, torch.int64):
         raise MaskError("kv_lengths", expected="int32 or int64", got=str(kv_lengths.dtype))
+
+
+def check_mask(mask: torch.Tensor, shape: tuple[int, int, int, int], spec: AttentionSpec) -> None:
+    """A mask of any form broadcasts to [B, H, Nq, Nk] and is boolean or added to the logits."""
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise MaskError("mask", expected="a boolean or float dtype", got=str(mask.dtype))
+    fits = 2 <= mask.dim() <= 4 and all(
+        own in (1, full) for own, full in zip(reversed(mask.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise MaskError(
+            "mask", expected=f"a shape that broadcasts to {list(shape)}", got=_shape(mask)
+        )
+    if spec.causal:
+        raise MaskError(
+            "mask",
+            expected="causal=False beside a mask",
+            got="causal=True",
+            remedy="Put the causal part into the mask",
+        )
 
 
 def check_residual(name: str, residual: torch.Tensor | None, shape: tuple[int, int, int]) -> None:

@@ -1,5 +1,5 @@
-"""What stands around the branches of a block, each in one pass: layer norm with modulation, and
-GELU in the epilogue of the linear before it."""
+"""What stands around the branches of a block, each in one pass: layer norm with modulation, as a
+tensor or as int8 rows, and GELU in the epilogue of the linear before it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import ShapeError
+from turbo_rcm_patch.errors import GradientError, ShapeError
 from turbo_rcm_patch.ops.checks import check_float, check_weight
+from turbo_rcm_patch.ops.quantize import Rows, padded_channels, quantized_rows
 from turbo_rcm_patch.ops.spec import resolve_impl
 
-__all__ = ["linear_gelu", "norm_modulate"]
+__all__ = ["linear_gelu", "norm_modulate", "norm_modulate_rows"]
 
 
 # --- layer norm and modulation -------------------------------------------------------------------
@@ -127,6 +128,14 @@ def norm_modulate(
     Raises:
         ShapeError: x is not [B, N, C], or scale or shift does not broadcast to it.
     """
+    parts = _modulation(x, scale, shift)
+    one = 1.0 if form == "modulation" else 0.0
+    out: Tensor = norm_forward(x, *parts, one, eps, impl)
+    return out
+
+
+def _modulation(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> list[Tensor | None]:
+    """scale and shift with three dimensions, checked."""
     if x.dim() != 3:
         raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
     check_float("x", x)
@@ -140,9 +149,79 @@ def norm_modulate(
                     name, expected=f"broadcasts to {list(x.shape)}", got=str(list(part.shape))
                 )
         parts.append(part)
+    return parts
+
+
+# --- the same as int8 rows -----------------------------------------------------------------------
+
+
+def _rows_forward(
+    x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
+) -> tuple[Tensor, Tensor]:
+    if resolve_impl(cast("Impl", impl), x.device) == "triton":
+        from turbo_rcm_patch.kernels.norm_rows import norm_modulate_rows as launch
+
+        rows = launch(x, factor, offset, one=one, eps=eps)
+        return rows.int8, rows.scale
+    int8, scale = quantized_rows(_norm_forward(x.float(), factor, offset, one, eps, impl))
+    return F.pad(int8, (0, padded_channels(x.shape[2]) - x.shape[2])), scale
+
+
+rows_forward = torch.library.custom_op(
+    "turbo_rcm_patch::norm_modulate_rows", _rows_forward, mutates_args=()
+)
+
+
+@rows_forward.register_fake
+def _rows_fake(
+    x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
+) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], x.shape[1], padded_channels(x.shape[2]))
+    return (
+        x.new_empty(shape, dtype=torch.int8),
+        x.new_empty(x.shape[:2], dtype=torch.float32),
+    )
+
+
+def norm_modulate_rows(
+    x: Tensor,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    form: Literal["modulation", "affine"] = "modulation",
+    eps: float = 1e-6,
+    impl: Impl = "auto",
+) -> Rows:
+    """`norm_modulate` straight to int8, a scale per row: what `int8_linear` multiplies.
+
+    One pass over memory instead of three, and nothing is rounded before the int8.
+
+    Args:
+        x: [B, N, C], bf16, fp16 or fp32.
+        scale: As in `norm_modulate`.
+        shift: Likewise.
+        form: Likewise.
+        eps: Likewise.
+        impl: "triton", "reference" or "auto".
+
+    Returns:
+        int8 [B, N, C padded to a multiple of 16 with zeros] and scale fp32 [B, N].
+
+    Raises:
+        ShapeError: x is not [B, N, C], or scale or shift does not broadcast to it.
+        GradientError: One of them wants a gradient, which an integer has not.
+    """
+    parts = _modulation(x, scale, shift)
+    if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, *parts)):
+        raise GradientError(
+            "norm_modulate_rows",
+            expected="inputs without a gradient, because int8 rows have none",
+            got="requires_grad=True",
+            remedy="Use norm_modulate, and int8_linear of its result",
+        )
     one = 1.0 if form == "modulation" else 0.0
-    out: Tensor = norm_forward(x, *parts, one, eps, impl)
-    return out
+    int8, scales = rows_forward(x, *parts, one, eps, impl)
+    return Rows(int8, scales)
 
 
 # --- linear and GELU -----------------------------------------------------------------------------

@@ -25,7 +25,18 @@ import torch
 from turbo_rcm_patch.ops.reference import key_mask
 from turbo_rcm_patch.ops.spec import key_block, mix_width
 
-__all__ = ["E4M3_MAX", "MEAN_SAMPLES", "P_SHIFT", "emulated_attention", "sample_mean"]
+__all__ = [
+    "E4M3_MAX",
+    "LOG2_E",
+    "MEAN_SAMPLES",
+    "P_SHIFT",
+    "emulated_attention",
+    "mixed",
+    "quantized",
+    "rounded_v",
+    "sample_mean",
+    "softmax_pv",
+]
 
 LOG2_E: Final = math.log2(math.e)
 LN_2: Final = math.log(2.0)
@@ -69,7 +80,7 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _quantize(x: torch.Tensor, amax: torch.Tensor, qmax: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(x: torch.Tensor, amax: torch.Tensor, qmax: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers (held in fp32) and the scale, for values whose largest magnitude is `amax`
     (broadcastable)."""
     amax = torch.where(amax > TINY, amax, torch.ones_like(amax))
@@ -81,7 +92,7 @@ def _round_p(p: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]) -> torch.Tenso
     return p.to(dtype).float()
 
 
-def _round_v(
+def rounded_v(
     v: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """v [B, H, Nk, D] as the second product sees it, in fp32, and the per-channel scale [B, H, 1,
@@ -142,12 +153,12 @@ def emulated_attention(
         k, v = torch.nn.functional.pad(k, pad), torch.nn.functional.pad(v, pad)
 
     q_mixed, k_mixed = mixed(q), mixed(k)
-    q_int, q_scale = _quantize(q_mixed, q_mixed.abs().amax(-1, keepdim=True), qmax)
+    q_int, q_scale = quantized(q_mixed, q_mixed.abs().amax(-1, keepdim=True), qmax)
     q_scale = q_scale.squeeze(-1) * (sm_scale * LOG2_E / mix_width(dim))
     k_blocks = k_mixed.view(batch, heads, blocks, block, -1)
-    k_int, k_scale = _quantize(k_blocks, k_blocks.abs().amax((-1, -2), keepdim=True), qmax)
+    k_int, k_scale = quantized(k_blocks, k_blocks.abs().amax((-1, -2), keepdim=True), qmax)
     k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)  # [B, H, Nk, D], [B, H, blocks]
-    v, v_scale = _round_v(v, pv)
+    v, v_scale = rounded_v(v, pv)
 
     mask = key_mask(batch, n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
     if mask is None and blocks * block != n_kv:
@@ -169,7 +180,7 @@ def emulated_attention(
                 if mask is not None:
                     seen = mask[b % mask.shape[0], 0]
                     logits.masked_fill_(seen if seen.shape[0] == 1 else seen[rows], float("-inf"))
-                o, chunk_lse = _softmax_pv(
+                o, chunk_lse = softmax_pv(
                     logits.view(-1, blocks, block),
                     q_scale[b, h, rows, None] * k_scale[b, h],
                     v[b, h],
@@ -185,7 +196,7 @@ def emulated_attention(
     return out.flatten(2), lse
 
 
-def _softmax_pv(
+def softmax_pv(
     logits: torch.Tensor, scale: torch.Tensor, v: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Online softmax and second product for some rows of one head.

@@ -16,7 +16,13 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
 from turbo_rcm_patch.ops.checks import check_float, check_residual, coefficient_parts
-from turbo_rcm_patch.ops.quantize import check_channels, integer_product, quantized_rows
+from turbo_rcm_patch.ops.quantize import (
+    Rows,
+    check_channels,
+    integer_product,
+    padded_channels,
+    quantized_rows,
+)
 from turbo_rcm_patch.ops.reference import close_skip
 from turbo_rcm_patch.ops.spec import resolve_impl
 from turbo_rcm_patch.skip import Cast, Coefficient
@@ -41,15 +47,46 @@ def _linear_forward(
     impl: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    from_rows = _rows_of(x, impl)
+    return _rows_forward(
+        *from_rows, weight, weight_scale, bias, residual, c_skip, c_out,
+        c_skip_value, c_out_value, activation, cast_policy, impl, out_dtype,
+    )  # fmt: skip
+
+
+def _rows_of(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    if resolve_impl(cast("Impl", impl), x.device) == "triton":
+        from turbo_rcm_patch.kernels.rows import quantize_rows
+
+        return quantize_rows(x)
+    return quantized_rows(x)
+
+
+def _rows_forward(
+    int8: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    c_skip: Tensor | None,
+    c_out: Tensor | None,
+    c_skip_value: float,
+    c_out_value: float,
+    activation: str,
+    cast_policy: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
     c_skip_either = c_skip_value if c_skip is None else c_skip
     c_out_either = c_out_value if c_out is None else c_out
     policy = cast("Cast", cast_policy)
-    if resolve_impl(cast("Impl", impl), x.device) == "triton":
+    if resolve_impl(cast("Impl", impl), int8.device) == "triton":
         from turbo_rcm_patch.kernels.int8_linear import int8_linear as launch
-        from turbo_rcm_patch.kernels.rows import quantize_rows
+        from turbo_rcm_patch.kernels.rows import Rows as KernelRows
 
         return launch(
-            quantize_rows(x),
+            KernelRows(int8, scale),
             weight,
             weight_scale,
             bias,
@@ -60,8 +97,8 @@ def _linear_forward(
             cast=policy,
             out_dtype=out_dtype,
         )
-    int8, scale = quantized_rows(x)
-    branch = integer_product(int8, weight) * scale.unsqueeze(-1) * weight_scale
+    product = integer_product(int8[..., : weight.shape[1]], weight)
+    branch = product * scale.unsqueeze(-1) * weight_scale
     branch = _activated(branch if bias is None else branch + bias.float(), activation)
     return close_skip(
         residual, branch, c_skip_either, c_out_either, cast=policy, out_dtype=out_dtype
@@ -135,9 +172,20 @@ def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 linear_forward.register_autograd(_autograd, setup_context=_setup)
 
+#: The same over rows that are int8 already, without a gradient.
+rows_linear_forward = torch.library.custom_op(
+    "turbo_rcm_patch::int8_linear_rows", _rows_forward, mutates_args=()
+)
+
+
+@rows_linear_forward.register_fake
+def _rows_fake(int8: Tensor, scale: Tensor, weight: Tensor, *args: object) -> Tensor:
+    out: Tensor = _linear_fake(int8, weight, *args)
+    return out
+
 
 def int8_linear(
-    x: Tensor,
+    x: Tensor | Rows,
     weight_int8: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None = None,
@@ -152,11 +200,12 @@ def int8_linear(
 ) -> Tensor:
     """c_skip * residual + c_out * activation(x @ weight^T + bias), with x and weight in int8.
 
-    x is quantised here, a scale per row, with a pass of its own. Its gradient, and those of bias,
-    residual and coefficients, are those of the exact linear with the weight int8 * scale.
+    x is quantised here, a scale per row, with a pass of its own, unless it comes as rows. Its
+    gradient, and those of bias, residual and coefficients, are those of the exact linear with the
+    weight int8 * scale; rows have none.
 
     Args:
-        x: [B, N, K], bf16, fp16 or fp32.
+        x: [B, N, K], bf16, fp16 or fp32, or `Rows` of it, from `norm_modulate_rows`.
         weight_int8: int8 [Cout, K], from `quantize_weight`.
         weight_scale: fp32 [Cout], from there too. No gradient: it belongs to a constant.
         bias: [Cout], any of these float dtypes, or None.
@@ -167,7 +216,7 @@ def int8_linear(
         c_out: Likewise.
         cast: As in `project_skip`: "fp32" rounds once at the end, "model" after every step.
         impl: "triton", "reference" or "auto".
-        out_dtype: dtype of the result; x's by default.
+        out_dtype: dtype of the result; x's by default, and needed with rows.
 
     Returns:
         [B, N, Cout], contiguous.
@@ -175,18 +224,20 @@ def int8_linear(
     Raises:
         ShapeError: Shapes do not fit together, or K is over `MAX_CHANNELS`.
         DTypeError: A tensor has another dtype.
-        GradientError: weight_scale requires a gradient, or c_skip does without a residual.
-        ConfigError: An unknown activation or cast.
+        GradientError: weight_scale requires a gradient, or c_skip does without a residual, or
+            anything does with rows.
+        ConfigError: An unknown activation or cast, or rows without an out_dtype.
     """
-    _check_linear(x, weight_int8, weight_scale, bias, activation, cast)
-    shape = (x.shape[0], x.shape[1], weight_int8.shape[0])
+    rows = x if isinstance(x, Rows) else None
+    source = x.int8 if isinstance(x, Rows) else x
+    _check_linear(source, weight_int8, weight_scale, bias, activation, cast, rows)
+    shape = (source.shape[0], source.shape[1], weight_int8.shape[0])
     check_residual("residual", residual, shape)
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
         raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
-    out: Tensor = linear_forward(
-        x,
+    rest = (
         weight_int8,
         weight_scale,
         bias,
@@ -198,9 +249,23 @@ def int8_linear(
         activation or "",
         cast,
         impl,
-        x.dtype if out_dtype is None else out_dtype,
     )
-    return out
+    if rows is None:
+        out: Tensor = linear_forward(
+            source, *rest, source.dtype if out_dtype is None else out_dtype
+        )
+        return out
+    if out_dtype is None:
+        raise ConfigError("out_dtype", expected="a dtype, because rows have none", got="None")
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in rest):
+        raise GradientError(
+            "int8_linear of rows",
+            expected="no gradient",
+            got="requires_grad=True",
+            remedy="Pass the activation itself",
+        )
+    closed: Tensor = rows_linear_forward(*rows, *rest, out_dtype)
+    return closed
 
 
 def _check_linear(
@@ -210,6 +275,7 @@ def _check_linear(
     bias: Tensor | None,
     activation: str | None,
     cast_policy: str,
+    rows: Rows | None,
 ) -> None:
     for name, value, choices in (
         ("activation", activation, (None, *get_args(Activation))),
@@ -217,7 +283,18 @@ def _check_linear(
     ):
         if value not in choices:
             raise ConfigError(name, expected=f"one of {choices}", got=repr(value))
-    check_float("x", x)
+    if rows is None:
+        check_float("x", x)
+    elif (x.dtype, rows.scale.dtype) != (torch.int8, torch.float32):
+        raise DTypeError(
+            "x", expected="rows in int8 and float32", got=f"{x.dtype} and {rows.scale.dtype}"
+        )
+    elif x.dim() != 3 or rows.scale.shape != x.shape[:2]:
+        raise ShapeError(
+            "x",
+            expected="int8 [B, N, K padded] and scale [B, N]",
+            got=f"{list(x.shape)} and {list(rows.scale.shape)}",
+        )
     if x.dim() != 3:
         raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
     if weight.dtype != torch.int8:
@@ -227,11 +304,14 @@ def _check_linear(
             got=str(weight.dtype),
             remedy="Quantise it with ops.quantize_weight",
         )
-    if weight.dim() != 2 or weight.shape[1] != x.shape[2]:
+    fits = weight.dim() == 2 and x.shape[2] == (
+        weight.shape[1] if rows is None else padded_channels(weight.shape[1])
+    )
+    if not fits:
         raise ShapeError(
             "weight_int8", expected=f"[Cout, {x.shape[2]}]", got=str(list(weight.shape))
         )
-    check_channels(x.shape[2])
+    check_channels(weight.shape[1])
     if scale.dtype != torch.float32:
         raise DTypeError("weight_scale", expected="float32", got=str(scale.dtype))
     for name, tensor in (("weight_scale", scale), ("bias", bias)):

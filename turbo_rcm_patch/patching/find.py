@@ -58,7 +58,8 @@ def find_targets(model: object) -> list[Target]:
         names = ", ".join(qualified_name(type(part)) for part in parts.values())
         raise UnknownArchitectureError(
             "model",
-            expected="one of " + ", ".join(sorted(FAMILIES)),
+            expected="one of " + ", ".join(sorted(FAMILIES)) + ", or a WanModel laid out as "
+            "TurboDiffusion's",
             got=names,
             remedy="A subclass may run another forward and is not patched on a guess",
         )
@@ -109,7 +110,7 @@ def _boundary(model: object, target: Target) -> list[SkipPair]:
             cast="fp32",
             projection=False,
             runs="as-written",
-            reason="the scheduler's step closes the network's skip, once a step and in fp64",
+            reason="the scheduler's step closes the network's skip and re-noises in one fp64 pass",
         )
     ]
 

@@ -57,6 +57,9 @@ class PipelineSteps:
         timestep = getattr(pipe, "_current_timestep", None)
         if scheduler is None or timestep is None:
             return None
+        if _times_of_frames(timestep):
+            # Copies of the scheduler count each frame; the row's place in the matrix is the step.
+            return int(timestep.storage_offset()) // int(timestep.numel())
         if not hasattr(scheduler, "_step_index"):
             return _position(timestep, getattr(scheduler, "timesteps", None))
         index = scheduler._step_index
@@ -65,6 +68,9 @@ class PipelineSteps:
     def last(self) -> int | None:
         """Index of the last step that this expert runs."""
         pipe = self._pipe() if self._pipe is not None else None
+        if _times_of_frames(getattr(pipe, "_current_timestep", None)):
+            rows = getattr(pipe, "_num_timesteps", None)
+            return None if rows is None else int(rows) - 1
         timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
         if timesteps is None or len(timesteps) == 0:
             return None
@@ -87,6 +93,13 @@ def _position(timestep: object, timesteps: object) -> int | None:
     if timestep.untyped_storage().data_ptr() != timesteps.untyped_storage().data_ptr():
         return None
     return (timestep.storage_offset() - timesteps.storage_offset()) // timesteps.stride(0)
+
+
+def _times_of_frames(timestep: object) -> bool:
+    """Whether a step has a time for every frame: a row of a dense matrix with a row for each step,
+    as diffusion forcing has it (SkyReels-V2).
+    """
+    return isinstance(timestep, torch.Tensor) and timestep.ndim == 1 and timestep.numel() > 0
 
 
 class Guard:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl, PatchConfig
 from turbo_rcm_patch.ops.int8_linear import Activation
+from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
@@ -123,26 +124,31 @@ class Linears:
         return Linears, (self._impl,)
 
     def project(
-        self, key: str, x: Tensor, modules: tuple[nn.Module, ...], *, int8: bool
+        self, key: str, x: Tensor | Normed, modules: tuple[nn.Module, ...], *, int8: bool
     ) -> tuple[Tensor, ...]:
         """What each module makes of x; those that run in int8 share one product.
 
         Args:
             key: A name for these modules within the block.
-            x: [B, N, K].
+            x: [B, N, K], or what will be.
             modules: Linears, or whatever stands in their places.
             int8: Whether int8 is wanted.
 
         Returns:
             One [B, N, Cout] each, views of one tensor where they share a product.
         """
-        chosen: list[Any] = [m for m in modules if int8 and runs_int8(m, x)]
+        like = x.like if isinstance(x, Normed) else x
+        chosen: list[Any] = [m for m in modules if int8 and runs_int8(m, like)]
         if not int8:
             self.forget(key)
+        if len(chosen) < len(modules):
+            x = tensor_of(x)
         if not chosen:
             return tuple(module(x) for module in modules)
         weight, scale, bias = self._weights(key, chosen)
-        together = ops.int8_linear(x, weight, scale, bias, impl=self._impl)
+        together = ops.int8_linear(
+            _rows_or_tensor(x), weight, scale, bias, impl=self._impl, out_dtype=like.dtype
+        )
         parts = iter(torch.split(together, [m.out_features for m in chosen], dim=-1))
         return tuple(
             next(parts) if any(module is c for c in chosen) else module(x) for module in modules
@@ -151,7 +157,7 @@ class Linears:
     def close(
         self,
         key: str,
-        x: Tensor,
+        x: Tensor | Normed,
         module: nn.Module,
         *,
         int8: bool,
@@ -165,7 +171,7 @@ class Linears:
 
         Args:
             key: A name for this module within the block.
-            x: [B, N, K].
+            x: [B, N, K], or what will be.
             module: A Linear, or whatever stands in its place.
             int8: Whether int8 is wanted.
             activation: As in `ops.int8_linear`.
@@ -176,13 +182,14 @@ class Linears:
         """
         if not int8:
             self.forget(key)
-        if not (int8 and runs_int8(module, x)):
+        like = x.like if isinstance(x, Normed) else x
+        if not (int8 and runs_int8(module, like)):
             return None
         weight, scale, bias = self._weights(key, [module])
         return ops.int8_linear(
-            x, weight, scale, bias,
+            _rows_or_tensor(x), weight, scale, bias,
             activation=activation, residual=residual, c_skip=c_skip, c_out=c_out, cast=cast,
-            impl=self._impl,
+            impl=self._impl, out_dtype=like.dtype,
         )  # fmt: skip
 
     def forget(self, key: str) -> None:
@@ -219,3 +226,9 @@ class Linears:
             m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules
         ]
         return int8, scale, torch.cat(biases)
+
+
+def _rows_or_tensor(x: Tensor | Normed) -> Tensor | ops.Rows:
+    """What an int8 product takes: rows straight from the norm where that can be."""
+    rows = x.rows() if isinstance(x, Normed) else None
+    return tensor_of(x) if rows is None else rows

@@ -1,16 +1,17 @@
-"""Which classes are known, by exact qualified name; a family's file loads when one is met."""
+"""Which classes are known, by exact qualified name or by structure; a family's file loads when one
+is met."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.state import ModelPlan
 
-__all__ = ["FAMILIES", "Family", "family_of", "qualified_name"]
+__all__ = ["FAMILIES", "STRUCTURES", "Family", "family_of", "qualified_name"]
 
 #: Exact class -> the module that serves it. A subclass may run another forward, so it is unknown.
 FAMILIES: Final = {
@@ -21,8 +22,18 @@ FAMILIES: Final = {
         "cogvideox"
     ),
     "diffusers.models.transformers.transformer_wan.WanTransformer3DModel": "wan",
+    "diffusers.models.transformers.transformer_wan_animate.WanAnimateTransformer3DModel": "wan",
+    "diffusers.models.transformers.transformer_wan_vace.WanVACETransformer3DModel": "wan_vace",
+    "diffusers.models.transformers.transformer_chronoedit.ChronoEditTransformer3DModel": "wan",
+    "diffusers.models.transformers.transformer_skyreels_v2.SkyReelsV2Transformer3DModel": (
+        "wan_skyreels"
+    ),
     "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
 }
+
+#: Name of a class that is run from a checkout, under whatever module name -> the module whose
+#: `recognises` looks at how an instance is laid out.
+STRUCTURES: Final = {"WanModel": "turbodiffusion"}
 
 
 class Family(Protocol):
@@ -41,9 +52,13 @@ def qualified_name(cls: type) -> str:
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """The family of a module's exact class, or None."""
+    """The family of a module's exact class, or of its structure, or None."""
     name = FAMILIES.get(qualified_name(type(model)))
+    if name is not None:
+        module: Family = import_module(f"turbo_rcm_patch.patching.families.{name}")
+        return module
+    name = STRUCTURES.get(type(model).__qualname__)
     if name is None:
         return None
-    module: Family = import_module(f"turbo_rcm_patch.patching.families.{name}")
-    return module
+    structured = import_module(f"turbo_rcm_patch.patching.families.{name}")
+    return cast("Family", structured) if structured.recognises(model) else None

@@ -2,7 +2,8 @@
 
 TrigFlow times atan(sigma_max), 1.5, 1.4, 1.0 and 0 are mapped to rectified-flow time t = sin/(cos
 + sin), where the network predicts a velocity v and the clean sample is x0 = x - t v: the skip pair
-of the whole network, (c_skip, c_out) = (1, -t).
+of the whole network, (c_skip, c_out) = (1, -t). A step closes that skip and adds noise up to the
+next time, which is one linear combination of x, v and noise and runs as one pass over them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutput
 
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.boundary import RectifiedFlow, rectified_flow_time
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 
-__all__ = ["MAX_STEPS", "RCMScheduler", "noise_stream", "rcm_times"]
+__all__ = ["MAX_STEPS", "RCMScheduler", "noise_stream", "rcm_times", "step_coefficients"]
 
 #: TrigFlow times between the first and the last, as the published few-step Wan models were
 #: distilled.
 MID_TIMES: Final = (1.5, 1.4, 1.0)
 MAX_STEPS: Final = len(MID_TIMES) + 1
+#: Values of a sample that tell it from others.
+_FINGERPRINT: Final = 64
+
+Sampler = Literal["sde", "ode"]
 
 
 def rcm_times(steps: int, sigma_max: float = 80.0) -> torch.Tensor:
@@ -51,7 +58,36 @@ def rcm_times(steps: int, sigma_max: float = 80.0) -> torch.Tensor:
             remedy="Use 80, the value the models were distilled with (200 for Wan 2.2 I2V)",
         )
     trig = torch.tensor([first, *MID_TIMES[: steps - 1], 0.0], dtype=torch.float64)
-    return torch.sin(trig) / (torch.cos(trig) + torch.sin(trig))
+    return rectified_flow_time(trig)
+
+
+def step_coefficients(times: torch.Tensor, sampler: Sampler) -> torch.Tensor:
+    """(c_skip, c_out, c_noise) of every step: x <- c_skip x + c_out v + c_noise eps.
+
+    - "sde": the network's skip, then noise up to the next time,
+      (1 - t') (x - t v) + t' eps;
+    - "ode": x - (t - t') v, which adds none.
+
+    Args:
+        times: t from the noisiest down to 0, fp64, [steps + 1].
+        sampler: "sde" or "ode".
+
+    Returns:
+        fp64, [steps, 3].
+    """
+    t, t_next = times[:-1], times[1:]
+    if sampler == "ode":
+        return torch.stack([torch.ones_like(t), t_next - t, torch.zeros_like(t)], dim=1)
+    flow = RectifiedFlow()
+    keep = 1 - t_next
+    return torch.stack([keep * flow.c_skip(t), keep * flow.c_out(t), t_next], dim=1)
+
+
+def _fingerprint(sample: torch.Tensor) -> int:
+    """A seed made of a sample's first values, which are enough to tell noise from other noise."""
+    values = sample.detach().flatten()[:_FINGERPRINT].to("cpu", torch.float32)
+    digest = hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def noise_stream(seed: int, name: str) -> torch.Generator:
@@ -70,15 +106,21 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
     - "sde": x <- (1 - t') (x - t v) + t' eps, with fresh noise eps in every step but the last;
     - "ode": x <- x - (t - t') v.
 
-    Re-noising draws fp32 numbers from a CPU generator of its own, so it is the same on every
+    Re-noising draws fp32 numbers from CPU generators of its own, so it is the same on every
     device, does not touch the global generator and starts again with every `set_timesteps`.
-    `WanPipeline` does not scale the initial noise, so pass `latents=scheduler.init_noise(noise)`.
+    diffusers' Wan pipelines keep their `generator` to themselves: they pass none to `step`. So the
+    seed of the re-noising comes from the first sample, one for each video of a batch, and a video
+    depends on the pipeline's generator in all of its noise; `noise_seed` fixes it instead. The
+    pipelines do not scale the initial noise either: exactly the published loop is
+    `latents=scheduler.init_noise(noise)`; without it the first call sees noise that is
+    1 / t0 as strong (1.2 % for sigma_max 80).
 
     Args:
         num_train_timesteps: Network time per unit of t; Wan's expert boundary is a fraction of it.
         sigma_max: Noise level of the first step (80; 200 for Wan 2.2 I2V).
         sampler: "sde" or "ode".
-        noise_seed: Seed of the re-noising. `set_noise_seed` changes it without a new scheduler.
+        noise_seed: Seed of the re-noising of a whole batch, or None to take it from the first
+            sample, video by video. `set_noise_seed` changes it without a new scheduler.
         timestep_dtype: "float32", or "bfloat16" to round network times as TurboDiffusion does
             (988, 932, 852, 608).
     """
@@ -94,8 +136,8 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         self,
         num_train_timesteps: int = 1000,
         sigma_max: float = 80.0,
-        sampler: Literal["sde", "ode"] = "sde",
-        noise_seed: int = 0,
+        sampler: Sampler = "sde",
+        noise_seed: int | None = None,
         timestep_dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         if sampler not in ("sde", "ode"):
@@ -110,12 +152,17 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
             raise ConfigError(
                 "RCMScheduler.sigma_max", expected="a positive number", got=repr(sigma_max)
             )
+        if noise_seed is not None and not isinstance(noise_seed, int):
+            raise ConfigError(
+                "RCMScheduler.noise_seed", expected="an integer or None", got=repr(noise_seed)
+            )
         self.init_noise_sigma = sigma_max / (1.0 + sigma_max)
         self.num_inference_steps: int | None = None
         self.timesteps = torch.empty(0)
         self.sigmas = torch.empty(0, dtype=torch.float64)
         self._step_index: int | None = None
         self._begin_index: int | None = None
+        self._coefficients = torch.empty(0, 3, dtype=torch.float64)
         self.set_noise_seed(noise_seed)
 
     @property
@@ -135,12 +182,14 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         """Start at this step; pipelines call it so that nothing is looked up on the device."""
         self._begin_index = begin_index
 
-    def set_noise_seed(self, seed: int) -> None:
-        """Start the re-noising stream of `seed`. It differs from every stream that `seed` gives
-        elsewhere.
+    def set_noise_seed(self, seed: int | None) -> None:
+        """Start the re-noising stream of `seed`, which differs from every stream that `seed` gives
+        elsewhere; None stands for the seeds of the next first sample.
         """
         self._noise_seed = seed
-        self._generator = noise_stream(seed, "rcm-renoise")
+        self._generators: list[torch.Generator] = []
+        if seed is not None:
+            self._generators.append(noise_stream(seed, "rcm-renoise"))
 
     def set_timesteps(
         self, num_inference_steps: int, device: str | torch.device | None = None
@@ -157,6 +206,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         network_times = (times[:-1] * self.config.num_train_timesteps).to(rounding)
         self.num_inference_steps = num_inference_steps
         self.sigmas = times
+        self._coefficients = step_coefficients(times, self.config.sampler)
         self.timesteps = network_times.to(device=device, dtype=torch.float32)
         self._step_index = None
         self._begin_index = None
@@ -180,13 +230,13 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         generator: torch.Generator | None = None,
         return_dict: bool = True,
     ) -> SchedulerOutput | tuple[torch.Tensor]:
-        """One update.
+        """One update, in one pass over x, v and the noise.
 
         Args:
             model_output: Velocity v, any float dtype, [B, C, F, H, W] (or any shape).
             timestep: One of `timesteps`; only read if no step has run since `set_timesteps`.
             sample: x, same shape, any float dtype.
-            generator: Source of the noise in place of the scheduler's own stream.
+            generator: Source of the noise in place of the scheduler's own streams.
             return_dict: Whether to return an output object or a tuple.
 
         Returns:
@@ -207,14 +257,12 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
                 expected=f"{self.num_inference_steps} calls",
                 remedy="Call set_timesteps(steps) again before the next generation",
             )
-        t, t_next = self.sigmas[self._step_index : self._step_index + 2].tolist()
-        x, v = sample.to(torch.float64), model_output.to(torch.float64)
-        if self.config.sampler == "ode":
-            x = x - (t - t_next) * v
-        else:
-            x = (1.0 - t_next) * (x - t * v)
-            if t_next > 0.0:
-                x = x + t_next * self._noise_like(sample, generator)
+        adds_noise = self.config.sampler == "sde" and float(self.sigmas[self._step_index + 1]) > 0
+        noise = self._noise_like(sample, generator) if adds_noise else None
+        if self._coefficients.device != sample.device:
+            # All steps at once, so that a later one waits for nothing.
+            self._coefficients = self._coefficients.to(sample.device)
+        x = ops.denoise_step(sample, model_output, noise, self._coefficients[self._step_index])
         self._step_index += 1
         return SchedulerOutput(prev_sample=x) if return_dict else (x,)
 
@@ -228,13 +276,19 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         return noisy.to(original_samples.dtype)
 
     def _noise_like(self, sample: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        source = self._generator if generator is None else generator
-        eps = torch.randn(
-            sample.shape, generator=source, device=source.device, dtype=torch.float32
-        )
+        if generator is None and not self._generators:
+            # On the first step of a generation, whose sample is the pipeline's own noise.
+            self._generators = [noise_stream(_fingerprint(x), "rcm-renoise") for x in sample]
+        sources = self._generators if generator is None else [generator]
+        shape = sample.shape if len(sources) == 1 else sample.shape[1:]
+        drawn = [
+            torch.randn(shape, generator=source, device=source.device, dtype=torch.float32)
+            for source in sources
+        ]
+        eps = drawn[0] if len(drawn) == 1 else torch.stack(drawn)
         if sample.device.type == "cuda" and eps.device.type == "cpu":
             eps = eps.pin_memory()  # so that the copy does not wait for the network
-        return eps.to(sample.device, non_blocking=True).to(torch.float64)
+        return eps.to(sample.device, non_blocking=True)
 
     def _find_index(self, timestep: float | torch.Tensor) -> int:
         wanted = float(timestep)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.patching.blocks import Mode, plain_dropout
 from turbo_rcm_patch.patching.linears import Linears
+from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import bare, drops, hook_names, plain_linear, why_not_plain
 from turbo_rcm_patch.skip import Residual
 
@@ -62,12 +63,12 @@ def _tanh_gelu(module: Any) -> bool:
     return type(module) is GELU and module.approximate == "tanh" and bare(module)
 
 
-def expand(ff: Any, x: Tensor, linears: Linears, key: str, *, int8: bool) -> Tensor:
+def expand(ff: Any, x: Tensor | Normed, linears: Linears, key: str, *, int8: bool) -> Tensor:
     """What the last Linear gets: the first Linear, its activation and the dropout after it.
 
     Args:
         ff: A feed-forward whose mode is "ours".
-        x: [B, N, C].
+        x: [B, N, C], or what will be.
         linears: Runs the first Linear where it is in int8, in one launch with the activation.
         key: A name for the first Linear within the block.
         int8: Whether int8 is wanted.
@@ -80,7 +81,7 @@ def expand(ff: Any, x: Tensor, linears: Linears, key: str, *, int8: bool) -> Ten
     if _tanh_gelu(first):
         proj = first.proj
         h = linears.close(key, x, proj, int8=int8, activation="gelu-tanh")
-        if h is None and proj.bias is not None and plain_linear(proj, x):
-            h = ops.linear_gelu(x, proj.weight, proj.bias)
-    dropped: Tensor = dropout(first(x) if h is None else h)
+        if h is None and proj.bias is not None and plain_linear(proj, tensor_of(x)):
+            h = ops.linear_gelu(tensor_of(x), proj.weight, proj.bias)
+    dropped: Tensor = dropout(first(tensor_of(x)) if h is None else h)
     return dropped

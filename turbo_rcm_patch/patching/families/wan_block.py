@@ -1,8 +1,9 @@
-"""How a block of diffusers' Wan runs fused.
+"""How a block of the Wan family runs fused.
 
 Self-attention and feed-forward sum in fp32 and round once; cross-attention has no gate and sums in
 the model's dtype. With an image branch, cross-attention is two attentions over the same queries
-whose sum goes through one projection.
+whose sum goes through one projection. A block with another signature or another layout of its
+modulation is a subclass, in the file of its family.
 """
 
 from __future__ import annotations
@@ -11,40 +12,27 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 import torch
-from diffusers.models.activations import GELU
-from diffusers.models.attention import FeedForward
-from diffusers.models.normalization import FP32LayerNorm
-from diffusers.models.transformers.transformer_wan import (
-    WanAttention,
-    WanAttnProcessor,
-    WanTransformerBlock,
-)
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
+from turbo_rcm_patch.patching.families.wan_modes import (
+    BlockClasses,
+    attention_mode,
+    plain_layer_norm,
+)
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
-from turbo_rcm_patch.patching.plain import autocasting, bare, drops, plain_linear, plain_norm
+from turbo_rcm_patch.patching.normed import Normed, tensor_of
+from turbo_rcm_patch.patching.plain import autocasting, bare, plain_linear, plain_norm
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast, Coefficient
 
-__all__ = ["WanBlockForward", "attention_mode", "feed_forward_mode", "refuse_parallel"]
+__all__ = ["WanBlockForward", "modulation"]
 
 #: Text tokens that follow the image tokens; the author's processor has the same constant.
 _TEXT_TOKENS: Final = 512
-
-
-def refuse_parallel(path: str, holder: object) -> None:
-    """Raise if a model or a processor splits its attention over several ranks."""
-    if getattr(holder, "_parallel_config", None) is not None:
-        raise ContextParallelError(
-            path,
-            expected="attention within one device",
-            got="a parallel configuration: ranks exchange heads or keys around the attention",
-            remedy="Run the patched model without enable_parallelism",
-        )
 
 
 class WanBlockForward:
@@ -57,6 +45,7 @@ class WanBlockForward:
         "_attn1",
         "_attn2",
         "_block",
+        "_classes",
         "_ffn",
         "_form",
         "_guard",
@@ -70,12 +59,13 @@ class WanBlockForward:
     def __init__(
         self,
         block: Any,
+        classes: BlockClasses,
         states: dict[str, PairState],
         config: PatchConfig,
         head: bool,
         guard: Guard | None,
     ) -> None:
-        self._block = block
+        self._block, self._classes = block, classes
         self._attn1, self._attn2, self._ffn = states["attn1"], states["attn2"], states["ffn"]
         self._image = states.get("image")
         self._form = config.form
@@ -112,83 +102,127 @@ class WanBlockForward:
         """
         block = self._block
         if autocasting(hidden_states):
-            forward: Tensor = WanTransformerBlock.forward(
-                block, hidden_states, encoder_hidden_states, temb, rotary_emb
+            written: Tensor = self._as_written(
+                hidden_states, encoder_hidden_states, temb, rotary_emb
             )
-            return forward
-        guard = self._begin(hidden_states, encoder_hidden_states, temb)
-        shift, scale, gate, c_shift, c_scale, c_gate = _modulation(block.scale_shift_table, temb)
+            return written
+        guard = self._begin(
+            hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb
+        )
+        rows = modulation(block.scale_shift_table, temb)
+        return self._run(hidden_states, encoder_hidden_states, rows, rotary_emb, None, guard)
 
-        x = self._modulated(block.norm1, hidden_states, scale, shift, self._attn1)
-        hidden_states = self._self_attention(x, hidden_states, gate, rotary_emb, guard)
-        x = self._normed(block.norm2, hidden_states, self._attn2)
-        hidden_states = self._cross_attention(x, hidden_states, encoder_hidden_states, guard)
-        x = self._modulated(block.norm3, hidden_states, c_scale, c_shift, self._ffn)
-        return self._feed_forward(x, hidden_states, c_gate, guard)
+    def _as_written(self, *inputs: Any) -> Any:
+        """The author's forward of this block."""
+        author: Any = type(self._block).forward
+        return author(self._block, *inputs)
 
-    def _begin(self, hidden: Tensor, context: Tensor, temb: Tensor) -> Guard | None:
+    def _begin(self, **inputs: Tensor) -> Guard | None:
         """The guard, on a forward that is to be checked."""
         guard = self._guard
         if guard is None or torch.compiler.is_compiling():
             return None
         if self._head:
-            guard.begin(hidden_states=hidden, encoder_hidden_states=context, temb=temb)
+            guard.begin(**inputs)
         return guard if guard.active else None
+
+    def _run(
+        self,
+        hidden: Tensor,
+        context: Tensor,
+        rows: tuple[Tensor, ...],
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        guard: Guard | None,
+    ) -> Tensor:
+        """The three branches of a block and the skips around them.
+
+        Args:
+            hidden: [B, N, C].
+            context: [B, T, C].
+            rows: As `modulation` gives them.
+            rotary: (cos, sin), each [1, N, 1, head_dim] fp32.
+            mask: What self-attention may see, or None for everything; see `ops.masked_attention`.
+            guard: On a forward that is to be checked.
+
+        Returns:
+            [B, N, C], dtype of hidden.
+        """
+        block = self._block
+        shift, scale, gate, c_shift, c_scale, c_gate = rows
+        x = self._modulated(block.norm1, hidden, scale, shift, self._attn1)
+        hidden = self._self_attention(x, hidden, gate, rotary, mask, guard)
+        x = self._normed(block.norm2, hidden, self._attn2)
+        hidden = self._cross_attention(x, hidden, context, guard)
+        x = self._modulated(block.norm3, hidden, c_scale, c_shift, self._ffn)
+        return self._feed_forward(x, hidden, c_gate, guard)
 
     def _modulated(
         self, norm: Any, hidden: Tensor, scale: Tensor, shift: Tensor, state: PairState
-    ) -> Tensor:
+    ) -> Tensor | Normed:
         """The layer norm before a branch and its modulation, in one pass where it is plain."""
         if state.live and plain_layer_norm(norm) and norm.weight is None and norm.bias is None:
-            return ops.norm_modulate(
-                hidden, scale=scale, shift=shift, eps=norm.eps, impl=self._spec.impl
-            )
+            return self._fused_norm(norm, hidden, scale, shift, "modulation", state)
         x: Tensor = norm(hidden.float())
         return (x * (1 + scale) + shift).type_as(hidden)
 
-    def _normed(self, norm: Any, hidden: Tensor, state: PairState) -> Tensor:
+    def _normed(self, norm: Any, hidden: Tensor, state: PairState) -> Tensor | Normed:
         """The layer norm before cross-attention, with weights of its own."""
         if state.live and plain_layer_norm(norm):
-            return ops.norm_modulate(
-                hidden,
-                scale=norm.weight,
-                shift=norm.bias,
-                form="affine",
-                eps=norm.eps,
-                impl=self._spec.impl,
-            )
+            return self._fused_norm(norm, hidden, norm.weight, norm.bias, "affine", state)
         x: Tensor = norm(hidden.float())
         return x.type_as(hidden)
 
+    def _fused_norm(
+        self,
+        norm: Any,
+        hidden: Tensor,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        form: Literal["modulation", "affine"],
+        state: PairState,
+    ) -> Tensor | Normed:
+        impl = self._spec.impl
+        normed = Normed(hidden, scale, shift, form=form, eps=norm.eps, impl=impl)
+        # int8 Linears take it as rows.
+        return normed if state.int8 else normed.tensor()
+
     def _self_attention(
         self,
-        x: Tensor,
+        x: Tensor | Normed,
         hidden: Tensor,
         gate: Tensor,
         rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
         guard: Guard | None,
     ) -> Tensor:
         attn = self._block.attn1
-        mode = attention_mode(attn) if self._attn1.live else "as-written"
+        mode = attention_mode(attn, self._classes) if self._attn1.live else "as-written"
+
+        def ours(residual: Tensor | None, c_out: Coefficient) -> Tensor:
+            return self._close(
+                self._attn1, attn, x, None, residual, c_out, "fp32", rotary=rotary, mask=mask
+            )
+
         fuse = mode == "ours"
         if fuse and guard is not None:
             fuse = guard.accepts(
                 (self._attn1,),
-                exact=lambda: attn(x, None, None, rotary),
-                fused=lambda: self._close(self._attn1, attn, x, None, rotary, None, 1.0, "fp32"),
+                exact=lambda: attn(tensor_of(x), None, mask, rotary),
+                fused=lambda: ours(None, 1.0),
             )
         if fuse:
-            return self._close(self._attn1, attn, x, None, rotary, hidden, gate, "fp32")
-        branch: Tensor = attn(x, None, None, rotary)
+            return ours(hidden, gate)
+        branch: Tensor = attn(tensor_of(x), None, mask, rotary)
         if mode == "called":
             return ops.skip(hidden, branch, 1.0, gate, impl=self._spec.impl)
         return _gated(hidden, branch, gate)
 
     def _cross_attention(
-        self, x: Tensor, hidden: Tensor, context: Tensor, guard: Guard | None
+        self, x: Tensor | Normed, hidden: Tensor, context: Tensor, guard: Guard | None
     ) -> Tensor:
         attn, image = self._block.attn2, self._image
-        mode = attention_mode(attn) if self._attn2.live else "as-written"
+        mode = attention_mode(attn, self._classes) if self._attn2.live else "as-written"
         if mode == "ours" and image is not None:
             # Both attentions go through one projection, so ours runs for both or for neither.
             mode = "ours" if image.live and context.shape[1] > _TEXT_TOKENS else "called"
@@ -196,45 +230,35 @@ class WanBlockForward:
         if fuse and guard is not None:
             fuse = guard.accepts(
                 (self._attn2,) if image is None else (self._attn2, image),
-                exact=lambda: attn(x, context, None, None),
-                fused=lambda: self._close(self._attn2, attn, x, context, None, None, 1.0, "model"),
+                exact=lambda: attn(tensor_of(x), context, None, None),
+                fused=lambda: self._close(self._attn2, attn, x, context, None, 1.0, "model"),
             )
         if fuse:
-            return self._close(self._attn2, attn, x, context, None, hidden, 1.0, "model")
-        branch: Tensor = attn(x, context, None, None)
+            return self._close(self._attn2, attn, x, context, hidden, 1.0, "model")
+        branch: Tensor = attn(tensor_of(x), context, None, None)
         if mode == "called" and branch.dtype == hidden.dtype:
             return ops.skip(hidden, branch, cast="model", impl=self._spec.impl)
         return hidden + branch
 
     def _feed_forward(
-        self, x: Tensor, hidden: Tensor, gate: Tensor, guard: Guard | None
+        self, x: Tensor | Normed, hidden: Tensor, gate: Tensor, guard: Guard | None
     ) -> Tensor:
         ffn, impl = self._block.ffn, self._spec.impl
         mode = feed_forward_mode(ffn) if self._ffn.live else "as-written"
         if mode == "as-written":
-            return _gated(hidden, ffn(x).float(), gate)
+            return _gated(hidden, ffn(tensor_of(x)).float(), gate)
         if mode == "called":
-            return ops.skip(hidden, ffn(x), 1.0, gate, impl=impl)
+            return ops.skip(hidden, ffn(tensor_of(x)), 1.0, gate, impl=impl)
         if guard is not None and not guard.accepts(
             (self._ffn,),
-            exact=lambda: ffn(x),
+            exact=lambda: ffn(tensor_of(x)),
             fused=lambda: self._contract(self._expand(x), None, 1.0),
         ):
-            return _gated(hidden, ffn(x).float(), gate)
+            return _gated(hidden, ffn(tensor_of(x)).float(), gate)
         return self._contract(self._expand(x), hidden, gate)
 
-    def _expand(self, x: Tensor) -> Tensor:
-        """The first Linear of the feed-forward and its activation; one launch where in int8."""
-        first, dropout, _ = self._block.ffn.net
-        h: Tensor | None = None
-        if type(first) is GELU and first.approximate == "tanh" and bare(first):
-            h = self._linears.close(
-                "ffn.0", x, first.proj, int8=self._ffn.int8, activation="gelu-tanh"
-            )
-            if h is None and first.proj.bias is not None and plain_linear(first.proj, x):
-                h = ops.linear_gelu(x, first.proj.weight, first.proj.bias)
-        dropped: Tensor = dropout(first(x) if h is None else h)
-        return dropped
+    def _expand(self, x: Tensor | Normed) -> Tensor:
+        return expand(self._block.ffn, x, self._linears, "ffn.0", int8=self._ffn.int8)
 
     def _contract(self, h: Tensor, residual: Tensor | None, gate: Coefficient) -> Tensor:
         """residual + gate * its last Linear; the branch alone without a residual."""
@@ -255,12 +279,14 @@ class WanBlockForward:
         self,
         state: PairState,
         attn: Any,
-        x: Tensor,
+        x: Tensor | Normed,
         context: Tensor | None,
-        rotary: tuple[Tensor, Tensor] | None,
         residual: Tensor | None,
         c_out: Coefficient,
         cast: Cast,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """residual + c_out * attn(x, context); the branch alone without a residual."""
         image = None
@@ -274,7 +300,8 @@ class WanBlockForward:
         if few and asked.attention == "int8" and self._form != "one-launch":
             asked = self._specs["exact attention"]
         norm_q, norm_k = attn.norm_q, attn.norm_k
-        if plain_norm(norm_q, q) and plain_norm(norm_k, k) and norm_q.eps == norm_k.eps:
+        plain_norms = plain_norm(norm_q, q) and plain_norm(norm_k, k)
+        if mask is None and plain_norms and norm_q.eps == norm_k.eps:
             weights = {"norm_q": norm_q.weight, "norm_k": norm_k.weight}
             spec = asked
             if norm_q.eps != spec.eps:
@@ -286,14 +313,17 @@ class WanBlockForward:
         int8 = plain and state.int8 and runs_int8(linear, q)
         if not state.int8:
             self._linears.forget(f"{name}.out")
-        if plain and image is None and not int8:
+        if plain and image is None and mask is None and not int8:
             return ops.attention_project_skip(
                 q, k, v, linear.weight, linear.bias, spec,
                 residual=residual, c_out=c_out, rotary=rotary, cast=cast,
                 form="two-launch" if spec.attention == "exact" else self._form,
                 **weights,
             )  # fmt: skip
-        out = ops.attention_skip(q, k, v, spec, rotary=rotary, **weights)
+        if mask is None:
+            out = ops.attention_skip(q, k, v, spec, rotary=rotary, **weights)
+        else:
+            out = ops.masked_attention(q, k, v, mask, spec, rotary=rotary)
         if image is not None:
             k, v = self._project_image(attn, image, state.int8)
             norm = attn.norm_added_k
@@ -321,7 +351,7 @@ class WanBlockForward:
         )
 
     def _project(
-        self, name: str, attn: Any, x: Tensor, context: Tensor | None, int8: bool
+        self, name: str, attn: Any, x: Tensor | Normed, context: Tensor | None, int8: bool
     ) -> tuple[Tensor, ...]:
         """q, k, v; views of one tensor where the projections are fused, or int8."""
         project = self._linears.project
@@ -352,38 +382,14 @@ def _gated(hidden: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     return (hidden.float() + branch * gate).type_as(hidden)
 
 
-def _modulation(table: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
-    """(shift, scale, gate) of self-attention and of the feed-forward, fp32, [B, 1 or N, C]."""
+def modulation(table: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
+    """(shift, scale, gate) of self-attention and of the feed-forward, fp32, [B, 1 or N, C].
+
+    Args:
+        table: [1, 6, C].
+        temb: [B, 6, C], or [B, N, 6, C] with a timestep per token.
+    """
     if temb.ndim == 4:
         rows = (table.unsqueeze(0) + temb.float()).chunk(6, dim=2)
         return tuple(row.squeeze(2) for row in rows)
     return (table + temb.float()).chunk(6, dim=1)
-
-
-def plain_layer_norm(norm: Any) -> bool:
-    """Whether `norm(x.float())` is exactly a layer norm of the last dimension in fp32."""
-    return type(norm) is FP32LayerNorm and len(norm.normalized_shape) == 1 and bare(norm)
-
-
-Mode = Literal["ours", "called", "as-written"]
-
-
-def attention_mode(attn: Any) -> Mode:
-    """What may run now: ours in the place of the attention, the skip after it, or nothing of ours.
-
-    Raises:
-        ContextParallelError: The attention is split over several ranks.
-    """
-    if type(attn) is not WanAttention or type(attn.processor) is not WanAttnProcessor:
-        return "as-written"
-    refuse_parallel("attention", attn.processor)
-    if drops(attn.to_out[1]):
-        return "as-written"
-    return "ours" if bare(attn) else "called"
-
-
-def feed_forward_mode(ffn: Any) -> Mode:
-    """The same question for a feed-forward."""
-    if type(ffn) is not FeedForward or len(ffn.net) != 3 or drops(ffn.net[1]):
-        return "as-written"
-    return "ours" if bare(ffn) else "called"

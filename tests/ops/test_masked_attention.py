@@ -1,0 +1,79 @@
+"""Attention with a mask of any form: the author's softmax, its gradient, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from turbo_rcm_patch import errors
+from turbo_rcm_patch.ops import AttentionSpec, masked_attention
+from turbo_rcm_patch.ops.reference import split_heads
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+BATCH, HEADS, TOKENS, DIM = 2, 3, 12, 8
+
+
+def masks() -> dict[str, torch.Tensor]:
+    frames = torch.arange(TOKENS) // 4
+    causal = frames.view(-1, 1) >= frames.view(1, -1)
+    return {
+        "block-causal": causal.view(1, 1, TOKENS, TOKENS),
+        "two-dimensional": causal,
+        "per-head-added": torch.randn(1, HEADS, TOKENS, TOKENS),
+        "per-sample-keys": torch.rand(BATCH, 1, 1, TOKENS) < 0.8,
+    }
+
+
+def by_hand(x: list[torch.Tensor], mask: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding and softmax as torch differentiates them."""
+    turn = torch.polar(torch.ones_like(table), table)
+    q, k, v = (split_heads(tensor, HEADS) for tensor in x)
+    q, k = (
+        torch.view_as_real(
+            torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) * turn
+        ).flatten(-2)
+        for y in (q, k)
+    )
+    logits = q @ k.transpose(-1, -2) * DIM**-0.5
+    added = mask if mask.dtype != torch.bool else torch.where(mask, 0.0, float("-inf"))
+    return ((logits + added).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("name", masks())
+def test_equals_the_softmax_written_by_hand(name: str) -> None:
+    mask = masks()[name]
+    x = [torch.randn(BATCH, TOKENS, HEADS * DIM).requires_grad_() for _ in range(3)]
+    table = torch.randn(TOKENS, DIM // 2)
+    wide = table.repeat_interleave(2, -1)
+    spec = AttentionSpec(heads=HEADS, attention="int4")
+    out = masked_attention(*x, mask, spec, rotary=(wide.cos(), wide.sin()))
+    expected = by_hand(x, mask, table)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+    seen = torch.randn_like(out)
+    got = torch.autograd.grad((out * seen).sum(), x)
+    want = torch.autograd.grad((expected * seen).sum(), x)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+
+
+def test_16_bit_inputs_take_an_added_mask_of_any_float() -> None:
+    q, k, v = torch.randn(3, BATCH, TOKENS, HEADS * DIM).bfloat16()
+    out = masked_attention(q, k, v, masks()["per-head-added"], AttentionSpec(heads=HEADS))
+    assert out.dtype == torch.bfloat16 and torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal", "says"),
+    [
+        pytest.param(torch.ones(1, 1, 5, 5).bool(), False, "broadcasts", id="length"),
+        pytest.param(torch.ones(3, 1, TOKENS, TOKENS), False, "broadcasts", id="batch"),
+        pytest.param(torch.ones(TOKENS).bool(), False, "broadcasts", id="one-dimension"),
+        pytest.param(torch.ones(TOKENS, TOKENS).int(), False, "boolean", id="dtype"),
+        pytest.param(torch.ones(TOKENS, TOKENS).bool(), True, "causal", id="causal-too"),
+    ],
+)
+def test_other_masks_are_refused(mask: torch.Tensor, causal: bool, says: str) -> None:
+    x = torch.zeros(BATCH, TOKENS, HEADS * DIM)
+    with pytest.raises(errors.MaskError, match=says):
+        masked_attention(x, x, x, mask, AttentionSpec(heads=HEADS, causal=causal))

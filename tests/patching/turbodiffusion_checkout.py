@@ -1,0 +1,152 @@
+"""TurboDiffusion's real WanModel and SLA from a checkout, on a CPU, against ours; prints JSON.
+
+`TRITON_INTERPRET=1 python turbodiffusion_checkout.py PATH`: its SLA is a Triton kernel. Run by
+test_turbodiffusion_checkout.py. On a CPU its code needs three shims: `Tensor.cuda` does nothing,
+the rotary embedding of flash-attn is plain torch, and scaled_dot_product_attention takes the math
+backend. Its SLA computes in its attribute `dtype`, fp32 here (on a CPU its autocast is off, and
+bf16 is wrong in the interpreter).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from turbo_rcm_patch import PatchConfig, ops, patched
+
+EXACT = PatchConfig(attention="exact", guard=False)
+INT8 = PatchConfig(guard=False)
+SMALL = {"dim": 128, "ffn_dim": 256, "num_heads": 2, "num_layers": 2, "text_dim": 16, "in_dim": 4,
+         "out_dim": 4}  # fmt: skip
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any) -> torch.Tensor:
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.complex(cos, sin)[None, :, None]).flatten(-2)
+
+
+def shim(*networks: Any) -> None:
+    import rcm.utils.attention as attention
+
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    for network in networks:
+        network.flash_apply_rotary_emb = rotary
+    attention._get_sdpa_config = lambda *_: (0, [SDPBackend.MATH], sdpa_kernel)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def model_of(network: Any, **options: Any) -> Any:
+    """Live gates, peaked queries, and an output that is not zero, as its initialisation makes
+    it."""
+    torch.manual_seed(0)
+    model = network.WanModel(**SMALL | options).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("modulation"):
+            parameter += 0.7
+        elif "norm_q" in name or "norm_k" in name:
+            parameter.mul_(2)
+        elif parameter.dim() > 1 and "head" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def inputs_of(model: Any, frames: int, *, image: bool = False, extra: int = 0) -> dict[str, Any]:
+    torch.manual_seed(1)
+    given = {
+        "x_B_C_T_H_W": torch.randn(1, 4, frames, 8, 10),
+        "timesteps_B_T": torch.tensor([[500.0]]),
+        "crossattn_emb": torch.randn(1, 512, 16),
+    }
+    if image:
+        given["frame_cond_crossattn_emb_B_L_D"] = torch.randn(1, 257, 1280)
+    if extra:
+        given["y_B_C_T_H_W"] = torch.randn(1, extra, frames, 8, 10)
+    return given
+
+
+def forward(model: Any, given: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**given)
+
+
+def compare(model: Any, given: dict[str, Any], *configs: PatchConfig) -> dict[str, Any]:
+    expected = forward(model, given)
+    result: dict[str, Any] = {"finite": bool(expected.isfinite().all()), "errors": []}
+    for config in configs:
+        with patched(model, config) as report:
+            result["fused"] = report.fused
+            result["errors"].append(relative(forward(model, given), expected))
+        result["back"] = torch.equal(forward(model, given), expected)
+    return result
+
+
+def sparse_operation(sla: Any) -> dict[str, float]:
+    """Its SLA, projection random, on q, k and v of its own layout, against our operation."""
+    torch.manual_seed(2)
+    module = sla.SparseLinearAttention(64, topk=0.3, BLKQ=128, BLKK=64)
+    module.dtype = torch.float32
+    nn.init.normal_(module.proj_l.weight, std=0.2)
+    nn.init.normal_(module.proj_l.bias, std=0.2)
+    q, k, v = (torch.randn(1, 500, 2, 64) for _ in range(3))
+    k = k + 2 * torch.randn(64)
+    spec = ops.AttentionSpec(heads=2, pv="fp16")
+    with torch.no_grad():
+        expected = module(q, k, v).flatten(2)
+        given = [x.flatten(2) for x in (q, k, v)] + [module.proj_l.weight, module.proj_l.bias]
+        return {
+            name: relative(
+                ops.sparse_linear_attention(*given, own, ops.Sparsity(topk=0.3)), expected
+            )
+            for name, own in {
+                "exact": replace(spec, attention="exact"),
+                "emulated": replace(spec, impl="reference"),
+                "triton": replace(spec, impl="triton"),
+            }.items()
+        }
+
+
+def with_sla(sla: Any, model: Any) -> Any:
+    torch.manual_seed(3)
+    for module in model.modules():
+        if type(module).__name__ == "WanSelfAttention":
+            local = sla.SparseLinearAttention(module.head_dim, topk=0.5, BLKQ=128, BLKK=64)
+            nn.init.normal_(local.proj_l.weight, std=0.2)
+            local.dtype = torch.float32
+            module.attn_op.local_attn = local.requires_grad_(False)
+    return model
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(sys.argv[1]) / "turbodiffusion"))
+    from rcm.networks import wan2pt1, wan2pt2
+    from SLA import core as sla
+
+    shim(wan2pt1, wan2pt2)
+    results: dict[str, Any] = {}
+    model = model_of(wan2pt1)
+    results["wrapped"] = type(model.blocks[0]).__name__
+    results["2.1-t2v"] = compare(model, inputs_of(model, 3), EXACT, INT8)
+    model = model_of(wan2pt1, model_type="i2v", in_dim=8)
+    given = inputs_of(model, 3, image=True, extra=4)
+    results["2.1-i2v"] = compare(model, given, EXACT, INT8)
+    model = model_of(wan2pt2, model_type="i2v", in_dim=8)
+    results["2.2-i2v"] = compare(model, inputs_of(model, 3, extra=4), EXACT, INT8)
+    model = with_sla(sla, model_of(wan2pt1))
+    fp16 = PatchConfig(guard=False, pv="fp16", impl="triton", kinds=("self",))
+    results["2.1-sla"] = compare(model, inputs_of(model, 12), INT8, fp16)
+    results["sla"] = sparse_operation(sla)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""Sparse-linear attention: a softmax over few blocks of keys, plus a projected linear attention
+over all of them.
+
+    softmax over chosen blocks(q k^T) v + proj_l(phi(q) (phi(k)^T v) / (phi(q) · sum phi(k)))
+
+The sum is a skip before the output projection, closed in the attention kernel. As SLA (arXiv
+2509.24006) and SageSLA of thu-ml/TurboDiffusion (arXiv 2512.16093) compute it for inference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from turbo_rcm_patch.config import Impl, PVDType
+from turbo_rcm_patch.errors import ConfigError, GradientError, HeadDimError, ShapeError
+from turbo_rcm_patch.ops.checks import check_attention, check_float, check_norm, rotary_parts
+from turbo_rcm_patch.ops.gradients import prepare
+from turbo_rcm_patch.ops.reference import split_heads
+from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, resolve_impl, resolve_pv
+
+__all__ = ["MAX_SPARSE_HEAD_DIM", "SPARSE_BLOCKS", "Sparsity", "sparse_linear_attention"]
+
+#: Largest head_dim: the linear branch holds a [head_dim, head_dim] matrix in registers.
+MAX_SPARSE_HEAD_DIM = 128
+
+#: Tokens that a block of queries or keys may have.
+SPARSE_BLOCKS = (32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparsity:
+    """Which part of the keys the softmax sees.
+
+    Attributes:
+        topk: Share of the blocks of keys, in (0, 1]; at least one block is seen.
+        block_q: Queries that share a choice: 32, 64 or 128.
+        block_k: Keys that are chosen together: 32, 64 or 128.
+    """
+
+    topk: float
+    block_q: int = 128
+    block_k: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.topk <= 1.0:
+            raise ConfigError("Sparsity.topk", expected="a share in (0, 1]", got=repr(self.topk))
+        for field in ("block_q", "block_k"):
+            if getattr(self, field) not in SPARSE_BLOCKS:
+                raise ConfigError(
+                    f"Sparsity.{field}",
+                    expected=f"one of {SPARSE_BLOCKS}",
+                    got=repr(getattr(self, field)),
+                )
+
+    @classmethod
+    def sage(cls, topk: float, device: torch.device) -> Sparsity:
+        """SageSLA's blocks: 64 queries and 128 keys on Hopper (sm_90), 128 and 64 elsewhere."""
+        hopper = (
+            device.type == "cuda"
+            and torch.version.hip is None
+            and torch.cuda.get_device_capability(device) == (9, 0)
+        )
+        return cls(topk=topk, block_q=64 if hopper else 128, block_k=128 if hopper else 64)
+
+    def count(self, n_kv: int) -> int:
+        """Blocks that a query sees out of those of n_kv keys, rounded down."""
+        return max(1, int(self.topk * -(-n_kv // self.block_k)))
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_q: Tensor | None,
+    norm_k: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    heads: int,
+    attention: str,
+    pv: str,
+    smooth_k: bool,
+    sm_scale: float,
+    eps: float,
+    count: int,
+    block_q: int,
+    block_k: int,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    own_pv = resolve_pv(cast("PVDType", pv), q.device, k.shape[1])
+    if attention in QMAX and resolve_impl(cast("Impl", impl), q.device) == "triton":
+        from turbo_rcm_patch.kernels.sparse_attention import sparse_linear_attention as launch
+
+        out: Tensor = launch(
+            _rotated(q, heads, norm_q, cos, sin, eps),
+            _rotated(k, heads, norm_k, cos, sin, eps),
+            v,
+            weight,
+            bias,
+            heads=heads,
+            count=count,
+            block_q=block_q,
+            block_k=block_k,
+            pv=own_pv,
+            qmax=QMAX[attention],
+            smooth_k=smooth_k,
+            sm_scale=sm_scale,
+            out_dtype=out_dtype,
+        )
+        return out
+    from turbo_rcm_patch.ops import sparse_reference as reference
+
+    qh = prepare(q, heads, norm_q, cos, sin, eps).to(q.dtype).float()
+    kh = prepare(k, heads, norm_k, cos, sin, eps).to(k.dtype).float()
+    vh = split_heads(v, heads).float()
+    geometry = {"block_q": block_q, "block_k": block_k}
+    blocks = reference.block_map(qh, kh, count=count, dtype=q.dtype, **geometry)
+    if attention == "exact":
+        sparse = reference.exact_sparse_attention(
+            qh, kh, vh, blocks, sm_scale=sm_scale, **geometry
+        )
+    else:
+        sparse = reference.emulated_sparse_attention(
+            qh, kh, vh, blocks,
+            sm_scale=sm_scale, pv=own_pv, qmax=QMAX[attention], smooth_k=smooth_k, **geometry,
+        )  # fmt: skip
+    linear = reference.linear_branch(qh, kh, vh, weight, bias, dtype=q.dtype)
+    return (sparse + linear).transpose(1, 2).flatten(2).to(out_dtype)
+
+
+def _rotated(
+    x: Tensor,
+    heads: int,
+    weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """x [B, N, H*D] normalised and rotated, in its own dtype: four readers share it."""
+    if weight is None and cos is None:
+        return x
+    if weight is None or weight.numel() == x.shape[-1]:
+        from turbo_rcm_patch.kernels.norm import norm_rotate
+
+        return norm_rotate(x, heads, weight=weight, cos=cos, sin=sin, eps=eps)
+    rows = prepare(x, heads, weight, cos, sin, eps).transpose(1, 2).flatten(2)
+    return rows.to(x.dtype)
+
+
+sparse_linear_forward = torch.library.custom_op(
+    "turbo_rcm_patch::sparse_linear_attention", _forward, mutates_args=()
+)
+
+
+@sparse_linear_forward.register_fake
+def _fake(q: Tensor, *args: object) -> Tensor:
+    out_dtype = args[18]
+    assert isinstance(out_dtype, torch.dtype)
+    return q.new_empty(q.shape, dtype=out_dtype)
+
+
+def _refuse(ctx: Any, d_out: Tensor) -> None:
+    raise _no_gradient("sparse_linear_attention")
+
+
+sparse_linear_forward.register_autograd(_refuse)
+
+
+def _no_gradient(what: str) -> GradientError:
+    return GradientError(
+        what,
+        expected="no gradient",
+        got="a request for one",
+        remedy="Call under torch.no_grad(), or train with the module of SLA itself",
+    )
+
+
+def sparse_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: AttentionSpec,
+    sparsity: Sparsity,
+    *,
+    norm_q: Tensor | None = None,
+    norm_k: Tensor | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Softmax attention over the chosen blocks of keys + proj_l(linear attention over all keys).
+
+    A block of queries sees the `sparsity.count(Nk)` blocks of keys whose means have the largest
+    products with its own mean. The linear branch has the feature map phi = softmax over the
+    channels of a head, and proj_l is one Linear of a head's channels, shared by the heads. q and k
+    are normalised and rotated in fp32 and rounded to their dtype once; the rest is fp32 between
+    the quantised or 16-bit operands of matrix products, and the sum is rounded once.
+
+    Args:
+        q: [B, Nq, H*D], bf16, fp16 or fp32, D up to 128.
+        k: [B, Nk, H*D], dtype of q.
+        v: [B, Nk, H*D], dtype of q.
+        weight: [D, D] of proj_l, any of these dtypes.
+        bias: [D] or None.
+        spec: How the sparse part is computed: attention="int8" or "int4"; "exact" is plain torch
+            on every device, for comparison. causal=True is not served.
+        sparsity: Which keys it sees.
+        norm_q: RMSNorm weight of q: [H*D] normalises across all heads, [D] per head.
+        norm_k: Likewise for k.
+        rotary: (cos, sin) as in `attention_skip`.
+        out_dtype: dtype of the result; q's by default.
+
+    Returns:
+        [B, Nq, H*D], contiguous.
+
+    Raises:
+        ConfigError: `spec` asks for what the sparse kernels do not have.
+        GradientError: An input wants a gradient.
+        HeadDimError: D is over 128.
+        ShapeError: Shapes do not fit together.
+    """
+    check_attention(q, k, v, spec)
+    if spec.attention == "sage" or spec.causal:
+        raise ConfigError(
+            "spec of sparse_linear_attention",
+            expected='attention="int8", "int4" or "exact", causal=False',
+            got=f"attention={spec.attention!r}, causal={spec.causal}",
+        )
+    batch, n_q, channels = q.shape
+    dim = channels // spec.heads
+    if dim > MAX_SPARSE_HEAD_DIM:
+        raise HeadDimError("head_dim", expected=f"at most {MAX_SPARSE_HEAD_DIM}", got=str(dim))
+    _check_proj_l(q, weight, bias, dim)
+    check_norm("norm_q", norm_q, channels, spec.heads)
+    check_norm("norm_k", norm_k, channels, spec.heads)
+    cos, sin = rotary_parts(rotary, n_q, k.shape[1], dim)
+    given = (q, k, v, weight, bias, norm_q, norm_k)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        raise _no_gradient("sparse_linear_attention")
+    out: Tensor = sparse_linear_forward(
+        q,
+        k,
+        v,
+        weight,
+        bias,
+        norm_q,
+        norm_k,
+        cos,
+        sin,
+        spec.heads,
+        spec.attention,
+        spec.pv,
+        spec.smooth_k,
+        dim**-0.5 if spec.sm_scale is None else spec.sm_scale,
+        spec.eps,
+        sparsity.count(k.shape[1]),
+        sparsity.block_q,
+        sparsity.block_k,
+        spec.impl,
+        q.dtype if out_dtype is None else out_dtype,
+    )
+    return out
+
+
+def _check_proj_l(q: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> None:
+    for name, x, shape in (("weight", weight, (dim, dim)), ("bias", bias, (dim,))):
+        if x is None:
+            continue
+        check_float(name, x)
+        if tuple(x.shape) != shape or x.device != q.device:
+            raise ShapeError(
+                f"{name} of proj_l",
+                expected=f"{list(shape)} on {q.device}",
+                got=f"{list(x.shape)} on {x.device}",
+            )

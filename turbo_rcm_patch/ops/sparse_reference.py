@@ -1,0 +1,217 @@
+"""Sparse-linear attention in plain torch: by its definition, and int8-emulating.
+
+Sources: SLA (arXiv 2509.24006) and its inference code in thu-ml/TurboDiffusion, `SLA/core.py`
+(arXiv 2512.16093), from which the block map, the feature map and the epsilon are taken. Like
+`reference.py` this shares nothing with `kernels/`.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import torch
+import torch.nn.functional as F
+
+from turbo_rcm_patch.ops.emulation import (
+    LOG2_E,
+    mixed,
+    quantized,
+    rounded_v,
+    sample_mean,
+    softmax_pv,
+)
+from turbo_rcm_patch.ops.spec import key_block, mix_width
+
+__all__ = [
+    "LINEAR_EPS",
+    "block_map",
+    "emulated_sparse_attention",
+    "exact_sparse_attention",
+    "linear_branch",
+]
+
+#: Added to the denominator of the linear branch by the author's code.
+LINEAR_EPS: Final = 1e-5
+
+
+def _block_means(x: torch.Tensor, block: int) -> torch.Tensor:
+    """Mean of x [B, H, N, D] over blocks of tokens, the last one over those it has."""
+    batch, heads, n, dim = x.shape
+    blocks = -(-n // block)
+    padded = F.pad(x, (0, 0, 0, blocks * block - n))
+    sums = padded.view(batch, heads, blocks, block, dim).sum(3)
+    counts = torch.full((blocks, 1), block, dtype=x.dtype, device=x.device)
+    counts[-1] = n - (blocks - 1) * block
+    return sums / counts
+
+
+def block_map(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    count: int,
+    block_q: int,
+    block_k: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The `count` blocks of keys that each block of queries attends to.
+
+    Those with the largest products of pooled q and pooled k, k smoothed by its mean over tokens
+    (which moves all scores of a row alike). Of equal scores the earlier block is taken. Each step
+    is rounded to `dtype`, as the author's code in that dtype does: among blocks whose scores are
+    nearly equal the rounding chooses.
+
+    Args:
+        q: [B, H, Nq, D] fp32 or fp64, normalised and rotated.
+        k: [B, H, Nk, D], likewise.
+        count: Blocks of keys per block of queries.
+        block_q: Queries to a block.
+        block_k: Keys to a block.
+        dtype: What the author's code computes in; that of q rounds nothing.
+
+    Returns:
+        int64 [B, H, ceil(Nq / block_q), count], ascending.
+    """
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).to(q.dtype)
+
+    smooth = rounded(k - rounded(k.mean(2, keepdim=True)))
+    pooled_q, pooled_k = rounded(_block_means(q, block_q)), rounded(_block_means(smooth, block_k))
+    scores = rounded(pooled_q @ pooled_k.transpose(-1, -2))
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :count].sort(dim=-1).values
+
+
+def exact_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: torch.Tensor,
+    *,
+    sm_scale: float,
+    block_q: int,
+    block_k: int,
+) -> torch.Tensor:
+    """softmax(sm_scale * q k^T) v over the keys of the chosen blocks, in the dtype of its inputs.
+
+    Args:
+        q: [B, H, Nq, D] fp32 or fp64.
+        k: [B, H, Nk, D].
+        v: [B, H, Nk, D].
+        blocks: As `block_map` gives it.
+        sm_scale: Factor on the logits.
+        block_q: Queries to a block.
+        block_k: Keys to a block.
+
+    Returns:
+        [B, H, Nq, D].
+    """
+    out = torch.empty_like(q)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, blocks.shape[:3])).tolist():
+        rows = slice(i * block_q, (i + 1) * block_q)
+        keys = _keys_of(blocks[b, h, i], block_k)
+        keys = keys[keys < k.shape[2]]
+        logits = q[b, h, rows] @ k[b, h, keys].T * sm_scale
+        out[b, h, rows] = logits.softmax(-1) @ v[b, h, keys]
+    return out
+
+
+def _keys_of(blocks: torch.Tensor, block_k: int) -> torch.Tensor:
+    """Numbers of the keys in blocks [count]; past the end of k too."""
+    return (blocks[:, None] * block_k + torch.arange(block_k, device=blocks.device)).flatten()
+
+
+def linear_branch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """proj_l(phi(q) (phi(k)^T v) / (eps + phi(q) · sum phi(k))) with phi = softmax over channels.
+
+    The projection goes into the [D, D] matrix and the division into phi(q), as in the kernels:
+    both are linear. fp32, with phi and the matrix rounded to `dtype`, which multiplies them.
+
+    Args:
+        q: [B, H, Nq, D] fp32, normalised and rotated.
+        k: [B, H, Nk, D] fp32, likewise.
+        v: [B, H, Nk, D] fp32.
+        weight: [D, D].
+        bias: [D] or None.
+        dtype: Of the second product's operands; fp32 rounds nothing.
+
+    Returns:
+        [B, H, Nq, D] fp32.
+    """
+    # D / N keeps the sums over tokens near 1, where fp16 has its precision.
+    factor = k.shape[3] / k.shape[2]
+    phi_q, phi_k = q.softmax(-1), k.softmax(-1).to(dtype).float()
+    matrix = (phi_k.transpose(-1, -2) @ v) @ (weight.float() * factor).T
+    denominator = (phi_q * phi_k.sum(2, keepdim=True)).sum(-1, keepdim=True) * factor
+    phi_q = phi_q / (denominator + LINEAR_EPS * factor)
+    if dtype == torch.float16:
+        phi_q = phi_q.clamp(max=torch.finfo(dtype).max)
+    out = phi_q.to(dtype).float() @ matrix.to(dtype).float()
+    return out if bias is None else out + bias.float()
+
+
+def emulated_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: torch.Tensor,
+    *,
+    sm_scale: float,
+    pv: Literal["fp8", "bf16", "fp16"],
+    qmax: int,
+    smooth_k: bool,
+    block_q: int,
+    block_k: int,
+) -> torch.Tensor:
+    """`exact_sparse_attention` with q, k, P and v quantised as the module `emulation` says.
+
+    Args:
+        q: [B, H, Nq, D] fp32, normalised and rotated.
+        k: [B, H, Nk, D] fp32, likewise.
+        v: [B, H, Nk, D], any float dtype.
+        blocks: As `block_map` gives it.
+        sm_scale: Factor on the logits.
+        pv: Element type of P and v.
+        qmax: 127 for int8, 7 for int4.
+        smooth_k: Subtract k's mean first.
+        block_q: Queries to a block.
+        block_k: Keys to a block.
+
+    Returns:
+        [B, H, Nq, D] fp32.
+    """
+    n_kv, dim = k.shape[2:]
+    group = key_block(dim)  # keys that share a scale
+    step = min(block_k, group)
+    if smooth_k:
+        k = k - sample_mean(k, None)
+    whole = -(-n_kv // 128) * 128
+    k, v = (F.pad(x.float(), (0, 0, 0, whole - n_kv)) for x in (k, v))
+    q, k = mixed(q), mixed(k)
+    q_int, q_scale = quantized(q, q.abs().amax(-1, keepdim=True), qmax)
+    q_scale = q_scale * (sm_scale * LOG2_E / mix_width(dim))
+    groups = k.view(*k.shape[:2], -1, group, k.shape[3])
+    k_int, k_scale = quantized(groups, groups.abs().amax((-1, -2), keepdim=True), qmax)
+    k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)
+    v, v_scale = rounded_v(v, pv)
+
+    out = torch.empty(*q.shape[:3], dim, dtype=torch.float32, device=q.device)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, blocks.shape[:3])).tolist():
+        rows = slice(i * block_q, (i + 1) * block_q)
+        keys = _keys_of(blocks[b, h, i], block_k)
+        logits = q_int[b, h, rows] @ k_int[b, h, keys].T
+        logits.masked_fill_(keys >= n_kv, float("-inf"))
+        scale = q_scale[b, h, rows] * k_scale[b, h, keys[::step] // group]
+        out[b, h, rows], _ = softmax_pv(
+            logits.view(logits.shape[0], -1, step), scale, v[b, h, keys], pv
+        )
+    return out if v_scale is None else out * v_scale

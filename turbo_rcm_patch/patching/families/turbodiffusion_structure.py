@@ -1,0 +1,171 @@
+"""What TurboDiffusion's WanModel is made of, recognised by name, layout and signature.
+
+Its code runs from a checkout (thu-ml/TurboDiffusion, `rcm/networks/wan2pt1.py` and `wan2pt2.py`,
+`SLA/core.py`, `ops/core.py`; arXiv 2512.16093), under whatever names its folders have on the path,
+so nothing of it is imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.patching.plain import bare, hook_names, why_not_plain
+
+__all__ = [
+    "FORWARDS",
+    "has_image",
+    "is_sparse",
+    "modulates",
+    "refuse_parallel",
+    "rms_weight",
+    "sparsity_of",
+    "unwrapped",
+    "why_attention_called",
+    "why_feed_forward_called",
+]
+
+_CROSS: Final = ("self", "x", "context", "context_lens")
+#: Class -> the parameters of its forward that this family was written against.
+FORWARDS: Final = {
+    "WanAttentionBlock": ("self", "x", "e", "seq_lens", "freqs", "context", "context_lens"),
+    "WanSelfAttention": ("self", "x", "seq_lens", "freqs"),
+    "WanT2VCrossAttention": _CROSS,
+    "WanI2VCrossAttention": _CROSS,
+    "WanCrossAttention": _CROSS,
+    "MinimalA2AAttnOp": ("self", "query", "key", "value", "args", "kwargs"),
+    "SparseLinearAttention": ("self", "q", "k", "v", "return_sparsity"),
+    "SageSparseLinearAttention": ("self", "q", "k", "v", "return_sparsity"),
+    "WanRMSNorm": ("self", "x"),
+    "FastRMSNorm": ("self", "x"),
+    "WanLayerNorm": ("self", "x"),
+    "FastLayerNorm": ("self", "x"),
+}
+_ATTENTIONS: Final = {
+    "self": ("WanSelfAttention",),
+    "cross": ("WanT2VCrossAttention", "WanI2VCrossAttention", "WanCrossAttention"),
+}
+_LAYER_NORMS: Final = ("WanLayerNorm", "FastLayerNorm")
+_SPARSE: Final = ("SparseLinearAttention", "SageSparseLinearAttention")
+
+
+def unwrapped(block: Any) -> Any:
+    """The block inside torch's activation checkpointing, where it is inside."""
+    while type(block).__name__ == "CheckpointWrapper":
+        block = block._checkpoint_wrapped_module
+    return block
+
+
+def refuse_parallel(path: str, attn_op: Any) -> None:
+    """Raise if an attention exchanges heads with other ranks."""
+    group = getattr(attn_op, "pg", None)
+    if group is not None and group.size() > 1:
+        raise ContextParallelError(
+            path,
+            expected="attention within one device",
+            got=f"a context parallel group of {group.size()} ranks",
+            remedy="Call the model's disable_context_parallel(), or run it unpatched",
+        )
+
+
+def has_image(attn: Any) -> bool:
+    """Whether a cross-attention has an image branch (image-to-video of Wan 2.1)."""
+    return type(attn).__name__ == "WanI2VCrossAttention"
+
+
+def is_sparse(attn: Any) -> bool:
+    """Whether an attention is sparse-linear: SLA or SageSLA."""
+    return type(getattr(attn.attn_op, "local_attn", None)).__name__ in _SPARSE
+
+
+def sparsity_of(attn: Any, device: torch.device) -> ops.Sparsity:
+    """The sparsity of a sparse attention; SageSLA's blocks are the device's."""
+    local = attn.attn_op.local_attn
+    topk = min(1.0, local.topk)
+    if type(local).__name__ == "SageSparseLinearAttention":
+        return ops.Sparsity.sage(topk, device)
+    return ops.Sparsity(topk=topk, block_q=local.BLKQ, block_k=local.BLKK)
+
+
+def why_attention_called(attn: Any, kind: str) -> str:
+    """Why an attention is called as a module, or "" if ours runs in its place.
+
+    Raises:
+        ContextParallelError: It is split over several ranks.
+    """
+    if type(attn).__name__ not in _ATTENTIONS[kind]:
+        return f"it is a {type(attn).__qualname__}"
+    if not bare(attn):
+        return f"attention is called as a module: {hook_names(attn)}"
+    operators = [attn.attn_op] + ([attn.attn_op_image] if has_image(attn) else [])
+    for op in operators:
+        why = _why_operator_called(op)
+        if why:
+            return why
+    return ""
+
+
+def _why_operator_called(op: Any) -> str:
+    refuse_parallel("attention", op)
+    if type(op).__name__ != "MinimalA2AAttnOp" or not bare(op):
+        return f"its attn_op is a {type(op).__qualname__} that is called as a module"
+    local = op.local_attn
+    if type(local).__name__ in _SPARSE:
+        return _why_sparse_called(local)
+    if isinstance(local, nn.Module) or getattr(local, "__name__", "") != "attention":
+        return f"its local attention is {getattr(local, '__name__', type(local).__qualname__)}"
+    return ""
+
+
+def _why_sparse_called(local: Any) -> str:
+    maps = {getattr(local, f"feature_map_{of}", None) for of in "qk"}
+    names = {getattr(one, "__name__", type(one).__qualname__) for one in maps}
+    if names != {"softmax_feature_map"}:
+        return f"its feature map is {', '.join(sorted(names))}"
+    if not bare(local):
+        return f"its sparse attention is called as a module: {hook_names(local)}"
+    why = why_not_plain(local.proj_l)
+    if why:
+        return f"its proj_l is called: {why}"
+    blocks = (getattr(local, "BLKQ", 128), getattr(local, "BLKK", 64))
+    if local.topk <= 0 or any(block not in ops.SPARSE_BLOCKS for block in blocks):
+        return f"its sparsity is {local.topk} of blocks of {blocks[0]} by {blocks[1]}"
+    if local.proj_l.in_features > ops.MAX_SPARSE_HEAD_DIM:
+        return f"its heads have {local.proj_l.in_features} channels"
+    return ""
+
+
+def why_feed_forward_called(ffn: Any) -> str:
+    """The same question for a feed-forward."""
+    kinds = [type(part) for part in ffn] if type(ffn) is nn.Sequential else []
+    if len(kinds) != 3 or kinds[1] is not nn.GELU or ffn[1].approximate != "tanh":
+        return f"its feed-forward is a {type(ffn).__qualname__} of another form"
+    if not bare(ffn) or not bare(ffn[1]):
+        return f"feed-forward is called as a module: {hook_names(ffn)}"
+    return ""
+
+
+def modulates(norm: Any, *, affine: bool) -> bool:
+    """Whether `norm(x)` is exactly a layer norm of the last dimension in fp32."""
+    if type(norm).__name__ not in _LAYER_NORMS or not bare(norm):
+        return False
+    return (norm.weight is not None) == (norm.bias is not None) == affine
+
+
+def rms_weight(norm: Any, x: Tensor) -> Tensor | None:
+    """The weight of a plain RMSNorm of all channels of x, or None if it has to be called.
+
+    The trained norm's weight has the dtype of x, which its author multiplies by it; the fast one's
+    is a buffer that is read as fp32.
+    """
+    if type(norm).__name__ not in ("WanRMSNorm", "FastRMSNorm") or not bare(norm):
+        return None
+    weight: Tensor = norm.weight
+    plain = type(weight) in (nn.Parameter, Tensor) and weight.device == x.device
+    if not plain or (type(norm).__name__ == "WanRMSNorm" and weight.dtype != x.dtype):
+        return None
+    return weight

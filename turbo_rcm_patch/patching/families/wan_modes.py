@@ -1,0 +1,57 @@
+"""What may run now in a block of the Wan family, asked on every forward.
+
+diffusers copies the Wan block and its attention from file to file, so each model has classes of
+its own with the same members; `BlockClasses` names those of one file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers.models.normalization import FP32LayerNorm
+from torch import nn
+
+from turbo_rcm_patch.patching.blocks import Mode, refuse_parallel
+from turbo_rcm_patch.patching.plain import bare, drops
+
+__all__ = [
+    "BlockClasses",
+    "attention_mode",
+    "plain_layer_norm",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockClasses:
+    """The classes of one kind of block.
+
+    Attributes:
+        block: The block.
+        attention: Its attention, self and cross.
+        processor: What computes that attention.
+    """
+
+    block: type[nn.Module]
+    attention: type[nn.Module]
+    processor: type
+
+
+def attention_mode(attn: Any, classes: BlockClasses) -> Mode:
+    """What may run now: ours in the place of the attention, the skip after it, or nothing of ours.
+
+    Raises:
+        ContextParallelError: The attention is split over several ranks.
+    """
+    kind: object = type(attn)  # an object, or a type checker would take attn for a plain Module
+    if kind is not classes.attention or type(attn.processor) is not classes.processor:
+        return "as-written"
+    refuse_parallel("attention", attn.processor)
+    if drops(attn.to_out[1]):
+        return "as-written"
+    return "ours" if bare(attn) else "called"
+
+
+def plain_layer_norm(norm: Any) -> bool:
+    """Whether `norm(x.float())` is exactly a layer norm of the last dimension in fp32."""
+    return type(norm) is FP32LayerNorm and len(norm.normalized_shape) == 1 and bare(norm)

@@ -1,0 +1,90 @@
+"""diffusers' SkyReels-V2: the Wan block with a mask, and with another layout of its modulation.
+
+With `num_frame_per_block` above 1 self-attention gets a block-causal mask over frames; the kernels
+have no such mask, so that attention is exact and only what follows it is fused. With diffusion
+forcing every frame has a timestep of its own, [B, 6, N, C] once it is spread over tokens
+(SkyReels-V2: arXiv 2504.13074). Written against diffusers 0.42.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers.models.transformers import transformer_skyreels_v2 as author
+from torch import Tensor, nn
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.families.wan_block import WanBlockForward, modulation
+from turbo_rcm_patch.patching.families.wan_modes import BlockClasses
+from turbo_rcm_patch.patching.families.wan_plan import (
+    BLOCK,
+    check_blocks,
+    check_signatures,
+    plan_blocks,
+)
+from turbo_rcm_patch.patching.plain import autocasting
+from turbo_rcm_patch.patching.state import ModelPlan
+
+__all__ = ["SkyReelsBlockForward", "check", "plan"]
+
+
+def check(model: nn.Module) -> None:
+    """Raise a typed error if this instance cannot be patched at all."""
+    check_signatures(_classes(), (*BLOCK, "attention_mask"))
+    check_blocks(model, "blocks")
+
+
+def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
+    """The pairs of every block, how each would run, and the block forwards to install."""
+    network: Any = model
+    result = ModelPlan(model, path, config, states=[])
+    masked = network.config.num_frame_per_block > 1
+    plan_blocks(result, "blocks", _classes(), SkyReelsBlockForward, masked=masked)
+    return result
+
+
+def _classes() -> BlockClasses:
+    return BlockClasses(
+        author.SkyReelsV2TransformerBlock,
+        author.SkyReelsV2Attention,
+        author.SkyReelsV2AttnProcessor,
+    )
+
+
+class SkyReelsBlockForward(WanBlockForward):
+    """Stands in for the forward of one block."""
+
+    __slots__ = ()
+
+    def __call__(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+    ) -> Tensor:
+        """The author's block, with its skip pairs closed by ours where they are live.
+
+        Args:
+            hidden_states: [B, N, C], the model's dtype.
+            encoder_hidden_states: [B, T, C] text, with the image tokens in front for I2V.
+            temb: [B, 6, C], or [B, 6, N, C] with a timestep per frame.
+            rotary_emb: (cos, sin), each [1, N, 1, head_dim] fp32.
+            attention_mask: bool [1, 1, N, N], true where a query sees a key, or None.
+
+        Returns:
+            [B, N, C], dtype of hidden_states.
+        """
+        inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
+        if autocasting(hidden_states):
+            written: Tensor = self._as_written(*inputs)
+            return written
+        guard = self._begin(
+            hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb
+        )
+        per_token = temb.transpose(1, 2) if temb.ndim == 4 else temb
+        rows = modulation(self._block.scale_shift_table, per_token)
+        return self._run(
+            hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask, guard
+        )

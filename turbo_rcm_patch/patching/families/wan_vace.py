@@ -1,0 +1,200 @@
+"""diffusers' Wan VACE: the plain Wan blocks, and control blocks that make hints for some of them.
+
+A control block (`WanVACETransformerBlock`) is a Wan block over a stream of its own. The first one
+projects its input and adds the video; each projects its output, the hint, which the model's
+forward adds to the video after a block (VACE: arXiv 2503.07598). Control blocks run before all
+others. Written against diffusers 0.42.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from diffusers.models.transformers import transformer_wan_vace as author
+from torch import Tensor, nn
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.families.wan_block import WanBlockForward, modulation
+from turbo_rcm_patch.patching.families.wan_modes import BlockClasses
+from turbo_rcm_patch.patching.families.wan_plan import (
+    block_states,
+    check_blocks,
+    check_signatures,
+    foreign,
+    install_block,
+    left_alone,
+    plan_blocks,
+)
+from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.linears import pair_state
+from turbo_rcm_patch.patching.plain import autocasting, plain_linear, why_not_plain
+from turbo_rcm_patch.patching.state import ModelPlan, PairState
+from turbo_rcm_patch.skip import Residual, SkipPair, Stream
+
+__all__ = ["VACEBlockForward", "check", "plan"]
+
+_CONTROL_BLOCK: Final = (
+    *("self", "hidden_states", "encoder_hidden_states", "control_hidden_states"),
+    *("temb", "rotary_emb"),
+)
+
+
+def check(model: nn.Module) -> None:
+    """Raise a typed error if this instance cannot be patched at all."""
+    plain, control = _classes()
+    check_signatures(plain)
+    check_signatures(control, _CONTROL_BLOCK)
+    check_blocks(model, "vace_blocks")
+    check_blocks(model, "blocks")
+
+
+def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
+    """The pairs of every block, how each would run, and the block forwards to install."""
+    result = ModelPlan(model, path, config, states=[])
+    plain, control = _classes()
+    network: Any = model
+    for index, block in enumerate(network.vace_blocks):
+        where = f"{path}.vace_blocks.{index}".lstrip(".")
+        whole = foreign(block, result, control)
+        states: dict[str, PairState] = {}
+        if block.proj_in is not None:
+            states["proj_in"] = _input_state(block.proj_in, f"{where}.proj_in", config, whole)
+        states |= block_states(block, where, config, control, whole)
+        if block.proj_out is not None:
+            states["proj_out"] = PairState(_hint_pair(f"{where}.proj_out"))
+        install_block(result, block, states, control, VACEBlockForward)
+    plan_blocks(result, "blocks", plain)
+    return result
+
+
+def _classes() -> tuple[BlockClasses, BlockClasses]:
+    """Of the plain blocks, and of the control blocks."""
+    plain = BlockClasses(author.WanTransformerBlock, author.WanAttention, author.WanAttnProcessor)
+    return plain, BlockClasses(
+        author.WanVACETransformerBlock, author.WanAttention, author.WanAttnProcessor
+    )
+
+
+def _input_state(proj_in: nn.Module, path: str, config: PatchConfig, whole: str) -> PairState:
+    runs, reason = left_alone("control", config, whole) or ("in-linear", "")
+    why = why_not_plain(proj_in)
+    if runs == "in-linear" and why:
+        runs, reason = "after-linear", f"proj_in is called: {why}"
+    return pair_state(_control_pair(path, "1", runs, reason), {"proj_in": proj_in}, config)
+
+
+def _hint_pair(path: str) -> SkipPair:
+    return _control_pair(
+        path,
+        "control_hidden_states_scale",
+        "as-written",
+        "the model's own forward adds the hint, to a video that its blocks have yet to make",
+    )
+
+
+def _control_pair(path: str, c_out: str, runs: Residual, reason: str) -> SkipPair:
+    """A Linear of the control stream whose output is added to the video."""
+    return SkipPair(
+        path=path,
+        kind="control",
+        heads=0,
+        head_dim=0,
+        streams=(Stream("video", "1", c_out),),
+        cast="model",
+        projection=True,
+        runs=runs,
+        reason=reason,
+    )
+
+
+class VACEBlockForward(WanBlockForward):
+    """Stands in for the forward of one control block."""
+
+    __slots__ = ("_proj_in",)
+
+    def __init__(
+        self,
+        block: Any,
+        classes: BlockClasses,
+        states: dict[str, PairState],
+        config: PatchConfig,
+        head: bool,
+        guard: Guard | None,
+    ) -> None:
+        super().__init__(block, classes, states, config, head, guard)
+        self._proj_in = states.get("proj_in")
+
+    def __call__(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        control_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor | None, Tensor]:
+        """The author's control block, with its skip pairs closed by ours where they are live.
+
+        Args:
+            hidden_states: [B, N, C], the video, the model's dtype.
+            encoder_hidden_states: [B, T, C] text, with the image tokens in front for I2V.
+            control_hidden_states: [B, N, C], the control stream.
+            temb: [B, 6, C].
+            rotary_emb: (cos, sin), each [1, N, 1, head_dim] fp32.
+
+        Returns:
+            The hint [B, N, C], or None without an output projection, and the control stream.
+        """
+        if autocasting(hidden_states):
+            written: tuple[Tensor | None, Tensor] = self._as_written(
+                hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
+            )
+            return written
+        guard = self._begin(
+            hidden_states=hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            control_hidden_states=control_hidden_states,
+            temb=temb,
+        )
+        block = self._block
+        control = control_hidden_states
+        if block.proj_in is not None:
+            control = self._added(block.proj_in, control, hidden_states, guard)
+        rows = modulation(block.scale_shift_table.to(temb.device), temb)
+        control = self._run(control, encoder_hidden_states, rows, rotary_emb, None, guard)
+        hint = None if block.proj_out is None else block.proj_out(control)
+        return hint, control
+
+    def _added(
+        self, proj_in: nn.Module, control: Tensor, hidden: Tensor, guard: Guard | None
+    ) -> Tensor:
+        """The video plus the projected control."""
+        state = self._proj_in
+        if state is not None and state.live and guard is not None:
+            guard.accepts(
+                (state,),
+                exact=lambda: proj_in(control),
+                fused=lambda: self._projected(state, proj_in, control, None),
+            )
+        if state is None or not state.live:
+            written: Tensor = proj_in(control) + hidden
+            return written
+        return self._projected(state, proj_in, control, hidden)
+
+    def _projected(
+        self, state: PairState, proj_in: Any, control: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        impl = self._spec.impl
+        closed = self._linears.close(
+            "proj_in", control, proj_in, int8=state.int8, residual=residual, cast="model"
+        )
+        if closed is not None:
+            return closed
+        if plain_linear(proj_in, control):
+            return ops.project_skip(
+                control, proj_in.weight, proj_in.bias, residual=residual, cast="model", impl=impl
+            )
+        branch: Tensor = proj_in(control)
+        if residual is None:
+            return branch
+        return ops.skip(residual, branch, cast="model", impl=impl)
