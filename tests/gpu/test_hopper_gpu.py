@@ -87,8 +87,10 @@ def test_the_hopper_kernel_equals_the_portable_one(
         ("across", True, True, True, "fp8", 127),
         ("per head", True, False, False, "bf16", 127),
         ("across", False, True, False, "fp8", 7),
+        ("layer norm per head", True, True, False, "fp8", 127),
+        ("layer norm per head", False, False, True, "bf16", 127),
     ],
-    ids=["bare", "wan", "per-head-16bit", "no-rope-int4"],
+    ids=["bare", "wan", "per-head-16bit", "no-rope-int4", "cogvideox", "cogvideox-2b-padding"],
 )
 @pytest.mark.parametrize(("n_q", "n_kv"), [(2000, 2000), (300, 77), (130, 4700), (1, 1)])
 def test_the_hopper_prologue_equals_the_portable_one(
@@ -108,13 +110,18 @@ def test_the_hopper_prologue_equals_the_portable_one(
             for m in (n_q, n_kv, n_kv)
         )
         k += 3 * torch.randn(channels, device=device, dtype=torch.bfloat16)
-    size = {None: 0, "across": channels, "per head": head_dim}[norm]
+    size = channels if norm == "across" else head_dim
     weight = torch.rand(size, device=device).bfloat16() + 0.5 if norm else None
+    bias = None
+    if norm == "layer norm per head":
+        bias = torch.randn(head_dim, device=device).bfloat16()
     angle = 6 * torch.rand(n, head_dim // 2, device=device).repeat_interleave(2, -1)
     common = {
         "heads": heads,
         "norm_q": weight,
         "norm_k": weight,
+        "norm_q_bias": bias,
+        "norm_k_bias": bias,
         "cos": angle.cos() if rope else None,
         "sin": angle.sin() if rope else None,
         "kv_lengths": torch.tensor([n_kv, n_kv // 2], device=device, dtype=torch.int32)

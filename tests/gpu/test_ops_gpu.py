@@ -322,20 +322,28 @@ def test_norm_modulate(channels: int, form: str) -> None:
 
 
 @pytest.mark.parametrize("rope", [True, False])
-def test_exact_attention_over_normalised_rotated_rows(rope: bool) -> None:
+@pytest.mark.parametrize("norm", ["across", "per head", "layer norm per head"])
+def test_exact_attention_over_normalised_rotated_rows(norm: str, rope: bool) -> None:
     """q and k leave one kernel in bf16; what is left is torch's own attention."""
     heads, dim, n = 3, 128, 500
     q, k, v = random(2, n, 3 * heads * dim).chunk(3, -1)
-    weight = torch.rand(heads * dim, device="cuda").to(torch.bfloat16) + 0.5
+    size = heads * dim if norm == "across" else dim
+    weight = torch.rand(size, device="cuda").to(torch.bfloat16) + 0.5
+    bias = random(dim) if norm == "layer norm per head" else None
     rotary = None
     if rope:
         angle = torch.randn(n, dim // 2, device="cuda").repeat_interleave(2, -1)
         rotary = (angle.cos(), angle.sin())
     spec = AttentionSpec(heads=heads, attention="exact")
-    got = attention_skip(q, k, v, spec, norm_q=weight, norm_k=weight, rotary=rotary)
+    got = attention_skip(
+        q, k, v, spec, norm_q=weight, norm_k=weight, norm_q_bias=bias, norm_k_bias=bias,
+        rotary=rotary,
+    )  # fmt: skip
     cos, sin = (None, None) if rotary is None else rotary
     qh, kh = (
-        norm_rope(x, heads, weight=weight, cos=cos, sin=sin, eps=1e-6, dtype=torch.float64)
+        norm_rope(
+            x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=1e-6, dtype=torch.float64
+        )
         for x in (q, k)
     )
     exact, _ = exact_attention(qh, kh, split_heads(v, heads).double(), sm_scale=dim**-0.5)

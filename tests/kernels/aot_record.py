@@ -111,12 +111,16 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     residual, gate = empty(1, tokens, channels), empty(1, 1, channels, dtype=torch.float32)
     table = empty(tokens, dim, dtype=torch.float32)
     lengths = empty(1, dtype=torch.int32) if case.get("lengths") else None
+    norm = case.get("norm", "across")
+    table = table if case.get("rope", True) else None
     common = {
         "heads": heads,
-        "norm_q": None if case.get("bare") else empty(channels),
-        "norm_k": None if case.get("bare") else empty(channels),
-        "cos": None if case.get("bare") else table,
-        "sin": None if case.get("bare") else table,
+        "norm_q": {"across": empty(channels), "head": empty(dim), "layer": empty(dim)}.get(norm),
+        "norm_k": {"across": empty(channels), "head": empty(dim), "layer": empty(dim)}.get(norm),
+        "norm_q_bias": empty(dim) if norm == "layer" else None,
+        "norm_k_bias": empty(dim) if norm == "layer" else None,
+        "cos": table,
+        "sin": table,
         "kv_lengths": lengths,
         "pv": case["pv"],
         "qmax": 127,

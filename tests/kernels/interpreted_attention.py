@@ -16,7 +16,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from turbo_rcm_patch.kernels.quantize import quantize
 from turbo_rcm_patch.ops import AttentionSpec, attention_lse, attention_skip
+from turbo_rcm_patch.ops.reference import norm_rope
 
 TIGHT = 1e-3
 FLOOR = 2e-2  # int8 with fp16 P against exact mathematics, N(0, 1)
@@ -53,6 +55,33 @@ def angles(n: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         pytest.param(1, 2, 70, 70, 72, {"norm": "head", "rope": True}, id="d72-per-head"),
         pytest.param(1, 1, 70, 70, 80, {"rope": True}, id="d80-rope"),
         pytest.param(1, 2, 66, 66, 96, {"norm": "across"}, id="d96"),
+        pytest.param(
+            1,
+            2,
+            150,
+            150,
+            64,
+            {"norm": "layer", "rope": True, "dtype": torch.float16},
+            id="as-in-cogvideox",
+        ),
+        pytest.param(
+            2,
+            3,
+            70,
+            129,
+            40,
+            {"norm": "layer", "smooth": False, "lengths": (60, 129)},
+            id="d40-layer-norm-unsmoothed-padding",
+        ),
+        pytest.param(
+            2,
+            1,
+            70,
+            600,
+            64,
+            {"norm": "layer", "lengths": (0, 330)},
+            id="layer-norm-mean-over-a-sample-padding",
+        ),
         pytest.param(1, 1, 66, 66, 160, {}, id="d160"),
         pytest.param(1, 1, 66, 66, 256, {"norm": "head"}, id="d256"),
         pytest.param(1, 2, 66, 66, 64, {"smooth": False}, id="unsmoothed"),
@@ -77,10 +106,14 @@ def test_kernels_equal_the_emulation(
         k, v = k.clone(), v.clone()
         for b, n in enumerate(options["lengths"]):
             k[b, n:], v[b, n:] = float("nan"), float("nan")
-    weight = {None: None, "across": torch.rand(channels) + 0.5, "head": torch.rand(dim) + 0.5}
+    per_head = (torch.rand(dim) + 0.5).to(dtype)
+    weight = {None: None, "across": torch.rand(channels) + 0.5, "head": per_head}
+    weight["layer"] = per_head
     arguments = {
         "norm_q": weight[options.get("norm")],
         "norm_k": weight[options.get("norm")],
+        "norm_q_bias": torch.randn(dim).to(dtype) if options.get("norm") == "layer" else None,
+        "norm_k_bias": torch.randn(dim).to(dtype) if options.get("norm") == "layer" else None,
         "rotary": angles(n_q, dim) if options.get("rope") else None,
         "kv_lengths": lengths,
         "out_dtype": torch.float32,
@@ -106,6 +139,53 @@ def test_kernels_equal_the_emulation(
         assert relative(out, exact) < FLOOR
     if lengths is not None and lengths[0] == 0:
         assert not out[0].any()
+
+
+@pytest.mark.parametrize("rope", [False, True], ids=["no-rope", "rope"])
+@pytest.mark.parametrize("smooth", [False, True], ids=["as-is", "smoothed"])
+def test_the_bias_of_a_layer_norm_is_for_tokens_that_are_there(smooth: bool, rope: bool) -> None:
+    """Keys that are not seen are 0, and neither scales nor means know of them."""
+    k, weight, bias = torch.randn(1, 300, 64), torch.rand(64) + 0.5, 50 * torch.randn(64)
+    cos, sin = angles(300, 64) if rope else (None, None)
+    normed = norm_rope(k, 1, weight=weight, bias=bias, cos=cos, sin=sin, eps=1e-6)
+    for seen in (0, 200):
+        operands = quantize(
+            k, k, k, heads=1, norm_q=weight, norm_k=weight, norm_q_bias=bias, norm_k_bias=bias,
+            cos=cos, sin=sin, kv_lengths=torch.tensor([seen], dtype=torch.int32), pv="fp16",
+            qmax=127, smooth_k=smooth, sm_scale=0.125, eps=1e-6, want_lse=True,
+        )  # fmt: skip
+        assert not operands.keys.int8[:, :, seen:].any()
+        assert torch.isfinite(operands.keys.scale).all()
+        assert (operands.keys.scale[:, :, -(-seen // 128) :] == 1 / 127).all()
+        assert not operands.queries.int8[:, :, 300:].any()
+        shift = operands.queries.shift
+        assert (shift is not None) == smooth
+        if shift is not None and seen:
+            mean = normed[:, :, :seen:2].mean(2, keepdim=True)  # every other token: 256 at most
+            expected = 0.125 * (normed * mean).sum(-1)
+            torch.testing.assert_close(shift[:, :, :300], expected, rtol=1e-4, atol=0.02)
+
+
+@pytest.mark.parametrize("rope", [False, True], ids=["no-rope", "rope"])
+@pytest.mark.parametrize(
+    ("heads", "dim", "norm"),
+    [(3, 40, "across"), (3, 32, "head"), (3, 64, "layer"), (1, 64, "layer"), (1, 40, "layer")],
+)
+def test_exact_attention_over_normalised_rows(heads: int, dim: int, norm: str, rope: bool) -> None:
+    q, k, v = torch.randn(2, 20, 3 * heads * dim).chunk(3, -1)
+    weight = torch.rand(heads * dim if norm == "across" else dim) + 0.5
+    bias = torch.randn(dim) if norm == "layer" else None
+    spec = AttentionSpec(heads=heads, attention="exact", impl="triton")
+    arguments = {
+        "norm_q": weight,
+        "norm_k": weight,
+        "norm_q_bias": bias,
+        "norm_k_bias": bias,
+        "rotary": angles(20, dim) if rope else None,
+    }
+    out = attention_skip(q, k, v, spec, **arguments)
+    expected = attention_skip(q, k, v, replace(spec, impl="reference"), **arguments)
+    assert relative(out, expected) < 3e-6
 
 
 @pytest.mark.parametrize("form", ["float", "batch", "channel", "element"])

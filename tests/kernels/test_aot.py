@@ -143,13 +143,17 @@ def test_a_sampler_s_step_compiles(tmp_path: Path, pytestconfig: pytest.Config) 
 def test_other_variants_compile(
     target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """Padded heads, masks, logsumexp, and 16-bit values where e4m3 is the default."""
+    """Padded heads, masks, logsumexp, 16-bit values where e4m3 is the default, and layer norms of
+    heads of 64 channels, as CogVideoX has, and of padded ones."""
     pv = default_pv(target)
     cases = [case("attention", target, dim, pv) for dim in (32, 256)]
     cases += [case("attention", target, 96, pv, causal=True, lengths=True, lse=True)]
     cases += [case("one-launch", target, 64, pv), case("one-launch", target, 256, pv)]
     if pv == "fp8":
         cases += [case(op, target, 128, "bf16") for op in ("attention", "one-launch")]
+    more = {"norm": "layer", "dtype": "float32" if target == ("cuda", 90) else "bfloat16"}
+    cases += [case("attention", target, dim, pv, **more) for dim in (64, 96)]
+    cases += [case("attention", target, 64, pv, rope=False, **more)]
     for python in pythons(pytestconfig):
         broken = faults(resources(python, cases, tmp_path), target)
         assert not broken, broken
@@ -273,13 +277,20 @@ def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config)
             assert max(result["loop_spills"][:3]) <= 6, line(result)
 
 
-@pytest.mark.parametrize("bare", [False, True], ids=["norm-rope", "bare"])
+@pytest.mark.parametrize(
+    ("norm", "rope"),
+    [("across", True), (None, False), ("layer", True), ("layer", False)],
+    ids=["norm-rope", "bare", "layer-norm-rope", "layer-norm"],
+)
 def test_two_programs_of_the_hopper_prologue_share_a_multiprocessor(
-    bare: bool, tmp_path: Path, pytestconfig: pytest.Config
+    norm: str | None, rope: bool, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    target = ("cuda", 90)
-    cases = [case("attention", target, dim, "fp8", bare=bare) for dim in (64, 128)]
-    cases += [case("attention", target, 128, pv, lse=True, lengths=True) for pv in ("fp8", "bf16")]
+    target, before = ("cuda", 90), {"norm": norm, "rope": rope}
+    cases = [case("attention", target, dim, "fp8", **before) for dim in (64, 128)]
+    cases += [
+        case("attention", target, dim, pv, lse=True, lengths=True, **before)
+        for dim, pv in ((64, "fp8"), (128, "fp8"), (128, "bf16"))
+    ]
     for python in pythons(pytestconfig):
         results = [
             result
@@ -287,7 +298,10 @@ def test_two_programs_of_the_hopper_prologue_share_a_multiprocessor(
             if result["kernel"] == "hopper_prologue_kernel"
         ]
         assert len(results) == len(cases)
-        assert not faults(results, target)
+        wide = [r for r in results if norm == "layer" and r["case"].endswith("d128")]
+        assert not faults([result for result in results if result not in wide], target)
+        # With a bias over 128 channels, a value or two that a loop only reads have no room.
+        assert all("error" not in result and result["stack"] <= 8 for result in wide), wide
         for result in results:
             assert result["registers"] <= 65536 // (2 * 8 * 32), line(result)
             assert result["shared"] <= 228 * 1024 // 2 - 1024, line(result)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import (
     WanAttention,
     WanAttnProcessor,
@@ -156,6 +157,48 @@ def test_norm_per_head() -> None:
     y = norm_rope(x, 3, weight=weight, cos=None, sin=None, eps=1e-6)
     expected = F.rms_norm(split_heads(x, 3), (8,), weight, eps=1e-6)
     torch.testing.assert_close(y, expected)
+
+
+def test_layer_norm_per_head() -> None:
+    x, weight, bias = 2 + torch.randn(2, 9, 3 * 8), torch.rand(8) + 0.5, torch.randn(8)
+    y = norm_rope(x, 3, weight=weight, bias=bias, cos=None, sin=None, eps=1e-6)
+    expected = F.layer_norm(split_heads(x, 3), (8,), weight, bias, eps=1e-6)
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_norm_and_rotary_are_those_of_cogvideox(heads: int, dtype: torch.dtype) -> None:
+    """Against diffusers' own processor, over a text of no tokens."""
+    attn = (
+        Attention(
+            query_dim=32 * heads, heads=heads, dim_head=32, qk_norm="layer_norm", eps=1e-6,
+            bias=True, processor=CogVideoXAttnProcessor2_0(),
+        )
+        .to(dtype)
+        .eval()
+    )  # fmt: skip
+    norms = {}
+    for name in ("norm_q", "norm_k"):
+        norm = getattr(attn, name)
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+        torch.nn.init.normal_(norm.bias)
+        norms |= {name: norm.weight, f"{name}_bias": norm.bias}
+    attn.to_out = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
+    hidden = torch.randn(2, 50, 32 * heads).to(dtype)
+    angle = torch.randn(50, 16).repeat_interleave(2, -1)
+    rotary = angle.cos(), angle.sin()
+    with torch.no_grad():
+        expected, _ = attn(hidden, hidden[:, :0], image_rotary_emb=rotary)
+        out = attention_skip(
+            attn.to_q(hidden),
+            attn.to_k(hidden),
+            attn.to_v(hidden),
+            AttentionSpec(heads=heads, attention="exact"),
+            rotary=rotary,
+            **norms,
+        )
+    assert relative(out, expected) < {torch.float32: 1e-6}.get(dtype, 1e-2)
 
 
 @pytest.mark.parametrize("attention", ["int8", "exact"])

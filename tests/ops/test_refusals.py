@@ -50,6 +50,25 @@ def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ),
         pytest.param(errors.ShapeError, (x(1, 4, 8),) * 3, {"c_out": x(3)}, id="coefficient"),
         pytest.param(errors.ShapeError, (x(1, 4, 8),) * 3, {"norm_q": x(5)}, id="norm"),
+        pytest.param(errors.ShapeError, (x(1, 4, 8),) * 3, {"norm_q_bias": x(4)}, id="bias-alone"),
+        pytest.param(
+            errors.ShapeError,
+            (x(1, 4, 8),) * 3,
+            {"norm_k": x(8), "norm_k_bias": x(8)},
+            id="layer-norm-across",
+        ),
+        pytest.param(
+            errors.ShapeError,
+            (x(1, 4, 8),) * 3,
+            {"norm_k": x(8), "norm_k_bias": x(4)},
+            id="layer-norm-weight",
+        ),
+        pytest.param(
+            errors.DTypeError,
+            (x(1, 4, 8),) * 3,
+            {"norm_q": x(4), "norm_q_bias": x(4).double()},
+            id="bias-dtype",
+        ),
         pytest.param(
             errors.ShapeError,
             (x(1, 4, 8),) * 3,

@@ -44,7 +44,7 @@ def sample_arguments() -> dict[str, tuple[Callable[..., object], tuple[object, .
     lengths = torch.tensor([5, TOKENS], dtype=torch.int32)
     gate = leaf(BATCH, 1, CHANNELS)
     numbers = (HEADS, "int8", "bf16", True, False, DIM**-0.5, 1e-6)
-    norms = leaf(CHANNELS), leaf(DIM)
+    norms = leaf(CHANNELS), leaf(DIM), None, leaf(DIM)  # RMSNorm of q, layer norm of k
     weight, bias = leaf(24, CHANNELS), leaf(24)
     return {
         "attention": (
@@ -54,8 +54,8 @@ def sample_arguments() -> dict[str, tuple[Callable[..., object], tuple[object, .
         ),
         "attention-plain": (
             attention_forward,
-            (tokens(), tokens(), tokens(), None, None, None, None, None, None, None, None,
-             1.0, 0.5, *numbers, "reference", torch.float32, False),
+            (tokens(), tokens(), tokens(), *(None,) * 10, 1.0, 0.5, *numbers, "reference",
+             torch.float32, False),
         ),
         "skip": (
             skip_forward,
@@ -81,10 +81,10 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(operation, arguments)
 
 
-def exact(q, k, v, norm_q, norm_k, cos, sin, lengths):
+def exact(q, k, v, norm_q, norm_k, cos, sin, lengths, norm_q_bias=None, norm_k_bias=None):
     """Attention and logsumexp that torch can differentiate, written without the library's ops."""
-    qh = norm_rope_by_torch(q, norm_q, cos, sin)
-    kh = norm_rope_by_torch(k, norm_k, cos, sin)
+    qh = norm_rope_by_torch(q, norm_q, cos, sin, norm_q_bias)
+    kh = norm_rope_by_torch(k, norm_k, cos, sin, norm_k_bias)
     logits = qh @ kh.transpose(-1, -2) * DIM**-0.5
     if lengths is not None:
         unseen = torch.arange(TOKENS) >= lengths.view(-1, 1, 1, 1)
@@ -93,8 +93,10 @@ def exact(q, k, v, norm_q, norm_k, cos, sin, lengths):
     return out.transpose(1, 2).flatten(2), logits.logsumexp(-1)
 
 
-def norm_rope_by_torch(x, weight, cos, sin):
-    if weight.numel() == CHANNELS:
+def norm_rope_by_torch(x, weight, cos, sin, bias=None):
+    if bias is not None:
+        y = F.layer_norm(split_heads(x, HEADS), (DIM,), weight, bias, 1e-6)
+    elif weight.numel() == CHANNELS:
         y = split_heads(F.rms_norm(x, (CHANNELS,), weight, 1e-6), HEADS)
     else:
         y = F.rms_norm(split_heads(x, HEADS), (DIM,), weight, 1e-6)
@@ -126,6 +128,46 @@ def test_gradients_are_those_of_exact_attention(attention: str, masked: bool) ->
     want = torch.autograd.grad((expected * weights).sum(), inputs)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+
+
+def test_gradients_through_a_layer_norm() -> None:
+    q, k, v = ((3 * tokens() + 1).detach().requires_grad_() for _ in range(3))
+    norms = {f"norm_{x}{part}": leaf(DIM) for x in "qk" for part in ("", "_bias")}
+    weight, bias = torch.eye(CHANNELS), torch.zeros(CHANNELS)
+    table, lengths = rotary(), torch.tensor([5, TOKENS])
+    inputs, loss = (q, k, v, *norms.values()), torch.randn(BATCH, TOKENS, CHANNELS)
+    expected, _ = exact(
+        q, k, v, norms["norm_q"], norms["norm_k"], *table, lengths,
+        norms["norm_q_bias"], norms["norm_k_bias"],
+    )  # fmt: skip
+    want = torch.autograd.grad((expected * loss).sum(), inputs)
+    spec = AttentionSpec(heads=HEADS)
+    outs = [attention_skip(q, k, v, spec, rotary=table, kv_lengths=lengths, **norms)]
+    outs += [
+        attention_project_skip(
+            q, k, v, weight, bias, spec, residual=None, rotary=table, kv_lengths=lengths,
+            form=form, **norms,
+        )
+        for form in ("one-launch", "two-launch")
+    ]  # fmt: skip
+    for out in outs:
+        got = torch.autograd.grad((out * loss).sum(), inputs)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=2e-4)
+
+
+def test_one_gradient_of_a_layer_norm_alone() -> None:
+    q, k, v = (tokens().detach() for _ in range(3))
+    weight, bias = torch.ones(DIM), leaf(DIM)
+    spec = AttentionSpec(heads=HEADS, attention="exact")
+    out = attention_skip(
+        q, k, v, spec, norm_q=weight, norm_k=weight, norm_q_bias=bias, norm_k_bias=bias.detach()
+    )
+    (got,) = torch.autograd.grad(out.square().sum(), bias)
+    still = torch.ones(TOKENS, DIM), torch.zeros(TOKENS, DIM)
+    expected, _ = exact(q, k, v, weight, weight, *still, None, bias, bias.detach())
+    (want,) = torch.autograd.grad(expected.square().sum(), bias)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-4)
 
 
 def test_gradient_of_the_logsumexp() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.patching.cogvideox import CASES, Case
 from tests.patching.test_around import (
@@ -26,7 +27,7 @@ from tests.patching.test_around import (
 )
 from tests.patching.test_compile import Counting, fresh_dynamo
 from tests.patching.wan import EXACT, relative, run
-from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
+from turbo_rcm_patch import PatchConfig, ops, patch_model, patched, unpatch_model
 
 __all__ = ["fresh_dynamo"]
 
@@ -182,6 +183,60 @@ def test_a_norm_that_is_not_plain_is_called(where: str) -> None:
     expected = run(model, **inputs)
     with patched(model, EXACT):
         assert relative(run(model, **inputs), expected) < 1e-5
+
+
+def _other(name: str, norm: nn.LayerNorm) -> nn.Module:
+    """A norm in the place of one of q or k that is not quite its class's."""
+
+    class Doubling(nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    shape = tuple(norm.normalized_shape)
+    return {
+        "subclass": lambda: Doubling(shape, eps=1e-6),
+        "rms-norm": lambda: nn.RMSNorm(shape, eps=1e-6),
+        "no-bias": lambda: nn.LayerNorm(shape, eps=1e-6, bias=False),
+        "no-weights": lambda: nn.LayerNorm(shape, eps=1e-6, elementwise_affine=False),
+        "its-own-eps": lambda: nn.LayerNorm(shape, eps=0.5),
+        "nothing": nn.Identity,
+    }[name]()
+
+
+@pytest.mark.parametrize(
+    "name", ["subclass", "rms-norm", "no-bias", "no-weights", "its-own-eps", "nothing"]
+)
+@pytest.mark.parametrize("where", ["norm_q", "norm_k"])
+def test_norms_of_heads_that_are_others_are_called(where: str, name: str) -> None:
+    model, inputs = ROTARY.model(), ROTARY.inputs()
+    for block in model.transformer_blocks:
+        norm = _other(name, getattr(block.attn1, where)).requires_grad_(False)
+        setattr(block.attn1, where, norm)
+    expected = run(model, **inputs)
+    with patched(model, EXACT) as report:
+        assert "norm_q and norm_k are called" in report.pairs[0].reason
+        assert relative(run(model, **inputs), expected) < 1e-5
+
+
+def test_the_prologue_takes_the_norms_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = ROTARY.model(), ROTARY.inputs()
+    for block in model.transformer_blocks:
+        block.attn1.norm_q.eps = block.attn1.norm_k.eps = 0.5
+    expected, calls = run(model, **inputs), []
+    attention_skip = ops.attention_skip
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append((args[3], kwargs))
+        return attention_skip(*args, **kwargs)
+
+    monkeypatch.setattr(ops, "attention_skip", watched)
+    with patched(model, EXACT):
+        assert relative(run(model, **inputs), expected) < 1e-5
+    assert len(calls) == 2
+    for (spec, given), block in zip(calls, model.transformer_blocks, strict=True):
+        assert spec.eps == 0.5
+        assert given["norm_q"] is block.attn1.norm_q.weight
+        assert given["norm_k_bias"] is block.attn1.norm_k.bias
 
 
 def test_attention_without_norms() -> None:

@@ -163,7 +163,7 @@ class _Work:
         """Numbers of an output against the definition, over a few blocks of queries."""
         cos, sin = self.rotary
         q, k = (
-            prepare(x, self.heads, self.norm, cos, sin, 1e-6).to(x.dtype).float()
+            prepare(x, self.heads, self.norm, None, cos, sin, 1e-6).to(x.dtype).float()
             for x in inputs[:2]
         )
         v = split_heads(inputs[2], self.heads).float()

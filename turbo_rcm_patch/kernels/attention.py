@@ -346,6 +346,8 @@ def attention(
     eps: float,
     out_dtype: torch.dtype,
     want_lse: bool,
+    norm_q_bias: torch.Tensor | None = None,
+    norm_k_bias: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """c_skip * residual + c_out * softmax(sm_scale * q k^T) v, and the logsumexp if wanted.
@@ -359,6 +361,7 @@ def attention(
     operands = quantize(
         q, k, v, heads=heads, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin,
         kv_lengths=kv_lengths, pv=pv, qmax=qmax, smooth_k=smooth_k, sm_scale=sm_scale, eps=eps,
+        norm_q_bias=norm_q_bias, norm_k_bias=norm_k_bias,
         want_lse=want_lse,
     )  # fmt: skip
     y = torch.empty(batch, n_q, channels, dtype=out_dtype, device=q.device)

@@ -125,23 +125,33 @@ def row_rms(
 
 @triton.jit
 def head_tile(
-    x, first, mask, room, rms, h, weight_ptr, weight_words_ptr, cos, sin, eps, dtype: tl.constexpr,
+    x, first, mask, room, rms, h, weight_ptr, weight_words_ptr, bias_ptr, bias_words_ptr,
+    cos, sin, eps, dtype: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_T, HEAD_PAD] fp32: one head, normalised and rotated; 0 where masked.
 
-    x: what `read_channels` read of the head; rms [BLOCK_T].
+    x: what `read_channels` read of the head; rms [BLOCK_T] (NORM 1). NORM as in `operands`.
     """
     x = unpack_channels(x, dtype, BLOCK_T, HEAD_PAD, WORDS)
-    if NORM == 2:  # per head
+    if NORM == 3:  # layer norm
+        x = x - (tl.sum(x, axis=1) / HEAD_DIM)[:, None]
+        if HEAD_DIM != HEAD_PAD:
+            x = tl.where((tl.arange(0, HEAD_PAD) < HEAD_DIM)[None, :], x, 0.0)
+    if NORM >= 2:  # per head
         rms = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
     if NORM != 0:
-        own = first if NORM == 2 else first + h * HEAD_DIM
+        own = first + h * HEAD_DIM if NORM == 1 else first
         padded: tl.constexpr = HEAD_DIM % 32 != 0
         w = read_channels(weight_ptr, weight_words_ptr, own, mask, room, WORDS, padded)
         kind: tl.constexpr = weight_ptr.dtype.element_ty
         x = x * rms[:, None] * unpack_channels(w, kind, BLOCK_T, HEAD_PAD, WORDS)
+        if NORM == 3:
+            # Masked like x: a token that is not there has no bias either.
+            w = read_channels(bias_ptr, bias_words_ptr, own, mask, room, WORDS, padded)
+            bias_kind: tl.constexpr = bias_ptr.dtype.element_ty
+            x += unpack_channels(w, bias_kind, BLOCK_T, HEAD_PAD, WORDS)
     if ROPE:
         even, odd = tl.split(tl.reshape(x, [BLOCK_T, HEAD_PAD // 2, 2]))
         x = tl.join(even * cos - odd * sin, even * sin + odd * cos)

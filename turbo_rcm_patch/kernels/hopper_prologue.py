@@ -103,8 +103,8 @@ def _zero(counter_ptr, row, n_counters, ROWS: gl.constexpr, COUNTER_ROWS: gl.con
 
 @gluon.jit
 def hopper_prologue_kernel(
-    q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, shift_ptr, counter_ptr,
-    k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, mean_ptr,
+    q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_bias_ptr, shift_ptr, counter_ptr,
+    k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_bias_ptr, mean_ptr,
     v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, cos_ptr, sin_ptr, lengths_ptr,
     q_stride_b, q_stride_n, k_stride_b, k_stride_n, v_stride_b, v_stride_n,
     n_q, n_kv, n_q_padded, n_kv_padded, n_counters, chunks, step,
@@ -137,16 +137,16 @@ def hopper_prologue_kernel(
                 _zero(counter_ptr + b * n_counters, at * rows, n_counters, rows, COUNTER_ROWS)
         token_block(
             at % q_blocks, at // q_blocks, q_group, b, n_q, count, shared,
-            q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr,
-            q_stride_b, q_stride_n, n_q_padded, eps, factor, shift_factor,
+            q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_bias_ptr, cos_ptr, sin_ptr,
+            mean_ptr, shift_ptr, q_stride_b, q_stride_n, n_q_padded, eps, factor, shift_factor,
             rows, CHANNELS, HEAD_DIM, QMAX, MEANS, Q_NORM, ROPE, False, False, SHIFT,
         )  # fmt: skip
     elif at < q_programs + k_programs:
         at = at - q_programs
         token_block(
             at % kv_blocks, at // kv_blocks, k_group, b, limit, count, shared,
-            k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, cos_ptr, sin_ptr, mean_ptr, None,
-            k_stride_b, k_stride_n, n_kv_padded, eps, 1.0, 1.0,
+            k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_bias_ptr, cos_ptr, sin_ptr,
+            mean_ptr, None, k_stride_b, k_stride_n, n_kv_padded, eps, 1.0, 1.0,
             _K_ROWS, CHANNELS, HEAD_DIM, QMAX, MEANS, K_NORM, ROPE, True, SUBTRACT, False,
         )  # fmt: skip
     elif FP8:
@@ -162,7 +162,7 @@ def hopper_prologue_kernel(
 @gluon.jit
 def _sample_sum(
     part, h, b, limit, step,
-    x_ptr, mean_ptr, weight_ptr, cos_ptr, sin_ptr, stride_b, stride_n, eps,
+    x_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, stride_b, stride_n, eps,
     CHANNELS: gl.constexpr, D: gl.constexpr, MEANS: gl.constexpr,
     NORM: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def _sample_sum(
         rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
     async_copy.wait_group(0)
     x = tile.load(own)
-    x = rotated(x, rms, weight_ptr, h, (cos, sin), eps, T, D, NORM, ROPE)
+    x = rotated(x, rms, weight_ptr, bias_ptr, h, left, (cos, sin), eps, T, D, NORM, ROPE)
     bh = b.to(gl.int64) * (CHANNELS // D) + h
     at = mean_ptr + (bh * MEANS + part) * D
     gl.store(at + gl.arange(0, D, gl.SliceLayout(0, own)), gl.sum(x, axis=0))
@@ -218,7 +218,7 @@ def _channel_amax(
 
 @gluon.jit
 def hopper_statistics_kernel(
-    k_ptr, mean_ptr, weight_ptr, cos_ptr, sin_ptr, v_ptr, amax_ptr, lengths_ptr,
+    k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, v_ptr, amax_ptr, lengths_ptr,
     k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, step, chunk_tokens, chunks, eps,
     CHANNELS: gl.constexpr, HEAD_DIM: gl.constexpr, MEANS: gl.constexpr,
     NORM: gl.constexpr, ROPE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
@@ -241,8 +241,8 @@ def hopper_statistics_kernel(
         if SMOOTH:
             _sample_sum(
                 at // heads, at % heads, b, limit, step,
-                k_ptr, mean_ptr, weight_ptr, cos_ptr, sin_ptr, k_stride_b, k_stride_n, eps,
-                CHANNELS, HEAD_DIM, MEANS, NORM, ROPE,
+                k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, k_stride_b, k_stride_n,
+                eps, CHANNELS, HEAD_DIM, MEANS, NORM, ROPE,
             )  # fmt: skip
     elif FP8:
         _channel_amax(
@@ -329,8 +329,9 @@ def run_hopper_prologue(job: Prologue) -> None:
             (heads * (means * job.smooth_k + chunks * fp8), batch),
             device,
             weight_ptr=job.k_weight,
+            bias_ptr=job.k_bias,
             chunk_tokens=chunk_tokens,
-            NORM=job.norm(job.k_weight),
+            NORM=job.k_norm,
             SMOOTH=job.smooth_k,
             **common,
         )
@@ -338,8 +339,8 @@ def run_hopper_prologue(job: Prologue) -> None:
     q_blocks, kv_blocks = n_q_padded // q_rows, n_kv_padded // _K_ROWS.value
     q_group, k_group = (
         # A norm over all channels reads whole rows first.
-        _heads_a_program(heads, batch * blocks, 1 + heads / 4 * (job.norm(weight) == NORM_ACROSS))
-        for blocks, weight in ((q_blocks, job.q_weight), (kv_blocks, job.k_weight))
+        _heads_a_program(heads, batch * blocks, 1 + heads / 4 * (norm == NORM_ACROSS))
+        for blocks, norm in ((q_blocks, job.q_norm), (kv_blocks, job.k_norm))
     )
     q_programs = q_blocks * triton.cdiv(heads, q_group)
     k_programs = kv_blocks * triton.cdiv(heads, k_group)
@@ -352,11 +353,13 @@ def run_hopper_prologue(job: Prologue) -> None:
         q_int8_ptr=queries.int8,
         q_scale_ptr=queries.scale,
         q_weight_ptr=job.q_weight,
+        q_bias_ptr=job.q_bias,
         shift_ptr=queries.shift,
         counter_ptr=job.counters,
         k_int8_ptr=keys.int8,
         k_scale_ptr=keys.scale,
         k_weight_ptr=job.k_weight,
+        k_bias_ptr=job.k_bias,
         v_out_ptr=None if values is None else values.e4m3,
         v_scale_ptr=None if values is None else values.scale,
         q_stride_b=0 if batch == 1 else q.stride(0),
@@ -377,8 +380,8 @@ def run_hopper_prologue(job: Prologue) -> None:
         QMAX=job.qmax,
         COUNTER_ROWS=job.counter_rows,
         CHUNKS=AMAX_CHUNKS,
-        Q_NORM=job.norm(job.q_weight),
-        K_NORM=job.norm(job.k_weight),
+        Q_NORM=job.q_norm,
+        K_NORM=job.k_norm,
         SUBTRACT=job.smooth_k,
         SHIFT=queries.shift is not None,
         COUNTERS=job.counters is not None,

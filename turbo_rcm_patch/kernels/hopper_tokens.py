@@ -113,18 +113,29 @@ def keep_tables(cos_ptr, sin_ptr, count, stride, tables, T: gl.constexpr, D: gl.
 
 @gluon.jit
 def rotated(
-    x, rms, weight_ptr, h, tables, eps,
+    x, rms, weight_ptr, bias_ptr, h, left, tables, eps,
     T: gl.constexpr, D: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """x [T, D] in fp32, one head, normalised and rotated; rms [T] (NORM 1)."""
+    """x [T, D] in fp32, one head, normalised and rotated; rms [T] (NORM 1).
+
+    Rows from `left` on, 0 in x and in the tables, stay 0. NORM as in `operands`.
+    """
     own: gl.constexpr = x.type.layout
     x = x.to(gl.float32)
-    if NORM == 2:  # per head
+    if NORM == 3:  # layer norm
+        x = x - (gl.sum(x, axis=1) / D)[:, None]
+    if NORM >= 2:  # per head
         rms = 1.0 / gl.sqrt(gl.sum(x * x, axis=1) / D + eps)
     if NORM != 0:
-        first = 0 if NORM == 2 else h * D
-        w = gl.load(weight_ptr + first + gl.arange(0, D, gl.SliceLayout(0, own)))
+        offs_d = gl.arange(0, D, gl.SliceLayout(0, own))
+        first = h * D if NORM == 1 else 0
+        w = gl.load(weight_ptr + first + offs_d)
         x = x * rms[:, None] * w.to(gl.float32)[None, :]
+        if NORM == 3:
+            x = x + gl.load(bias_ptr + offs_d).to(gl.float32)[None, :]
+            if not ROPE:
+                rows = gl.arange(0, T, gl.SliceLayout(1, own))
+                x = gl.where((rows < left)[:, None], x, 0.0)
     if ROPE:
         even, odd = x.reshape([T, D // 2, 2]).split()
         cos = tables[0].slice(0, T).load(even.type.layout)
@@ -181,7 +192,7 @@ def allocate(dtype: gl.constexpr, T: gl.constexpr, D: gl.constexpr, ROPE: gl.con
 @gluon.jit
 def token_block(
     block, part, group, b, limit, count, shared,
-    x_ptr, int8_ptr, scale_ptr, weight_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr,
+    x_ptr, int8_ptr, scale_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr,
     stride_b, stride_n, n_padded, eps, factor, shift_factor,
     T: gl.constexpr, CHANNELS: gl.constexpr, D: gl.constexpr, QMAX: gl.constexpr,
     MEANS: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
@@ -220,7 +231,7 @@ def token_block(
         # The next head is copied while this one is computed.
         following = gl.where(h < last, left, 0)
         copy_rows(tile, base + (h + 1) * D, rows, following, stride_n, D)
-        x = rotated(x, rms, weight_ptr, h, tables, eps, T, D, NORM, ROPE)
+        x = rotated(x, rms, weight_ptr, bias_ptr, h, left, tables, eps, T, D, NORM, ROPE)
         bh = b.to(gl.int64) * heads + h
         if SUBTRACT:
             mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))

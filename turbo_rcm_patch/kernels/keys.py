@@ -23,7 +23,8 @@ __all__ = ["key_block", "sample_mean"]
 @triton.jit
 def sample_mean(
     h, b, limit,
-    x_ptr, words_ptr, mean_ptr, weight_ptr, weight_words_ptr, cos_ptr, sin_ptr,
+    x_ptr, words_ptr, mean_ptr, weight_ptr, weight_words_ptr,
+    bias_ptr, bias_words_ptr, cos_ptr, sin_ptr,
     stride_b, stride_n, step, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, SAMPLES: tl.constexpr,
@@ -32,7 +33,7 @@ def sample_mean(
     """Mean of one head of x, normalised and rotated, over tokens 0, step, 2 * step, ... < limit.
 
     x [B, N, H*D], words the same as int64 (WORDS); mean [B, H, HEAD_PAD] fp32; weight [H*D] or
-    [D]; cos, sin [N, D].
+    [D]; bias [D]; cos, sin [N, D].
     """
     total = tl.zeros([HEAD_PAD], tl.float32)
     for start in range(0, SAMPLES, BLOCK_T):
@@ -51,8 +52,8 @@ def sample_mean(
         offs = row[:, None] + first + h * HEAD_DIM
         x = read_channels(x_ptr, words_ptr, offs, mask, room, WORDS, HEAD_DIM % 32 != 0)
         x = head_tile(
-            x, first, mask, room, rms, h, weight_ptr, weight_words_ptr, cos, sin, eps,
-            x_ptr.dtype.element_ty,
+            x, first, mask, room, rms, h, weight_ptr, weight_words_ptr,
+            bias_ptr, bias_words_ptr, cos, sin, eps, x_ptr.dtype.element_ty,
             HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE, WORDS,
         )  # fmt: skip
         total += tl.sum(x, axis=0)
@@ -63,8 +64,8 @@ def sample_mean(
 @triton.jit
 def key_block(
     block, group, b, limit,
-    x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr, cos_ptr, sin_ptr,
-    mean_ptr,
+    x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr,
+    bias_ptr, bias_words_ptr, cos_ptr, sin_ptr, mean_ptr,
     stride_b, stride_n, n_padded, n_scales, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
@@ -75,8 +76,8 @@ def key_block(
     GROUP heads, of which those before `limit` are seen.
 
     x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64, 0
-    for keys that are not seen; scale [B, H, n_scales] fp32; weight [H*D] or [D]; cos, sin [N, D];
-    mean [B, H, HEAD_PAD], subtracted (SUBTRACT).
+    for keys that are not seen; scale [B, H, n_scales] fp32; weight [H*D] or [D]; bias [D]; cos,
+    sin [N, D]; mean [B, H, HEAD_PAD], subtracted (SUBTRACT).
     """
     offs_t = block * ROWS + tl.arange(0, ROWS)
     mask_t = offs_t < limit
@@ -103,8 +104,8 @@ def key_block(
         following = read_channels(x_ptr, words_ptr, at, mask, room, WORDS, padded)
         bh = b.to(tl.int64) * heads + h
         x = head_tile(
-            here, first, mask, room, rms, h, weight_ptr, weight_words_ptr, cos, sin, eps,
-            x_ptr.dtype.element_ty,
+            here, first, mask, room, rms, h, weight_ptr, weight_words_ptr,
+            bias_ptr, bias_words_ptr, cos, sin, eps, x_ptr.dtype.element_ty,
             HEAD_DIM, HEAD_PAD, ROWS, NORM, ROPE, WORDS,
         )  # fmt: skip
         if SUBTRACT:

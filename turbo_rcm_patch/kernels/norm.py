@@ -1,4 +1,5 @@
-"""Norms in one pass over memory: layer norm with its modulation, RMSNorm with rotary embedding."""
+"""Norms in one pass over memory: layer norm with its modulation, that of q or k with its rotary
+embedding."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import dense_rows, launch
+from turbo_rcm_patch.kernels.operands import norm_form
 
 __all__ = ["norm_modulate", "norm_modulate_kernel", "norm_rotate", "norm_rotate_kernel"]
 
@@ -93,24 +95,34 @@ def norm_modulate(
 
 @triton.jit
 def norm_rotate_kernel(
-    y_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr,
+    y_ptr, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr,
     stride_b, stride_n, n_tokens, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm over a token's channels (NORM), then the rotary embedding (ROPE).
+    """The norm of q or k (NORM as in `operands`), then the rotary embedding (ROPE).
 
-    Grid: (tokens, batch). x [B, N, H*D] with contiguous channels, y dense; weight [H*D]; cos, sin
-    [N, D].
+    Grid: (tokens, batch). x [B, N, H*D] with contiguous channels, y dense; weight [H*D], or [D]
+    per head, for which D is a power of two; bias [D]; cos, sin [N, D].
     """
     n, b = tl.program_id(0), tl.program_id(1)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < CHANNELS
     row = x_ptr + b.to(tl.int64) * stride_b + n.to(tl.int64) * stride_n
     x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    if NORM:
+    if NORM == 1:  # across all heads
         w = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
         x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / CHANNELS + eps)) * w
+    elif NORM >= 2:  # per head
+        x = tl.reshape(x, [BLOCK_C // HEAD_DIM, HEAD_DIM])
+        if NORM == 3:  # layer norm
+            x -= (tl.sum(x, axis=1) / HEAD_DIM)[:, None]
+        x *= (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None]
+        x = tl.reshape(x, [BLOCK_C])
+        own = offs_c % HEAD_DIM
+        x *= tl.load(weight_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
+        if NORM == 3:
+            x += tl.load(bias_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
     if ROPE:
         table = n * HEAD_DIM + offs_c % HEAD_DIM
         cos = tl.load(cos_ptr + table, mask=mask_c, other=0.0).to(tl.float32)
@@ -128,11 +140,16 @@ def norm_rotate(
     heads: int,
     *,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """x [B, N, H*D], weight [H*D] or None, cos and sin [N, D] or None; dtype of x."""
+    """x [B, N, H*D], cos and sin [N, D] or None; dtype of x.
+
+    weight [H*D] or None, or, where D is a power of two, [D] with or without a bias [D]: a layer
+    norm or an RMSNorm of each head.
+    """
     batch, n_tokens, channels = x.shape
     x = dense_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -143,6 +160,7 @@ def norm_rotate(
         y_ptr=y,
         x_ptr=x,
         weight_ptr=None if weight is None else weight.contiguous(),
+        bias_ptr=None if bias is None else bias.contiguous(),
         cos_ptr=None if cos is None else cos.contiguous(),
         sin_ptr=None if sin is None else sin.contiguous(),
         stride_b=x.stride(0),
@@ -152,7 +170,7 @@ def norm_rotate(
         CHANNELS=channels,
         HEAD_DIM=channels // heads,
         BLOCK_C=triton.next_power_of_2(channels),
-        NORM=weight is not None,
+        NORM=norm_form(weight, bias, channels),
         ROPE=cos is not None,
         num_warps=4 if channels <= 2048 else 8,
         num_stages=1,

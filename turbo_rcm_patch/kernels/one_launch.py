@@ -132,6 +132,8 @@ def attention_project_skip(
     eps: float,
     cast: str,
     out_dtype: torch.dtype,
+    norm_q_bias: torch.Tensor | None = None,
+    norm_k_bias: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """See `ops.attention_project_skip`; `tile` overrides the table, for tuning."""
@@ -146,6 +148,7 @@ def attention_project_skip(
     operands = quantize(
         q, k, v, heads=heads, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin,
         kv_lengths=kv_lengths, pv=pv, qmax=qmax, smooth_k=smooth_k, sm_scale=sm_scale, eps=eps,
+        norm_q_bias=norm_q_bias, norm_k_bias=norm_k_bias,
         counters=counters, counter_rows=tile.block_m,
     )  # fmt: skip
     arguments = attention_arguments(

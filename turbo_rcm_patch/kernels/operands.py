@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 __all__ = [
+    "LAYER_NORM_PER_HEAD",
     "MEAN_SAMPLES",
     "NORM_ACROSS",
     "NORM_PER_HEAD",
@@ -16,10 +17,11 @@ __all__ = [
     "Prologue",
     "Queries",
     "Values",
+    "norm_form",
 ]
 
 MEAN_SAMPLES = 256  # tokens whose mean is taken out of k
-NO_NORM, NORM_ACROSS, NORM_PER_HEAD = 0, 1, 2
+NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
 
 
 class Queries(NamedTuple):
@@ -64,9 +66,9 @@ class Prologue(NamedTuple):
     """What a prologue reads and where it writes.
 
     q [B, Nq, H*D], k and v [B, Nk, H*D] with contiguous channels; weights [H*D] (NORM_ACROSS) or
-    [D] (NORM_PER_HEAD) or None; cos, sin [N, D] or None; lengths [B] int32 or None. values is None
-    where v stays 16-bit. counters [B, n] int32, zeroed for the kernel that counts: one for
-    counter_rows rows of q.
+    [D] (NORM_PER_HEAD, LAYER_NORM_PER_HEAD) or None; biases [D] (LAYER_NORM_PER_HEAD) or None;
+    cos, sin [N, D] or None; lengths [B] int32 or None. values is None where v stays 16-bit.
+    counters [B, n] int32, zeroed for the kernel that counts: one for counter_rows rows of q.
     """
 
     q: torch.Tensor
@@ -75,6 +77,8 @@ class Prologue(NamedTuple):
     heads: int
     q_weight: torch.Tensor | None
     k_weight: torch.Tensor | None
+    q_bias: torch.Tensor | None
+    k_bias: torch.Tensor | None
     cos: torch.Tensor | None
     sin: torch.Tensor | None
     lengths: torch.Tensor | None
@@ -98,8 +102,22 @@ class Prologue(NamedTuple):
         """Every how many tokens of k one is averaged."""
         return -(-self.k.shape[1] // MEAN_SAMPLES)
 
-    def norm(self, weight: torch.Tensor | None) -> int:
-        """The form of a norm: none, over all of a token's channels, or per head."""
-        if weight is None:
-            return NO_NORM
-        return NORM_ACROSS if weight.numel() == self.q.shape[2] else NORM_PER_HEAD
+    @property
+    def q_norm(self) -> int:
+        """The form of the norm of q."""
+        return norm_form(self.q_weight, self.q_bias, self.q.shape[2])
+
+    @property
+    def k_norm(self) -> int:
+        """The form of the norm of k."""
+        return norm_form(self.k_weight, self.k_bias, self.k.shape[2])
+
+
+def norm_form(weight: torch.Tensor | None, bias: torch.Tensor | None, channels: int) -> int:
+    """None, RMSNorm over all of a token's channels or per head, or, with a bias, layer norm per
+    head."""
+    if weight is None:
+        return NO_NORM
+    if bias is not None:
+        return LAYER_NORM_PER_HEAD
+    return NORM_ACROSS if weight.numel() == channels else NORM_PER_HEAD

@@ -30,8 +30,8 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def statistics_kernel(
-    k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr, cos_ptr, sin_ptr,
-    v_ptr, amax_ptr, lengths_ptr,
+    k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr, bias_ptr, bias_words_ptr,
+    cos_ptr, sin_ptr, v_ptr, amax_ptr, lengths_ptr,
     k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, step, chunk_tokens, chunks, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, SAMPLES: tl.constexpr,
@@ -51,7 +51,8 @@ def statistics_kernel(
         if at < means:
             sample_mean(
                 at, b, limit, k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr,
-                cos_ptr, sin_ptr, k_stride_b, k_stride_n, step, heads, eps,
+                bias_ptr, bias_words_ptr, cos_ptr, sin_ptr,
+                k_stride_b, k_stride_n, step, heads, eps,
                 CHANNELS, HEAD_DIM, HEAD_PAD, BLOCK_T, BLOCK_C, SAMPLES, NORM, ROPE, WORDS,
             )  # fmt: skip
     if FP8:  # noqa: SIM102 (decided when compiled: without it there is no v to read)
@@ -65,9 +66,10 @@ def statistics_kernel(
 
 @triton.jit
 def prologue_kernel(
-    q_ptr, q_words_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_weight_words_ptr, shift_ptr,
-    counter_ptr,
-    k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr, mean_ptr,
+    q_ptr, q_words_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_weight_words_ptr,
+    q_bias_ptr, q_bias_words_ptr, shift_ptr, counter_ptr,
+    k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr,
+    k_bias_ptr, k_bias_words_ptr, mean_ptr,
     v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, cos_ptr, sin_ptr, lengths_ptr,
     q_stride_b, q_stride_n, k_stride_b, k_stride_n, v_stride_b, v_stride_n,
     n_q, n_kv, n_q_padded, n_kv_padded, heads, n_counters, chunks, q_blocks, kv_blocks,
@@ -90,7 +92,8 @@ def prologue_kernel(
         key_block(
             block, group, b, limit,
             k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr,
-            cos_ptr, sin_ptr, mean_ptr, k_stride_b, k_stride_n, n_kv_padded, kv_blocks, heads, eps,
+            k_bias_ptr, k_bias_words_ptr, cos_ptr, sin_ptr, mean_ptr,
+            k_stride_b, k_stride_n, n_kv_padded, kv_blocks, heads, eps,
             CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, QMAX,
             K_NORM, ROPE, K_WORDS, SUBTRACT,
         )  # fmt: skip
@@ -98,7 +101,7 @@ def prologue_kernel(
         query_block(
             block - kv_blocks, group, b,
             q_ptr, q_words_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_weight_words_ptr,
-            cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
+            q_bias_ptr, q_bias_words_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
             q_stride_b, q_stride_n, n_q, n_q_padded, heads, n_counters, eps, factor, shift_factor,
             CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, COUNTER_ROWS, QMAX,
             Q_NORM, ROPE, Q_WORDS, SHIFT, COUNTERS,
@@ -126,19 +129,21 @@ def _as_words(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class _Rows(NamedTuple):
-    """The rows of q or k and the weight of their norm as words, where they can be read so."""
+    """The rows of q or k, and weight and bias of their norm, as words where all can be read so."""
 
-    words: torch.Tensor | None
-    weight_words: torch.Tensor | None
+    words: torch.Tensor | None = None
+    weight_words: torch.Tensor | None = None
+    bias_words: torch.Tensor | None = None
 
 
-def _rows(x: torch.Tensor, weight: torch.Tensor | None, head_dim: int) -> _Rows:
-    """x [B, N, H*D], dense rows; weight [H*D] or [D] or None."""
-    words, weight_words = _as_words(x), _as_words(weight)
-    whole = head_dim % 4 == 0 and words is not None
-    if not whole or (weight is not None and weight_words is None):
-        words = weight_words = None
-    return _Rows(words, weight_words)
+def _rows(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, head_dim: int
+) -> _Rows:
+    """x [B, N, H*D], dense rows; weight [H*D] or [D] or None; bias [D] or None."""
+    words = _Rows(*map(_as_words, (x, weight, bias)))
+    given = (True, weight is not None, bias is not None)
+    readable = all(w is not None for w, there in zip(words, given, strict=True) if there)
+    return words if head_dim % 4 == 0 and readable else _Rows()
 
 
 def _heads_a_program(heads: int, programs: int) -> int:
@@ -157,7 +162,8 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         tile = tile_for("prologue", str(head_pad), target)
     # A thread takes 32 channels of a token: a block of few tokens wants no more warps than that.
     warps = min(tile.warps, max(1, rows * head_pad // 1024))
-    q_rows, k_rows = _rows(q, job.q_weight, head_dim), _rows(k, job.k_weight, head_dim)
+    q_rows = _rows(q, job.q_weight, job.q_bias, head_dim)
+    k_rows = _rows(k, job.k_weight, job.k_bias, head_dim)
     common = {
         "cos_ptr": job.cos,
         "sin_ptr": job.sin,
@@ -198,6 +204,8 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
             mean_ptr=mean,
             weight_ptr=job.k_weight,
             weight_words_ptr=k_rows.weight_words,
+            bias_ptr=job.k_bias,
+            bias_words_ptr=k_rows.bias_words,
             v_ptr=v,
             amax_ptr=amax,
             step=job.step,
@@ -205,7 +213,7 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
             chunks=chunks,
             BLOCK_T=block_t,
             SAMPLES=triton.cdiv(triton.cdiv(n_kv, job.step), block_t) * block_t,
-            NORM=job.norm(job.k_weight),
+            NORM=job.k_norm,
             WORDS=k_rows.words is not None,
             SMOOTH=job.smooth_k,
             num_warps=max(4, warps // 2),
@@ -225,6 +233,8 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         q_scale_ptr=queries.scale,
         q_weight_ptr=job.q_weight,
         q_weight_words_ptr=q_rows.weight_words,
+        q_bias_ptr=job.q_bias,
+        q_bias_words_ptr=q_rows.bias_words,
         shift_ptr=queries.shift,
         counter_ptr=job.counters,
         k_ptr=k,
@@ -233,6 +243,8 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         k_scale_ptr=keys.scale,
         k_weight_ptr=job.k_weight,
         k_weight_words_ptr=k_rows.weight_words,
+        k_bias_ptr=job.k_bias,
+        k_bias_words_ptr=k_rows.bias_words,
         mean_ptr=None if mean is None else mean.view(torch.int64),
         v_ptr=v,
         amax_ptr=amax,
@@ -254,8 +266,8 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         QMAX=job.qmax,
         COUNTER_ROWS=job.counter_rows,
         CHUNKS=AMAX_CHUNKS,
-        Q_NORM=job.norm(job.q_weight),
-        K_NORM=job.norm(job.k_weight),
+        Q_NORM=job.q_norm,
+        K_NORM=job.k_norm,
         Q_WORDS=q_rows.words is not None,
         K_WORDS=k_rows.words is not None,
         SUBTRACT=job.smooth_k,

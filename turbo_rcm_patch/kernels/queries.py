@@ -23,8 +23,8 @@ __all__ = ["query_block"]
 @triton.jit
 def query_block(
     block, group, b,
-    x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr, cos_ptr, sin_ptr,
-    mean_ptr, shift_ptr, counter_ptr,
+    x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr,
+    bias_ptr, bias_words_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
     stride_b, stride_n, n_tokens, n_padded, heads, n_counters,
     eps, factor, shift_factor,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
@@ -37,8 +37,8 @@ def query_block(
     heads.
 
     x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64;
-    scale [B, H, n_padded] fp32, times `factor`; weight [H*D] or [D]; cos, sin [N, D]; mean
-    [B, H, HEAD_PAD] of k, for shift [B, H, n_padded] fp32 = q · mean * shift_factor (SHIFT);
+    scale [B, H, n_padded] fp32, times `factor`; weight [H*D] or [D]; bias [D]; cos, sin [N, D];
+    mean [B, H, HEAD_PAD] of k, for shift [B, H, n_padded] fp32 = q · mean * shift_factor (SHIFT);
     counter [B, n_counters] int32, zeroed for the kernel that counts.
     """
     offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -71,8 +71,8 @@ def query_block(
         at = offs + tl.minimum(h + 1, last) * HEAD_DIM
         following = read_channels(x_ptr, words_ptr, at, mask, room, WORDS, padded)
         x = head_tile(
-            here, first, mask, room, rms, h, weight_ptr, weight_words_ptr, cos, sin, eps,
-            x_ptr.dtype.element_ty,
+            here, first, mask, room, rms, h, weight_ptr, weight_words_ptr,
+            bias_ptr, bias_words_ptr, cos, sin, eps, x_ptr.dtype.element_ty,
             HEAD_DIM, HEAD_PAD, BLOCK_T, NORM, ROPE, WORDS,
         )  # fmt: skip
         bh = b.to(tl.int64) * heads + h

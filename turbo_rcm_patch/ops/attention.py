@@ -34,13 +34,15 @@ def attention_skip(
     c_out: Coefficient = 1.0,
     norm_q: torch.Tensor | None = None,
     norm_k: torch.Tensor | None = None,
+    norm_q_bias: torch.Tensor | None = None,
+    norm_k_bias: torch.Tensor | None = None,
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     kv_lengths: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """c_skip * residual + c_out * softmax(sm_scale * q k^T) v.
 
-    RMSNorm, rotary embedding, smoothing and quantisation happen in fp32 without intermediate
+    Norms, rotary embedding, smoothing and quantisation happen in fp32 without intermediate
     rounding; the epilogue is fp32 and rounds once. Arguments with a contiguous last dimension are
     read in place, whatever their other strides (views of a fused QKV tensor); others are copied.
 
@@ -54,6 +56,8 @@ def attention_skip(
         c_out: Likewise.
         norm_q: RMSNorm weight of q: [H*D] normalises across all heads, [D] per head.
         norm_k: Likewise for k.
+        norm_q_bias: Makes the norm of q a layer norm of each head: bias [D], beside norm_q [D].
+        norm_k_bias: Likewise for k.
         rotary: (cos, sin), each [N, D] or [1, N, 1, D], applied to interleaved pairs of q and k:
             cos at even and sin at odd channels, as diffusers' Wan does.
         kv_lengths: int32 [B]; keys at or past the length are masked exactly, whatever they hold. A
@@ -62,6 +66,10 @@ def attention_skip(
 
     Returns:
         [B, Nq, H*D], contiguous.
+
+    Raises:
+        OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `HeadDimError`,
+            `MaskError`), or has a gradient that is not computed (`GradientError`).
     """
     out, _ = _call(
         q,
@@ -73,6 +81,8 @@ def attention_skip(
         c_out,
         norm_q,
         norm_k,
+        norm_q_bias,
+        norm_k_bias,
         rotary,
         kv_lengths,
         out_dtype,
@@ -89,6 +99,8 @@ def attention_lse(
     *,
     norm_q: torch.Tensor | None = None,
     norm_k: torch.Tensor | None = None,
+    norm_q_bias: torch.Tensor | None = None,
+    norm_k_bias: torch.Tensor | None = None,
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     kv_lengths: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -108,7 +120,21 @@ def attention_lse(
             'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
         )
     return _call(
-        q, k, v, spec, None, 1.0, 1.0, norm_q, norm_k, rotary, kv_lengths, out_dtype, True
+        q,
+        k,
+        v,
+        spec,
+        None,
+        1.0,
+        1.0,
+        norm_q,
+        norm_k,
+        norm_q_bias,
+        norm_k_bias,
+        rotary,
+        kv_lengths,
+        out_dtype,
+        True,
     )
 
 
@@ -171,6 +197,8 @@ def _call(
     c_out: Coefficient,
     norm_q: torch.Tensor | None,
     norm_k: torch.Tensor | None,
+    norm_q_bias: torch.Tensor | None,
+    norm_k_bias: torch.Tensor | None,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
     kv_lengths: torch.Tensor | None,
     out_dtype: torch.dtype | None,
@@ -179,8 +207,8 @@ def _call(
     check_attention(q, k, v, spec)
     batch, n_q, channels = q.shape
     shape = (batch, n_q, channels)
-    check_norm("norm_q", norm_q, channels, spec.heads)
-    check_norm("norm_k", norm_k, channels, spec.heads)
+    check_norm("norm_q", norm_q, norm_q_bias, channels, spec.heads)
+    check_norm("norm_k", norm_k, norm_k_bias, channels, spec.heads)
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], channels // spec.heads)
     check_lengths(kv_lengths, batch)
     if spec.attention == "sage" and kv_lengths is not None:
@@ -203,6 +231,8 @@ def _call(
         c_out_tensor,
         norm_q,
         norm_k,
+        norm_q_bias,
+        norm_k_bias,
         cos,
         sin,
         kv_lengths,

@@ -71,15 +71,37 @@ def check_attention(
         )
 
 
-def check_norm(name: str, weight: torch.Tensor | None, channels: int, heads: int) -> None:
-    """An RMSNorm weight is [H*D] (across all heads) or [D] (per head)."""
+def check_norm(
+    name: str,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    channels: int,
+    heads: int,
+) -> None:
+    """An RMSNorm has a weight [H*D] (across all heads) or [D] (per head), a layer norm of each
+    head a weight [D] and a bias [D], named `name` and `name`_bias."""
+    head_dim = channels // heads
+    if bias is not None:
+        check_float(f"{name}_bias", bias)
+        if tuple(bias.shape) != (head_dim,):
+            raise ShapeError(
+                f"{name}_bias",
+                expected=f"[{head_dim}] (layer norm per head)",
+                got=_shape(bias),
+            )
+        if weight is None or tuple(weight.shape) != (head_dim,):
+            raise ShapeError(
+                name,
+                expected=f"[{head_dim}] beside {name}_bias (layer norm per head)",
+                got="None" if weight is None else _shape(weight),
+            )
     if weight is None:
         return
     check_float(name, weight)
-    if weight.dim() != 1 or weight.numel() not in (channels, channels // heads):
+    if weight.dim() != 1 or weight.numel() not in (channels, head_dim):
         raise ShapeError(
             name,
-            expected=f"[{channels}] (across heads) or [{channels // heads}] (per head)",
+            expected=f"[{channels}] (across heads) or [{head_dim}] (per head)",
             got=_shape(weight),
         )
 

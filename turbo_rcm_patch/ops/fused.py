@@ -85,6 +85,8 @@ def _one_launch(
     c_out: Tensor | None,
     norm_q: Tensor | None,
     norm_k: Tensor | None,
+    norm_q_bias: Tensor | None,
+    norm_k_bias: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     kv_lengths: Tensor | None,
@@ -122,6 +124,8 @@ def _one_launch(
             c_out=c_out_value if c_out is None else c_out,
             norm_q=norm_q,
             norm_k=norm_k,
+            norm_q_bias=norm_q_bias,
+            norm_k_bias=norm_k_bias,
             cos=cos,
             sin=sin,
             kv_lengths=kv_lengths,
@@ -136,8 +140,9 @@ def _one_launch(
         )
     # Two launches; the reference has none to save.
     branch, _ = attention_forward(
-        q, k, v, None, None, None, norm_q, norm_k, cos, sin, kv_lengths, 1.0, 1.0, heads,
-        attention, pv, smooth_k, causal, sm_scale, eps, impl, q.dtype, False,
+        q, k, v, None, None, None, norm_q, norm_k, norm_q_bias, norm_k_bias, cos, sin,
+        kv_lengths, 1.0, 1.0, heads, attention, pv, smooth_k, causal, sm_scale, eps, impl,
+        q.dtype, False,
     )  # fmt: skip
     out: Tensor = project_forward(
         branch,
@@ -168,14 +173,12 @@ def _one_launch_fake(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *args: obj
 
 
 def _setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*cast("tuple[Tensor | None, ...]", inputs[:13]))
-    ctx.numbers = inputs[13:]
+    ctx.save_for_backward(*cast("tuple[Tensor | None, ...]", inputs[:15]))
+    ctx.numbers = inputs[15:]
 
 
 def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, weight, bias, residual, c_skip, c_out, norm_q, norm_k, cos, sin, kv_lengths = (
-        ctx.saved_tensors
-    )
+    q, k, v, weight, bias, residual, c_skip, c_out, *prologue = ctx.saved_tensors
     c_skip_value, c_out_value, heads, _, _, _, causal, sm_scale, eps = ctx.numbers[:9]
     needs = ctx.needs_input_grad
     # The attention output was never kept: the exact one takes its place, as everywhere in our
@@ -183,10 +186,10 @@ def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     branch = q
     if needs[3] or needs[7]:
         branch, _ = attention_forward(
-            q, k, v, None, None, None, norm_q, norm_k, cos, sin, kv_lengths, 1.0, 1.0, heads,
+            q, k, v, None, None, None, *prologue, 1.0, 1.0, heads,
             "exact", "auto", False, causal, sm_scale, eps, "reference", q.dtype, False,
         )  # fmt: skip
-    attention_needs = [needs[i] for i in (0, 1, 2, 8, 9)]
+    attention_needs = [*needs[:3], *needs[8:12]]
     d_branch, d_weight, d_bias, d_residual, d_c_skip, d_c_out = project_gradients(
         d_out,
         branch,
@@ -199,19 +202,18 @@ def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         c_out_value,
         [any(attention_needs), *needs[3:8]],
     )
-    dq = dk = dv = d_norm_q = d_norm_k = None
+    dq = dk = dv = None
+    d_norms: list[Tensor | None] = [None] * 4
     if d_branch is not None:
-        flags = [*needs[:3], False, False, False, *needs[8:10]]
+        flags = [*needs[:3], False, False, False, *needs[8:12]]
         grads = attention_backward(
-            d_branch, None, q, k, v, None, None, None, norm_q, norm_k, cos, sin, kv_lengths,
+            d_branch, None, q, k, v, None, None, None, *prologue,
             1.0, 1.0, heads, causal, sm_scale, eps, flags,
         )  # fmt: skip
-        dq, dk, dv, _, _, _, d_norm_q, d_norm_k = (
+        dq, dk, dv, _, _, _, *d_norms = (
             g if need else None for g, need in zip(grads, flags, strict=True)
         )
-    return (dq, dk, dv, d_weight, d_bias, d_residual, d_c_skip, d_c_out, d_norm_q, d_norm_k) + (
-        None,
-    ) * 16
+    return (dq, dk, dv, d_weight, d_bias, d_residual, d_c_skip, d_c_out, *d_norms) + (None,) * 16
 
 
 one_launch.register_autograd(_autograd, setup_context=_setup)
@@ -230,6 +232,8 @@ def attention_project_skip(
     c_out: Coefficient = 1.0,
     norm_q: Tensor | None = None,
     norm_k: Tensor | None = None,
+    norm_q_bias: Tensor | None = None,
+    norm_k_bias: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
     kv_lengths: Tensor | None = None,
     form: Form = "auto",
@@ -252,8 +256,10 @@ def attention_project_skip(
         residual: [B, Nq, Cout] or None.
         c_skip: Float or tensor [B], [B, 1, Cout] or [B, Nq, Cout].
         c_out: Likewise.
-        norm_q: RMSNorm weight of q.
-        norm_k: RMSNorm weight of k.
+        norm_q: Weight of the norm of q.
+        norm_k: Weight of the norm of k.
+        norm_q_bias: Bias of the norm of q, which makes it a layer norm.
+        norm_k_bias: Bias of the norm of k, likewise.
         rotary: (cos, sin).
         kv_lengths: int32 [B].
         form: "two-launch" (attention, then projection with skip), "one-launch" (the attention
@@ -282,8 +288,9 @@ def attention_project_skip(
         form = "two-launch"  # else the operation reads the table: tracing asks no device
     if form == "two-launch":
         branch = attention_skip(
-            q, k, v, spec, norm_q=norm_q, norm_k=norm_k, rotary=rotary, kv_lengths=kv_lengths
-        )
+            q, k, v, spec, norm_q=norm_q, norm_k=norm_k, norm_q_bias=norm_q_bias,
+            norm_k_bias=norm_k_bias, rotary=rotary, kv_lengths=kv_lengths,
+        )  # fmt: skip
         return project_skip(
             branch,
             weight,
@@ -298,8 +305,8 @@ def attention_project_skip(
     check_weight(q, weight, bias)
     shape = (batch, n_q, weight.shape[0])
     check_residual("residual", residual, shape)
-    check_norm("norm_q", norm_q, channels, spec.heads)
-    check_norm("norm_k", norm_k, channels, spec.heads)
+    check_norm("norm_q", norm_q, norm_q_bias, channels, spec.heads)
+    check_norm("norm_k", norm_k, norm_k_bias, channels, spec.heads)
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], head_dim)
     check_lengths(kv_lengths, batch)
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
@@ -315,6 +322,8 @@ def attention_project_skip(
         c_out_tensor,
         norm_q,
         norm_k,
+        norm_q_bias,
+        norm_k_bias,
         cos,
         sin,
         kv_lengths,

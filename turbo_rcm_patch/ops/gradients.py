@@ -23,7 +23,8 @@ def norm_rope_gradients(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Gradient of `reference.norm_rope`.
 
     Args:
@@ -33,9 +34,11 @@ def norm_rope_gradients(
         cos: [N, D] or None.
         sin: [N, D] or None.
         eps: As in the forward pass.
+        bias: [D] or None.
 
     Returns:
-        Gradient of x [B, N, H*D] fp32 and of the weight (its shape, fp32) or None.
+        Gradient of x [B, N, H*D] fp32, and of the weight and the bias (their shapes, fp32) or
+        None.
     """
     heads = dy.shape[1]
     if cos is not None and sin is not None:
@@ -47,17 +50,23 @@ def norm_rope_gradients(
         dy = rotated
     dy = dy.transpose(1, 2)  # [B, N, H, D]
     if weight is None:
-        return dy.flatten(2), None
+        return dy.flatten(2), None, None
     x = x.float()
-    if weight.numel() == x.shape[-1]:
+    if bias is None and weight.numel() == x.shape[-1]:
         dy = dy.flatten(2)
     else:
         x = x.view(*x.shape[:2], heads, -1)
+    if bias is not None:
+        x = x - x.mean(-1, keepdim=True)
     rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     d_weight = (dy * x * rms).flatten(0, -2).sum(0)
     g = dy * weight.float()
     dx = rms * (g - x * rms.square() * (g * x).mean(-1, keepdim=True))
-    return (dx if dx.dim() == 3 else dx.flatten(2)), d_weight
+    d_bias = None
+    if bias is not None:
+        dx = dx - dx.mean(-1, keepdim=True)
+        d_bias = dy.flatten(0, -2).sum(0)
+    return (dx if dx.dim() == 3 else dx.flatten(2)), d_weight, d_bias
 
 
 def attention_gradients(
@@ -114,6 +123,7 @@ def prepare(
     x: torch.Tensor,
     heads: int,
     weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     eps: float,
@@ -121,4 +131,4 @@ def prepare(
     """[B, N, H*D] -> [B, H, N, D] fp32, normalised and rotated."""
     if weight is None and cos is None:
         return split_heads(x, heads).float()
-    return norm_rope(x, heads, weight=weight, cos=cos, sin=sin, eps=eps)
+    return norm_rope(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)

@@ -42,9 +42,11 @@ def norm_rope(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     eps: float,
+    bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """RMSNorm, then rotary embedding, without an intermediate rounding.
+    """RMSNorm or, with a bias, layer norm, then rotary embedding, without an intermediate
+    rounding.
 
     Args:
         x: [B, N, H*D].
@@ -52,17 +54,21 @@ def norm_rope(
         weight: [H*D] to normalise across all heads, [D] per head, or None.
         cos: [N, D], used at even channels (diffusers' interleaved form), or None.
         sin: [N, D], used at odd channels, or None.
-        eps: Added to the mean square.
+        eps: Added to the mean square or the variance.
+        bias: [D] beside a weight [D] for a layer norm per head, or None.
         dtype: Arithmetic, fp32 or fp64.
 
     Returns:
         [B, H, N, D] in `dtype`, dense.
     """
     x = x.to(dtype)
-    if weight is not None and weight.numel() == x.shape[-1]:
+    across = weight is not None and bias is None and weight.numel() == x.shape[-1]
+    if weight is not None and across:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
     y = split_heads(x, heads)
-    if weight is not None and weight.numel() != x.shape[-1]:
+    if weight is not None and bias is not None:
+        y = F.layer_norm(y, y.shape[-1:], weight.to(dtype), bias.to(dtype), eps)
+    elif weight is not None and not across:
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
     if cos is not None and sin is not None:
         even, odd = y[..., 0::2], y[..., 1::2]

@@ -23,7 +23,8 @@ from turbo_rcm_patch.ops.spec import QMAX, resolve_impl, resolve_pv
 
 __all__ = ["attention_backward", "attention_forward"]
 
-_DIFFERENTIABLE = 8  # q, k, v, residual, c_skip, c_out, norm_q, norm_k, in the order of the schema
+#: q, k, v, residual, c_skip, c_out, norm_q, norm_k and the norms' biases: the first of the schema.
+_DIFFERENTIABLE = 10
 
 
 def _forward(
@@ -35,6 +36,8 @@ def _forward(
     c_out: Tensor | None,
     norm_q: Tensor | None,
     norm_k: Tensor | None,
+    norm_q_bias: Tensor | None,
+    norm_k_bias: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     kv_lengths: Tensor | None,
@@ -68,6 +71,8 @@ def _forward(
             c_out=out_factor,
             norm_q=norm_q,
             norm_k=norm_k,
+            norm_q_bias=norm_q_bias,
+            norm_k_bias=norm_k_bias,
             cos=cos,
             sin=sin,
             kv_lengths=kv_lengths,
@@ -84,8 +89,9 @@ def _forward(
 
     vh = split_heads(v, heads)
     lse = None
-    short = _whole_rows(norm_q, q) and _whole_rows(norm_k, k)
-    if implementation == "triton" and short and not want_lse:
+    norms = ((q, norm_q, norm_q_bias), (k, norm_k, norm_k_bias))
+    one_pass = all(_in_one_pass(x, weight, bias, heads) for x, weight, bias in norms)
+    if implementation == "triton" and one_pass and not want_lse:
         from turbo_rcm_patch.kernels.norm import norm_rotate
 
         # q and k in their own dtype are all that exact attention takes, so one pass makes them.
@@ -93,14 +99,13 @@ def _forward(
             split_heads(
                 x
                 if weight is None and cos is None
-                else norm_rotate(x, heads, weight=weight, cos=cos, sin=sin, eps=eps),
+                else norm_rotate(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps),
                 heads,
             )
-            for x, weight in ((q, norm_q), (k, norm_k))
+            for x, weight, bias in norms
         )
     else:
-        qh = prepare(q, heads, norm_q, cos, sin, eps)
-        kh = prepare(k, heads, norm_k, cos, sin, eps)
+        qh, kh = (prepare(x, heads, weight, bias, cos, sin, eps) for x, weight, bias in norms)
     if attention in QMAX:
         from turbo_rcm_patch.ops.emulation import emulated_attention
 
@@ -147,8 +152,12 @@ def _forward(
     return out.contiguous(), no_lse if lse is None else lse
 
 
-def _whole_rows(weight: Tensor | None, x: Tensor) -> bool:
-    return weight is None or weight.numel() == x.shape[-1]
+def _in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:
+    """Whether `kernels.norm.norm_rotate` has the norm: over whole rows, or over heads whose
+    channels are a power of two."""
+    dim = x.shape[-1] // heads
+    across = weight is None or (bias is None and weight.numel() == x.shape[-1])
+    return across or dim & (dim - 1) == 0
 
 
 attention_forward = torch.library.custom_op(
@@ -158,7 +167,7 @@ attention_forward = torch.library.custom_op(
 
 @attention_forward.register_fake
 def _forward_fake(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    heads, out_dtype, want_lse = args[12], args[20], args[21]
+    heads, out_dtype, want_lse = args[14], args[22], args[23]
     assert isinstance(heads, int) and isinstance(out_dtype, torch.dtype)
     lse_shape = (q.shape[0], heads, q.shape[1]) if want_lse else (0,)
     return q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
@@ -179,6 +188,8 @@ def _backward(
     c_out: Tensor | None,
     norm_q: Tensor | None,
     norm_k: Tensor | None,
+    norm_q_bias: Tensor | None,
+    norm_k_bias: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     kv_lengths: Tensor | None,
@@ -198,10 +209,10 @@ def _backward(
         )
     if residual is not None and c_skip is not None and needs[4]:
         grads[4] = _sum_to(d_out * residual.float(), c_skip)
-    if not any(needs[i] for i in (0, 1, 2, 5, 6, 7)):
+    if not any(needs[:3]) and not any(needs[5:]):
         return grads
-    qh = prepare(q, heads, norm_q, cos, sin, eps)
-    kh = prepare(k, heads, norm_k, cos, sin, eps)
+    qh = prepare(q, heads, norm_q, norm_q_bias, cos, sin, eps)
+    kh = prepare(k, heads, norm_k, norm_k_bias, cos, sin, eps)
     vh = split_heads(v, heads).float()
     if c_out is not None and needs[5]:
         out, _ = exact_attention(
@@ -212,14 +223,21 @@ def _backward(
     dq, dk, dv = attention_gradients(
         d_branch, d_lse, qh, kh, vh, sm_scale=sm_scale, causal=causal, kv_lengths=kv_lengths
     )
-    for i, x, weight, dx in ((0, q, norm_q, dq), (1, k, norm_k, dk)):
-        if not (needs[i] or needs[6 + i]):
+    for i, x, weight, bias, dx in (
+        (0, q, norm_q, norm_q_bias, dq),
+        (1, k, norm_k, norm_k_bias, dk),
+    ):
+        if not (needs[i] or needs[6 + i] or needs[8 + i]):
             continue
-        d_input, d_weight = norm_rope_gradients(dx, x, weight=weight, cos=cos, sin=sin, eps=eps)
+        d_input, d_weight, d_bias = norm_rope_gradients(
+            dx, x, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps
+        )
         if needs[i]:
             grads[i] = d_input.to(x.dtype)
         if weight is not None and d_weight is not None and needs[6 + i]:
             grads[6 + i] = d_weight.to(weight.dtype)
+        if bias is not None and d_bias is not None and needs[8 + i]:
+            grads[8 + i] = d_bias.to(bias.dtype)
     if needs[2]:
         grads[2] = dv.transpose(1, 2).flatten(2).to(v.dtype)
     return [g.contiguous() for g in grads]
@@ -247,7 +265,7 @@ def _setup(
     inputs: tuple[object, ...],
     output: tuple[Tensor, Tensor],
 ) -> None:
-    ctx.save_for_backward(*cast("tuple[Tensor | None, ...]", inputs[:11]))
+    ctx.save_for_backward(*cast("tuple[Tensor | None, ...]", inputs[:13]))
     names = (
         "c_skip_value",
         "c_out_value",
@@ -259,8 +277,8 @@ def _setup(
         "sm_scale",
         "eps",
     )
-    ctx.numbers = dict(zip(names, inputs[11:20], strict=True))
-    ctx.want_lse = inputs[22]
+    ctx.numbers = dict(zip(names, inputs[13:22], strict=True))
+    ctx.want_lse = inputs[24]
 
 
 def _autograd(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:

@@ -116,8 +116,8 @@ def _forward(
         return out
     from turbo_rcm_patch.ops import sparse_reference as reference
 
-    qh = prepare(q, heads, norm_q, cos, sin, eps).to(q.dtype).float()
-    kh = prepare(k, heads, norm_k, cos, sin, eps).to(k.dtype).float()
+    qh = prepare(q, heads, norm_q, None, cos, sin, eps).to(q.dtype).float()
+    kh = prepare(k, heads, norm_k, None, cos, sin, eps).to(k.dtype).float()
     vh = split_heads(v, heads).float()
     geometry = {"block_q": block_q, "block_k": block_k}
     blocks = reference.block_map(qh, kh, count=count, dtype=q.dtype, **geometry)
@@ -148,8 +148,8 @@ def _rotated(
     if weight is None or weight.numel() == x.shape[-1]:
         from turbo_rcm_patch.kernels.norm import norm_rotate
 
-        return norm_rotate(x, heads, weight=weight, cos=cos, sin=sin, eps=eps)
-    rows = prepare(x, heads, weight, cos, sin, eps).transpose(1, 2).flatten(2)
+        return norm_rotate(x, heads, weight=weight, bias=None, cos=cos, sin=sin, eps=eps)
+    rows = prepare(x, heads, weight, None, cos, sin, eps).transpose(1, 2).flatten(2)
     return rows.to(x.dtype)
 
 
@@ -238,8 +238,8 @@ def sparse_linear_attention(
     if dim > MAX_SPARSE_HEAD_DIM:
         raise HeadDimError("head_dim", expected=f"at most {MAX_SPARSE_HEAD_DIM}", got=str(dim))
     _check_proj_l(q, weight, bias, dim)
-    check_norm("norm_q", norm_q, channels, spec.heads)
-    check_norm("norm_k", norm_k, channels, spec.heads)
+    check_norm("norm_q", norm_q, None, channels, spec.heads)
+    check_norm("norm_k", norm_k, None, channels, spec.heads)
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], dim)
     given = (q, k, v, weight, bias, norm_q, norm_k)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):

@@ -50,7 +50,7 @@ class AttentionSpec:
             unchanged).
         causal: Query i sees keys 0..i, as torch's `is_causal` (aligned at the first token).
         sm_scale: Factor on the logits, head_dim ** -0.5 by default.
-        eps: Epsilon of the RMSNorm of q and k.
+        eps: Epsilon of the norms of q and k.
         impl: "triton", "reference", or "auto", which asks `resolve_impl`.
     """
 

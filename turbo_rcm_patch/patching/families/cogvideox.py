@@ -34,6 +34,7 @@ from turbo_rcm_patch.patching.families.cogvideox_block import (
     PROCESSORS,
     CogVideoXBlockForward,
     attention_mode,
+    norms_of_heads,
     qkv_names,
 )
 from turbo_rcm_patch.patching.linears import pair_state
@@ -187,8 +188,8 @@ def _attention_runs(attn: Any, config: PatchConfig) -> tuple[Residual, str]:
     if mode == "called":
         return "after-linear", f"attention is called as a module: {hook_names(attn)}"
     notes = []
-    if attn.norm_q is not None or attn.norm_k is not None:
-        notes.append("norm_q and norm_k are called, before the attention's prologue")
+    if not (attn.norm_q is None and attn.norm_k is None) and not norms_of_heads(attn):
+        notes.append("norm_q and norm_k are called: they are no plain layer norms of a head")
     why = why_not_plain(attn.to_out[0])
     if not why and not plain_dropout(attn.to_out[1]):
         why = "what follows it is hooked or no Dropout"

@@ -2,12 +2,14 @@
 
 Text and video are one sequence inside the attention and the feed-forward, text first, and two
 residual streams outside, each with its own modulation, gate and residual. Every sum is in the
-model's dtype and rounds at every step. The layer norms of q and k are the author's; the rotary
-embedding, which turns only video tokens, is the attention's own, with an angle of zero for text.
+model's dtype and rounds at every step. The layer norms of q and k, where they are exactly that,
+and the rotary embedding, which turns only video tokens, are the attention's own: in fp32, without
+the author's rounding between them, with an angle of zero for text.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -28,7 +30,13 @@ from turbo_rcm_patch.patching.linears import Linears
 from turbo_rcm_patch.patching.plain import autocasting, bare, drops, plain_linear
 from turbo_rcm_patch.patching.state import PairState, specs_of
 
-__all__ = ["PROCESSORS", "CogVideoXBlockForward", "attention_mode", "qkv_names"]
+__all__ = [
+    "PROCESSORS",
+    "CogVideoXBlockForward",
+    "attention_mode",
+    "norms_of_heads",
+    "qkv_names",
+]
 
 #: What may compute the attention: with a Linear each for q, k and v, or with one for all.
 PROCESSORS: Final = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
@@ -194,12 +202,21 @@ class CogVideoXBlockForward:
         modules = tuple(getattr(attn, name) for name in qkv_names(attn))
         projected = self._linears.project("attn1.qkv", x, modules, int8=int8)
         q, k, v = projected if len(projected) == 3 else projected[0].chunk(3, dim=-1)
-        q, k = _normed(attn.norm_q, q, attn.heads), _normed(attn.norm_k, k, attn.heads)
+        spec = self._specs[self._attn1.precision]
+        norms: dict[str, Any] = {}
+        if norms_of_heads(attn) and _readable(attn.norm_q, q) and _readable(attn.norm_k, k):
+            for name in ("norm_q", "norm_k"):
+                norm = getattr(attn, name)
+                norms |= {name: norm.weight, f"{name}_bias": norm.bias}
+            if attn.norm_q.eps != spec.eps:
+                spec = replace(spec, eps=attn.norm_q.eps)
+        else:
+            q, k = _normed(attn.norm_q, q, attn.heads), _normed(attn.norm_k, k, attn.heads)
         if rotary is not None:
             cos, sin = (table.to(x.device) for table in rotary)
             still = cos.new_ones(text_tokens, cos.shape[-1])
             rotary = torch.cat([still, cos]), torch.cat([torch.zeros_like(still), sin])
-        out = ops.attention_skip(q, k, v, self._specs[self._attn1.precision], rotary=rotary)
+        out = ops.attention_skip(q, k, v, spec, rotary=rotary, **norms)
         tokens = [text_tokens, x.shape[1] - text_tokens]
         return self._close("attn1.out", out, attn.to_out, int8, tokens, streams, gates)
 
@@ -291,10 +308,32 @@ def _plain_zero_norm(norm: Any, x: Tensor) -> bool:
     readable."""
     if type(norm) is not CogVideoXLayerNormZero or not bare(norm):
         return False
-    inner = norm.norm
-    return _plain_layer_norm(inner) and all(
+    return _plain_layer_norm(norm.norm) and _readable(norm.norm, x)
+
+
+def _readable(norm: nn.LayerNorm, x: Tensor) -> bool:
+    """Whether what weights a layer norm has can be read now, beside x."""
+    return all(
         p is None or (type(p) is nn.Parameter and p.dtype == x.dtype and p.device == x.device)
-        for p in (inner.weight, inner.bias)
+        for p in (norm.weight, norm.bias)
+    )
+
+
+def norms_of_heads(attn: Any) -> bool:
+    """Whether the norms of q and k are layer norms of a head, as the class makes them, which the
+    attention's prologue does; others are called.
+
+    This is for the report, too; at run time their weights have to be readable besides.
+    """
+    head_dim = attn.inner_dim // attn.heads
+    pair = (attn.norm_q, attn.norm_k)
+    return all(
+        _plain_layer_norm(norm)
+        and norm.weight is not None
+        and norm.bias is not None
+        and norm.normalized_shape == (head_dim,)
+        and norm.eps == attn.norm_q.eps
+        for norm in pair
     )
 
 
