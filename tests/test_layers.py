@@ -32,6 +32,7 @@ MAY_IMPORT = {
 EXCEPTIONS = {
     ("sampling", "turbo_rcm_patch.tiny"),
     ("sampling", "turbo_rcm_patch.tiny.TINY_WAN"),
+    ("sampling", "turbo_rcm_patch.tiny.TINY_COGVIDEOX"),
 }
 #: Packages that only some parts may import.
 ONLY_IN = {

@@ -75,6 +75,16 @@ def test_ci_calls_make_test() -> None:
     assert "make test" in script.read_text(encoding="utf-8")
 
 
+def test_a_wheel_holds_one_shipped_model() -> None:
+    """The other is in the repository, where the package looks for it in a checkout."""
+    from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
+
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
+    left_out = build["build"]["targets"]["wheel"]["exclude"]
+    inside = [folder.relative_to(ROOT).as_posix() for folder in (TINY_WAN, TINY_COGVIDEOX)]
+    assert inside[1] in left_out and inside[0] not in left_out
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_help_lists_the_two_commands() -> None:
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -49,7 +49,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.run == "demo":
         from turbo_rcm_patch.demo import demo
 
-        return demo(arguments.out, fresh=not arguments.resume, command=arguments.command_line)
+        return demo(
+            arguments.out,
+            model=arguments.model,
+            fresh=not arguments.resume,
+            command=arguments.command_line,
+        )
     from turbo_rcm_patch.sampling import commands
 
     code: int = getattr(commands, arguments.run)(arguments)
@@ -59,8 +64,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m turbo_rcm_patch",
-        description="Run the attention of Wan video models through fused int8 kernels, and prove "
-        "that the video did not change.",
+        description="Run the attention of Wan and CogVideoX video models through fused int8 "
+        "kernels, and prove that the video did not change.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "demo",
@@ -83,12 +88,19 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run="doctor")
     demo = commands.add_parser(
         "demo",
-        help="the whole way on the shipped model, without a GPU",
-        description="Generate 8 or more prompts with the shipped model, unpatched, patched and "
+        help="the whole way on a shipped model, without a GPU",
+        description="Generate 8 or more prompts with a shipped model, unpatched, patched and "
         "under a control, judge, and run one block through the Triton kernels in the interpreter. "
         "Exit code 0 only if nothing visible changed and the kernels are right.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_examples("demo --out outputs/demo"),
+        epilog=_examples(
+            "demo --out outputs/demo", "demo --model tiny-cogvideox --out outputs/cogvideox"
+        ),
+    )
+    demo.add_argument(
+        "--model",
+        metavar="NAME",
+        help="'tiny', the shipped Wan (default), 'tiny-cogvideox', or a folder of their kind",
     )
     demo.add_argument(
         "--out",
@@ -180,7 +192,7 @@ def _add_pairs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--model",
         default="tiny",
         metavar="PATH_OR_ID",
-        help="a Wan pipeline folder, a hub id, or 'tiny'",
+        help="a Wan or CogVideoX pipeline folder, a hub id, 'tiny' or 'tiny-cogvideox'",
     )
     pairs.set_defaults(run="pairs")
 
@@ -244,7 +256,8 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--model",
         default="tiny",
         metavar="PATH_OR_ID",
-        help="a Wan pipeline folder, a hub id, or 'tiny', the shipped model (default)",
+        help="a Wan or CogVideoX pipeline folder, a hub id, 'tiny' or 'tiny-cogvideox', the "
+        "shipped models (default: %(default)s)",
     )
     group.add_argument(
         "--dtype",
@@ -288,7 +301,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         "--sampler",
         choices=("rcm", "scheduler"),
         help="rcm: 1 to 4 steps of a distilled student; scheduler: the pipeline's "
-        "own (default: rcm)",
+        "own (default: rcm; of CogVideoX: scheduler, the only one)",
     )
     group.add_argument("--steps", type=int, metavar="N", help="default: 4 (rcm), 50 (scheduler)")
     group.add_argument("--form", choices=("sde", "ode"), help="of the rCM sampler (default: sde)")

@@ -1,4 +1,4 @@
-"""The whole way in one command, on the shipped model and without a GPU: what `make demo` runs."""
+"""The whole way in one command, on a shipped model and without a GPU: what `make demo` runs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ __all__ = ["demo", "shape_observer"]
 MODEL = TINY
 
 
-def demo(out: str | Path, *, fresh: bool = True, command: str = "") -> int:
-    """Compare the shipped model with its patched self over the demo prompts, then check the
-    kernels.
+def demo(
+    out: str | Path, *, model: str | Path | None = None, fresh: bool = True, command: str = ""
+) -> int:
+    """Compare a shipped model with its patched self over the demo prompts, then check the kernels.
 
     Args:
         out: Folder for the report and everything it shows.
+        model: One of the shipped models, or a folder with a model of their world; by default the
+            tiny Wan.
         fresh: Start again, or keep what an interrupted demo has finished.
         command: The command line, for the report.
 
@@ -36,7 +39,8 @@ def demo(out: str | Path, *, fresh: bool = True, command: str = "") -> int:
     from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
     start = time.perf_counter()
-    pipe = load_pipeline(MODEL)
+    model = MODEL if model is None else model
+    pipe = load_pipeline(model)
     settings = settings_for(pipe)
     print(
         f"{len(DEMO_PROMPTS)} prompts, {settings.num_frames} frames of {settings.width} x "
@@ -55,9 +59,9 @@ def demo(out: str | Path, *, fresh: bool = True, command: str = "") -> int:
             progress=progress,
             command=command,
         )
-    print("One block of the shipped model through the Triton kernels, in the interpreter ...")
-    folder = resolve_model(MODEL)
-    assert isinstance(folder, Path), "the shipped model is a folder"
+    print("One block of the model through the Triton kernels, in the interpreter ...")
+    folder = resolve_model(model)
+    assert isinstance(folder, Path), "a shipped model is a folder"
     check = run_kernel_check(folder)
     rewrite_with(Path(out), "kernel_check", check.as_dict())
     word = "ok" if check.passed else "NO"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.sampling.micro import SMALL, micro_pipe, save
+from tests.sampling.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.generation import generate
@@ -38,6 +39,15 @@ def test_compare_runs_the_kernels(folder: Path, tmp_path: Path) -> None:
     assert found.fusion.fused_vs_unfused <= 3e-6
     assert metrics["times"]["patched"]["peak_bytes"] > 0
     assert "NVIDIA" in metrics["identity"]["device"] or torch.version.hip
+
+
+def test_compare_runs_the_kernels_of_cogvideox(tmp_path: Path) -> None:
+    pipe = load_pipeline(save(micro_cogvideox(), tmp_path / "model"), device="cuda")
+    small = SMALL | {"height": 128, "width": 128, "num_frames": 9}
+    settings = Settings(sampler="scheduler", steps=4, **small)
+    found = compare(pipe, [PROMPT, "a blue square"], out=tmp_path / "out", settings=settings)
+    assert json.loads(found.metrics.read_text())["patch"]["impl"] == "triton"
+    assert found.network.ratio < 2 and found.fusion.fused_vs_unfused <= 3e-6
 
 
 @pytest.mark.parametrize("offload", ["model", "sequential"])

@@ -52,7 +52,9 @@ def test_not_a_model_folder(what: str, tmp_path: Path, no_network: None) -> None
         path.write_text("weights")
     elif what == "empty":
         path.mkdir()
-    with pytest.raises(ModelFolderError, match=r"expected a diffusers WanPipeline folder"):
+    with pytest.raises(
+        ModelFolderError, match=r"expected a diffusers WanPipeline or CogVideoXPipeline folder"
+    ):
         load_pipeline(path)
 
 
@@ -63,7 +65,7 @@ def test_what_cannot_be_a_hub_id_is_not_looked_up(name: str, no_network: None) -
 
 
 def test_hub_ids_are_recognised_and_failures_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffusers import WanPipeline
+    from diffusers import DiffusionPipeline
 
     assert resolve_model("Wan-AI/Wan2.1-T2V-1.3B-Diffusers") == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
     calls = []
@@ -72,7 +74,7 @@ def test_hub_ids_are_recognised_and_failures_explained(monkeypatch: pytest.Monke
         calls.append((name, kwargs["local_files_only"]))
         raise OSError("we could not connect")
 
-    monkeypatch.setattr(WanPipeline, "from_pretrained", offline)
+    monkeypatch.setattr(DiffusionPipeline, "load_config", offline)
     with pytest.raises(ModelFolderError, match=r"hub failed .*could not connect.*spelling"):
         load_pipeline("some-one/some-model")
     assert calls == [("some-one/some-model", False)]

@@ -53,7 +53,7 @@ def test_held_out_prompts_become_what_they_say(
 def test_without_an_attention_it_does_not(
     judge: Evaluation, attention: str, tmp_path: Path
 ) -> None:
-    with zeroed(judge.pipe.transformer, attention):
+    with zeroed(judge.pipe.transformer.blocks, attention):
         found = judge.judge(judge.frames(steps=4), tmp_path / "sheet.png")
     assert found["all"] <= 1 / 8, found
 

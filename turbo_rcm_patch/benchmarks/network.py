@@ -21,13 +21,8 @@ from turbo_rcm_patch.benchmarks.setup import (
     time_call,
 )
 from turbo_rcm_patch.config import Attention, PatchConfig
-from turbo_rcm_patch.sampling.network import (
-    TIMES,
-    NetworkInput,
-    NetworkNumber,
-    network_inputs,
-    network_number,
-)
+from turbo_rcm_patch.sampling.network import NetworkNumber, network_number
+from turbo_rcm_patch.sampling.network_input import TIMES, NetworkInput, network_inputs
 from turbo_rcm_patch.sampling.verdict import NETWORK_LIMIT
 
 if TYPE_CHECKING:
@@ -120,13 +115,7 @@ def _inputs(
 
 
 def _forward(network: WanTransformer3DModel, one: NetworkInput) -> torch.Tensor:
-    output: torch.Tensor = network(
-        hidden_states=one.hidden_states,
-        timestep=one.timestep,
-        encoder_hidden_states=one.encoder_hidden_states,
-        return_dict=False,
-    )[0]
-    return output
+    return one.call(network)
 
 
 def _tokens(latents: tuple[int, ...]) -> int:

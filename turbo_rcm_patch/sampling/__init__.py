@@ -1,4 +1,4 @@
-"""Loading a Wan pipeline, generating with it, and comparing it with its patched self.
+"""Loading a Wan or CogVideoX pipeline, generating with it, and comparing it with its patched self.
 
 Names are resolved on first use, because diffusers takes seconds to import. No submodule has the
 name of a function here, or the one that is imported last would win.

@@ -12,7 +12,7 @@ from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.sampling.settings import Settings
 
 if TYPE_CHECKING:
-    from diffusers import WanPipeline
+    from turbo_rcm_patch.sampling.families import VideoPipeline
 
     from turbo_rcm_patch.checkpoints.folder import Progress, Written
 
@@ -55,7 +55,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _write_videos(
-    pipe: WanPipeline, prompts: list[str], settings: Settings, first_seed: int, out: Path
+    pipe: VideoPipeline, prompts: list[str], settings: Settings, first_seed: int, out: Path
 ) -> None:
     from turbo_rcm_patch.sampling.generation import generate as generate_one
     from turbo_rcm_patch.sampling.progress import bars
@@ -230,7 +230,7 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _load(arguments: argparse.Namespace) -> WanPipeline:
+def _load(arguments: argparse.Namespace) -> VideoPipeline:
     import torch
 
     from turbo_rcm_patch.sampling.load import load_pipeline

@@ -30,7 +30,7 @@ from turbo_rcm_patch.sampling.store import Store
 from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT, Verdict, judge
 
 if TYPE_CHECKING:
-    from diffusers import WanPipeline
+    from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = ["Comparison", "compare"]
 
@@ -77,7 +77,7 @@ class Comparison:
 
 
 def compare(
-    pipe: WanPipeline,
+    pipe: VideoPipeline,
     prompts: str | Sequence[str],
     *,
     out: str | Path,

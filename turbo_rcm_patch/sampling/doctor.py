@@ -183,13 +183,16 @@ def _choices() -> Iterator[Finding]:
 
 
 def _model() -> Iterator[Finding]:
-    from turbo_rcm_patch.tiny import TINY_WAN
+    from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
 
-    if (TINY_WAN / "model_index.json").is_file():
-        size = sum(p.stat().st_size for p in TINY_WAN.rglob("*") if p.is_file())
-        yield Finding("shipped model", "ok", f"{TINY_WAN} ({size / 2**20:.1f} MiB)")
-    else:
-        yield Finding("shipped model", "missing", f"not at {TINY_WAN}", "reinstall the package")
+    for folder in (TINY_WAN, TINY_COGVIDEOX):
+        if (folder / "model_index.json").is_file():
+            size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+            yield Finding("shipped model", "ok", f"{folder} ({size / 2**20:.1f} MiB)")
+        elif folder == TINY_WAN:
+            yield Finding("shipped model", "missing", f"not at {folder}", "reinstall the package")
+        else:
+            yield Finding("tiny CogVideoX", "note", f"not at {folder}", "it is in the repository")
 
 
 def _version(name: str) -> str | None:

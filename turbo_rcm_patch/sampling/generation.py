@@ -1,8 +1,8 @@
 """Text to video in one readable loop over prompts: encode, sample latents, decode.
 
-The denoising itself is `WanPipeline.__call__`, so that hooks, offloading, both experts of Wan 2.2
-and every scheduler behave as their authors meant. The baseline and the patched model share this
-one path.
+The denoising itself is the pipeline's `__call__`, so that hooks, offloading, both experts of Wan
+2.2 and every scheduler behave as their authors meant. The baseline and the patched model share
+this one path. What differs between pipelines is in `families`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from turbo_rcm_patch.errors import DTypeError, NotAModelError
+from turbo_rcm_patch.errors import ConfigError, DTypeError
+from turbo_rcm_patch.sampling.families import PipelineFamily, family_of
 from turbo_rcm_patch.sampling.meter import Meter
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler, noise_stream
 from turbo_rcm_patch.sampling.settings import Settings
 
 if TYPE_CHECKING:
-    from diffusers import WanPipeline
+    from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = [
     "TRAJECTORY",
@@ -60,7 +61,7 @@ class Sample:
     """Denoised latents.
 
     Attributes:
-        latents: [1, C, F, H, W], fp32, on the CPU.
+        latents: [1, C, F, H, W] (of CogVideoX [1, F, C, H, W]), fp32, on the CPU.
         trajectory: The latents after some steps (see `trajectory_steps`), same form; empty unless
             asked for.
         seconds: Time of the denoising loop.
@@ -81,7 +82,7 @@ class Generation:
         prompt: What was asked for.
         seed: Seed of initial noise and re-noising.
         settings: How it was sampled.
-        latents: [1, C, F, H, W], fp32, on the CPU.
+        latents: [1, C, F, H, W] (of CogVideoX [1, F, C, H, W]), fp32, on the CPU.
         frames: [F, H, W, 3], fp32 in 0..1, on the CPU.
         seconds: Time of the denoising loop.
         decode_seconds: Time of the VAE.
@@ -99,7 +100,7 @@ class Generation:
 
 
 def generate(
-    pipe: WanPipeline,
+    pipe: VideoPipeline,
     prompt: str,
     *,
     seed: int = 0,
@@ -110,8 +111,8 @@ def generate(
     """Generate one video.
 
     Args:
-        pipe: A `WanPipeline`, patched or not, on any device, with or without offloading. Its VAE
-            must be in fp32.
+        pipe: A `WanPipeline` or `CogVideoXPipeline`, patched or not, on any device, with or
+            without offloading. Its VAE must be in fp32.
         prompt: What to show.
         seed: Seed of the initial noise and of the re-noising, which come from generators of their
             own.
@@ -143,17 +144,20 @@ def generate(
     )
 
 
-def settings_for(pipe: WanPipeline, **overrides: object) -> Settings:
-    """Settings for a loaded pipeline: overrides, else its folder's `turbo_rcm.json`, else Wan's
-    defaults.
+def settings_for(pipe: VideoPipeline, **overrides: object) -> Settings:
+    """Settings for a loaded pipeline: overrides, else its folder's `turbo_rcm.json`, else the
+    defaults of its family.
     """
-    _check_pipeline(pipe)
-    folder = getattr(pipe, "name_or_path", None)
-    return Settings.for_model(folder if folder and Path(folder).is_dir() else None, **overrides)
+    family = family_of(pipe)
+    name = getattr(pipe, "name_or_path", None)
+    folder = name if name and Path(name).is_dir() else None
+    settings = Settings.for_model(folder, family.DEFAULTS, family.OWN, **overrides)
+    _check_sampler(pipe, family, settings)
+    return settings
 
 
 @torch.no_grad()
-def encode_prompt(pipe: WanPipeline, prompt: str, settings: Settings) -> Conditioning:
+def encode_prompt(pipe: VideoPipeline, prompt: str, settings: Settings) -> Conditioning:
     """Run the text encoder.
 
     Args:
@@ -164,32 +168,14 @@ def encode_prompt(pipe: WanPipeline, prompt: str, settings: Settings) -> Conditi
     Returns:
         Embeddings [1, L, C] in the encoder's dtype, on the pipeline's device.
     """
-    _check_pipeline(pipe)
-    guided = settings.guidance_scale > 1.0
-    embeds, negative = pipe.encode_prompt(
-        prompt=prompt,
-        negative_prompt=settings.negative_prompt if guided else None,
-        do_classifier_free_guidance=guided,
-        max_sequence_length=settings.max_sequence_length,
-        device=pipe._execution_device,
-    )
-    return Conditioning(prompt, embeds, negative)
+    return Conditioning(prompt, *family_of(pipe).encode(pipe, prompt, settings))
 
 
-def initial_noise(pipe: WanPipeline, seed: int, settings: Settings) -> torch.Tensor:
-    """Standard normal noise [1, C, F, H, W], fp32, on the CPU:
+def initial_noise(pipe: VideoPipeline, seed: int, settings: Settings) -> torch.Tensor:
+    """Standard normal noise [1, C, F, H, W] (CogVideoX: [1, F, C, H, W]), fp32, on the CPU:
     `torch.Generator("cpu").manual_seed(seed)`.
     """
-    network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
-    space, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
-    patch = network.config.patch_size
-    shape = (
-        1,
-        network.config.in_channels,
-        (settings.num_frames - 1) // span + 1,
-        settings.height // (space * patch[1]) * patch[1],
-        settings.width // (space * patch[2]) * patch[2],
-    )
+    shape = family_of(pipe).latent_shape(pipe, settings)
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32)
 
@@ -202,7 +188,7 @@ def trajectory_steps(steps: int) -> tuple[int, ...]:
 
 
 def sample_latents(
-    pipe: WanPipeline,
+    pipe: VideoPipeline,
     conditioning: Conditioning,
     *,
     seed: int,
@@ -223,7 +209,8 @@ def sample_latents(
     Returns:
         Latents, time and peak memory.
     """
-    device = pipe._execution_device
+    family, device = family_of(pipe), pipe._execution_device
+    _check_sampler(pipe, family, settings)
     noise = initial_noise(pipe, seed, settings)
     kept: list[torch.Tensor] = []
     wanted = trajectory_steps(settings.steps) if keep_trajectory else ()
@@ -237,24 +224,13 @@ def sample_latents(
             on_step(step + 1, settings.steps)
         return {}
 
-    with _quiet(pipe), _sampler(pipe, settings, seed) as scheduler, _private_rng(device, seed):
-        if isinstance(scheduler, RCMScheduler):
-            noise = scheduler.init_noise(noise)
-        with Meter(device) as meter:
-            latents = pipe(
-                prompt_embeds=conditioning.embeds,
-                negative_prompt_embeds=conditioning.negative_embeds,
-                height=settings.height,
-                width=settings.width,
-                num_frames=settings.num_frames,
-                num_inference_steps=settings.steps,
-                guidance_scale=settings.guidance_scale,
-                guidance_scale_2=settings.guidance_scale_2,
-                latents=noise.to(torch.float32),
-                max_sequence_length=settings.max_sequence_length,
-                callback_on_step_end=after_step,
-                output_type="latent",
-            ).frames
+    with (
+        _quiet(pipe),
+        _sampler(pipe, settings, seed),
+        _private_rng(device, seed),
+        Meter(device) as meter,
+    ):
+        latents = family.denoise(pipe, conditioning, noise, settings, after_step)
     return Sample(
         latents=latents.to("cpu", torch.float32),
         trajectory=tuple(step.to("cpu", torch.float32) for step in kept),
@@ -264,13 +240,14 @@ def sample_latents(
 
 
 @torch.no_grad()
-def decode_latents(pipe: WanPipeline, latents: torch.Tensor) -> torch.Tensor:
+def decode_latents(pipe: VideoPipeline, latents: torch.Tensor) -> torch.Tensor:
     """Decode with the VAE in fp32.
 
     Args:
         pipe: The pipeline, whose VAE must be in fp32: in bf16 its rounding would hide what is
             being compared.
-        latents: [B, C, F, H, W], any float dtype, normalised as the transformer sees them.
+        latents: [B, C, F, H, W] (CogVideoX: [B, F, C, H, W]), any float dtype, as the transformer
+            sees them.
 
     Returns:
         Frames [B, F, H, W, 3], fp32 in 0..1, on the CPU.
@@ -283,33 +260,28 @@ def decode_latents(pipe: WanPipeline, latents: torch.Tensor) -> torch.Tensor:
             got=str(vae.dtype),
             remedy="Call pipe.vae.to(torch.float32), or load with load_pipeline",
         )
-    latents = latents.to(pipe._execution_device, torch.float32)
-    shape = (1, vae.config.z_dim, 1, 1, 1)
-    mean = latents.new_tensor(vae.config.latents_mean).view(shape)
-    std = latents.new_tensor(vae.config.latents_std).view(shape)
-    video: torch.Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
+    video = family_of(pipe).decode(pipe, latents.to(pipe._execution_device, torch.float32))
     pipe.maybe_free_model_hooks()
     frames = (video.float() / 2 + 0.5).clamp(0, 1)  # [B, 3, F, H, W]
     return frames.permute(0, 2, 3, 4, 1).contiguous().cpu()
 
 
-def _check_pipeline(pipe: object) -> None:
-    from diffusers import WanPipeline
-
-    if not isinstance(pipe, WanPipeline):
-        raise NotAModelError(
-            "pipe",
-            expected="a diffusers WanPipeline",
-            got=type(pipe).__name__,
-            remedy="Load one with turbo_rcm_patch.sampling.load_pipeline",
+def _check_sampler(pipe: object, family: PipelineFamily, settings: Settings) -> None:
+    if settings.sampler not in family.SAMPLERS:
+        raise ConfigError(
+            f"sampler of a {type(pipe).__name__}",
+            expected=f"one of {family.SAMPLERS}",
+            got=repr(settings.sampler),
+            remedy="The rCM sampler is for students that predict a rectified flow's velocity; "
+            "leave sampler out",
         )
 
 
 @contextmanager
-def _sampler(pipe: WanPipeline, settings: Settings, seed: int) -> Iterator[object]:
+def _sampler(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[None]:
     """Give the pipeline the sampler of `settings` and its own scheduler back afterwards."""
     if settings.sampler == "scheduler":
-        yield pipe.scheduler
+        yield
         return
     own = pipe.scheduler
     pipe.scheduler = RCMScheduler(
@@ -320,13 +292,13 @@ def _sampler(pipe: WanPipeline, settings: Settings, seed: int) -> Iterator[objec
         timestep_dtype=own.config.get("timestep_dtype", "float32"),
     )
     try:
-        yield pipe.scheduler
+        yield
     finally:
         pipe.scheduler = own
 
 
 @contextmanager
-def _quiet(pipe: WanPipeline) -> Iterator[None]:
+def _quiet(pipe: VideoPipeline) -> Iterator[None]:
     """Without the pipeline's own progress bar, whose settings are as before afterwards."""
     before = getattr(pipe, "_progress_bar_config", None)
     pipe.set_progress_bar_config(disable=True)

@@ -27,14 +27,6 @@ __all__ = ["LIMIT", "KernelCheck", "run_kernel_check"]
 #: is left is the order of sums, and values that fall on the other side of a rounding boundary
 #: because of it.
 LIMIT: Final = 2e-3
-#: Tokens along frames, height and width: 264 in all, no multiple of any block.
-GRID: Final = (3, 8, 11)
-#: Both ways to close a pair across its projection, and what they must agree with.
-RUNS: Final[tuple[tuple[Impl, Form], ...]] = (
-    ("triton", "one-launch"),
-    ("triton", "two-launch"),
-    ("reference", "auto"),
-)
 TIMEOUT_SECONDS: Final = 240
 
 
@@ -50,6 +42,7 @@ class KernelCheck:
         fused: Pairs that ran fused.
         seconds: Time of the kernels.
         interpreted: Whether they ran in the interpreter.
+        forms: The ways in which the pairs were closed.
     """
 
     relative_l2: float
@@ -58,6 +51,7 @@ class KernelCheck:
     fused: int
     seconds: float
     interpreted: bool
+    forms: tuple[str, ...] = ("one-launch", "two-launch")
 
     @property
     def passed(self) -> bool:
@@ -68,9 +62,10 @@ class KernelCheck:
     def what(self) -> str:
         """What was run, in words."""
         where = "Triton's interpreter on the CPU" if self.interpreted else "the GPU"
+        closed = "in one launch and in two" if len(self.forms) > 1 else "in two launches"
         return (
-            f"one block of the model, {self.tokens} tokens, {self.fused} fused pairs, in one "
-            f"launch and in two, run by the Triton kernels in {where} ({self.seconds:.1f} s), "
+            f"one block of the model, {self.tokens} tokens, {self.fused} fused pairs, "
+            f"{closed}, run by the Triton kernels in {where} ({self.seconds:.1f} s), "
             "against the plain-torch reference"
         )
 
@@ -83,7 +78,7 @@ def run_kernel_check(folder: Path) -> KernelCheck:
     """Run the check in a process with Triton's interpreter on.
 
     Args:
-        folder: A Wan pipeline folder; its transformer's first block is used.
+        folder: A pipeline folder; its transformer's first block is used.
     """
     command = [sys.executable, "-m", __name__, str(folder)]
     source = str(Path(__file__).resolve().parents[2])
@@ -116,28 +111,33 @@ def check_block(folder: Path) -> KernelCheck:
     import torch
 
     from turbo_rcm_patch import patched
+    from turbo_rcm_patch.sampling.families import family_named
+    from turbo_rcm_patch.sampling.load import check_folder, pipeline_name, quiet_loading
     from turbo_rcm_patch.sampling.metrics import relative_l2
 
-    network = _first_block(folder)
-    generator = torch.Generator("cpu").manual_seed(0)
-    config = network.config
-    device = network.device
-    shape = [tokens * patch for tokens, patch in zip(GRID, config.patch_size, strict=True)]
-    latents = torch.randn(1, config.in_channels, *shape, generator=generator).to(device)
-    text = torch.randn(1, 13, config.text_dim, generator=generator).to(device)
-    time_ = torch.tensor([933.78], device=device)
+    check_folder(folder)
+    with quiet_loading():
+        probe = family_named(pipeline_name(folder)).block_probe(folder)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    device = "cuda" if not interpreted and torch.cuda.is_available() else "cpu"
+    network = probe.network.eval().to(device)
+    inputs = {name: _on(device, value) for name, value in probe.inputs.items()}
     branches: list[torch.Tensor] = []
-    hook = network.blocks[0].register_forward_hook(
-        lambda _, given, out: branches.append((out - given[0]).detach().clone())
+    hook = probe.block.register_forward_hook(
+        lambda _, given, named, out: branches.append(probe.branch(given, named, out).clone()),
+        with_kwargs=True,
     )
+    # Every way to close a pair across its projection, and what they must agree with.
+    runs: list[tuple[Impl, Form]] = [("triton", form) for form in probe.forms]
+    runs.append(("reference", "auto"))
     seconds, fused = 0.0, 0
     with torch.no_grad():
-        for impl, form in RUNS:
+        for impl, form in runs:
             # The interpreter gets bf16 and fp8 wrong, so the second product is in fp16.
             config = PatchConfig(impl=impl, form=form, pv="fp16", guard=False)
             with patched(network, config) as report:
                 start = time.perf_counter()
-                network(latents, time_, text, return_dict=False)
+                network(**inputs, return_dict=False)
                 if impl == "triton":
                     seconds += time.perf_counter() - start
                     fused = report.fused
@@ -146,28 +146,21 @@ def check_block(folder: Path) -> KernelCheck:
     return KernelCheck(
         relative_l2=max(relative_l2(one, reference) for one in ours),
         limit=LIMIT,
-        tokens=reference.shape[1],
+        tokens=probe.tokens,
         fused=fused,
         seconds=seconds,
-        interpreted=os.environ.get("TRITON_INTERPRET") == "1",
+        interpreted=interpreted,
+        forms=probe.forms,
     )
 
 
-def _first_block(folder: Path):  # type: ignore[no-untyped-def]  # a WanTransformer3DModel
-    """The model's transformer with its first block only, in fp32."""
+def _on(device: str, value: object) -> object:
+    """Tensors, and tuples of them, on a device."""
     import torch
-    from diffusers import WanTransformer3DModel
 
-    from turbo_rcm_patch.sampling.load import quiet_loading
-
-    with quiet_loading():
-        network = WanTransformer3DModel.from_pretrained(
-            str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
-        )
-    network.blocks = network.blocks[:1]
-    if os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available():
-        network.to("cuda")
-    return network.eval()
+    if isinstance(value, tuple):
+        return tuple(_on(device, one) for one in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _main() -> None:

@@ -1,5 +1,5 @@
-"""Load a Wan pipeline from a folder, a hub id or the shipped model, with errors that say what is
-wrong.
+"""Load a Wan or CogVideoX pipeline from a folder, a hub id or a shipped model, with errors that
+say what is wrong.
 """
 
 from __future__ import annotations
@@ -17,22 +17,41 @@ import torch
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
+from turbo_rcm_patch.sampling.families import FAMILIES
 
 if TYPE_CHECKING:
-    from diffusers import WanPipeline
+    from turbo_rcm_patch.sampling.families import VideoPipeline
 
-__all__ = ["TINY", "Offload", "check_folder", "load_pipeline", "quiet_loading", "resolve_model"]
+__all__ = [
+    "SHIPPED",
+    "TINY",
+    "Offload",
+    "check_folder",
+    "load_pipeline",
+    "pipeline_name",
+    "quiet_loading",
+    "resolve_model",
+]
 
 Offload = Literal["none", "model", "sequential"]
 
-#: The name under which the shipped model can be loaded.
+#: The name under which the shipped Wan can be loaded.
 TINY: Final = "tiny"
+#: Names of shipped models -> what they are called in `turbo_rcm_patch.tiny`, and where they are.
+SHIPPED: Final = {
+    TINY: ("TINY_WAN", "Reinstall the package; its weights are part of it"),
+    "tiny-cogvideox": (
+        "TINY_COGVIDEOX",
+        "Only the repository has its weights, no wheel: run in a checkout, or make them with "
+        "python -m turbo_rcm_patch.tiny.train --family cogvideox",
+    ),
+}
 
+PIPELINES: Final = tuple(FAMILIES)
 LAYOUT: Final = (
-    "a diffusers WanPipeline folder: model_index.json beside the folders transformer, vae, "
-    "text_encoder, tokenizer and scheduler"
+    f"a diffusers {' or '.join(PIPELINES)} folder: model_index.json beside the folders "
+    "transformer, vae, text_encoder, tokenizer and scheduler"
 )
-PIPELINES: Final = ("WanPipeline",)
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _LFS_MARK: Final = b"version https://git-lfs"
 #: What loading libraries raise for files that are not what they should be.
@@ -48,11 +67,11 @@ def load_pipeline(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device | None = None,
     offload: Offload = "none",
-) -> WanPipeline:
+) -> VideoPipeline:
     """Load a pipeline: transformer and text encoder in `dtype`, VAE in fp32.
 
     Args:
-        model: A folder (never touches the network), "tiny" for the shipped model, or a hub id.
+        model: A folder (never touches the network), one of `SHIPPED`, or a hub id.
         dtype: Of the transformer and the text encoder. Layers that diffusers keeps in fp32 stay in
             fp32.
         device: Where to run; by default a GPU if there is one.
@@ -60,8 +79,8 @@ def load_pipeline(
             time.
 
     Returns:
-        A `WanPipeline`, ready to run. A transformer whose folder was converted from a checkpoint
-        with int8 weights or SLA has them attached (`load_extra`).
+        A `WanPipeline` or `CogVideoXPipeline`, ready to run. A transformer whose folder was
+        converted from a checkpoint with int8 weights or SLA has them attached (`load_extra`).
     """
     if offload not in get_args(Offload):
         raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))
@@ -88,15 +107,16 @@ def load_pipeline(
 
 def resolve_model(model: str | Path) -> Path | str:
     """The folder that `model` names, or the hub id if it can only be one."""
-    if str(model) == TINY and not Path(TINY).is_dir():
-        from turbo_rcm_patch.tiny import TINY_WAN
+    if str(model) in SHIPPED and not Path(model).is_dir():
+        from turbo_rcm_patch import tiny
 
-        if not (TINY_WAN / "model_index.json").is_file():
+        name, remedy = SHIPPED[str(model)]
+        shipped: Path = getattr(tiny, name)
+        if not (shipped / "model_index.json").is_file():
             raise ModelFolderError(
-                f"the shipped model is missing from {TINY_WAN}",
-                remedy="Reinstall the package; its weights are part of it",
+                f"the shipped model {str(model)!r} is missing from {shipped}", remedy=remedy
             )
-        return TINY_WAN
+        return shipped
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -104,7 +124,7 @@ def resolve_model(model: str | Path) -> Path | str:
         raise ModelFolderError(
             f"{path} is a file",
             expected=LAYOUT,
-            remedy="Convert single-file checkpoints with WanPipeline(...).save_pretrained(folder)",
+            remedy="Convert single-file checkpoints with the pipeline's save_pretrained(folder)",
         )
     if isinstance(model, str) and _HUB_ID.fullmatch(model):
         return model
@@ -126,7 +146,7 @@ def check_folder(folder: Path) -> None:
             expected=f"one of {PIPELINES}",
             got=repr(index.get("_class_name")),
             remedy="The transformer of another pipeline may be patched (find_pairs says so), but "
-            "generate and compare run this one",
+            "generate and compare run these",
         )
     for name, entry in index.items():
         if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
@@ -150,6 +170,11 @@ def check_folder(folder: Path) -> None:
             )
         for path in weights:
             _check_weights(path)
+
+
+def pipeline_name(folder: Path) -> str:
+    """The class of the pipeline in a checked folder."""
+    return str(_read_json(folder / "model_index.json")["_class_name"])
 
 
 def _check_weights(path: Path) -> None:
@@ -187,13 +212,17 @@ def _read_json(path: Path) -> dict[str, object]:
     return value
 
 
-def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> WanPipeline:
-    from diffusers import WanPipeline
+def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> VideoPipeline:
+    import diffusers
 
     local = isinstance(folder, Path)
     try:
         with quiet_loading():
-            pipe = WanPipeline.from_pretrained(
+            index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
+            asked = index["_class_name"]
+            if asked not in PIPELINES:
+                raise TypeError(f"it is a {asked}, not one of {PIPELINES}")
+            pipe = getattr(diffusers, asked).from_pretrained(
                 str(folder),
                 dtype={"default": dtype, "vae": torch.float32},
                 local_files_only=local,
@@ -203,7 +232,8 @@ def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> WanPipeline:
             raise ModelFolderError(
                 f"{folder!r} is not a folder here, and loading it from the model hub failed "
                 f"({type(error).__name__}: {_first_line(error)})",
-                expected="a folder, 'tiny', or a hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'",
+                expected=f"a folder, one of {tuple(SHIPPED)}, or a hub id like "
+                "'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'",
                 remedy="Check the spelling and the connection, or download the folder first",
             ) from error
         raise ModelFolderError(

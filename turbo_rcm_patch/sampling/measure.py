@@ -23,7 +23,7 @@ from turbo_rcm_patch.sampling.video import (
 )
 
 if TYPE_CHECKING:
-    from diffusers import WanPipeline
+    from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = ["PromptResult", "finish_prompt", "read_prompt"]
 
@@ -60,7 +60,7 @@ class PromptResult:
 
 
 def finish_prompt(
-    pipe: WanPipeline,
+    pipe: VideoPipeline,
     store: Store,
     key: str,
     prompt: str,
@@ -116,7 +116,7 @@ def finish_prompt(
     return result
 
 
-def _decode(pipe: WanPipeline, latents: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _decode(pipe: VideoPipeline, latents: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Frames [F, H, W, 3] of each variant.
 
     On a CPU together, which takes a third of the time, because torch has a fast convolution for

@@ -25,7 +25,7 @@ from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.store import Store, from_json
 
 if TYPE_CHECKING:
-    from diffusers import WanPipeline
+    from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = ["Passes", "Progress", "Variant", "wants_network"]
 
@@ -44,7 +44,7 @@ class Passes:
 
     def __init__(
         self,
-        pipe: WanPipeline,
+        pipe: VideoPipeline,
         prompts: Sequence[str],
         seed: int,
         settings: Settings,
@@ -204,7 +204,7 @@ class Passes:
         )
 
 
-def wants_network(pipe: WanPipeline, wanted: bool | None) -> bool:
+def wants_network(pipe: VideoPipeline, wanted: bool | None) -> bool:
     """Whether the network number is to be measured: if asked for, or if the network is small.
 
     Raises:

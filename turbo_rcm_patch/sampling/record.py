@@ -17,12 +17,12 @@ from turbo_rcm_patch.sampling.store import Store
 from turbo_rcm_patch.sampling.verdict import Verdict
 
 if TYPE_CHECKING:
-    from diffusers import WanPipeline
+    from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = ["collect_metrics", "identity"]
 
 
-def identity(pipe: WanPipeline, settings: Settings, config: PatchConfig) -> dict[str, object]:
+def identity(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> dict[str, object]:
     """Everything but prompts and seeds that decides what is generated."""
     network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
     return {

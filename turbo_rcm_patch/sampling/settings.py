@@ -5,15 +5,20 @@ along.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal, get_args
 
 from turbo_rcm_patch.errors import ConfigError, ModelFolderError
 
-__all__ = ["DEFAULTS_FILE", "Sampler", "Settings", "folder_defaults"]
+__all__ = ["DEFAULTS_FILE", "WAN_OWN", "Sampler", "Settings", "folder_defaults"]
 
 Sampler = Literal["rcm", "scheduler"]
+
+#: What Wan's own scheduler is usually run with.
+WAN_OWN: Final = MappingProxyType({"steps": 50, "guidance_scale": 5.0})
 
 #: A model folder may say how it wants to be sampled: a JSON object of fields of `Settings`.
 DEFAULTS_FILE: Final = "turbo_rcm.json"
@@ -84,26 +89,34 @@ class Settings:
                 )
 
     @classmethod
-    def for_model(cls, folder: str | Path | None, **given: object) -> Settings:
-        """Settings for a model: what is given, else what its folder says, else the defaults of the
-        sampler.
+    def for_model(
+        cls,
+        folder: str | Path | None,
+        family: Mapping[str, object] = MappingProxyType({}),
+        own: Mapping[str, object] = WAN_OWN,
+        /,
+        **given: object,
+    ) -> Settings:
+        """Settings for a model: what is given, else what its folder says, else the defaults of its
+        family and of the sampler.
 
         Args:
             folder: The model's folder, or None or a hub id for a model without one.
+            family: Defaults of the model's family.
+            own: What the pipeline's own scheduler is run with; by default what Wan's is.
             **given: Fields of this class; None means "not given".
         """
         known = {field.name for field in fields(cls)}
         chosen = {name: value for name, value in given.items() if value is not None}
         if unknown := sorted(chosen.keys() - known):
             raise ConfigError(f"setting {unknown[0]!r}", expected=f"one of {sorted(known)}")
-        defaults = folder_defaults(folder)
-        if chosen.get("sampler", defaults.get("sampler", "rcm")) == "scheduler":
-            # What Wan's own pipeline does. A folder's steps and guidance belong to the sampler it
-            # names.
-            own = {"steps": 50, "guidance_scale": 5.0}
-            if defaults.get("sampler", "rcm") != "scheduler":
+        defaults = dict(family) | folder_defaults(folder)
+        usual = defaults.get("sampler", "rcm")
+        if chosen.get("sampler", usual) == "scheduler":
+            # A folder's steps and guidance belong to the sampler it names.
+            if usual != "scheduler":
                 defaults = {k: v for k, v in defaults.items() if k not in own}
-            defaults = own | defaults
+            defaults = dict(own) | defaults
         return replace(cls(), **(defaults | chosen))  # type: ignore[arg-type]
 
     def as_dict(self) -> dict[str, object]:

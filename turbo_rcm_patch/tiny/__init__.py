@@ -1,10 +1,14 @@
-"""The shipped model: a complete, tiny Wan text-to-video pipeline, trained here from nothing."""
+"""The shipped models: a tiny Wan and a tiny CogVideoX, complete text-to-video pipelines, trained
+here from nothing.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Final
 
-__all__ = ["TINY_WAN"]
+__all__ = ["TINY_COGVIDEOX", "TINY_WAN"]
 
 TINY_WAN: Final = Path(__file__).parent / "weights" / "wan"
+#: In the repository only: a wheel with both would be twice as large.
+TINY_COGVIDEOX: Final = Path(__file__).parent / "weights" / "cogvideox"

@@ -28,7 +28,9 @@ __all__ = [
     "build_transformer",
     "build_vae",
     "encode_text",
+    "half",
     "save_pipeline",
+    "write_settings",
 ]
 
 SETTINGS_FILE: Final = "turbo_rcm.json"
@@ -57,7 +59,7 @@ class TinyConfig:
     text_dim: int = 128
     text_layers: int = 2
     max_sequence_length: int = 24
-    settings: dict[str, float | int] = field(
+    settings: dict[str, float | int | str] = field(
         default_factory=lambda: {
             "fps": 8,
             "steps": 4,
@@ -68,9 +70,13 @@ class TinyConfig:
 
     @classmethod
     def micro(cls) -> TinyConfig:
+        """The default sizes made `small`."""
+        return cls().small()
+
+    def small(self) -> TinyConfig:
         """The same architecture small enough to train a few steps in a unit test."""
         return replace(
-            cls(),
+            self,
             size=32,
             frames=9,
             vae_dim=8,
@@ -180,7 +186,8 @@ def encode_text(encoder: UMT5EncoderModel, ids: Tensor, mask: Tensor) -> Tensor:
     return hidden * mask[..., None].to(hidden.dtype)
 
 
-def _half(model: nn.Module, dtype: torch.dtype, keep: tuple[str, ...] = ()) -> None:
+def half(model: nn.Module, dtype: torch.dtype, keep: tuple[str, ...] = ()) -> None:
+    """Round all weights in place, but those of the modules named in `keep`."""
     for name, parameter in model.named_parameters():
         if not any(part in name.split(".") for part in keep):
             parameter.data = parameter.data.to(dtype)
@@ -201,8 +208,8 @@ def save_pipeline(
     fp32 decoding; the text encoder stays in fp32, because transformers would load a half-precision
     file in half precision. The arguments are rounded in place: pass copies.
     """
-    _half(transformer, torch.bfloat16, _FP32_PARTS)
-    _half(vae, torch.float16)
+    half(transformer, torch.bfloat16, _FP32_PARTS)
+    half(vae, torch.float16)
     for model in (vae, transformer):  # where a part was once loaded from says nothing here
         model.register_to_config(_name_or_path="")
     pipe = WanPipeline(
@@ -213,6 +220,11 @@ def save_pipeline(
         transformer=transformer,
     )
     pipe.save_pretrained(folder, safe_serialization=True)
+    write_settings(folder, config)
+
+
+def write_settings(folder: Path, config: TinyConfig) -> None:
+    """Say in the folder how its model wants to be sampled."""
     settings = {
         "height": config.size,
         "width": config.size,

@@ -2,8 +2,8 @@
 
 Prompts are drawn from the held-out combinations. The detector judges colour, shape and motion of
 the student at each number of steps, of the teacher where its folder is given, and of the student
-with self-attention or cross-attention zeroed; beside it stand the same detector on rendered videos
-and on prompts shuffled among themselves.
+with an attention zeroed (self or cross; CogVideoX has one, over text and video); beside it stand
+the same detector on rendered videos and on prompts shuffled among themselves.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import WanPipeline, WanTransformer3DModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import ModelFolderError
-from turbo_rcm_patch.tiny import TINY_WAN
+from turbo_rcm_patch.sampling.load import TINY, resolve_model
 from turbo_rcm_patch.tiny.build import SETTINGS_FILE
 from turbo_rcm_patch.tiny.data import Scenes, render, sample_scenes
 from turbo_rcm_patch.tiny.detector import accuracy, detect
+from turbo_rcm_patch.tiny.family import Family, family_of_folder
 from turbo_rcm_patch.tiny.flow import Velocity, few_step, guided, ode
 from turbo_rcm_patch.tiny.plots import sheet
+from turbo_rcm_patch.tiny.train_flow import tokenize
+from turbo_rcm_patch.tiny.train_vae import statistics
 
 __all__ = ["Evaluation", "evaluate", "main", "zeroed"]
 
@@ -35,12 +38,15 @@ _TEACHER_STEPS = 24
 
 
 @contextmanager
-def zeroed(transformer: WanTransformer3DModel, attention: str) -> Iterator[None]:
-    """Make every "attn1" (self) or "attn2" (cross) return zeros while inside."""
-    handles = [
-        getattr(block, attention).register_forward_hook(lambda _m, _i, out: torch.zeros_like(out))
-        for block in transformer.blocks
-    ]
+def zeroed(blocks: nn.ModuleList, attention: str) -> Iterator[None]:
+    """Make the attention of this name return zeros in every block while inside."""
+
+    def zero(_: nn.Module, __: object, out: Tensor | tuple[Tensor, ...]) -> object:
+        if isinstance(out, tuple):
+            return tuple(torch.zeros_like(one) for one in out)
+        return torch.zeros_like(out)
+
+    handles = [getattr(block, attention).register_forward_hook(zero) for block in blocks]
     try:
         yield
     finally:
@@ -52,7 +58,8 @@ def zeroed(transformer: WanTransformer3DModel, attention: str) -> Iterator[None]
 class Evaluation:
     """A loaded pipeline folder, the prompts to judge it with, and the noise to start from."""
 
-    pipe: WanPipeline
+    family: Family
+    pipe: Any
     settings: dict[str, float]
     scenes: Scenes
     seed: int
@@ -70,43 +77,32 @@ class Evaluation:
                 got=str(folder),
                 remedy="Train it first",
             )
-        pipe = WanPipeline.from_pretrained(
+        family = family_of_folder(folder)
+        pipe = family.PIPELINE.from_pretrained(
             folder, dtype={"transformer": dtype, "default": torch.float32}
         ).to(device)
         generator = torch.Generator().manual_seed(seed)
         scenes = sample_scenes(count, generator, held_out=True)
         settings = json.loads((folder / SETTINGS_FILE).read_text())
-        return cls(pipe, settings, scenes, seed, batch)
+        return cls(family, pipe, settings, scenes, seed, batch)
 
     def _text(self, prompts: list[str]) -> Tensor:
-        embeds, _ = self.pipe.encode_prompt(
-            prompts,
-            do_classifier_free_guidance=False,
-            max_sequence_length=int(self.settings["max_sequence_length"]),
-        )
-        text: Tensor = embeds.to(self.pipe.transformer.dtype)
-        return text
+        tokens = tokenize(self.pipe.tokenizer, prompts, int(self.settings["max_sequence_length"]))
+        ids, mask = (each.to(self.pipe.text_encoder.device) for each in tokens)
+        return self.family.encode_text(self.pipe.text_encoder, ids, mask)
 
     def _velocity(self, text: Tensor) -> Velocity:
-        model = self.pipe.transformer
-
-        def velocity(x: Tensor, t: Tensor) -> Tensor:
-            found: Tensor = model(x.to(model.dtype), t * 1000, text, return_dict=False)[0]
-            return found.float()
-
-        return velocity
+        return self.family.velocity(self.pipe.transformer, text)
 
     @torch.no_grad()
     def frames(self, *, steps: int | None, guidance: float = 1.0) -> Iterator[Tensor]:
-        """Batches of frames [b, F, H, W, 3] fp32 in 0..1; steps of the rCM sampler, None: ODE."""
-        vae, device = self.pipe.vae, self.pipe.transformer.device
-        latent_frames = (
-            int(self.settings["num_frames"]) - 1
-        ) // vae.config.scale_factor_temporal + 1
-        side = int(self.settings["height"]) // vae.config.scale_factor_spatial
-        channels = vae.config.z_dim
-        mean = torch.tensor(vae.config.latents_mean, device=device).view(1, -1, 1, 1, 1)
-        std = torch.tensor(vae.config.latents_std, device=device).view(1, -1, 1, 1, 1)
+        """Batches of frames [b, F, H, W, 3] fp32 in 0..1; few steps, or with None the ODE."""
+        pipe, device = self.pipe, self.pipe.transformer.device
+        span, space = pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
+        latent_frames = (int(self.settings["num_frames"]) - 1) // span + 1
+        side = int(self.settings["height"]) // space
+        channels = pipe.transformer.config.in_channels
+        mean, std = statistics(pipe.vae, device)
         prompts = self.scenes.captions()
         generator = torch.Generator().manual_seed(self.seed + 1)
         renoise = torch.Generator(device).manual_seed(self.seed + 2)
@@ -119,8 +115,9 @@ class Evaluation:
                 free = self._velocity(self._text([""] * len(part)))
                 latents = ode(guided(field, free, guidance), noise, 1.0, _TEACHER_STEPS)
             else:
-                latents = few_step(field, noise, steps, renoise, self.settings["sigma_max"])
-            video = vae.decode(latents * std + mean).sample
+                times = self.family.times(steps)
+                latents = few_step(field, noise, times, renoise, renoise=self.family.RENOISES)
+            video = pipe.vae.decode(latents * std + mean).sample
             yield (video.permute(0, 2, 3, 4, 1).float() / 2 + 0.5).clamp(0, 1)
 
     def judge(self, videos: Iterator[Tensor], picture: Path | None = None) -> dict[str, float]:
@@ -185,8 +182,9 @@ def evaluate(
     for count_steps in steps:
         name = f"student_{count_steps}_steps"
         record(name, student.judge(student.frames(steps=count_steps), out / f"{name}.png"))
-    for attention, name in (("attn1", "self"), ("attn2", "cross")):
-        with zeroed(student.pipe.transformer, attention):
+    blocks = student.family.blocks(student.pipe.transformer)
+    for name, attention in student.family.ATTENTIONS.items():
+        with zeroed(blocks, attention):
             numbers = student.judge(student.frames(steps=steps[0]), out / f"zeroed_{name}.png")
         record(f"zeroed_{name}_attention", numbers)
     if teacher is not None:
@@ -204,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line of `evaluate`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--model", type=Path, default=TINY_WAN, help="pipeline folder of the student")
+    add("--model", default=TINY, help="the student: a pipeline folder, or one that ships by name")
     add("--teacher", type=Path, help="pipeline folder of the teacher")
     add("--out", type=Path, default=Path("outputs/evaluation"))
     add("--count", type=int, default=400)
@@ -216,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--guidance", type=float, default=1.5, help="of the teacher")
     args = parser.parse_args(arguments)
     evaluate(
-        args.model,
+        Path(resolve_model(args.model)),
         args.out,
         teacher=args.teacher,
         count=args.count,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -84,23 +84,28 @@ def ode(velocity: Velocity, x: Tensor, start: float, steps: int) -> Tensor:
 def few_step(
     velocity: Velocity,
     noise: Tensor,
-    steps: int,
+    times: Sequence[float],
     generator: torch.Generator | None,
-    sigma_max: float = 80.0,
+    *,
+    renoise: bool = True,
 ) -> Tensor:
-    """The rCM sampler: jump to x0, add fresh noise, jump again.
+    """A few-step sampler: jump to x0, go back to the next time, jump again.
 
     Args:
         velocity: The student.
         noise: [B, C, F, H, W] fp32 standard normal.
-        steps: 1 to 4.
+        times: From the noisiest down; where the last one is not 0, the result is a state there.
         generator: Source of the re-noising, on noise's device.
-        sigma_max: Noise level of the first step.
+        renoise: Go back with fresh noise (the rCM sampler), or with the noise that the student
+            finds in the state, which follows the flow (DDIM).
     """
-    times = rcm_times(steps, sigma_max)
     x = noise * times[0]
     for t, following in zip(times[:-1], times[1:], strict=True):
-        x = x - t * velocity(x, torch.full((len(x),), t, device=x.device)).float()
+        v = velocity(x, torch.full((len(x),), t, device=x.device)).float()
+        if not renoise:
+            x = x - (t - following) * v
+            continue
+        x = x - t * v
         if following > 0:
             fresh = torch.randn(x.shape, generator=generator, device=x.device)
             x = (1 - following) * x + following * fresh

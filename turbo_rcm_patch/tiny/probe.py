@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor, nn
-from transformers import UMT5EncoderModel
 
-from turbo_rcm_patch.tiny.build import TinyConfig, build_tokenizer, encode_text, save_pipeline
+from turbo_rcm_patch.tiny.build import TinyConfig, build_tokenizer
 from turbo_rcm_patch.tiny.data import render, sample_scenes
 from turbo_rcm_patch.tiny.detector import accuracy, detect
+from turbo_rcm_patch.tiny.family import Family
 from turbo_rcm_patch.tiny.plots import loss_curves, sheet
 from turbo_rcm_patch.tiny.run import Stage, batches
 from turbo_rcm_patch.tiny.train_vae import decode_frames
@@ -34,8 +33,9 @@ def sharpness(frames: Tensor) -> float:
 @torch.no_grad()
 def probe_flow(
     stage: Stage,
+    family: Family,
     config: TinyConfig,
-    vae: AutoencoderKLWan,
+    vae: nn.Module,
     encoder: nn.Module,
     samplers: dict[str, Sampler],
     transformer: nn.Module,
@@ -43,7 +43,7 @@ def probe_flow(
     count: int,
     batch: int = 64,
 ) -> None:
-    """Generate from held-out prompts, judge, log, draw, and export `wan_<stage>`."""
+    """Generate from held-out prompts, judge, log, draw, and export `<family>_<stage>`."""
     run, began = stage.run, time.monotonic()
     scenes, noises = run.generators(90)
     wanted = sample_scenes(count, scenes, held_out=True)
@@ -53,8 +53,7 @@ def probe_flow(
         max_length=config.max_sequence_length,
         return_tensors="pt",
     ).to(run.device)
-    assert isinstance(encoder, UMT5EncoderModel) and isinstance(transformer, WanTransformer3DModel)
-    text = encode_text(encoder, tokens.input_ids, tokens.attention_mask)
+    text = family.encode_text(encoder, tokens.input_ids, tokens.attention_mask)
     noise = torch.randn((count, *config.latent_shape), generator=noises, device=run.device)
     real = render(wanted.to(run.device), frames=config.frames, size=config.size).permute(
         0, 2, 3, 4, 1
@@ -79,7 +78,7 @@ def probe_flow(
         record |= {key + suffix: round(value, 4) for key, value in found.items()}
         record["sharpness" + suffix] = round(sharpness(frames) / sharpness(real), 3)
         sheet(frames, run.out / "sheets" / f"{stage.name}{suffix}_{stage.step:06d}.png")
-    export(run.out / f"wan_{stage.name}", config, vae, encoder, transformer)
+    export(run.out / f"{family.NAME}_{stage.name}", family, config, vae, encoder, transformer)
     run.log(
         stage=stage.name,
         step=stage.step,
@@ -91,18 +90,19 @@ def probe_flow(
 
 def export(
     folder: Path,
+    family: Family,
     config: TinyConfig,
-    vae: AutoencoderKLWan,
-    encoder: UMT5EncoderModel,
-    transformer: WanTransformer3DModel,
+    vae: nn.Module,
+    encoder: nn.Module,
+    transformer: nn.Module,
 ) -> None:
     """Write a pipeline folder from copies on the CPU."""
     parts = []
-    for model, build in ((vae, type(vae)), (transformer, type(transformer))):
+    for model, build in ((vae, family.VAE), (transformer, family.TRANSFORMER)):
         fresh = build.from_config(model.config)
         fresh.load_state_dict({k: v.cpu().contiguous() for k, v in model.state_dict().items()})
         parts.append(fresh)
-    save_pipeline(
+    family.save_pipeline(
         folder,
         config,
         vae=parts[0],

@@ -33,6 +33,7 @@ class Run:
         seed: Seeds everything.
         autocast: bf16 autocast around the networks.
         save_every: Seconds between checkpoints.
+        limit: Seconds after which every stage stops where it is, with weights that can be used.
     """
 
     out: Path
@@ -40,10 +41,16 @@ class Run:
     seed: int
     autocast: bool = True
     save_every: float = 60.0
+    limit: float = math.inf
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time limit is over."""
+        return time.monotonic() - self.began > self.limit
 
     def log(self, **record: object) -> None:
         """Append one JSON line to log.jsonl and say it on stdout."""
@@ -173,7 +180,7 @@ class Stage:
     def train(
         self, loss_of: Callable[[], dict[str, Tensor]], probe: Probe, *, probe_every: float = 120.0
     ) -> None:
-        """Optimise until the budget is used.
+        """Optimise until the budget is used, or the run's time limit is over.
 
         Args:
             loss_of: Computes one batch's losses; "loss" is minimised, the others are logged.
@@ -183,7 +190,7 @@ class Stage:
         """
         last_save = last_probe = time.monotonic()
         mark, mark_step = time.monotonic(), self.step
-        while not self.done and self.progress < 1.0:
+        while not self.done and self.progress < 1.0 and not self.run.late:
             for group in self.optimizer.param_groups:
                 group["lr"] = self._learning_rate()
             losses = loss_of()
@@ -223,11 +230,14 @@ class Stage:
                     last_probe = time.monotonic()
                 mark = time.monotonic()
         if not self.done:
-            self.done = True
+            self.done = self.progress >= 1.0
             self.save()
             probe(self)
             self.run.log(
-                stage=self.name, event="done", step=self.step, seconds=round(self.seconds, 1)
+                stage=self.name,
+                event="done" if self.done else "stopped by the time limit",
+                step=self.step,
+                seconds=round(self.seconds, 1),
             )
 
     def _learning_rate(self) -> float:

@@ -2,15 +2,15 @@
 
 Distillation. The student predicts the same velocity v as the teacher and is read in rCM's
 parameterisation, x0 = x_t - t * v (c_skip = 1, c_out = -t in rectified-flow time). It is used only
-at the four times of the rCM sampler, so the consistency condition "from any point of a trajectory,
+at the four times of its sampler, so the consistency condition "from any point of a trajectory,
 jump to its end" is imposed there directly: for a state x_t at one of these times, the target is
 the end of the *teacher's* ODE trajectory from x_t, and the loss is a pseudo-Huber distance in x0.
 That is discrete-time consistency distillation with the bootstrap taken out: no Jacobian-vector
 product through attention (rCM's continuous-time form needs one), no moving target, nothing that
 can diverge, at the price of some teacher calls, which a network this small can afford. The states
 are where the sampler will be: pure noise at the first time; later, one half noised training
-latents, one half the student's own few-step results re-noised, so that it learns to correct its
-own errors. A robust loss asks for a median of what is possible, not a mean, and so stays sharp.
+latents, one half where the student's own sampler has come, so that it learns to correct its own
+errors. A robust loss asks for a median of what is possible, not a mean, and so stays sharp.
 Endpoints are kept in a ring buffer and used several times. Consistency models: arXiv 2303.01469;
 rCM: arXiv 2510.08431 (the parameterisation and the sampler were taken).
 """
@@ -24,19 +24,14 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
+from diffusers import AutoencoderKLWan
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
-from turbo_rcm_patch.tiny.build import (
-    TinyConfig,
-    build_text_encoder,
-    build_tokenizer,
-    build_transformer,
-    encode_text,
-)
+from turbo_rcm_patch.tiny.build import TinyConfig, build_tokenizer
 from turbo_rcm_patch.tiny.data import render, sample_scenes
-from turbo_rcm_patch.tiny.flow import Velocity, few_step, guided, ode, rcm_times, sample_times
+from turbo_rcm_patch.tiny.family import Family
+from turbo_rcm_patch.tiny.flow import Velocity, few_step, guided, ode, sample_times
 from turbo_rcm_patch.tiny.probe import probe_flow
 from turbo_rcm_patch.tiny.run import Run, Stage, batches
 from turbo_rcm_patch.tiny.train_vae import encode
@@ -115,32 +110,33 @@ def build_corpus(
     )
 
 
-def compile_blocks(model: WanTransformer3DModel, run: Run) -> None:
+def compile_blocks(blocks: nn.ModuleList, run: Run) -> None:
     """Compile the blocks in place; whatever cannot be compiled runs eagerly."""
     import torch._dynamo
 
     torch._dynamo.config.suppress_errors = True
     torch._dynamo.config.cache_size_limit = 64
-    for block in model.blocks:
+    for block in blocks:
         block.compile(dynamic=False)
-    run.log(event="blocks will be compiled", blocks=len(model.blocks))
+    run.log(event="blocks will be compiled", blocks=len(blocks))
 
 
-def velocity_of(model: WanTransformer3DModel, text: Tensor, run: Run) -> Velocity:
-    """The network as a function of state and rectified-flow time, for fixed captions [B, L, D]."""
+def velocity_of(family: Family, model: nn.Module, text: Tensor, run: Run) -> Velocity:
+    """The network as a rectified flow, for fixed captions [B, L, D], in the run's precision."""
+    field = family.velocity(model, text)
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         with run.precision():
-            found: Tensor = model(x, t * 1000.0, text, return_dict=False)[0]
-        return found
+            return field(x, t)
 
     return velocity
 
 
 def train_teacher(
     run: Run,
+    family: Family,
     config: TinyConfig,
-    vae: AutoencoderKLWan,
+    vae: nn.Module,
     corpus: Corpus,
     *,
     minutes: float,
@@ -151,23 +147,21 @@ def train_teacher(
     compiled: bool = False,
     probe_count: int = 128,
     start: Path | None = None,
-) -> tuple[WanTransformer3DModel, UMT5EncoderModel]:
+) -> tuple[nn.Module, nn.Module]:
     """Flow matching; transformer and text encoder learn together. Returns their averaged weights.
 
     With `start`, a pipeline folder, both begin from its weights instead of from random ones.
     """
     torch.manual_seed(run.seed + 1)
-    transformer = build_transformer(config).to(run.device)
-    encoder = build_text_encoder(config).to(run.device)
+    transformer = family.build_transformer(config).to(run.device)
+    encoder = family.build_text_encoder(config).to(run.device)
     if start is not None:
-        found = WanTransformer3DModel.from_pretrained(
-            start, subfolder="transformer", dtype=torch.float32
-        )
-        transformer.load_state_dict(found.state_dict())
-        words = UMT5EncoderModel.from_pretrained(
-            start, subfolder="text_encoder", dtype=torch.float32
-        )
-        encoder.load_state_dict(words.state_dict())
+        for part, known, name in (
+            (transformer, family.TRANSFORMER, "transformer"),
+            (encoder, family.TEXT_ENCODER, "text_encoder"),
+        ):
+            found = known.from_pretrained(start, subfolder=name, dtype=torch.float32)
+            part.load_state_dict(found.state_dict())
     stage = Stage(
         run,
         "teacher",
@@ -180,7 +174,7 @@ def train_teacher(
     )
     stage.load()
     if compiled:
-        compile_blocks(transformer, run)
+        compile_blocks(family.blocks(transformer), run)
 
     def losses() -> dict[str, Tensor]:
         pick = torch.randint(len(corpus.ids), (batch,), generator=stage.noise, device=run.device)
@@ -192,8 +186,8 @@ def train_teacher(
         t = sample_times(batch, stage.noise, run.device)
         mix = t[:, None, None, None, None]
         with run.precision():
-            text = encode_text(encoder, ids, mask)
-            v = transformer((1 - mix) * x0 + mix * noise, t * 1000.0, text, return_dict=False)[0]
+            text = family.encode_text(encoder, ids, mask)
+            v = family.velocity(transformer, text)((1 - mix) * x0 + mix * noise, t)
         return {"loss": F.mse_loss(v.float(), noise - x0)}
 
     def probe(stage: Stage) -> None:
@@ -203,15 +197,17 @@ def train_teacher(
             text: Tensor, free: Tensor, noise: Tensor, generator: torch.Generator
         ) -> Tensor:
             del generator
-            field = guided(velocity_of(model, text, run), velocity_of(model, free, run), guidance)
+            field = guided(
+                velocity_of(family, model, text, run),
+                velocity_of(family, model, free, run),
+                guidance,
+            )
             return ode(field, noise, 1.0, TEACHER_STEPS)
 
-        probe_flow(stage, config, vae, words, {"": sample}, model, count=probe_count)
+        probe_flow(stage, family, config, vae, words, {"": sample}, model, count=probe_count)
 
     stage.train(losses, probe)
-    average, words = stage.ema["transformer"], stage.ema["text_encoder"]
-    assert isinstance(average, WanTransformer3DModel) and isinstance(words, UMT5EncoderModel)
-    return average, words
+    return stage.ema["transformer"], stage.ema["text_encoder"]
 
 
 class _Endpoints:
@@ -239,11 +235,12 @@ class _Endpoints:
 
 def train_student(
     run: Run,
+    family: Family,
     config: TinyConfig,
-    vae: AutoencoderKLWan,
+    vae: nn.Module,
     corpus: Corpus,
-    teacher: WanTransformer3DModel,
-    encoder: UMT5EncoderModel,
+    teacher: nn.Module,
+    encoder: nn.Module,
     *,
     minutes: float,
     steps: int | None = None,
@@ -254,11 +251,11 @@ def train_student(
     refresh: int = 6,
     compiled: bool = False,
     probe_count: int = 128,
-) -> WanTransformer3DModel:
+) -> nn.Module:
     """Distil the teacher as the module's docstring says; the text encoder stays as it is.
 
     Args:
-        run, config, vae, corpus: As in `train_teacher`.
+        run, family, config, vae, corpus: As in `train_teacher`.
         teacher: Averaged teacher; also where the student starts.
         encoder: Averaged text encoder.
         minutes: Budget in training minutes, or
@@ -271,7 +268,7 @@ def train_student(
         compiled: Compile the blocks of student and teacher.
         probe_count: Videos per probe.
     """
-    student = build_transformer(config).to(run.device)
+    student = family.build_transformer(config).to(run.device)
     student.load_state_dict(teacher.state_dict())
     stage = Stage(
         run,
@@ -286,19 +283,18 @@ def train_student(
     )
     stage.load()
     average = stage.ema["transformer"]
-    assert isinstance(average, WanTransformer3DModel)
     if compiled:
-        compile_blocks(student, run)
-        compile_blocks(teacher, run)
-    times = rcm_times(4)
+        compile_blocks(family.blocks(student), run)
+        compile_blocks(family.blocks(teacher), run)
+    times = family.times(4)
     with torch.no_grad():
         texts = torch.cat(
             [
-                encode_text(encoder, corpus.ids[part], corpus.mask[part])
+                family.encode_text(encoder, corpus.ids[part], corpus.mask[part])
                 for part in batches(len(corpus.ids), 512)
             ]
         )
-        empty = encode_text(encoder, *corpus.empty).expand(batch, -1, -1)
+        empty = family.encode_text(encoder, *corpus.empty).expand(batch, -1, -1)
     buffer = _Endpoints(min(len(texts), 32768) + batch, config.latent_shape, run.device)
     turn = 0
 
@@ -313,18 +309,19 @@ def train_student(
             (batch, *config.latent_shape), generator=stage.noise, device=run.device
         )
         field = guided(
-            velocity_of(teacher, texts[pick], run), velocity_of(teacher, empty, run), guidance
+            velocity_of(family, teacher, texts[pick], run),
+            velocity_of(family, teacher, empty, run),
+            guidance,
         )
         if index == 0:
             buffer.add(times[0] * noise, times[0], pick, ode(field, noise, 1.0, _SUBSTEPS[0]))
             return
-        if from_data:
-            clean = corpus.latents[pick].float()
-        else:
-            start = torch.randn(noise.shape, generator=stage.noise, device=run.device)
-            clean = few_step(velocity_of(average, texts[pick], run), start, index, stage.noise)
         t = times[index]
-        state = (1 - t) * clean + t * noise
+        if from_data:
+            state = (1 - t) * corpus.latents[pick].float() + t * noise
+        else:
+            own = velocity_of(family, average, texts[pick], run)
+            state = few_step(own, noise, times[: index + 1], stage.noise, renoise=family.RENOISES)
         buffer.add(state, t, pick, ode(field, state, t, _SUBSTEPS[index]))
 
     began = time.monotonic()
@@ -342,10 +339,9 @@ def train_student(
             extend()
         rows = torch.randint(buffer.count, (batch,), generator=stage.noise, device=run.device)
         x, t, end = buffer.state[rows], buffer.time[rows], buffer.end[rows]
-        # Pipelines in bf16 round 1000 t to 8 bits (988, 932, 852, 608): the student must not mind.
-        rounding = torch.rand(batch, generator=stage.noise, device=run.device) * 4 - 2
-        with run.precision():
-            v = student(x, t * 1000.0 + rounding, texts[buffer.pick[rows]], return_dict=False)[0]
+        around = torch.rand(batch, generator=stage.noise, device=run.device) * 2 - 1
+        field = velocity_of(family, student, texts[buffer.pick[rows]], run)
+        v = field(x, t + family.JITTER * around)
         x0 = x - t[:, None, None, None, None] * v.float()
         error = x0 - end
         return {
@@ -358,12 +354,15 @@ def train_student(
             def sample(
                 text: Tensor, free: Tensor, noise: Tensor, generator: torch.Generator
             ) -> Tensor:
-                return few_step(velocity_of(average, text, run), noise, count, generator)
+                field = velocity_of(family, average, text, run)
+                return few_step(
+                    field, noise, family.times(count), generator, renoise=family.RENOISES
+                )
 
             return sample
 
         samplers = {"": sampler(4), "_2step": sampler(2), "_1step": sampler(1)}
-        probe_flow(stage, config, vae, encoder, samplers, average, count=probe_count)
+        probe_flow(stage, family, config, vae, encoder, samplers, average, count=probe_count)
 
     stage.train(losses, probe, probe_every=75.0)
     return average

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
 from torch import Tensor
 
 from turbo_rcm_patch.tiny.build import TinyConfig, build_vae
@@ -50,9 +50,17 @@ def decode(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
     return torch.cat(chunks, 2)
 
 
-def statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the latents, each [1, C, 1, 1, 1] fp32."""
+def statistics(
+    vae: AutoencoderKLWan | AutoencoderKLCogVideoX, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the latents, each [1, C, 1, 1, 1] fp32.
+
+    CogVideoX has one number for all channels, the inverse of their standard deviation.
+    """
     shape = (1, -1, 1, 1, 1)
+    if vae.config.latents_mean is None:
+        std = torch.full((1, 1, 1, 1, 1), 1 / vae.config.scaling_factor, device=device)
+        return torch.zeros_like(std), std
     mean = torch.tensor(vae.config.latents_mean, device=device).view(shape)
     return mean, torch.tensor(vae.config.latents_std, device=device).view(shape)
 
@@ -66,7 +74,9 @@ def encode(vae: AutoencoderKLWan, videos: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def decode_frames(vae: AutoencoderKLWan, latents: Tensor, run: Run, *, batch: int = 16) -> Tensor:
+def decode_frames(
+    vae: AutoencoderKLWan | AutoencoderKLCogVideoX, latents: Tensor, run: Run, *, batch: int = 16
+) -> Tensor:
     """Frames [B, F, H, W, 3] fp32 in 0..1 of normalised latents."""
     mean, std = statistics(vae, latents.device)
     parts = []
