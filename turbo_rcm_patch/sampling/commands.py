@@ -12,9 +12,8 @@ from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.sampling.settings import Settings
 
 if TYPE_CHECKING:
-    from turbo_rcm_patch.sampling.families import VideoPipeline
-
     from turbo_rcm_patch.checkpoints.folder import Progress, Written
+    from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = [
     "CHANGED",
