@@ -59,7 +59,7 @@ def demo(
             progress=progress,
             command=command,
         )
-    print("One block of the model through the Triton kernels, in the interpreter ...")
+    print("One block of the model through the Triton kernels ...")
     folder = resolve_model(model)
     assert isinstance(folder, Path), "a shipped model is a folder"
     check = run_kernel_check(folder)

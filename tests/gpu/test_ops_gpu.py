@@ -347,7 +347,13 @@ def test_exact_attention_over_normalised_rotated_rows(norm: str, rope: bool) -> 
         for x in (q, k)
     )
     exact, _ = exact_attention(qh, kh, split_heads(v, heads).double(), sm_scale=dim**-0.5)
-    assert relative(got, exact.transpose(1, 2).flatten(2)) < 6e-3
+    # What rounding exact q and k to bf16 and torch's own attention leave. A bias makes logits
+    # larger, and the error with them, so the bound is measured and no number.
+    rounded = (x.to(torch.bfloat16) for x in (qh, kh))
+    own = F.scaled_dot_product_attention(*rounded, split_heads(v, heads))
+    least = relative(own, exact)
+    assert least < 1e-2
+    assert relative(got, exact.transpose(1, 2).flatten(2)) < 1.2 * least + 1e-3
 
 
 def test_a_large_projection_is_the_librarys() -> None:

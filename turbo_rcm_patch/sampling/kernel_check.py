@@ -75,7 +75,8 @@ class KernelCheck:
 
 
 def run_kernel_check(folder: Path) -> KernelCheck:
-    """Run the check in a process with Triton's interpreter on.
+    """Run the check in a process of its own: on a GPU where there is one, else with Triton's
+    interpreter on.
 
     Args:
         folder: A pipeline folder; its transformer's first block is used.
@@ -83,7 +84,9 @@ def run_kernel_check(folder: Path) -> KernelCheck:
     command = [sys.executable, "-m", __name__, str(folder)]
     source = str(Path(__file__).resolve().parents[2])
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    if not _has_gpu():
+        environment["TRITON_INTERPRET"] = "1"
     try:
         done = subprocess.run(
             command,
@@ -104,6 +107,12 @@ def run_kernel_check(folder: Path) -> KernelCheck:
             f"the kernel check failed ({last[0]})", remedy=f"Run it by itself: {' '.join(command)}"
         )
     return KernelCheck(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def check_block(folder: Path) -> KernelCheck:
