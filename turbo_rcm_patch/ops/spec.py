@@ -27,7 +27,7 @@ MAX_HEAD_DIM: Final = 256
 #: Largest magnitude of a quantised q or k.
 QMAX: Final = {"int8": 127, "int4": 7}
 #: Keys from which pv="auto" takes fp8 where the device has it. fp8 has three times the error of
-#: bf16 (results/h200.json, ops), which a long sequence repays with a faster second product and a
+#: bf16 (results/h200/ops.json), which a long sequence repays with a faster second product and a
 #: short one does not, because there attention is a small part of the time.
 FP8_MIN_KEYS: Final = 4096
 #: Keys below which a patched cross-attention is exact: over the 512 tokens of a prompt torch's own
