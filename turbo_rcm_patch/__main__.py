@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="the whole way on a shipped model, without a GPU",
         description="Generate 8 or more prompts with a shipped model, unpatched, patched and "
-        "under a control, judge, and run one block through the Triton kernels in the interpreter. "
+        "under a control, judge, and run one block through the Triton kernels. "
         "Exit code 0 only if nothing visible changed and the kernels are right.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
