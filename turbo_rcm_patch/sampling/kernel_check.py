@@ -61,11 +61,11 @@ class KernelCheck:
     @property
     def what(self) -> str:
         """What was run, in words."""
-        where = "Triton's interpreter on the CPU" if self.interpreted else "the GPU"
+        where = "in Triton's interpreter on the CPU" if self.interpreted else "on the GPU"
         closed = "in one launch and in two" if len(self.forms) > 1 else "in two launches"
         return (
             f"one block of the model, {self.tokens} tokens, {self.fused} fused pairs, "
-            f"{closed}, run by the Triton kernels in {where} ({self.seconds:.1f} s), "
+            f"{closed}, run by the Triton kernels {where} ({self.seconds:.1f} s), "
             "against the plain-torch reference"
         )
 
