@@ -207,3 +207,29 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130 and "Nothing was written" in errors
     assert "Traceback" not in errors and listing(tmp_path) == ["in.pth"]
+
+
+def test_what_is_read_is_never_replaced(pth: Path, tmp_path: Path, capsys) -> None:
+    """A checkpoint downloaded beside its config.json, which makes the folder look like a model."""
+    out = tmp_path / "download"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    inside = out / "model.pth"
+    inside.write_bytes(pth.read_bytes())
+    assert main(["convert", str(inside), str(out), "--force"]) == 2
+    assert "which is read" in capsys.readouterr().err
+    assert listing(out) == ["config.json", "model.pth"]
+
+
+def test_a_page_saved_as_a_checkpoint_is_a_typed_error(tmp_path: Path, capsys) -> None:
+    for text in ("error", "hello", "upstream connect error or disconnect/reset before headers"):
+        (tmp_path / "in.pth").write_text(text)
+        assert main(["convert", str(tmp_path / "in.pth"), str(tmp_path / "out")]) == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_of_two_experts_one_is_chosen(pth: Path, tmp_path: Path, capsys) -> None:
+    for part in ("transformer", "transformer_2"):
+        assert main(["convert", str(pth), str(tmp_path / "pipe" / part)]) == 0
+    assert main(["convert", "--back", str(tmp_path / "pipe"), str(tmp_path / "back.pth")]) == 2
+    assert "two experts" in capsys.readouterr().err

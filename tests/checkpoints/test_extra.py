@@ -185,16 +185,18 @@ def test_a_copy_quantises_its_own(folder: Path) -> None:
     unload_extra(twin)
 
 
-def test_a_compiled_graph_uses_it(folder: Path) -> None:
+def test_a_compiled_graph_takes_the_weight_as_it_is_now(folder: Path) -> None:
+    """A graph cannot ask whether integers still stand for their weight, so it makes its own."""
     model = load(folder)
     load_extra(model, folder)
+    for block in model.blocks:
+        block.attn1.to_q.weight.data.mul_(1.5)  # leaves no trace
+    plain = load(folder)
+    plain.load_state_dict(model.state_dict())
     patch_model(model, INT8)
-    eager = run(model)
+    patch_model(plain, INT8)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert relative(run(compiled), eager) < 1e-6
-    load_again = load(folder)
-    patch_model(load_again, INT8)
-    assert relative(run(load_again), eager) > 1e-4
+    assert relative(run(compiled), run(plain)) < 1e-6
     torch._dynamo.reset()
 
 

@@ -280,3 +280,11 @@ def test_refusals_of_rows() -> None:
     residual = torch.randn(1, 4, 7, requires_grad=True)
     with pytest.raises(errors.GradientError, match="rows"):
         int8_linear(rows, *weight, residual=residual, out_dtype=dtype)
+
+
+def test_strided_rows_are_made_dense() -> None:
+    whole, weight = norm_modulate_rows(torch.randn(2, 8, 32)), quantize_weight(torch.randn(5, 32))
+    part = Rows(whole.int8[:, :4], whole.scale[:, :4])
+    dense = Rows(part.int8.contiguous(), part.scale.contiguous())
+    one, other = (int8_linear(x, *weight, out_dtype=torch.float32) for x in (part, dense))
+    assert torch.equal(one, other)

@@ -199,3 +199,9 @@ def test_fp8_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert describe_pv("auto", torch.device("cuda", 0)) == "bf16"
     with pytest.raises(errors.Fp8UnsupportedError, match=r"8\.9"):
         resolve_pv("fp8", torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-50, -1e-6, float("nan")])
+def test_an_eps_that_normalises_zeros_to_nan(eps: float) -> None:
+    with pytest.raises(errors.ConfigError, match="eps"):
+        AttentionSpec(heads=2, eps=eps)

@@ -159,7 +159,7 @@ def _load(path: Path) -> object:
             got=str(error).strip().splitlines()[0][:200],
             remedy="Save its state dict alone, in the program that wrote it",
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError) as error:
         raise CheckpointError(
             f"{path} could not be read ({type(error).__name__}: "
             f"{str(error).strip().splitlines()[0][:200] if str(error).strip() else 'no message'})",

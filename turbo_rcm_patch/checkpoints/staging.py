@@ -11,7 +11,7 @@ from pathlib import Path
 
 from turbo_rcm_patch.errors import OutputExistsError
 
-__all__ = ["check_space", "check_target", "staged"]
+__all__ = ["check_outside", "check_space", "check_target", "staged"]
 
 #: What a folder that `staged` may replace holds one of.
 _OURS = ("config.json", "model_index.json")
@@ -52,6 +52,22 @@ def check_target(target: Path, *, force: bool, folder: bool) -> None:
                 expected=f"a folder with one of {_OURS}",
                 got=str(inside),
                 remedy="Remove it yourself if that is meant",
+            )
+
+
+def check_outside(target: Path, *sources: str | Path | None) -> None:
+    """Refuse a target that what is read lies in: replacing it would remove that.
+
+    Raises:
+        OutputExistsError: A source is in the target, or is it.
+    """
+    whole = target.resolve()
+    for source in sources:
+        if source is not None and Path(source).resolve().is_relative_to(whole):
+            raise OutputExistsError(
+                f"{target} holds {source}, which is read",
+                expected="another path, so that nothing is lost",
+                remedy="Choose another path, or move that file out of it",
             )
 
 

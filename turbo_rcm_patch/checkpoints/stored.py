@@ -65,9 +65,15 @@ def transformer_folder(folder: str | Path) -> Path:
     """The transformer's folder, given that or its pipeline's.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is none, or a pipeline's folder has two.
     """
     given = Path(folder)
+    if (given / "transformer_2" / "config.json").is_file():
+        raise CheckpointError(
+            f"{given} has two experts",
+            expected="the folder of one",
+            remedy=f"Choose {given / 'transformer'} or {given / 'transformer_2'}",
+        )
     for path in (given, given / "transformer"):
         if (path / "config.json").is_file() and not (path / "model_index.json").is_file():
             return path
@@ -161,7 +167,10 @@ def _files(folder: Path) -> list[Path]:
     """The files of weights; another variant may lie beside those that the index names."""
     index = folder / f"{WEIGHTS}.safetensors.index.json"
     if index.is_file():
-        return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict):
+            raise CheckpointError(str(index), expected='a "weight_map"', got="none")
+        return [folder / name for name in sorted(set(names.values()))]
     return [folder / f"{WEIGHTS}.safetensors"]
 
 

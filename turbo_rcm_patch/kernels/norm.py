@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import dense_rows, launch
+from turbo_rcm_patch.kernels.launch import dense_rows, launch, target_of
 from turbo_rcm_patch.kernels.operands import norm_form
 
 __all__ = ["norm_modulate", "norm_modulate_kernel", "norm_rotate", "norm_rotate_kernel"]
@@ -62,6 +62,7 @@ def norm_modulate(
     `out` takes the result: [B, N, C], the rows of a sample dense, such as some of the rows of a
     longer sequence.
     """
+    target_of(x.device)
     batch, n_tokens, channels = x.shape
     x = dense_rows(x)
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
@@ -150,6 +151,7 @@ def norm_rotate(
     weight [H*D] or None, or, where D is a power of two, [D] with or without a bias [D]: a layer
     norm or an RMSNorm of each head.
     """
+    target_of(x.device)
     batch, n_tokens, channels = x.shape
     x = dense_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import dense_rows, launch
+from turbo_rcm_patch.kernels.launch import dense_rows, launch, target_of
 from turbo_rcm_patch.kernels.rows import (
     Rows,
     amax_poison,
@@ -112,6 +112,7 @@ def norm_modulate_rows(
 ) -> Rows:
     """layer_norm(x) * (one + factor) + offset in int8 rows; x [B, N, C], factor and offset
     broadcast to it."""
+    target_of(x.device)
     batch, n_tokens, channels = x.shape
     x = dense_rows(x)
     rows = empty_rows(batch, n_tokens, channels, x.device)

@@ -93,7 +93,7 @@ def _rows_forward(
         from turbo_rcm_patch.kernels.rows import Rows as KernelRows
 
         return launch(
-            KernelRows(int8, scale),
+            KernelRows(int8.contiguous(), scale.contiguous()),
             weight,
             weight_scale,
             bias,
@@ -316,11 +316,16 @@ def _check_linear(
         raise DTypeError(
             "x", expected="rows in int8 and float32", got=f"{x.dtype} and {rows.scale.dtype}"
         )
-    elif x.dim() != 3 or rows.scale.shape != x.shape[:2]:
+    elif (
+        x.dim() != 3
+        or rows.scale.shape != x.shape[:2]
+        or not (rows.scale.device == x.device == weight.device)
+    ):
         raise ShapeError(
             "x",
-            expected="int8 [B, N, K padded] and scale [B, N]",
-            got=f"{list(x.shape)} and {list(rows.scale.shape)}",
+            expected=f"int8 [B, N, K padded] and scale [B, N] on {weight.device}",
+            got=f"{list(x.shape)} on {x.device} and {list(rows.scale.shape)} on "
+            f"{rows.scale.device}",
         )
     if x.dim() != 3:
         raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))

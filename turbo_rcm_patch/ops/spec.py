@@ -36,6 +36,10 @@ FP8_MIN_KEYS: Final = 4096
 INT8_MIN_KEYS: Final = 1024
 
 
+#: What fp32 does not take for 0.
+_LEAST_EPS: Final = 1e-37
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """How an attention is computed.
@@ -78,6 +82,12 @@ class AttentionSpec:
                 raise ConfigError(
                     f"AttentionSpec.{field}", expected=f"one of {choices}", got=repr(value)
                 )
+        if not _LEAST_EPS <= self.eps < 1.0:
+            raise ConfigError(
+                "AttentionSpec.eps",
+                expected=f"{_LEAST_EPS} to 1, because rows of zeros are normalised too",
+                got=repr(self.eps),
+            )
 
 
 def key_block(head_dim: int) -> int:

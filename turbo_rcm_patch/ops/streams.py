@@ -44,6 +44,10 @@ def _check_streams(name: str, streams: Sequence[Tensor]) -> None:
                 expected="[batch, tokens, channels] with the batch and channels of the others",
                 got=str(list(stream.shape)),
             )
+        if stream.device != first.device:
+            raise ShapeError(
+                f"{name}[{index}]", expected=f"on {first.device}", got=f"on {stream.device}"
+            )
         if stream.dtype != first.dtype:
             raise DTypeError(
                 f"{name}[{index}]", expected=f"that of the others, {first.dtype}",
@@ -68,6 +72,10 @@ def _check_coefficients(
                 f"{name}[{index}]",
                 expected=f"broadcasts to {list(stream.shape)}",
                 got=str(list(value.shape)),
+            )
+        if value.device != stream.device:
+            raise ShapeError(
+                f"{name}[{index}]", expected=f"on {stream.device}", got=f"on {value.device}"
             )
         if not value.dtype.is_floating_point:
             raise DTypeError(f"{name}[{index}]", expected="a float dtype", got=str(value.dtype))

@@ -57,6 +57,8 @@ def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
     """
     device = linear.weight.device
     detach_int8(linear)
+    if linear.weight.is_inference():
+        return  # It counts no changes, and is not run in int8.
     linear.register_buffer(_INT8, int8.to(device), persistent=False)
     # Groups first: the scales of one lie side by side.
     bits = scale.to(device).float().t().contiguous().view(torch.int32)
@@ -67,7 +69,8 @@ def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
 def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
     """The int8 weight and its scales, or None if there are none or the weight has changed.
 
-    Inside a compiled graph a change since the attaching is not seen.
+    None inside a compiled graph too: it could not see a change, a LoRA fused and taken out again
+    for one, and would run the old integers without a word.
 
     Returns:
         int8 [Cout, K] and fp32 [Cout, ceil(K / 128)], whose first dimension is the dense one.
@@ -76,10 +79,11 @@ def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
     int8, bits = buffers.get(_INT8), buffers.get(_SCALE)
     if int8 is None or bits is None:
         return None
-    if not torch.compiler.is_compiling():
-        weight = linear._parameters.get("weight")
-        if weight is None or not getattr(linear, _ORIGIN).is_of(weight):
-            return None
+    if torch.compiler.is_compiling():
+        return None
+    weight = linear._parameters.get("weight")
+    if weight is None or not getattr(linear, _ORIGIN).is_of(weight):
+        return None
     return int8, bits.view(torch.float32).t()
 
 

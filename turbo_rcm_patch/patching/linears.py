@@ -240,10 +240,8 @@ def _brought(modules: list[Any]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _current(modules: list[Any], given: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether weights still are what came with them in int8. A compiler's graph cannot ask."""
-    return torch.compiler.is_compiling() or all(
-        stands_for(m.weight, *one) for m, one in zip(modules, given, strict=True)
-    )
+    """Whether weights still are what came with them in int8."""
+    return all(stands_for(m.weight, *one) for m, one in zip(modules, given, strict=True))
 
 
 def _stacked(given: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from turbo_rcm_patch.checkpoints.folder import (
     write_transformer,
 )
 from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
-from turbo_rcm_patch.checkpoints.staging import check_space, check_target, staged
+from turbo_rcm_patch.checkpoints.staging import check_outside, check_space, check_target, staged
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
 from turbo_rcm_patch.sampling.settings import DEFAULTS_FILE
@@ -63,6 +63,7 @@ def convert_transformer(
     """
     target = Path(out)
     check_target(target, force=force, folder=True)
+    check_outside(target, checkpoint)
     source = read_checkpoint(checkpoint, heads=heads)
     check_space(target, folder_bytes(source, dtype))
     with staged(target, force=force, folder=True) as made:
@@ -113,6 +114,7 @@ def convert_pipeline(
     index = _index(root, experts=2 if low_noise is not None else 1)
     if target.resolve() == root.resolve():
         raise CheckpointError("--base", expected="another folder than is written", got=str(root))
+    check_outside(target, root, checkpoint, low_noise)
     sources: list[tuple[str, Checkpoint, dict[str, object]]] = []
     files = [path for path in (checkpoint, low_noise) if path is not None]
     for part, path in zip(_TRANSFORMERS, files, strict=False):

@@ -95,7 +95,9 @@ def load_pipeline(
     folder = resolve_model(model)
     if isinstance(folder, Path):
         check_folder(folder)
-    pipe = _from_pretrained(folder, dtype)
+    # Under sequential offload Linears are hooked and not run in int8: their int8 weights would lie
+    # on the GPU for nothing.
+    pipe = _from_pretrained(folder, dtype, extra=offload != "sequential")
     if offload == "model":
         pipe.enable_model_cpu_offload(device=target)
     elif offload == "sequential":
@@ -212,7 +214,10 @@ def _read_json(path: Path) -> dict[str, object]:
     return value
 
 
-def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> VideoPipeline:
+def _from_pretrained(
+    folder: Path | str, dtype: torch.dtype, *, extra: bool = True
+) -> VideoPipeline:
+    """With what is beside the weights of a converted transformer (extra)."""
     import diffusers
 
     local = isinstance(folder, Path)
@@ -253,6 +258,7 @@ def _from_pretrained(folder: Path | str, dtype: torch.dtype) -> VideoPipeline:
         if (
             isinstance(folder, Path)
             and part is not None
+            and extra
             and (folder / name / EXTRA_FILE).is_file()
         ):
             load_extra(part, folder / name)
