@@ -42,7 +42,7 @@ SHIPPED: Final = {
     TINY: ("TINY_WAN", "Reinstall the package; its weights are part of it"),
     "tiny-cogvideox": (
         "TINY_COGVIDEOX",
-        "Only the repository has its weights, no wheel: run in a checkout, or make them with "
+        "Its weights are not shipped yet: make them, in some nine minutes of a large GPU, with "
         "python -m turbo_rcm_patch.tiny.train --family cogvideox",
     ),
 }
