@@ -43,8 +43,10 @@ def probe_flow(
     count: int,
     batch: int = 64,
 ) -> None:
-    """Generate from held-out prompts, judge, log, draw, and export `<family>_<stage>`."""
+    """Export `<family>_<stage>`, generate from held-out prompts, judge, log and draw."""
     run, began = stage.run, time.monotonic()
+    # First: what interrupts the drawing takes no weights with it.
+    export(run.out / f"{family.NAME}_{stage.name}", family, config, vae, encoder, transformer)
     scenes, noises = run.generators(90)
     wanted = sample_scenes(count, scenes, held_out=True)
     tokens = build_tokenizer(config)(
@@ -78,7 +80,6 @@ def probe_flow(
         record |= {key + suffix: round(value, 4) for key, value in found.items()}
         record["sharpness" + suffix] = round(sharpness(frames) / sharpness(real), 3)
         sheet(frames, run.out / "sheets" / f"{stage.name}{suffix}_{stage.step:06d}.png")
-    export(run.out / f"{family.NAME}_{stage.name}", family, config, vae, encoder, transformer)
     run.log(
         stage=stage.name,
         step=stage.step,
