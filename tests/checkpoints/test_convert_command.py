@@ -186,7 +186,9 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     save(Options(text=32), tmp_path / "in.pth")
     out = tmp_path / "out"
     code = (
-        "import sys, time; from turbo_rcm_patch.checkpoints import folder\n"
+        # A shell's background jobs inherit an ignored SIGINT.
+        "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from turbo_rcm_patch.checkpoints import folder\n"
         "write = folder._Item.tensor\n"
         "folder._Item.tensor = lambda self: (time.sleep(0.5), write(self))[1]\n"
         "from turbo_rcm_patch.__main__ import main; sys.exit(main(sys.argv[1:]))"
