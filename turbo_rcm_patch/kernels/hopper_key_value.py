@@ -35,9 +35,7 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def _copy(
-    rings, slot, pointers, strides, rows, left, D: gl.constexpr, wide: gl.constexpr
-):  # fmt: skip
+def _copy(rings, slot, pointers, strides, rows, left, D: gl.constexpr, wide: gl.constexpr):
     """Start to copy keys and values, 0 from row `left` on."""
     offs_d = gl.arange(0, D, gl.SliceLayout(0, wide))[None, :]
     mask = (rows < left)[:, None]
@@ -72,18 +70,13 @@ def hopper_key_value_kernel(
     warps: gl.constexpr = D // 16
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [warps, 1], [1, 0])
-    own: gl.constexpr = gl.BlockedLayout(
-        [1, T * D // (32 * warps)],
-        [32 * T * D // (32 * warps) // D, D * 32 * warps // (T * D)],
-        [warps, 1],
-        [0, 1],
-    )
+    # As `hopper_tokens.own_layout`, for fewer warps.
+    own: gl.constexpr = gl.BlockedLayout([1, 32], [1024 // D, D // 32], [warps, 1], [0, 1])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, D, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, _ONES, 16])
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T, D], dtype)
-    k_ring = gl.allocate_shared_memory(
-        dtype, [STAGES, T, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    )
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, T, D], swizzled)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, T, D], tile)
     phi_tile = gl.allocate_shared_memory(dtype, [T, D], tile)
     smooth_tile = gl.allocate_shared_memory(dtype, [T, D], tile)
@@ -108,20 +101,9 @@ def hopper_key_value_kernel(
     left = end - begin
     offs_d = gl.arange(0, D, gl.SliceLayout(0, own))
     mean = gl.load(k_mean_ptr + bh * D + offs_d).to(gl.float32)
+    rings, pointers, strides = (k_ring, v_ring), (k_rows, v_rows), (k_stride_n, v_stride_n)
     for i in gl.static_range(STAGES - 1):
-        _copy(
-            k_ring.index(i),
-            v_ring.index(i),
-            k_rows,
-            v_rows,
-            rows,
-            i * T,
-            left,
-            k_stride_n,
-            v_stride_n,
-            D,
-            wide,
-        )
+        _copy(rings, i, pointers, strides, i * T + rows, left, D, wide)
     matrix = warpgroup_mma_init(gl.zeros([D, D], gl.float32, layout))
     total = warpgroup_mma_init(gl.zeros([D, _ONES], gl.float32, sums))
     pooled = warpgroup_mma_init(gl.zeros([D, _ONES], gl.float32, sums))
@@ -146,21 +128,9 @@ def hopper_key_value_kernel(
             _barrier()
             phi_tile.store(phi)
             smooth_tile.store(smooth)
-            following = step + STAGES - 1
-            slot = following % STAGES
-            _copy(
-                k_ring.index(slot),
-                v_ring.index(slot),
-                k_rows,
-                v_rows,
-                rows,
-                following * T,
-                left,
-                k_stride_n,
-                v_stride_n,
-                D,
-                wide,
-            )
+            ahead = step + STAGES - 1
+            slot = ahead % STAGES
+            _copy(rings, slot, pointers, strides, ahead * T + rows, left, D, wide)
             fence_async_shared()
             _barrier()
             features = phi_tile.permute((1, 0))
