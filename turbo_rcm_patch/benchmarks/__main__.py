@@ -67,6 +67,13 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         _add_common(one)
+        if name == "network":
+            one.add_argument(
+                "--turbodiffusion",
+                type=Path,
+                metavar="PATH",
+                help="a checkout of thu-ml/TurboDiffusion, whose WanModel turbo-1.3b times",
+            )
         if name == "hbm":
             one.add_argument(
                 "--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS
@@ -187,6 +194,7 @@ def _compare(arguments: argparse.Namespace, command: str) -> int:
         limit=arguments.limit,
         seed=arguments.seed,
         command=command,
+        turbodiffusion=getattr(arguments, "turbodiffusion", None),
     )
     module = import_module(f"turbo_rcm_patch.benchmarks.{COMPARISONS[arguments.command][0]}")
     inside = getattr(arguments, "inside", None)

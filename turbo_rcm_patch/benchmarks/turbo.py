@@ -1,0 +1,302 @@
+"""`network --only turbo-1.3b`: a forward of Wan2.1-1.3B with sparse-linear attention (SLA).
+
+In two shapes: TurboDiffusion's own WanModel from a checkout, and diffusers' Wan transformer with
+SLA's projection attached. Each patched variant is checked against its own attention by definition
+in fp32: full attention, SLA with blocks of 128 x 64, or SageSLA with the device's blocks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from turbo_rcm_patch.benchmarks.clock import Call
+from turbo_rcm_patch.benchmarks.contest import Effort, reason_of
+from turbo_rcm_patch.benchmarks.journal import Journal, Plan, chosen
+from turbo_rcm_patch.benchmarks.setup import errors_of
+from turbo_rcm_patch.benchmarks.turbo_diffusers import DiffusersShape
+from turbo_rcm_patch.benchmarks.turbo_exact import block_weights
+from turbo_rcm_patch.benchmarks.turbo_model import Checkout, inner_blocks
+from turbo_rcm_patch.benchmarks.variants import Variant, time_variant
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import ConfigError
+
+__all__ = ["AIMS", "CASE", "run"]
+
+CASE: Final = "turbo-1.3b"
+#: Wanted milliseconds of a forward on an H200 at 32,760 tokens and top-k 0.1.
+AIMS: Final = {"16-bit linears": 190.0, "int8 linears": 150.0}
+#: Relative L2 from which a variant is broken and is not timed.
+BROKEN: Final = 0.2
+_LATENTS: Final = (1, 16, 21, 60, 104)
+_MICRO_LATENTS: Final = (1, 16, 3, 20, 20)
+_SETS: Final = 2
+_COLUMNS: Final = (
+    ("model", 10), ("variant", 29), ("ms", 9), ("p20", 9), ("p80", 9), ("peak GiB", 8),
+    ("relL2", 9),
+)  # fmt: skip
+
+Enter = Callable[[Any, str], AbstractContextManager[object]]
+
+
+class WanModelShape:
+    """TurboDiffusion's own class.
+
+    Args:
+        path: Of the checkout, or None.
+    """
+
+    name: Final = "WanModel"
+
+    def __init__(self, path: Path | None) -> None:
+        if path is None:
+            raise ConfigError(
+                "--turbodiffusion",
+                expected="a checkout of thu-ml/TurboDiffusion",
+                got="none",
+                remedy="Give its folder to time its own WanModel",
+            )
+        self._checkout = Checkout(path)
+
+    def build(self, device: torch.device, seed: int, *, micro: bool) -> Any:
+        """The model."""
+        return self._checkout.build(device, seed, micro=micro)
+
+    def call(self, model: Any, latents: tuple[int, ...], device: torch.device, seed: int) -> Call:
+        """One forward."""
+        return self._checkout.call(model, latents, device, seed)
+
+    def about(self, model: Any) -> dict[str, object]:
+        """For the file."""
+        return {"stand_ins": self._checkout.stand_ins}
+
+    def truth(self, model: Any, layout: str, topk: float) -> AbstractContextManager[object]:
+        """Inside, the attention of the layout by definition."""
+        return self._checkout.exact(model, layout, topk)
+
+    def variants(self, topk: float) -> list[Variant]:
+        """Every way, the long compilations last."""
+        sparse: dict[str, Enter] = {
+            layout: self._sparse(layout, topk) for layout in ("SLA", "SageSLA")
+        }
+        found = [
+            Variant("eager", _in_turn(), profiled=True),
+            Variant("eager SLA", sparse["SLA"], profiled=True),
+            Variant("eager SageSLA", _in_turn(self._sparge, sparse["SageSLA"])),
+        ]
+        found += _patched_ways(sparse)
+        return found
+
+    def _sparse(self, layout: str, topk: float) -> Enter:
+        return lambda model, backend: self._checkout.sparse(model, layout, topk)
+
+    @contextmanager
+    def _sparge(self, model: Any, backend: str) -> Iterator[None]:
+        self._checkout.require("SageSLA")
+        yield
+
+
+def _patched_ways(sparse: dict[str, Enter]) -> list[Variant]:
+    """Patched with full attention, and with each sparse layout; compiled ones last."""
+    early = [Variant("patched", _in_turn(_patched()), ours=True)]
+    late: list[Variant] = []
+    for layout, enter in sparse.items():
+        name = f"patched {layout}"
+        plain, int8 = _in_turn(enter, _patched()), _in_turn(enter, _patched(linear="int8"))
+        brought = _in_turn(enter, _brought, _patched(linear="int8"))
+        early += [
+            Variant(name, plain, ours=True, profiled=True),
+            Variant(f"{name} int8", int8, ours=True, profiled=True),
+            Variant(f"{name} checkpoint int8", brought, ours=True, profiled=True),
+        ]
+        if layout == "SageSLA":  # SLA would compile the same graphs again
+            late += [
+                Variant(f"{name} compiled", _in_turn(plain, _compiled), ours=True),
+                Variant(f"{name} int8 compiled", _in_turn(int8, _compiled), ours=True),
+            ]
+    return early + late
+
+
+def _in_turn(*entered: Enter) -> Enter:
+    """One context inside the other."""
+
+    @contextmanager
+    def enter(model: Any, backend: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for one in entered:
+                stack.enter_context(one(model, backend))
+            yield
+
+    return enter
+
+
+def _patched(**fields: Any) -> Enter:
+    @contextmanager
+    def enter(model: Any, backend: str) -> Iterator[None]:
+        from turbo_rcm_patch import patched
+
+        own = getattr(model, "turbo_fields", {})
+        with patched(model, PatchConfig(guard=False, **fields, **own)):
+            yield
+
+    return enter
+
+
+@contextmanager
+def _brought(model: Any, backend: str) -> Iterator[None]:
+    with block_weights(model.blocks):
+        yield
+
+
+@contextmanager
+def _compiled(model: Any, backend: str) -> Iterator[None]:
+    torch._dynamo.reset()
+    blocks = inner_blocks(model)
+    for block in blocks:
+        block.compile(fullgraph=True, backend=backend)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None
+        torch._dynamo.reset()
+
+
+def run(plan: Plan) -> int:
+    """Measure and write `network_turbo.json`; 0 if what is ours was right."""
+    topk = 0.5 if plan.micro else 0.1
+    journal = Journal(
+        "network_turbo",
+        plan,
+        _COLUMNS,
+        about={
+            "network": "Wan2.1-T2V-1.3B, seeded random weights in bf16, batch 1, 480p, 81 frames; "
+            "SLA's proj_l random",
+            "topk": topk,
+            "SLA": "blocks of 128 queries and 64 keys",
+            "SageSLA": "blocks of 64 and 128 on Hopper, 128 and 64 elsewhere",
+            "checkpoint int8": "int8 weights with a scale per block of 128 x 128, made from the "
+            "random ones",
+            "error": "to the same attention by definition in fp32, all else in the model's dtype",
+            "of_full_attention": "relative L2 of the definition to full attention; the error of a "
+            "sparse variant is less, or it fails",
+            "groups": "milliseconds in kernels of one forward, grouped by their names",
+            "aims": AIMS,
+        },
+    )
+    good = True
+    with journal.running():
+        for make in (lambda: WanModelShape(plan.turbodiffusion), DiffusersShape):
+            good &= _case(make, topk, journal)
+            gc.collect()  # the next network needs the memory
+            if journal.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return 0 if good else 1
+
+
+def _kind(name: str) -> str:
+    """The layout of a variant's attention, "" where it is full."""
+    return next((one for one in ("SageSLA", "SLA") if one in name.split()), "")
+
+
+@torch.no_grad()
+def _case(make: Callable[[], Any], topk: float, journal: Journal) -> bool:
+    plan, device = journal.plan, journal.device
+    try:
+        shape = make()
+        model = shape.build(device, plan.seed, micro=plan.micro)
+    except Exception as error:  # e.g. no checkout, or a package of its own is missing
+        name = getattr(make, "name", WanModelShape.name)
+        journal.show((name, "", f"left out: {reason_of(error)}"))
+        journal.case(name, {"status": "missing", "reason": reason_of(error)})
+        return isinstance(error, ConfigError) and plan.turbodiffusion is None
+    ways = shape.variants(topk)
+    wanted = chosen("--peers", plan.peers, [way.name for way in ways]) if plan.peers else None
+    latents = _MICRO_LATENTS if plan.micro else _LATENTS
+    calls = [shape.call(model, latents, device, plan.seed + i) for i in range(_SETS)]
+    eager = calls[0]()
+    found: dict[str, object] = {}
+    record: dict[str, object] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "latents": list(latents),
+        "tokens": latents[2] * (latents[3] // 2) * (latents[4] // 2),
+        "finite": bool(eager.isfinite().all()),
+        "variants": found,
+        **shape.about(model),
+    }
+    truths: dict[str, torch.Tensor] = {"": eager}
+    reach: dict[str, float] = {}
+    record["of_full_attention"] = reach
+    good = True
+    for way in ways:
+        unwanted = wanted is not None and way.name not in wanted
+        if unwanted or journal.late(f"{shape.name}, {way.name}"):
+            continue
+        layout = _kind(way.name)
+        if layout not in truths:
+            with shape.truth(model, layout, topk):
+                truths[layout] = calls[0]()
+            reach[layout] = errors_of(truths[layout], eager)["relative_l2"]
+        errors = partial(_error, truths[layout])
+        numbers = time_variant(way, model, calls, errors, BROKEN, journal, _effort(plan))
+        found[way.name] = numbers
+        good &= _right(numbers, reach.get(layout, BROKEN)) or not way.ours
+        _show(shape.name, way.name, numbers, journal)
+        journal.case(shape.name, record)
+    record["best"] = _best(found, micro=plan.micro)
+    record["equal_afterwards"] = same = torch.equal(calls[0](), eager)
+    journal.case(shape.name, record)
+    return good and same
+
+
+def _error(truth: torch.Tensor, output: torch.Tensor) -> dict[str, float]:
+    return errors_of(output, truth)
+
+
+def _right(record: dict[str, object], limit: float) -> bool:
+    """Whether it was timed and is nearer to its definition than full attention is."""
+    error = record.get("error")
+    near = isinstance(error, dict) and error["relative_l2"] < limit
+    return record["status"] == "timed" and near
+
+
+def _effort(plan: Plan) -> Effort:
+    if plan.micro:
+        return Effort(budget=5.0, least=2, most=plan.calls or 2)
+    return Effort(budget=float("inf"), least=1, most=plan.calls or (3 if plan.quick else 7))
+
+
+def _show(shape: str, name: str, record: dict[str, object], journal: Journal) -> None:
+    timing, error, peak = (record.get(one) for one in ("milliseconds", "error", "peak_bytes"))
+    if not isinstance(timing, dict) or not isinstance(error, dict):
+        journal.show((shape, name, str(record["reason"])))
+        return
+    times = (f"{timing[one]:.2f}" for one in ("median", "p20", "p80"))
+    memory = f"{peak / 2**30:.2f}" if isinstance(peak, int) else ""
+    journal.show((shape, name, *times, memory, f"{error['relative_l2']:.5f}"))
+
+
+def _best(found: dict[str, object], *, micro: bool) -> dict[str, object]:
+    """Our fastest sparse forward with 16-bit and with int8 linears, against the aims."""
+    best: dict[str, object] = {}
+    for kind, aim in AIMS.items():
+        times = {
+            name: float(one["milliseconds"]["median"])
+            for name, one in found.items()
+            if name.startswith("patched S") and ("int8" in name.split()) == ("int8" in kind)
+            if isinstance(one, dict) and "milliseconds" in one
+        }
+        if not times:
+            continue
+        name, least = min(times.items(), key=lambda item: item[1])
+        best[kind] = {"variant": name, "milliseconds": least}
+        if not micro:
+            best[kind] = {"variant": name, "milliseconds": least, "aim": aim, "met": least <= aim}
+            print(f"{kind}: {least:.0f} ms ({name}); aim {aim:.0f} ms")
+    return best
