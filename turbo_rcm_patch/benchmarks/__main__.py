@@ -42,6 +42,12 @@ COMPARISONS: Final = {
         "H12-N32760-D128-k0.1",
         '"dense int8,sparse auto"',
     ),
+    "linear": (
+        "linear",
+        "a Linear in int8, scales per row or per block of the weight, against bf16",
+        "N32760-1536-1536",
+        '"torch bf16,int8 scale per block"',
+    ),
     "hbm": (
         "hbm",
         "memory traffic of attention + projection + skip, counted by Nsight Compute",
