@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,10 +21,9 @@ from turbo_rcm_patch.benchmarks.contest import Effort, reason_of
 from turbo_rcm_patch.benchmarks.journal import Journal, Plan, chosen
 from turbo_rcm_patch.benchmarks.setup import errors_of
 from turbo_rcm_patch.benchmarks.turbo_diffusers import DiffusersShape
-from turbo_rcm_patch.benchmarks.turbo_exact import block_weights
-from turbo_rcm_patch.benchmarks.turbo_model import Checkout, inner_blocks
+from turbo_rcm_patch.benchmarks.turbo_model import Checkout
+from turbo_rcm_patch.benchmarks.turbo_ways import Enter, as_written, in_turn, patched_ways
 from turbo_rcm_patch.benchmarks.variants import Variant, time_variant
-from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError
 
 __all__ = ["AIMS", "CASE", "run"]
@@ -41,8 +40,6 @@ _COLUMNS: Final = (
     ("model", 10), ("variant", 29), ("ms", 9), ("p20", 9), ("p80", 9), ("peak GiB", 8),
     ("relL2", 9),
 )  # fmt: skip
-
-Enter = Callable[[Any, str], AbstractContextManager[object]]
 
 
 class WanModelShape:
@@ -86,11 +83,11 @@ class WanModelShape:
             layout: self._sparse(layout, topk) for layout in ("SLA", "SageSLA")
         }
         found = [
-            Variant("eager", _in_turn(), profiled=True),
+            Variant("eager", as_written, profiled=True),
             Variant("eager SLA", sparse["SLA"], profiled=True),
-            Variant("eager SageSLA", _in_turn(self._sparge, sparse["SageSLA"])),
+            Variant("eager SageSLA", in_turn(self._sparge, sparse["SageSLA"])),
         ]
-        found += _patched_ways(sparse)
+        found += patched_ways(sparse)
         return found
 
     def _sparse(self, layout: str, topk: float) -> Enter:
@@ -100,72 +97,6 @@ class WanModelShape:
     def _sparge(self, model: Any, backend: str) -> Iterator[None]:
         self._checkout.require("SageSLA")
         yield
-
-
-def _patched_ways(sparse: dict[str, Enter]) -> list[Variant]:
-    """Patched with full attention, and with each sparse layout; compiled ones last."""
-    early = [Variant("patched", _in_turn(_patched()), ours=True)]
-    late: list[Variant] = []
-    for layout, enter in sparse.items():
-        name = f"patched {layout}"
-        plain, int8 = _in_turn(enter, _patched()), _in_turn(enter, _patched(linear="int8"))
-        brought = _in_turn(enter, _brought, _patched(linear="int8"))
-        early += [
-            Variant(name, plain, ours=True, profiled=True),
-            Variant(f"{name} int8", int8, ours=True, profiled=True),
-            Variant(f"{name} checkpoint int8", brought, ours=True, profiled=True),
-        ]
-        if layout == "SageSLA":  # SLA would compile the same graphs again
-            late += [
-                Variant(f"{name} compiled", _in_turn(plain, _compiled), ours=True),
-                Variant(f"{name} int8 compiled", _in_turn(int8, _compiled), ours=True),
-            ]
-    return early + late
-
-
-def _in_turn(*entered: Enter) -> Enter:
-    """One context inside the other."""
-
-    @contextmanager
-    def enter(model: Any, backend: str) -> Iterator[None]:
-        with ExitStack() as stack:
-            for one in entered:
-                stack.enter_context(one(model, backend))
-            yield
-
-    return enter
-
-
-def _patched(**fields: Any) -> Enter:
-    @contextmanager
-    def enter(model: Any, backend: str) -> Iterator[None]:
-        from turbo_rcm_patch import patched
-
-        own = getattr(model, "turbo_fields", {})
-        with patched(model, PatchConfig(guard=False, **fields, **own)):
-            yield
-
-    return enter
-
-
-@contextmanager
-def _brought(model: Any, backend: str) -> Iterator[None]:
-    with block_weights(model.blocks):
-        yield
-
-
-@contextmanager
-def _compiled(model: Any, backend: str) -> Iterator[None]:
-    torch._dynamo.reset()
-    blocks = inner_blocks(model)
-    for block in blocks:
-        block.compile(fullgraph=True, backend=backend)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            block._compiled_call_impl = None
-        torch._dynamo.reset()
 
 
 def run(plan: Plan) -> int:

@@ -12,14 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
+from turbo_rcm_patch.benchmarks.setup import generator
 from turbo_rcm_patch.checkpoints.blocks import dequantise, scales_of_rows
 from turbo_rcm_patch.ops.sparse_reference import block_map, linear_branch
 from turbo_rcm_patch.patching.int8_weights import attach_int8, detach_int8
 
-__all__ = ["block_weights", "exact_sla", "quantised_blocks"]
+__all__ = ["block_weights", "exact_sla", "projection", "quantised_blocks"]
 
 #: Blocks of an int8 weight that share a scale, and the steps of its largest magnitude.
 _BLOCK, _STEPS = 128, 128
+
+
+def projection(head_dim: int, device: torch.device, seed: int) -> nn.Linear:
+    """SLA's proj_l in fp32, which starts at zero, with seeded random values instead."""
+    linear = nn.Linear(head_dim, head_dim, device=device).requires_grad_(False)
+    for parameter in linear.parameters():
+        parameter.normal_(std=head_dim**-0.5, generator=generator(device, seed))
+    return linear
 
 
 def exact_sla(

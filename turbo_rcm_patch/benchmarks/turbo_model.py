@@ -21,10 +21,11 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.benchmarks.clock import Call
 from turbo_rcm_patch.benchmarks.network import GATE_ROWS, LIVE_GATE
 from turbo_rcm_patch.benchmarks.setup import generator
-from turbo_rcm_patch.benchmarks.turbo_exact import exact_sla
+from turbo_rcm_patch.benchmarks.turbo_exact import exact_sla, projection
+from turbo_rcm_patch.benchmarks.turbo_ways import inner_blocks
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 
-__all__ = ["Checkout", "Layout", "inner_blocks"]
+__all__ = ["Checkout", "Layout"]
 
 #: Arguments of WanModel of Wan2.1-T2V-1.3B, as its inference script has them.
 _SIZES: Final[dict[str, Any]] = {
@@ -70,6 +71,7 @@ class Checkout:
             raise ConfigError(
                 "--turbodiffusion", expected="one checkout a process", got=self._network.__file__
             )
+        self._projections: list[nn.Linear] = []
         #: What stands in for a package of its own that is not installed.
         self.stand_ins: list[str] = []
         if self._network.flash_apply_rotary_emb is None:
@@ -91,12 +93,13 @@ class Checkout:
                     nn.init.normal_(parameter, std=config["dim"] ** -0.5)
             for block in inner_blocks(model):
                 block.modulation.data[:, list(GATE_ROWS)] += LIVE_GATE
-            projections = [_projection(head_dim) for _ in range(config["num_layers"])]
         if device.type == "cpu":
             self._prepare_cpu(model)
         else:
             model = model.to(torch.bfloat16)
-        model.turbo_benchmark = [one.requires_grad_(False) for one in projections]
+        self._projections = [
+            projection(head_dim, device, seed + i) for i in range(config["num_layers"])
+        ]
         return model.eval().requires_grad_(False)
 
     def _prepare_cpu(self, model: Any) -> None:
@@ -121,7 +124,7 @@ class Checkout:
         try:
             # Its constructor asks for SpargeAttn, its structure does not need it.
             self._sla.SAGESLA_ENABLED = True
-            for block, proj_l in zip(inner_blocks(model), model.turbo_benchmark, strict=True):
+            for block, proj_l in zip(inner_blocks(model), self._projections, strict=True):
                 attn = block.self_attn
                 sizes = {"BLKQ": 128, "BLKK": 64} if layout == "SLA" else {}
                 kind = getattr(self._sla, _LAYOUTS[layout])
@@ -181,18 +184,6 @@ class Checkout:
 
 def _module(name: str) -> Any:
     return import_module(name)
-
-
-def inner_blocks(model: Any) -> list[Any]:
-    """Its blocks, out of torch's activation checkpointing."""
-    return [getattr(block, "_checkpoint_wrapped_module", block) for block in model.blocks]
-
-
-def _projection(head_dim: int) -> nn.Linear:
-    """proj_l, which starts at zero there, with random values instead."""
-    linear = nn.Linear(head_dim, head_dim)
-    nn.init.normal_(linear.weight, std=head_dim**-0.5)
-    return linear
 
 
 def _exact_forward(local: Any, layout: Layout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
