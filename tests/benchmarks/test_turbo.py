@@ -23,6 +23,7 @@ from tests.benchmarks.turbo_checkout import write_checkout
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.benchmarks import turbo, turbo_model
 from turbo_rcm_patch.benchmarks.__main__ import main
+from turbo_rcm_patch.benchmarks.turbo_diffusers import DiffusersShape
 from turbo_rcm_patch.benchmarks.turbo_exact import (
     block_weights,
     exact_sla,
@@ -65,7 +66,7 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_its_class(checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([*TURBO, "--turbodiffusion", str(checkout), "--out", str(tmp_path)])
+    assert main([*TURBO, "--turbodiffusion", str(checkout), "--out", str(tmp_path)]) == 0
     document = read(tmp_path / "network_turbo.json")
     assert str(checkout) in document["command"] and document["finished"]
     case = document["cases"]["WanModel"]
@@ -105,10 +106,27 @@ def test_attention_of_another_kind_fails(
 def test_without_a_checkout_it_is_left_out_in_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main([*TURBO, "--peers", "eager", "--out", str(tmp_path)])
+    """diffusers' class is timed all the same."""
+    assert main([*TURBO, "--out", str(tmp_path)]) == 0
     assert "left out: ConfigError: --turbodiffusion" in capsys.readouterr().out
-    case = read(tmp_path / "network_turbo.json")["cases"]["WanModel"]
-    assert case["status"] == "missing"
+    cases = read(tmp_path / "network_turbo.json")["cases"]
+    assert cases["WanModel"]["status"] == "missing"
+    case = cases["diffusers"]
+    assert case["finite"] and case["equal_afterwards"]
+    assert case["of_full_attention"]["SageSLA"] > 0.02
+    found = case["variants"]
+    assert set(found) == {"eager", *(name for name in OURS if " SLA" not in name)}
+    for name, one in found.items():
+        assert one["status"] == "timed" and one["error"]["relative_l2"] < 0.012, name
+
+
+def test_in_diffusers_too_attention_of_another_kind_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiffusersShape, "_attached", lambda *_: nullcontext())
+    assert main([*TURBO, "--peers", "patched SageSLA", "--out", str(tmp_path)]) == 1
+    case = read(tmp_path / "network_turbo.json")["cases"]["diffusers"]
+    assert case["variants"]["patched SageSLA"]["status"] == "wrong"
 
 
 def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:

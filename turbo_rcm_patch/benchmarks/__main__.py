@@ -227,7 +227,7 @@ def _tune(arguments: argparse.Namespace, command: str) -> int:
 def _plot(arguments: argparse.Namespace, command: str) -> int:
     from turbo_rcm_patch.benchmarks.plots import draw
 
-    files = [arguments.folder / f"{name}.json" for name in COMPARISONS]
+    files = [arguments.folder / f"{name}.json" for name in (*COMPARISONS, "network_turbo")]
     found = [path for path in files if path.is_file()]
     if not found:
         raise ConfigError(

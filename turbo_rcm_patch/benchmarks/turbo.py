@@ -8,7 +8,7 @@ in fp32: full attention, SLA with blocks of 128 x 64, or SageSLA with the device
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -102,6 +102,9 @@ class WanModelShape:
 def run(plan: Plan) -> int:
     """Measure and write `network_turbo.json`; 0 if what is ours was right."""
     topk = 0.5 if plan.micro else 0.1
+    wanted = chosen("--peers", plan.peers, _names())
+    if plan.quick and not plan.peers:
+        wanted = [name for name in wanted if "compiled" not in name]
     journal = Journal(
         "network_turbo",
         plan,
@@ -121,14 +124,28 @@ def run(plan: Plan) -> int:
             "aims": AIMS,
         },
     )
+    shapes: dict[str, Callable[[], Any]] = {
+        WanModelShape.name: lambda: WanModelShape(plan.turbodiffusion),
+        DiffusersShape.name: DiffusersShape,
+    }
+    # What takes long to compile comes after everything else, of both classes.
+    passes = [[one for one in wanted if ("compiled" in one) == late] for late in (False, True)]
     good = True
     with journal.running():
-        for make in (lambda: WanModelShape(plan.turbodiffusion), DiffusersShape):
-            good &= _case(make, topk, journal)
-            gc.collect()  # the next network needs the memory
-            if journal.device.type == "cuda":
-                torch.cuda.empty_cache()
+        for names in filter(None, passes):
+            for shape, make in shapes.items():
+                if not journal.late(f"{shape}: {', '.join(names)}"):
+                    good &= _case(shape, make, names, topk, journal)
+                    gc.collect()  # the next network needs the memory
+                    if journal.device.type == "cuda":
+                        torch.cuda.empty_cache()
     return 0 if good else 1
+
+
+def _names() -> list[str]:
+    """Of all variants of all classes."""
+    sparse = dict.fromkeys(("SLA", "SageSLA"), as_written)
+    return ["eager", "eager SLA", "eager SageSLA", *(way.name for way in patched_ways(sparse))]
 
 
 def _kind(name: str) -> str:
@@ -137,67 +154,89 @@ def _kind(name: str) -> str:
 
 
 @torch.no_grad()
-def _case(make: Callable[[], Any], topk: float, journal: Journal) -> bool:
+def _case(
+    name: str, make: Callable[[], Any], wanted: Sequence[str], topk: float, journal: Journal
+) -> bool:
+    """Some variants of a network of one class; what was measured of it before is kept."""
     plan, device = journal.plan, journal.device
+    record = journal.cases.setdefault(name, {"variants": {}, "of_full_attention": {}})
+    if "reason" in record:
+        return True  # It was reported.
+    latents = _MICRO_LATENTS if plan.micro else _LATENTS
     try:
         shape = make()
         model = shape.build(device, plan.seed, micro=plan.micro)
+        calls = [shape.call(model, latents, device, plan.seed + i) for i in range(_SETS)]
+        eager = calls[0]()
     except Exception as error:  # e.g. no checkout, or a package of its own is missing
-        name = getattr(make, "name", WanModelShape.name)
+        record.update(status="missing", reason=reason_of(error))
         journal.show((name, "", f"left out: {reason_of(error)}"))
-        journal.case(name, {"status": "missing", "reason": reason_of(error)})
+        journal.case(name, record)
         return isinstance(error, ConfigError) and plan.turbodiffusion is None
-    ways = shape.variants(topk)
-    wanted = chosen("--peers", plan.peers, [way.name for way in ways]) if plan.peers else None
-    latents = _MICRO_LATENTS if plan.micro else _LATENTS
-    calls = [shape.call(model, latents, device, plan.seed + i) for i in range(_SETS)]
-    eager = calls[0]()
-    found: dict[str, object] = {}
-    record: dict[str, object] = {
+    found, reach = record["variants"], record["of_full_attention"]
+    assert isinstance(found, dict) and isinstance(reach, dict)
+    record |= {
         "parameters": sum(p.numel() for p in model.parameters()),
         "latents": list(latents),
         "tokens": latents[2] * (latents[3] // 2) * (latents[4] // 2),
         "finite": bool(eager.isfinite().all()),
-        "variants": found,
         **shape.about(model),
     }
-    truths: dict[str, torch.Tensor] = {"": eager}
-    reach: dict[str, float] = {}
-    record["of_full_attention"] = reach
-    good = True
-    for way in ways:
-        unwanted = wanted is not None and way.name not in wanted
-        if unwanted or journal.late(f"{shape.name}, {way.name}"):
+    truths, good = _Truths(shape, model, calls[0], eager, topk), True
+    for way in shape.variants(topk):
+        if way.name not in wanted or journal.late(f"{name}, {way.name}"):
             continue
-        layout = _kind(way.name)
-        if layout not in truths:
-            with shape.truth(model, layout, topk):
-                truths[layout] = calls[0]()
-            reach[layout] = errors_of(truths[layout], eager)["relative_l2"]
-        errors = partial(_error, truths[layout])
-        numbers = time_variant(way, model, calls, errors, BROKEN, journal, _effort(plan))
-        if layout:
-            _judge(numbers, reach[layout])
-        found[way.name] = numbers
+        found[way.name] = numbers = _one(way, model, calls, truths, journal)
         good &= numbers["status"] == "timed" or not way.ours
-        _show(shape.name, way.name, numbers, journal)
-        journal.case(shape.name, record)
-    record["best"] = _best(found, micro=plan.micro)
+        _show(name, way.name, numbers, journal)
+        reach |= truths.reach
+        journal.case(name, record)
+    record["best"] = _best(name, found, micro=plan.micro)
     record["equal_afterwards"] = same = torch.equal(calls[0](), eager)
-    journal.case(shape.name, record)
+    journal.case(name, record)
     return good and same
+
+
+class _Truths:
+    """Outputs with each attention by definition, made when they are first asked for."""
+
+    def __init__(
+        self, shape: Any, model: Any, call: Call, eager: torch.Tensor, topk: float
+    ) -> None:
+        self._shape, self._model, self._call, self._topk = shape, model, call, topk
+        self._found = {"": eager}
+        #: Layout -> relative L2 of its definition to full attention.
+        self.reach: dict[str, float] = {}
+
+    def of(self, layout: str) -> torch.Tensor:
+        """The output with this layout, "" for full attention."""
+        if layout not in self._found:
+            with self._shape.truth(self._model, layout, self._topk):
+                self._found[layout] = self._call()
+            self.reach[layout] = _error(self._found[""], self._found[layout])["relative_l2"]
+        return self._found[layout]
+
+
+def _one(
+    way: Variant, model: Any, calls: Sequence[Call], truths: _Truths, journal: Journal
+) -> dict[str, object]:
+    """Numbers of a variant: wrong if it is no nearer to its definition than full attention is,
+    for then it may well be full attention."""
+    layout = _kind(way.name)
+    try:
+        errors = partial(_error, truths.of(layout))
+    except Exception as error:  # e.g. no memory
+        return {"status": "missing", "reason": f"no definition to check with: {reason_of(error)}"}
+    record = time_variant(way, model, calls, errors, BROKEN, journal, _effort(journal.plan))
+    limit, found = truths.reach.get(layout, BROKEN), record.get("error")
+    if isinstance(found, dict) and not found["relative_l2"] < limit:
+        reason = f"wrong (relL2 {found['relative_l2']:.3g}, full attention {limit:.3g})"
+        record.update(status="wrong", reason=reason)
+    return record
 
 
 def _error(truth: torch.Tensor, output: torch.Tensor) -> dict[str, float]:
     return errors_of(output, truth)
-
-
-def _judge(record: dict[str, object], limit: float) -> None:
-    """What is no nearer to its definition than full attention is may well be full attention."""
-    error = record.get("error")
-    if isinstance(error, dict) and not error["relative_l2"] < limit:
-        reason = f"wrong (relL2 {error['relative_l2']:.3g}, full attention {limit:.3g})"
-        record.update(status="wrong", reason=reason)
 
 
 def _effort(plan: Plan) -> Effort:
@@ -216,7 +255,7 @@ def _show(shape: str, name: str, record: dict[str, object], journal: Journal) ->
     journal.show((shape, name, *times, memory, f"{error['relative_l2']:.5f}"))
 
 
-def _best(found: dict[str, object], *, micro: bool) -> dict[str, object]:
+def _best(model: str, found: dict[str, object], *, micro: bool) -> dict[str, object]:
     """Our fastest sparse forward with 16-bit and with int8 linears, against the aims."""
     best: dict[str, object] = {}
     for kind, aim in AIMS.items():
@@ -232,5 +271,5 @@ def _best(found: dict[str, object], *, micro: bool) -> dict[str, object]:
         best[kind] = {"variant": name, "milliseconds": least}
         if not micro:
             best[kind] = {"variant": name, "milliseconds": least, "aim": aim, "met": least <= aim}
-            print(f"{kind}: {least:.0f} ms ({name}); aim {aim:.0f} ms")
+            print(f"{model}, {kind}: {least:.0f} ms ({name}); aim {aim:.0f} ms")
     return best
