@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -18,11 +16,9 @@ from turbo_rcm_patch.benchmarks.setup import MICRO, Sizes, generator
 from turbo_rcm_patch.benchmarks.turbo_exact import exact_sla, projection
 from turbo_rcm_patch.benchmarks.turbo_ways import as_written, patched_ways
 from turbo_rcm_patch.benchmarks.variants import Variant
-from turbo_rcm_patch.errors import MissingPackageError
+from turbo_rcm_patch.patching.sla import attach_proj_l, detach_proj_l
 
 __all__ = ["DiffusersShape"]
-
-_SLA: Final = "turbo_rcm_patch.patching.sla"
 
 
 class DiffusersShape:
@@ -31,10 +27,6 @@ class DiffusersShape:
     name: Final = "diffusers"
 
     def __init__(self) -> None:
-        if find_spec(_SLA) is None:
-            raise MissingPackageError(
-                _SLA, expected="a release that runs SLA in diffusers' Wan", got="none"
-            )
         self._projections: list[nn.Linear] = []
 
     def build(self, device: torch.device, seed: int, *, micro: bool) -> Any:
@@ -88,14 +80,13 @@ class DiffusersShape:
 
     @contextmanager
     def _attached(self, model: Any, backend: str) -> Iterator[None]:
-        sla: Any = import_module(_SLA)
         for block, one in zip(model.blocks, self._projections, strict=True):
-            sla.attach_proj_l(block.attn1, one.weight, one.bias)
+            attach_proj_l(block.attn1, one.weight, one.bias)
         try:
             yield
         finally:
             for block in model.blocks:
-                sla.detach_proj_l(block.attn1)
+                detach_proj_l(block.attn1)
 
     def variants(self, topk: float) -> list[Variant]:
         """Every way, the long compilations last."""

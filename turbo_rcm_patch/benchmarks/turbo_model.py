@@ -76,6 +76,7 @@ class Checkout:
         self.stand_ins: list[str] = []
         if self._network.flash_apply_rotary_emb is None:
             self._network.flash_apply_rotary_emb = _rotary
+        if self._network.flash_apply_rotary_emb is _rotary:
             self.stand_ins.append("rotary embedding in plain torch: no flash-attn")
         self.has_sparge = bool(self._sla.SAGESLA_ENABLED)
 
