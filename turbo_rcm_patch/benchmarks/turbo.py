@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -120,7 +121,7 @@ def run(plan: Plan) -> int:
             "checkpoint int8": "int8 weights with a scale per block of 128 x 128, made from the "
             "random ones",
             "error": "to the same attention by definition in fp32, all else in the model's dtype",
-            "of_full_attention": "relative L2 of the definition to full attention; the error of a "
+            "of_full_attention": "relative L2 of full attention to the definition; the error of a "
             "sparse variant is less, or it fails",
             "groups": "milliseconds in kernels of one forward, grouped by their names",
             "aims": AIMS,
@@ -132,12 +133,12 @@ def run(plan: Plan) -> int:
     }
     # What takes long to compile comes after everything else, of both classes.
     passes = [[one for one in wanted if ("compiled" in one) == late] for late in (False, True)]
-    good = True
+    truths, good = {shape: _Truths() for shape in shapes}, True
     with journal.running():
         for names in filter(None, passes):
             for shape, make in shapes.items():
                 if not journal.late(f"{shape}: {', '.join(names)}"):
-                    good &= _case(shape, make, names, topk, journal)
+                    good &= _case(shape, make, names, truths[shape], topk, journal)
                     gc.collect()  # the next network needs the memory
                     if journal.device.type == "cuda":
                         torch.cuda.empty_cache()
@@ -157,11 +158,16 @@ def _kind(name: str) -> str:
 
 @torch.no_grad()
 def _case(
-    name: str, make: Callable[[], Any], wanted: Sequence[str], topk: float, journal: Journal
+    name: str,
+    make: Callable[[], Any],
+    wanted: Sequence[str],
+    truths: _Truths,
+    topk: float,
+    journal: Journal,
 ) -> bool:
     """Some variants of a network of one class; what was measured of it before is kept."""
     plan, device = journal.plan, journal.device
-    record = journal.cases.setdefault(name, {"variants": {}, "of_full_attention": {}})
+    record = journal.cases.setdefault(name, {"variants": {}})
     if "reason" in record:
         return True  # It was reported.
     latents = _MICRO_LATENTS if plan.micro else _LATENTS
@@ -175,8 +181,8 @@ def _case(
         journal.show((name, "", f"left out: {reason_of(error)}"))
         journal.case(name, record)
         return isinstance(error, ConfigError) and plan.turbodiffusion is None
-    found, reach = record["variants"], record["of_full_attention"]
-    assert isinstance(found, dict) and isinstance(reach, dict)
+    found = record["variants"]
+    assert isinstance(found, dict)
     record |= {
         "parameters": sum(p.numel() for p in model.parameters()),
         "latents": list(latents),
@@ -184,14 +190,19 @@ def _case(
         "finite": bool(eager.isfinite().all()),
         **shape.about(model),
     }
-    truths, good = _Truths(shape, model, calls[0], eager, topk), True
+
+    def defined(layout: str) -> torch.Tensor:
+        with shape.truth(model, layout, topk):
+            return calls[0]()
+
+    truths.found[""], good = eager, True
     for way in shape.variants(topk):
         if way.name not in wanted or journal.late(f"{name}, {way.name}"):
             continue
-        found[way.name] = numbers = _one(way, model, calls, truths, journal)
+        found[way.name] = numbers = _one(way, model, calls, truths, defined, journal)
         good &= numbers["status"] == "timed" or not way.ours
         _show(name, way.name, numbers, journal)
-        reach |= truths.reach
+        record["of_full_attention"] = truths.reach
         journal.case(name, record)
     record["best"] = _best(name, found, micro=plan.micro)
     record["equal_afterwards"] = same = torch.equal(calls[0](), eager)
@@ -199,34 +210,39 @@ def _case(
     return good and same
 
 
+@dataclass(slots=True)
 class _Truths:
-    """Outputs with each attention by definition, made when they are first asked for."""
+    """Outputs with each attention by definition, made when they are first asked for.
 
-    def __init__(
-        self, shape: Any, model: Any, call: Call, eager: torch.Tensor, topk: float
-    ) -> None:
-        self._shape, self._model, self._call, self._topk = shape, model, call, topk
-        self._found = {"": eager}
-        #: Layout -> relative L2 of its definition to full attention.
-        self.reach: dict[str, float] = {}
+    Attributes:
+        found: Layout -> output; "" is full attention, the author's own.
+        reach: Layout -> relative L2 of full attention to it.
+    """
 
-    def of(self, layout: str) -> torch.Tensor:
-        """The output with this layout, "" for full attention."""
-        if layout not in self._found:
-            with self._shape.truth(self._model, layout, self._topk):
-                self._found[layout] = self._call()
-            self.reach[layout] = _error(self._found[""], self._found[layout])["relative_l2"]
-        return self._found[layout]
+    found: dict[str, torch.Tensor] = field(default_factory=dict)
+    reach: dict[str, float] = field(default_factory=dict)
+
+    def of(self, layout: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The output with this layout."""
+        if layout not in self.found:
+            self.found[layout] = truth = make()
+            self.reach[layout] = errors_of(self.found[""], truth)["relative_l2"]
+        return self.found[layout]
 
 
 def _one(
-    way: Variant, model: Any, calls: Sequence[Call], truths: _Truths, journal: Journal
+    way: Variant,
+    model: Any,
+    calls: Sequence[Call],
+    truths: _Truths,
+    defined: Callable[[str], torch.Tensor],
+    journal: Journal,
 ) -> dict[str, object]:
     """Numbers of a variant: wrong if it is no nearer to its definition than full attention is,
     for then it may well be full attention. How long that took is kept in the file."""
     layout = _kind(way.name)
     try:
-        errors = partial(_error, truths.of(layout))
+        errors = partial(_error, truths.of(layout, partial(defined, layout)))
     except Exception as error:  # e.g. no memory
         return {"status": "missing", "reason": f"no definition to check with: {reason_of(error)}"}
     record = time_variant(way, model, calls, errors, BROKEN, journal, _effort(journal.plan))
