@@ -193,7 +193,8 @@ def _case(
 
     def defined(layout: str) -> torch.Tensor:
         with shape.truth(model, layout, topk):
-            return calls[0]()
+            output: torch.Tensor = calls[0]()
+        return output
 
     truths.found[""], good = eager, True
     for way in shape.variants(topk):
