@@ -126,7 +126,7 @@ def test_the_gate_is_rounded_before_it_multiplies() -> None:
 
 @pytest.mark.parametrize("sage", [False, True], ids=["sla", "sagesla"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.supports("WanModel", "SLA, SageSLA")
+@pytest.mark.supports("WanModel", "SLA")
 def test_sparse_attention_stays_near_its_author_s(sage: bool, dtype: torch.dtype) -> None:
     model = with_sparse(tiny(), sage=sage).to(dtype)
     inputs = tiny_inputs(tokens=400, dtype=dtype)

@@ -46,7 +46,7 @@ GROUPS: Final = {
         "feed-forward":      "yes yes  yes  yes  yes  yes yes  yes -",
         "control, faces":    "-   yes  left -    -    -   left -   -",
         "int8 Linears":      "yes yes  yes  yes  yes  yes yes  yes yes",
-        "SLA, SageSLA":      "-   -    -    -    -    -   -    yes -",
+        "SLA":               "yes yes  yes  yes  yes  -   -    yes -",
         "attention mask":    "-   -    -    -    exact -  -    -   -",
         "gate per token":    "yes -    -    yes  yes  -   -    -   -",
         "fused QKV":         "yes yes  yes  yes  yes  yes yes  -   -",
