@@ -1,5 +1,8 @@
 """One forward of a published size of every class, random weights, at the size of a real video: the
-kernels run, the guard keeps every pair, and the output is near the unpatched one's."""
+kernels run, the guard keeps every pair, and the output is near the unpatched one's.
+
+The networks of 14B need some 45 GB of memory, by their weights; it was not measured.
+"""
 
 from __future__ import annotations
 
