@@ -10,15 +10,14 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import dense_rows, launch, pad_head, target_of
-from turbo_rcm_patch.kernels.norm import normed_rotated
 from turbo_rcm_patch.kernels.operands import norm_form
 
 __all__ = ["Tokens", "prepare_tokens", "prepare_tokens_kernel"]
 
 #: Tokens of k whose sum a program writes.
 _K_TOKENS = 64
-#: Channels that a program holds at a time, at most.
-_VALUES = 8192
+#: Channels up to which a program has four warps.
+_FEW = 2048
 
 
 class Tokens(NamedTuple):
@@ -32,32 +31,70 @@ class Tokens(NamedTuple):
 
 
 @triton.jit
+def _load(x_ptr, cos_ptr, sin_ptr, inside, offs_c, mask, offs_d, mask_d, ROPE: tl.constexpr):
+    """A token x [HEADS_PAD, HEAD_PAD] and its row of the tables; zeros if it is not `inside`."""
+    x = tl.load(x_ptr + offs_c, mask=mask & inside, other=0.0)
+    cos, sin = 0.0, 0.0
+    if ROPE:
+        cos = tl.load(cos_ptr + offs_d, mask=mask_d & inside, other=0.0)
+        sin = tl.load(sin_ptr + offs_d, mask=mask_d & inside, other=0.0)
+    return x, cos, sin
+
+
+@triton.jit
 def _block(
-    out_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, start, b, stride_b, stride_n, n_tokens, eps,
-    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
-    STORE: tl.constexpr,
+    out_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, start, stride_n, n_tokens, eps,
+    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+    HEADS_PAD: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens from `start` on, ROWS at a time; the sum of what they are rounded to."""
-    offs_c = tl.arange(0, BLOCK_C)[None, :]
-    mask_c = offs_c < CHANNELS
-    total = tl.zeros([BLOCK_C], tl.float32)
-    for first in tl.range(start, tl.minimum(start + TOKENS, n_tokens), ROWS):
-        rows = first + tl.arange(0, ROWS)[:, None]
-        mask = (rows < n_tokens) & mask_c
-        wide = rows.to(tl.int64)
-        x = tl.load(x_ptr + b.to(tl.int64) * stride_b + wide * stride_n + offs_c, mask=mask,
-                    other=0.0).to(tl.float32)  # fmt: skip
-        x = normed_rotated(
-            x, rows, offs_c, mask, weight_ptr, None, cos_ptr, sin_ptr, eps,
-            CHANNELS, HEAD_DIM, BLOCK_C, ROWS, NORM, ROPE,
-        )  # fmt: skip
-        y = x.to(x_ptr.dtype.element_ty)
-        if STORE:
-            tl.store(
-                out_ptr + (b.to(tl.int64) * n_tokens + wide) * CHANNELS + offs_c, y, mask=mask
-            )
-        total += tl.sum(y.to(tl.float32), axis=0)
+    """TOKENS tokens from `start` on; the sum [HEADS_PAD, HEAD_PAD] of what they are rounded to."""
+    offs_h = tl.arange(0, HEADS_PAD)[:, None]
+    offs_d = tl.arange(0, HEAD_PAD)
+    mask_d = offs_d < HEAD_DIM
+    offs_c = offs_h * HEAD_DIM + offs_d[None, :]
+    mask = (offs_h < CHANNELS // HEAD_DIM) & mask_d[None, :]
+    weight = 1.0
+    if NORM == 1:  # across all heads
+        weight = tl.load(weight_ptr + offs_c, mask=mask, other=0.0).to(tl.float32)
+    elif NORM == 2:  # per head
+        weight = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros([HEADS_PAD, HEAD_PAD], tl.float32)
+    count = tl.minimum(TOKENS, n_tokens - start)
+    x_ptr += start.to(tl.int64) * stride_n
+    out_ptr += start.to(tl.int64) * CHANNELS
+    if ROPE:
+        cos_ptr += start.to(tl.int64) * HEAD_DIM
+        sin_ptr += start.to(tl.int64) * HEAD_DIM
+    # A token is on its way while the one before it is computed.
+    following, next_cos, next_sin = _load(
+        x_ptr, cos_ptr, sin_ptr, count > 0, offs_c, mask, offs_d, mask_d, ROPE
+    )
+    for i in tl.range(0, count):
+        x, cos, sin = following.to(tl.float32), next_cos, next_sin
+        x_ptr += stride_n
+        if ROPE:
+            cos_ptr += HEAD_DIM
+            sin_ptr += HEAD_DIM
+        following, next_cos, next_sin = _load(
+            x_ptr, cos_ptr, sin_ptr, i + 1 < count, offs_c, mask, offs_d, mask_d, ROPE
+        )
+        if NORM == 1:
+            squares = tl.sum(tl.sum(x * x, axis=1), axis=0)
+            x = x * (1.0 / tl.sqrt(squares / CHANNELS + eps)) * weight
+        elif NORM == 2:
+            x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None] * weight
+        if ROPE:
+            even, odd = tl.split(tl.reshape(x, [HEADS_PAD, HEAD_PAD // 2, 2]))
+            c, _ = tl.split(tl.reshape(cos, [HEAD_PAD // 2, 2]))
+            _, s = tl.split(tl.reshape(sin, [HEAD_PAD // 2, 2]))
+            c, s = c.to(tl.float32)[None, :], s.to(tl.float32)[None, :]
+            x = tl.join(even * c - odd * s, even * s + odd * c)
+            x = tl.reshape(x, [HEADS_PAD, HEAD_PAD])
+        y = x.to(following.dtype)
+        if NORM > 0 or ROPE:
+            tl.store(out_ptr + offs_c, y, mask=mask)
+            out_ptr += CHANNELS
+        total += y.to(tl.float32)
     return total
 
 
@@ -67,40 +104,40 @@ def prepare_tokens_kernel(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
     q_stride_b, q_stride_n, k_stride_b, k_stride_n, n_q, n_kv, q_blocks, k_parts, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, K_TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    HEADS_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, K_TOKENS: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     """The norms of q and k (as in `operands`) and their rotary embedding (ROPE), the means of
     blocks of q and sums of parts of k.
 
     Grid: (blocks of q, then parts of k; batch). q [B, Nq, H*D], k [B, Nk, H*D] with contiguous
-    channels, what is written dense; weights [H*D], or [D] per head, for which D is a power of two;
-    cos, sin [N, D]; q_pooled [B, H, q_blocks, HEAD_PAD]; k_sums [B, k_parts, H*D] fp32. Without a
-    norm and ROPE q or k is not written again.
+    channels, what is written dense; weights [H*D], or [D] per head; cos, sin [N, D]; q_pooled
+    [B, H, q_blocks, HEAD_PAD]; k_sums [B, k_parts, H, HEAD_PAD] fp32. Without a norm and ROPE q or
+    k is not written again.
     """
-    at, b = tl.program_id(0), tl.program_id(1)
-    offs_c = tl.arange(0, BLOCK_C)
-    mask_c = offs_c < CHANNELS
+    at, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    heads: tl.constexpr = CHANNELS // HEAD_DIM
+    offs_h = tl.arange(0, HEADS_PAD)[:, None]
+    offs_d = tl.arange(0, HEAD_PAD)[None, :]
+    mask = (offs_h < heads) & (offs_d < HEAD_PAD)
     if at < q_blocks:
         total = _block(
-            q_out_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, at * BLOCK_Q, b,
-            q_stride_b, q_stride_n, n_q, eps,
-            CHANNELS, HEAD_DIM, BLOCK_C, BLOCK_Q, ROWS, Q_NORM, ROPE, Q_NORM > 0 or ROPE,
+            q_out_ptr + b * n_q * CHANNELS, q_ptr + b * q_stride_b, q_weight_ptr,
+            cos_ptr, sin_ptr, at * BLOCK_Q, q_stride_n, n_q, eps,
+            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, BLOCK_Q, Q_NORM, ROPE,
         )  # fmt: skip
         mean = (total / tl.minimum(BLOCK_Q, n_q - at * BLOCK_Q)).to(q_ptr.dtype.element_ty)
-        bh = b.to(tl.int64) * (CHANNELS // HEAD_DIM) + offs_c // HEAD_DIM
-        out = q_pooled_ptr + (bh * q_blocks + at) * HEAD_PAD + offs_c % HEAD_DIM
-        tl.store(out, mean, mask=mask_c)
+        pooled = q_pooled_ptr + ((b * heads + offs_h) * q_blocks + at) * HEAD_PAD + offs_d
+        tl.store(pooled, mean, mask=mask)
     else:
         at -= q_blocks
         total = _block(
-            k_out_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, at * K_TOKENS, b,
-            k_stride_b, k_stride_n, n_kv, eps,
-            CHANNELS, HEAD_DIM, BLOCK_C, K_TOKENS, ROWS, K_NORM, ROPE, K_NORM > 0 or ROPE,
+            k_out_ptr + b * n_kv * CHANNELS, k_ptr + b * k_stride_b, k_weight_ptr,
+            cos_ptr, sin_ptr, at * K_TOKENS, k_stride_n, n_kv, eps,
+            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, K_TOKENS, K_NORM, ROPE,
         )  # fmt: skip
-        tl.store(
-            k_sums_ptr + (b.to(tl.int64) * k_parts + at) * CHANNELS + offs_c, total, mask=mask_c
-        )
+        sums = k_sums_ptr + ((b * k_parts + at) * heads + offs_h) * HEAD_PAD + offs_d
+        tl.store(sums, total, mask=mask)
 
 
 def prepare_tokens(
@@ -117,23 +154,20 @@ def prepare_tokens(
 ) -> Tokens:
     """q [B, Nq, H*D] and k [B, Nk, H*D] once more, with their means; cos and sin [N, D] or None.
 
-    norm_q and norm_k are RMSNorm weights: [H*D], or [D] where D is a power of two, or None.
+    norm_q and norm_k are RMSNorm weights: [H*D], or [D] per head, or None.
     """
     target_of(q.device)
     q, k = dense_rows(q), dense_rows(k)
     (batch, n_q, channels), n_kv = q.shape, k.shape[1]
     head_dim = channels // heads
-    head_pad, block_c = pad_head(head_dim), triton.next_power_of_2(channels)
+    head_pad, heads_pad = pad_head(head_dim), triton.next_power_of_2(heads)
     q_blocks, k_parts = triton.cdiv(n_q, block_q), triton.cdiv(n_kv, _K_TOKENS)
     q_norm, k_norm = (norm_form(weight, None, channels) for weight in (norm_q, norm_k))
     rope = cos is not None
-    # Padded channels are read as zeros.
-    empty = torch.empty if head_pad == head_dim else torch.zeros
-    q_pooled = empty(batch, heads, q_blocks, head_pad, dtype=q.dtype, device=q.device)
-    k_sums = torch.empty(batch, k_parts, channels, dtype=torch.float32, device=q.device)
+    q_pooled = torch.empty(batch, heads, q_blocks, head_pad, dtype=q.dtype, device=q.device)
+    k_sums = torch.empty(batch, k_parts, heads, head_pad, dtype=torch.float32, device=q.device)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_norm or rope else q
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device) if k_norm or rope else k
-    warps = 4 if block_c <= 1024 else 8
     launch(
         prepare_tokens_kernel,
         (q_blocks + k_parts, batch),
@@ -160,17 +194,13 @@ def prepare_tokens(
         CHANNELS=channels,
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad,
-        BLOCK_C=block_c,
+        HEADS_PAD=heads_pad,
         BLOCK_Q=block_q,
         K_TOKENS=_K_TOKENS,
-        ROWS=max(1, min(4, _VALUES // block_c)),
         Q_NORM=q_norm,
         K_NORM=k_norm,
         ROPE=rope,
-        num_warps=warps,
+        num_warps=4 if heads_pad * head_pad <= _FEW else 8,
         num_stages=1,
     )
-    mean = (k_sums.sum(1) / n_kv).view(batch, heads, head_dim)
-    if head_pad > head_dim:
-        mean = torch.nn.functional.pad(mean, (0, head_pad - head_dim))
-    return Tokens(q_out, k_out, q_pooled, mean.to(k.dtype))
+    return Tokens(q_out, k_out, q_pooled, (k_sums.sum(1) / n_kv).to(k.dtype))

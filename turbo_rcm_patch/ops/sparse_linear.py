@@ -97,13 +97,6 @@ def _forward(
     if attention in QMAX and resolve_impl(cast("Impl", impl), q.device) == "triton":
         from turbo_rcm_patch.kernels.sparse_attention import sparse_linear_attention as launch
 
-        channels = q.shape[-1]
-        if not all(_in_kernel(norm, channels) for norm in (norm_q, norm_k)):
-            q, k = (
-                _rotated(q, heads, norm_q, cos, sin, eps),
-                _rotated(k, heads, norm_k, cos, sin, eps),
-            )
-            norm_q = norm_k = cos = sin = None
         out: Tensor = launch(
             q,
             k,
@@ -144,26 +137,6 @@ def _forward(
         )  # fmt: skip
     linear = reference.linear_branch(qh, kh, vh, weight, bias, dtype=q.dtype)
     return (sparse + linear).transpose(1, 2).flatten(2).to(out_dtype)
-
-
-def _in_kernel(norm: Tensor | None, channels: int) -> bool:
-    """Whether the kernels have this RMSNorm: over whole rows, or over heads of 2**n channels."""
-    if norm is None or norm.numel() == channels:
-        return True
-    return norm.numel() & (norm.numel() - 1) == 0
-
-
-def _rotated(
-    x: Tensor,
-    heads: int,
-    weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-) -> Tensor:
-    """x [B, N, H*D] normalised and rotated, in its own dtype."""
-    rows = prepare(x, heads, weight, None, cos, sin, eps).transpose(1, 2).flatten(2)
-    return rows.to(x.dtype)
 
 
 sparse_linear_forward = torch.library.custom_op(
