@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.patching.test_sla import with_sla
+from tests.patching.sla import with_sla
 from tests.sampling.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.__main__ import main
