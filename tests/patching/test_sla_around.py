@@ -64,6 +64,23 @@ def test_hooks_that_come_later_run_it_and_go_without_a_trace() -> None:
     assert torch.equal(run(model, given), dense)
 
 
+def test_offloaded_layer_by_layer_it_runs_as_it_is_defined() -> None:
+    """accelerate hooks every module that holds a tensor, so also an attention with a proj_l."""
+    from accelerate import cpu_offload
+
+    model, given = with_sla(T2V.model()), inputs_of(T2V)
+    expected, held = run(oracle(model), given), attached_proj_l(model.blocks[0].attn1)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    after = attached_proj_l(model.blocks[0].attn1)
+    assert held is not None and after is not None and torch.equal(held[0], after[0])
+    dense = run(model, given)
+    with patched(model, INT8) as report:
+        assert "AlignDevicesHook" in report.pairs[0].reason
+        assert report.pairs[0].reason.endswith("SLA runs as it is defined, in plain torch")
+        assert relative(run(model, given), expected) < TIGHT
+    assert torch.equal(run(model, given), dense)
+
+
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # the author's norms
 def test_under_autocast_the_author_s_block_runs_it() -> None:
     model, given = with_sla(T2V.model()), inputs_of(T2V)
