@@ -127,6 +127,12 @@ def test_load_pipeline_attaches_and_patching_runs_it(sla_folder: Path) -> None:
     assert torch.equal(generate(pipe, PROMPT, settings=settings).latents, dense)
 
 
+def test_pairs_lists_it_without_loading_weights(sla_folder: Path, capsys) -> None:
+    assert main(["pairs", "--model", str(sla_folder)]) == 0
+    text = capsys.readouterr().out
+    assert "attn1.proj_l" in text and "sla_topk=0.1" in text
+
+
 def test_generate_takes_the_share(sla_folder: Path, tmp_path: Path, capsys) -> None:
     quick = ["--height", "32", "--width", "32", "--num-frames", "5", "--steps", "2"]
     quick += ["--max-sequence-length", "16", "--device", "cpu", "--prompt", PROMPT]
