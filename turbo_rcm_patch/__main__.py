@@ -86,6 +86,16 @@ def _parser() -> argparse.ArgumentParser:
         "remedies. Exit code 1 if something that is needed is missing.",
     )
     doctor.set_defaults(run="doctor")
+    support = commands.add_parser(
+        "support",
+        help="the known models, and what was proven with each",
+        description="Print the known classes with the skip pairs of their published models, and "
+        "what is supported with each, as far as a test proves it.",
+    )
+    support.add_argument(
+        "--write", type=Path, metavar="FILE", help="write it to the place that FILE has for it"
+    )
+    support.set_defaults(run="support")
     demo = commands.add_parser(
         "demo",
         help="the whole way on a shipped model, without a GPU",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -178,6 +179,30 @@ def test_a_full_or_closed_disk_is_told_at_once(tmp_path: Path) -> None:
         staged(tmp_path / "file" / "out", force=False, folder=True),
     ):
         pass
+
+
+def test_copies_of_the_base_need_room_too(
+    pth: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """A base as the hub's cache has it, whose files are links; its transformer is not copied."""
+    base, blobs, out = base_folder(tmp_path / "base"), tmp_path / "blobs", tmp_path / "out"
+    blobs.mkdir()
+    vae = base / "vae" / "diffusion_pytorch_model.safetensors"
+    vae.rename(blobs / "vae")
+    vae.symlink_to(blobs / "vae")
+    os.truncate(blobs / "vae", 2**27)
+    os.truncate(next((base / "transformer").glob("*.safetensors")), 2**30)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**26))
+    command = ["convert", str(pth), str(out), "--base", str(base)]
+    assert main([*command, "--copy"]) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert "no room for out" in text and "0.1 GiB of them copies" in text and "--copy" in text
+    assert main(command) == 0 and (out / "vae").is_symlink()
+    vae.unlink()
+    vae.symlink_to(blobs / "nothing")
+    assert main([*command, "--copy", "--force"]) == 2
+    assert "a link to nothing" in capsys.readouterr().err and (out / "vae").is_symlink()
 
 
 @pytest.mark.slow

@@ -26,6 +26,26 @@ def test_comparison(command: str, tmp_path: Path) -> None:
     assert document["machine"]["device"] == torch.cuda.get_device_name()
 
 
+def test_linear(tmp_path: Path) -> None:
+    assert main(["linear", *MICRO, "--out", str(tmp_path)]) == 0
+    (case,) = json.loads((tmp_path / "linear.json").read_text())["cases"].values()
+    assert {one["status"] for one in case["methods"].values()} == {"timed"}
+
+
+def test_sparse_linear_networks(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """With `--turbodiffusion PATH` its own class and its own kernel too."""
+    path = pytestconfig.getoption("--turbodiffusion")
+    given = ["--only", "turbo-1.3b", *(["--turbodiffusion", path] if path else [])]
+    assert main(["network", *MICRO, *given, "--out", str(tmp_path)]) == 0
+    cases = json.loads((tmp_path / "network_turbo.json").read_text())["cases"]
+    found = cases["diffusers"]["variants"]
+    assert {one["status"] for one in found.values()} == {"timed"}
+    if path:
+        found = cases["WanModel"]["variants"]
+        assert found["eager SLA"]["status"] == "timed"
+        assert found["eager SLA"]["error"]["relative_l2"] < 0.02
+
+
 def test_attention_times_graphs_and_kernels(tmp_path: Path) -> None:
     given = ["--only", "H1-N40-D64", "--peers", "ours bf16,torch flash", "--out", str(tmp_path)]
     assert main(["attention", *MICRO, *given]) == 0

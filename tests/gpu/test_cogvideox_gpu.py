@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.patching.cogvideox import CASES, Case, cogvideox, widened
+from tests.patching.cogvideox import BOTH_CLASSES, CASES, Case, cogvideox, widened
 from tests.patching.wan import relative, run
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.ops import project_skip_streams
@@ -42,6 +42,7 @@ def on_gpu(value: Any) -> Any:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("linear", ["as-is", "int8"])
+@pytest.mark.supports(BOTH_CLASSES, "Triton kernels")
 def test_network_error_in_bf16(case: Case, linear: str) -> None:
     model, inputs = case.model(BF16).to(GPU), on_gpu(case.inputs(batch=2, dtype=BF16))
     truth = run(case.model(BF16).float().to(GPU), **widened(inputs))

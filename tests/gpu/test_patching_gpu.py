@@ -13,7 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from diffusers.hooks import apply_group_offloading
 
 from tests.patching.wan import CASES, Case, dicts, relative, run, wan
-from tests.patching.wan_family import FAMILIES, Family
+from tests.patching.wan_family import FAMILIES, Family, classes
 from turbo_rcm_patch import PatchConfig, errors, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.config import Form
 
@@ -70,6 +70,7 @@ def middle_inputs(frames: int = 9, side: int = 56) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("form", ["two-launch", "one-launch"])
+@pytest.mark.supports("WanTransformer3DModel", "Triton kernels")
 def test_network_error_in_bf16(case: Case, form: Form) -> None:
     model, inputs = case.model(BF16).to(GPU), on_gpu(case.inputs(batch=2, dtype=BF16))
     truth = run(case.model(BF16).float().to(GPU), **wide(inputs))
@@ -83,6 +84,7 @@ def test_network_error_in_bf16(case: Case, form: Form) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.supports(classes(FAMILIES), "Triton kernels")
 def test_network_error_of_the_family_in_bf16(family: Family) -> None:
     model, inputs = family.model(BF16).to(GPU), on_gpu(family.inputs(dtype=BF16))
     truth = run(family.model(BF16).float().to(GPU), **wide(inputs))

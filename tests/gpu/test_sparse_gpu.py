@@ -198,6 +198,7 @@ def test_inside_a_cuda_graph_and_a_compiled_function() -> None:
 
 @pytest.mark.parametrize("kind", ["original", "sla", "sagesla"])
 @pytest.mark.parametrize("fast", [False, True], ids=["trained-norms", "fast-norms"])
+@pytest.mark.supports("WanModel", "Triton kernels")
 def test_turbodiffusion_s_model(kind: str, fast: bool) -> None:
     """The stand-in of the patcher tests in bf16, near the same network in fp32."""
     model = tiny(dim=256)

@@ -22,7 +22,7 @@ from turbo_rcm_patch.kernels.launch import Target, Tile
 MODULES = (
     "prologue", "hopper_prologue", "quantize", "attention", "hopper", "project", "one_launch",
     "skip", "rows", "norm_rows", "int8_linear", "hopper_linear", "denoise",
-    "block_map", "linear_branch", "sparse_attention",
+    "block_map", "linear_branch", "hopper_key_value", "sparse_attention", "sparse_tokens",
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
@@ -157,6 +157,7 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
         block_q, block_k = case["blocks"]
         modules["sparse_attention"].sparse_linear_attention(
             q, k, v, empty(dim, dim, dtype=torch.float32), empty(dim), heads=heads,
+            norm_q=common["norm_q"], norm_k=common["norm_k"], cos=table, sin=table, eps=1e-6,
             count=max(1, tokens // block_k // 10), block_q=block_q, block_k=block_k, qmax=127,
             pv=case["pv"], smooth_k=True, sm_scale=dim**-0.5, out_dtype=dtype,
         )  # fmt: skip

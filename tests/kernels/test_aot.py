@@ -160,8 +160,7 @@ def test_other_variants_compile(
 
 
 SPARSE = {
-    "pool_kernel",
-    "key_value_kernel",
+    "prepare_tokens_kernel",
     "select_kernel",
     "sparse_attention_kernel",
 }

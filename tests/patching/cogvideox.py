@@ -93,6 +93,9 @@ class Case:
         return given
 
 
+#: Names of the two classes.
+COGVIDEOX, CONSISID = BOTH_CLASSES = ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel")
+
 CASES = [
     Case("2b"),
     Case("5b", rotary=True),
@@ -109,9 +112,13 @@ CASES = [
     Case("no-bias", {"attention_bias": False}, fuse_qkv=True),
     Case("geglu", {"activation_fn": "geglu"}),
     Case("three-heads-of-16", {"num_attention_heads": 3, "attention_head_dim": 16}, rotary=True),
+    Case("consisid-fused-qkv", rotary=True, fuse_qkv=True, consisid=True),
     Case("consisid", rotary=True, consisid=True),
     Case("consisid-face", FACE, rotary=True, consisid=True, as_written=1),
 ]
+ROTARY = CASES[1]
+#: One case of each class, for what costs more time.
+ONE_EACH = [ROTARY, CASES[-2]]
 
 
 def widened(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def add_lora(model: Any) -> None:
 
 
 @BOTH
+@pytest.mark.supports("WanTransformer3DModel", "LoRA")
 def test_lora(patch_first: bool) -> None:
     model = wan()
     without = run(model)
@@ -130,6 +131,7 @@ def faster(model: Any) -> None:
 @BOTH
 @pytest.mark.parametrize("cache", [first_block, pyramid, faster])
 @pytest.mark.parametrize("guard", [False, True], ids=["no-guard", "guard"])
+@pytest.mark.supports("WanTransformer3DModel", "FirstBlockCache", "PAB, FasterCache")
 def test_caches(cache: Callable[[Any], None], patch_first: bool, guard: bool) -> None:
     model = wan()
     without = loop(model)
@@ -213,6 +215,7 @@ def group_offloading(kind: str) -> Iterator[Callable[[Any], None]]:
 
 @BOTH
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+@pytest.mark.supports("WanTransformer3DModel", "offloading, casting")
 def test_group_offloading_to_disk(kind: str, patch_first: bool) -> None:
     model = wan()
     expected = run(model)
@@ -233,6 +236,7 @@ def cast_layers(model: Any) -> None:
 
 
 @BOTH
+@pytest.mark.supports("WanTransformer3DModel", "offloading, casting")
 def test_layerwise_casting(patch_first: bool) -> None:
     model = wan()
     cast_layers(model)
@@ -250,6 +254,7 @@ def offload_sequentially(model: Any) -> None:
 
 
 @BOTH
+@pytest.mark.supports("WanTransformer3DModel", "offloading, casting")
 def test_sequential_offloading(patch_first: bool) -> None:
     model = wan()
     expected = run(model)

@@ -23,7 +23,17 @@ from diffusers.models import attention_processor
 from diffusers.models.transformers import cogvideox_transformer_3d
 from torch import nn
 
-from tests.patching.cogvideox import CASES, Case, cogvideox, widened
+from tests.patching.cogvideox import (
+    BOTH_CLASSES,
+    CASES,
+    COGVIDEOX,
+    CONSISID,
+    ONE_EACH,
+    ROTARY,
+    Case,
+    cogvideox,
+    widened,
+)
 from tests.patching.wan import EXACT, INT8, dicts, relative, run
 from turbo_rcm_patch import PatchConfig, errors, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.patching.families import cogvideox_block
@@ -31,13 +41,14 @@ from turbo_rcm_patch.patching.families import cogvideox_block
 BF16 = torch.bfloat16
 EXACT_GUARDED = PatchConfig(attention="exact")
 EVERY = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-ROTARY = CASES[1]
+EACH_CLASS = pytest.mark.parametrize("case", ONE_EACH, ids=lambda case: case.name)
 
 
 # --- which pairs there are -----------------------------------------------------------------------
 
 
 @EVERY
+@pytest.mark.supports(CONSISID, "control, faces")
 def test_every_pair_is_listed_and_changes_nothing(case: Case) -> None:
     model = case.model()
     before = dicts(model)
@@ -138,6 +149,8 @@ def test_exact_attention_is_the_author_s_forward(case: Case) -> None:
 
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.supports(BOTH_CLASSES, "self-attention", "feed-forward")
+@pytest.mark.supports(BOTH_CLASSES, "fused QKV")
 def test_int8_stays_near_the_truth(case: Case, dtype: torch.dtype) -> None:
     truth_model, model = case.model(dtype).float(), case.model(dtype)
     inputs = case.inputs(dtype=dtype)
@@ -153,13 +166,16 @@ def test_int8_stays_near_the_truth(case: Case, dtype: torch.dtype) -> None:
 
 
 @EVERY
+@pytest.mark.supports(BOTH_CLASSES, "int8 Linears")
 def test_int8_linears_stay_near_the_author_s_forward(case: Case) -> None:
     model, inputs = case.model(), case.inputs(batch=2)
     expected = run(model, **inputs)
     linear = PatchConfig(attention="exact", linear="int8", guard=False)
     with patched(model, linear) as report:
         assert 1e-3 < relative(run(model, **inputs), expected) < 0.02
-        qkv = ("to_qkv",) if case.fuse_qkv and not case.unfuse else ("to_q", "to_k", "to_v")
+        # diffusers' ConsisID keeps its processor when fused, which reads the three.
+        to_qkv = case.fuse_qkv and not (case.unfuse or case.consisid)
+        qkv = ("to_qkv",) if to_qkv else ("to_q", "to_k", "to_v")
         assert report.pairs[0].int8_linears == (*qkv, "to_out.0")
         first = () if "activation_fn" in case.config else ("net.0.proj",)
         assert report.pairs[1].int8_linears == (*first, "net.2")
@@ -188,6 +204,7 @@ def test_each_option_of_the_forward_reaches_the_output() -> None:
 
 
 @EVERY
+@pytest.mark.supports(BOTH_CLASSES, "unpatched, bit-equal")
 def test_unpatch_leaves_nothing_behind(case: Case) -> None:
     model, inputs = case.model(), case.inputs()
     expected, before = run(model, **inputs), dicts(model)
@@ -220,8 +237,10 @@ def test_copies_of_a_patched_model_stand_alone() -> None:
 # --- the guard -----------------------------------------------------------------------------------
 
 
-def test_guard_compares_and_does_not_change_the_output() -> None:
-    model, inputs = ROTARY.model(), ROTARY.inputs()
+@pytest.mark.supports(BOTH_CLASSES, "the guard")
+@EACH_CLASS
+def test_guard_compares_and_does_not_change_the_output(case: Case) -> None:
+    model, inputs = case.model(), case.inputs()
     with patched(model, INT8):
         without = run(model, **inputs)
     report = patch_model(model)
@@ -276,6 +295,7 @@ def test_non_finite_input_is_named() -> None:
 
 
 @pytest.mark.parametrize("scheduler", [CogVideoXDDIMScheduler, CogVideoXDPMScheduler])
+@pytest.mark.supports(COGVIDEOX, "its pipeline")
 def test_a_real_pipeline(scheduler: Any) -> None:
     """Neither scheduler counts its steps: the guard finds the last one all the same."""
     pipe = CogVideoXPipeline(
@@ -392,7 +412,7 @@ def test_signature_drift(owner: type, name: str, monkeypatch: pytest.MonkeyPatch
         patch_model(model)
 
 
-def test_dtype_head_dim_and_parallelism_are_refused() -> None:
+def test_dtype_and_head_dim_are_refused() -> None:
     model = cogvideox()
     model.transformer_blocks[1].attn1.to_k.double()
     with pytest.raises(errors.DTypeError, match=r"transformer_blocks\.1\.attn1\.to_k\.weight"):
@@ -403,7 +423,12 @@ def test_dtype_head_dim_and_parallelism_are_refused() -> None:
         )
     with pytest.raises(errors.HeadDimError, match="320"):
         patch_model(model)
-    model = cogvideox()
+
+
+@pytest.mark.supports(BOTH_CLASSES, "context parallel")
+@EACH_CLASS
+def test_context_parallel_is_refused(case: Case) -> None:
+    model = case.model()
     model._parallel_config = object()
     before = dicts(model)
     with pytest.raises(errors.ContextParallelError):
@@ -413,7 +438,7 @@ def test_dtype_head_dim_and_parallelism_are_refused() -> None:
     patch_model(model)
     model.transformer_blocks[1].attn1.processor._parallel_config = object()
     with pytest.raises(errors.ContextParallelError):
-        run(model, **CASES[0].inputs())
+        run(model, **case.inputs())
     unpatch_model(model)
 
 

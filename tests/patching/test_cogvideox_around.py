@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.patching.cogvideox import CASES, Case
+from tests.patching.cogvideox import BOTH_CLASSES, CASES, COGVIDEOX, ONE_EACH, ROTARY, Case
 from tests.patching.test_around import (
     BOTH,
     add_lora,
@@ -33,14 +33,15 @@ __all__ = ["fresh_dynamo"]
 
 BF16 = torch.bfloat16
 EXACT_GUARDED = PatchConfig(attention="exact")
-ROTARY = CASES[1]
+EACH_CLASS = pytest.mark.parametrize("case", ONE_EACH, ids=lambda case: case.name)
 
 
 # --- adapters, caches, offloading, casting -------------------------------------------------------
 
 
 @BOTH
-@pytest.mark.parametrize("case", [ROTARY, CASES[-2]], ids=lambda case: case.name)
+@EACH_CLASS
+@pytest.mark.supports(BOTH_CLASSES, "LoRA")
 def test_lora(case: Case, patch_first: bool) -> None:
     model, inputs = case.model(), case.inputs()
     without = run(model, **inputs)
@@ -60,6 +61,7 @@ def test_lora(case: Case, patch_first: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("cache", [first_block, pyramid, faster])
+@pytest.mark.supports(COGVIDEOX, "FirstBlockCache", "PAB, FasterCache")
 def test_caches(cache: Callable[[Any], None], patch_first: bool) -> None:
     model = ROTARY.model()
     without = loop(model, ROTARY.inputs())
@@ -80,8 +82,10 @@ def test_caches(cache: Callable[[Any], None], patch_first: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
-def test_group_offloading_to_disk(kind: str, patch_first: bool) -> None:
-    model, inputs = ROTARY.model(), ROTARY.inputs()
+@EACH_CLASS
+@pytest.mark.supports(BOTH_CLASSES, "offloading, casting")
+def test_group_offloading_to_disk(case: Case, kind: str, patch_first: bool) -> None:
+    model, inputs = case.model(), case.inputs()
     expected = run(model, **inputs)
     with group_offloading(kind) as offload:
         report = both_orders(model, offload, patch_first)
@@ -96,11 +100,15 @@ def test_group_offloading_to_disk(kind: str, patch_first: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("feature", [cast_layers, offload_sequentially])
-def test_weights_that_move_are_not_read(feature: Callable[[Any], None], patch_first: bool) -> None:
-    model, inputs = ROTARY.model(), ROTARY.inputs()
+@EACH_CLASS
+@pytest.mark.supports(BOTH_CLASSES, "offloading, casting")
+def test_weights_that_move_are_not_read(
+    case: Case, feature: Callable[[Any], None], patch_first: bool
+) -> None:
+    model, inputs = case.model(), case.inputs()
     feature(model)
     expected = run(model, **inputs)
-    model = ROTARY.model()
+    model = case.model()
     report = both_orders(model, feature, patch_first)
     assert relative(run(model, **inputs), expected) < 1e-5
     assert {pair.runs for pair in report.pairs} == {"after-linear"}
@@ -111,19 +119,21 @@ def test_weights_that_move_are_not_read(feature: Callable[[Any], None], patch_fi
 # --- training, dtypes, what is called ------------------------------------------------------------
 
 
-def test_gradients_and_checkpointing_are_the_author_s() -> None:
+@EACH_CLASS
+@pytest.mark.supports(BOTH_CLASSES, "training")
+def test_gradients_and_checkpointing_are_the_author_s(case: Case) -> None:
     def gradients(model: Any, checkpointing: bool) -> dict[str, torch.Tensor]:
         model.train().requires_grad_(True)
         model.zero_grad()
         if checkpointing:
             model.enable_gradient_checkpointing()
-        model(**ROTARY.inputs())[0].square().mean().backward()
+        model(**case.inputs())[0].square().mean().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    expected = gradients(ROTARY.model(), False)
+    expected = gradients(case.model(), False)
     assert len(expected) > 20
     for checkpointing in (False, True):
-        model = ROTARY.model()
+        model = case.model()
         with patched(model, EXACT_GUARDED):
             found = gradients(model, checkpointing)
         assert found.keys() == expected.keys()
@@ -297,7 +307,8 @@ def test_gates_of_another_dtype_promote_as_in_the_author_s_sum(hook: str | None)
 # --- compilation ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [CASES[i] for i in (0, 1, 5)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CASES[i] for i in (0, 1, 5, -2)], ids=lambda case: case.name)
+@pytest.mark.supports(BOTH_CLASSES, "torch.compile")
 def test_compiles_without_graph_break_or_recompile(case: Case) -> None:
     model, backend = case.model(), Counting()
     with patched(model):

@@ -31,6 +31,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", [CASES[i] for i in (0, 1, 3, 4)], ids=lambda case: case.name)
+@pytest.mark.supports("WanTransformer3DModel", "torch.compile")
 def test_whole_model_without_graph_break_or_recompile(case: Case) -> None:
     model, backend = case.model(), Counting()
     with patched(model, PatchConfig(guard=True)):

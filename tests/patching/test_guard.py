@@ -30,6 +30,7 @@ def denoise(model: Any, steps: int, names: tuple[str, ...] = ("cond", "uncond"))
                 run(model)
 
 
+@pytest.mark.supports("WanTransformer3DModel", "the guard")
 def test_first_and_last_step_with_guidance() -> None:
     model = wan()
     report = patch_model(model)
@@ -71,6 +72,7 @@ def test_switched_off() -> None:
     assert len(report.guard) == 0 and "guard: off" in str(report)
 
 
+@pytest.mark.supports("WanTransformer3DModel", "the guard")
 def test_over_budget_goes_back_to_the_author_s_code() -> None:
     model = wan()
     expected = run(model)
@@ -167,6 +169,7 @@ def generate(pipe: Any, steps: int) -> torch.Tensor:
     return latents
 
 
+@pytest.mark.supports("WanTransformer3DModel", "its pipeline")
 def test_a_real_pipeline() -> None:
     pipe = pipeline(second=False)
     expected = generate(pipe, 3)

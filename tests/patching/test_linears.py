@@ -39,6 +39,7 @@ def quantised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.supports("WanTransformer3DModel", "int8 Linears")
 def test_near_the_author_s_forward(case: Case) -> None:
     model, inputs = case.model(), case.inputs(batch=2)
     expected = run(model, **inputs)
@@ -350,6 +351,7 @@ def test_then_the_pair() -> None:
 
 
 @pytest.mark.parametrize("projection", [True, False], ids=["projection", "bare"])
+@pytest.mark.supports("RCMAttention", "int8 Linears")
 def test_an_rcm_module(projection: bool) -> None:
     module = RCMAttention(dim=64, num_heads=2, projection=projection).eval()
     x, t = torch.randn(2, 30, 64), torch.tensor([0.3, 0.9])

@@ -30,6 +30,15 @@ def test_exact_attention_is_the_author_s_forward(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.supports(
+    "WanTransformer3DModel",
+    "self-attention",
+    "cross-attention",
+    "image branch",
+    "feed-forward",
+    "gate per token",
+    "fused QKV",
+)
 def test_int8_stays_near_the_truth(case: Case, dtype: torch.dtype) -> None:
     truth_model, model = case.model(dtype).float(), case.model(dtype)
     inputs = case.inputs(dtype=dtype)
@@ -57,6 +66,7 @@ def test_int4_is_worse_than_int8_so_the_attention_reaches_the_output() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("guard", [False, True], ids=["no-guard", "guard"])
+@pytest.mark.supports("WanTransformer3DModel", "unpatched, bit-equal")
 def test_unpatch_leaves_nothing_behind(case: Case, guard: bool) -> None:
     model, inputs = case.model(), case.inputs()
     expected, before = run(model, **inputs), dicts(model)
@@ -220,6 +230,7 @@ def test_save_pretrained_of_a_patched_model_is_the_unpatched_one(tmp_path: Path)
         ).read_bytes()
 
 
+@pytest.mark.supports("WanTransformer3DModel", "training")
 def test_gradients_and_checkpointing_are_the_author_s() -> None:
     def gradients(model: Any, checkpointing: bool) -> dict[str, torch.Tensor]:
         model.train().requires_grad_(True)

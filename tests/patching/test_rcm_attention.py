@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.patching.wan import EXACT, dicts, relative
+from tests.patching.wan import EXACT, INT8, dicts, relative, with_lora
 from turbo_rcm_patch import PatchConfig, errors, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.models import RCMAttention
 
@@ -22,6 +22,7 @@ X = torch.randn(2, 77, 128, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("projection", [True, False])
 @pytest.mark.parametrize("t", [0.0, 0.7, torch.tensor([0.3, 5.0])], ids=["zero", "float", "each"])
+@pytest.mark.supports("RCMAttention", "self-attention", "the guard", "unpatched, bit-equal")
 def test_patched_is_two_pass(projection: bool, t: float | torch.Tensor) -> None:
     made = module(projection=projection)
     expected, before = made(X, t), dicts(made)
@@ -60,6 +61,7 @@ def test_a_projection_that_is_not_plain_is_called() -> None:
         assert relative(made(X, 0.5), expected) < 3e-6
 
 
+@pytest.mark.supports("RCMAttention", "training")
 def test_gradients_are_equal() -> None:
     def gradients(made: RCMAttention) -> list[torch.Tensor]:
         made.train().requires_grad_(True)
@@ -92,3 +94,22 @@ def test_refusals() -> None:
         patch_model(RCMAttention(512, 1))
     with pytest.raises(errors.NothingToPatchError):
         patch_model(module(), PatchConfig(kinds=("cross",)))
+
+
+@pytest.mark.supports("RCMAttention", "LoRA")
+def test_lora() -> None:
+    made = module()
+    with_lora(made, "qkv", "proj")
+    expected = made(X, 0.5)
+    assert relative(module()(X, 0.5), expected) > 0.05
+    with patched(made, EXACT) as report:
+        assert report.pairs[0].runs == "after-linear" and "peft" in report.pairs[0].reason
+        assert relative(made(X, 0.5), expected) < 3e-6
+
+
+@pytest.mark.supports("RCMAttention", "torch.compile")
+def test_compiles_without_a_break() -> None:
+    made = module()
+    with patched(made, INT8):
+        compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+        assert relative(compiled(X, 0.5), made(X, 0.5)) < 1e-5

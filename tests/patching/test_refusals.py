@@ -188,6 +188,7 @@ def on_processor(model: Any) -> None:
 
 
 @pytest.mark.parametrize("enable", [on_model, on_processor])
+@pytest.mark.supports("WanTransformer3DModel", "context parallel")
 def test_context_parallel_before(enable: Callable[[Any], None]) -> None:
     model = wan()
     enable(model)

@@ -27,9 +27,12 @@ from tests.patching.sla import (
     with_sla,
 )
 from tests.patching.wan import Case, relative
-from tests.patching.wan_family import FAMILIES
+from tests.patching.wan_family import classes, named
 from turbo_rcm_patch import PatchConfig, find_pairs, patched
 from turbo_rcm_patch.patching.sla import attached_proj_l, detach_proj_l
+
+THE_REST = ("chronoedit", "animate", "skyreels-forcing", "vace", "flf2v")
+
 
 # --- what it computes ---------------------------------------------------------------------------
 
@@ -45,6 +48,7 @@ def test_exact_attention_is_sla_as_it_is_defined(case: Case, topk: float) -> Non
     assert torch.equal(run(model, given), dense)
 
 
+@pytest.mark.supports("WanTransformer3DModel", "SLA")
 @pytest.mark.parametrize("case", BY_CASE, ids=names(BY_CASE))
 def test_int8_stays_near_it(case: Case) -> None:
     model, given = with_sla(case.model()), inputs_of(case)
@@ -188,7 +192,7 @@ def test_what_is_left_dense_is_said(leave: Any) -> None:
 
 
 def test_a_mask_leaves_it_dense() -> None:
-    family = next(f for f in FAMILIES if f.name == "skyreels-masked")
+    family = named("skyreels-masked")
     model, given = with_sla(family.model()), family.inputs()
     dense = run(model, given)
     with patched(model, EXACT) as report:
@@ -196,11 +200,15 @@ def test_a_mask_leaves_it_dense() -> None:
         assert relative(run(model, given), dense) < TIGHT
 
 
-@pytest.mark.parametrize("name", ["chronoedit", "animate", "skyreels-forcing", "vace", "flf2v"])
+@pytest.mark.supports(classes(map(named, THE_REST)), "SLA")
+@pytest.mark.parametrize("name", THE_REST)
 def test_the_rest_of_the_family_runs_it_too(name: str) -> None:
-    family = next(f for f in FAMILIES if f.name == name)
+    family = named(name)
     model, given = with_sla(family.model()), family.inputs()
     expected = run(oracle(model), given)
     with patched(model, EXACT) as report:
         assert sum(pair.path.endswith("proj_l") for pair in report.pairs) == 2
         assert relative(run(model, given), expected) < TIGHT
+    with patched(model, INT8) as report:
+        assert sum(pair.fused for pair in report.pairs if pair.path.endswith("proj_l")) == 2
+        assert 0 < relative(run(model, given), expected) < 0.02

@@ -20,7 +20,7 @@ from tests.patching.turbodiffusion import (
     with_fast_norms,
     with_sparse,
 )
-from tests.patching.wan import EXACT, INT8, dicts, relative
+from tests.patching.wan import EXACT, INT8, dicts, relative, with_lora
 from turbo_rcm_patch import PatchConfig, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.errors import (
     ContextParallelError,
@@ -69,6 +69,9 @@ def test_exact_attention_is_the_author_s_forward(name: str, fast: bool) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("fast", [False, True], ids=["trained-norms", "fast-norms"])
+@pytest.mark.supports(
+    "WanModel", "self-attention", "cross-attention", "image branch", "feed-forward"
+)
 def test_int8_in_bf16_stays_near_the_truth(name: str, fast: bool) -> None:
     model, inputs = tiny(**CASES[name]).to(BF16), given(name, dtype=BF16)
     truth = run(copy.deepcopy(model).float(), **{k: v.float() for k, v in inputs.items()})
@@ -94,6 +97,7 @@ def test_kinds_choose_the_pairs(kinds: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("name", ["2.1-t2v", "2.1-i2v"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["original", "sla"])
+@pytest.mark.supports("WanModel", "int8 Linears")
 def test_int8_linears(name: str, sparse: bool) -> None:
     model, inputs = tiny(**CASES[name]), given(name, tokens=150)
     if sparse:
@@ -122,6 +126,7 @@ def test_the_gate_is_rounded_before_it_multiplies() -> None:
 
 @pytest.mark.parametrize("sage", [False, True], ids=["sla", "sagesla"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.supports("WanModel", "SLA")
 def test_sparse_attention_stays_near_its_author_s(sage: bool, dtype: torch.dtype) -> None:
     model = with_sparse(tiny(), sage=sage).to(dtype)
     inputs = tiny_inputs(tokens=400, dtype=dtype)
@@ -186,8 +191,23 @@ def test_hooks_and_other_linears_are_called() -> None:
     assert calls == ["self_attn", "o"]
 
 
+@pytest.mark.supports("WanModel", "LoRA")
+@pytest.mark.parametrize("sparse", [False, True], ids=["original", "sla"])
+def test_lora(sparse: bool) -> None:
+    model, inputs = with_sparse(tiny()) if sparse else tiny(), tiny_inputs(tokens=150)
+    without = run(model, **inputs)
+    with_lora(model, "q", "o", "ffn.2")
+    expected = run(model, **inputs)
+    assert relative(without, expected) > 0.05
+    with patched(model, INT8 if sparse else EXACT) as report:
+        attention, *_, ffn = report.pairs[: len(report.pairs) // 2]
+        assert attention.runs == ffn.runs == "after-linear" and "peft" in attention.reason
+        assert relative(run(model, **inputs), expected) < (0.02 if sparse else 1e-5)
+
+
 @pytest.mark.parametrize("sparse", [False, True], ids=["original", "sla"])
 @pytest.mark.parametrize("guard", [False, True], ids=["no-guard", "guard"])
+@pytest.mark.supports("WanModel", "the guard", "unpatched, bit-equal")
 def test_unpatch_leaves_nothing_behind(sparse: bool, guard: bool) -> None:
     model = with_sparse(tiny()) if sparse else tiny()
     inputs = tiny_inputs(tokens=150)
@@ -219,6 +239,7 @@ def test_the_guard_gives_a_sparse_attention_back_and_can_make_it_exact() -> None
         assert report.fused == 0
 
 
+@pytest.mark.supports("WanModel", "training")
 def test_gradients_are_those_of_the_author_s_block() -> None:
     model = with_sparse(tiny(layers=1)).requires_grad_(True)
     inputs = tiny_inputs(tokens=100)
@@ -247,6 +268,7 @@ def test_copies_are_independent() -> None:
     assert pickle.loads(pickle.dumps(forward._tables))._made is None
 
 
+@pytest.mark.supports("WanModel", "torch.compile")
 def test_compiles_without_a_break() -> None:
     model, inputs = with_sparse(tiny(layers=1, checkpoint=False)), tiny_inputs(tokens=100)
     with patched(model, INT8):
@@ -263,6 +285,7 @@ def test_another_wan_model_is_unknown() -> None:
         find_pairs(model)
 
 
+@pytest.mark.supports("WanModel", "context parallel")
 def test_a_drifted_signature_and_ranks_are_refused() -> None:
     model = tiny()
 

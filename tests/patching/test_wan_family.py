@@ -24,18 +24,26 @@ from diffusers.models.transformers import (
 )
 
 from tests.patching.wan import EXACT, INT8, dicts, relative, run
-from tests.patching.wan_family import BLOCK, FAMILIES, Family
+from tests.patching.wan_family import BLOCK, FAMILIES, Family, classes, named
 from turbo_rcm_patch import PatchConfig, errors, find_pairs, patch_model, patched, unpatch_model
 
 BF16 = torch.bfloat16
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-
-
-def named(name: str) -> Family:
-    return next(family for family in FAMILIES if family.name == name)
+#: Cases of every class, for what costs more time.
+WITH_LINEARS = (
+    "vace",
+    "animate-image-two-faces",
+    "chronoedit-i2v-fused-qkv",
+    "skyreels-masked",
+    "skyreels-forcing",
+)
+COMPILED = ("vace", "animate", "chronoedit", "skyreels-masked")
+TRAINED = ("vace", "skyreels-masked", "skyreels-forcing")
+PARALLEL = ("vace", "animate", "chronoedit", "skyreels")
 
 
 @each_family
+@pytest.mark.supports("WanAnimateTransformer3DModel", "control, faces")
 def test_every_pair_is_listed_and_changes_nothing(family: Family) -> None:
     model = family.model()
     before = dicts(model)
@@ -60,6 +68,11 @@ def test_exact_attention_is_the_author_s_forward(family: Family) -> None:
 
 @each_family
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.supports(classes(FAMILIES), "self-attention", "cross-attention", "feed-forward")
+@pytest.mark.supports(classes(f for f in FAMILIES if "image" in f.kinds), "image branch")
+@pytest.mark.supports(classes(f for f in FAMILIES if f.fuse_qkv), "fused QKV")
+@pytest.mark.supports(classes(f for f in FAMILIES if f.per_token), "gate per token")
+@pytest.mark.supports(classes(f for f in FAMILIES if f.kinds[0] == "control"), "control, faces")
 def test_int8_stays_near_the_truth(family: Family, dtype: torch.dtype) -> None:
     truth_model, model = family.model(dtype).float(), family.model(dtype)
     inputs = family.inputs(dtype=dtype)
@@ -79,6 +92,7 @@ def test_int8_stays_near_the_truth(family: Family, dtype: torch.dtype) -> None:
 
 
 @each_family
+@pytest.mark.supports(classes(FAMILIES), "the guard", "unpatched, bit-equal")
 def test_guard_sees_every_fused_pair_and_unpatching_leaves_nothing(family: Family) -> None:
     model, inputs = family.model(), family.inputs()
     expected, before = run(model, **inputs), dicts(model)
@@ -117,7 +131,8 @@ def test_autocast_runs_as_written(family: Family) -> None:
             assert torch.equal(run(model, **inputs), expected)
 
 
-@pytest.mark.parametrize("name", ["vace", "skyreels-masked", "skyreels-forcing"])
+@pytest.mark.parametrize("name", WITH_LINEARS)
+@pytest.mark.supports(classes(map(named, WITH_LINEARS)), "int8 Linears")
 def test_int8_linears(name: str) -> None:
     family = named(name)
     model, inputs = family.model(), family.inputs()
@@ -128,7 +143,8 @@ def test_int8_linears(name: str) -> None:
         assert {record.verdict for record in report.guard} == {"kept"}
 
 
-@pytest.mark.parametrize("name", ["vace", "animate", "skyreels-masked"])
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.supports(classes(map(named, COMPILED)), "torch.compile")
 def test_one_graph_over_all_steps(name: str) -> None:
     family, graphs = named(name), []
     model = family.model()
@@ -160,7 +176,8 @@ def test_copies_of_a_patched_model_stand_alone(name: str) -> None:
         assert torch.equal(run(twin, **inputs), expected)
 
 
-@pytest.mark.parametrize("name", ["vace", "skyreels-masked", "skyreels-forcing"])
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.supports(classes(map(named, TRAINED)), "training")
 def test_gradients_are_the_author_s(name: str) -> None:
     family = named(name)
 
@@ -181,6 +198,7 @@ def test_gradients_are_the_author_s(name: str) -> None:
 # --- what is special to one of them --------------------------------------------------------------
 
 
+@pytest.mark.supports("SkyReelsV2Transformer3DModel", "attention mask")
 def test_a_masked_attention_is_exact_and_its_mask_matters() -> None:
     family = named("skyreels-masked")
     model, inputs = family.model(), family.inputs()
@@ -261,7 +279,8 @@ def test_signature_drift(
     assert dicts(model) == before
 
 
-@pytest.mark.parametrize("name", ["vace", "animate", "chronoedit", "skyreels"])
+@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.supports(classes(map(named, PARALLEL)), "context parallel")
 def test_context_parallel_is_refused(name: str) -> None:
     model = named(name).model()
     blocks = model.vace_blocks if name == "vace" else model.blocks

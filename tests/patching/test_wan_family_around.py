@@ -13,12 +13,14 @@ import torch
 from diffusers.hooks import apply_group_offloading
 from peft import LoraConfig
 
+from tests.patching.test_around import both_orders, faster, first_block, loop, pyramid
 from tests.patching.wan import EXACT, relative, run
-from tests.patching.wan_family import FAMILIES
+from tests.patching.wan_family import classes, named
 from turbo_rcm_patch import patch_model, unpatch_model
 
 CPU = torch.device("cpu")
 NAMES = ("vace", "animate", "chronoedit", "skyreels-masked")
+CLASSES = classes(map(named, NAMES))
 
 
 def lora(model: Any, _: Path) -> None:
@@ -61,10 +63,11 @@ def sequential(model: Any, _: Path) -> None:
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patch-first", "patch-after"])
 @pytest.mark.parametrize("feature", [lora, casting, grouped, grouped_by_leaf, sequential])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.supports(CLASSES, "LoRA", "offloading, casting")
 def test_features_around_a_block(
     name: str, feature: Callable[[Any, Path], None], patch_first: bool, tmp_path: Path
 ) -> None:
-    family = next(family for family in FAMILIES if family.name == name)
+    family = named(name)
     inputs = family.inputs()
     reference = family.model()
     feature(reference, tmp_path / "reference")
@@ -84,8 +87,9 @@ def test_features_around_a_block(
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.supports(CLASSES, "training")
 def test_gradient_checkpointing(name: str) -> None:
-    family = next(family for family in FAMILIES if family.name == name)
+    family = named(name)
 
     def gradients(checkpointing: bool) -> dict[str, torch.Tensor]:
         model = family.model()
@@ -99,3 +103,28 @@ def test_gradient_checkpointing(name: str) -> None:
     expected, found = gradients(False), gradients(True)
     assert found.keys() == expected.keys()
     assert max(relative(found[n], expected[n]) for n in expected) < 1e-4
+
+
+@pytest.mark.supports(classes([named("vace")]), "FirstBlockCache")
+@pytest.mark.supports(CLASSES, "PAB, FasterCache")
+@pytest.mark.parametrize("patch_first", [True, False], ids=["patch-first", "patch-after"])
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    # Of these blocks diffusers knows only VACE's well enough for its FirstBlockCache.
+    [("vace", first_block), *((name, cache) for name in NAMES for cache in (pyramid, faster))],
+)
+def test_caches(name: str, cache: Callable[[Any], None], patch_first: bool) -> None:
+    family = named(name)
+    model = family.model()
+    without = loop(model, family.inputs())
+    cache(model)
+    expected = loop(model, family.inputs())
+    assert relative(expected, without) > 1e-4, "the cache must have an effect"
+    model = family.model()
+    both_orders(model, cache, patch_first)
+    assert relative(loop(model, family.inputs()), expected) < 1e-5
+    model._reset_stateful_cache()
+    unpatch_model(model)
+    assert torch.equal(loop(model, family.inputs()), expected)
+    model.disable_cache()
+    assert torch.equal(loop(model, family.inputs()), without)

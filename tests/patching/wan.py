@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from turbo_rcm_patch import PatchConfig
@@ -94,6 +95,14 @@ def wan(**config: Any) -> Any:
         block.attn2.norm_q.weight.data.mul_(3)
         nn.init.normal_(block.attn1.norm_k.weight, 1.0, 0.2)
     return model
+
+
+def with_lora(model: nn.Module, *targets: str) -> None:
+    """A LoRA with weights that are not zero in Linears of a module that is not diffusers'."""
+    torch.manual_seed(7)
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=list(targets), init_lora_weights=False)
+    inject_adapter_in_model(config, model)
+    model.eval().requires_grad_(False)
 
 
 def run(model: Any, **inputs: Any) -> torch.Tensor:

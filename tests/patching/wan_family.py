@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,11 @@ class Family:
     left: int = 0
     masked: bool = False
     frames: int = 3
+
+    @property
+    def per_token(self) -> bool:
+        """Whether tokens have timesteps of their own."""
+        return self.given.get("timestep") is not None
 
     @property
     def fused(self) -> int:
@@ -204,3 +209,12 @@ FAMILIES = [
         frames=4,
     ),
 ]  # fmt: skip
+
+
+def named(name: str) -> Family:
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def classes(families: Iterable[Family]) -> tuple[str, ...]:
+    """The names of their classes."""
+    return tuple(sorted({family.cls.__name__ for family in families}))

@@ -68,6 +68,7 @@ def test_settings_are_those_of_the_family(pipe, folder: Path, tmp_path: Path) ->
     assert (settings.steps, settings.height, settings.width) == (4, 64, 32)
 
 
+@pytest.mark.supports("CogVideoXTransformer3DModel", "rCM sampler")
 def test_the_rcm_sampler_is_refused(pipe) -> None:
     with pytest.raises(ConfigError, match=r"CogVideoXPipeline.*scheduler.*rectified flow"):
         settings_for(pipe, sampler="rcm", steps=4, guidance_scale=1.0)
@@ -76,6 +77,7 @@ def test_the_rcm_sampler_is_refused(pipe) -> None:
 
 
 @pytest.mark.parametrize("guidance", [1.0, 6.0], ids=["plain", "guided"])
+@pytest.mark.supports("CogVideoXTransformer3DModel", "generate, compare")
 def test_latents_are_those_of_the_pipeline(pipe, small: Settings, guidance: float) -> None:
     """The same call by hand gives the same bits, and so do the frames."""
     made = generate(pipe, PROMPT, seed=3, settings=small, guidance_scale=guidance)
@@ -161,6 +163,7 @@ def test_patching_changes_little_and_is_undone(pipe, small: Settings) -> None:
     torch.testing.assert_close(during, before, rtol=0.1, atol=0.2)
 
 
+@pytest.mark.supports("CogVideoXTransformer3DModel", "generate, compare")
 def test_compare_gives_every_number(pipe, small: Settings, tmp_path: Path) -> None:
     found = compare(pipe, [PROMPT, "a blue ring"], out=tmp_path, settings=small)
     assert found.network is not None and found.fusion is not None

@@ -3,7 +3,7 @@ first and the last step, and as before afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -98,9 +98,23 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], int]] = {
         STEPS + 1,
     ),
 }
+#: What each of them runs.
+NETWORKS = {
+    vace: WanVACETransformer3DModel,
+    animate: WanAnimateTransformer3DModel,
+    chronoedit: ChronoEditTransformer3DModel,
+    skyreels: SkyReelsV2Transformer3DModel,
+    forcing: SkyReelsV2Transformer3DModel,
+}
+
+
+def classes(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({NETWORKS[CASES[name][0]].__name__ for name in names}))
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.supports(classes(CASES), "its pipeline")
+@pytest.mark.supports(classes(name for name in CASES if name.endswith("-rcm")), "rCM sampler")
 def test_patched_guarded_and_put_back(name: str) -> None:
     make, more, last = CASES[name]
     torch.manual_seed(0)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from diffusers import (
+    ChronoEditPipeline,
+    ConsisIDPipeline,
+    SkyReelsV2Pipeline,
+    WanAnimatePipeline,
+    WanVACEPipeline,
+)
 
 from tests.sampling.micro import SMALL, micro_pipe
 from turbo_rcm_patch.errors import DTypeError, NotAModelError
+from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.generation import generate, initial_noise, trajectory_steps
 from turbo_rcm_patch.sampling.settings import Settings
 
@@ -41,6 +50,7 @@ def test_guidance_and_prompt_matter(pipe) -> None:
     assert not torch.equal(plain.latents, other.latents)
 
 
+@pytest.mark.supports("WanTransformer3DModel", "generate, compare")
 def test_equals_the_pipelines_own_call(pipe) -> None:
     settings = Settings(sampler="scheduler", steps=3, **SMALL)
     ours = generate(pipe, PROMPT, seed=4, settings=settings)
@@ -103,6 +113,25 @@ def test_the_vae_must_be_in_fp32() -> None:
 def test_other_things_are_not_pipelines() -> None:
     with pytest.raises(NotAModelError, match="load_pipeline"):
         generate(torch.nn.Linear(2, 2), PROMPT)  # type: ignore[arg-type]
+
+
+REFUSED = {
+    WanVACEPipeline: "WanVACETransformer3DModel",
+    WanAnimatePipeline: "WanAnimateTransformer3DModel",
+    ChronoEditPipeline: "ChronoEditTransformer3DModel",
+    SkyReelsV2Pipeline: "SkyReelsV2Transformer3DModel",
+    ConsisIDPipeline: "ConsisIDTransformer3DModel",
+}
+
+
+@pytest.mark.supports(tuple(REFUSED.values()), "generate, compare")
+@pytest.mark.parametrize("cls", REFUSED)
+def test_pipelines_of_other_models_are_refused(cls: type, tmp_path: Path) -> None:
+    pipe = object.__new__(cls)
+    with pytest.raises(NotAModelError, match=cls.__name__):
+        generate(pipe, PROMPT)
+    with pytest.raises(NotAModelError, match=cls.__name__):
+        compare(pipe, PROMPT, out=tmp_path)
 
 
 @pytest.mark.parametrize("steps", [1, 4, 12, 13, 50])

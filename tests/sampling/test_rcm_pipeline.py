@@ -173,6 +173,7 @@ def test_a_video_does_not_depend_on_its_batch() -> None:
 
 
 @pytest.mark.parametrize("name", PIPES)
+@pytest.mark.supports("WanTransformer3DModel", "its pipeline", "rCM sampler")
 def test_patched_is_near_and_unpatched_is_as_before(name: str) -> None:
     pipe = pipe_of(name)
     rcm(pipe)

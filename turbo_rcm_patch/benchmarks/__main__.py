@@ -42,6 +42,12 @@ COMPARISONS: Final = {
         "H12-N32760-D128-k0.1",
         '"dense int8,sparse auto"',
     ),
+    "linear": (
+        "linear",
+        "a Linear in int8, scales per row or per block of the weight, against bf16",
+        "N32760-1536-1536",
+        '"torch bf16,int8 scale per block"',
+    ),
     "hbm": (
         "hbm",
         "memory traffic of attention + projection + skip, counted by Nsight Compute",
@@ -67,6 +73,13 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         _add_common(one)
+        if name == "network":
+            one.add_argument(
+                "--turbodiffusion",
+                type=Path,
+                metavar="PATH",
+                help="a checkout of thu-ml/TurboDiffusion, whose WanModel turbo-1.3b times",
+            )
         if name == "hbm":
             one.add_argument(
                 "--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS
@@ -187,6 +200,7 @@ def _compare(arguments: argparse.Namespace, command: str) -> int:
         limit=arguments.limit,
         seed=arguments.seed,
         command=command,
+        turbodiffusion=getattr(arguments, "turbodiffusion", None),
     )
     module = import_module(f"turbo_rcm_patch.benchmarks.{COMPARISONS[arguments.command][0]}")
     inside = getattr(arguments, "inside", None)
@@ -213,7 +227,7 @@ def _tune(arguments: argparse.Namespace, command: str) -> int:
 def _plot(arguments: argparse.Namespace, command: str) -> int:
     from turbo_rcm_patch.benchmarks.plots import draw
 
-    files = [arguments.folder / f"{name}.json" for name in COMPARISONS]
+    files = [arguments.folder / f"{name}.json" for name in (*COMPARISONS, "network_turbo")]
     found = [path for path in files if path.is_file()]
     if not found:
         raise ConfigError(

@@ -38,6 +38,7 @@ class Plan:
         limit: Seconds after which no further measurement begins.
         seed: Of inputs and weights.
         command: The command line, for the file.
+        turbodiffusion: A checkout of TurboDiffusion, for `network`.
     """
 
     out: Path
@@ -50,6 +51,7 @@ class Plan:
     limit: float = 600.0
     seed: int = 0
     command: str = ""
+    turbodiffusion: Path | None = None
 
     def __post_init__(self) -> None:
         if self.calls is not None and self.calls < 1:

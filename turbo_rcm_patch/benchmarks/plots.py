@@ -344,5 +344,6 @@ _DRAWINGS: Final[dict[str, dict[str, tuple[tuple[float, float], Fill]]]] = {
     },
     "block": {"block_write_ups.png": ((7.0, 3.6), _write_ups)},
     "network": {"network_forward.png": ((8.0, 4.2), _forward)},
+    "network_turbo": {"network_turbo_forward.png": ((8.0, 5.0), _forward)},
     "hbm": {"hbm_traffic.png": ((8.4, 4.4), _traffic)},
 }

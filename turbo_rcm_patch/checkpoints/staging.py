@@ -111,20 +111,27 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def check_space(target: Path, needed: int) -> None:
+def check_space(target: Path, written: int, *, copied: int = 0) -> None:
     """Refuse before writing what a disk has no room for.
 
+    Args:
+        target: A file or a folder to be.
+        written: Bytes of the weights that will be written.
+        copied: Bytes that will be copied from elsewhere.
+
     Raises:
-        OutputExistsError: The disk of `target` has fewer than `needed` bytes left.
+        OutputExistsError: The disk of `target` has fewer bytes left.
     """
     parent = target.parent
     while not parent.exists():
         parent = parent.parent
     free = shutil.disk_usage(parent).free
-    if free < needed:
+    if free < written + copied:
+        parts = f", {copied / 2**30:.1f} GiB of them copies of the base" if copied else ""
         raise OutputExistsError(
             f"{parent} has no room for {target.name}",
-            expected=f"{needed / 2**30:.1f} GiB",
+            expected=f"{(written + copied) / 2**30:.1f} GiB{parts}",
             got=f"{free / 2**30:.1f} GiB",
-            remedy="Choose another disk, or a smaller --dtype",
+            remedy="Choose another disk, or a smaller --dtype"
+            + (", or link to the base (without --copy)" if copied else ""),
         )

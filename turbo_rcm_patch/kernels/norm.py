@@ -10,7 +10,13 @@ import triton.language as tl
 from turbo_rcm_patch.kernels.launch import dense_rows, launch, target_of
 from turbo_rcm_patch.kernels.operands import norm_form
 
-__all__ = ["norm_modulate", "norm_modulate_kernel", "norm_rotate", "norm_rotate_kernel"]
+__all__ = [
+    "norm_modulate",
+    "norm_modulate_kernel",
+    "norm_rotate",
+    "norm_rotate_kernel",
+    "normed_rotated",
+]
 
 
 @triton.jit
@@ -95,6 +101,43 @@ def norm_modulate(
 
 
 @triton.jit
+def normed_rotated(
+    x, rows, offs_c, mask, weight_ptr, bias_ptr, cos_ptr, sin_ptr, eps,
+    CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """The norm of q or k (NORM as in `operands`), then the rotary embedding (ROPE), of whole rows
+    x [ROWS, BLOCK_C] fp32, 0 where `mask` is not.
+
+    rows [ROWS, 1] numbers the tokens, offs_c [1, BLOCK_C] the channels; the rest as in
+    `norm_rotate_kernel`.
+    """
+    mask_c = offs_c < CHANNELS
+    if NORM == 1:  # across all heads
+        w = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / CHANNELS + eps))[:, None] * w
+    elif NORM >= 2:  # per head
+        x = tl.reshape(x, [ROWS, BLOCK_C // HEAD_DIM, HEAD_DIM])
+        if NORM == 3:  # layer norm
+            x -= (tl.sum(x, axis=2) / HEAD_DIM)[:, :, None]
+        x *= (1.0 / tl.sqrt(tl.sum(x * x, axis=2) / HEAD_DIM + eps))[:, :, None]
+        x = tl.reshape(x, [ROWS, BLOCK_C])
+        own = offs_c % HEAD_DIM
+        x *= tl.load(weight_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
+        if NORM == 3:
+            x += tl.load(bias_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
+    if ROPE:
+        table = rows * HEAD_DIM + offs_c % HEAD_DIM
+        cos = tl.load(cos_ptr + table, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + table, mask=mask, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK_C // 2, 2]))
+        c, _ = tl.split(tl.reshape(cos, [ROWS, BLOCK_C // 2, 2]))
+        _, s = tl.split(tl.reshape(sin, [ROWS, BLOCK_C // 2, 2]))
+        x = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [ROWS, BLOCK_C])
+    return x
+
+
+@triton.jit
 def norm_rotate_kernel(
     y_ptr, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr,
     stride_b, stride_n, n_tokens, eps,
@@ -107,33 +150,16 @@ def norm_rotate_kernel(
     per head, for which D is a power of two; bias [D]; cos, sin [N, D].
     """
     n, b = tl.program_id(0), tl.program_id(1)
-    offs_c = tl.arange(0, BLOCK_C)
-    mask_c = offs_c < CHANNELS
+    offs_c = tl.arange(0, BLOCK_C)[None, :]
+    mask = offs_c < CHANNELS
     row = x_ptr + b.to(tl.int64) * stride_b + n.to(tl.int64) * stride_n
-    x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    if NORM == 1:  # across all heads
-        w = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-        x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / CHANNELS + eps)) * w
-    elif NORM >= 2:  # per head
-        x = tl.reshape(x, [BLOCK_C // HEAD_DIM, HEAD_DIM])
-        if NORM == 3:  # layer norm
-            x -= (tl.sum(x, axis=1) / HEAD_DIM)[:, None]
-        x *= (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None]
-        x = tl.reshape(x, [BLOCK_C])
-        own = offs_c % HEAD_DIM
-        x *= tl.load(weight_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
-        if NORM == 3:
-            x += tl.load(bias_ptr + own, mask=mask_c, other=0.0).to(tl.float32)
-    if ROPE:
-        table = n * HEAD_DIM + offs_c % HEAD_DIM
-        cos = tl.load(cos_ptr + table, mask=mask_c, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + table, mask=mask_c, other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(x, [BLOCK_C // 2, 2]))
-        c, _ = tl.split(tl.reshape(cos, [BLOCK_C // 2, 2]))
-        _, s = tl.split(tl.reshape(sin, [BLOCK_C // 2, 2]))
-        x = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [BLOCK_C])
+    x = tl.load(row + offs_c, mask=mask, other=0.0).to(tl.float32)
+    x = normed_rotated(
+        x, n, offs_c, mask, weight_ptr, bias_ptr, cos_ptr, sin_ptr, eps,
+        CHANNELS, HEAD_DIM, BLOCK_C, 1, NORM, ROPE,
+    )  # fmt: skip
     out = y_ptr + (b.to(tl.int64) * n_tokens + n) * CHANNELS
-    tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
+    tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def norm_rotate(

@@ -18,10 +18,11 @@ from turbo_rcm_patch.kernels.attention import (
     over_block,
     over_keys,
 )
-from turbo_rcm_patch.kernels.block_map import block_scores, largest_scores
+from turbo_rcm_patch.kernels.block_map import largest_scores
 from turbo_rcm_patch.kernels.launch import dense_rows, launch, pad_head, target_of, tile_for
 from turbo_rcm_patch.kernels.linear_branch import linear_branch
 from turbo_rcm_patch.kernels.quantize import quantize
+from turbo_rcm_patch.kernels.sparse_tokens import prepare_tokens
 
 __all__ = ["sparse_attention_kernel", "sparse_linear_attention"]
 
@@ -198,6 +199,11 @@ def sparse_linear_attention(
     bias: torch.Tensor | None,
     *,
     heads: int,
+    norm_q: torch.Tensor | None,
+    norm_k: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    eps: float,
     count: int,
     block_q: int,
     block_k: int,
@@ -207,15 +213,19 @@ def sparse_linear_attention(
     sm_scale: float,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The sum of both branches [B, Nq, H*D]; q [B, Nq, H*D], k and v [B, Nk, H*D], q and k
-    normalised and rotated; see `ops.sparse_linear_attention`."""
-    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    """The sum of both branches [B, Nq, H*D]; q [B, Nq, H*D], k and v [B, Nk, H*D], norms as in
+    `prepare_tokens`; see `ops.sparse_linear_attention`."""
+    v = dense_rows(v)
+    q, k, q_pooled, k_mean = prepare_tokens(
+        q, k, heads=heads, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin, eps=eps, block_q=block_q
+    )
     batch, n_q, channels = q.shape
     head_dim = channels // heads
     target = target_of(q.device)
-    branch = linear_branch(k, v, weight, bias, heads=heads)
-    scores = block_scores(q, k, branch.k_mean, heads=heads, block_q=block_q, block_k=block_k)
-    lut = largest_scores(scores, count)
+    branch = linear_branch(k, v, k_mean, weight, bias, heads=heads, block_k=block_k)
+    # Rounded at every step as the author's code is (thu-ml/TurboDiffusion, SLA/utils.py): among
+    # blocks whose scores are nearly equal the rounding chooses.
+    lut = largest_scores(torch.matmul(q_pooled, branch.k_pooled.transpose(-1, -2)), count)
     operands = quantize(
         q, k, v, heads=heads, norm_q=None, norm_k=None, cos=None, sin=None, kv_lengths=None,
         pv=pv, qmax=qmax, smooth_k=smooth_k, sm_scale=sm_scale, eps=0.0,

@@ -97,13 +97,25 @@ def _forward(
     if attention in QMAX and resolve_impl(cast("Impl", impl), q.device) == "triton":
         from turbo_rcm_patch.kernels.sparse_attention import sparse_linear_attention as launch
 
+        channels = q.shape[-1]
+        if not all(_in_kernel(norm, channels) for norm in (norm_q, norm_k)):
+            q, k = (
+                _rotated(q, heads, norm_q, cos, sin, eps),
+                _rotated(k, heads, norm_k, cos, sin, eps),
+            )
+            norm_q = norm_k = cos = sin = None
         out: Tensor = launch(
-            _rotated(q, heads, norm_q, cos, sin, eps),
-            _rotated(k, heads, norm_k, cos, sin, eps),
+            q,
+            k,
             v,
             weight,
             bias,
             heads=heads,
+            norm_q=norm_q,
+            norm_k=norm_k,
+            cos=cos,
+            sin=sin,
+            eps=eps,
             count=count,
             block_q=block_q,
             block_k=block_k,
@@ -138,6 +150,13 @@ def _forward(
     return out.transpose(1, 2).flatten(2)
 
 
+def _in_kernel(norm: Tensor | None, channels: int) -> bool:
+    """Whether the kernels have this RMSNorm: over whole rows, or over heads of 2**n channels."""
+    if norm is None or norm.numel() == channels:
+        return True
+    return norm.numel() & (norm.numel() - 1) == 0
+
+
 def _rotated(
     x: Tensor,
     heads: int,
@@ -146,13 +165,7 @@ def _rotated(
     sin: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """x [B, N, H*D] normalised and rotated, in its own dtype: four readers share it."""
-    if weight is None and cos is None:
-        return x
-    if weight is None or weight.numel() == x.shape[-1]:
-        from turbo_rcm_patch.kernels.norm import norm_rotate
-
-        return norm_rotate(x, heads, weight=weight, bias=None, cos=cos, sin=sin, eps=eps)
+    """x [B, N, H*D] normalised and rotated, in its own dtype."""
     rows = prepare(x, heads, weight, None, cos, sin, eps).transpose(1, 2).flatten(2)
     return rows.to(x.dtype)
 

@@ -24,6 +24,7 @@ __all__ = [
     "doctor",
     "generate",
     "pairs",
+    "support",
 ]
 
 UNCHANGED: Final = 0
@@ -194,6 +195,17 @@ def doctor(_: argparse.Namespace) -> int:
     report = examine()
     print(report)
     return 0 if report.healthy else CHANGED
+
+
+def support(arguments: argparse.Namespace) -> int:
+    """Print what is supported, or write it to where a file has it."""
+    from turbo_rcm_patch.sampling.support import replace_in, text
+
+    if arguments.write is None:
+        print(text(), end="")
+    else:
+        replace_in(arguments.write)
+    return 0
 
 
 def _config(arguments: argparse.Namespace) -> PatchConfig:

@@ -123,7 +123,12 @@ def convert_pipeline(
         _check_same_model(root / part, config, source, str(path))
         own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
         sources.append((part, source, own))
-    check_space(target, sum(folder_bytes(source, dtype) for _, source, _ in sources))
+    rest = _rest(root, index)
+    check_space(
+        target,
+        sum(folder_bytes(source, dtype) for _, source, _ in sources),
+        copied=sum(_bytes_of(folder) for folder in rest.values()) if copy else 0,
+    )
     results = []
     with staged(target, force=force, folder=True) as made:
         for part, source, entries in sources:
@@ -137,7 +142,7 @@ def convert_pipeline(
                 progress=None if progress is None else _named(progress, part),
             )
             results.append(_at(written, target / part))
-        _write_rest(made, root, index, experts=len(sources), copy=copy)
+        _write_rest(made, rest, index, experts=len(sources), copy=copy)
     return tuple(results)
 
 
@@ -186,19 +191,39 @@ def _check_same_model(
         )  # fmt: skip
 
 
-def _write_rest(
-    made: Path, root: Path, index: dict[str, object], *, experts: int, copy: bool
-) -> None:
-    """Everything of a pipeline but its transformers."""
-    from turbo_rcm_patch.sampling.scheduler import RCMScheduler
-
+def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
+    """The folders of a base that are taken as they are, by their names in the pipeline."""
+    rest = {}
     for part, entry in index.items():
         own = part in (*_TRANSFORMERS, "scheduler")
         if own or not isinstance(entry, list) or entry[:1] == [None]:
             continue
-        source = (root / part).resolve()
-        if not source.is_dir():
+        rest[part] = (root / part).resolve()
+        if not rest[part].is_dir():
             raise ModelFolderError(f"{root} lacks the folder {part!r} of its model_index.json")
+    return rest
+
+
+def _bytes_of(folder: Path) -> int:
+    """What a copy of a folder takes, where links are copied as the files they lead to."""
+    total = 0
+    for place, _, names in os.walk(folder, followlinks=True):
+        for path in (Path(place, name) for name in names):
+            if not path.exists():
+                raise ModelFolderError(
+                    f"{path} is a link to nothing", remedy="Download the base again"
+                )
+            total += path.stat().st_size
+    return total
+
+
+def _write_rest(
+    made: Path, rest: dict[str, Path], index: dict[str, object], *, experts: int, copy: bool
+) -> None:
+    """Everything of a pipeline but its transformers."""
+    from turbo_rcm_patch.sampling.scheduler import RCMScheduler
+
+    for part, source in rest.items():
         if copy:
             shutil.copytree(source, made / part)
         else:
