@@ -358,6 +358,14 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
         metavar="E",
         help="largest relative L2 error of a branch (default: %(default)s)",
     )
+    group.add_argument(
+        "--sla-topk",
+        type=float,
+        default=default.sla_topk,
+        metavar="SHARE",
+        help="share of the blocks of keys that self-attention sees in a Wan checkpoint converted "
+        "with SLA's proj_l; others are dense (default: %(default)s)",
+    )
 
 
 def _block(error: TurboRCMError) -> str:

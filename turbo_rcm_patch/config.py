@@ -57,6 +57,10 @@ class PatchConfig:
             needs the guard and attention="int8".
         guard_budget: Largest relative L2 error of a branch (after its output projection) that the
             guard accepts.
+        sla_topk: Share of the blocks of keys that sparse attention sees, in (0, 1], in a Wan class
+            of diffusers whose self-attention holds SLA's `proj_l` (`load_extra` attaches it).
+            TurboDiffusion's own class keeps the share of its modules. Without a `proj_l`
+            attention is dense and this says nothing; `unload_extra` takes it away.
     """
 
     attention: Attention = "int8"
@@ -69,6 +73,7 @@ class PatchConfig:
     guard: bool = True
     precision: Precision = "fixed"
     guard_budget: float = 0.10
+    sla_topk: float = 0.1
 
     def __post_init__(self) -> None:
         for field, choices in (
@@ -107,6 +112,13 @@ class PatchConfig:
                 expected="a positive relative L2 error",
                 got=repr(self.guard_budget),
                 remedy="Use guard=False to switch the guard off",
+            )
+        if isinstance(self.sla_topk, bool) or not 0.0 < self.sla_topk <= 1.0:
+            raise ConfigError(
+                "PatchConfig.sla_topk",
+                expected="a share of the blocks of keys, in (0, 1]",
+                got=repr(self.sla_topk),
+                remedy="Use unload_extra to run without SLA",
             )
         if self.precision == "auto" and not (self.guard and self.attention == "int8"):
             raise ConfigError(

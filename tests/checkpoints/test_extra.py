@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,37 @@ from diffusers import WanTransformer3DModel
 
 import turbo_rcm_patch
 from tests.checkpoints.wan_model import Options, save
+from tests.patching import turbodiffusion as stand_in
 from turbo_rcm_patch import PatchConfig, load_extra, patch_model, patched, unload_extra
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, PROJ_L
 from turbo_rcm_patch.checkpoints.blocks import scales_of_rows
-from turbo_rcm_patch.errors import CheckpointError, ShapeError
+from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError, ShapeError
 from turbo_rcm_patch.ops import int8_linear, quantize_weight
 from turbo_rcm_patch.patching import linears
 from turbo_rcm_patch.patching.int8_weights import attached_int8
+from turbo_rcm_patch.patching.sla import attached_proj_l, detach_proj_l
 from turbo_rcm_patch.sampling.convert import convert_transformer
 
-QUANT = Options("quant", quant=True, sla=True, dtype=torch.bfloat16)
+QUANT = Options("quant", quant=True, dtype=torch.bfloat16)
+SLA = Options("sla-quant", quant=True, sla=True, dtype=torch.bfloat16)
 INT8 = PatchConfig(linear="int8", guard=False, impl="reference")
+PLAIN = PatchConfig(guard=False, impl="reference")
+#: Relative L2 in fp32: the same sums in another order; and what int8 q and k cost.
+BOTH_FUSED, INT8_OFF = 2e-6, 0.02
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("converted")
     save(QUANT, place / "in.pth")
+    convert_transformer(place / "in.pth", place / "folder")
+    return place / "folder"
+
+
+@pytest.fixture(scope="module")
+def sla_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("sla")
+    save(SLA, place / "in.pth")
     convert_transformer(place / "in.pth", place / "folder")
     return place / "folder"
 
@@ -56,7 +71,7 @@ def test_attaching_changes_nothing_until_int8_is_asked_for(folder: Path) -> None
     before, keys = run(model), list(model.state_dict())
     inside = {name: dict(module.__dict__) for name, module in model.named_modules()}
     extra = load_extra(model, folder)
-    assert len(extra.int8) == 20 and len(extra.proj_l) == 2
+    assert len(extra.int8) == 20 and len(extra.proj_l) == 0
     assert "int8 weights of 20 Linears" in str(extra)
     assert torch.equal(run(model), before) and list(model.state_dict()) == keys
     with patched(model, PatchConfig(guard=False, impl="reference")):
@@ -105,10 +120,10 @@ def test_the_checkpoints_own_integers_are_multiplied(
     assert len(calls) == len(expected)
 
 
-def test_their_scales_and_ours_err_alike(folder: Path) -> None:
+def test_their_scales_and_ours_err_alike(sla_folder: Path) -> None:
     """Measured here against the dequantised weights, fp32: 0.0051 of the output with the file's
     integers (activations alone are rounded), 0.0068 if they are quantised again by row."""
-    model = load(folder)
+    model = load(sla_folder)
     exact = run(model)
     plain = PatchConfig(guard=False, impl="reference", attention="exact")
     int8 = PatchConfig(guard=False, impl="reference", attention="exact", linear="int8")
@@ -116,7 +131,9 @@ def test_their_scales_and_ours_err_alike(folder: Path) -> None:
         assert relative(run(model), exact) < 1e-5
     with patched(model, int8):
         again = relative(run(model), exact)
-    load_extra(model, folder)
+    load_extra(model, sla_folder)
+    for block in model.blocks:
+        detach_proj_l(block.attn1)
     with patched(model, int8):
         direct = relative(run(model), exact)
     assert 0 < direct < 0.006 and direct < again < 0.008
@@ -200,15 +217,103 @@ def test_a_compiled_graph_takes_the_weight_as_it_is_now(folder: Path) -> None:
     torch._dynamo.reset()
 
 
-def test_sla_lies_at_its_attention(folder: Path) -> None:
-    model = load(folder)
-    load_extra(model, folder)
-    state = torch.load(folder.parent / "in.pth", weights_only=True)
+@pytest.mark.parametrize("cast", [False, True], ids=["as-loaded", "cast-to-bf16"])
+def test_sla_lies_at_its_attention(sla_folder: Path, cast: bool) -> None:
+    """In fp32 whatever the model is cast to, as TurboDiffusion keeps it."""
+    model = load(sla_folder)
+    before, keys = run(model), list(model.state_dict())
+    extra = load_extra(model, sla_folder)
+    assert len(extra.proj_l) == 2 and len(extra.int8) == 20
+    assert torch.equal(run(model), before) and list(model.state_dict()) == keys
+    if cast:
+        model.to(torch.bfloat16)
+    state = torch.load(sla_folder.parent / "in.pth", weights_only=True)
     for i, block in enumerate(model.blocks):
-        for buffer, part in zip(PROJ_L, ("weight", "bias"), strict=True):
+        held = attached_proj_l(block.attn1)
+        assert held is not None and attached_proj_l(block.attn2) is None
+        for ours, part in zip(held, ("weight", "bias"), strict=True):
             theirs = state[f"blocks.{i}.self_attn.attn_op.local_attn.proj_l.{part}"]
-            assert torch.equal(getattr(block.attn1, buffer), theirs)
-            assert not hasattr(block.attn2, buffer)
+            assert theirs.dtype == torch.float32 and torch.equal(ours, theirs)
+    unload_extra(model)
+    assert not any(name.endswith(PROJ_L) for name, _ in model.named_buffers())
+
+
+def test_int8_weights_can_be_left_out(sla_folder: Path) -> None:
+    model = load(sla_folder)
+    extra = load_extra(model, sla_folder, int8=False)
+    assert len(extra.proj_l) == 2 and extra.int8 == ()
+    assert attached_int8(model.blocks[0].attn1.to_q) is None
+
+
+def test_sla_is_refused_by_a_model_that_was_patched_dense(sla_folder: Path) -> None:
+    model = load(sla_folder)
+    with patched(model, INT8):
+        expected = run(model)
+        with pytest.raises(AlreadyPatchedError, match="unpatch_model, then load_extra"):
+            load_extra(model, sla_folder)
+        assert torch.equal(run(model), expected)
+    assert not any("turbo" in name for name, _ in model.named_buffers())
+
+
+def test_taking_sla_away_from_a_patched_model_leaves_it_dense(sla_folder: Path) -> None:
+    model = load(sla_folder)
+    with patched(model, PLAIN):
+        dense = run(model)
+    load_extra(model, sla_folder, int8=False)
+    with patched(model, PLAIN) as report:
+        assert relative(run(model), dense) > 0.05
+        assert len(report.pairs) == 8 and "sparse" in str(report)
+        unload_extra(model)
+        assert torch.equal(run(model), dense)
+        assert len(report.pairs) == 6 and "sparse" not in str(report)
+
+
+@pytest.mark.parametrize("head_dim", [128, 64])
+def test_the_converted_class_runs_what_theirs_runs(tmp_path: Path, head_dim: int) -> None:
+    """A block of TurboDiffusion's WanModel (the stand-in of the patcher tests) and the converted
+    one, with the same weights, both patched: fp32, exact but for int8 q and k in both."""
+    options = Options(sla=True, head_dim=head_dim)
+    state = save(options, tmp_path / "in.pth")
+    convert_transformer(tmp_path / "in.pth", tmp_path / "out", heads=256 // head_dim)
+    ours = load(tmp_path / "out")
+    load_extra(ours, tmp_path / "out")
+    theirs = stand_in.WanModel(dim=256, num_heads=256 // head_dim, layers=2, checkpoint=False)
+    for block in theirs.blocks:
+        block.ffn = torch.nn.Sequential(
+            torch.nn.Linear(256, 320), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(320, 256)
+        )
+        block.self_attn.attn_op.local_attn = stand_in.SparseLinearAttention(head_dim, 0.3)
+    of_blocks = {k: v for k, v in state.items() if k.startswith("blocks.")}
+    missing = theirs.load_state_dict(of_blocks, strict=False)
+    assert not missing.unexpected_keys
+    assert not any(name.startswith("blocks.") for name in missing.missing_keys)
+    theirs.eval().requires_grad_(False)
+
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(1, 400, 256, generator=generator)
+    text = torch.randn(1, 7, 256, generator=generator)
+    e = 0.3 * torch.randn(1, 6, 256, generator=generator)
+    angles = torch.rand(400, head_dim // 2, generator=generator) * 6
+    wide = angles.repeat_interleave(2, -1)
+    rotary = tuple(x[None, :, None] for x in (wide.cos(), wide.sin()))
+
+    @torch.no_grad()
+    def outputs() -> tuple[torch.Tensor, torch.Tensor]:
+        x = y = hidden
+        for mine, other in zip(ours.blocks, theirs.blocks, strict=True):
+            x = mine(x, text, e, rotary)
+            y = other(y, e, None, angles, text, None)
+        return x, y
+
+    dense, exact = outputs()
+    assert relative(dense, exact) > 0.05
+    config = PatchConfig(guard=False, impl="reference", sla_topk=0.3)
+    with patched(ours, config), patched(theirs, config):
+        x, y = outputs()
+        assert relative(x, y) < BOTH_FUSED
+        assert 0 < relative(x, exact) < INT8_OFF
+    with patched(ours, replace(config, attention="exact")):
+        assert relative(outputs()[0], exact) < BOTH_FUSED
 
 
 def test_what_does_not_belong_together_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +19,12 @@ from turbo_rcm_patch.checkpoints.blocks import scales_of_rows
 from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE
 from turbo_rcm_patch.checkpoints.keys import blocks_of
 from turbo_rcm_patch.checkpoints.stored import StoredTensors, transformer_folder
-from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
 from turbo_rcm_patch.patching.int8_weights import attach_int8, detach_int8, stands_for
+from turbo_rcm_patch.patching.record import record_of
+from turbo_rcm_patch.patching.sla import PROJ_L, attach_proj_l, attached_proj_l, detach_proj_l
 
 __all__ = ["PROJ_L", "Extra", "load_extra", "unload_extra"]
-
-#: Buffers of a block's `attn1` that hold SLA's projection: weight [D, D], bias [D].
-PROJ_L: Final = ("turbo_proj_l_weight", "turbo_proj_l_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +48,27 @@ class Extra:
         )
 
 
-def load_extra(transformer: nn.Module, folder: str | Path) -> Extra:
+def load_extra(transformer: nn.Module, folder: str | Path, *, int8: bool = True) -> Extra:
     """Attach what lies in a converted folder's extra file to the transformer loaded from it.
 
     `patch_model(transformer, PatchConfig(linear="int8"))` then runs the checkpoint's own int8
     weights, with their scales, wherever it runs a Linear in int8. `proj_l` is attached to the
-    self-attention of each block, as buffers named in `PROJ_L`. Both move with the model, neither
-    is in its state dict, and outputs do not change. `unload_extra` takes them away. If the
-    transformer was patched before, int8 weights are taken from its next forward on.
+    self-attention of each block, as buffers named in `PROJ_L`, and a patched transformer then runs
+    SLA there. Both move with the model, neither is in its state dict, and outputs do not change
+    until it is patched. `unload_extra` takes them away. If the transformer was patched before,
+    int8 weights are taken from its next forward on; `proj_l` is refused, because what stands in
+    for a dense attention was chosen then: load first, then patch.
 
     Args:
         transformer: diffusers' WanTransformer3DModel.
         folder: The transformer folder, or the pipeline folder with it.
+        int8: Whether int8 weights are attached too.
 
     Returns:
         What was attached.
 
     Raises:
+        AlreadyPatchedError: It is patched, and the file holds `proj_l`. Nothing is attached then.
         CheckpointError: There is no such file, or it belongs to other weights. Nothing is
             attached then.
     """
@@ -82,33 +84,42 @@ def load_extra(transformer: nn.Module, folder: str | Path) -> Extra:
     linears, attentions = [], []
     for key in stored.listing:
         module, _, kind = key.rpartition(".")
-        if kind == "int8_weight":
+        if kind == "int8_weight" and int8:
             _check_linear(path, module, modules.get(module), stored)
             linears.append(module)
         elif key.endswith(".proj_l.weight"):
             owner = module.removesuffix(".proj_l")
             _check_attention(path, owner, modules.get(owner), stored)
             attentions.append(owner)
+    if attentions and record_of(transformer) is not None:
+        raise AlreadyPatchedError(
+            f"{path}: proj_l of {len(attentions)} attentions",
+            expected="a transformer that is patched after its proj_l is attached",
+            got="one that was patched to run dense attention"
+            if attached_proj_l(modules[attentions[0]]) is None
+            else "one that is patched",
+            remedy="Call unpatch_model, then load_extra, then patch_model",
+        )
     try:
         for name in linears:
             _attach(path, name, modules[name], stored)
+        for name in attentions:
+            weight, bias = (stored[f"{name}.proj_l.{part}"] for part in ("weight", "bias"))
+            attach_proj_l(modules[name], weight, bias)
     except BaseException:
         unload_extra(transformer)
         raise
-    for name in attentions:
-        device = next(modules[name].parameters()).device
-        _detach_proj_l(modules[name])
-        for buffer, part in zip(PROJ_L, ("weight", "bias"), strict=True):
-            tensor = stored[f"{name}.proj_l.{part}"].to(device)
-            modules[name].register_buffer(buffer, tensor, persistent=False)
     return Extra(path, tuple(linears), tuple(attentions))
 
 
 def unload_extra(transformer: nn.Module) -> None:
-    """Take away what `load_extra` attached; the model is as it was before."""
+    """Take away what `load_extra` attached; the model is as it was before.
+
+    A patched one runs dense attention from its next forward on, and with int8 weights of its own.
+    """
     for module in transformer.modules():
         detach_int8(module)
-        _detach_proj_l(module)
+        detach_proj_l(module)
 
 
 def _attach(path: Path, name: str, linear: nn.Module, stored: StoredTensors) -> None:
@@ -122,12 +133,6 @@ def _attach(path: Path, name: str, linear: nn.Module, stored: StoredTensors) -> 
             remedy="Load the transformer from this folder",
         )
     attach_int8(linear, int8, scale)
-
-
-def _detach_proj_l(module: nn.Module) -> None:
-    for name in PROJ_L:
-        if name in module._buffers:
-            delattr(module, name)
 
 
 def _check_linear(path: Path, name: str, module: nn.Module | None, stored: StoredTensors) -> None:

@@ -30,6 +30,8 @@ __all__ = [
     "linear_branch",
 ]
 
+#: Elements of the chosen keys that are gathered at a time: 128 MiB in fp32.
+_GATHERED: Final = 2**25
 #: Added to the denominator of the linear branch by the author's code.
 LINEAR_EPS: Final = 1e-5
 
@@ -107,14 +109,27 @@ def exact_sparse_attention(
     Returns:
         [B, H, Nq, D].
     """
-    out = torch.empty_like(q)
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, blocks.shape[:3])).tolist():
-        rows = slice(i * block_q, (i + 1) * block_q)
-        keys = _keys_of(blocks[b, h, i], block_k)
-        keys = keys[keys < k.shape[2]]
-        logits = q[b, h, rows] @ k[b, h, keys].T * sm_scale
-        out[b, h, rows] = logits.softmax(-1) @ v[b, h, keys]
-    return out
+    n_q, n_kv, dim = q.shape[2], *k.shape[2:]
+    rows, chosen = _blocks_of(q, block_q).flatten(0, 1), blocks.flatten(0, 2)
+    k, v = _blocks_of(k, block_k), _blocks_of(v, block_k)
+    head = torch.arange(len(k), device=q.device).repeat_interleave(blocks.shape[2])
+    out = torch.empty_like(rows)
+    width = chosen.shape[1] * block_k
+    step = max(1, _GATHERED // (width * max(dim, block_q)))
+    for start in range(0, len(rows), step):
+        here = slice(start, start + step)
+        own, which = head[here, None], chosen[here]
+        logits = rows[here] @ k[own, which].flatten(1, 2).mT * sm_scale
+        keys = which[..., None] * block_k + torch.arange(block_k, device=q.device)
+        logits.masked_fill_(keys.flatten(1)[:, None] >= n_kv, float("-inf"))
+        out[here] = logits.softmax(-1) @ v[own, which].flatten(1, 2)
+    return out.view(*q.shape[:2], -1, dim)[:, :, :n_q]
+
+
+def _blocks_of(x: torch.Tensor, block: int) -> torch.Tensor:
+    """x [B, H, N, D] in whole blocks of tokens [B*H, blocks, block, D], padded with zeros."""
+    whole = F.pad(x, (0, 0, 0, -x.shape[2] % block))
+    return whole.reshape(x.shape[0] * x.shape[1], -1, block, x.shape[3])
 
 
 def _keys_of(blocks: torch.Tensor, block_k: int) -> torch.Tensor:

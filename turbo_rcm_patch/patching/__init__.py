@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turbo_rcm_patch.patching.find import find_pairs
-from turbo_rcm_patch.patching.patch import patch_model, patched, unpatch_model
+from turbo_rcm_patch.patching.patch import patch_model, patched, sla_as_defined, unpatch_model
 from turbo_rcm_patch.patching.report import GuardLog, GuardRecord, PairTable, PatchReport
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "find_pairs",
     "patch_model",
     "patched",
+    "sla_as_defined",
     "unpatch_model",
 ]

@@ -25,10 +25,11 @@ from turbo_rcm_patch.patching.find import Target, execution_device, find_targets
 from turbo_rcm_patch.patching.guard import Guard, PipelineSteps, StepContext
 from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
 from turbo_rcm_patch.patching.report import GuardLog, PatchReport
-from turbo_rcm_patch.patching.state import ModelPlan
+from turbo_rcm_patch.patching.sla import attached_proj_l
+from turbo_rcm_patch.patching.state import Installation, ModelPlan
 from turbo_rcm_patch.skip import SkipPair
 
-__all__ = ["patch_model", "patched", "unpatch_model"]
+__all__ = ["patch_model", "patched", "sla_as_defined", "unpatch_model"]
 
 
 def patch_model(model: object, config: PatchConfig | None = None) -> PatchReport:
@@ -115,6 +116,39 @@ def patched(model: object, config: PatchConfig | None = None) -> Iterator[PatchR
         _undo_all([record for record in records if record is not None])
 
 
+@contextmanager
+def sla_as_defined(model: object, topk: float) -> Iterator[int]:
+    """The author's code, with SLA as it is defined, in plain torch, where an attention holds a
+    `proj_l`: dense attention is not what its weights were trained for. Reverts afterwards; nothing
+    changes in a model without a `proj_l`.
+
+    Args:
+        model: Unpatched, as for `patch_model`.
+        topk: As `PatchConfig.sla_topk`.
+
+    Yields:
+        How many attentions run SLA.
+    """
+    entries: list[Entry] = []
+    if any(_holds_proj_l(target.module) for target in find_targets(model)):
+        config = PatchConfig(attention="exact", kinds=("self",), guard=False, sla_topk=topk)
+        for _, plan in plan_all(model, config):
+            for installation in plan.installations:
+                if attached_proj_l(installation.module) is not None:
+                    entries.append(_entry(plan, installation, None))
+    try:
+        for entry in entries:
+            entry.install()
+        yield len(entries)
+    finally:
+        for entry in reversed(entries):
+            entry.undo()
+
+
+def _holds_proj_l(model: nn.Module) -> bool:
+    return any(attached_proj_l(module) is not None for module in model.modules())
+
+
 def _check_device(config: PatchConfig, device: torch.device) -> None:
     """Refuse what the device cannot run; a model on the CPU may yet move to a GPU."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -166,20 +200,7 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
         steps = PipelineSteps(pipe, target.component) if pipe is not None else None
         guard = Guard(plan.config, plan.path, log, steps)
     record = PatchRecord(plan)
-    for installation in plan.installations:
-        slot = innermost(installation.module, installation.name)
-        if slot is None:  # The family leaves such a block as written, so this is a late change.
-            raise WrappedError(
-                f"{plan.path or 'model'}: {type(installation.module).__name__}."
-                f"{installation.name}",
-                expected="the class's own function, bare or under known hooks",
-                got="a function put there by somebody else",
-                remedy="Undo that change, patch, then apply it again",
-            )
-        ours = installation.make(guard)
-        record.entries.append(
-            Entry(installation.module, installation.name, ours, slot, slot.get())
-        )
+    record.entries += [_entry(plan, installation, guard) for installation in plan.installations]
     plan.installations.clear()  # They hold the modules, and are done with.
     if guard is not None and hasattr(type(plan.model), "cache_context"):
         slot = innermost(plan.model, "cache_context")
@@ -187,6 +208,19 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
             ours = StepContext(plan.model, guard)
             record.entries.append(Entry(plan.model, "cache_context", ours, slot, slot.get()))
     return record
+
+
+def _entry(plan: ModelPlan, installation: Installation, guard: Guard | None) -> Entry:
+    slot = innermost(installation.module, installation.name)
+    if slot is None:  # The family leaves such a block as written, so this is a late change.
+        raise WrappedError(
+            f"{plan.path or 'model'}: {type(installation.module).__name__}.{installation.name}",
+            expected="the class's own function, bare or under known hooks",
+            got="a function put there by somebody else",
+            remedy="Undo that change, patch, then apply it again",
+        )
+    ours = installation.make(guard)
+    return Entry(installation.module, installation.name, ours, slot, slot.get())
 
 
 def _install_all(records: list[PatchRecord]) -> None:

@@ -21,7 +21,7 @@ from turbo_rcm_patch.patching.registry import family_of
 from turbo_rcm_patch.patching.state import ModelPlan
 from turbo_rcm_patch.skip import SkipPair
 
-__all__ = ["ATTRIBUTE", "Entry", "PatchRecord", "Slot", "innermost", "record_of"]
+__all__ = ["ATTRIBUTE", "Entry", "PatchRecord", "Slot", "holds", "innermost", "record_of"]
 
 #: The instance attribute under which a patched model keeps its record.
 ATTRIBUTE: Final = "_turbo_rcm_patch"
@@ -97,6 +97,11 @@ def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
     return next((slot for slot in places if _is_own(module, name, slot.get())), None)
 
 
+def holds(module: nn.Module, kind: type, name: str = "forward") -> bool:
+    """Whether a function of this kind sits anywhere that `module.name` runs it from."""
+    return any(isinstance(slot.get(), kind) for slot in _slots(module, name))
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """One function that was replaced.
@@ -161,10 +166,11 @@ class PatchRecord:
         family = family_of(plan.model)
         assert family is not None
         fresh = family.plan(plan.model, plan.path, plan.config).states
-        if len(fresh) != len(plan.states):
+        known = {state.pair.path: state for state in plan.states}
+        if any(new.pair.path not in known for new in fresh):
             return plan.pairs
-        now = [old.shown(new.pair) for old, new in zip(plan.states, fresh, strict=True)]
-        return now + plan.boundary
+        # A pair may be gone: SLA's is with its proj_l.
+        return [known[new.pair.path].shown(new.pair) for new in fresh] + plan.boundary
 
     def install(self) -> None:
         """Set every attribute, or none: what raises on the way is undone before it propagates."""

@@ -45,12 +45,23 @@ def generate(arguments: argparse.Namespace) -> int:
     pipe = _load(arguments)
     settings = settings_for(pipe, **_settings(arguments))
     if arguments.no_patch:
+        _say_dense(pipe)
         _write_videos(pipe, prompts, settings, arguments.seed, out)
         return 0
     with patched(pipe, config) as report:
         _write_videos(pipe, prompts, settings, arguments.seed, out)
         print(report)
     return 0
+
+
+def _say_dense(pipe: VideoPipeline) -> None:
+    from turbo_rcm_patch.patching.sla import attached_proj_l
+
+    parts = [part for part in (pipe.transformer, getattr(pipe, "transformer_2", None)) if part]
+    modules = [module for part in parts for module in part.modules()]
+    held = sum(attached_proj_l(module) is not None for module in modules)
+    if held:
+        print(f"{held} attentions hold SLA's proj_l; with --no-patch they run dense, without SLA")
 
 
 def _write_videos(
@@ -195,6 +206,7 @@ def _config(arguments: argparse.Namespace) -> PatchConfig:
         form=arguments.pair_form,
         guard=not arguments.no_guard,
         guard_budget=arguments.guard_budget,
+        sla_topk=arguments.sla_topk,
     )
 
 

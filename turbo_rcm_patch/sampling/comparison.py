@@ -8,7 +8,6 @@ second pass only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -46,6 +45,7 @@ class Comparison:
         network: Error of the network against fp32 truth, None if it was not measured.
         fusion: Fused against unfused in fp32, None where no kernel of ours runs the attention.
         control_backend: Exact attention backend of the control run.
+        baseline: What the other two runs are compared with, for a person to read.
         patch_report: What was patched, as a table.
         report: The HTML page.
         metrics: The JSON file.
@@ -57,6 +57,7 @@ class Comparison:
     network: NetworkNumber | None
     fusion: FusionNumber | None
     control_backend: str
+    baseline: str
     patch_report: str
     report: Path
     metrics: Path
@@ -71,6 +72,7 @@ class Comparison:
                 f"detector: {found['baseline']} of {len(seen)} videos show what was asked without "
                 f"the patch, {found['patched']} with it"
             ]
+        lines += [f"baseline: {self.baseline}"]
         lines += [f"control: exact attention on the {self.control_backend!r} backend"]
         lines += [f"report:  {self.report}"]
         return "\n".join(lines)
@@ -93,6 +95,10 @@ def compare(
 ) -> Comparison:
     """Generate every prompt three times and judge whether patching changed anything visible.
 
+    Where an attention holds SLA's `proj_l` (`load_extra`), baseline and control run SLA as it is
+    defined, in plain torch, with the same `sla_topk`: dense attention is not what such weights
+    were trained for.
+
     Args:
         pipe: An unpatched pipeline; transformer in bf16 and VAE in fp32 for a verdict that means
             something.
@@ -114,6 +120,7 @@ def compare(
         The verdict with everything it rests on.
     """
     from turbo_rcm_patch import patched
+    from turbo_rcm_patch.patching import sla_as_defined
 
     config = config or PatchConfig()
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -123,12 +130,14 @@ def compare(
         )
     settings = settings or settings_for(pipe, **overrides)
     wants_network(pipe, network_number)
+    with sla_as_defined(pipe, config.sla_topk) as sparse:
+        baseline = _baseline(sparse, config)
     with patched(pipe, config):
         pass  # what cannot be patched fails here, before hours of baseline
     store = Store(out, identity(pipe, settings, config), fresh=fresh)
     run = Passes(pipe, prompts, seed, settings, store, progress or (lambda *_: None))
 
-    run.sample("baseline", nullcontext())
+    run.sample_baseline(config)
     for prompt_seed, key in run.keys:
         if not torch.isfinite(store.load_sample(key, "baseline").latents).all():
             raise SamplingError(
@@ -136,7 +145,7 @@ def compare(
                 remedy="Check dtype and weights of the model; there is nothing to compare with",
             )
     run.sample_patched(config)
-    backend = run.sample_control()
+    backend = run.sample_control(config)
     network = run.network(config, network_number)
     fusion = run.fusion(config)
 
@@ -156,6 +165,7 @@ def compare(
         fusion=fusion.fused_vs_unfused if fusion else None,
     )
     metrics = collect_metrics(store, results, judgement, backend, command) | {
+        "baseline": baseline,
         "network": asdict(network) | {"ratio": network.ratio} if network else None,
         "fusion": asdict(fusion) | {"limit": FUSION_LIMIT} if fusion else None,
     }
@@ -168,7 +178,18 @@ def compare(
         network=network,
         fusion=fusion,
         control_backend=backend,
+        baseline=baseline,
         patch_report=str((store.read_json("runs/patched.json") or {}).get("table", "")),
         report=report_path,
         metrics=metrics_path,
+    )
+
+
+def _baseline(sparse: int, config: PatchConfig) -> str:
+    if not sparse:
+        return "the model as its authors wrote it"
+    return (
+        f"SLA as it is defined, in plain torch, in {sparse} attentions that hold a proj_l "
+        f"(sla_topk={config.sla_topk:g}), the rest as its authors wrote it; the control's backend "
+        "runs the other attentions"
     )

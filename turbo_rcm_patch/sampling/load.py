@@ -100,7 +100,7 @@ def load_pipeline(
         check_folder(folder)
     # Under sequential offload Linears are hooked and not run in int8: their int8 weights would lie
     # on the GPU for nothing.
-    pipe = _from_pretrained(folder, dtype, extra=offload != "sequential")
+    pipe = _from_pretrained(folder, dtype, int8=offload != "sequential")
     if offload == "model":
         pipe.enable_model_cpu_offload(device=target)
     elif offload == "sequential":
@@ -218,9 +218,9 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _from_pretrained(
-    folder: Path | str, dtype: torch.dtype, *, extra: bool = True
+    folder: Path | str, dtype: torch.dtype, *, int8: bool = True
 ) -> VideoPipeline:
-    """With what is beside the weights of a converted transformer (extra)."""
+    """With what is beside the weights of a converted transformer (of int8 weights if asked)."""
     import diffusers
 
     local = isinstance(folder, Path)
@@ -261,10 +261,9 @@ def _from_pretrained(
         if (
             isinstance(folder, Path)
             and part is not None
-            and extra
             and (folder / name / EXTRA_FILE).is_file()
         ):
-            load_extra(part, folder / name)
+            load_extra(part, folder / name, int8=int8)
     return pipe
 
 

@@ -1,6 +1,7 @@
 """How far one network call is from the truth, patched and unpatched.
 
 Truth is the same network with its weights and inputs upcast to fp32, TF32 off, exact attention.
+Where an attention holds SLA's proj_l, unpatched and truth are SLA as it is defined.
 Errors are relative L2 of the output, averaged over three timesteps and four seeds.
 """
 
@@ -67,13 +68,15 @@ def network_number(
         config: How to patch. The guard is off here: no pair is given back before it is measured.
     """
     from turbo_rcm_patch import patched
+    from turbo_rcm_patch.patching import sla_as_defined
 
     config = replace(config or PatchConfig(), guard=False)
-    unpatched = [one.call(transformer).float().cpu() for one in inputs]
+    with sla_as_defined(transformer, config.sla_topk):
+        unpatched = [one.call(transformer).float().cpu() for one in inputs]
     with patched(transformer, config):
         ours = [one.call(transformer).float().cpu() for one in inputs]
     truth_network = copy.deepcopy(transformer).float()
-    with highest_precision():
+    with highest_precision(), sla_as_defined(truth_network, config.sla_topk):
         truth = [one.upcast().call(truth_network).cpu() for one in inputs]
     return NetworkNumber(unpatched=_mean_error(unpatched, truth), patched=_mean_error(ours, truth))
 

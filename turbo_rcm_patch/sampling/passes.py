@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
@@ -97,6 +97,10 @@ class Passes:
                 self.store.save_sample(self.keys[i][1], variant, sample)
         self.progress(variant, total, total)
 
+    def sample_baseline(self, config: PatchConfig) -> None:
+        """The baseline: the authors' code, with SLA as it is defined where it has a proj_l."""
+        self.sample("baseline", _unpatched(self.pipe, config, nullcontext()))
+
     def sample_patched(self, config: PatchConfig) -> None:
         """The patched pass. The model is as it was afterwards, also after an exception."""
         from turbo_rcm_patch import patched
@@ -111,7 +115,7 @@ class Passes:
                 note=lambda: {"table": str(report), "report": report.as_dict()},
             )
 
-    def sample_control(self) -> str:
+    def sample_control(self, config: PatchConfig) -> str:
         """The control pass under the first exact backend that differs from the baseline; returns
         its name.
         """
@@ -121,12 +125,13 @@ class Passes:
         for name in names:
             self.encoded(self.prompts[0])
             if known is None:
-                why = self._refuses(name)
+                why = self._refuses(name, config)
                 if why:
                     refused.append(f"{name} {why}")
                     continue
                 self.store.write_json("runs/control.json", {"backend": name})
-            self.sample("control", exact_backend(name), warm=False)
+            control = _unpatched(self.pipe, config, exact_backend(name))
+            self.sample("control", control, warm=False)
             self._check_control(name)
             return name
         raise ControlError(
@@ -135,10 +140,10 @@ class Passes:
             remedy="Compare in bf16, and without a diffusers attention backend set on the model",
         )
 
-    def _refuses(self, name: str) -> str:
+    def _refuses(self, name: str, config: PatchConfig) -> str:
         """Why a backend cannot be the control, empty if it can."""
         try:
-            with exact_backend(name):
+            with _unpatched(self.pipe, config, exact_backend(name)):
                 sample = self._one(0, None)
         except torch.OutOfMemoryError:
             return "runs out of memory"
@@ -202,6 +207,17 @@ class Passes:
             keep_trajectory=True,
             on_step=on_step,
         )
+
+
+@contextmanager
+def _unpatched(
+    pipe: VideoPipeline, config: PatchConfig, backend: AbstractContextManager[None]
+) -> Iterator[None]:
+    """Exact attention: the authors', or SLA's definition where it holds a proj_l."""
+    from turbo_rcm_patch.patching import sla_as_defined
+
+    with sla_as_defined(pipe, config.sla_topk), backend:
+        yield
 
 
 def wants_network(pipe: VideoPipeline, wanted: bool | None) -> bool:

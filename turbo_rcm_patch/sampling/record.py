@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
 from turbo_rcm_patch.sampling.measure import PromptResult
 from turbo_rcm_patch.sampling.settings import Settings
@@ -28,6 +29,7 @@ def identity(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> di
     return {
         "model": str(getattr(pipe, "name_or_path", None) or type(pipe).__name__),
         "weights": _weights_digest(network),
+        "sla": _sla_digest(network),
         "dtype": str(network.dtype).removeprefix("torch."),
         "device": device_name(pipe._execution_device),
         "settings": settings.as_dict(),
@@ -42,6 +44,12 @@ def _weights_digest(network: torch.nn.Module) -> str:
     named = [(n, p) for n, p in network.named_parameters() if p.device.type != "meta"]
     picks = named[:: max(1, len(named) // 16)]
     return " ".join(f"{float(p.detach().float().sum()):.6g}" for _, p in picks)
+
+
+def _sla_digest(network: torch.nn.Module) -> str:
+    """Tells a network with SLA's proj_l from one without, and from one with another."""
+    held = [attached_proj_l(module) for module in network.modules()]
+    return " ".join(f"{float(one[0].sum()):.6g}" for one in held if one is not None)
 
 
 def collect_metrics(

@@ -128,6 +128,7 @@ def _facts(metrics: Mapping[str, object]) -> list[tuple[str, str]]:
         ("video", shape),
         ("sampler", sampler),
         ("transformer", f"{identity['dtype']}; VAE in float32"),
+        ("baseline", str(metrics.get("baseline") or "the model as its authors wrote it")),
         ("control", f"scaled_dot_product_attention on its {metrics['control_backend']} backend"),
         ("patch", ", ".join(f"{k}={_value(v)}" for k, v in _mapping(identity["config"]).items())),
         ("versions", ", ".join(f"{k} {v}" for k, v in versions.items())),

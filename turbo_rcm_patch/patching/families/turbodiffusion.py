@@ -16,6 +16,7 @@ from torch import nn
 from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.errors import DTypeError, HeadDimError
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, QMAX
+from turbo_rcm_patch.patching.families._sla import linear_pair
 from turbo_rcm_patch.patching.families.turbodiffusion_block import RotaryTables, TurboBlockForward
 from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     FORWARDS,
@@ -200,15 +201,10 @@ def _with_linear(pair: SkipPair, config: PatchConfig) -> tuple[SkipPair, SkipPai
     called = pair.runs == "as-written" or (
         pair.runs == "after-linear" and not pair.reason.startswith("o is called")
     )
-    linear = replace(
-        pair,
-        path=f"{pair.path}.attn_op.local_attn",
-        streams=(Stream("proj_l of the linear attention", "1", "1"),),
-        projection=False,
-        runs="as-written" if called else "in-kernel",
-        reason=pair.reason if called else "",
-    )
-    return pair, linear
+    path = f"{pair.path}.attn_op.local_attn"
+    if called:
+        return pair, linear_pair(pair, path, "as-written", pair.reason)
+    return pair, linear_pair(pair, path, "in-kernel", "")
 
 
 def _with_image(pair: SkipPair, config: PatchConfig) -> tuple[SkipPair, SkipPair]:

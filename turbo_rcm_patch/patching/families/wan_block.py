@@ -20,16 +20,19 @@ from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward
 from turbo_rcm_patch.patching.families.wan_modes import (
     BlockClasses,
     attention_mode,
+    modulation,
     plain_layer_norm,
 )
+from turbo_rcm_patch.patching.families.wan_sla import left_dense, settle, sparse_attention
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import autocasting, bare, plain_linear, plain_norm
+from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast, Coefficient
 
-__all__ = ["WanBlockForward", "modulation"]
+__all__ = ["WanBlockForward"]
 
 #: Text tokens that follow the image tokens; the author's processor has the same constant.
 _TEXT_TOKENS: Final = 512
@@ -51,9 +54,11 @@ class WanBlockForward:
         "_guard",
         "_head",
         "_image",
+        "_linear",
         "_linears",
         "_spec",
         "_specs",
+        "_topk",
     )
 
     def __init__(
@@ -67,8 +72,10 @@ class WanBlockForward:
     ) -> None:
         self._block, self._classes = block, classes
         self._attn1, self._attn2, self._ffn = states["attn1"], states["attn2"], states["ffn"]
-        self._image = states.get("image")
-        self._form = config.form
+        self._image, self._linear = states.get("image"), states.get("linear")
+        if self._linear is not None and left_dense(self._linear.pair):
+            self._linear = None
+        self._form, self._topk = config.form, config.sla_topk
         self._guard = guard
         self._head = head
         self._linears = Linears(config.impl)
@@ -196,8 +203,10 @@ class WanBlockForward:
         mask: Tensor | None,
         guard: Guard | None,
     ) -> Tensor:
-        attn = self._block.attn1
+        attn, linear = self._block.attn1, self._linear
         mode = attention_mode(attn, self._classes) if self._attn1.live else "as-written"
+        if linear is not None and mode == "ours" and self._spec.attention == "sage":
+            mode = "called"
 
         def ours(residual: Tensor | None, c_out: Coefficient) -> Tensor:
             return self._close(
@@ -207,10 +216,12 @@ class WanBlockForward:
         fuse = mode == "ours"
         if fuse and guard is not None:
             fuse = guard.accepts(
-                (self._attn1,),
+                (self._attn1,) if linear is None else (self._attn1, linear),
                 exact=lambda: attn(tensor_of(x), None, mask, rotary),
                 fused=lambda: ours(None, 1.0),
             )
+            exact = self._specs[self._attn1.precision].attention == "exact"
+            settle(self._attn1, linear, fused=fuse, exact=exact)
         if fuse:
             return ours(hidden, gate)
         branch: Tensor = attn(tensor_of(x), None, mask, rotary)
@@ -313,14 +324,17 @@ class WanBlockForward:
         int8 = plain and state.int8 and runs_int8(linear, q)
         if not state.int8:
             self._linears.forget(f"{name}.out")
-        if plain and image is None and mask is None and not int8:
+        sparse = self._linear is not None and state is self._attn1 and attached_proj_l(attn)
+        if plain and image is None and mask is None and not int8 and not sparse:
             return ops.attention_project_skip(
                 q, k, v, linear.weight, linear.bias, spec,
                 residual=residual, c_out=c_out, rotary=rotary, cast=cast,
                 form="two-launch" if spec.attention == "exact" else self._form,
                 **weights,
             )  # fmt: skip
-        if mask is None:
+        if sparse:
+            out = sparse_attention(attn, q, k, v, spec, self._topk, rotary=rotary, **weights)
+        elif mask is None:
             out = ops.attention_skip(q, k, v, spec, rotary=rotary, **weights)
         else:
             out = ops.masked_attention(q, k, v, mask, spec, rotary=rotary)
@@ -380,16 +394,3 @@ class WanBlockForward:
 def _gated(hidden: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     """The author's gated skip: fp32, rounded once."""
     return (hidden.float() + branch * gate).type_as(hidden)
-
-
-def modulation(table: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
-    """(shift, scale, gate) of self-attention and of the feed-forward, fp32, [B, 1 or N, C].
-
-    Args:
-        table: [1, 6, C].
-        temb: [B, 6, C], or [B, N, 6, C] with a timestep per token.
-    """
-    if temb.ndim == 4:
-        rows = (table.unsqueeze(0) + temb.float()).chunk(6, dim=2)
-        return tuple(row.squeeze(2) for row in rows)
-    return (table + temb.float()).chunk(6, dim=1)

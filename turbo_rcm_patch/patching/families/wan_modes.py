@@ -1,4 +1,4 @@
-"""What may run now in a block of the Wan family, asked on every forward.
+"""What may run now in a block of the Wan family, asked on every forward, and its modulation.
 
 diffusers copies the Wan block and its attention from file to file, so each model has classes of
 its own with the same members; `BlockClasses` names those of one file.
@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffusers.models.normalization import FP32LayerNorm
-from torch import nn
+from torch import Tensor, nn
 
 from turbo_rcm_patch.patching.blocks import Mode, refuse_parallel
+from turbo_rcm_patch.patching.families.wan_sla import runs_itself
 from turbo_rcm_patch.patching.plain import bare, drops
 
 __all__ = [
     "BlockClasses",
     "attention_mode",
+    "modulation",
     "plain_layer_norm",
 ]
 
@@ -49,9 +51,22 @@ def attention_mode(attn: Any, classes: BlockClasses) -> Mode:
     refuse_parallel("attention", attn.processor)
     if drops(attn.to_out[1]):
         return "as-written"
-    return "ours" if bare(attn) else "called"
+    return "ours" if runs_itself(attn) else "called"
 
 
 def plain_layer_norm(norm: Any) -> bool:
     """Whether `norm(x.float())` is exactly a layer norm of the last dimension in fp32."""
     return type(norm) is FP32LayerNorm and len(norm.normalized_shape) == 1 and bare(norm)
+
+
+def modulation(table: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
+    """(shift, scale, gate) of self-attention and of the feed-forward, fp32, [B, 1 or N, C].
+
+    Args:
+        table: [1, 6, C].
+        temb: [B, 6, C], or [B, N, 6, C] with a timestep per token.
+    """
+    if temb.ndim == 4:
+        rows = (table.unsqueeze(0) + temb.float()).chunk(6, dim=2)
+        return tuple(row.squeeze(2) for row in rows)
+    return (table + temb.float()).chunk(6, dim=1)

@@ -27,10 +27,17 @@ from turbo_rcm_patch.patching.families._feed_forward import (
 )
 from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
 from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, attention_mode
+from turbo_rcm_patch.patching.families.wan_sla import (
+    SLAForward,
+    check_sla,
+    left_dense,
+    with_linear,
+)
 from turbo_rcm_patch.patching.linears import pair_state
 from turbo_rcm_patch.patching.plain import bare, hook_names, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.signature import check_parameters
+from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
@@ -85,6 +92,7 @@ def check_blocks(model: nn.Module, name: str) -> None:
 def _check_attention(path: str, attn: Any) -> None:
     refuse_parallel(path, attn.processor)
     check_head_dim(path, attn.inner_dim // attn.heads)
+    check_sla(path, attn)
     check_weights(path, {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v")})
 
 
@@ -127,6 +135,10 @@ def install_block(
         head = not result.installations
         forward = partial(make, block, classes, states, result.config, head)
         result.installations.append(Installation(block, "forward", forward))
+    attn: Any = block.attn1
+    if "linear" in states and not left_dense(states["linear"].pair):
+        sla = partial(SLAForward, attn, classes.processor, result.config)
+        result.installations.append(Installation(attn, "forward", sla))
 
 
 def foreign(block: nn.Module, result: ModelPlan, classes: BlockClasses) -> str:
@@ -160,8 +172,13 @@ def block_states(
     pair = partial(_attention_pair, config=config, classes=classes, whole=whole)
     pairs = {
         "attn1": pair(block.attn1, f"{path}.attn1", "self", masked=masked),
-        "attn2": pair(block.attn2, f"{path}.attn2", "cross"),
     }
+    if attached_proj_l(block.attn1) is not None:
+        dense = _left_dense(block.attn1, config, classes, whole, masked)
+        pairs["attn1"], pairs["linear"] = with_linear(
+            pairs["attn1"], block.attn1, config, dense=dense
+        )
+    pairs["attn2"] = pair(block.attn2, f"{path}.attn2", "cross")
     if block.attn2.add_k_proj is not None:
         pairs["attn2"], pairs["image"] = _with_image(pairs["attn2"], block.attn2, config)
     runs, reason = left_alone("feed-forward", config, whole) or feed_forward_runs(block.ffn)
@@ -177,16 +194,26 @@ def block_states(
         reason=reason,
     )
     branches = {"attn1": block.attn1, "attn2": block.attn2, "image": block.attn2, "ffn": block.ffn}
+    called = {"linear"}  # It has no Linear of its own that could run in int8.
     # With its image branch left as written, cross-attention is called whole.
-    whole_cross = "image" in pairs and pairs["image"].runs == "as-written"
+    if "image" in pairs and pairs["image"].runs == "as-written":
+        called.add("attn2")
+    if "linear" in pairs and config.attention == "sage":
+        called.add("attn1")
     return {
         name: pair_state(
-            pair,
-            {} if name == "attn2" and whole_cross else _linears(name, branches[name], classes),
-            config,
+            pair, {} if name in called else _linears(name, branches[name], classes), config
         )
         for name, pair in pairs.items()
     }
+
+
+def _left_dense(
+    attn: Any, config: PatchConfig, classes: BlockClasses, whole: str, masked: bool
+) -> bool:
+    """Whether SLA may not take the place of an attention that holds a proj_l."""
+    known = type(attn) is classes.attention and type(attn.processor) is classes.processor
+    return masked or not known or left_alone("self", config, whole) is not None
 
 
 def _linears(name: str, branch: Any, classes: BlockClasses) -> dict[str, nn.Module]:

@@ -14,8 +14,8 @@ from diffusers.models.transformers import transformer_skyreels_v2 as author
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.families.wan_block import WanBlockForward, modulation
-from turbo_rcm_patch.patching.families.wan_modes import BlockClasses
+from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
+from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, modulation
 from turbo_rcm_patch.patching.families.wan_plan import (
     BLOCK,
     check_blocks,

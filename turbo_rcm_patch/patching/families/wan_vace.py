@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.families.wan_block import WanBlockForward, modulation
-from turbo_rcm_patch.patching.families.wan_modes import BlockClasses
+from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
+from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, modulation
 from turbo_rcm_patch.patching.families.wan_plan import (
     block_states,
     check_blocks,
