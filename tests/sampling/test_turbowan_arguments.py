@@ -135,6 +135,9 @@ def test_the_patch_is_what_was_asked_for() -> None:
 
     assert config() == PatchConfig(guard=False)
     assert config("--quant_linear", "--guard") == PatchConfig(linear="int8")
+    assert config("--sla_topk", "0.2").sla_topk == 0.2
+    with pytest.raises(ConfigError, match="sla_topk"):
+        config("--sla_topk", "0")
 
 
 def test_sizes() -> None:

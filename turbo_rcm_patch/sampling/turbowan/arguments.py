@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, TurboRCMError
@@ -205,13 +204,11 @@ def frame_size(resolution: str, aspect_ratio: str = "16:9") -> tuple[int, int]:
 
 def patch_config(arguments: argparse.Namespace) -> PatchConfig:
     """How `patch_model` is to run what the arguments ask for."""
-    options: dict[str, Any] = {
-        "linear": "int8" if arguments.quant_linear else "as-is",
-        "guard": arguments.guard,
-    }
-    if "sla_topk" in {field.name for field in dataclasses.fields(PatchConfig)}:
-        options["sla_topk"] = arguments.sla_topk
-    return PatchConfig(**options)
+    return PatchConfig(
+        linear="int8" if arguments.quant_linear else "as-is",
+        guard=arguments.guard,
+        sla_topk=arguments.sla_topk,
+    )
 
 
 def _check_writable(target: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
+from turbo_rcm_patch.patching.sla import detach_proj_l
 from turbo_rcm_patch.sampling.convert import convert_transformer
 from turbo_rcm_patch.sampling.load import (
     LOAD_ERRORS,
@@ -184,7 +185,7 @@ def _transformer(
     network.eval()
     has_sla = False
     if (folder / EXTRA_FILE).is_file() and (int8 or sla):
-        has_sla = bool(load_extra(network, folder).proj_l)
+        has_sla = bool(load_extra(network, folder, int8=int8).proj_l)
     if sla and not has_sla:
         raise CheckpointError(
             f"{folder} has no proj_l, the projection of SLA",
@@ -192,16 +193,9 @@ def _transformer(
             remedy="Pass --attention_type original",
         )
     if not sla:
-        detach_sla(network)
+        for module in network.modules():
+            detach_proj_l(module)
     return network
-
-
-def detach_sla(network: torch.nn.Module) -> None:
-    """Take `proj_l` away and leave int8 weights: attention is dense then."""
-    from turbo_rcm_patch.checkpoints.extra import _detach_proj_l
-
-    for module in network.modules():
-        _detach_proj_l(module)
 
 
 def _check_model(folder: Path, network: Any, model: str | None, *, image: bool) -> None:
