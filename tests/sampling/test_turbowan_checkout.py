@@ -29,6 +29,7 @@ from tests.sampling.test_turbowan import (
     text_pth,
     text_to_video,
 )
+from turbo_rcm_patch.sampling import turbowan
 from turbo_rcm_patch.sampling.turbowan.image import fitted
 
 __all__ = ["decoded", "expert_pths", "image_base", "picture", "scripts", "text_pth"]
