@@ -305,7 +305,7 @@ def test_a_checkpoint_is_converted_once(tmp_path) -> None:
         stages.append(stage)
 
     folder = turbowan.transformer_folder(pth, cache=cache, progress=progress)
-    assert folder == cache / "model-diffusers" and stages
+    assert folder.parent == cache and folder.name.startswith("model-diffusers-") and stages
     stages.clear()
     assert turbowan.transformer_folder(pth, cache=cache, progress=progress) == folder
     assert not stages, "used again"
@@ -316,14 +316,19 @@ def test_a_checkpoint_is_converted_once(tmp_path) -> None:
     weights = WanTransformer3DModel.from_pretrained(folder).proj_out.weight
     assert torch.equal(weights, torch.load(pth, weights_only=True)["head.head.weight"])
     assert turbowan.transformer_folder(folder) == folder
+    assert turbowan.transformer_folder(pth) == tmp_path / "model-diffusers", "beside it"
+    (tmp_path / "other").mkdir()
+    save(TEXT, tmp_path / "other" / "model.pth")
+    assert turbowan.transformer_folder(tmp_path / "other" / "model.pth", cache=cache) != folder
 
 
 def test_a_folder_that_is_something_else_is_not_replaced(tmp_path, text_pth) -> None:
-    other = tmp_path / f"{text_pth.stem}-diffusers"
+    pth, other = tmp_path / "model.pth", tmp_path / "model-diffusers"
+    pth.symlink_to(text_pth)
     other.mkdir()
     (other / "config.json").write_text("{}")
     with pytest.raises(OutputExistsError, match="is there already"):
-        turbowan.transformer_folder(text_pth, cache=tmp_path)
+        turbowan.transformer_folder(pth)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputExistsError, match="--cache"):
         turbowan.transformer_folder(text_pth, cache=tmp_path / "file")
@@ -371,6 +376,30 @@ def test_a_checkpoint_without_sla_says_how_to_run_it(micro_folder, tmp_path, dec
         text_to_video(pth, micro_folder, out)
     text_to_video(pth, micro_folder, out, "--attention_type", "original", "--num_steps", "1")
     assert movie(out)[0] == 5
+
+
+def test_attention_types(text_pth, micro_folder, tmp_path, decoded, capsys) -> None:
+    """sla and sagesla are one; original leaves proj_l out, and is still patched."""
+    texts = []
+    for kind in ("sagesla", "sla", "original"):
+        more = ["--attention_type", kind, "--num_steps", "1", *EXACT]
+        text_to_video(text_pth, micro_folder, tmp_path / "video.mp4", *more)
+        texts.append(capsys.readouterr().out)
+    assert torch.equal(decoded[0], decoded[1])
+    assert not torch.allclose(decoded[0], decoded[2], rtol=0, atol=1e-3)
+    assert ["proj_l" in text for text in texts] == [True, True, False]
+    assert "two-launch" in texts[2]
+
+
+def test_an_interruption_leaves_nothing(text_pth, micro_folder, tmp_path, monkeypatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(imageio_ffmpeg, "write_frames", interrupted)
+    out = tmp_path / "out" / "video.mp4"
+    with pytest.raises(KeyboardInterrupt):
+        text_to_video(text_pth, micro_folder, out, "--num_steps", "1")
+    assert not list(out.parent.iterdir())
 
 
 def test_the_other_example_is_named(text_pth, expert_pths, micro_folder, image_base, tmp_path,

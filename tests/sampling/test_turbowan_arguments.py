@@ -219,3 +219,9 @@ def test_an_interruption_is_no_traceback(capsys) -> None:
     assert turbowan.run(interrupted) == 130
     assert "No video was written" in capsys.readouterr().err
     assert turbowan.run(lambda: None) == 0
+
+    def too_large() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    assert turbowan.run(too_large) == 2
+    assert "--offload model" in capsys.readouterr().err

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, TurboRCMError
 from turbo_rcm_patch.sampling.scheduler import MAX_STEPS
@@ -157,13 +159,19 @@ def run(main: Callable[[], None]) -> int:
     """Run a script's main function.
 
     Returns:
-        0; 2 for a mistake in the arguments or the model, which is told in a line; 130 if
-        interrupted.
+        0; 2 for a mistake in the arguments or the model, or too little memory on the GPU, which
+        is told in a line; 130 if interrupted.
     """
     try:
         main()
     except TurboRCMError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print(
+            f"{error}\nTry --offload model, a smaller --resolution or fewer frames or samples.",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print("\nInterrupted. No video was written.", file=sys.stderr)

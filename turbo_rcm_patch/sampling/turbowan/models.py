@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -76,8 +77,13 @@ def transformer_folder(
         return folder
     if not given.is_file():
         raise CheckpointError(f"no such file or folder: {given}")
-    parent = given.parent if cache is None else Path(cache).expanduser()
-    target, status = parent / f"{given.stem}-diffusers", given.stat()
+    name = f"{given.name.removesuffix('.pth')}-diffusers"
+    if cache is None:
+        target = given.parent / name
+    else:  # Where two experts may come from files of one name.
+        origin = hashlib.blake2b(str(given.resolve().parent).encode(), digest_size=4).hexdigest()
+        target = Path(cache).expanduser() / f"{name}-{origin}"
+    status = given.stat()
     source = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns}
     if (target / "config.json").is_file():
         made_of = read_json(target / "config.json").get(_SOURCE)
