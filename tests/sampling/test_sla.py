@@ -1,0 +1,141 @@
+"""Pipelines whose transformer holds SLA's proj_l: what is generated, and compared with what."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.patching.test_sla import with_sla
+from tests.sampling.micro import SMALL, micro_pipe, save
+from turbo_rcm_patch import PatchConfig, patched
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.checkpoints import EXTRA_FILE
+from turbo_rcm_patch.patching import sla_as_defined
+from turbo_rcm_patch.patching.sla import PROJ_L, attached_proj_l, detach_proj_l
+from turbo_rcm_patch.sampling import passes
+from turbo_rcm_patch.sampling.comparison import compare
+from turbo_rcm_patch.sampling.generation import generate
+from turbo_rcm_patch.sampling.load import load_pipeline
+from turbo_rcm_patch.sampling.settings import Settings
+from turbo_rcm_patch.sampling.store import Store
+
+PROMPT = "a red circle moves left"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one-expert", "two-experts"])
+def sla_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline folder as `convert` writes it from a checkpoint with SLA."""
+    pipe = micro_pipe(experts=request.param)
+    folder = save(pipe, tmp_path_factory.mktemp("sla") / "micro")
+    for name in ("transformer", "transformer_2"):
+        network: Any = getattr(pipe, name)
+        if network is None:
+            continue
+        stored = {}
+        for i, block in enumerate(with_sla(network).blocks):
+            held = attached_proj_l(block.attn1)
+            assert held is not None
+            for part, x in zip(("weight", "bias"), held, strict=True):
+                stored[f"blocks.{i}.attn1.proj_l.{part}"] = x.clone()
+        save_file(stored, folder / name / EXTRA_FILE)
+    return folder
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def test_the_baseline_is_sla_and_not_dense_attention(sla_folder: Path, tmp_path: Path) -> None:
+    pipe, settings = load_pipeline(sla_folder, device="cpu"), Settings(steps=2, **SMALL)
+    experts = [part for part in (pipe.transformer, pipe.transformer_2) if part is not None]
+    dense = generate(pipe, PROMPT, settings=settings).latents
+    before = [sorted(m.__dict__) for part in experts for m in part.modules()]
+    found = compare(pipe, PROMPT, out=tmp_path, settings=settings)
+    assert [sorted(m.__dict__) for part in experts for m in part.modules()] == before
+
+    store = Store(tmp_path, json.loads(found.metrics.read_text())["identity"], fresh=False)
+    samples = {v: store.load_sample(found.results[0].key, v).latents for v in passes_of()}
+    with sla_as_defined(pipe, 0.1) as count:
+        assert count == 2 * len(experts)
+        sla = generate(pipe, PROMPT, settings=settings).latents
+    assert torch.equal(samples["baseline"], sla)
+    far = distance(dense, sla)
+    assert far > 0.02
+    for variant in ("patched", "control"):
+        assert 0 < distance(samples[variant], sla) < far / 2, variant
+
+    said = f"SLA as it is defined, in plain torch, in {count} attentions"
+    assert said in found.baseline and "sla_topk=0.1" in found.baseline
+    assert found.baseline in str(found)
+    metrics = json.loads(found.metrics.read_text())
+    assert metrics["baseline"] == found.baseline
+    assert said in found.report.read_text()
+    assert metrics["identity"]["sla"] and metrics["identity"]["config"]["sla_topk"] == 0.1
+    # Against dense attention as truth the unpatched network's error would be `far`.
+    assert found.network is not None and found.network.unpatched < 0.02
+    assert found.network.ratio < 3
+
+
+def passes_of() -> tuple[passes.Variant, ...]:
+    return ("baseline", "patched", "control")
+
+
+def test_without_a_proj_l_the_baseline_is_the_author_s(pipe, settings, tmp_path: Path) -> None:
+    found = compare(pipe, PROMPT, out=tmp_path, settings=settings, network_number=False)
+    assert found.baseline == "the model as its authors wrote it"
+    metrics = json.loads(found.metrics.read_text())
+    assert metrics["identity"]["sla"] == ""
+    dense = generate(pipe, PROMPT, settings=settings).latents
+    store = Store(tmp_path, metrics["identity"], fresh=False)
+    assert torch.equal(store.load_sample(found.results[0].key, "baseline").latents, dense)
+
+
+def test_int4_is_caught(sla_folder: Path, tmp_path: Path) -> None:
+    """The network number has the same power as without SLA."""
+    pipe, settings = load_pipeline(sla_folder, device="cpu"), Settings(steps=2, **SMALL)
+    config = PatchConfig(attention="int4", guard=False)
+    found = compare(pipe, PROMPT, out=tmp_path, settings=settings, config=config)
+    assert found.verdict == "changed"
+
+
+def test_a_finished_comparison_does_not_serve_another_proj_l(
+    sla_folder: Path, tmp_path: Path
+) -> None:
+    from turbo_rcm_patch.sampling.record import identity
+
+    pipe, settings = load_pipeline(sla_folder, device="cpu"), Settings(steps=2, **SMALL)
+    first = identity(pipe, settings, PatchConfig())
+    for module in pipe.transformer.modules():
+        detach_proj_l(module)
+    assert identity(pipe, settings, PatchConfig()) != first
+
+
+def test_load_pipeline_attaches_and_patching_runs_it(sla_folder: Path) -> None:
+    pipe, settings = load_pipeline(sla_folder, device="cpu"), Settings(steps=2, **SMALL)
+    held = {name for name, _ in pipe.transformer.named_buffers() if name.endswith(PROJ_L)}
+    assert len(held) == 4
+    dense = generate(pipe, PROMPT, settings=settings).latents
+    with patched(pipe, PatchConfig()) as report:
+        sparse = generate(pipe, PROMPT, settings=settings).latents
+        assert "sla_topk=0.1" in str(report)
+    assert distance(sparse, dense) > 0.02
+    assert torch.equal(generate(pipe, PROMPT, settings=settings).latents, dense)
+
+
+def test_generate_takes_the_share(sla_folder: Path, tmp_path: Path, capsys) -> None:
+    quick = ["--height", "32", "--width", "32", "--num-frames", "5", "--steps", "2"]
+    quick += ["--max-sequence-length", "16", "--device", "cpu", "--prompt", PROMPT]
+    model = ["generate", "--model", str(sla_folder), *quick, "--out", str(tmp_path / "a.mp4")]
+    assert main([*model, "--sla-topk", "0.3"]) == 0
+    assert "sla_topk=0.3" in capsys.readouterr().out
+    assert main([*model, "--no-patch"]) == 0
+    assert "they run dense, without SLA" in capsys.readouterr().out
+    assert main([*model, "--sla-topk", "0"]) == 2
+    assert "PatchConfig.sla_topk" in capsys.readouterr().err
+    assert main(["generate", "--help"]) == 0
+    assert "--sla-topk SHARE" in capsys.readouterr().out
