@@ -15,7 +15,7 @@ from diffusers import AutoencoderKLWan
 from PIL import Image
 
 from tests.sampling.test_turbodiffusion import Parts, scripts, their_loop
-from tests.sampling.test_turbowan import (
+from tests.sampling.turbowan import (
     EXACT,
     LATENTS,
     PROMPT,
