@@ -46,23 +46,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Patch.
     report = None if args.no_patch else patch_model(pipe, turbowan.patch_config(args))
 
-    # Sample.
-    latents = turbowan.sample(
-        pipe,
-        args.prompt,
-        width=width,
-        height=height,
-        num_frames=args.num_frames,
-        num_steps=args.num_steps,
-        num_samples=args.num_samples,
-        seed=args.seed,
-    )
+    for prompt, path in turbowan.requests(args):  # one, or with --serve one a line
+        # Sample.
+        latents = turbowan.sample(
+            pipe,
+            prompt,
+            width=width,
+            height=height,
+            num_frames=args.num_frames,
+            num_steps=args.num_steps,
+            num_samples=args.num_samples,
+            seed=args.seed,
+        )
 
-    # Save: samples side by side.
-    path = turbowan.write_video(turbowan.decode(pipe, latents), args.save_path)
+        # Save: samples side by side.
+        turbowan.write_video(turbowan.decode(pipe, latents), path)
+        print(path)
     if report is not None:
         print(report)  # what ran how; with --guard, also how far off it was
-    print(path)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import runpy
 import sys
 from argparse import ArgumentParser
@@ -52,7 +53,7 @@ LEAST = {
     ],
 }
 #: Taken by the parser so that the reason can be told.
-REFUSED = {"vae_path": "--base", "text_encoder_path": "--base", "serve": "turbowan.sample"}
+REFUSED = {"vae_path": "--base", "text_encoder_path": "--base"}
 
 
 def actions(script: str) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def test_their_own_source_asks_for_nothing_else(
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_has_no_meaning_here_is_refused_with_a_remedy(script: str, name: str) -> None:
-    more = [f"--{name}"] if name == "serve" else [f"--{name}", "x.pth"]
+    more = [f"--{name}", "x.pth"]
     parser = SCRIPTS[script][0]("")
     assert turbowan.parse(parser, LEAST[script]).prompt == "a cat"
     with pytest.raises(ConfigError, match=f"--{name}.*{REFUSED[name]}"):
@@ -138,6 +139,21 @@ def test_the_patch_is_what_was_asked_for() -> None:
     assert config("--sla_topk", "0.2").sla_topk == 0.2
     with pytest.raises(ConfigError, match="sla_topk"):
         config("--sla_topk", "0")
+
+
+def test_serving_reads_prompts_and_numbers_videos(tmp_path, monkeypatch) -> None:
+    parser, least = turbowan.text_to_video_parser(""), ["--dit_path", "x.pth"]
+    least += ["--save_path", str(tmp_path / "video")]
+    one = turbowan.parse(parser, [*least, "--prompt", "a cat"])
+    assert list(turbowan.requests(one)) == [("a cat", tmp_path / "video.mp4")]
+    (tmp_path / "video-001.mp4").touch()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a dog\n\n a fox \n/quit\nan owl\n"))
+    served = turbowan.requests(turbowan.parse(parser, [*least, "--serve"]))
+    assert list(served) == [
+        ("a dog", tmp_path / "video-002.mp4"), ("a fox", tmp_path / "video-003.mp4")
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="--prompt"):
+        turbowan.parse(parser, least)
 
 
 def test_sizes() -> None:
@@ -204,8 +220,8 @@ def test_help_and_errors_of_the_scripts(example: str, monkeypatch, capsys) -> No
     text = capsys.readouterr().out
     assert "example:" in text and "--sla_topk" in text and "--base" in text
     least = LEAST["wan2.1_t2v_infer.py" if "t2v" in example else "wan2.2_i2v_infer.py"]
-    assert exit_code(*least, "--serve") == 2
-    assert "ConfigError: --serve" in capsys.readouterr().err
+    assert exit_code(*least, "--num_samples", "0") == 2
+    assert "ConfigError: --num_samples" in capsys.readouterr().err
     assert exit_code(*least) == 2
     error = capsys.readouterr().err
     assert "x.pth" in error or "i.png" in error

@@ -12,6 +12,7 @@ from turbo_rcm_patch.sampling.turbowan.arguments import (
     image_to_video_parser,
     parse,
     patch_config,
+    requests,
     run,
     text_to_video_parser,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "parse",
     "patch_config",
     "read_image",
+    "requests",
     "run",
     "sample",
     "text_to_video_parser",

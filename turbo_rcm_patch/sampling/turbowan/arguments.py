@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,7 @@ __all__ = [
     "image_to_video_parser",
     "parse",
     "patch_config",
+    "requests",
     "run",
     "text_to_video_parser",
 ]
@@ -41,7 +43,7 @@ RESOLUTIONS: Final[dict[str, dict[str, tuple[int, int]]]] = {
 #: Width and height are multiples of this: eight of the VAE, two of the transformer's patches.
 _STRIDE: Final = 16
 _SIZE: Final = re.compile(r"([1-9]\d*)x([1-9]\d*)")
-#: Arguments of the scripts that have no meaning here -> why, and what to do.
+#: Arguments of the scripts that have no meaning here -> what is taken instead, and what to do.
 _REFUSED: Final = {
     "vae_path": (
         "a VAE of diffusers: it comes with --base",
@@ -51,10 +53,6 @@ _REFUSED: Final = {
         "a text encoder of diffusers: it comes with --base",
         "Leave --text_encoder_path out, and give --base a diffusers folder or hub id of the Wan "
         "model",
-    ),
-    "serve": (
-        "one prompt; there is no server here",
-        "In Python, load once and call turbowan.sample for each prompt",
     ),
 }
 
@@ -132,10 +130,9 @@ def parse(
     for name, (expected, remedy) in _REFUSED.items():
         value = getattr(arguments, name)
         if value:
-            got = "" if value is True else repr(value)
-            raise ConfigError(f"--{name}", expected=expected, got=got, remedy=remedy)
+            raise ConfigError(f"--{name}", expected=expected, got=repr(value), remedy=remedy)
     for name in ("prompt", "image_path"):
-        if not getattr(arguments, name, "given"):
+        if not getattr(arguments, name, "given") and (name, arguments.serve) != ("prompt", True):
             raise ConfigError(f"--{name}", expected="to be given", got="nothing")
     for name in ("num_samples", "num_frames"):
         value = getattr(arguments, name)
@@ -145,6 +142,25 @@ def parse(
     patch_config(arguments)
     _check_writable(Path(arguments.save_path).expanduser())
     return arguments
+
+
+def requests(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    """Prompts and where their videos go: one, or with --serve one a line of standard input."""
+    target = Path(arguments.save_path).expanduser()
+    target = target if target.suffix else target.with_name(f"{target.name}.mp4")
+    if arguments.prompt:
+        yield arguments.prompt, target
+    if not arguments.serve:
+        return
+    numbers = itertools.count(1)
+    while True:
+        print("prompt> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/quit":
+            return
+        if line.strip():
+            names = (target.with_stem(f"{target.stem}-{n:03d}") for n in numbers)
+            yield line.strip(), next(path for path in names if not path.exists())
 
 
 def base_of(arguments: argparse.Namespace, checkpoint: str) -> str:
@@ -279,7 +295,9 @@ def _add_shared(
     add("--vae_path", metavar="PATH", help="refused: the VAE comes with --base")
     add("--text_encoder_path", metavar="PATH",
         help="refused: the text encoder comes with --base")  # fmt: skip
-    add("--serve", action="store_true", help="refused: there is no server here")
+    add("--serve", action="store_true",
+        help="keep the model loaded and read prompts from standard input, a line each; videos "
+        "are numbered")  # fmt: skip
     ours = parser.add_argument_group("beyond TurboDiffusion's arguments")
     ours.add_argument("--base", metavar="FOLDER_OR_HUB_ID",
         help="a diffusers pipeline of the same Wan version, for VAE, text encoder and tokenizer "

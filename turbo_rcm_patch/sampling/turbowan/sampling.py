@@ -132,19 +132,12 @@ def decode(pipe: WanPipeline | WanImageToVideoPipeline, latents: torch.Tensor) -
     return ((video.float().cpu().clamp(-1, 1) + 1) / 2).permute(0, 2, 3, 4, 1)
 
 
-def write_video(videos: torch.Tensor, path: str | Path) -> Path:
+def write_video(videos: torch.Tensor, path: Path) -> None:
     """Write videos side by side as one mp4, which is whole or not there.
 
     Args:
         videos: In 0..1, [B, F, H, W, 3].
-        path: The file; without a suffix, `.mp4` is added.
-
-    Returns:
-        The file.
+        path: The file.
     """
-    target = Path(path).expanduser()
-    if not target.suffix:
-        target = target.with_name(f"{target.name}.mp4")
     beside = torch.cat(list(videos.nan_to_num()), dim=2)
-    write_mp4((beside.numpy() * 255 + 0.5).astype(np.uint8), target, fps=FPS)
-    return target
+    write_mp4((beside.numpy() * 255 + 0.5).astype(np.uint8), path, fps=FPS)
