@@ -153,13 +153,14 @@ def plain_loop(
     ode: bool = False,
     given: torch.Tensor | None = None,
     our_roundings: bool = False,
+    device: str = "cpu",
 ) -> torch.Tensor:
     """In the roundings of the scripts, or with `our_roundings`: a first sample in fp32, as the
     pipelines have it, and fp64 where the scripts multiply noise in fp32. Nothing but last bits,
     but those decide how some values are rounded to int8."""
-    generator = torch.Generator("cpu")
+    generator = torch.Generator(device)
     generator.manual_seed(seed)
-    noise = torch.randn(samples, *shape, dtype=torch.float32, generator=generator)
+    noise = torch.randn(samples, *shape, dtype=torch.float32, device=device, generator=generator)
     trig = [math.atan(sigma_max), *(1.5, 1.4, 1.0)[: steps - 1], 0.0]
     times = [math.sin(t) / (math.cos(t) + math.sin(t)) for t in trig]
     x = noise.double() * times[0]
@@ -169,12 +170,12 @@ def plain_loop(
         inputs = x.float()
         if given is not None:
             inputs = torch.cat([inputs, given.expand(samples, -1, -1, -1, -1)], dim=1)
-        when = torch.tensor([t * 1000]).bfloat16().float().expand(samples)
+        when = torch.tensor([t * 1000]).bfloat16().float().expand(samples).to(device)
         v = network(inputs, when, text.expand(samples, -1, -1), return_dict=False)[0].double()
         if ode:
             x = x - (t - t_next) * v
         else:
-            eps = torch.randn(x.shape, dtype=torch.float32, generator=generator)
+            eps = torch.randn(x.shape, dtype=torch.float32, device=device, generator=generator)
             x = (1 - t_next) * (x - t * v) + t_next * (eps.double() if our_roundings else eps)
     return x.float()
 
