@@ -32,19 +32,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         width, height = turbowan.adapted_size((image.shape[3], image.shape[2]), (width, height))
 
     # Load: the converted experts, and the rest of the base.
-    experts = {
-        "transformer": args.high_noise_model_path,
-        "transformer_2": args.low_noise_model_path,
-    }
+    experts = [args.high_noise_model_path, args.low_noise_model_path]
     with bars() as progress:
-        folders = [
-            turbowan.transformer_folder(path, part=part, cache=args.cache, progress=progress)
-            for part, path in experts.items()
-        ]
+        folders = turbowan.transformer_folders(experts, cache=args.cache, progress=progress)
     pipe = turbowan.load(
         WanImageToVideoPipeline,
         folders,
-        turbowan.base_of(args, args.high_noise_model_path),
+        turbowan.base_of(args, experts[0]),
         sla=args.attention_type != "original" and not args.no_patch,
         model=args.model,
         dtype=getattr(torch, args.dtype),

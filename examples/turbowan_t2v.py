@@ -28,10 +28,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # Load: the converted transformer, and the rest of the base.
     with bars() as progress:
-        folder = turbowan.transformer_folder(args.dit_path, cache=args.cache, progress=progress)
+        folders = turbowan.transformer_folders(
+            [args.dit_path], cache=args.cache, progress=progress
+        )
     pipe = turbowan.load(
         WanPipeline,
-        [folder],
+        folders,
         turbowan.base_of(args, args.dit_path),
         sla=args.attention_type != "original" and not args.no_patch,
         model=args.model,

@@ -88,6 +88,28 @@ def test_a_whole_pipeline_is_its_own_base(text_pth, tmp_path, micro_folder) -> N
     assert movie(out)[0] == 5
 
 
+def test_of_a_whole_pipeline_each_expert_is_found(
+    expert_pths, image_base, picture, tmp_path, decoded
+) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for path in image_base.iterdir():
+        (whole / path.name).symlink_to(path)
+    for part, path in zip(("transformer", "transformer_2"), expert_pths, strict=True):
+        (whole / part).unlink()
+        (whole / part).symlink_to(turbowan.transformer_folder(path))
+    for paths in ([whole, whole], expert_pths):
+        image_to_video(paths, image_base, picture, tmp_path / "video.mp4", *EXACT)
+    assert torch.equal(decoded[0], decoded[1])
+
+
+def test_both_experts_are_looked_for_before_one_is_converted(tmp_path) -> None:
+    save(TEXT, tmp_path / "high.pth")
+    with pytest.raises(CheckpointError, match=r"no such file or folder: .*low\.pth"):
+        turbowan.transformer_folders([tmp_path / "high.pth", tmp_path / "low.pth"])
+    assert [path.name for path in tmp_path.iterdir()] == ["high.pth"]
+
+
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [

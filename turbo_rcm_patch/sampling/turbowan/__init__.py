@@ -17,7 +17,11 @@ from turbo_rcm_patch.sampling.turbowan.arguments import (
     text_to_video_parser,
 )
 from turbo_rcm_patch.sampling.turbowan.image import adapted_size, read_image
-from turbo_rcm_patch.sampling.turbowan.models import load, transformer_folder
+from turbo_rcm_patch.sampling.turbowan.models import (
+    load,
+    transformer_folder,
+    transformer_folders,
+)
 from turbo_rcm_patch.sampling.turbowan.sampling import (
     FPS,
     boundary_ratio,
@@ -43,5 +47,6 @@ __all__ = [
     "sample",
     "text_to_video_parser",
     "transformer_folder",
+    "transformer_folders",
     "write_video",
 ]

@@ -15,7 +15,8 @@ import torch
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, TurboRCMError
-from turbo_rcm_patch.sampling.scheduler import MAX_STEPS
+from turbo_rcm_patch.sampling.load import resolve_model
+from turbo_rcm_patch.sampling.scheduler import MAX_STEPS, RCMScheduler
 
 __all__ = [
     "RESOLUTIONS",
@@ -125,6 +126,7 @@ def parse(
 
     Raises:
         ConfigError: A value outside its domain, or an argument that has no meaning here.
+        ModelFolderError: --base is no folder and cannot be a hub id.
     """
     arguments = parser.parse_args(argv)
     for name, (expected, remedy) in _REFUSED.items():
@@ -140,7 +142,10 @@ def parse(
             raise ConfigError(f"--{name}", expected="at least 1", got=str(value))
     frame_size(arguments.resolution, arguments.aspect_ratio)
     patch_config(arguments)
+    RCMScheduler(sigma_max=arguments.sigma_max).set_timesteps(arguments.num_steps)
     _check_writable(Path(arguments.save_path).expanduser())
+    if arguments.base is not None:
+        resolve_model(arguments.base)
     return arguments
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     _Pipeline = TypeVar("_Pipeline", WanPipeline, WanImageToVideoPipeline)
 
-__all__ = ["SIZES", "load", "transformer_folder"]
+__all__ = ["SIZES", "load", "transformer_folder", "transformer_folders"]
 
 #: The model's name -> width and number of blocks.
 SIZES: Final = {
@@ -41,6 +41,31 @@ SIZES: Final = {
 #: Entry of config.json that says which file a converted folder was made of.
 _SOURCE: Final = "_turbo_rcm_source"
 _PARTS: Final = ("transformer", "transformer_2")
+
+
+def transformer_folders(
+    paths: Sequence[str | Path],
+    *,
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """The transformer folders of one network or of two experts, all of whose paths are there.
+
+    Args:
+        paths: One, or the high-noise expert's and the low-noise expert's.
+        cache: As in `transformer_folder`.
+        progress: Likewise.
+
+    Raises:
+        CheckpointError, OutputExistsError: As in `transformer_folder`.
+    """
+    for path in paths:
+        if not Path(path).expanduser().exists():
+            raise CheckpointError(f"no such file or folder: {path}")
+    return [
+        transformer_folder(path, part=part, cache=cache, progress=progress)
+        for path, part in zip(paths, _PARTS, strict=False)
+    ]
 
 
 def transformer_folder(
