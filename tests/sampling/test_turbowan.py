@@ -3,6 +3,9 @@ torch."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +29,7 @@ from tests.sampling.turbowan import (
 )
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.sampling import turbowan
+from turbo_rcm_patch.sampling.turbowan import sampling
 
 __all__ = ["decoded", "expert_pths", "image_base", "picture", "text_pth"]
 
@@ -105,11 +109,51 @@ def test_image_to_video_patches_both_experts(
 
 
 def test_frames_are_rounded_as_the_script_rounds_them(
-    text_pth, micro_folder, tmp_path, decoded
+    text_pth, expert_pths, micro_folder, image_base, picture, tmp_path, decoded
 ) -> None:
-    out = tmp_path / "video.mp4"
-    text_to_video(text_pth, micro_folder, out, "--num_frames", "8", "--num_steps", "1")
+    """8 are made of 2 latents, so 5 are, where a pipeline would make 9."""
+    out, more = tmp_path / "video.mp4", ["--num_frames", "8", "--num_steps", "1"]
+    text_to_video(text_pth, micro_folder, out, *more)
     assert decoded[0].shape[2] == 2 and movie(out)[0] == 5
+    image_to_video(expert_pths, image_base, picture, out, *more)
+    assert decoded[1].shape[2] == 2 and movie(out)[0] == 5
+
+
+def test_videos_become_bytes_as_the_script_has_them(tmp_path, monkeypatch) -> None:
+    """Half a step is added, and samples are side by side."""
+    written: list[np.ndarray] = []
+    monkeypatch.setattr(sampling, "write_mp4", lambda frames, *_, **__: written.append(frames))
+    videos = torch.rand(2, 3, 4, 6, 3)
+    videos[0, 0, 0, 0] = torch.tensor([0.0, 254.6 / 255, 1.0])
+    turbowan.write_video(videos, tmp_path / "video.mp4")
+    (frames,) = written
+    assert frames.dtype == np.uint8 and frames.shape == (3, 4, 12, 3)
+    assert frames[0, 0, 0].tolist() == [0, 255, 255]
+    assert (frames[:, :, 6:] == (videos[1] * 255 + 0.5).byte().numpy()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_latents_are_scaled_in_the_dtype_of_the_vae(dtype: torch.dtype) -> None:
+    """By mean and deviation, the reciprocal of the deviation rounded as theirs is."""
+    mean, std = [0.3, -0.7, 0.11, 1.9], [2.8184, 1.4541, 2.3275, 0.6558]
+    seen: list[torch.Tensor] = []
+
+    def decode(z: torch.Tensor, return_dict: bool) -> tuple[torch.Tensor]:
+        seen.append(z)
+        return (torch.full((1, 3, 5, 16, 16), 2.0, dtype=dtype),)
+
+    config = SimpleNamespace(z_dim=4, latents_mean=mean, latents_std=std)
+    vae = SimpleNamespace(dtype=dtype, config=config, decode=decode)
+    pipe = SimpleNamespace(
+        vae=vae, _execution_device=torch.device("cpu"), maybe_free_model_hooks=lambda: None
+    )
+    latents = torch.randn(1, 4, 2, 2, 2, dtype=torch.float64)
+    frames = turbowan.decode(pipe, latents)
+    scale = 1.0 / torch.tensor(std, dtype=dtype).view(1, 4, 1, 1, 1)
+    shift = torch.tensor(mean, dtype=dtype).view(1, 4, 1, 1, 1)
+    assert torch.equal(seen[0], latents.float().to(dtype) / scale + shift)
+    assert frames.shape == (1, 5, 16, 16, 3) and frames.dtype == torch.float32
+    assert frames.unique().tolist() == [1.0]
 
 
 def test_two_prompts_of_a_seed_start_from_the_same_noise(text_pth, micro_folder) -> None:
