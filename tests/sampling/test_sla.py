@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.patching.test_sla import with_sla
+from tests.patching.sla import with_sla
 from tests.sampling.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.__main__ import main
@@ -125,6 +125,12 @@ def test_load_pipeline_attaches_and_patching_runs_it(sla_folder: Path) -> None:
         assert "sla_topk=0.1" in str(report)
     assert distance(sparse, dense) > 0.02
     assert torch.equal(generate(pipe, PROMPT, settings=settings).latents, dense)
+
+
+def test_pairs_lists_it_without_loading_weights(sla_folder: Path, capsys) -> None:
+    assert main(["pairs", "--model", str(sla_folder)]) == 0
+    text = capsys.readouterr().out
+    assert "attn1.proj_l" in text and "sla_topk=0.1" in text
 
 
 def test_generate_takes_the_share(sla_folder: Path, tmp_path: Path, capsys) -> None:

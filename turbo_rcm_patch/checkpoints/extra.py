@@ -22,7 +22,7 @@ from turbo_rcm_patch.checkpoints.stored import StoredTensors, transformer_folder
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
 from turbo_rcm_patch.patching.int8_weights import attach_int8, detach_int8, stands_for
 from turbo_rcm_patch.patching.record import record_of
-from turbo_rcm_patch.patching.sla import PROJ_L, attach_proj_l, attached_proj_l, detach_proj_l
+from turbo_rcm_patch.patching.sla import PROJ_L, attach_proj_l, detach_proj_l
 
 __all__ = ["PROJ_L", "Extra", "load_extra", "unload_extra"]
 
@@ -95,9 +95,7 @@ def load_extra(transformer: nn.Module, folder: str | Path, *, int8: bool = True)
         raise AlreadyPatchedError(
             f"{path}: proj_l of {len(attentions)} attentions",
             expected="a transformer that is patched after its proj_l is attached",
-            got="one that was patched to run dense attention"
-            if attached_proj_l(modules[attentions[0]]) is None
-            else "one that is patched",
+            got="one that carries our patch",
             remedy="Call unpatch_model, then load_extra, then patch_model",
         )
     try:

@@ -116,22 +116,26 @@ def _forward(
         return out
     from turbo_rcm_patch.ops import sparse_reference as reference
 
-    qh = prepare(q, heads, norm_q, None, cos, sin, eps).to(q.dtype).float()
-    kh = prepare(k, heads, norm_k, None, cos, sin, eps).to(k.dtype).float()
-    vh = split_heads(v, heads).float()
+    qh = prepare(q, heads, norm_q, None, cos, sin, eps).to(q.dtype)
+    kh = prepare(k, heads, norm_k, None, cos, sin, eps).to(k.dtype)
+    vh = split_heads(v, heads)
+    out = torch.empty(qh.shape, dtype=out_dtype, device=q.device)
     geometry = {"block_q": block_q, "block_k": block_k}
-    blocks = reference.block_map(qh, kh, count=count, dtype=q.dtype, **geometry)
-    if attention == "exact":
-        sparse = reference.exact_sparse_attention(
-            qh, kh, vh, blocks, sm_scale=sm_scale, **geometry
-        )
-    else:
-        sparse = reference.emulated_sparse_attention(
-            qh, kh, vh, blocks,
-            sm_scale=sm_scale, pv=own_pv, qmax=QMAX[attention], smooth_k=smooth_k, **geometry,
-        )  # fmt: skip
-    linear = reference.linear_branch(qh, kh, vh, weight, bias, dtype=q.dtype)
-    return (sparse + linear).transpose(1, 2).flatten(2).to(out_dtype)
+    for head in range(heads):  # One at a time: all of a video's in fp32 would be gigabytes.
+        one = slice(head, head + 1)
+        qf, kf, vf = (x[:, one].float() for x in (qh, kh, vh))
+        blocks = reference.block_map(qf, kf, count=count, dtype=q.dtype, **geometry)
+        if attention == "exact":
+            sparse = reference.exact_sparse_attention(
+                qf, kf, vf, blocks, sm_scale=sm_scale, **geometry
+            )
+        else:
+            sparse = reference.emulated_sparse_attention(
+                qf, kf, vf, blocks,
+                sm_scale=sm_scale, pv=own_pv, qmax=QMAX[attention], smooth_k=smooth_k, **geometry,
+            )  # fmt: skip
+        out[:, one] = sparse + reference.linear_branch(qf, kf, vf, weight, bias, dtype=q.dtype)
+    return out.transpose(1, 2).flatten(2)
 
 
 def _rotated(

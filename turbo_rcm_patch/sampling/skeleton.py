@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from turbo_rcm_patch.checkpoints import EXTRA_FILE
+from turbo_rcm_patch.checkpoints.stored import StoredTensors
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.patching.registry import FAMILIES
+from turbo_rcm_patch.patching.sla import attach_proj_l
 from turbo_rcm_patch.sampling.load import quiet_loading, resolve_model
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler
 from turbo_rcm_patch.sampling.settings import folder_defaults
@@ -77,7 +80,20 @@ def _transformer(folder: Path | str, name: str) -> ModelMixin:
             got=repr(asked),
             remedy="For another class call find_pairs on the loaded model",
         )
-    return _with_stand_ins(network)
+    network = _with_stand_ins(network)
+    extra = Path(folder) / name / EXTRA_FILE
+    if local and extra.is_file():
+        _attach_sla(network, extra)
+    return network
+
+
+def _attach_sla(network: ModelMixin, path: Path) -> None:
+    """Zeros for each proj_l that `load_extra` would attach."""
+    modules = dict(network.named_modules())
+    for key, stored in StoredTensors(path).listing.items():
+        owner = modules.get(key.removesuffix(".proj_l.weight"))
+        if owner is not None:
+            attach_proj_l(owner, torch.zeros(stored.shape), torch.zeros(stored.shape[:1]))
 
 
 def _with_stand_ins(network: ModelMixin) -> ModelMixin:

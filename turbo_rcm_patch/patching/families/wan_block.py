@@ -216,7 +216,7 @@ class WanBlockForward:
         fuse = mode == "ours"
         if fuse and guard is not None:
             fuse = guard.accepts(
-                (self._attn1,) if linear is None else (self._attn1, linear),
+                (self._attn1, linear) if linear and linear.live else (self._attn1,),
                 exact=lambda: attn(tensor_of(x), None, mask, rotary),
                 fused=lambda: ours(None, 1.0),
             )

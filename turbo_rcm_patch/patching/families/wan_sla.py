@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import HeadDimError
+from turbo_rcm_patch.patching.blocks import refuse_parallel
 from turbo_rcm_patch.patching.families._sla import linear_pair
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.plain import autocasting, bare
@@ -71,6 +72,10 @@ class SLAForward:
 
         Returns:
             [B, N, C].
+
+        Raises:
+            ContextParallelError: The attention is split over several ranks.
+            GradientError: A gradient is wanted.
         """
         attn = self._attn
         sparse = encoder_hidden_states is None and attention_mask is None
@@ -80,6 +85,7 @@ class SLAForward:
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
             )
             return written
+        refuse_parallel("attention", attn.processor)
         if attn.fused_projections:
             q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
