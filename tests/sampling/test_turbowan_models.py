@@ -108,6 +108,13 @@ def test_both_experts_are_looked_for_before_one_is_converted(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"no such file or folder: .*low\.pth"):
         turbowan.transformer_folders([tmp_path / "high.pth", tmp_path / "low.pth"])
     assert [path.name for path in tmp_path.iterdir()] == ["high.pth"]
+    save(TEXT, tmp_path / "low.pth")
+    seen: list[tuple[str, int, int]] = []
+    turbowan.transformer_folders(
+        [tmp_path / "high.pth", tmp_path / "low.pth"], progress=lambda *now: seen.append(now)
+    )
+    assert {stage for stage, _, _ in seen} == {"transformer", "transformer_2"}
+    assert seen[-1][1] == seen[-1][2] == 7, "MiB"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, TurboRCMError
-from turbo_rcm_patch.sampling.load import resolve_model
+from turbo_rcm_patch.sampling.load import choose_device, resolve_model
 from turbo_rcm_patch.sampling.scheduler import MAX_STEPS, RCMScheduler
 
 __all__ = [
@@ -126,6 +126,7 @@ def parse(
 
     Raises:
         ConfigError: A value outside its domain, or an argument that has no meaning here.
+        DeviceError: There is no such device here.
         ModelFolderError: --base is no folder and cannot be a hub id.
     """
     arguments = parser.parse_args(argv)
@@ -144,6 +145,7 @@ def parse(
     patch_config(arguments)
     RCMScheduler(sigma_max=arguments.sigma_max).set_timesteps(arguments.num_steps)
     _check_writable(Path(arguments.save_path).expanduser())
+    choose_device(arguments.device)
     if arguments.base is not None:
         resolve_model(arguments.base)
     return arguments
@@ -162,6 +164,7 @@ def requests(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
         print("prompt> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line or line.strip() == "/quit":
+            print(file=sys.stderr)
             return
         if line.strip():
             names = (target.with_stem(f"{target.stem}-{n:03d}") for n in numbers)
@@ -319,5 +322,5 @@ def _add_shared(
     ours.add_argument("--device", help="where to run (a GPU if there is one)")
     for name in ("dtype", "vae_dtype"):
         ours.add_argument(f"--{name}", choices=("bfloat16", "float32"), default="bfloat16",
-            help="of the VAE" if name == "vae_dtype" else "of the rest (bfloat16)")  # fmt: skip
+            help=f"of the {'VAE' if name == 'vae_dtype' else 'rest'} (bfloat16)")  # fmt: skip
     parser.set_defaults(default_base=base)

@@ -54,7 +54,7 @@ def transformer_folders(
     Args:
         paths: One, or the high-noise expert's and the low-noise expert's.
         cache: As in `transformer_folder`.
-        progress: Likewise.
+        progress: Called with MiB, each network under a name of its own.
 
     Raises:
         CheckpointError, OutputExistsError: As in `transformer_folder`.
@@ -62,10 +62,15 @@ def transformer_folders(
     for path in paths:
         if not Path(path).expanduser().exists():
             raise CheckpointError(f"no such file or folder: {path}")
-    return [
-        transformer_folder(path, part=part, cache=cache, progress=progress)
-        for path, part in zip(paths, _PARTS, strict=False)
-    ]
+    folders = []
+    for path, part in zip(paths, _PARTS, strict=False):
+
+        def in_mib(_: str, done: int, total: int, name: str = part) -> None:
+            if progress is not None:
+                progress(name, done >> 20, max(1, total >> 20))
+
+        folders.append(transformer_folder(path, part=part, cache=cache, progress=in_mib))
+    return folders
 
 
 def transformer_folder(
