@@ -118,7 +118,8 @@ def test_what_has_no_meaning_here_is_refused_with_a_remedy(script: str, name: st
     [
         ("num_samples", "0"), ("num_frames", "0"), ("resolution", "4k"), ("prompt", ""),
         ("resolution", "100x64"), ("aspect_ratio", "2:1"), ("save_path", "/dev/null/a.mp4"),
-        ("save_path", "/"), ("device", "tpu"), ("base", "no/such/folder"), ("sigma_max", "5"), ("sigma_max", "-1"),
+        ("save_path", "/"), ("device", "tpu"), ("base", "no/such/folder"),
+        ("sigma_max", "5"), ("sigma_max", "-1"),
     ],
 )  # fmt: skip
 def test_values_outside_a_domain_are_refused_before_anything_loads(name: str, value: str) -> None:
