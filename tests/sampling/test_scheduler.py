@@ -116,6 +116,27 @@ def test_renoising_has_a_stream_of_its_own() -> None:
     assert abs(correlation) < 0.3, "the same seed gives independent noises"
 
 
+def test_noise_can_come_from_a_generator_of_the_caller() -> None:
+    """One draw a step for a whole batch, right after the initial noise."""
+    scheduler = RCMScheduler(noise_seed=5)
+    own = sample(scheduler, 4, draw())
+    generator = torch.Generator().manual_seed(3)
+    scheduler.set_noise_generator(generator)
+    noise = torch.randn(2, *SHAPE[1:], generator=generator)
+    x = sample(scheduler, 4, noise)
+
+    scheduler.set_noise_generator(None)
+    again = torch.Generator().manual_seed(3)
+    first = torch.randn(2, *SHAPE[1:], generator=again)
+    steps = iter([*(torch.randn(noise.shape, generator=again) for _ in range(3)), first * 0])
+    expected = by_hand(4, 80.0, "sde", first, steps)
+    torch.testing.assert_close(x, expected, rtol=0, atol=1e-12)
+    scheduler.set_noise_generator(generator)
+    assert not torch.equal(x, sample(scheduler, 4, noise)), "it goes on where it is"
+    scheduler.set_noise_generator(None)
+    assert torch.equal(own, sample(scheduler, 4, draw())), "and the seed is as it was"
+
+
 @pytest.mark.parametrize("steps", [0, 5, 50, -1, 2.0, None])
 def test_other_step_counts_are_refused_with_a_remedy(steps: object) -> None:
     with pytest.raises(ConfigError, match=r"from 1 to 4.*sampler='scheduler'"):

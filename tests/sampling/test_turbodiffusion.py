@@ -11,6 +11,8 @@ import math
 import runpy
 import sys
 import types
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -79,8 +81,34 @@ class Tokenizer:
         return latents
 
 
-def their_loop(script: Path, arguments: list[str]) -> tuple[torch.Tensor, list[str]]:
+@dataclass(frozen=True)
+class Parts:
+    """What takes the place of the scripts' models.
+
+    Attributes:
+        network: Of a checkpoint's path and the list of network calls.
+        tokenizer: Of the list of what is decoded.
+        text: Embedding of the prompt.
+        image: The first frame of a file, [3, H, W] in -1..1.
+        size: Width and height.
+        dtype: That the networks get.
+    """
+
+    network: Callable[[str, list[str]], Any] = lambda path, calls: Network(
+        "low" if "low" in path else "high", calls
+    )
+    tokenizer: Callable[[list[torch.Tensor]], Any] = Tokenizer
+    text: torch.Tensor = torch.zeros(1, 3, 8)
+    image: Callable[[Any], torch.Tensor] = lambda _: torch.zeros(3, 8 * LATENTS[2], 8 * LATENTS[3])
+    size: tuple[int, int] = (8 * LATENTS[3], 8 * LATENTS[2])
+    dtype: torch.dtype = torch.float64
+
+
+def their_loop(
+    script: Path, arguments: list[str], parts: Parts | None = None
+) -> tuple[torch.Tensor, list[str]]:
     """The samples and the expert of every network call."""
+    parts = parts or Parts()
     calls: list[str] = []
     decoded: list[torch.Tensor] = []
 
@@ -89,16 +117,18 @@ def their_loop(script: Path, arguments: list[str]) -> tuple[torch.Tensor, list[s
         made.__dict__.update(members)
         return made
 
-    def create_model(dit_path: str, **_: object) -> Network:
-        return Network("low" if "low" in dit_path else "high", calls)
+    def create_model(dit_path: str, **_: object) -> Any:
+        return parts.network(dit_path, calls)
 
     image = mock.MagicMock()
-    image.Compose.return_value = lambda _: torch.zeros(3, 8 * LATENTS[2], 8 * LATENTS[3])
-    size = {"480p": {"16:9": (8 * LATENTS[3], 8 * LATENTS[2])}}
+    image.Compose.return_value = parts.image
+    size = {"480p": {"16:9": parts.size}}
     size["720p"] = size["480p"]
     log = types.SimpleNamespace(info=lambda *_: None, success=lambda *_: None)
     stubs: dict[str, Any] = {
-        "einops": module("einops", repeat=lambda x, *_, **__: x, rearrange=lambda x, *_, **__: x),
+        "einops": module(
+            "einops", repeat=lambda x, _, k: x.repeat(k, 1, 1), rearrange=lambda x, *_, **__: x
+        ),
         "tqdm": module("tqdm", tqdm=lambda steps, **_: steps),
         "torchvision": module("torchvision"),
         "torchvision.transforms": module("torchvision.transforms"),
@@ -112,15 +142,15 @@ def their_loop(script: Path, arguments: list[str]) -> tuple[torch.Tensor, list[s
         "rcm.utils.umt5": module(
             "rcm.utils.umt5",
             clear_umt5_memory=lambda: None,
-            get_umt5_embedding=lambda **_: torch.zeros(1, 3, 8),
+            get_umt5_embedding=lambda **_: parts.text,
         ),
         "rcm.tokenizers.wan2pt1": module(
-            "rcm.tokenizers.wan2pt1", Wan2pt1VAEInterface=lambda **_: Tokenizer(decoded)
+            "rcm.tokenizers.wan2pt1", Wan2pt1VAEInterface=lambda **_: parts.tokenizer(decoded)
         ),
         "modify_model": module(
             "modify_model",
             create_model=create_model,
-            tensor_kwargs={"device": "cpu", "dtype": torch.float64},
+            tensor_kwargs={"device": "cpu", "dtype": parts.dtype},
         ),
     }
     for name in ("rcm", "rcm.datasets", "rcm.utils", "rcm.tokenizers"):

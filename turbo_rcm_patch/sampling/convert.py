@@ -43,6 +43,7 @@ def convert_transformer(
     heads: int | None = None,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    config: dict[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Written:
     """Write a checkpoint as a transformer folder; it is whole, or not there.
@@ -54,6 +55,7 @@ def convert_transformer(
         heads: As in `read_checkpoint`.
         force: Whether a model folder there may be replaced.
         shard_bytes: Largest file.
+        config: As in `write_transformer`.
         progress: Called with bytes.
 
     Raises:
@@ -68,7 +70,7 @@ def convert_transformer(
     check_space(target, folder_bytes(source, dtype))
     with staged(target, force=force, folder=True) as made:
         written = write_transformer(
-            source, made, dtype=dtype, shard_bytes=shard_bytes, progress=progress
+            source, made, dtype=dtype, shard_bytes=shard_bytes, config=config, progress=progress
         )
     return _at(written, target)
 

@@ -23,10 +23,13 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = [
+    "LOAD_ERRORS",
     "SHIPPED",
     "TINY",
     "Offload",
     "check_folder",
+    "choose_device",
+    "first_line",
     "load_pipeline",
     "pipeline_name",
     "quiet_loading",
@@ -55,7 +58,7 @@ LAYOUT: Final = (
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _LFS_MARK: Final = b"version https://git-lfs"
 #: What loading libraries raise for files that are not what they should be.
-_LOAD_ERRORS: Final = (
+LOAD_ERRORS: Final = (
     *(OSError, ValueError, KeyError, TypeError, RuntimeError),
     *(AttributeError, ImportError),
 )
@@ -84,7 +87,7 @@ def load_pipeline(
     """
     if offload not in get_args(Offload):
         raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))
-    target = _device(device)
+    target = choose_device(device)
     if offload != "none" and target.type == "cpu":
         raise DeviceError(
             f"offload={offload!r}",
@@ -232,17 +235,17 @@ def _from_pretrained(
                 dtype={"default": dtype, "vae": torch.float32},
                 local_files_only=local,
             )
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         if not local:
             raise ModelFolderError(
                 f"{folder!r} is not a folder here, and loading it from the model hub failed "
-                f"({type(error).__name__}: {_first_line(error)})",
+                f"({type(error).__name__}: {first_line(error)})",
                 expected=f"a folder, one of {tuple(SHIPPED)}, or a hub id like "
                 "'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'",
                 remedy="Check the spelling and the connection, or download the folder first",
             ) from error
         raise ModelFolderError(
-            f"{folder} could not be loaded ({type(error).__name__}: {_first_line(error)})",
+            f"{folder} could not be loaded ({type(error).__name__}: {first_line(error)})",
             expected=LAYOUT,
             remedy="Compare the component named above with the model's original folder",
         ) from error
@@ -291,7 +294,8 @@ def quiet_loading() -> Iterator[None]:
             log.set_verbosity(level)
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or a GPU if there is one."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -310,6 +314,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of another library's message, as much as fits into one of ours."""
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else "no message"

@@ -110,8 +110,9 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
     device, does not touch the global generator and starts again with every `set_timesteps`.
     diffusers' Wan pipelines keep their `generator` to themselves: they pass none to `step`. So the
     seed of the re-noising comes from the first sample, one for each video of a batch, and a video
-    depends on the pipeline's generator in all of its noise; `noise_seed` fixes it instead. The
-    pipelines do not scale the initial noise either: exactly the published loop is
+    depends on the pipeline's generator in all of its noise; `noise_seed` fixes it instead, and
+    `set_noise_generator` draws it where the initial noise came from. The pipelines do not scale
+    the initial noise either: exactly the published loop is
     `latents=scheduler.init_noise(noise)`; without it the first call sees noise that is
     1 / t0 as strong (1.2 % for sigma_max 80).
 
@@ -163,6 +164,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         self._step_index: int | None = None
         self._begin_index: int | None = None
         self._coefficients = torch.empty(0, 3, dtype=torch.float64)
+        self._noise_generator: torch.Generator | None = None
         self.set_noise_seed(noise_seed)
 
     @property
@@ -190,6 +192,18 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         self._generators: list[torch.Generator] = []
         if seed is not None:
             self._generators.append(noise_stream(seed, "rcm-renoise"))
+
+    def set_noise_generator(self, generator: torch.Generator | None) -> None:
+        """Re-noise from a generator of the caller's, one draw for a whole batch and step.
+
+        It goes on where it is, also over `set_timesteps`: TurboDiffusion draws the initial noise
+        and then the noise of every step from one generator.
+
+        Args:
+            generator: On any device, also the one of the samples; None for the scheduler's own
+                streams again.
+        """
+        self._noise_generator = generator
 
     def set_timesteps(
         self, num_inference_steps: int, device: str | torch.device | None = None
@@ -236,7 +250,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
             model_output: Velocity v, any float dtype, [B, C, F, H, W] (or any shape).
             timestep: One of `timesteps`; only read if no step has run since `set_timesteps`.
             sample: x, same shape, any float dtype.
-            generator: Source of the noise in place of the scheduler's own streams.
+            generator: Source of the noise of this step, before any other.
             return_dict: Whether to return an output object or a tuple.
 
         Returns:
@@ -276,6 +290,8 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         return noisy.to(original_samples.dtype)
 
     def _noise_like(self, sample: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        if generator is None:
+            generator = self._noise_generator
         if generator is None and not self._generators:
             # On the first step of a generation, whose sample is the pipeline's own noise.
             self._generators = [noise_stream(_fingerprint(x), "rcm-renoise") for x in sample]

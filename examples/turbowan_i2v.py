@@ -1,0 +1,83 @@
+"""TurboDiffusion's Wan 2.2 image to video: its arguments and seeds, diffusers' pipeline.
+
+The checkpoints of both experts are converted on first use, to folders beside them. VAE, text
+encoder and tokenizer are those of --base, a diffusers folder or hub id.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from diffusers import WanImageToVideoPipeline
+
+from turbo_rcm_patch import RCMScheduler, patch_model
+from turbo_rcm_patch.sampling import turbowan
+from turbo_rcm_patch.sampling.progress import bars
+
+EXAMPLE = """\
+example:
+  python examples/turbowan_i2v.py --quant_linear --adaptive_resolution --ode --seed 0 \\
+      --high_noise_model_path checkpoints/TurboWan2.2-I2V-A14B-high-720P-quant.pth \\
+      --low_noise_model_path checkpoints/TurboWan2.2-I2V-A14B-low-720P-quant.pth \\
+      --base Wan-AI/Wan2.2-I2V-A14B-Diffusers --image_path cat.png \\
+      --prompt "the cat looks up and yawns" --save_path output/cat.mp4
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = turbowan.parse(turbowan.image_to_video_parser(__doc__ or "", epilog=EXAMPLE), argv)
+    image = turbowan.read_image(args.image_path)
+    width, height = turbowan.frame_size(args.resolution, args.aspect_ratio)
+    if args.adaptive_resolution:
+        width, height = turbowan.adapted_size((image.shape[3], image.shape[2]), (width, height))
+
+    # Load: the converted experts, and the rest of the base.
+    experts = [args.high_noise_model_path, args.low_noise_model_path]
+    with bars() as progress:
+        folders = turbowan.transformer_folders(experts, cache=args.cache, progress=progress)
+    pipe = turbowan.load(
+        WanImageToVideoPipeline,
+        folders,
+        turbowan.base_of(args, experts[0]),
+        sla=args.attention_type != "original" and not args.no_patch,
+        model=args.model,
+        dtype=getattr(torch, args.dtype),
+        vae_dtype=getattr(torch, args.vae_dtype),
+        device=args.device,
+        offload=args.offload,
+    )
+    # Network times in bf16, as the published loop has them; the experts take turns at its times.
+    pipe.scheduler = RCMScheduler(
+        sigma_max=args.sigma_max,
+        sampler="ode" if args.ode else "sde",
+        timestep_dtype="bfloat16",
+    )
+    switch = turbowan.boundary_ratio(args.boundary, args.num_steps, args.sigma_max)
+    pipe.register_to_config(boundary_ratio=switch)
+
+    # Patch: both experts or neither.
+    report = None if args.no_patch else patch_model(pipe, turbowan.patch_config(args))
+
+    for prompt, path in turbowan.requests(args):  # one, or with --serve one a line
+        # Sample.
+        latents = turbowan.sample(
+            pipe,
+            prompt,
+            image=image,
+            width=width,
+            height=height,
+            num_frames=args.num_frames,
+            num_steps=args.num_steps,
+            num_samples=args.num_samples,
+            seed=args.seed,
+        )
+
+        # Save: samples side by side.
+        turbowan.write_video(turbowan.decode(pipe, latents), path)
+        print(path)
+    if report is not None:
+        print(report)  # what ran how; with --guard, also how far off it was
+
+
+if __name__ == "__main__":
+    sys.exit(turbowan.run(main))

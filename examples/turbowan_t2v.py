@@ -1,0 +1,72 @@
+"""TurboDiffusion's Wan 2.1 text to video: its arguments and seeds, diffusers' pipeline.
+
+The checkpoint is converted on first use, to a folder beside it. VAE, text encoder and tokenizer
+are those of --base, a diffusers folder or hub id.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from diffusers import WanPipeline
+
+from turbo_rcm_patch import RCMScheduler, patch_model
+from turbo_rcm_patch.sampling import turbowan
+from turbo_rcm_patch.sampling.progress import bars
+
+EXAMPLE = """\
+example:
+  python examples/turbowan_t2v.py --dit_path checkpoints/TurboWan2.1-T2V-1.3B-480P-quant.pth \\
+      --base Wan-AI/Wan2.1-T2V-1.3B-Diffusers --quant_linear --num_steps 4 --seed 0 \\
+      --prompt "a cat walks on the grass, realistic" --save_path output/cat.mp4
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = turbowan.parse(turbowan.text_to_video_parser(__doc__ or "", epilog=EXAMPLE), argv)
+    width, height = turbowan.frame_size(args.resolution, args.aspect_ratio)
+
+    # Load: the converted transformer, and the rest of the base.
+    with bars() as progress:
+        folders = turbowan.transformer_folders(
+            [args.dit_path], cache=args.cache, progress=progress
+        )
+    pipe = turbowan.load(
+        WanPipeline,
+        folders,
+        turbowan.base_of(args, args.dit_path),
+        sla=args.attention_type != "original" and not args.no_patch,
+        model=args.model,
+        dtype=getattr(torch, args.dtype),
+        vae_dtype=getattr(torch, args.vae_dtype),
+        device=args.device,
+        offload=args.offload,
+    )
+    # Network times in bf16, as the published loop has them.
+    pipe.scheduler = RCMScheduler(sigma_max=args.sigma_max, timestep_dtype="bfloat16")
+
+    # Patch.
+    report = None if args.no_patch else patch_model(pipe, turbowan.patch_config(args))
+
+    for prompt, path in turbowan.requests(args):  # one, or with --serve one a line
+        # Sample.
+        latents = turbowan.sample(
+            pipe,
+            prompt,
+            width=width,
+            height=height,
+            num_frames=args.num_frames,
+            num_steps=args.num_steps,
+            num_samples=args.num_samples,
+            seed=args.seed,
+        )
+
+        # Save: samples side by side.
+        turbowan.write_video(turbowan.decode(pipe, latents), path)
+        print(path)
+    if report is not None:
+        print(report)  # what ran how; with --guard, also how far off it was
+
+
+if __name__ == "__main__":
+    sys.exit(turbowan.run(main))

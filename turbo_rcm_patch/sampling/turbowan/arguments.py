@@ -1,0 +1,326 @@
+"""The arguments of TurboDiffusion's inference scripts, and what they mean here."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import ConfigError, TurboRCMError
+from turbo_rcm_patch.sampling.load import choose_device, resolve_model
+from turbo_rcm_patch.sampling.scheduler import MAX_STEPS, RCMScheduler
+
+__all__ = [
+    "RESOLUTIONS",
+    "base_of",
+    "frame_size",
+    "image_to_video_parser",
+    "parse",
+    "patch_config",
+    "requests",
+    "run",
+    "text_to_video_parser",
+]
+
+#: Name -> aspect ratio -> (width, height), as the models were distilled.
+RESOLUTIONS: Final[dict[str, dict[str, tuple[int, int]]]] = {
+    name: dict(zip(("1:1", "4:3", "3:4", "16:9", "9:16"), sizes, strict=True))
+    for name, sizes in {
+        "480": ((480, 480), (640, 480), (480, 640), (768, 432), (432, 768)),
+        "480p": ((640, 640), (640, 480), (480, 640), (832, 480), (480, 832)),
+        "512": ((512, 512), (640, 512), (512, 640), (640, 384), (384, 640)),
+        "720": ((960, 960), (960, 704), (704, 960), (1280, 704), (704, 1280)),
+        "720p": ((960, 960), (960, 720), (720, 960), (1280, 720), (720, 1280)),
+    }.items()
+}
+#: Width and height are multiples of this: eight of the VAE, two of the transformer's patches.
+_STRIDE: Final = 16
+_SIZE: Final = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+#: Arguments of the scripts that have no meaning here -> what is taken instead, and what to do.
+_REFUSED: Final = {
+    "vae_path": (
+        "a VAE of diffusers: it comes with --base",
+        "Leave --vae_path out, and give --base a diffusers folder or hub id of the Wan model",
+    ),
+    "text_encoder_path": (
+        "a text encoder of diffusers: it comes with --base",
+        "Leave --text_encoder_path out, and give --base a diffusers folder or hub id of the Wan "
+        "model",
+    ),
+}
+
+
+def text_to_video_parser(description: str, *, epilog: str = "") -> argparse.ArgumentParser:
+    """Every argument of TurboDiffusion's text-to-video script, and some of ours."""
+    parser = _parser(description, epilog)
+    parser.add_argument(
+        "--dit_path",
+        required=True,
+        metavar="PATH",
+        help="TurboDiffusion's .pth file (converted on first use), or a folder that `python -m "
+        "turbo_rcm_patch convert` wrote",
+    )
+    _add_shared(
+        parser,
+        models=("Wan2.1-1.3B", "Wan2.1-14B"),
+        sigma_max=80.0,
+        resolution="480p",
+        base="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    )
+    return parser
+
+
+def image_to_video_parser(description: str, *, epilog: str = "") -> argparse.ArgumentParser:
+    """Every argument of TurboDiffusion's image-to-video script, and some of ours."""
+    parser = _parser(description, epilog)
+    parser.add_argument("--image_path", metavar="PATH", help="the first frame")
+    for noise in ("high", "low"):
+        parser.add_argument(
+            f"--{noise}_noise_model_path",
+            required=True,
+            metavar="PATH",
+            help=f"the {noise}-noise expert: TurboDiffusion's .pth file (converted on first use), "
+            "or a folder that `python -m turbo_rcm_patch convert` wrote",
+        )
+    parser.add_argument(
+        "--boundary",
+        type=float,
+        default=0.9,
+        metavar="T",
+        help="time from 1 (noise) to 0 under which the low-noise expert runs (0.9)",
+    )
+    parser.add_argument(
+        "--adaptive_resolution",
+        action="store_true",
+        help="the image's own aspect ratio, with the area of --resolution and --aspect_ratio",
+    )
+    parser.add_argument(
+        "--ode", action="store_true", help="no fresh noise between steps: sharper, less robust"
+    )
+    _add_shared(
+        parser,
+        models=("Wan2.2-A14B",),
+        sigma_max=200.0,
+        resolution="720p",
+        base="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    )
+    return parser
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Parse, and refuse what cannot be meant before anything is loaded.
+
+    Args:
+        parser: One of the two of this module.
+        argv: Arguments without the program's name; by default those of the process.
+
+    Raises:
+        ConfigError: A value outside its domain, or an argument that has no meaning here.
+        DeviceError: There is no such device here.
+        ModelFolderError: --base is no folder and cannot be a hub id.
+    """
+    arguments = parser.parse_args(argv)
+    for name, (expected, remedy) in _REFUSED.items():
+        value = getattr(arguments, name)
+        if value:
+            raise ConfigError(f"--{name}", expected=expected, got=repr(value), remedy=remedy)
+    for name in ("prompt", "image_path"):
+        if not getattr(arguments, name, "given") and (name, arguments.serve) != ("prompt", True):
+            raise ConfigError(f"--{name}", expected="to be given", got="nothing")
+    for name in ("num_samples", "num_frames"):
+        value = getattr(arguments, name)
+        if value < 1:
+            raise ConfigError(f"--{name}", expected="at least 1", got=str(value))
+    frame_size(arguments.resolution, arguments.aspect_ratio)
+    patch_config(arguments)
+    RCMScheduler(sigma_max=arguments.sigma_max).set_timesteps(arguments.num_steps)
+    _check_writable(Path(arguments.save_path).expanduser())
+    choose_device(arguments.device)
+    if arguments.base is not None:
+        resolve_model(arguments.base)
+    return arguments
+
+
+def requests(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    """Prompts and where their videos go: one, or with --serve one a line of standard input."""
+    target = Path(arguments.save_path).expanduser()
+    target = target if target.suffix else target.with_name(f"{target.name}.mp4")
+    if arguments.prompt:
+        yield arguments.prompt, target
+    if not arguments.serve:
+        return
+    numbers = itertools.count(1)
+    while True:
+        print("prompt> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/quit":
+            print(file=sys.stderr)
+            return
+        if line.strip():
+            names = (target.with_stem(f"{target.stem}-{n:03d}") for n in numbers)
+            yield line.strip(), next(path for path in names if not path.exists())
+
+
+def base_of(arguments: argparse.Namespace, checkpoint: str) -> str:
+    """--base, by default the checkpoint if it is a pipeline folder, or else the model's hub id."""
+    if arguments.base is not None:
+        return str(arguments.base)
+    whole = (Path(checkpoint).expanduser() / "model_index.json").is_file()
+    return checkpoint if whole else str(arguments.default_base)
+
+
+def run(main: Callable[[], None]) -> int:
+    """Run a script's main function.
+
+    Returns:
+        0; 2 for a mistake in the arguments or the model, or too little memory on the GPU, which
+        is told in a line; 130 if interrupted.
+    """
+    try:
+        main()
+    except TurboRCMError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print(
+            f"{error}\nTry --offload model, a smaller --resolution or fewer frames or samples.",
+            file=sys.stderr,
+        )
+        return 2
+    except KeyboardInterrupt:
+        print("\nInterrupted. No video was written.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def frame_size(resolution: str, aspect_ratio: str = "16:9") -> tuple[int, int]:
+    """Width and height of a video.
+
+    Args:
+        resolution: A name in `RESOLUTIONS`, or WIDTHxHEIGHT in multiples of 16.
+        aspect_ratio: width:height, for a name.
+
+    Raises:
+        ConfigError: There is no such resolution or aspect ratio.
+    """
+    if size := _SIZE.fullmatch(resolution):
+        width, height = int(size[1]), int(size[2])
+        if width % _STRIDE or height % _STRIDE:
+            raise ConfigError(
+                "--resolution", expected=f"multiples of {_STRIDE}", got=f"{width}x{height}"
+            )
+        return width, height
+    if resolution not in RESOLUTIONS:
+        raise ConfigError(
+            "--resolution",
+            expected=f"one of {tuple(RESOLUTIONS)} or WIDTHxHEIGHT",
+            got=repr(resolution),
+        )
+    sizes = RESOLUTIONS[resolution]
+    if aspect_ratio not in sizes:
+        raise ConfigError(
+            "--aspect_ratio", expected=f"one of {tuple(sizes)}", got=repr(aspect_ratio)
+        )
+    return sizes[aspect_ratio]
+
+
+def patch_config(arguments: argparse.Namespace) -> PatchConfig:
+    """How `patch_model` is to run what the arguments ask for."""
+    return PatchConfig(
+        linear="int8" if arguments.quant_linear else "as-is",
+        guard=arguments.guard,
+        sla_topk=arguments.sla_topk,
+    )
+
+
+def _check_writable(target: Path) -> None:
+    """Before the model is loaded, not after the video is made."""
+    parent = target.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if target.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "--save_path", expected="a file in a folder that can be written to", got=str(target)
+        )
+
+
+def _parser(description: str, epilog: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _add_shared(
+    parser: argparse.ArgumentParser,
+    *,
+    models: tuple[str, ...],
+    sigma_max: float,
+    resolution: str,
+    base: str,
+) -> None:
+    add = parser.add_argument
+    add("--prompt", help="what to show")
+    add(
+        "--model", choices=models, help="refuse a checkpoint of other sizes; they are read from it"
+    )
+    add("--num_samples", type=int, default=1, metavar="N", help="videos, side by side (1)")
+    steps = range(1, MAX_STEPS + 1)
+    add("--num_steps", type=int, choices=steps, default=MAX_STEPS, help="network calls (4)")
+    add("--sigma_max", type=float, default=sigma_max, metavar="S",
+        help=f"noise level of the first step ({sigma_max:g})")  # fmt: skip
+    add("--num_frames", type=int, default=81, metavar="N",
+        help="frames; the largest 4n + 1 of them are made (81)")  # fmt: skip
+    add("--resolution", default=resolution,
+        help=f"one of {', '.join(RESOLUTIONS)}, or WIDTHxHEIGHT ({resolution})")  # fmt: skip
+    add("--aspect_ratio", default="16:9", metavar="W:H",
+        help="1:1, 4:3, 3:4, 16:9 or 9:16 (16:9)")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="of all noise (0)")
+    add("--save_path", default="output/generated_video.mp4", metavar="PATH",
+        help="the mp4 (output/generated_video.mp4)")  # fmt: skip
+    add("--attention_type", choices=("sla", "sagesla", "original"), default="sagesla",
+        help="sparse-linear attention, or none of it (sagesla); sla and sagesla are one "
+        "here, with int8 queries and keys as SageSLA has them")  # fmt: skip
+    add("--sla_topk", type=float, default=0.1, metavar="R",
+        help="fraction of key blocks that sparse attention keeps (0.1)")  # fmt: skip
+    add("--quant_linear", action="store_true",
+        help="int8 Linears, with the integers of a -quant checkpoint; of another they are made "
+        "here, and a -quant checkpoint without this runs multiplied out")  # fmt: skip
+    add("--default_norm", action="store_true",
+        help="no effect: norms are fused where blocks are patched")  # fmt: skip
+    add("--vae_path", metavar="PATH", help="refused: the VAE comes with --base")
+    add("--text_encoder_path", metavar="PATH",
+        help="refused: the text encoder comes with --base")  # fmt: skip
+    add("--serve", action="store_true",
+        help="keep the model loaded and read prompts from standard input, a line each; videos "
+        "are numbered")  # fmt: skip
+    ours = parser.add_argument_group("beyond TurboDiffusion's arguments")
+    ours.add_argument("--base", metavar="FOLDER_OR_HUB_ID",
+        help="a diffusers pipeline of the same Wan version, for VAE, text encoder and tokenizer "
+        f"(that of a converted pipeline, or {base})")  # fmt: skip
+    ours.add_argument("--cache", metavar="FOLDER",
+        help="where a .pth file is converted to, once (beside it)")  # fmt: skip
+    ours.add_argument("--no_patch", action="store_true",
+        help="diffusers' own dense attention, for comparison")  # fmt: skip
+    ours.add_argument("--guard", action="store_true",
+        help="compare every pair with its exact self on the first and last step, which costs "
+        "two slow calls")  # fmt: skip
+    ours.add_argument("--offload", choices=("none", "model", "sequential"), default="none",
+        help="what is not in use waits in the CPU's memory")  # fmt: skip
+    ours.add_argument("--device", help="where to run (a GPU if there is one)")
+    for name in ("dtype", "vae_dtype"):
+        ours.add_argument(f"--{name}", choices=("bfloat16", "float32"), default="bfloat16",
+            help=f"of the {'VAE' if name == 'vae_dtype' else 'rest'} (bfloat16)")  # fmt: skip
+    parser.set_defaults(default_base=base)

@@ -1,0 +1,278 @@
+"""A checkpoint of TurboDiffusion and a diffusers folder of its base, as one pipeline."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+
+from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
+from turbo_rcm_patch.checkpoints.stored import read_json
+from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
+from turbo_rcm_patch.patching.sla import detach_proj_l
+from turbo_rcm_patch.sampling.convert import convert_transformer
+from turbo_rcm_patch.sampling.load import (
+    LOAD_ERRORS,
+    Offload,
+    choose_device,
+    first_line,
+    quiet_loading,
+    resolve_model,
+)
+
+if TYPE_CHECKING:
+    from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+
+    from turbo_rcm_patch.checkpoints.folder import Progress
+
+    _Pipeline = TypeVar("_Pipeline", WanPipeline, WanImageToVideoPipeline)
+
+__all__ = ["SIZES", "load", "transformer_folder", "transformer_folders"]
+
+#: The model's name -> width and number of blocks.
+SIZES: Final = {
+    "Wan2.1-1.3B": (1536, 30),
+    "Wan2.1-14B": (5120, 40),
+    "Wan2.2-A14B": (5120, 40),
+}
+#: Entry of config.json that says which file a converted folder was made of.
+_SOURCE: Final = "_turbo_rcm_source"
+_PARTS: Final = ("transformer", "transformer_2")
+
+
+def transformer_folders(
+    paths: Sequence[str | Path],
+    *,
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """The transformer folders of one network or of two experts, all of whose paths are there.
+
+    Args:
+        paths: One, or the high-noise expert's and the low-noise expert's.
+        cache: As in `transformer_folder`.
+        progress: Called with MiB, each network under a name of its own.
+
+    Raises:
+        CheckpointError, OutputExistsError: As in `transformer_folder`.
+    """
+    for path in paths:
+        if not Path(path).expanduser().exists():
+            raise CheckpointError(f"no such file or folder: {path}")
+    folders = []
+    for path, part in zip(paths, _PARTS, strict=False):
+
+        def in_mib(_: str, done: int, total: int, name: str = part) -> None:
+            if progress is not None:
+                progress(name, done >> 20, max(1, total >> 20))
+
+        folders.append(transformer_folder(path, part=part, cache=cache, progress=in_mib))
+    return folders
+
+
+def transformer_folder(
+    path: str | Path,
+    *,
+    part: str = "transformer",
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """The transformer folder that an argument of the scripts leads to.
+
+    A `.pth` file is converted to a folder beside it or in `cache`, which is used again until the
+    file is another one (by its size and time).
+
+    Args:
+        path: TurboDiffusion's `.pth` file, a transformer folder or a pipeline folder.
+        part: Which transformer of a pipeline folder.
+        cache: Folder for what is converted; made if it does not exist.
+        progress: Called with bytes while converting.
+
+    Raises:
+        CheckpointError: There is nothing there, or it is not a WanModel of TurboDiffusion.
+        OutputExistsError: The folder cannot be written, or something else is in its place.
+    """
+    given = Path(path).expanduser()
+    if given.is_dir():
+        folder = given / part if (given / "model_index.json").is_file() else given
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{folder} has no config.json",
+                expected="TurboDiffusion's .pth file, or a folder that `python -m turbo_rcm_patch "
+                "convert` wrote",
+            )
+        return folder
+    if not given.is_file():
+        raise CheckpointError(f"no such file or folder: {given}")
+    name = f"{given.name.removesuffix('.pth')}-diffusers"
+    if cache is None:
+        target = given.parent / name
+    else:  # Where two experts may come from files of one name.
+        origin = hashlib.blake2b(str(given.resolve().parent).encode(), digest_size=4).hexdigest()
+        target = Path(cache).expanduser() / f"{name}-{origin}"
+    status = given.stat()
+    source = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns}
+    if (target / "config.json").is_file():
+        made_of = read_json(target / "config.json").get(_SOURCE)
+        if made_of == source:
+            return target
+        if made_of is None:
+            raise OutputExistsError(
+                f"{target} is there already, and is not what {given.name} was converted to",
+                remedy=f"Give {target} itself if it is meant, or another --cache folder",
+            )
+    try:
+        convert_transformer(
+            given, target, force=target.exists(), config={_SOURCE: source}, progress=progress
+        )
+    except OutputExistsError as error:
+        raise OutputExistsError(
+            error.what,
+            expected=error.expected,
+            got=error.got,
+            remedy="Choose another folder with --cache",
+        ) from error
+    return target
+
+
+def load(
+    pipeline: type[_Pipeline],
+    folders: Sequence[Path],
+    base: str | Path,
+    *,
+    sla: bool = True,
+    model: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    vae_dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | None = None,
+    offload: Offload = "none",
+) -> _Pipeline:
+    """A pipeline of one or two converted transformers and a base's other parts.
+
+    Args:
+        pipeline: diffusers' class.
+        folders: Transformer folders: one, or the high-noise expert's and the low-noise expert's.
+        base: A folder of a diffusers pipeline, which needs no transformer, or a hub id.
+        sla: Whether attention is to be SLA; without, `proj_l` is not attached.
+        model: A name in `SIZES` that the transformers have to be, or None.
+        dtype: Of transformers and text encoder; layers that diffusers keeps in fp32 stay in it.
+        vae_dtype: Of the VAE.
+        device: Where to run; by default a GPU if there is one.
+        offload: As in `load_pipeline`.
+
+    Raises:
+        CheckpointError: A transformer is not the model, has no SLA, or cannot be loaded.
+        ModelFolderError: The base cannot be loaded, or its parts do not fit.
+    """
+    target = choose_device(device)
+    image = pipeline.__name__ == "WanImageToVideoPipeline"
+    networks = [
+        _transformer(folder, dtype, sla=sla, int8=offload != "sequential") for folder in folders
+    ]
+    for folder, network in zip(folders, networks, strict=True):
+        _check_model(folder, network, model, image=image)
+    root = resolve_model(base)
+    local = isinstance(root, Path)
+    parts: dict[str, Any] = dict.fromkeys(_PARTS) | dict(zip(_PARTS, networks, strict=False))
+    try:
+        with quiet_loading():
+            pipe = pipeline.from_pretrained(
+                str(root),
+                **parts,
+                boundary_ratio=None,
+                dtype={"default": dtype, "vae": vae_dtype},
+                local_files_only=local,
+            )
+    except LOAD_ERRORS as error:
+        raise ModelFolderError(
+            f"--base: {root} could not be loaded ({type(error).__name__}: {first_line(error)})",
+            expected="a diffusers pipeline of Wan (its transformers are not needed): "
+            "model_index.json beside the folders vae, text_encoder, tokenizer and scheduler"
+            + ("" if local else ", or a hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'"),
+        ) from error
+    _check_base(root, pipe, networks[0])
+    if offload == "model":
+        pipe.enable_model_cpu_offload(device=target)
+    elif offload == "sequential":
+        pipe.enable_sequential_cpu_offload(device=target)
+    else:
+        pipe.to(target)
+    return pipe
+
+
+def _transformer(
+    folder: Path, dtype: torch.dtype, *, sla: bool, int8: bool
+) -> WanTransformer3DModel:
+    from diffusers import WanTransformer3DModel
+
+    try:
+        with quiet_loading():
+            network = WanTransformer3DModel.from_pretrained(
+                str(folder), dtype=dtype, local_files_only=True
+            )
+    except LOAD_ERRORS as error:
+        raise CheckpointError(
+            f"{folder} could not be loaded ({type(error).__name__}: {first_line(error)})",
+            expected="a transformer folder that `python -m turbo_rcm_patch convert` wrote",
+        ) from error
+    network.eval()
+    has_sla = False
+    if (folder / EXTRA_FILE).is_file() and (int8 or sla):
+        has_sla = bool(load_extra(network, folder, int8=int8).proj_l)
+    if sla and not has_sla:
+        raise CheckpointError(
+            f"{folder} has no proj_l, the projection of SLA",
+            expected="a checkpoint trained with SLA for --attention_type sla or sagesla",
+            remedy="Pass --attention_type original",
+        )
+    if not sla:
+        for module in network.modules():
+            detach_proj_l(module)
+    return network
+
+
+def _check_model(folder: Path, network: Any, model: str | None, *, image: bool) -> None:
+    config = network.config
+    found = (config.num_attention_heads * config.attention_head_dim, config.num_layers)
+    if model is not None and found != SIZES[model]:
+        raise CheckpointError(
+            f"{folder} is not --model {model}",
+            expected=f"{SIZES[model][1]} blocks of width {SIZES[model][0]}",
+            got=f"{found[1]} blocks of width {found[0]}",
+            remedy="Leave --model out: sizes are read from the checkpoint",
+        )
+    makes_image = config.in_channels != config.out_channels
+    if makes_image != image or config.image_dim is not None:
+        kind = "image" if makes_image else "text"
+        wanted = "Wan 2.2's image-to-video experts" if image else "a text-to-video model"
+        raise CheckpointError(
+            f"{folder} is {'an' if makes_image else 'a'} {kind}-to-video model"
+            + ("" if config.image_dim is None else " with an image encoder"),
+            expected=wanted,
+            remedy=f"Use examples/turbowan_{'t2v' if image else 'i2v'}.py for the other kind",
+        )
+
+
+def _check_base(root: Path | str, pipe: Any, network: Any) -> None:
+    for name in ("vae", "text_encoder"):
+        if any(parameter.is_meta for parameter in getattr(pipe, name).parameters()):
+            raise ModelFolderError(
+                f"--base: {root}/{name} lacks weights that its config.json asks for",
+                remedy="Download the folder again",
+            )
+        getattr(pipe, name).eval()
+    sizes = {
+        "channels of a latent": (pipe.vae.config.z_dim, network.config.out_channels),
+        "width of the text encoder": (pipe.text_encoder.config.d_model, network.config.text_dim),
+    }
+    for what, (base, transformer) in sizes.items():
+        if base != transformer:
+            raise ModelFolderError(
+                f"--base: {root} does not fit the checkpoint: {what}",
+                expected=str(transformer),
+                got=str(base),
+                remedy="Choose the diffusers folder of the same Wan version",
+            )

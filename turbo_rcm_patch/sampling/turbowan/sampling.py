@@ -1,0 +1,143 @@
+"""One generation: the noise and the steps of TurboDiffusion's loop in diffusers' pipelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.sampling.scheduler import RCMScheduler, rcm_times
+from turbo_rcm_patch.sampling.turbowan.image import fitted
+from turbo_rcm_patch.sampling.video import write_mp4
+
+if TYPE_CHECKING:
+    from diffusers import WanImageToVideoPipeline, WanPipeline
+
+__all__ = ["FPS", "boundary_ratio", "decode", "sample", "write_video"]
+
+FPS: Final = 16
+#: Tokens of a prompt; what is missing is zeros.
+_TEXT_TOKENS: Final = 512
+
+
+def boundary_ratio(boundary: float, num_steps: int, sigma_max: float) -> float:
+    """A pipeline's `boundary_ratio` that switches experts where TurboDiffusion's loop does.
+
+    That compares a step's own time with the boundary, a pipeline the time rounded for the network:
+    0.9338 is not below 0.933, and its 932 is below 933.
+
+    Args:
+        boundary: Time under which the low-noise expert runs.
+        num_steps: 1 to 4.
+        sigma_max: Noise level of the first step.
+
+    Returns:
+        A fraction between the last step of the high-noise expert and the first of the other.
+    """
+    times = rcm_times(num_steps, sigma_max)[:-1]
+    rounded = (times * 1000).to(torch.bfloat16).double() / 1000
+    high = int((times >= boundary).sum())
+    if high == 0:
+        return float(rounded[0]) + 1.0
+    if high == num_steps:
+        return 0.0
+    return float(rounded[high - 1 : high + 1].mean())
+
+
+def sample(
+    pipe: WanPipeline | WanImageToVideoPipeline,
+    prompt: str,
+    *,
+    width: int,
+    height: int,
+    num_frames: int = 81,
+    num_steps: int = 4,
+    num_samples: int = 1,
+    seed: int = 0,
+    image: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Latents of some videos of one prompt, which start from the noise of TurboDiffusion's script.
+
+    One generator, on the device that the pipeline runs on, draws the initial noise of all videos
+    and then, a step at a time, theirs again. CPU and GPU draw other numbers from the same seed.
+
+    Args:
+        pipe: With an `RCMScheduler`, patched or not.
+        prompt: What to show.
+        width: A multiple of 16.
+        height: A multiple of 16.
+        num_frames: Frames; the largest 4n + 1 of them are made.
+        num_steps: 1 to 4.
+        num_samples: How many videos, in one batch.
+        seed: Of all noise.
+        image: The first frame of a `WanImageToVideoPipeline`, uint8, [1, 3, H, W] of any size.
+
+    Returns:
+        [num_samples, channels, frames, height, width] of the VAE's latents, fp64.
+    """
+    scheduler = pipe.scheduler
+    if not isinstance(scheduler, RCMScheduler):
+        raise SamplingError(
+            "pipe.scheduler", expected="an RCMScheduler", got=type(scheduler).__name__
+        )
+    device = pipe._execution_device
+    per_latent, scale = pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
+    frames = 1 + (num_frames - 1) // per_latent
+    shape = (num_samples, pipe.vae.config.z_dim, frames, height // scale, width // scale)
+    generator = torch.Generator(device).manual_seed(seed)
+    noise = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+    more: dict[str, Any] = {} if image is None else {"image": fitted(image, width, height)}
+    scheduler.set_noise_generator(generator)
+    try:
+        latents: torch.Tensor = pipe(
+            prompt=prompt,
+            width=width,
+            height=height,
+            num_frames=per_latent * (frames - 1) + 1,
+            num_inference_steps=num_steps,
+            num_videos_per_prompt=num_samples,
+            guidance_scale=1.0,
+            latents=scheduler.init_noise(noise),
+            max_sequence_length=_TEXT_TOKENS,
+            output_type="latent",
+            **more,
+        ).frames
+    finally:
+        scheduler.set_noise_generator(None)
+    return latents
+
+
+@torch.no_grad()
+def decode(pipe: WanPipeline | WanImageToVideoPipeline, latents: torch.Tensor) -> torch.Tensor:
+    """Videos of latents, in the VAE's dtype and in 0..1 in fp32.
+
+    Args:
+        pipe: With the VAE.
+        latents: What `sample` returned.
+
+    Returns:
+        fp32, [B, F, H, W, 3], on the CPU.
+    """
+    vae = pipe.vae
+    latents = latents.to(pipe._execution_device, torch.float32).to(vae.dtype)
+    shape = (1, vae.config.z_dim, 1, 1, 1)
+    mean = latents.new_tensor(vae.config.latents_mean).view(shape)
+    # The reciprocal is rounded too, as where the models come from.
+    inverse_std = 1.0 / latents.new_tensor(vae.config.latents_std).view(shape)
+    video: torch.Tensor = vae.decode(latents / inverse_std + mean, return_dict=False)[0]
+    pipe.maybe_free_model_hooks()
+    return ((video.float().cpu().clamp(-1, 1) + 1) / 2).permute(0, 2, 3, 4, 1)
+
+
+def write_video(videos: torch.Tensor, path: Path) -> None:
+    """Write videos side by side as one mp4, which is whole or not there.
+
+    Args:
+        videos: In 0..1, [B, F, H, W, 3].
+        path: The file.
+    """
+    beside = torch.cat(list(videos.nan_to_num()), dim=2)
+    write_mp4((beside.numpy() * 255 + 0.5).astype(np.uint8), path, fps=FPS)
