@@ -97,19 +97,60 @@ def chosen_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, sparsity: Sparsity
 ) -> torch.Tensor:
     """The kernels' block map, after comparing it with the reference's."""
-    from turbo_rcm_patch.kernels.block_map import block_scores, largest_scores
+    from turbo_rcm_patch.kernels.block_map import largest_scores
     from turbo_rcm_patch.kernels.linear_branch import linear_branch as branch_of
+    from turbo_rcm_patch.kernels.sparse_tokens import prepare_tokens
 
     geometry = {"block_q": sparsity.block_q, "block_k": sparsity.block_k}
     dim, count = q.shape[2] // heads, sparsity.count(k.shape[1])
-    k_mean = branch_of(k, v, torch.eye(dim, device="cuda"), None, heads=heads).k_mean
-    chosen = largest_scores(block_scores(q, k, k_mean, heads=heads, **geometry), count)
+    tokens = prepare_tokens(
+        q, k, heads=heads, norm_q=None, norm_k=None, cos=None, sin=None, eps=0.0,
+        block_q=sparsity.block_q,
+    )  # fmt: skip
+    eye = torch.eye(dim, device="cuda")
+    branch = branch_of(k, v, tokens.k_mean, eye, None, heads=heads, block_k=sparsity.block_k)
+    chosen = largest_scores(tokens.q_pooled @ branch.k_pooled.transpose(-1, -2), count)
     qh, kh = (split_heads(x, heads).float() for x in (q, k))
     expected = block_map(qh, kh, count=count, dtype=q.dtype, **geometry)
     assert (chosen[..., 1:] > chosen[..., :-1]).all()
     differing = (chosen != expected).any(-1).double().mean()
     assert differing < 0.1, f"{differing:.1%} of the blocks of queries"
     return chosen.long()
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "tokens", "dim", "block_k", "dtype", "strided"),
+    [
+        pytest.param(1, 3, 1000, 128, 128, torch.bfloat16, False, id="d128"),
+        pytest.param(2, 2, 777, 64, 128, torch.float16, True, id="d64-batch-2-strided"),
+        pytest.param(1, 5, 5000, 64, 64, torch.bfloat16, False, id="small-blocks"),
+        pytest.param(1, 2, 50, 128, 64, torch.bfloat16, False, id="one-block"),
+        pytest.param(1, 200, 300, 64, 128, torch.bfloat16, True, id="more-heads-than-programs"),
+    ],
+)
+def test_the_pass_over_keys_on_hopper_equals_the_portable_one(
+    batch: int, heads: int, tokens: int, dim: int, block_k: int, dtype: torch.dtype,
+    strided: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from turbo_rcm_patch.kernels import hopper_key_value, linear_branch
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    wide = random(batch, tokens, 3 * heads * dim, dtype=dtype)
+    k, v = wide.chunk(3, -1)[1:]
+    if not strided:
+        k, v = k.contiguous(), v.contiguous()
+    mean = k.float().mean(1).view(batch, heads, dim).to(dtype)
+    assert hopper_key_value.serves(k, v, heads=heads, block_k=block_k)
+    own = hopper_key_value.hopper_key_sums(k, v, mean, heads=heads, block_k=block_k)
+    monkeypatch.setattr(linear_branch, "hopper_module", lambda *_: None)
+    portable = linear_branch._key_sums(k, v, mean, heads=heads, block_k=block_k)
+    # Sums in another order; a mean of a block may then round the other way.
+    assert relative(own.matrix.sum(2), portable.matrix.sum(2)) < 1e-4
+    assert relative(own.total.sum(2), portable.total.sum(2)) < 1e-5
+    assert relative(own.k_pooled, portable.k_pooled) < 1e-3
+    again = hopper_key_value.hopper_key_sums(k, v, mean, heads=heads, block_k=block_k)
+    assert all(torch.equal(one, other) for one, other in zip(own, again, strict=True))
 
 
 def test_norm_and_rotary_come_first() -> None:

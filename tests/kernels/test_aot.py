@@ -185,9 +185,11 @@ def test_sparse_attention_compiles(
         cases += [case("sparse", target, 128, "bf16", blocks=(128, 64)) | {"name": "bf16"}]
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
-        assert {result["kernel"] for result in results} >= SPARSE
+        names = {result["kernel"] for result in results}
+        # 64 channels and 128 are Hopper's own kernel's there.
+        assert names >= SPARSE | {"hopper_key_value_kernel" if hopper else "key_value_kernel"}
         # The prologue is the dense kernel's, and is held to its limits where that is compiled.
-        own = [result for result in results if result["kernel"] in SPARSE]
+        own = [r for r in results if r["kernel"] in SPARSE or "key_value" in r["kernel"]]
         broken = faults([r for r in own if r["kernel"] != "sparse_attention_kernel"], target)
         assert not broken, broken
         for result in own:
