@@ -37,6 +37,12 @@ def nothing_is_left() -> Iterator[None]:
 
 def network(name: str, model: Published) -> Any:
     """In bf16, with what diffusers keeps in fp32 in fp32."""
+    with torch.device("meta"):
+        weights = 2 * sum(p.numel() for p in model.build(name).parameters())
+    # Weights, and what a forward of some 30,000 tokens and the guard hold beside them.
+    needed = 1.2 * weights + 12e9
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"{needed / 1e9:.0f} GB of memory on the card are not free")
     torch.set_default_dtype(BF16)
     try:
         with torch.device("cuda"):
