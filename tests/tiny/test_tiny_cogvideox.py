@@ -236,7 +236,7 @@ def test_it_is_small_and_complete() -> None:
     assert config.use_rotary_positional_embeddings and config.attention_head_dim == 64
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 4])
 def test_held_out_prompts_become_what_they_say(steps: int, tmp_path: Path) -> None:
     """Of eight, one may miss colour or motion, and two the shape; guessing gets one."""
     load = {"count": 8, "seed": 11, "batch": 8, "device": "cpu", "dtype": torch.bfloat16}
