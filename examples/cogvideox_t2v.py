@@ -1,8 +1,7 @@
 """Load, patch, generate, compare. `python examples/cogvideox_t2v.py [PATH_OR_HUB_ID] [PROMPT]`
 
-CogVideoX-2B, 5B and 1.5, for instance `THUDM/CogVideoX-2b`, want a GPU; their own scheduler and
-its usual steps are the default. Without arguments a tiny CogVideoX runs, also on a CPU, once
-`python -m turbo_rcm_patch.tiny.train --family cogvideox` has made it.
+Without arguments the shipped tiny CogVideoX runs, also on a CPU. CogVideoX-2B, 5B and 1.5, for
+instance `THUDM/CogVideoX-2b`, want a GPU; their own scheduler and its usual steps are the default.
 """
 
 import sys

@@ -75,14 +75,18 @@ def test_ci_calls_make_test() -> None:
     assert "make test" in script.read_text(encoding="utf-8")
 
 
-def test_a_wheel_holds_one_shipped_model() -> None:
-    """The other is in the repository, where the package looks for it in a checkout."""
+def test_a_wheel_holds_both_shipped_models() -> None:
+    """They lie in the package, of which nothing is left out, and together they stay small."""
     from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
 
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
-    left_out = build["build"]["targets"]["wheel"]["exclude"]
-    inside = [folder.relative_to(ROOT).as_posix() for folder in (TINY_WAN, TINY_COGVIDEOX)]
-    assert inside[1] in left_out and inside[0] not in left_out
+    wheel = build["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["turbo_rcm_patch"]}, "exclude would leave out weights"
+    for folder in (TINY_WAN, TINY_COGVIDEOX):
+        assert folder.is_relative_to(ROOT / "turbo_rcm_patch")
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert folder / "model_index.json" in files
+        assert sum(path.stat().st_size for path in files) <= 16 * 2**20
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

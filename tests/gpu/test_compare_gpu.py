@@ -82,10 +82,11 @@ def test_patching_needs_no_more_memory(folder: Path) -> None:
         assert peak() <= unpatched * 1.02
 
 
+@pytest.mark.parametrize("model", ["tiny", "tiny-cogvideox"])
 @pytest.mark.parametrize("attention", ["int8", "int4"])
-def test_the_verdict_has_power(attention: str, tmp_path: Path) -> None:
+def test_the_verdict_has_power(attention: str, model: str, tmp_path: Path) -> None:
     found = compare(
-        load_pipeline("tiny", device="cuda"),
+        load_pipeline(model, device="cuda"),
         DEMO_PROMPTS,
         out=tmp_path,
         config=PatchConfig(attention=attention, guard=False),

@@ -189,10 +189,8 @@ def _model() -> Iterator[Finding]:
         if (folder / "model_index.json").is_file():
             size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
             yield Finding("shipped model", "ok", f"{folder} ({size / 2**20:.1f} MiB)")
-        elif folder == TINY_WAN:
-            yield Finding("shipped model", "missing", f"not at {folder}", "reinstall the package")
         else:
-            yield Finding("tiny CogVideoX", "note", f"not at {folder}", "it is in the repository")
+            yield Finding("shipped model", "missing", f"not at {folder}", "reinstall the package")
 
 
 def _version(name: str) -> str | None:

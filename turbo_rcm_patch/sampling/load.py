@@ -40,15 +40,8 @@ Offload = Literal["none", "model", "sequential"]
 
 #: The name under which the shipped Wan can be loaded.
 TINY: Final = "tiny"
-#: Names of shipped models -> what they are called in `turbo_rcm_patch.tiny`, and where they are.
-SHIPPED: Final = {
-    TINY: ("TINY_WAN", "Reinstall the package; its weights are part of it"),
-    "tiny-cogvideox": (
-        "TINY_COGVIDEOX",
-        "Its weights are not shipped yet: make them, in some nine minutes of a large GPU, with "
-        "python -m turbo_rcm_patch.tiny.train --family cogvideox",
-    ),
-}
+#: Names of shipped models -> what they are called in `turbo_rcm_patch.tiny`.
+SHIPPED: Final = {TINY: "TINY_WAN", "tiny-cogvideox": "TINY_COGVIDEOX"}
 
 PIPELINES: Final = tuple(FAMILIES)
 LAYOUT: Final = (
@@ -115,11 +108,11 @@ def resolve_model(model: str | Path) -> Path | str:
     if str(model) in SHIPPED and not Path(model).is_dir():
         from turbo_rcm_patch import tiny
 
-        name, remedy = SHIPPED[str(model)]
-        shipped: Path = getattr(tiny, name)
+        shipped: Path = getattr(tiny, SHIPPED[str(model)])
         if not (shipped / "model_index.json").is_file():
             raise ModelFolderError(
-                f"the shipped model {str(model)!r} is missing from {shipped}", remedy=remedy
+                f"the shipped model {str(model)!r} is missing from {shipped}",
+                remedy="Reinstall the package; its weights are part of it",
             )
         return shipped
     path = Path(model).expanduser()

@@ -10,5 +10,4 @@ from typing import Final
 __all__ = ["TINY_COGVIDEOX", "TINY_WAN"]
 
 TINY_WAN: Final = Path(__file__).parent / "weights" / "wan"
-#: In the repository only: a wheel with both would be twice as large.
 TINY_COGVIDEOX: Final = Path(__file__).parent / "weights" / "cogvideox"

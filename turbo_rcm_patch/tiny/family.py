@@ -26,6 +26,7 @@ class Family(Protocol):
         SHIPPED: Where the package looks for the trained model.
         PIPELINE, TRANSFORMER, TEXT_ENCODER, VAE: Its classes in diffusers and transformers.
         MINUTES: Training budget of each stage; a stage that is not listed does not exist.
+        RECIPE: Defaults of training's other arguments where they are not Wan's.
         RENOISES: Whether its few-step sampler adds fresh noise, or follows the flow.
         JITTER: Spread of the student's network times in training, in rectified-flow time.
         ATTENTIONS: What a zeroed attention is called in an evaluation -> the blocks' attribute.
@@ -38,6 +39,7 @@ class Family(Protocol):
     TEXT_ENCODER: Any
     VAE: Any
     MINUTES: Mapping[str, float]
+    RECIPE: Mapping[str, float]
     RENOISES: bool
     JITTER: float
     ATTENTIONS: Mapping[str, str]

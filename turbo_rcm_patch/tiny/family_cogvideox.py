@@ -37,6 +37,7 @@ __all__ = [
     "MINUTES",
     "NAME",
     "PIPELINE",
+    "RECIPE",
     "RENOISES",
     "SHIPPED",
     "TEXT_ENCODER",
@@ -62,7 +63,14 @@ PIPELINE: Final = CogVideoXPipeline
 TRANSFORMER: Final = CogVideoXTransformer3DModel
 TEXT_ENCODER: Final = T5EncoderModel
 VAE: Final = AutoencoderKLCogVideoX
-MINUTES: Final = {"vae": 2.2, "teacher": 2.6, "student": 1.0}
+MINUTES: Final = {"vae": 4.5, "teacher": 5.8, "student": 2.0}
+RECIPE: Final = {
+    "batch_vae": 8,
+    "clips": 24576,
+    "corpus_seconds": 28.0,
+    "probe_count": 64,
+    "fill": 32,
+}
 RENOISES: Final = False  # DDIM follows the flow
 JITTER: Final = 0.0  # its times are whole numbers, which no pipeline rounds
 ATTENTIONS: Final = {"joint": "attn1"}

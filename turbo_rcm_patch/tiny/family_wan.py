@@ -24,6 +24,7 @@ __all__ = [
     "MINUTES",
     "NAME",
     "PIPELINE",
+    "RECIPE",
     "RENOISES",
     "SHIPPED",
     "TEXT_ENCODER",
@@ -46,6 +47,7 @@ TRANSFORMER: Final = WanTransformer3DModel
 TEXT_ENCODER: Final = UMT5EncoderModel
 VAE: Final = AutoencoderKLWan
 MINUTES: Final = {"vae": 5.0, "teacher": 7.0, "student": 4.5, "decoder": 4.0}
+RECIPE: Final[dict[str, float]] = {}
 RENOISES: Final = True
 #: Pipelines in bf16 round 1000 t to 8 bits (988, 932, 852, 608): the student must not mind.
 JITTER: Final = 0.002

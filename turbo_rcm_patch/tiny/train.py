@@ -6,8 +6,9 @@ VAE's decoder. The default budgets are 20.5 minutes of training on an H200 in al
 log.jsonl, curves.png, sheets/*.png and the pipeline folders wan_teacher and wan_student.
 
 `--family cogvideox` trains the tiny CogVideoX instead, on the latents of the tiny Wan: its VAE
-learns them from Wan's (and needs no fourth stage), then teacher and student as above, in 5.8
-minutes in all. DIR receives cogvideox_teacher and cogvideox_student.
+learns them from Wan's (and needs no fourth stage), then teacher and student as above, in 12.3
+minutes in all. DIR receives cogvideox_teacher and cogvideox_student. Its defaults are those of
+the run that made what ships (`RECIPE` in `tiny/family_cogvideox.py`).
 
 In pieces: state is written to DIR/state every minute, in files of at most 16 MiB, and the same
 command with `--resume` continues where the last one stopped. Where the state cannot be kept, a
@@ -237,8 +238,9 @@ def _prepare(args: argparse.Namespace, family: Family) -> Run:
 def main(arguments: list[str] | None = None) -> None:
     """Run the stages that were asked for, after loading those before them."""
     parser = _arguments()
+    family = family_of(parser.parse_args(arguments).family)
+    parser.set_defaults(**family.RECIPE)
     args = parser.parse_args(arguments)
-    family = family_of(args.family)
     if args.stage == "install":
         print(f"installed {install(args.out / f'{family.NAME}_student', family.SHIPPED)}")
         return
