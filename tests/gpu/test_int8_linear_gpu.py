@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 TIGHT = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-4}
 BF16 = torch.bfloat16
 FORMS = ("turns-128x128", "shared-192x256", "shared-128x256")
-BLOCK_FORMS = ("two-programs", "two-groups", "three-groups")
+BLOCK_FORMS = ("two-programs", "two-groups", "three-groups", "two-in-turns", "three-in-turns")
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

@@ -280,7 +280,13 @@ def test_hopper_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> 
 
 
 #: Groups, matrix instructions of a step over K in one group, and programs on a multiprocessor.
-_BLOCK_FORMS = {"two-programs": (1, 8, 2), "two-groups": (2, 8, 1), "three-groups": (3, 4, 1)}
+_BLOCK_FORMS = {
+    "two-programs": (1, 8, 2),
+    "two-groups": (2, 8, 1),
+    "three-groups": (3, 4, 1),
+    "two-in-turns": (2, 8, 1),
+    "three-in-turns": (3, 4, 1),
+}
 
 
 @pytest.mark.slow

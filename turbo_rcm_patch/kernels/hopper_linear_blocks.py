@@ -49,12 +49,15 @@ _SHARED_REGISTERS = 128
 class Form(NamedTuple):
     """How the work is cut: a tile has 64 * halves * groups rows.
 
-    A group has its sums in fp32 for `halves` times 64 rows, and integers for 64 at a time.
+    A group has its sums in fp32 for `halves` times 64 rows, and integers for 64 at a time. With
+    `turns`, groups start their products of 64 rows one after the other, so that one scales while
+    the next multiplies; without, the tensor cores divide their time as they like.
     """
 
     groups: int  # 1, 2 or 3
     halves: int  # 1 or 2
     stages: int
+    turns: bool
 
     @property
     def programs(self) -> int:
@@ -64,9 +67,11 @@ class Form(NamedTuple):
 
 #: Forms by name; slots are what fits into 227 KiB.
 FORMS = {
-    "two-programs": Form(1, 2, 3),
-    "two-groups": Form(2, 2, 4),
-    "three-groups": Form(3, 1, 5),
+    "two-programs": Form(1, 2, 3, False),
+    "two-groups": Form(2, 2, 4, False),
+    "three-groups": Form(3, 1, 5, False),
+    "two-in-turns": Form(2, 2, 4, True),
+    "three-in-turns": Form(3, 1, 5, True),
 }
 #: Channels up to which what follows the product is a large share of it.
 _SHORT = 3072
@@ -78,12 +83,20 @@ def form_for(channels: int) -> Form:
 
 
 @gluon.jit
-def _step(acc, x_tile, w_tile, scale, empty, last, layout: gl.constexpr):
-    """acc + x w^T * scale; `last` says that the slot is free then."""
-    part = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, layout)
+def _step(
+    acc, x_tile, w_tile, scale, empty, turn, phase,
+    LAST: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """acc + x w^T * scale; LAST says that the slot is free then."""
+    part = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, acc.type.layout)
+    if TURNS:
+        # The first group begins.
+        mbarrier.wait(turn.index(GROUP), phase ^ (1 if GROUP == 0 else 0))
     part = warpgroup_mma(x_tile, w_tile, part, use_acc=False, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turn.index((GROUP + 1) % GROUPS), count=1)
     part = warpgroup_mma_wait(0, deps=(part,))
-    if last:
+    if LAST:
         mbarrier.arrive(empty, count=1)
     return acc + part.to(gl.float32) * scale
 
@@ -92,7 +105,7 @@ def _step(acc, x_tile, w_tile, scale, empty, last, layout: gl.constexpr):
 def _group(
     shared, memory, skip, out, skip_stride_c, out_stride_c,
     w_scale_ptr, n_tokens, channels, c_out, tiles,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, HALVES: gl.constexpr, TURNS: gl.constexpr,
     STAGES: gl.constexpr, EIGHTS: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SKIP_FORM: gl.constexpr, OUT_FORM: gl.constexpr,
     ROUND_TO: gl.constexpr,
@@ -120,10 +133,15 @@ def _group(
             w_tile = w_smem.index(slot).reshape([_BLOCK_N, BLOCK_K]).permute((1, 0))
             x_first = slot * PARTS + GROUP * HALVES
             free = empty.index(slot)
-            acc = _step(acc, x_smem.index(x_first), w_tile, scale, free, HALVES == 1, layout)
+            acc = _step(
+                acc, x_smem.index(x_first), w_tile, scale, free,
+                turn, 0 if HALVES == 2 else (step + k) % 2, HALVES == 1, GROUP, GROUPS, TURNS,
+            )  # fmt: skip
             if HALVES == 2:
-                x_tile = x_smem.index(x_first + 1)
-                lower = _step(lower, x_tile, w_tile, scale, free, True, layout)
+                lower = _step(
+                    lower, x_smem.index(x_first + 1), w_tile, scale, free,
+                    turn, 1, True, GROUP, GROUPS, TURNS,
+                )  # fmt: skip
             scale = following
         step += steps
         for half in gl.static_range(HALVES):
@@ -142,7 +160,7 @@ def hopper_linear_blocks_kernel(
     skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
     out_value, out_stride_b, out_stride_n, out_stride_c,
     n_tokens, channels, c_out, tiles,
-    GROUPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, HALVES: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
     EIGHTS: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SKIP_FORM: gl.constexpr, OUT_FORM: gl.constexpr,
     ROUND_TO: gl.constexpr,
@@ -151,7 +169,7 @@ def hopper_linear_blocks_kernel(
 
     Grid: as many programs as the card holds at a time, which take every so many tiles.
     Arguments as in `hopper_linear.hopper_linear_kernel`, but w_scale fp32
-    [ceil(Cout / 128), ceil(K / 128)]. GROUPS, HALVES: see `Form`.
+    [ceil(Cout / 128), ceil(K / 128)]. GROUPS, HALVES, TURNS: see `Form`.
     """
     PARTS: gl.constexpr = GROUPS * HALVES
     shared = ring(x_desc, w_desc, GROUPS, GROUPS, PARTS, _BLOCK_M, _BLOCK_N, STAGES, EIGHTS)
@@ -167,7 +185,7 @@ def hopper_linear_blocks_kernel(
             [
                 (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
                           w_scale_ptr, n_tokens, channels, c_out, tiles,
-                          0, GROUPS, HALVES, STAGES, EIGHTS, HAS_BIAS, GELU,
+                          0, GROUPS, HALVES, TURNS, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
                 (loader, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
                           PARTS, _BLOCK_M, _BLOCK_N, STAGES, EIGHTS)),
@@ -180,11 +198,11 @@ def hopper_linear_blocks_kernel(
             [
                 (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
                           w_scale_ptr, n_tokens, channels, c_out, tiles,
-                          0, GROUPS, HALVES, STAGES, EIGHTS, HAS_BIAS, GELU,
+                          0, GROUPS, HALVES, TURNS, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
                 (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
                           w_scale_ptr, n_tokens, channels, c_out, tiles,
-                          1, GROUPS, HALVES, STAGES, EIGHTS, HAS_BIAS, GELU,
+                          1, GROUPS, HALVES, TURNS, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
                 (loader, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
                           PARTS, _BLOCK_M, _BLOCK_N, STAGES, EIGHTS)),
@@ -197,15 +215,15 @@ def hopper_linear_blocks_kernel(
             [
                 (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
                           w_scale_ptr, n_tokens, channels, c_out, tiles,
-                          0, GROUPS, HALVES, STAGES, EIGHTS, HAS_BIAS, GELU,
+                          0, GROUPS, HALVES, TURNS, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
                 (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
                           w_scale_ptr, n_tokens, channels, c_out, tiles,
-                          1, GROUPS, HALVES, STAGES, EIGHTS, HAS_BIAS, GELU,
+                          1, GROUPS, HALVES, TURNS, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
                 (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
                           w_scale_ptr, n_tokens, channels, c_out, tiles,
-                          2, GROUPS, HALVES, STAGES, EIGHTS, HAS_BIAS, GELU,
+                          2, GROUPS, HALVES, TURNS, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
                 (loader, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
                           PARTS, _BLOCK_M, _BLOCK_N, STAGES, EIGHTS)),
@@ -258,6 +276,7 @@ def hopper_linear_blocks(
         tiles=tiles,
         GROUPS=form.groups,
         HALVES=form.halves,
+        TURNS=form.turns,
         STAGES=form.stages,
         EIGHTS=eights,
         HAS_BIAS=bias is not None,
