@@ -88,7 +88,8 @@ def _step(
     LAST: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """acc + x w^T * scale; LAST says that the slot is free then."""
-    part = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, acc.type.layout)
+    layout: gl.constexpr = acc.type.layout
+    part = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, layout)
     if TURNS:
         # The first group begins.
         mbarrier.wait(turn.index(GROUP), phase ^ (1 if GROUP == 0 else 0))
