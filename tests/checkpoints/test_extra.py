@@ -16,9 +16,9 @@ from tests.checkpoints.wan_model import Options, save
 from tests.patching import turbodiffusion as stand_in
 from turbo_rcm_patch import PatchConfig, load_extra, patch_model, patched, unload_extra
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, PROJ_L
-from turbo_rcm_patch.checkpoints.blocks import scales_of_rows
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError, ShapeError
 from turbo_rcm_patch.ops import int8_linear, quantize_weight
+from turbo_rcm_patch.ops.int8_linear import scales_of_rows
 from turbo_rcm_patch.patching import linears
 from turbo_rcm_patch.patching.int8_weights import attached_int8
 from turbo_rcm_patch.patching.sla import attached_proj_l, detach_proj_l
@@ -116,7 +116,11 @@ def test_the_checkpoints_own_integers_are_multiplied(
         int8 = torch.cat([pair[0] for pair in pairs])
         scale = torch.cat([scales_of_rows(pair[1], pair[0].shape[0]) for pair in pairs])
         found = [s for w, s in calls if w.shape == int8.shape and torch.equal(w, int8)]
-        assert found and all(torch.equal(s, scale) for s in found), label
+        blocks = all(pair[0].shape[0] % 128 == 0 for pair in pairs[:-1])
+        for one in found:
+            assert (one.shape[0] < int8.shape[0]) == blocks, label
+            assert torch.equal(scales_of_rows(one, int8.shape[0]) if blocks else one, scale), label
+        assert found, label
     assert len(calls) == len(expected)
 
 
@@ -363,13 +367,22 @@ def test_equal_scales_are_a_scale_per_row() -> None:
     torch.testing.assert_close(grouped, int8_linear(x, int8, scale), rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_go_through_groups() -> None:
+@pytest.mark.parametrize(("channels", "features"), [(128, 64), (77, 130), (300, 256), (513, 300)])
+def test_scales_of_blocks_are_those_of_their_rows(channels: int, features: int) -> None:
+    x, int8 = torch.randn(2, 9, channels), quantize_weight(torch.randn(features, channels))[0]
+    scale = torch.rand(-(-features // 128), -(-channels // 128)) + 0.1
+    rows = torch.stack([scale[i // 128] for i in range(features)])
+    assert torch.equal(int8_linear(x, int8, scale), int8_linear(x, int8, rows))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_gradients_go_through_groups(blocks: bool) -> None:
     x = torch.randn(1, 5, 200, requires_grad=True)
     int8, _ = quantize_weight(torch.randn(40, 200))
-    scale = torch.rand(40, 2)
+    scale = torch.rand(1 if blocks else 40, 2)
     int8_linear(x, int8, scale, activation="gelu-tanh").sum().backward()
     twin = x.detach().clone().requires_grad_()
-    wide = int8 * scale.repeat_interleave(128, 1)[:, :200]
+    wide = int8 * scale.expand(40, 2).repeat_interleave(128, 1)[:, :200]
     torch.nn.functional.gelu(twin @ wide.T, approximate="tanh").sum().backward()
     assert x.grad is not None and twin.grad is not None
     torch.testing.assert_close(x.grad, twin.grad)
@@ -378,5 +391,5 @@ def test_gradients_go_through_groups() -> None:
 def test_other_numbers_of_scales_are_refused() -> None:
     int8, _ = quantize_weight(torch.randn(40, 200))
     for shape in ((40, 1), (40, 3), (2, 2), (39,)):
-        with pytest.raises(ShapeError, match=r"\[40\] or \[40, 2\]"):
+        with pytest.raises(ShapeError, match=r"\[40\], \[40, 2\] or \[1, 2\]"):
             int8_linear(torch.randn(1, 5, 200), int8, torch.ones(shape))

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.gpu
 TIGHT = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-4}
 BF16 = torch.bfloat16
 FORMS = ("turns-128x128", "shared-192x256", "shared-128x256")
+BLOCK_FORMS = ("two-programs", "two-groups", "three-groups", "two-in-turns", "three-in-turns")
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -54,13 +55,15 @@ def test_rows(channels: int, dtype: torch.dtype) -> None:
     ("tokens", "channels", "features"),
     [(1, 128, 16), (300, 77, 131), (1023, 1536, 1536), (8190, 1536, 8960), (4095, 8960, 1555)],
 )
+@pytest.mark.parametrize("blocks", [False, True], ids=["a-row", "128-rows"])
 def test_a_scale_for_every_128_channels(
-    tokens: int, channels: int, features: int, dtype: torch.dtype
+    tokens: int, channels: int, features: int, blocks: bool, dtype: torch.dtype
 ) -> None:
     """Sums of groups differ by the order of fp32 additions; all integers are equal."""
     x = random(2, tokens, channels, dtype=dtype)
     weight, _ = quantize_weight(random(features, channels, dtype=dtype))
-    scale = (torch.rand(-(-channels // 128), features, device="cuda") + 0.1).t() / channels**0.5
+    rows = -(-features // 128) if blocks else features
+    scale = (torch.rand(-(-channels // 128), rows, device="cuda") + 0.1).t() / channels**0.5
     arguments = {
         "bias": random(features, dtype=dtype),
         "residual": random(2, tokens, features, dtype=dtype),
@@ -241,6 +244,45 @@ def test_hopper_s_own_kernel_gives_the_same_bits(
         own.hopper_linear(
             out, rows, weight, scale, bias, skip, 0.5, c_out,
             form=own.FORMS[form], eights=eights, **more,
+        )  # fmt: skip
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("form", BLOCK_FORMS)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "channels", "features", "options"),
+    [
+        pytest.param(1, 1, 16, 32, {}, id="one-token"),
+        pytest.param(1, 700, 1536, 1536, {}, id="plain"),
+        pytest.param(1, 9001, 1536, 1536, {"gelu": True}, id="several-tiles-a-program"),
+        pytest.param(1, 3000, 8960, 1536, {"skip": True}, id="long-skip"),
+        pytest.param(2, 1333, 1544, 1568, {"skip": True}, id="ragged-skip"),
+        pytest.param(2, 333, 904, 1555, {"gelu": True, "skip": True}, id="odd-features"),
+    ],
+)
+def test_hopper_s_own_kernel_for_blocks_gives_the_same_bits(
+    own, form: str, batch: int, tokens: int, channels: int, features: int, options: dict
+) -> None:
+    blocks = hopper_module("hopper_linear_blocks", "int8 linear")
+    assert blocks is not None and set(BLOCK_FORMS) == set(blocks.FORMS)
+    x, residual = random(batch, tokens, channels), random(batch, tokens, features)
+    weight, _ = quantize_weight(random(features, channels))
+    shape = (-(-features // 128), -(-channels // 128))
+    scale = (torch.rand(shape, device="cuda") + 0.1) / 127 * channels**-0.5
+    bias, gate = random(features), torch.randn(batch, 1, features, device="cuda")
+    rows = quantize_rows(x)
+    weight = F.pad(weight, (0, rows.int8.shape[2] - channels))
+    skip, c_out = (residual, gate) if options.get("skip") else (None, 1.0)
+    more = {"gelu": options.get("gelu", False), "cast": "fp32"}
+    expected = kernel.int8_linear(
+        rows, weight, scale, bias, skip, 0.5, c_out,
+        out_dtype=torch.float32, tile=Tile(128, 128, 8, 3), **more,
+    )  # fmt: skip
+    for eights in [False, True] if features % 32 == 0 else [False]:
+        out = torch.full_like(expected, float("nan"))
+        blocks.hopper_linear_blocks(
+            out, rows, weight, scale, bias, skip, 0.5, c_out,
+            form=blocks.FORMS[form], eights=eights, **more,
         )  # fmt: skip
         assert torch.equal(out, expected)
 

@@ -93,9 +93,9 @@ def cuda_resources(cubin: bytes, kernel: str) -> dict:
         "stack": int(stack[1]),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
     }
-    if kernel in ("int8_linear_kernel", "hopper_linear_kernel"):
+    if "int8_linear" in kernel or "hopper_linear" in kernel:
         result["igmma"] = len(re.findall(r"\bIGMMA\b", sass))
-    if kernel in ("hopper_kernel", "hopper_linear_kernel", "sparse_attention_kernel"):
+    if kernel in ("hopper_kernel", "sparse_attention_kernel") or "hopper_linear" in kernel:
         result["loop_spills"] = spills_in_loops(sass)
     if kernel == "one_launch_kernel":
         result["barrier"] = barrier_before_atomic(sass)

@@ -21,7 +21,7 @@ from turbo_rcm_patch.kernels.launch import Target, Tile
 
 MODULES = (
     "prologue", "hopper_prologue", "quantize", "attention", "hopper", "project", "one_launch",
-    "skip", "rows", "norm_rows", "int8_linear", "hopper_linear", "denoise",
+    "skip", "rows", "norm_rows", "int8_linear", "hopper_linear", "hopper_linear_blocks", "denoise",
     "block_map", "linear_branch", "hopper_key_value", "sparse_attention", "sparse_tokens",
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -165,7 +165,7 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
         int8_linears(case, modules, residual, gate)
     elif operation == "norm-rows":
         norm_rows(modules, residual, gate)
-    elif operation == "hopper-linear":
+    elif operation in ("hopper-linear", "hopper-linear-blocks"):
         hopper_linears(case, modules, residual, gate)
 
 
@@ -183,6 +183,8 @@ def int8_linears(case, modules, residual, gate) -> None:
     scale, bias, more = scale[0], residual[0, 0], case.get("tuning", {})
     if case.get("grouped"):
         scale = scale.new_empty(channels, -(-channels // 128))
+    if case.get("blocks"):
+        scale = scale.new_empty(-(-channels // 128), -(-channels // 128))
     if "tile" in more:
         more = more | {"tile": Tile(*more["tile"])}
     variants = [(False, residual, gate, "fp32")]
@@ -201,12 +203,15 @@ def int8_linears(case, modules, residual, gate) -> None:
 
 def hopper_linears(case, modules, residual, gate) -> None:
     """The form of a case: with GELU, plain, and with the skip."""
-    own, channels = modules["hopper_linear"], residual.shape[2]
+    channels, blocks = residual.shape[2], case["operation"] == "hopper-linear-blocks"
+    own = modules["hopper_linear_blocks" if blocks else "hopper_linear"]
+    run = own.hopper_linear_blocks if blocks else own.hopper_linear
     rows = modules["rows"].quantize_rows(residual)
-    scale = residual.new_empty(channels, dtype=torch.float32)
+    groups = -(-channels // 128)
+    scale = residual.new_empty((groups, groups) if blocks else channels, dtype=torch.float32)
     weight, y = residual.new_empty(channels, channels, dtype=torch.int8), residual.clone()
     for gelu, skip, c_out in ((True, None, 1.0), (False, None, 1.0), (False, residual, gate)):
-        own.hopper_linear(
+        run(
             y, rows, weight, scale, residual[0, 0], skip, 1.0, c_out,
             gelu=gelu, cast="fp32", form=own.FORMS[case["form"]], eights=case.get("eights"),
         )  # fmt: skip

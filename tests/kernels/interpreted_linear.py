@@ -141,12 +141,14 @@ def test_descriptors_and_persistent_programs(
 @pytest.mark.parametrize(
     ("channels", "features", "gelu"), [(77, 100, False), (300, 65, True), (384, 130, False)]
 )
+@pytest.mark.parametrize("blocks", [False, True], ids=["a-row", "128-rows"])
 def test_a_scale_for_every_128_channels(
-    channels: int, features: int, gelu: bool, dtype: torch.dtype
+    channels: int, features: int, gelu: bool, blocks: bool, dtype: torch.dtype
 ) -> None:
     x = torch.randn(2, 37, channels).to(dtype)
     weight, _ = quantize_weight(torch.randn(features, channels))
-    scale = (torch.rand(-(-channels // 128), features) + 0.1).t() / 127 * channels**-0.5
+    rows = -(-features // 128) if blocks else features
+    scale = (torch.rand(-(-channels // 128), rows) + 0.1).t() / 127 * channels**-0.5
     arguments = {
         "bias": torch.randn(features).to(dtype),
         "activation": "gelu-tanh" if gelu else None,
@@ -159,8 +161,8 @@ def test_a_scale_for_every_128_channels(
 
 
 def test_groups_through_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper they stay with the portable kernel, however large the product, and a step over K
-    is a group whatever a tuner asks for."""
+    """A scale per row and group stays with the portable kernel on Hopper, however large the
+    product, and a step over K is a group whatever a tuner asks for."""
     monkeypatch.setattr(kernel, "target_of", lambda device: Target("cuda", 90))
     monkeypatch.setattr(kernel, "WIDE", 1)
     monkeypatch.setattr(

@@ -234,6 +234,8 @@ def test_int8_linears_with_groups_compile(tmp_path: Path, pytestconfig: pytest.C
     cases = [case("int8-linear", target, 128, "fp8", grouped=True) for target in TARGETS]
     cases += [case("int8-linear", ("cuda", 90), 128, "fp8", grouped=True, rest=True)]
     cases += [case("int8-linear", ("cuda", 90), 77, "fp8", grouped=True) | {"heads": 1}]
+    portable = {"blocks": True, "tuning": {"block_k": 128}}
+    cases += [case("int8-linear", target, 128, "fp8", **portable) for target in TARGETS]
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         for target in TARGETS:
@@ -246,9 +248,11 @@ def test_int8_linears_with_groups_compile(tmp_path: Path, pytestconfig: pytest.C
 def test_the_hopper_linear_is_the_default_there(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    cases = [case("int8-linear", ("cuda", 90), 128, "fp8")]
-    results = resources(sys.executable, cases, tmp_path)
-    assert {r["kernel"] for r in results} == {"quantize_rows_kernel", "hopper_linear_kernel"}
+    for blocks in (False, True):
+        cases = [case("int8-linear", ("cuda", 90), 128, "fp8", blocks=blocks)]
+        results = resources(sys.executable, cases, tmp_path)
+        own = "hopper_linear_blocks_kernel" if blocks else "hopper_linear_kernel"
+        assert {r["kernel"] for r in results} == {"quantize_rows_kernel", own}
 
 
 #: Groups and matrix instructions of a step over K in one group, by form.
@@ -275,6 +279,38 @@ def test_hopper_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> 
             # it begin inside another.
             assert len(result["loop_spills"]) >= groups, line(result)
             assert not any(result["loop_spills"][:groups]), line(result)
+
+
+#: Groups, matrix instructions of a step over K in one group, and programs on a multiprocessor.
+_BLOCK_FORMS = {
+    "two-programs": (1, 8, 2),
+    "two-groups": (2, 8, 1),
+    "three-groups": (3, 4, 1),
+    "two-in-turns": (2, 8, 1),
+    "three-in-turns": (3, 4, 1),
+}
+
+
+@pytest.mark.slow
+def test_hopper_linears_with_blocks_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Two sums a value, and nothing spilled."""
+    target = ("cuda", 90)
+    cases = [case("hopper-linear-blocks", target, 128, "fp8", form=form) for form in _BLOCK_FORMS]
+    cases += [case("hopper-linear-blocks", target, 128, "fp8", form="two-groups", eights=False)]
+    for i, one in enumerate(cases):
+        one["name"] = f"{one['form']} {i}"
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        own = [result for result in results if result["kernel"] == "hopper_linear_blocks_kernel"]
+        assert len(own) == 3 * len(cases) and not any("error" in result for result in own), own
+        assert not faults(own, target), faults(own, target)
+        for result in own:
+            groups, products, programs = _BLOCK_FORMS[result["case"].split()[0]]
+            warps = 4 * (groups + 1)
+            assert result["registers"] * 32 * warps * programs <= 65536, line(result)
+            assert (result["shared"] + 1024) * programs <= 228 * 1024, line(result)
+            assert result["igmma"] == groups * products, line(result)
+            assert len(result["loop_spills"]) >= groups, line(result)
 
 
 def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config) -> None:

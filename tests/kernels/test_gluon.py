@@ -15,7 +15,7 @@ def fresh():
     hopper_module.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["hopper", "hopper_linear"])
+@pytest.mark.parametrize("name", ["hopper", "hopper_linear", "hopper_linear_blocks"])
 def test_this_release_can(name: str) -> None:
     assert hopper_module(name, "attention") is not None
 

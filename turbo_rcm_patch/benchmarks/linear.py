@@ -25,13 +25,13 @@ from turbo_rcm_patch.benchmarks.contest import Effort, Entrant, Method, admit, t
 from turbo_rcm_patch.benchmarks.journal import Journal, Plan, chosen
 from turbo_rcm_patch.benchmarks.setup import errors_of, generator
 from turbo_rcm_patch.benchmarks.turbo_exact import quantised_blocks
-from turbo_rcm_patch.checkpoints.blocks import scales_of_rows
 
 __all__ = ["run"]
 
 #: Relative L2 to the product in fp32 from which an output is wrong and not inaccurate.
 _WRONG: Final = 0.05
 _BASE: Final = "torch bf16"
+_PORTABLE: Final = "the Hopper kernel not used"
 #: Rows that are compared with the truth: some of the first and all of the last tile.
 _ROWS: Final = 256
 _COLUMNS: Final = (
@@ -72,16 +72,16 @@ class _Work:
         self.weight = weight.bfloat16()
         self.bias = torch.randn(case.features, generator=random, device=device).bfloat16()
         self.rows = ops.quantize_weight(self.weight)
-        int8, scale = quantised_blocks(self.weight)
-        self.blocks = int8, scales_of_rows(scale, case.features)
+        self.blocks = quantised_blocks(self.weight)
 
     def methods(self) -> list[Method]:
         """bf16 first."""
         return [
             Method(_BASE, self._torch),
             Method("int8 scale per row", self._ours(self.rows)),
-            Method("int8 per row portable", self._portable, note="the Hopper kernel not used"),
+            Method("int8 per row portable", self._portable(self.rows), note=_PORTABLE),
             Method("int8 scale per block", self._ours(self.blocks)),
+            Method("int8 per block portable", self._portable(self.blocks), note=_PORTABLE),
         ]
 
     def _torch(self, inputs: Sequence[torch.Tensor]) -> Call:
@@ -92,15 +92,19 @@ class _Work:
     ) -> Callable[[Sequence[torch.Tensor]], Call]:
         return lambda inputs: lambda: ops.int8_linear(inputs[0], *given, self.bias)
 
-    def _portable(self, inputs: Sequence[torch.Tensor]) -> Call:
-        from turbo_rcm_patch.kernels.int8_linear import BLOCK_K, int8_linear
-        from turbo_rcm_patch.kernels.rows import quantize_rows
+    def _portable(
+        self, given: tuple[torch.Tensor, torch.Tensor]
+    ) -> Callable[[Sequence[torch.Tensor]], Call]:
+        def prepare(inputs: Sequence[torch.Tensor]) -> Call:
+            from turbo_rcm_patch.kernels.int8_linear import BLOCK_K, int8_linear
+            from turbo_rcm_patch.kernels.rows import quantize_rows
 
-        int8, scale = self.rows
-        return lambda: int8_linear(
-            quantize_rows(inputs[0]), int8, scale, self.bias, None, 1.0, 1.0,
-            gelu=False, cast="fp32", out_dtype=torch.bfloat16, block_k=BLOCK_K,
-        )  # fmt: skip
+            return lambda: int8_linear(
+                quantize_rows(inputs[0]), *given, self.bias, None, 1.0, 1.0,
+                gelu=False, cast="fp32", out_dtype=torch.bfloat16, block_k=BLOCK_K,
+            )  # fmt: skip
+
+        return prepare
 
     def errors(self, x: torch.Tensor) -> Callable[[torch.Tensor], dict[str, float]]:
         """Numbers of an output against the product with the bf16 weight in fp32."""

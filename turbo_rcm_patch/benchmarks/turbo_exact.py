@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.benchmarks.setup import generator
-from turbo_rcm_patch.checkpoints.blocks import dequantise, scales_of_rows
+from turbo_rcm_patch.checkpoints.blocks import dequantise
 from turbo_rcm_patch.ops.sparse_reference import block_map, linear_branch
 from turbo_rcm_patch.patching.int8_weights import attach_int8, detach_int8
 
@@ -105,7 +105,7 @@ def block_weights(blocks: nn.Module) -> Iterator[None]:
             before.append((linear, linear.weight.data.to("cpu", copy=True)))
             int8, scale = quantised_blocks(linear.weight)
             linear.weight.data.copy_(dequantise(int8, scale, linear.weight.dtype))
-            attach_int8(linear, int8, scales_of_rows(scale, int8.shape[0]))
+            attach_int8(linear, int8, scale)
         yield
     finally:
         for linear, weight in before:

@@ -11,17 +11,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.checkpoints.keys import BLOCK
 
-__all__ = ["dequantise", "scales_of_rows"]
-
-
-def scales_of_rows(scale: Tensor, rows: int) -> Tensor:
-    """The scales of blocks, [ceil(Cout / 128), ceil(K / 128)], for each of Cout rows.
-
-    Returns:
-        fp32 [Cout, ceil(K / 128)], as `ops.int8_linear` takes them; a group's scales lie side by
-        side, which is how a kernel reads them.
-    """
-    return scale.float().t().repeat_interleave(BLOCK, 1)[:, :rows].contiguous().t()
+__all__ = ["dequantise"]
 
 
 def dequantise(int8: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

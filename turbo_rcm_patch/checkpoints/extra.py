@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from turbo_rcm_patch.checkpoints.blocks import scales_of_rows
 from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE
 from turbo_rcm_patch.checkpoints.keys import blocks_of
 from turbo_rcm_patch.checkpoints.stored import StoredTensors, transformer_folder
@@ -123,7 +122,7 @@ def unload_extra(transformer: nn.Module) -> None:
 def _attach(path: Path, name: str, linear: nn.Module, stored: StoredTensors) -> None:
     assert isinstance(linear, nn.Linear)
     int8 = stored[f"{name}.int8_weight"].to(linear.weight.device)
-    scale = scales_of_rows(stored[f"{name}.scale"], int8.shape[0]).to(int8.device)
+    scale = stored[f"{name}.scale"].to(int8.device).float()
     if not stands_for(linear.weight, int8, scale):
         raise CheckpointError(
             f"{path}: {name}.weight is not the product of its int8 weight and scales",

@@ -1,4 +1,4 @@
-"""What follows the product of the int8 linear for Hopper, on integers in registers."""
+"""What follows the product of the int8 linears for Hopper, on a product in registers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def _pieces(acc, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _in_place(part, EIGHTS: gl.constexpr):
-    """A piece [64, 32] with its columns where they belong: undoes the order of `_weight`."""
+    """A piece [64, 32] with its columns where they belong: undoes the order of
+    `hopper_linear.describe_weight`."""
     if EIGHTS:
         part = part.reshape([64, 4, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 32])
         # The same values in the same threads, eight neighbours in successive registers.
@@ -76,9 +77,12 @@ def finish(
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, EIGHTS: gl.constexpr,
     HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SKIP_FORM: gl.constexpr, OUT_FORM: gl.constexpr,
-    ROUND_TO: gl.constexpr,
+    ROUND_TO: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Scale integers [ROWS, COLUMNS], add the bias, activate, close the skip, store."""
+    """Scale a product [ROWS, COLUMNS], add the bias, activate, close the skip, store.
+
+    The product is of integers, or in fp32 with the weight's scales in it (SCALED).
+    """
     y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr = memory[:5]
     residual_stride_b, residual_stride_n = memory[5:]
     ACROSS: gl.constexpr = COLUMNS // 32
@@ -97,7 +101,8 @@ def finish(
         mask_m, mask_c = offs_m < n_tokens, offs_c < c_out
         if i % ACROSS == 0:
             x_scale = gl.load(x_scale_ptr + first + offs_m, mask=mask_m, other=0.0)
-        w_scale = gl.load(w_scale_ptr + offs_c, mask=mask_c, other=0.0)
+        if not SCALED:
+            w_scale = gl.load(w_scale_ptr + offs_c, mask=mask_c, other=0.0)
         if HAS_BIAS:
             bias = gl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(gl.float32)
         if HAS_RESIDUAL:
@@ -111,7 +116,9 @@ def finish(
                     n_tokens, c_out,
                 )  # fmt: skip
         branch = _in_place(pieces[i], EIGHTS).to(gl.float32)
-        branch = branch * x_scale[:, None] * w_scale[None, :]
+        branch = branch * x_scale[:, None]
+        if not SCALED:
+            branch = branch * w_scale[None, :]
         if HAS_BIAS:
             branch += bias[None, :]
         if GELU:

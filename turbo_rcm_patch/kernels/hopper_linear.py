@@ -8,7 +8,8 @@ multiplies. The slots are filled in the order of the tiles, which is all that th
 
 A thread has pairs of neighbouring columns of a product of the tensor cores. Where the features
 divide by 32, the weight's rows are loaded in an order that makes eight neighbours of them
-(`_weight`): whole 16-byte words are stored, and the residual is loaded so, without an exchange.
+(`describe_weight`): whole 16-byte words are stored, and the residual is loaded so, without an
+exchange.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 #: Channels of one step: the width of a hardware copy's swizzle.
-_BLOCK_K = gl.constexpr(128)
+BLOCK_K = gl.constexpr(128)
 #: Blocks of rows that share the weight in L2.
 _GROUP_M = gl.constexpr(8)
 #: What a multiprocessor has for 12 or 16 warps, less the loading warp's; see `hopper`.
-_LOADER_REGISTERS = gl.constexpr(24)
-_REGISTERS_2 = gl.constexpr(240)
-_REGISTERS_3 = gl.constexpr(160)
+LOADER_REGISTERS = gl.constexpr(24)
+REGISTERS_2 = gl.constexpr(240)
+REGISTERS_3 = gl.constexpr(160)
 
 
 class Form(NamedTuple):
@@ -98,7 +99,7 @@ def form_for(channels: int, features: int, *, finished: bool) -> Form:
 
 
 @gluon.jit
-def _place(tile, n_tokens, c_out, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+def place(tile, n_tokens, c_out, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
     """Batch entry, first row and first column of a tile."""
     blocks_m, blocks_c = gl.cdiv(n_tokens, TILE_M), gl.cdiv(c_out, TILE_N)
     b = tile // (blocks_m * blocks_c)
@@ -110,7 +111,34 @@ def _place(tile, n_tokens, c_out, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
 
 
 @gluon.jit
-def _loader(
+def ring(
+    x_desc, w_desc, GROUPS: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, EIGHTS: gl.constexpr,
+):  # fmt: skip
+    """STAGES slots for PARTS blocks of x and one of the weight, and their barriers: a slot is
+    ready, READERS groups are done with it, and the turn of each group."""
+    x_smem = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, BLOCK_M, BLOCK_K], x_desc.layout)
+    if EIGHTS:
+        w_smem = gl.allocate_shared_memory(
+            gl.int8, [STAGES, BLOCK_N // 32, 4, 4, 2, BLOCK_K], w_desc.layout
+        )
+    else:
+        w_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(turn.index(group), count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
+    fence_async_shared()
+    _barrier()
+    return x_smem, w_smem, ready, empty, turn
+
+
+@gluon.jit
+def loader(
     x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
     PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, EIGHTS: gl.constexpr,
@@ -119,14 +147,14 @@ def _loader(
     x_smem, w_smem, ready, empty, turn = shared
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, start_m, start_c = _place(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
+        b, start_m, start_c = place(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
         row = b * n_tokens + start_m
-        for start_k in range(0, channels, _BLOCK_K):
+        for start_k in range(0, channels, BLOCK_K):
             slot = step % STAGES
             full = ready.index(slot)
             # The phase before the first counts as complete: the first round waits for nobody.
             mbarrier.wait(empty.index(slot), ((step // STAGES) % 2) ^ 1)
-            mbarrier.expect(full, (PARTS * BLOCK_M + BLOCK_N) * _BLOCK_K)
+            mbarrier.expect(full, (PARTS * BLOCK_M + BLOCK_N) * BLOCK_K)
             for part in gl.static_range(PARTS):
                 x_tile = x_smem.index(slot * PARTS + part)
                 _load(x_desc, [row + part * BLOCK_M, start_k], full, x_tile)
@@ -154,7 +182,7 @@ def _group(
     FIRST: gl.constexpr = 1 if GROUP == 0 else 0
     EVERY: gl.constexpr = GROUPS if TURNS else 1
     x_smem, w_smem, ready, empty, turn = shared
-    steps = gl.cdiv(channels, _BLOCK_K)
+    steps = gl.cdiv(channels, BLOCK_K)
     step = 0
     taken = 0
     first = gl.program_id(0)
@@ -162,7 +190,7 @@ def _group(
         step = steps * GROUP
         first = first + GROUP * gl.num_programs(0)
     for tile in range(first, tiles, gl.num_programs(0) * EVERY):
-        b, start_m, start_c = _place(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
+        b, start_m, start_c = place(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
         start_m += PART * BLOCK_M
         if HAS_RESIDUAL:
             fetch(
@@ -177,7 +205,7 @@ def _group(
             slot = (step + k) % STAGES
             mbarrier.wait(ready.index(slot), ((step + k) // STAGES) % 2)
             x_tile = x_smem.index(slot * PARTS + PART)
-            w_tile = w_smem.index(slot).reshape([BLOCK_N, _BLOCK_K]).permute((1, 0))
+            w_tile = w_smem.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
             acc = warpgroup_mma(x_tile, w_tile, acc, use_acc=k > 0, is_async=True)
             # One step stays in flight; the one before it is done with its slot.
             acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -192,6 +220,7 @@ def _group(
             acc, memory, skip, out, skip_stride_c, out_stride_c,
             b, start_m, start_c, n_tokens, c_out,
             BLOCK_M, BLOCK_N, EIGHTS, HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO,
+            False,
         )  # fmt: skip
 
 
@@ -214,27 +243,10 @@ def hopper_linear_kernel(
     Grid: as many programs as the card has multiprocessors, which take every so many tiles.
     Arguments as in `int8_linear.int8_linear_kernel`; descriptors have blocks of BLOCK_M rows of
     x int8 [B * N, K], and of BLOCK_N rows of the weight int8 [Cout, K], with EIGHTS in
-    the order of `_weight`. GROUPS, TURNS, BLOCK_M, BLOCK_N: see `Form`.
+    the order of `describe_weight`. GROUPS, TURNS, BLOCK_M, BLOCK_N: see `Form`.
     """
     PARTS: gl.constexpr = 1 if TURNS else GROUPS
-    x_smem = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, BLOCK_M, _BLOCK_K], x_desc.layout)
-    if EIGHTS:
-        w_smem = gl.allocate_shared_memory(
-            gl.int8, [STAGES, BLOCK_N // 32, 4, 4, 2, _BLOCK_K], w_desc.layout
-        )
-    else:
-        w_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, _BLOCK_K], w_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for group in gl.static_range(GROUPS):
-        mbarrier.init(turn.index(group), count=1)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=PARTS)
-    fence_async_shared()
-    _barrier()
-    shared = (x_smem, w_smem, ready, empty, turn)
+    shared = ring(x_desc, w_desc, GROUPS, PARTS, PARTS, BLOCK_M, BLOCK_N, STAGES, EIGHTS)
     memory = (
         y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
         residual_stride_b, residual_stride_n,
@@ -253,11 +265,11 @@ def hopper_linear_kernel(
                           n_tokens, channels, c_out, tiles, 1, GROUPS,
                           TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
-                (_loader, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+                (loader, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
                            PARTS, BLOCK_M, BLOCK_N, STAGES, EIGHTS)),
             ],
             [4, 1],
-            [_REGISTERS_2, _LOADER_REGISTERS],
+            [REGISTERS_2, LOADER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -274,11 +286,11 @@ def hopper_linear_kernel(
                           n_tokens, channels, c_out, tiles, 2, GROUPS,
                           TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
-                (_loader, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+                (loader, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
                            PARTS, BLOCK_M, BLOCK_N, STAGES, EIGHTS)),
             ],
             [4, 4, 1],
-            [_REGISTERS_3, _REGISTERS_3, _LOADER_REGISTERS],
+            [REGISTERS_3, REGISTERS_3, LOADER_REGISTERS],
         )  # fmt: skip
 
 
@@ -287,26 +299,26 @@ def _layout(block: tuple[int, ...]) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(block, gl.int8)
 
 
-def _rows(x: torch.Tensor, rows: int) -> TensorDescriptor:
+def describe_rows(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """x int8 [R, K] in blocks of `rows` rows."""
-    block = [rows, _BLOCK_K.value]
+    block = [rows, BLOCK_K.value]
     return TensorDescriptor.from_tensor(x, block, _layout(tuple(block)))
 
 
-def _weight(weight: torch.Tensor, rows: int) -> TensorDescriptor:
+def describe_weight(weight: torch.Tensor, rows: int) -> TensorDescriptor:
     """int8 [Cout, K] in blocks of `rows` rows, row 8q + 2j + e of every 32 at place 8j + 2q + e.
 
     Thread q of four has columns 2q and 2q + 1 of every eight columns j of a product: with this
     order, those are eight neighbours. Cout divides by 32.
     """
     features, channels = weight.shape
-    block = [rows // 32, 4, 4, 2, _BLOCK_K.value]
+    block = [rows // 32, 4, 4, 2, BLOCK_K.value]
     strides = [32 * channels, 2 * channels, 8 * channels, channels, 1]
     shape = [features // 32, 4, 4, 2, channels]
     return TensorDescriptor(weight, shape, strides, block, _layout(tuple(block)))
 
 
-def _programs(device: torch.device) -> int:
+def programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # a recording of launches
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -340,13 +352,13 @@ def hopper_linear(
         eights = features % 32 == 0
     tile_m, tile_n = form.tile
     tiles = batch * triton.cdiv(n_tokens, tile_m) * triton.cdiv(features, tile_n)
-    describe = _weight if eights else _rows
+    describe = describe_weight if eights else describe_rows
     launch(
         hopper_linear_kernel,
-        (min(tiles, _programs(y.device)),),
+        (min(tiles, programs(y.device)),),
         y.device,
         y_ptr=y,
-        x_desc=_rows(x.int8.view(-1, channels), form.block_m),
+        x_desc=describe_rows(x.int8.view(-1, channels), form.block_m),
         x_scale_ptr=x.scale,
         w_desc=describe(weight, form.block_n),
         w_scale_ptr=weight_scale,

@@ -1,7 +1,7 @@
 """The W8A8 linear: int8 product, scales, bias, GELU and skip in one launch.
 
-With a weight scale per row and 128 channels (GROUPED) a step over K is one such group: its integer
-product is scaled and added in fp32, so a tile needs registers for both.
+With a weight scale per row and 128 channels, or per 128 of both (GROUPED), a step over K is one
+such group: its integer product is scaled and added in fp32, so a tile needs registers for both.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ BLOCK_K = 128
 
 
 @triton.jit
-def _step(acc, x, w, w_scale_ptr, w_scale_stride_k, start_k, offs_c, c_out,
-          BLOCK_K: tl.constexpr, GROUPED: tl.constexpr):  # fmt: skip
+def _step(acc, x, w, w_scale_ptr, w_scale_stride_c, w_scale_stride_k, start_k, offs_c, c_out,
+          BLOCK_K: tl.constexpr, GROUPED: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """acc + x w^T; GROUPED: times the scales of this group of channels, in fp32."""
     if GROUPED:
-        scale_ptrs = w_scale_ptr + start_k // BLOCK_K * w_scale_stride_k + offs_c
+        rows = offs_c // BLOCK_K if BLOCKS else offs_c
+        scale_ptrs = w_scale_ptr + start_k // BLOCK_K * w_scale_stride_k + rows * w_scale_stride_c
         scale = tl.load(scale_ptrs, mask=offs_c < c_out, other=0.0)
         part = tl.dot(x, tl.trans(w), out_dtype=tl.int32)
         acc += part.to(tl.float32) * scale[None, :]
@@ -49,9 +50,10 @@ def _step(acc, x, w, w_scale_ptr, w_scale_stride_k, start_k, offs_c, c_out,
 
 @triton.jit
 def _product_tile(
-    x_src, w_src, w_scale_ptr, w_scale_stride_k, row, start_c, rows_left, channels, c_out,
-    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, DESCRIPTORS: tl.constexpr, GROUPED: tl.constexpr,
+    x_src, w_src, w_scale_ptr, w_scale_stride_c, w_scale_stride_k,
+    row, start_c, rows_left, channels, c_out,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, GROUPED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_C]: rows row.. of x times rows start_c.. of the weight; int32, or fp32 and
     times the weight's scales (GROUPED).
@@ -65,8 +67,8 @@ def _product_tile(
         for start_k in range(0, channels, BLOCK_K):
             x = x_src.load([row, start_k])
             w = w_src.load([start_c, start_k])
-            acc = _step(acc, x, w, w_scale_ptr, w_scale_stride_k, start_k, offs_c, c_out,
-                        BLOCK_K, GROUPED)  # fmt: skip
+            acc = _step(acc, x, w, w_scale_ptr, w_scale_stride_c, w_scale_stride_k,
+                        start_k, offs_c, c_out, BLOCK_K, GROUPED, BLOCKS)  # fmt: skip
     else:
         offs_k = tl.arange(0, BLOCK_K)
         rows_m, rows_c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
@@ -83,8 +85,8 @@ def _product_tile(
                 mask_k = (start_k + offs_k < channels)[None, :]
                 x = tl.load(x_ptrs + start_k, mask=mask_m & mask_k, other=0)
                 w = tl.load(w_ptrs + start_k, mask=mask_c & mask_k, other=0)
-            acc = _step(acc, x, w, w_scale_ptr, w_scale_stride_k, start_k, offs_c, c_out,
-                        BLOCK_K, GROUPED)  # fmt: skip
+            acc = _step(acc, x, w, w_scale_ptr, w_scale_stride_c, w_scale_stride_k,
+                        start_k, offs_c, c_out, BLOCK_K, GROUPED, BLOCKS)  # fmt: skip
     return acc
 
 
@@ -137,12 +139,12 @@ def int8_linear_kernel(
     residual_stride_b, residual_stride_n,
     skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
     out_value, out_stride_b, out_stride_n, out_stride_c,
-    n_tokens, channels, c_out, tiles, w_scale_stride_k,
+    n_tokens, channels, c_out, tiles, w_scale_stride_c, w_scale_stride_k,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HALVES: tl.constexpr, PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
-    ROUND_TO: tl.constexpr, GROUPED: tl.constexpr,
+    ROUND_TO: tl.constexpr, GROUPED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """y = c_skip * residual + c_out * gelu((x W^T) * x_scale * w_scale + bias).
 
@@ -150,9 +152,10 @@ def int8_linear_kernel(
         holds (PERSISTENT), which take every so many tiles and load the next tile's operands while
         they finish one. GROUP_M blocks of rows share the weight in L2.
     y [B, N, Cout] dense; x int8 [B * N, K], weight int8 [Cout, K]: pointers to dense memory, or
-    descriptors (DESCRIPTORS); x_scale [B, N] and w_scale [Cout] fp32, or [groups of BLOCK_K
-    channels, Cout] (GROUPED); bias [Cout]; residual [B, N, Cout]. HALVES: columns are finished in
-    two halves, which need fewer registers.
+    descriptors (DESCRIPTORS); x_scale [B, N] and w_scale [Cout] fp32, or [Cout, groups
+    of BLOCK_K channels] (GROUPED), or [groups of BLOCK_K rows, groups of BLOCK_K channels]
+    (BLOCKS too); bias [Cout]; residual [B, N, Cout]. HALVES: columns are finished in two halves,
+    which need fewer registers.
     """
     WIDTH: tl.constexpr = BLOCK_C // 2 if HALVES else BLOCK_C
     blocks_m, blocks_c = tl.cdiv(n_tokens, BLOCK_M), tl.cdiv(c_out, BLOCK_C)
@@ -165,9 +168,9 @@ def int8_linear_kernel(
         start_m = (first_m + inside % rows_here) * BLOCK_M
         start_c = inside // rows_here * BLOCK_C
         acc = _product_tile(
-            x_src, w_src, w_scale_ptr, w_scale_stride_k,
+            x_src, w_src, w_scale_ptr, w_scale_stride_c, w_scale_stride_k,
             b * n_tokens + start_m, start_c, n_tokens - start_m, channels, c_out,
-            BLOCK_M, BLOCK_C, BLOCK_K, EVEN_K, DESCRIPTORS, GROUPED,
+            BLOCK_M, BLOCK_C, BLOCK_K, EVEN_K, DESCRIPTORS, GROUPED, BLOCKS,
         )  # fmt: skip
         parts = (acc,)
         if HALVES:
@@ -214,7 +217,7 @@ def int8_linear(
     persistent: bool = False,
 ) -> torch.Tensor:
     """x [B, N, K] in int8 rows, weight int8 [Cout, K], its scale [Cout] or [Cout, groups of 128
-    channels], residual [B, N, Cout].
+    channels] or [groups of 128 rows, groups of 128 channels], residual [B, N, Cout].
 
     `tile`, `block_k`, `halves` and `persistent` override what was chosen, for tuning, and keep
     to the portable kernel.
@@ -223,6 +226,7 @@ def int8_linear(
     features = weight.shape[0]
     target = target_of(x.int8.device)
     grouped = weight_scale.dim() == 2
+    blocks = grouped and weight_scale.shape[0] != features
     wide = batch * n_tokens * features >= WIDE
     if weight.shape[1] != channels:  # padding by nothing would copy
         weight = torch.nn.functional.pad(weight, (0, channels - weight.shape[1]))
@@ -231,13 +235,14 @@ def int8_linear(
     # A hardware copy wants memory that begins at a multiple of 16 bytes; a slice may not.
     descriptors = target.descriptors and weight.data_ptr() % ALIGNED == 0
     untouched = tile is None and block_k is None and halves is None and not persistent
+    name = "hopper_linear_blocks" if blocks else "hopper_linear"
     own = (
-        hopper_module("hopper_linear", "int8 linear")
-        if untouched and wide and not grouped and descriptors and target == ("cuda", 90)
+        hopper_module(name, "int8 linear")
+        if untouched and wide and grouped == blocks and descriptors and target == ("cuda", 90)
         else None
     )
     if own is not None:
-        own.hopper_linear(
+        getattr(own, name)(
             y, x, weight, weight_scale.contiguous(), None if bias is None else bias.contiguous(),
             residual, c_skip, c_out, gelu=gelu, cast=cast,
         )  # fmt: skip
@@ -249,6 +254,10 @@ def int8_linear(
     block_k = BLOCK_K if block_k is None or grouped else block_k
     if halves is None:
         halves = residual is not None and _crowded(tile)
+    if not grouped:
+        weight_scale = weight_scale.contiguous()
+    elif not blocks:  # The scales of a group side by side, as they are read.
+        weight_scale = weight_scale.t().contiguous().t()
     x_src, w_src = x.int8, weight
     if descriptors:
         x_src = descriptor(x_src.view(-1, channels), [tile.block_m, block_k])
@@ -262,8 +271,9 @@ def int8_linear(
         x_src=x_src,
         x_scale_ptr=x.scale,
         w_src=w_src,
-        w_scale_ptr=weight_scale.t().contiguous() if grouped else weight_scale.contiguous(),
-        w_scale_stride_k=features,
+        w_scale_ptr=weight_scale,
+        w_scale_stride_c=weight_scale.stride(0),
+        w_scale_stride_k=weight_scale.stride(1) if grouped else 0,
         bias_ptr=None if bias is None else bias.contiguous(),
         n_tokens=n_tokens,
         channels=channels,
@@ -280,6 +290,7 @@ def int8_linear(
         HAS_BIAS=bias is not None,
         GELU=gelu,
         GROUPED=grouped,
+        BLOCKS=blocks,
         ROUND_TO=round_to(cast, out_dtype if residual is None else residual.dtype),
         **skip_arguments(residual, coefficient(c_skip, y.shape), coefficient(c_out, y.shape)),
         num_warps=tile.warps,

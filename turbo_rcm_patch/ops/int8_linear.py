@@ -1,5 +1,5 @@
-"""A linear in int8: weights with a scale per output channel, or per output channel and 128 input
-channels, and activations with a scale per row.
+"""A linear in int8: weights with a scale per output channel, per output channel and 128 input
+channels, or per 128 of both, and activations with a scale per row.
 
 Numeric contract, which the kernels follow too: rows of x and of the weight are quantised as
 `quantize` says. The product of the integers is exact (int32), times both scales, plus bias, in
@@ -31,9 +31,10 @@ from turbo_rcm_patch.ops.reference import close_skip
 from turbo_rcm_patch.ops.spec import resolve_impl
 from turbo_rcm_patch.skip import Cast, Coefficient
 
-__all__ = ["GROUP", "Activation", "int8_linear"]
+__all__ = ["GROUP", "Activation", "int8_linear", "scales_of_rows"]
 
-#: Input channels that share a scale where a weight has more than one for a row.
+#: Input channels that share a scale where a weight has more than one for a row; with blocks,
+#: output channels too.
 GROUP: Final = 128
 
 Activation = Literal["gelu-tanh"]
@@ -115,8 +116,20 @@ def _rows_forward(
     ).contiguous()
 
 
+def scales_of_rows(scale: Tensor, rows: int) -> Tensor:
+    """The scales of blocks, fp32 [ceil(Cout / 128), ceil(K / 128)], for each of Cout rows.
+
+    Returns:
+        fp32 [Cout, ceil(K / 128)]; a group's scales lie side by side, which is how a kernel reads
+        them.
+    """
+    return scale.t().repeat_interleave(GROUP, 1)[:, :rows].contiguous().t()
+
+
 def _grouped_product(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x @ (weight * scale)^T over integers x, group of channels by group, in fp32."""
+    if weight_scale.shape[0] != weight.shape[0]:
+        weight_scale = scales_of_rows(weight_scale, weight.shape[0])
     x_parts, w_parts = torch.split(x, GROUP, -1), torch.split(weight, GROUP, -1)
     groups = zip(x_parts, w_parts, weight_scale.unbind(1), strict=True)
     parts = [integer_product(x_part, w_part) * scale for x_part, w_part, scale in groups]
@@ -127,6 +140,8 @@ def _multiplied_weight(weight: Tensor, weight_scale: Tensor) -> Tensor:
     """The weight that was multiplied with, fp32 [Cout, K]."""
     if weight_scale.dim() == 1:
         return weight.float() * weight_scale.unsqueeze(1)
+    if weight_scale.shape[0] != weight.shape[0]:
+        weight_scale = scales_of_rows(weight_scale, weight.shape[0])
     return weight.float() * weight_scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
 
 
@@ -233,8 +248,9 @@ def int8_linear(
         x: [B, N, K], bf16, fp16 or fp32, or `Rows` of it, from `norm_modulate_rows`.
         weight_int8: int8 [Cout, K], from `quantize_weight`.
         weight_scale: fp32 [Cout], from there too; or [Cout, ceil(K / 128)] with a scale for every
-            128 channels, best with its first dimension dense. No gradient: it belongs to a
-            constant.
+            128 channels, best with its first dimension dense; or [ceil(Cout / 128),
+            ceil(K / 128)] with one for every block of 128 x 128, which is faster on Hopper. No
+            gradient: it belongs to a constant.
         bias: [Cout], any of these float dtypes, or None.
         activation: "gelu-tanh" (`F.gelu(approximate="tanh")`, in fp32 on the unrounded sum) or
             None.
@@ -347,10 +363,11 @@ def _check_linear(
     if scale.dtype != torch.float32:
         raise DTypeError("weight_scale", expected="float32", got=str(scale.dtype))
     grouped = (weight.shape[0], math.ceil(weight.shape[1] / GROUP))
-    if tuple(scale.shape) not in ((weight.shape[0],), grouped):
+    blocks = (math.ceil(weight.shape[0] / GROUP), grouped[1])
+    if tuple(scale.shape) not in ((weight.shape[0],), grouped, blocks):
         raise ShapeError(
             "weight_scale",
-            expected=f"[{weight.shape[0]}] or {list(grouped)}",
+            expected=f"[{weight.shape[0]}], {list(grouped)} or {list(blocks)}",
             got=str(list(scale.shape)),
         )
     if bias is not None:

@@ -14,13 +14,13 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from turbo_rcm_patch.ops.int8_linear import GROUP
+
 __all__ = ["attach_int8", "attached_int8", "detach_int8", "stands_for"]
 
 _INT8: Final = "turbo_int8_weight"
 _SCALE: Final = "turbo_int8_scale_bits"
 _ORIGIN: Final = "turbo_int8_origin"
-#: Channels that share a scale.
-_GROUP: Final = 128
 #: Rows that are compared to tell a weight from another, and how far two roundings to bf16 or fp16
 #: take a value at most: relative, and where fp16 is subnormal.
 _ROWS: Final = 4
@@ -53,15 +53,14 @@ def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
     Args:
         linear: Its weight [Cout, K] is about int8 times the scale, which its other uses need.
         int8: int8 [Cout, K].
-        scale: fp32 [Cout, ceil(K / 128)], for every row and 128 channels.
+        scale: fp32 [ceil(Cout / 128), ceil(K / 128)], for every block of 128 x 128.
     """
     device = linear.weight.device
     detach_int8(linear)
     if linear.weight.is_inference():
         return  # It counts no changes, and is not run in int8.
     linear.register_buffer(_INT8, int8.to(device), persistent=False)
-    # Groups first: the scales of one lie side by side.
-    bits = scale.to(device).float().t().contiguous().view(torch.int32)
+    bits = scale.to(device).float().contiguous().view(torch.int32)
     linear.register_buffer(_SCALE, bits, persistent=False)
     setattr(linear, _ORIGIN, _Origin(linear.weight))
 
@@ -73,7 +72,7 @@ def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
     for one, and would run the old integers without a word.
 
     Returns:
-        int8 [Cout, K] and fp32 [Cout, ceil(K / 128)], whose first dimension is the dense one.
+        int8 [Cout, K] and fp32 [ceil(Cout / 128), ceil(K / 128)].
     """
     buffers = linear._buffers
     int8, bits = buffers.get(_INT8), buffers.get(_SCALE)
@@ -84,7 +83,7 @@ def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
     weight = linear._parameters.get("weight")
     if weight is None or not getattr(linear, _ORIGIN).is_of(weight):
         return None
-    return int8, bits.view(torch.float32).t()
+    return int8, bits.view(torch.float32)
 
 
 def detach_int8(linear: nn.Module) -> None:
@@ -103,10 +102,10 @@ def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:
     Args:
         weight: [Cout, K], any float dtype.
         int8: int8 [Cout, K].
-        scale: fp32 [Cout, ceil(K / 128)].
+        scale: fp32 [ceil(Cout / 128), ceil(K / 128)].
     """
-    rows = slice(None, None, max(1, weight.shape[0] // _ROWS))
+    rows = torch.arange(0, weight.shape[0], max(1, weight.shape[0] // _ROWS), device=scale.device)
     found = weight.detach()[rows].float()
-    groups = scale[rows].repeat_interleave(_GROUP, 1)[:, : weight.shape[1]]
+    groups = scale[rows // GROUP].repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
     product = int8[rows] * groups
     return bool(((found - product).abs() <= _RELATIVE * product.abs() + _ABSOLUTE).all())

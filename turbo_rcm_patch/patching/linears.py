@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl, PatchConfig
-from turbo_rcm_patch.ops.int8_linear import Activation
+from turbo_rcm_patch.ops.int8_linear import GROUP, Activation, scales_of_rows
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
@@ -245,11 +245,15 @@ def _current(modules: list[Any], given: list[tuple[Tensor, Tensor]]) -> bool:
 
 
 def _stacked(given: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Several int8 weights over the same input as one; scales stay dense in their rows."""
+    """Several int8 weights over the same input as one."""
     if len(given) == 1:
         return given[0]
     int8, scales = zip(*given, strict=True)
-    return torch.cat(int8), torch.cat([scale.t() for scale in scales], 1).t()
+    if all(weight.shape[0] % GROUP == 0 for weight in int8[:-1]):
+        return torch.cat(int8), torch.cat(scales)
+    # Blocks would begin inside another's.
+    rows = [scales_of_rows(scale, weight.shape[0]) for weight, scale in given]
+    return torch.cat(int8), torch.cat([scale.t() for scale in rows], 1).t()
 
 
 def _rows_or_tensor(x: Tensor | Normed) -> Tensor | ops.Rows:
