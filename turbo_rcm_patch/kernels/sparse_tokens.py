@@ -16,8 +16,9 @@ __all__ = ["Tokens", "prepare_tokens", "prepare_tokens_kernel"]
 
 #: Tokens of k whose sum a program writes.
 _K_TOKENS = 64
-#: Channels up to which a program has four warps.
-_FEW = 2048
+#: Tokens under way at a time, and warps of a program.
+_STAGES = 4
+_WARPS = 4
 
 
 class Tokens(NamedTuple):
@@ -31,21 +32,11 @@ class Tokens(NamedTuple):
 
 
 @triton.jit
-def _load(x_ptr, cos_ptr, sin_ptr, inside, offs_c, mask, offs_d, mask_d, ROPE: tl.constexpr):
-    """A token x [HEADS_PAD, HEAD_PAD] and its row of the tables; zeros if it is not `inside`."""
-    x = tl.load(x_ptr + offs_c, mask=mask & inside, other=0.0)
-    cos, sin = 0.0, 0.0
-    if ROPE:
-        cos = tl.load(cos_ptr + offs_d, mask=mask_d & inside, other=0.0)
-        sin = tl.load(sin_ptr + offs_d, mask=mask_d & inside, other=0.0)
-    return x, cos, sin
-
-
-@triton.jit
 def _block(
     out_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, start, stride_n, n_tokens, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     HEADS_PAD: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens from `start` on; the sum [HEADS_PAD, HEAD_PAD] of what they are rounded to."""
     offs_h = tl.arange(0, HEADS_PAD)[:, None]
@@ -59,25 +50,10 @@ def _block(
     elif NORM == 2:  # per head
         weight = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([HEADS_PAD, HEAD_PAD], tl.float32)
-    count = tl.minimum(TOKENS, n_tokens - start)
-    x_ptr += start.to(tl.int64) * stride_n
-    out_ptr += start.to(tl.int64) * CHANNELS
-    if ROPE:
-        cos_ptr += start.to(tl.int64) * HEAD_DIM
-        sin_ptr += start.to(tl.int64) * HEAD_DIM
-    # A token is on its way while the one before it is computed.
-    following, next_cos, next_sin = _load(
-        x_ptr, cos_ptr, sin_ptr, count > 0, offs_c, mask, offs_d, mask_d, ROPE
-    )
-    for i in tl.range(0, count):
-        x, cos, sin = following.to(tl.float32), next_cos, next_sin
-        x_ptr += stride_n
-        if ROPE:
-            cos_ptr += HEAD_DIM
-            sin_ptr += HEAD_DIM
-        following, next_cos, next_sin = _load(
-            x_ptr, cos_ptr, sin_ptr, i + 1 < count, offs_c, mask, offs_d, mask_d, ROPE
-        )
+    # Tokens are on their way while others are computed.
+    for i in tl.range(0, tl.minimum(TOKENS, n_tokens - start), num_stages=STAGES):
+        n = (start + i).to(tl.int64)
+        x = tl.load(x_ptr + n * stride_n + offs_c, mask=mask, other=0.0).to(tl.float32)
         if NORM == 1:
             squares = tl.sum(tl.sum(x * x, axis=1), axis=0)
             x = x * (1.0 / tl.sqrt(squares / CHANNELS + eps)) * weight
@@ -85,15 +61,16 @@ def _block(
             x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps))[:, None] * weight
         if ROPE:
             even, odd = tl.split(tl.reshape(x, [HEADS_PAD, HEAD_PAD // 2, 2]))
+            cos = tl.load(cos_ptr + n * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
+            sin = tl.load(sin_ptr + n * HEAD_DIM + offs_d, mask=mask_d, other=0.0)
             c, _ = tl.split(tl.reshape(cos, [HEAD_PAD // 2, 2]))
             _, s = tl.split(tl.reshape(sin, [HEAD_PAD // 2, 2]))
             c, s = c.to(tl.float32)[None, :], s.to(tl.float32)[None, :]
             x = tl.join(even * c - odd * s, even * s + odd * c)
             x = tl.reshape(x, [HEADS_PAD, HEAD_PAD])
-        y = x.to(following.dtype)
+        y = x.to(x_ptr.dtype.element_ty)
         if NORM > 0 or ROPE:
-            tl.store(out_ptr + offs_c, y, mask=mask)
-            out_ptr += CHANNELS
+            tl.store(out_ptr + n * CHANNELS + offs_c, y, mask=mask)
         total += y.to(tl.float32)
     return total
 
@@ -105,7 +82,7 @@ def prepare_tokens_kernel(
     q_stride_b, q_stride_n, k_stride_b, k_stride_n, n_q, n_kv, q_blocks, k_parts, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     HEADS_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, K_TOKENS: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The norms of q and k (as in `operands`) and their rotary embedding (ROPE), the means of
     blocks of q and sums of parts of k.
@@ -124,7 +101,7 @@ def prepare_tokens_kernel(
         total = _block(
             q_out_ptr + b * n_q * CHANNELS, q_ptr + b * q_stride_b, q_weight_ptr,
             cos_ptr, sin_ptr, at * BLOCK_Q, q_stride_n, n_q, eps,
-            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, BLOCK_Q, Q_NORM, ROPE,
+            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, BLOCK_Q, Q_NORM, ROPE, STAGES,
         )  # fmt: skip
         mean = (total / tl.minimum(BLOCK_Q, n_q - at * BLOCK_Q)).to(q_ptr.dtype.element_ty)
         pooled = q_pooled_ptr + ((b * heads + offs_h) * q_blocks + at) * HEAD_PAD + offs_d
@@ -134,7 +111,7 @@ def prepare_tokens_kernel(
         total = _block(
             k_out_ptr + b * n_kv * CHANNELS, k_ptr + b * k_stride_b, k_weight_ptr,
             cos_ptr, sin_ptr, at * K_TOKENS, k_stride_n, n_kv, eps,
-            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, K_TOKENS, K_NORM, ROPE,
+            CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, K_TOKENS, K_NORM, ROPE, STAGES,
         )  # fmt: skip
         sums = k_sums_ptr + ((b * k_parts + at) * heads + offs_h) * HEAD_PAD + offs_d
         tl.store(sums, total, mask=mask)
@@ -200,7 +177,8 @@ def prepare_tokens(
         Q_NORM=q_norm,
         K_NORM=k_norm,
         ROPE=rope,
-        num_warps=4 if heads_pad * head_pad <= _FEW else 8,
+        STAGES=_STAGES,
+        num_warps=_WARPS,
         num_stages=1,
     )
     return Tokens(q_out, k_out, q_pooled, (k_sums.sum(1) / n_kv).to(k.dtype))
