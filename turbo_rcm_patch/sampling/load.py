@@ -28,6 +28,7 @@ __all__ = [
     "TINY",
     "Offload",
     "check_folder",
+    "check_offload",
     "choose_device",
     "first_line",
     "load_pipeline",
@@ -88,13 +89,7 @@ def load_pipeline(
     if offload not in get_args(Offload):
         raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))
     target = choose_device(device)
-    if offload != "none" and target.type == "cpu":
-        raise DeviceError(
-            f"offload={offload!r}",
-            expected="a GPU to offload from",
-            got="cpu",
-            remedy="Leave offload at 'none' on a machine without a GPU",
-        )
+    check_offload(offload, target)
     folder = resolve_model(model)
     if isinstance(folder, Path):
         check_folder(folder)
@@ -311,7 +306,27 @@ def choose_device(device: str | torch.device | None) -> torch.device:
             got=repr(device),
             remedy="Run `python -m turbo_rcm_patch doctor`, or use device='cpu'",
         )
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            "device",
+            expected=f"one of the {torch.cuda.device_count()} GPUs that torch can see, from "
+            "'cuda:0' on",
+            got=repr(str(device)),
+        )
+    if chosen.type not in ("cpu", "cuda"):
+        raise DeviceError("device", expected="'cpu', 'cuda' or 'cuda:N'", got=repr(str(device)))
     return chosen
+
+
+def check_offload(offload: Offload, device: torch.device) -> None:
+    """Raise a `DeviceError` if there is no GPU to offload from."""
+    if offload != "none" and device.type == "cpu":
+        raise DeviceError(
+            f"offload={offload!r}",
+            expected="a GPU to offload from",
+            got="cpu",
+            remedy="Leave offload at 'none' on a machine without a GPU",
+        )
 
 
 def first_line(error: BaseException) -> str:
