@@ -71,6 +71,7 @@ def load_pipeline(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device | None = None,
     offload: Offload = "none",
+    int8: bool = True,
 ) -> VideoPipeline:
     """Load a pipeline: transformer and text encoder in `dtype`, VAE in fp32.
 
@@ -81,6 +82,8 @@ def load_pipeline(
         device: Where to run; by default a GPU if there is one.
         offload: "model" keeps one component at a time on the GPU, "sequential" one layer at a
             time.
+        int8: Whether int8 weights of a converted checkpoint are attached, beside the multiplied
+            out ones, for `linear="int8"`.
 
     Returns:
         A `WanPipeline` or `CogVideoXPipeline`, ready to run. A transformer whose folder was
@@ -95,7 +98,7 @@ def load_pipeline(
         check_folder(folder)
     # Under sequential offload Linears are hooked and not run in int8: their int8 weights would lie
     # on the GPU for nothing.
-    pipe = _from_pretrained(folder, dtype, int8=offload != "sequential")
+    pipe = _from_pretrained(folder, dtype, int8=int8 and offload != "sequential")
     if offload == "model":
         pipe.enable_model_cpu_offload(device=target)
     elif offload == "sequential":

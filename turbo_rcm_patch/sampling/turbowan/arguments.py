@@ -17,6 +17,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, TurboRCMError
 from turbo_rcm_patch.sampling.load import check_offload, choose_device, resolve_model
 from turbo_rcm_patch.sampling.scheduler import MAX_STEPS, RCMScheduler
+from turbo_rcm_patch.sampling.video import ENDINGS
 
 __all__ = [
     "RESOLUTIONS",
@@ -44,8 +45,6 @@ RESOLUTIONS: Final[dict[str, dict[str, tuple[int, int]]]] = {
 #: Width and height are multiples of this: eight of the VAE, two of the transformer's patches.
 _STRIDE: Final = 16
 _SIZE: Final = re.compile(r"([1-9]\d*)x([1-9]\d*)")
-#: Files that can hold what `write_video` writes, H.264.
-_VIDEOS: Final = (".mp4", ".m4v", ".mov", ".mkv")
 #: Arguments of the scripts that have no meaning here -> what is taken instead, and what to do.
 _REFUSED: Final = {
     "vae_path": (
@@ -257,10 +256,10 @@ def _video(save_path: str) -> Path:
 
 def _check_writable(target: Path) -> None:
     """Before the model is loaded, not after the video is made."""
-    if target.name and target.suffix.lower() not in _VIDEOS:
+    if target.name and target.suffix.lower() not in ENDINGS:
         raise ConfigError(
             "--save_path",
-            expected=f"a file name that ends in one of {_VIDEOS}",
+            expected=f"a file name that ends in one of {ENDINGS}",
             got=str(target),
             remedy="Let it end in .mp4",
         )
