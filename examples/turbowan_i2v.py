@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folders,
         turbowan.base_of(args, experts[0]),
         sla=args.attention_type != "original" and not args.no_patch,
+        int8=args.quant_linear and not args.no_patch,
         model=args.model,
         dtype=getattr(torch, args.dtype),
         vae_dtype=getattr(torch, args.vae_dtype),

@@ -120,6 +120,20 @@ def test_writing_leaves_the_rest_of_a_file(tmp_path: Path, capsys: Any) -> None:
     assert main(["support", "--write", str(tmp_path / "none")]) == 2
     assert path.read_text(encoding="utf-8") == "nothing"
     assert "expected: a file with" in capsys.readouterr().err
+    path.write_bytes(b"\xff\xfe")
+    assert main(["support", "--write", str(path)]) == 2
+    assert "UTF-8" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(f"{support.BEGIN}{support.END}", encoding="utf-8")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert main(["support", "--write", str(path)]) == 2
 
 
 #: Kind of a pair -> the capability that it is.

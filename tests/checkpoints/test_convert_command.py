@@ -24,6 +24,7 @@ from turbo_rcm_patch.checkpoints import EXTRA_FILE
 from turbo_rcm_patch.checkpoints.staging import check_space, staged
 from turbo_rcm_patch.errors import OutputExistsError
 from turbo_rcm_patch.patching.int8_weights import attached_int8
+from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.sampling import load_pipeline
 
 TINY = Options(text=32, quant=True, sla=True, dtype=torch.bfloat16)
@@ -93,6 +94,9 @@ def test_a_whole_pipeline_generates(pth: Path, tmp_path: Path, capsys) -> None:
     prompt = ["--prompt", "a red circle", "--out", str(video)]
     assert main(["generate", "--model", str(out), *small, *prompt]) == 0
     assert video.stat().st_size > 500
+    loaded = load_pipeline(out, dtype=torch.float32, device="cpu", int8=False)
+    assert attached_int8(loaded.transformer.blocks[0].attn1.to_q) is None
+    assert attached_proj_l(loaded.transformer.blocks[0].attn1) is not None
 
 
 def test_two_experts_and_copies(tmp_path: Path, capsys) -> None:

@@ -200,6 +200,19 @@ def test_a_mask_leaves_it_dense() -> None:
         assert relative(run(model, given), dense) < TIGHT
 
 
+def test_a_mask_that_comes_after_patching_leaves_it_dense() -> None:
+    """SkyReels' pipeline sets the size of its causal blocks when it is called."""
+    family = named("skyreels-masked")
+    model, given = with_sla(family.model()), family.inputs()
+    dense, frames = run(model, given), model.config.num_frame_per_block
+    model.register_to_config(num_frame_per_block=1)
+    for config in (EXACT, INT8):
+        with patched(model, config):
+            model._set_ar_attention(frames)
+            assert relative(run(model, given), dense) < 0.02
+            model.register_to_config(num_frame_per_block=1)
+
+
 @pytest.mark.supports(classes(map(named, THE_REST)), "SLA")
 @pytest.mark.parametrize("name", THE_REST)
 def test_the_rest_of_the_family_runs_it_too(name: str) -> None:

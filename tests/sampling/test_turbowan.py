@@ -28,6 +28,7 @@ from tests.sampling.turbowan import (
     text_to_video,
 )
 from turbo_rcm_patch import PatchConfig
+from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling import turbowan
 from turbo_rcm_patch.sampling.turbowan import sampling
 
@@ -171,3 +172,6 @@ def test_two_prompts_of_a_seed_start_from_the_same_noise(text_pth, micro_folder)
     other = turbowan.sample(pipe, "a blue ring", seed=1, **size)
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert pipe.scheduler._noise_generator is None
+    pipe.transformer.proj_out.bias.data[0] = float("nan")
+    with pytest.raises(SamplingError, match="finite values"):
+        turbowan.sample(pipe, PROMPT, **size)

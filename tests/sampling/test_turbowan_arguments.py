@@ -17,8 +17,9 @@ import torch
 from PIL import Image
 
 from turbo_rcm_patch import PatchConfig
-from turbo_rcm_patch.errors import ConfigError, SamplingError, TurboRCMError
+from turbo_rcm_patch.errors import ConfigError, DeviceError, SamplingError, TurboRCMError
 from turbo_rcm_patch.sampling import turbowan
+from turbo_rcm_patch.sampling.load import choose_device
 from turbo_rcm_patch.sampling.turbowan.image import fitted
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -119,7 +120,8 @@ def test_what_has_no_meaning_here_is_refused_with_a_remedy(script: str, name: st
         ("num_samples", "0"), ("num_frames", "0"), ("resolution", "4k"), ("prompt", ""),
         ("resolution", "100x64"), ("aspect_ratio", "2:1"), ("save_path", "/dev/null/a.mp4"),
         ("save_path", "/"), ("device", "tpu"), ("base", "no/such/folder"),
-        ("sigma_max", "5"), ("sigma_max", "-1"),
+        ("sigma_max", "5"), ("sigma_max", "-1"), ("seed", str(2**64)), ("device", "meta"),
+        ("save_path", "turbo-v2.1"), ("save_path", "a.webm"),
     ],
 )  # fmt: skip
 def test_values_outside_a_domain_are_refused_before_anything_loads(name: str, value: str) -> None:
@@ -127,6 +129,37 @@ def test_values_outside_a_domain_are_refused_before_anything_loads(name: str, va
     arguments = [*LEAST["wan2.1_t2v_infer.py"], f"--{name}", value]
     with pytest.raises(TurboRCMError, match=REASON.get(name, name)):
         turbowan.parse(parser, arguments)
+
+
+@pytest.mark.parametrize("value", ["900", "-0.1", "nan"])
+def test_a_boundary_is_a_time(value: str) -> None:
+    arguments = [*LEAST["wan2.2_i2v_infer.py"], "--boundary", value]
+    with pytest.raises(ConfigError, match="--boundary.*from 0 to 1"):
+        turbowan.parse(turbowan.image_to_video_parser(""), arguments)
+
+
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+def test_a_cpu_has_nothing_to_offload_from(offload: str) -> None:
+    arguments = [*LEAST["wan2.1_t2v_infer.py"], "--device", "cpu", "--offload", offload]
+    with pytest.raises(DeviceError, match="offload"):
+        turbowan.parse(turbowan.text_to_video_parser(""), arguments)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(DeviceError, match="2 GPUs.*cuda:2"):
+        choose_device("cuda:2")
+
+
+def test_an_image_in_the_home_folder_is_found(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Image.new("RGB", (3, 2)).save(tmp_path / "i.png")
+    assert turbowan.read_image("~/i.png").shape == (1, 3, 2, 3)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
+    with pytest.raises(SamplingError, match="DecompressionBomb"):
+        turbowan.read_image("~/i.png")
 
 
 def test_the_patch_is_what_was_asked_for() -> None:
@@ -236,7 +269,7 @@ def test_an_interruption_is_no_traceback(capsys) -> None:
         raise KeyboardInterrupt
 
     assert turbowan.run(interrupted) == 130
-    assert "No video was written" in capsys.readouterr().err
+    assert "not finished is not written" in capsys.readouterr().err
     assert turbowan.run(lambda: None) == 0
 
     def too_large() -> None:

@@ -26,8 +26,11 @@ from tests.sampling.turbowan import (
     text_pth,
     text_to_video,
 )
+from turbo_rcm_patch import patching
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
+from turbo_rcm_patch.patching.int8_weights import attached_int8
 from turbo_rcm_patch.sampling import turbowan
+from turbo_rcm_patch.sampling.turbowan import models
 
 __all__ = ["decoded", "expert_pths", "image_base", "picture", "text_pth"]
 
@@ -56,6 +59,20 @@ def test_a_checkpoint_is_converted_once(tmp_path) -> None:
     (tmp_path / "other").mkdir()
     save(TEXT, tmp_path / "other" / "model.pth")
     assert turbowan.transformer_folder(tmp_path / "other" / "model.pth", cache=cache) != folder
+
+
+def test_two_processes_may_convert_at_once(tmp_path, monkeypatch) -> None:
+    """Who is second takes what the first has written meanwhile."""
+    pth = tmp_path / "model.pth"
+    save(TEXT, pth)
+    convert = models.convert_transformer
+
+    def second(*args: Any, **kwargs: Any) -> Any:
+        convert(*args, **kwargs)
+        return convert(*args, **kwargs)
+
+    monkeypatch.setattr(models, "convert_transformer", second)
+    assert turbowan.transformer_folder(pth) == tmp_path / "model-diffusers"
 
 
 def test_a_folder_that_is_something_else_is_not_replaced(tmp_path, text_pth) -> None:
@@ -141,6 +158,26 @@ def test_a_checkpoint_without_sla_says_how_to_run_it(micro_folder, tmp_path, dec
         text_to_video(pth, micro_folder, out)
     text_to_video(pth, micro_folder, out, "--attention_type", "original", "--num_steps", "1")
     assert movie(out)[0] == 5
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_int8_weights_take_memory_where_they_run(
+    tmp_path, micro_folder, int8, monkeypatch
+) -> None:
+    pth = tmp_path / "model.pth"
+    save(Options(text=32, sla=True, quant=True), pth)
+    held: list[int] = []
+    patch = patching.patch_model
+
+    def counting(pipe: Any, config: Any) -> Any:
+        modules = pipe.transformer.modules()
+        held.append(sum(attached_int8(one) is not None for one in modules))
+        return patch(pipe, config)
+
+    monkeypatch.setattr("turbo_rcm_patch.patch_model", counting)
+    more = ["--num_steps", "1"] + ["--quant_linear"] * int8
+    text_to_video(pth, micro_folder, tmp_path / "video.mp4", *more)
+    assert (held[0] > 0) == int8
 
 
 def test_attention_types(text_pth, micro_folder, tmp_path, decoded, capsys) -> None:

@@ -36,12 +36,17 @@ def generate(arguments: argparse.Namespace) -> int:
     """Write one mp4 a prompt."""
     from turbo_rcm_patch import patched
     from turbo_rcm_patch.sampling.generation import settings_for
+    from turbo_rcm_patch.sampling.video import ENDINGS
 
     prompts, config = _prompts(arguments), _config(arguments)
     out = Path(arguments.out)
     if out.suffix and len(prompts) > 1:
         raise SamplingError(
             "--out", expected=f"a folder, because there are {len(prompts)} prompts", got=str(out)
+        )
+    if out.suffix and out.suffix.lower() not in ENDINGS:
+        raise SamplingError(
+            "--out", expected=f"a folder, or a file that ends in one of {ENDINGS}", got=str(out)
         )
     pipe = _load(arguments)
     settings = settings_for(pipe, **_settings(arguments))
@@ -263,4 +268,5 @@ def _load(arguments: argparse.Namespace) -> VideoPipeline:
         dtype=getattr(torch, arguments.dtype),
         device=arguments.device,
         offload=arguments.offload,
+        int8=arguments.linear == "int8" and not getattr(arguments, "no_patch", False),
     )

@@ -28,6 +28,7 @@ __all__ = [
     "TINY",
     "Offload",
     "check_folder",
+    "check_offload",
     "choose_device",
     "first_line",
     "load_pipeline",
@@ -63,6 +64,7 @@ def load_pipeline(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device | None = None,
     offload: Offload = "none",
+    int8: bool = True,
 ) -> VideoPipeline:
     """Load a pipeline: transformer and text encoder in `dtype`, VAE in fp32.
 
@@ -73,6 +75,8 @@ def load_pipeline(
         device: Where to run; by default a GPU if there is one.
         offload: "model" keeps one component at a time on the GPU, "sequential" one layer at a
             time.
+        int8: Whether int8 weights of a converted checkpoint are attached, beside the multiplied
+            out ones, for `linear="int8"`.
 
     Returns:
         A `WanPipeline` or `CogVideoXPipeline`, ready to run. A transformer whose folder was
@@ -81,19 +85,13 @@ def load_pipeline(
     if offload not in get_args(Offload):
         raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))
     target = choose_device(device)
-    if offload != "none" and target.type == "cpu":
-        raise DeviceError(
-            f"offload={offload!r}",
-            expected="a GPU to offload from",
-            got="cpu",
-            remedy="Leave offload at 'none' on a machine without a GPU",
-        )
+    check_offload(offload, target)
     folder = resolve_model(model)
     if isinstance(folder, Path):
         check_folder(folder)
     # Under sequential offload Linears are hooked and not run in int8: their int8 weights would lie
     # on the GPU for nothing.
-    pipe = _from_pretrained(folder, dtype, int8=offload != "sequential")
+    pipe = _from_pretrained(folder, dtype, int8=int8 and offload != "sequential")
     if offload == "model":
         pipe.enable_model_cpu_offload(device=target)
     elif offload == "sequential":
@@ -304,7 +302,27 @@ def choose_device(device: str | torch.device | None) -> torch.device:
             got=repr(device),
             remedy="Run `python -m turbo_rcm_patch doctor`, or use device='cpu'",
         )
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            "device",
+            expected=f"one of the {torch.cuda.device_count()} GPUs that torch can see, from "
+            "'cuda:0' on",
+            got=repr(str(device)),
+        )
+    if chosen.type not in ("cpu", "cuda"):
+        raise DeviceError("device", expected="'cpu', 'cuda' or 'cuda:N'", got=repr(str(device)))
     return chosen
+
+
+def check_offload(offload: Offload, device: torch.device) -> None:
+    """Raise a `DeviceError` if there is no GPU to offload from."""
+    if offload != "none" and device.type == "cpu":
+        raise DeviceError(
+            f"offload={offload!r}",
+            expected="a GPU to offload from",
+            got="cpu",
+            remedy="Leave offload at 'none' on a machine without a GPU",
+        )
 
 
 def first_line(error: BaseException) -> str:

@@ -150,8 +150,12 @@ def replace_in(path: Path) -> None:
         whole = path.read_text(encoding="utf-8")
         before, _, rest = whole.partition(BEGIN)
         _, end, after = rest.partition(END)
+        if not end:
+            raise ConfigError("--write", expected=f"a file with {BEGIN} and {END}", got=str(path))
+        path.write_text(f"{before}{BEGIN}\n\n{text()}\n{END}{after}", encoding="utf-8")
     except OSError as error:
-        raise ConfigError("--write", expected="a file", got=f"{path}: {error.strerror}") from error
-    if not end:
-        raise ConfigError("--write", expected=f"a file with {BEGIN} and {END}", got=str(path))
-    path.write_text(f"{before}{BEGIN}\n\n{text()}\n{END}{after}", encoding="utf-8")
+        raise ConfigError(
+            "--write", expected="a file that can be written", got=f"{path}: {error.strerror}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("--write", expected="a text in UTF-8", got=str(path)) from error

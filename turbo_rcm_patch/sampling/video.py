@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling.store import atomic
 
 __all__ = [
+    "ENDINGS",
     "amplified_difference",
     "choose_gain",
     "contact_sheet",
@@ -22,6 +24,8 @@ __all__ = [
     "write_mp4",
 ]
 
+#: Files that can hold h264.
+ENDINGS: Final = (".mp4", ".m4v", ".mov", ".mkv")
 #: Videos with a shorter side below this are enlarged, so that a person can see them.
 MIN_SIDE: Final = 256
 #: Videos side by side are at most this wide.
@@ -101,9 +105,18 @@ def write_mp4(frames: np.ndarray, path: Path, fps: int) -> None:
         frames: uint8, [F, H, W, 3].
         path: The file, replaced only when complete.
         fps: Frames a second.
+
+    Raises:
+        SamplingError: The ending is one that has no place for h264.
     """
     import imageio_ffmpeg
 
+    if path.suffix.lower() not in ENDINGS:
+        raise SamplingError(
+            f"{path} cannot be written as h264",
+            expected=f"a file name that ends in one of {ENDINGS}",
+            got=path.suffix or "no ending",
+        )
     odd = [(0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)]
     frames = np.ascontiguousarray(np.pad(frames, odd, mode="edge"))
     with atomic(path) as temporary:

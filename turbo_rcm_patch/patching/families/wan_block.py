@@ -324,7 +324,9 @@ class WanBlockForward:
         int8 = plain and state.int8 and runs_int8(linear, q)
         if not state.int8:
             self._linears.forget(f"{name}.out")
-        sparse = self._linear is not None and state is self._attn1 and attached_proj_l(attn)
+        # A mask that came after patching leaves it dense, as the attention's own forward does.
+        own = self._linear is not None and state is self._attn1 and mask is None
+        sparse = own and attached_proj_l(attn) is not None
         if plain and image is None and mask is None and not int8 and not sparse:
             return ops.attention_project_skip(
                 q, k, v, linear.weight, linear.bias, spec,

@@ -15,8 +15,9 @@ import torch
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, TurboRCMError
-from turbo_rcm_patch.sampling.load import choose_device, resolve_model
+from turbo_rcm_patch.sampling.load import check_offload, choose_device, resolve_model
 from turbo_rcm_patch.sampling.scheduler import MAX_STEPS, RCMScheduler
+from turbo_rcm_patch.sampling.video import ENDINGS
 
 __all__ = [
     "RESOLUTIONS",
@@ -126,7 +127,7 @@ def parse(
 
     Raises:
         ConfigError: A value outside its domain, or an argument that has no meaning here.
-        DeviceError: There is no such device here.
+        DeviceError: There is no such device here, or none to offload from.
         ModelFolderError: --base is no folder and cannot be a hub id.
     """
     arguments = parser.parse_args(argv)
@@ -141,11 +142,16 @@ def parse(
         value = getattr(arguments, name)
         if value < 1:
             raise ConfigError(f"--{name}", expected="at least 1", got=str(value))
+    if not -(2**63) <= arguments.seed < 2**64:
+        raise ConfigError("--seed", expected="at most 64 bits", got=str(arguments.seed))
+    boundary = getattr(arguments, "boundary", 0.0)
+    if not 0.0 <= boundary <= 1.0:
+        raise ConfigError("--boundary", expected="a time from 0 to 1", got=f"{boundary:g}")
     frame_size(arguments.resolution, arguments.aspect_ratio)
     patch_config(arguments)
     RCMScheduler(sigma_max=arguments.sigma_max).set_timesteps(arguments.num_steps)
-    _check_writable(Path(arguments.save_path).expanduser())
-    choose_device(arguments.device)
+    _check_writable(_video(arguments.save_path))
+    check_offload(arguments.offload, choose_device(arguments.device))
     if arguments.base is not None:
         resolve_model(arguments.base)
     return arguments
@@ -153,8 +159,7 @@ def parse(
 
 def requests(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
     """Prompts and where their videos go: one, or with --serve one a line of standard input."""
-    target = Path(arguments.save_path).expanduser()
-    target = target if target.suffix else target.with_name(f"{target.name}.mp4")
+    target = _video(arguments.save_path)
     if arguments.prompt:
         yield arguments.prompt, target
     if not arguments.serve:
@@ -198,7 +203,7 @@ def run(main: Callable[[], None]) -> int:
         )
         return 2
     except KeyboardInterrupt:
-        print("\nInterrupted. No video was written.", file=sys.stderr)
+        print("\nInterrupted. What was not finished is not written.", file=sys.stderr)
         return 130
     return 0
 
@@ -243,8 +248,21 @@ def patch_config(arguments: argparse.Namespace) -> PatchConfig:
     )
 
 
+def _video(save_path: str) -> Path:
+    """The file of --save_path, an mp4 if its name does not end."""
+    target = Path(save_path).expanduser()
+    return target if target.suffix or not target.name else target.with_name(f"{target.name}.mp4")
+
+
 def _check_writable(target: Path) -> None:
     """Before the model is loaded, not after the video is made."""
+    if target.name and target.suffix.lower() not in ENDINGS:
+        raise ConfigError(
+            "--save_path",
+            expected=f"a file name that ends in one of {ENDINGS}",
+            got=str(target),
+            remedy="Let it end in .mp4",
+        )
     parent = target.absolute().parent
     while not parent.exists():
         parent = parent.parent

@@ -39,9 +39,9 @@ def read_image(path: str | Path) -> torch.Tensor:
         SamplingError: There is none, or it is no image.
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(Path(path).expanduser()) as image:
             rgb = image.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise SamplingError(
             f"--image_path: {path} cannot be read as an image",
             expected="a file such as a PNG or a JPEG",

@@ -115,20 +115,20 @@ def transformer_folder(
         target = Path(cache).expanduser() / f"{name}-{origin}"
     status = given.stat()
     source = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns}
-    if (target / "config.json").is_file():
-        made_of = read_json(target / "config.json").get(_SOURCE)
-        if made_of == source:
-            return target
-        if made_of is None:
-            raise OutputExistsError(
-                f"{target} is there already, and is not what {given.name} was converted to",
-                remedy=f"Give {target} itself if it is meant, or another --cache folder",
-            )
+    if _made_of(target) == source:
+        return target
+    if (target / "config.json").is_file() and _made_of(target) is None:
+        raise OutputExistsError(
+            f"{target} is there already, and is not what {given.name} was converted to",
+            remedy=f"Give {target} itself if it is meant, or another --cache folder",
+        )
     try:
         convert_transformer(
             given, target, force=target.exists(), config={_SOURCE: source}, progress=progress
         )
     except OutputExistsError as error:
+        if _made_of(target) == source:  # Another process was first.
+            return target
         raise OutputExistsError(
             error.what,
             expected=error.expected,
@@ -138,12 +138,19 @@ def transformer_folder(
     return target
 
 
+def _made_of(folder: Path) -> object:
+    """The file that a folder was converted from, or None if it does not say so."""
+    config = folder / "config.json"
+    return read_json(config).get(_SOURCE) if config.is_file() else None
+
+
 def load(
     pipeline: type[_Pipeline],
     folders: Sequence[Path],
     base: str | Path,
     *,
     sla: bool = True,
+    int8: bool = True,
     model: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     vae_dtype: torch.dtype = torch.bfloat16,
@@ -157,6 +164,8 @@ def load(
         folders: Transformer folders: one, or the high-noise expert's and the low-noise expert's.
         base: A folder of a diffusers pipeline, which needs no transformer, or a hub id.
         sla: Whether attention is to be SLA; without, `proj_l` is not attached.
+        int8: Whether the int8 weights of a -quant checkpoint are attached, beside the multiplied
+            out ones, for `linear="int8"`.
         model: A name in `SIZES` that the transformers have to be, or None.
         dtype: Of transformers and text encoder; layers that diffusers keeps in fp32 stay in it.
         vae_dtype: Of the VAE.
@@ -170,7 +179,8 @@ def load(
     target = choose_device(device)
     image = pipeline.__name__ == "WanImageToVideoPipeline"
     networks = [
-        _transformer(folder, dtype, sla=sla, int8=offload != "sequential") for folder in folders
+        _transformer(folder, dtype, sla=sla, int8=int8 and offload != "sequential")
+        for folder in folders
     ]
     for folder, network in zip(folders, networks, strict=True):
         _check_model(folder, network, model, image=image)

@@ -77,6 +77,9 @@ def sample(
 
     Returns:
         [num_samples, channels, frames, height, width] of the VAE's latents, fp64.
+
+    Raises:
+        SamplingError: The scheduler is another one, or the latents are not finite.
     """
     scheduler = pipe.scheduler
     if not isinstance(scheduler, RCMScheduler):
@@ -107,6 +110,13 @@ def sample(
         ).frames
     finally:
         scheduler.set_noise_generator(None)
+    if not torch.isfinite(latents).all():
+        raise SamplingError(
+            f"the latents of {prompt!r}",
+            expected="finite values",
+            got="NaN or infinity",
+            remedy="Pass --guard to see which pair makes them, or check the checkpoint",
+        )
     return latents
 
 
