@@ -204,6 +204,18 @@ def test_sparse_attention_compiles(
 
 
 @pytest.mark.slow
+def test_sparse_attention_of_fp32_compiles(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """It fits, and what it spills on Hopper is bounded (1,200 values without three parts)."""
+    target = ("cuda", 90)
+    cases = [case("sparse", target, 96, "bf16", blocks=(128, 64)) | {"dtype": "float32"}]
+    for python in pythons(pytestconfig):
+        for result in resources(python, cases, tmp_path):
+            assert "error" not in result and result["shared"] <= SHARED[target], line(result)
+            if result["kernel"] == "key_value_kernel":
+                assert result["spills"] <= 100, line(result)
+
+
+@pytest.mark.slow
 def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """With the skip on every target; on Hopper also with GELU, plain, with a rounded skip, and in
     small tiles with features that divide by nothing."""

@@ -78,7 +78,7 @@ def key_value_kernel(
     matrix_ptr, total_ptr, k_pooled_ptr, k_ptr, v_ptr, k_mean_ptr,
     k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, k_blocks, blocks_a_chunk, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """phi(k)^T v and the sum of phi(k) over a chunk of keys, and k's means over its blocks.
 
@@ -108,7 +108,7 @@ def key_value_kernel(
             pooled += _by_rows(tl.where(mask_t, smooth, 0.0), STEP, ROWS, HEAD_PAD)
             phi = _softmax_features(k.to(tl.float32), offs_d, HEAD_DIM)
             phi = tl.where(mask_t, phi, 0.0).to(v.dtype)
-            matrix = tl.dot(tl.trans(phi), v, matrix, input_precision="ieee")
+            matrix = tl.dot(tl.trans(phi), v, matrix, input_precision=PRECISION)
             total += _by_rows(phi.to(tl.float32), STEP, ROWS, HEAD_PAD)
         count = tl.minimum(BLOCK_K, n_kv - block * BLOCK_K)
         out = k_pooled_ptr + (bh * k_blocks + block) * HEAD_PAD + offs_d
@@ -142,7 +142,9 @@ def _key_sums(
     head_pad, k_blocks = pad_head(head_dim), triton.cdiv(n_kv, block_k)
     blocks_a_chunk, chunks = chunks_of(batch * heads, k_blocks, _PROGRAMS)
     sums = empty_sums(k, heads, head_pad, chunks, k_blocks)
-    step = min(_STEP, block_k)
+    # 4-byte tiles beside a [D, D] sum leave room for half as many, and for one at a time.
+    wide = k.element_size() > 2 and head_pad > 64
+    step = min(_STEP // 2 if wide else _STEP, block_k)
     launch(
         key_value_kernel,
         (chunks, heads, batch),
@@ -167,8 +169,10 @@ def _key_sums(
         BLOCK_K=block_k,
         STEP=step,
         ROWS=16,
+        # On Hopper fp32 in three parts spills little; elsewhere more than as it is.
+        PRECISION="tf32x3" if hopper else "ieee",
         num_warps=8 if head_pad > 64 else 4,
-        num_stages=2,
+        num_stages=1 if wide else 2,
     )
     return sums
 
