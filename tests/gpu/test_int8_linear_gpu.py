@@ -27,7 +27,6 @@ pytestmark = pytest.mark.gpu
 TIGHT = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-4}
 BF16 = torch.bfloat16
 FORMS = ("turns-128x128", "shared-192x256", "shared-128x256")
-BLOCK_FORMS = ("two-programs", "two-groups", "three-groups", "two-in-turns", "three-in-turns")
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -248,7 +247,6 @@ def test_hopper_s_own_kernel_gives_the_same_bits(
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("form", BLOCK_FORMS)
 @pytest.mark.parametrize(
     ("batch", "tokens", "channels", "features", "options"),
     [
@@ -261,10 +259,10 @@ def test_hopper_s_own_kernel_gives_the_same_bits(
     ],
 )
 def test_hopper_s_own_kernel_for_blocks_gives_the_same_bits(
-    own, form: str, batch: int, tokens: int, channels: int, features: int, options: dict
+    own, batch: int, tokens: int, channels: int, features: int, options: dict
 ) -> None:
     blocks = hopper_module("hopper_linear_blocks", "int8 linear")
-    assert blocks is not None and set(BLOCK_FORMS) == set(blocks.FORMS)
+    assert blocks is not None
     x, residual = random(batch, tokens, channels), random(batch, tokens, features)
     weight, _ = quantize_weight(random(features, channels))
     shape = (-(-features // 128), -(-channels // 128))
@@ -282,7 +280,7 @@ def test_hopper_s_own_kernel_for_blocks_gives_the_same_bits(
         out = torch.full_like(expected, float("nan"))
         blocks.hopper_linear_blocks(
             out, rows, weight, scale, bias, skip, 0.5, c_out,
-            form=blocks.FORMS[form], eights=eights, **more,
+            eights=eights, **more,
         )  # fmt: skip
         assert torch.equal(out, expected)
 

@@ -202,10 +202,11 @@ def int8_linears(case, modules, residual, gate) -> None:
 
 
 def hopper_linears(case, modules, residual, gate) -> None:
-    """The form of a case: with GELU, plain, and with the skip."""
+    """With GELU, plain, and with the skip; a scale per row in the form of the case."""
     channels, blocks = residual.shape[2], case["operation"] == "hopper-linear-blocks"
     own = modules["hopper_linear_blocks" if blocks else "hopper_linear"]
     run = own.hopper_linear_blocks if blocks else own.hopper_linear
+    form = {} if blocks else {"form": own.FORMS[case["form"]]}
     rows = modules["rows"].quantize_rows(residual)
     groups = -(-channels // 128)
     scale = residual.new_empty((groups, groups) if blocks else channels, dtype=torch.float32)
@@ -213,7 +214,7 @@ def hopper_linears(case, modules, residual, gate) -> None:
     for gelu, skip, c_out in ((True, None, 1.0), (False, None, 1.0), (False, residual, gate)):
         run(
             y, rows, weight, scale, residual[0, 0], skip, 1.0, c_out,
-            gelu=gelu, cast="fp32", form=own.FORMS[case["form"]], eights=case.get("eights"),
+            gelu=gelu, cast="fp32", eights=case.get("eights"), **form,
         )  # fmt: skip
 
 

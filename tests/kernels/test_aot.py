@@ -293,36 +293,24 @@ def test_hopper_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> 
             assert not any(result["loop_spills"][:groups]), line(result)
 
 
-#: Groups, matrix instructions of a step over K in one group, and programs on a multiprocessor.
-_BLOCK_FORMS = {
-    "two-programs": (1, 8, 2),
-    "two-groups": (2, 8, 1),
-    "three-groups": (3, 4, 1),
-    "two-in-turns": (2, 8, 1),
-    "three-in-turns": (3, 4, 1),
-}
-
-
 @pytest.mark.slow
-def test_hopper_linears_with_blocks_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Two sums a value, and nothing spilled."""
+def test_the_hopper_linear_with_blocks_compiles(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Two sums a value in each of three groups, and nothing spilled."""
     target = ("cuda", 90)
-    cases = [case("hopper-linear-blocks", target, 128, "fp8", form=form) for form in _BLOCK_FORMS]
-    cases += [case("hopper-linear-blocks", target, 128, "fp8", form="two-groups", eights=False)]
-    for i, one in enumerate(cases):
-        one["name"] = f"{one['form']} {i}"
+    operation = "hopper-linear-blocks"
+    cases = [case(operation, target, 128, "fp8", eights=eights) for eights in (True, False)]
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         own = [result for result in results if result["kernel"] == "hopper_linear_blocks_kernel"]
         assert len(own) == 3 * len(cases) and not any("error" in result for result in own), own
         assert not faults(own, target), faults(own, target)
         for result in own:
-            groups, products, programs = _BLOCK_FORMS[result["case"].split()[0]]
-            warps = 4 * (groups + 1)
-            assert result["registers"] * 32 * warps * programs <= 65536, line(result)
-            assert (result["shared"] + 1024) * programs <= 228 * 1024, line(result)
-            assert result["igmma"] == groups * products, line(result)
-            assert len(result["loop_spills"]) >= groups, line(result)
+            # A step over K is four instructions of a group; 16 warps share 65,536 registers.
+            assert result["igmma"] == 3 * 4, line(result)
+            assert result["registers"] * 32 * 16 <= 65536, line(result)
+            assert len(result["loop_spills"]) >= 3, line(result)
 
 
 def test_the_hopper_kernel_compiles(tmp_path: Path, pytestconfig: pytest.Config) -> None:

@@ -112,11 +112,11 @@ def place(tile, n_tokens, c_out, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
 
 @gluon.jit
 def ring(
-    x_desc, w_desc, GROUPS: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, EIGHTS: gl.constexpr,
+    x_desc, w_desc, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, EIGHTS: gl.constexpr,
 ):  # fmt: skip
     """STAGES slots for PARTS blocks of x and one of the weight, and their barriers: a slot is
-    ready, READERS groups are done with it, and the turn of each group."""
+    ready, and as many groups as there are blocks of x are done with it."""
     x_smem = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, BLOCK_M, BLOCK_K], x_desc.layout)
     if EIGHTS:
         w_smem = gl.allocate_shared_memory(
@@ -126,15 +126,17 @@ def ring(
         w_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for group in gl.static_range(GROUPS):
-        mbarrier.init(turn.index(group), count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=READERS)
+        mbarrier.init(empty.index(slot), count=PARTS)
+    return x_smem, w_smem, ready, empty
+
+
+@gluon.jit
+def publish():
+    """Show new barriers to every warp and to the hardware copies."""
     fence_async_shared()
     _barrier()
-    return x_smem, w_smem, ready, empty, turn
 
 
 @gluon.jit
@@ -144,7 +146,7 @@ def loader(
     STAGES: gl.constexpr, EIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Fill the slots in turn: PARTS blocks of x and all columns of the weight, one step over K."""
-    x_smem, w_smem, ready, empty, turn = shared
+    x_smem, w_smem, ready, empty = shared
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, start_m, start_c = place(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
@@ -167,7 +169,8 @@ def loader(
 
 @gluon.jit
 def _group(
-    shared, memory, skip, out, skip_stride_c, out_stride_c, n_tokens, channels, c_out, tiles,
+    shared, turn, memory, skip, out, skip_stride_c, out_stride_c,
+    n_tokens, channels, c_out, tiles,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, EIGHTS: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
@@ -181,7 +184,7 @@ def _group(
     PART: gl.constexpr = 0 if TURNS else GROUP
     FIRST: gl.constexpr = 1 if GROUP == 0 else 0
     EVERY: gl.constexpr = GROUPS if TURNS else 1
-    x_smem, w_smem, ready, empty, turn = shared
+    x_smem, w_smem, ready, empty = shared
     steps = gl.cdiv(channels, BLOCK_K)
     step = 0
     taken = 0
@@ -246,7 +249,11 @@ def hopper_linear_kernel(
     the order of `describe_weight`. GROUPS, TURNS, BLOCK_M, BLOCK_N: see `Form`.
     """
     PARTS: gl.constexpr = 1 if TURNS else GROUPS
-    shared = ring(x_desc, w_desc, GROUPS, PARTS, PARTS, BLOCK_M, BLOCK_N, STAGES, EIGHTS)
+    shared = ring(x_desc, w_desc, PARTS, BLOCK_M, BLOCK_N, STAGES, EIGHTS)
+    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(turn.index(group), count=1)
+    publish()
     memory = (
         y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
         residual_stride_b, residual_stride_n,
@@ -257,11 +264,11 @@ def hopper_linear_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
+                (_group, (shared, turn, memory, skip, out, skip_stride_c, out_stride_c,
                           n_tokens, channels, c_out, tiles, 0, GROUPS,
                           TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
-                (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
+                (_group, (shared, turn, memory, skip, out, skip_stride_c, out_stride_c,
                           n_tokens, channels, c_out, tiles, 1, GROUPS,
                           TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
@@ -274,15 +281,15 @@ def hopper_linear_kernel(
     else:
         gl.warp_specialize(
             [
-                (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
+                (_group, (shared, turn, memory, skip, out, skip_stride_c, out_stride_c,
                           n_tokens, channels, c_out, tiles, 0, GROUPS,
                           TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
-                (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
+                (_group, (shared, turn, memory, skip, out, skip_stride_c, out_stride_c,
                           n_tokens, channels, c_out, tiles, 1, GROUPS,
                           TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
-                (_group, (shared, memory, skip, out, skip_stride_c, out_stride_c,
+                (_group, (shared, turn, memory, skip, out, skip_stride_c, out_stride_c,
                           n_tokens, channels, c_out, tiles, 2, GROUPS,
                           TURNS, BLOCK_M, BLOCK_N, STAGES, EIGHTS, HAS_BIAS, GELU,
                           HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO)),
