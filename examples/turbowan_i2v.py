@@ -6,6 +6,7 @@ encoder and tokenizer are those of --base, a diffusers folder or hub id.
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from diffusers import WanImageToVideoPipeline
@@ -24,7 +25,7 @@ example:
 """
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     args = turbowan.parse(turbowan.image_to_video_parser(__doc__ or "", epilog=EXAMPLE), argv)
     image = turbowan.read_image(args.image_path)
     width, height = turbowan.frame_size(args.resolution, args.aspect_ratio)
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Patch: both experts or neither.
     report = None if args.no_patch else patch_model(pipe, turbowan.patch_config(args))
 
-    for prompt, path in turbowan.requests(args):  # one, or with --serve one a line
+    def generate(prompt: str, path: Path) -> None:
         # Sample.
         latents = turbowan.sample(
             pipe,
@@ -76,8 +77,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Save: samples side by side.
         turbowan.write_video(turbowan.decode(pipe, latents), path)
         print(path)
+
+    code = turbowan.serve(args, generate)  # one prompt, or with --serve one a line
     if report is not None:
         print(report)  # what ran how; with --guard, also how far off it was
+    return code
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ are those of --base, a diffusers folder or hub id.
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from diffusers import WanPipeline
@@ -22,7 +23,7 @@ example:
 """
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     args = turbowan.parse(turbowan.text_to_video_parser(__doc__ or "", epilog=EXAMPLE), argv)
     width, height = turbowan.frame_size(args.resolution, args.aspect_ratio)
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Patch.
     report = None if args.no_patch else patch_model(pipe, turbowan.patch_config(args))
 
-    for prompt, path in turbowan.requests(args):  # one, or with --serve one a line
+    def generate(prompt: str, path: Path) -> None:
         # Sample.
         latents = turbowan.sample(
             pipe,
@@ -65,8 +66,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Save: samples side by side.
         turbowan.write_video(turbowan.decode(pipe, latents), path)
         print(path)
+
+    code = turbowan.serve(args, generate)  # one prompt, or with --serve one a line
     if report is not None:
         print(report)  # what ran how; with --guard, also how far off it was
+    return code
 
 
 if __name__ == "__main__":

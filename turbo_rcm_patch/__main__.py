@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except TurboRCMError as error:
-        print(_block(error), file=sys.stderr)
+        print(error.block(), file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print("\nInterrupted. The model is as it was.", file=sys.stderr)
@@ -376,25 +375,6 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
         help="share of the blocks of keys that self-attention sees in a Wan checkpoint converted "
         "with SLA's proj_l; others are dense (default: %(default)s)",
     )
-
-
-def _block(error: TurboRCMError) -> str:
-    """An error as a block a person can read."""
-    lines = [f"{type(error).__name__}: {error.what}"]
-    for name in ("expected", "got", "remedy"):
-        text = getattr(error, name)
-        if text:
-            lines.append(
-                textwrap.fill(
-                    text,
-                    96,
-                    initial_indent=f"  {name + ':':<10}",
-                    subsequent_indent=" " * 12,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-            )
-    return "\n".join(lines)
 
 
 def _examples(*lines: str) -> str:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from numbers import Real
 from typing import Final, Literal, get_args
 
 from turbo_rcm_patch.errors import ConfigError
 
-__all__ = ["Attention", "Form", "Impl", "Kind", "Linear", "PVDType", "PatchConfig", "Precision"]
+__all__ = [
+    "Attention",
+    "Form",
+    "Impl",
+    "Kind",
+    "Linear",
+    "PVDType",
+    "PatchConfig",
+    "Precision",
+    "is_number",
+]
 
 Attention = Literal["int8", "int4", "exact", "sage"]
 PVDType = Literal["auto", "fp8", "bf16", "fp16"]
@@ -91,6 +103,7 @@ class PatchConfig:
                 )
         if (
             isinstance(self.kinds, str)
+            or not isinstance(self.kinds, Collection)
             or not self.kinds
             or any(k not in KINDS for k in self.kinds)
         ):
@@ -106,14 +119,14 @@ class PatchConfig:
                     expected="True or False",
                     got=repr(getattr(self, field)),
                 )
-        if not 0.0 < self.guard_budget < float("inf"):
+        if not is_number(self.guard_budget) or not 0.0 < self.guard_budget < float("inf"):
             raise ConfigError(
                 "PatchConfig.guard_budget",
                 expected="a positive relative L2 error",
                 got=repr(self.guard_budget),
                 remedy="Use guard=False to switch the guard off",
             )
-        if isinstance(self.sla_topk, bool) or not 0.0 < self.sla_topk <= 1.0:
+        if not is_number(self.sla_topk) or not 0.0 < self.sla_topk <= 1.0:
             raise ConfigError(
                 "PatchConfig.sla_topk",
                 expected="a share of the blocks of keys, in (0, 1]",
@@ -126,3 +139,8 @@ class PatchConfig:
                 expected='guard=True and attention="int8": the guard chooses',
                 got=f"guard={self.guard} and attention={self.attention!r}",
             )
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, which True and False are not meant as."""
+    return isinstance(value, Real) and not isinstance(value, bool)

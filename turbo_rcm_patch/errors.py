@@ -7,6 +7,8 @@ Messages follow one pattern: which argument, what was expected, what came, and w
 
 from __future__ import annotations
 
+import textwrap
+
 __all__ = [
     "AlreadyPatchedError",
     "CheckpointError",
@@ -54,6 +56,24 @@ class TurboRCMError(Exception):
             text += f" {remedy.rstrip('.')}."
         super().__init__(text)
         self.what, self.expected, self.got, self.remedy = what, expected, got, remedy
+
+    def block(self) -> str:
+        """The error as a block a person can read."""
+        lines = [f"{type(self).__name__}: {self.what}"]
+        for name in ("expected", "got", "remedy"):
+            text = getattr(self, name)
+            if text:
+                lines.append(
+                    textwrap.fill(
+                        text,
+                        96,
+                        initial_indent=f"  {name + ':':<10}",
+                        subsequent_indent=" " * 12,
+                        break_long_words=False,
+                        break_on_hyphens=False,
+                    )
+                )
+        return "\n".join(lines)
 
 
 class ConfigError(TurboRCMError, ValueError):

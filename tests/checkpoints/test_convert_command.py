@@ -21,7 +21,7 @@ from tests.sampling import micro
 from turbo_rcm_patch import PatchConfig, RCMScheduler, patched
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import EXTRA_FILE
-from turbo_rcm_patch.checkpoints.staging import check_space, staged
+from turbo_rcm_patch.checkpoints.staging import check_space, remove_abandoned, staged
 from turbo_rcm_patch.errors import OutputExistsError
 from turbo_rcm_patch.patching.int8_weights import attached_int8
 from turbo_rcm_patch.patching.sla import attached_proj_l
@@ -207,6 +207,62 @@ def test_copies_of_the_base_need_room_too(
     vae.symlink_to(blobs / "nothing")
     assert main([*command, "--copy", "--force"]) == 2
     assert "a link to nothing" in capsys.readouterr().err and (out / "vae").is_symlink()
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """A live one's folder stays, with what shares the name but is no lockable folder of ours."""
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from turbo_rcm_patch.checkpoints.staging import staged\n"
+        "with staged(Path(sys.argv[1]), force=False, folder=True) as made:\n"
+        "    print(made.parent.name, flush=True); time.sleep(600)"
+    )
+    command, out = [sys.executable, "-c", code, str(tmp_path / "out")], tmp_path / "out"
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        killed, alive = (process.stdout.readline().strip() for process in processes)
+        (tmp_path / ".out.partial-mine").mkdir()
+        processes[0].kill()
+        processes[0].wait()
+        assert (tmp_path / killed).is_dir()
+        remove_abandoned(out)
+        left = {alive, ".out.partial-mine"}
+        assert set(listing(tmp_path)) == left
+        with staged(out, force=False, folder=True) as made:
+            (made / "config.json").write_text("{}")
+            remove_abandoned(out)
+            assert made.is_dir(), "not its own"
+        assert set(listing(tmp_path)) == {*left, "out"}
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_model_that_was_on_its_way_out_is_not_removed(tmp_path: Path) -> None:
+    """Killed between two renames, a process leaves the only copy there is of what was replaced."""
+    place = tmp_path / ".out.partial-killed"
+    (place / "old").mkdir(parents=True)
+    (place / "lock").touch()
+    remove_abandoned(tmp_path / "out")
+    assert place.is_dir()
+    (tmp_path / "out").mkdir()
+    remove_abandoned(tmp_path / "out")
+    assert listing(tmp_path) == ["out"]
+
+
+def test_room_is_made_before_it_is_measured(
+    pth: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, usage = tmp_path / "out", shutil.disk_usage(tmp_path)
+    (tmp_path / ".out.partial-killed").mkdir()
+    (tmp_path / ".out.partial-killed" / "lock").touch()
+
+    def left(_: object) -> Any:
+        return usage._replace(free=0 if list(tmp_path.glob(".out.partial-*")) else usage.free)
+
+    monkeypatch.setattr(shutil, "disk_usage", left)
+    assert main(["convert", str(pth), str(out)]) == 0
 
 
 @pytest.mark.slow

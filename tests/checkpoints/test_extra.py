@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from tests.checkpoints.wan_model import Options, save
 from tests.patching import turbodiffusion as stand_in
 from turbo_rcm_patch import PatchConfig, load_extra, patch_model, patched, unload_extra
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, PROJ_L
-from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError, ShapeError
-from turbo_rcm_patch.ops import int8_linear, quantize_weight
+from turbo_rcm_patch.checkpoints import extra as extra_module
+from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
+from turbo_rcm_patch.ops import int8_linear
 from turbo_rcm_patch.ops.int8_linear import scales_of_rows
 from turbo_rcm_patch.patching import linears
-from turbo_rcm_patch.patching.int8_weights import attached_int8
-from turbo_rcm_patch.patching.sla import attached_proj_l, detach_proj_l
+from turbo_rcm_patch.patching.int8_weights import attached_int8, detach_int8
+from turbo_rcm_patch.patching.sla import attach_proj_l, attached_proj_l, detach_proj_l
 from turbo_rcm_patch.sampling.convert import convert_transformer
 
 QUANT = Options("quant", quant=True, dtype=torch.bfloat16)
@@ -341,55 +343,44 @@ def test_what_does_not_belong_together_is_refused(folder: Path, tmp_path: Path) 
     assert not any("turbo" in name for name, _ in model.named_buffers())
 
 
+@pytest.mark.parametrize("failure", [CheckpointError, KeyboardInterrupt])
+def test_a_failure_leaves_what_was_attached_before(
+    failure: type[BaseException],
+    sla_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether it fails at an int8 weight or, those attached, at the projections."""
+    model = load(sla_folder)
+    load_extra(model, sla_folder)
+    for block in model.blocks:
+        detach_int8(block.attn2.to_q)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    inside = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    if failure is KeyboardInterrupt:
+        other, calls = sla_folder, itertools.count()
+
+        def interrupted(*given: Any) -> None:
+            if next(calls) == 1:
+                raise KeyboardInterrupt
+            attach_proj_l(*given)
+
+        monkeypatch.setattr(extra_module, "attach_proj_l", interrupted)
+    else:
+        save(QUANT, tmp_path / "other.pth", seed=1)
+        convert_transformer(tmp_path / "other.pth", tmp_path / "other")
+        other = tmp_path / "other"
+    with pytest.raises(failure):
+        load_extra(model, other)
+    after = dict(model.named_buffers())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    for name, module in model.named_modules():
+        assert module.__dict__.keys() == inside[name].keys()
+    assert attached_int8(model.blocks[0].attn1.to_q) is not None
+    assert attached_int8(model.blocks[0].attn2.to_q) is None
+    assert attached_proj_l(model.blocks[1].attn1) is not None
+
+
 def test_public_names() -> None:
     assert {"load_extra", "unload_extra"} <= set(turbo_rcm_patch.__all__)
-
-
-# --- the operation ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("channels", "features"), [(128, 64), (77, 130), (300, 256), (513, 100)])
-def test_a_scale_for_every_128_channels(channels: int, features: int) -> None:
-    x = torch.randn(2, 9, channels)
-    int8, _ = quantize_weight(torch.randn(features, channels))
-    scale = torch.rand(features, -(-channels // 128)) + 0.1
-    rows = quantize_weight(x.reshape(-1, channels))
-    wide = scale.double().repeat_interleave(128, 1)[:, :channels] * int8
-    truth = (rows[0].double() @ wide.T) * rows[1].double().unsqueeze(1)
-    bias = torch.randn(features)
-    out = int8_linear(x, int8, scale, bias)
-    assert relative(out, truth.reshape(2, 9, features) + bias.double()) < 4e-7
-
-
-def test_equal_scales_are_a_scale_per_row() -> None:
-    x, (int8, scale) = torch.randn(1, 5, 384), quantize_weight(torch.randn(40, 384))
-    grouped = int8_linear(x, int8, scale.unsqueeze(1).expand(40, 3))
-    torch.testing.assert_close(grouped, int8_linear(x, int8, scale), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("channels", "features"), [(128, 64), (77, 130), (300, 256), (513, 300)])
-def test_scales_of_blocks_are_those_of_their_rows(channels: int, features: int) -> None:
-    x, int8 = torch.randn(2, 9, channels), quantize_weight(torch.randn(features, channels))[0]
-    scale = torch.rand(-(-features // 128), -(-channels // 128)) + 0.1
-    rows = torch.stack([scale[i // 128] for i in range(features)])
-    assert torch.equal(int8_linear(x, int8, scale), int8_linear(x, int8, rows))
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-def test_gradients_go_through_groups(blocks: bool) -> None:
-    x = torch.randn(1, 5, 200, requires_grad=True)
-    int8, _ = quantize_weight(torch.randn(40, 200))
-    scale = torch.rand(1 if blocks else 40, 2)
-    int8_linear(x, int8, scale, activation="gelu-tanh").sum().backward()
-    twin = x.detach().clone().requires_grad_()
-    wide = int8 * scale.expand(40, 2).repeat_interleave(128, 1)[:, :200]
-    torch.nn.functional.gelu(twin @ wide.T, approximate="tanh").sum().backward()
-    assert x.grad is not None and twin.grad is not None
-    torch.testing.assert_close(x.grad, twin.grad)
-
-
-def test_other_numbers_of_scales_are_refused() -> None:
-    int8, _ = quantize_weight(torch.randn(40, 200))
-    for shape in ((40, 1), (40, 3), (2, 2), (39,)):
-        with pytest.raises(ShapeError, match=r"\[40\], \[40, 2\] or \[1, 2\]"):
-            int8_linear(torch.randn(1, 5, 200), int8, torch.ones(shape))

@@ -288,3 +288,53 @@ def test_strided_rows_are_made_dense() -> None:
     dense = Rows(part.int8.contiguous(), part.scale.contiguous())
     one, other = (int8_linear(x, *weight, out_dtype=torch.float32) for x in (part, dense))
     assert torch.equal(one, other)
+
+
+# --- scales of a checkpoint: for groups of channels, or for blocks
+
+
+@pytest.mark.parametrize(("channels", "features"), [(128, 64), (77, 130), (300, 256), (513, 100)])
+def test_a_scale_for_every_128_channels(channels: int, features: int) -> None:
+    x = torch.randn(2, 9, channels)
+    int8, _ = quantize_weight(torch.randn(features, channels))
+    scale = torch.rand(features, -(-channels // 128)) + 0.1
+    rows = quantize_weight(x.reshape(-1, channels))
+    wide = scale.double().repeat_interleave(128, 1)[:, :channels] * int8
+    truth = (rows[0].double() @ wide.T) * rows[1].double().unsqueeze(1)
+    bias = torch.randn(features)
+    out = int8_linear(x, int8, scale, bias)
+    assert relative(out, truth.reshape(2, 9, features) + bias.double()) < 4e-7
+
+
+def test_equal_scales_are_a_scale_per_row() -> None:
+    x, (int8, scale) = torch.randn(1, 5, 384), quantize_weight(torch.randn(40, 384))
+    grouped = int8_linear(x, int8, scale.unsqueeze(1).expand(40, 3))
+    torch.testing.assert_close(grouped, int8_linear(x, int8, scale), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("channels", "features"), [(128, 64), (77, 130), (300, 256), (513, 300)])
+def test_scales_of_blocks_are_those_of_their_rows(channels: int, features: int) -> None:
+    x, int8 = torch.randn(2, 9, channels), quantize_weight(torch.randn(features, channels))[0]
+    scale = torch.rand(-(-features // 128), -(-channels // 128)) + 0.1
+    rows = torch.stack([scale[i // 128] for i in range(features)])
+    assert torch.equal(int8_linear(x, int8, scale), int8_linear(x, int8, rows))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_gradients_go_through_groups(blocks: bool) -> None:
+    x = torch.randn(1, 5, 200, requires_grad=True)
+    int8, _ = quantize_weight(torch.randn(40, 200))
+    scale = torch.rand(1 if blocks else 40, 2)
+    int8_linear(x, int8, scale, activation="gelu-tanh").sum().backward()
+    twin = x.detach().clone().requires_grad_()
+    wide = int8 * scale.expand(40, 2).repeat_interleave(128, 1)[:, :200]
+    F.gelu(twin @ wide.T, approximate="tanh").sum().backward()
+    assert x.grad is not None and twin.grad is not None
+    torch.testing.assert_close(x.grad, twin.grad)
+
+
+def test_other_numbers_of_scales_are_refused() -> None:
+    int8, _ = quantize_weight(torch.randn(40, 200))
+    for shape in ((40, 1), (40, 3), (2, 2), (39,)):
+        with pytest.raises(errors.ShapeError, match=r"\[40\], \[40, 2\] or \[1, 2\]"):
+            int8_linear(torch.randn(1, 5, 200), int8, torch.ones(shape))

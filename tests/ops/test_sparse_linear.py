@@ -154,7 +154,8 @@ def test_sparsity_counts_and_refuses() -> None:
     assert Sparsity(topk=0.1, block_q=64, block_k=128).count(32760) == 25
     assert Sparsity(topk=0.1).count(64) == 1
     assert Sparsity.sage(0.2, torch.device("cpu")) == Sparsity(topk=0.2, block_q=128, block_k=64)
-    for bad in ({"topk": 0.0}, {"topk": 1.5}, {"topk": 0.1, "block_q": 48}):
+    bad_shares = ({"topk": value} for value in (0.0, 1.5, None, "0.1", True))
+    for bad in (*bad_shares, {"topk": 0.1, "block_q": 48}):
         with pytest.raises(ConfigError):
             Sparsity(**bad)
 

@@ -25,6 +25,7 @@ from tests.patching.sla import (
     without_sla,
 )
 from tests.patching.wan import Case, dicts, relative
+from tests.patching.wan_family import named
 from turbo_rcm_patch import PatchConfig, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.errors import GradientError, HeadDimError, ShapeError
 from turbo_rcm_patch.patching import sla_as_defined
@@ -126,6 +127,30 @@ def test_what_the_guard_gives_back_still_is_sla() -> None:
             assert pair.reason.endswith("SLA runs as it is defined, in plain torch")
         assert relative(run(model, given), expected) < TIGHT
     assert torch.equal(run(model, given), dense)
+
+
+def test_the_guard_leaves_out_a_proj_l_that_was_taken_away() -> None:
+    for budget in (0.1, 1e-6):
+        model, given = with_sla(T2V.model()), inputs_of(T2V)
+        dense = run(model, given)
+        with patched(model, PatchConfig(guard_budget=budget, kinds=("self",))) as report:
+            without_sla(model)
+            assert relative(run(model, given), dense) < 0.02
+            records = [record for record in report.guard if record.path.startswith("blocks.0.")]
+            assert {record.path for record in records} == {"blocks.0.attn1"}
+            assert records[-1].verdict == ("kept" if budget == 0.1 else "given back")
+            assert "SLA" not in report.pairs[0].reason
+
+
+def test_the_guard_leaves_sla_out_where_a_mask_came_late() -> None:
+    family = named("skyreels-masked")
+    model, given = with_sla(family.model()), family.inputs()
+    frames = model.config.num_frame_per_block
+    model.register_to_config(num_frame_per_block=1)
+    with patched(model, PatchConfig(sla_topk=TOPK)) as report:
+        model._set_ar_attention(frames)
+        run(model, given)
+        assert report.guard and not any("proj_l" in record.path for record in report.guard)
 
 
 def test_the_guard_may_make_it_exact() -> None:

@@ -192,6 +192,38 @@ def test_serving_reads_prompts_and_numbers_videos(tmp_path, monkeypatch) -> None
         turbowan.parse(parser, least)
 
 
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (SamplingError("the latents", got="NaN"), "SamplingError: the latents; got NaN."),
+        (torch.OutOfMemoryError("no memory"), "--offload model"),
+    ],
+    ids=["typed", "memory"],
+)
+def test_serving_goes_on_after_a_failure(failure, told, tmp_path, monkeypatch, capsys) -> None:
+    parser, done = turbowan.text_to_video_parser(""), []
+    least = ["--dit_path", "x.pth", "--save_path", str(tmp_path / "video")]
+
+    def generate(prompt: str, path: Path) -> None:
+        done.append((prompt, path.name))
+        if prompt == "a dog":
+            raise failure
+
+    def serve(lines: str) -> int:
+        arguments = turbowan.parse(parser, [*least, "--serve"])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        return turbowan.run(lambda: turbowan.serve(arguments, generate))
+
+    assert serve("a dog\na fox\n") == 2
+    assert told in capsys.readouterr().err
+    assert done == [("a dog", "video-001.mp4"), ("a fox", "video-002.mp4")]
+    assert serve("a fox\n") == 0
+    one = turbowan.parse(parser, [*least, "--prompt", "a dog"])
+    with pytest.raises(type(failure)):
+        turbowan.serve(one, generate)
+    assert turbowan.run(lambda: turbowan.serve(one, generate)) == 2
+
+
 def test_sizes() -> None:
     assert turbowan.frame_size("480p") == (832, 480)
     assert turbowan.frame_size("720p", "9:16") == (720, 1280)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import json
 import os
+import sys
 from typing import Any
 
 import imageio_ffmpeg
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
 from tests.checkpoints.wan_model import Options, save
 from tests.sampling.turbowan import (
@@ -59,6 +63,27 @@ def test_a_checkpoint_is_converted_once(tmp_path) -> None:
     (tmp_path / "other").mkdir()
     save(TEXT, tmp_path / "other" / "model.pth")
     assert turbowan.transformer_folder(tmp_path / "other" / "model.pth", cache=cache) != folder
+
+
+def test_a_folder_of_another_converter_is_converted_again(tmp_path, monkeypatch) -> None:
+    """One that wrote another format, or none yet."""
+    pth = tmp_path / "model.pth"
+    save(TEXT, pth)
+    folder = turbowan.transformer_folder(pth)
+    config = folder / "config.json"
+
+    def converted() -> bool:
+        stages: list[str] = []
+        turbowan.transformer_folder(pth, progress=lambda stage, *_: stages.append(stage))
+        return bool(stages)
+
+    assert not converted()
+    monkeypatch.setattr(models, "FORMAT", models.FORMAT + 1)
+    assert converted() and not converted()
+    entries = json.loads(config.read_text())
+    del entries["_turbo_rcm_source"]["format"]
+    config.write_text(json.dumps(entries))
+    assert converted() and not converted()
 
 
 def test_two_processes_may_convert_at_once(tmp_path, monkeypatch) -> None:
@@ -202,6 +227,36 @@ def test_an_interruption_leaves_nothing(text_pth, micro_folder, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         text_to_video(text_pth, micro_folder, out, "--num_steps", "1")
     assert not list(out.parent.iterdir())
+
+
+@pytest.mark.parametrize("example", ["t2v", "i2v"])
+def test_a_served_model_outlives_a_failure(
+    example,
+    text_pth,
+    expert_pths,
+    micro_folder,
+    image_base,
+    picture,
+    tmp_path,
+    monkeypatch,
+    capsys,
+) -> None:  # fmt: skip
+    decode, calls = AutoencoderKLWan.decode, itertools.count()
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(AutoencoderKLWan, "decode", full)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a blue ring\n"))
+    more, out = ("--serve", "--num_steps", "1"), tmp_path / "video.mp4"
+    if example == "t2v":
+        code = text_to_video(text_pth, micro_folder, out, *more)
+    else:
+        code = image_to_video(expert_pths, image_base, picture, out, *more)
+    assert code == 2 and "--offload model" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["video-001.mp4"]
 
 
 def test_the_other_example_is_named(text_pth, expert_pths, micro_folder, image_base, tmp_path,

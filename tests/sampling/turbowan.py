@@ -76,19 +76,19 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return latents
 
 
-def main_of(example: str) -> Callable[[Sequence[str]], None]:
+def main_of(example: str) -> Callable[[Sequence[str]], int]:
     return runpy.run_path(str(EXAMPLES / example))["main"]
 
 
-def text_to_video(pth: Path, base: Path, out: Path, *more: str) -> None:
+def text_to_video(pth: Path, base: Path, out: Path, *more: str) -> int:
     arguments = ["--dit_path", str(pth), "--base", str(base), "--save_path", str(out), *SMALL]
-    main_of("turbowan_t2v.py")([*arguments, "--prompt", PROMPT, *more])
+    return main_of("turbowan_t2v.py")([*arguments, "--prompt", PROMPT, *more])
 
 
-def image_to_video(pths: list[Path], base: Path, picture: Path, out: Path, *more: str) -> None:
+def image_to_video(pths: list[Path], base: Path, picture: Path, out: Path, *more: str) -> int:
     arguments = ["--high_noise_model_path", str(pths[0]), "--low_noise_model_path", str(pths[1])]
     arguments += ["--base", str(base), "--save_path", str(out), "--image_path", str(picture)]
-    main_of("turbowan_i2v.py")([*arguments, *SMALL, "--prompt", PROMPT, *more])
+    return main_of("turbowan_i2v.py")([*arguments, *SMALL, "--prompt", PROMPT, *more])
 
 
 def movie(path: Path) -> tuple[int, tuple[int, int], float]:

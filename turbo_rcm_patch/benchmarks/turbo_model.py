@@ -25,7 +25,7 @@ from turbo_rcm_patch.benchmarks.turbo_exact import exact_sla, projection
 from turbo_rcm_patch.benchmarks.turbo_ways import inner_blocks
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 
-__all__ = ["Checkout", "Layout"]
+__all__ = ["Checkout"]
 
 #: Arguments of WanModel of Wan2.1-T2V-1.3B, as its inference script has them.
 _SIZES: Final[dict[str, Any]] = {
@@ -38,8 +38,6 @@ _MICRO: Final[dict[str, Any]] = {
 }  # fmt: skip
 _MODULES: Final = ("rcm.networks.wan2pt1", "rcm.utils.attention", "SLA.core")
 _LAYOUTS: Final = {"SLA": "SparseLinearAttention", "SageSLA": "SageSparseLinearAttention"}
-
-Layout = str
 
 
 class Checkout:
@@ -64,9 +62,10 @@ class Checkout:
             )
         sys.path.insert(0, str(source))
         try:
-            self._network, self._attention, self._sla = map(_module, _MODULES)
+            modules: list[Any] = [import_module(name) for name in _MODULES]
         finally:
             sys.path.remove(str(source))
+        self._network, self._attention, self._sla = modules
         if not Path(self._network.__file__).resolve().is_relative_to(source.resolve()):
             raise ConfigError(
                 "--turbodiffusion", expected="one checkout a process", got=self._network.__file__
@@ -117,7 +116,7 @@ class Checkout:
         )  # fmt: skip
 
     @contextmanager
-    def sparse(self, model: Any, layout: Layout, topk: float) -> Iterator[None]:
+    def sparse(self, model: Any, layout: str, topk: float) -> Iterator[None]:
         """Inside, every self-attention is "SLA" (blocks of 128 x 64) or "SageSLA" (the device's
         blocks), with the projections of `build`."""
         before = self._sla.SAGESLA_ENABLED
@@ -145,7 +144,7 @@ class Checkout:
                 op.local_attn = local
 
     @contextmanager
-    def exact(self, model: Any, layout: Layout, topk: float) -> Iterator[None]:
+    def exact(self, model: Any, layout: str, topk: float) -> Iterator[None]:
         """Inside, every self-attention is sparse-linear by its definition, in fp32."""
         with self.sparse(model, layout, topk), ExitStack() as stack:
             for block in inner_blocks(model):
@@ -154,7 +153,7 @@ class Checkout:
                 stack.callback(vars(local).pop, "forward")
             yield
 
-    def require(self, layout: Layout) -> None:
+    def require(self, layout: str) -> None:
         """Raise if its own forward of this layout cannot run here."""
         if layout == "SageSLA" and not self.has_sparge:
             raise MissingPackageError(
@@ -183,11 +182,7 @@ class Checkout:
         return call
 
 
-def _module(name: str) -> Any:
-    return import_module(name)
-
-
-def _exact_forward(local: Any, layout: Layout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _exact_forward(local: Any, layout: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if layout == "SageSLA":
             sparsity = ops.Sparsity.sage(local.topk, q.device)

@@ -19,9 +19,15 @@ from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE
 from turbo_rcm_patch.checkpoints.keys import blocks_of
 from turbo_rcm_patch.checkpoints.stored import StoredTensors, transformer_folder
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
-from turbo_rcm_patch.patching.int8_weights import attach_int8, detach_int8, stands_for
+from turbo_rcm_patch.patching.int8_weights import (
+    attach_int8,
+    detach_int8,
+    held_int8,
+    restore_int8,
+    stands_for,
+)
 from turbo_rcm_patch.patching.record import record_of
-from turbo_rcm_patch.patching.sla import PROJ_L, attach_proj_l, detach_proj_l
+from turbo_rcm_patch.patching.sla import PROJ_L, attach_proj_l, attached_proj_l, detach_proj_l
 
 __all__ = ["PROJ_L", "Extra", "load_extra", "unload_extra"]
 
@@ -67,9 +73,10 @@ def load_extra(transformer: nn.Module, folder: str | Path, *, int8: bool = True)
         What was attached.
 
     Raises:
-        AlreadyPatchedError: It is patched, and the file holds `proj_l`. Nothing is attached then.
-        CheckpointError: There is no such file, or it belongs to other weights. Nothing is
-            attached then.
+        AlreadyPatchedError: It is patched, and the file holds `proj_l`.
+        CheckpointError: There is no such file, or it belongs to other weights.
+
+    After an error what was attached before is attached still, and nothing else.
     """
     path = transformer_folder(folder) / EXTRA_FILE
     if not path.is_file():
@@ -97,6 +104,8 @@ def load_extra(transformer: nn.Module, folder: str | Path, *, int8: bool = True)
             got="one that carries our patch",
             remedy="Call unpatch_model, then load_extra, then patch_model",
         )
+    before = [(modules[name], held_int8(modules[name])) for name in linears]
+    projections = [(modules[name], attached_proj_l(modules[name])) for name in attentions]
     try:
         for name in linears:
             _attach(path, name, modules[name], stored)
@@ -104,7 +113,12 @@ def load_extra(transformer: nn.Module, folder: str | Path, *, int8: bool = True)
             weight, bias = (stored[f"{name}.proj_l.{part}"] for part in ("weight", "bias"))
             attach_proj_l(modules[name], weight, bias)
     except BaseException:
-        unload_extra(transformer)
+        for linear, int8_weight in before:
+            restore_int8(linear, int8_weight)
+        for attention, proj_l in projections:
+            detach_proj_l(attention)
+            if proj_l is not None:
+                attach_proj_l(attention, *proj_l)
         raise
     return Extra(path, tuple(linears), tuple(attentions))
 

@@ -27,6 +27,7 @@ from turbo_rcm_patch.checkpoints.read import Checkpoint
 __all__ = [
     "EXTRA_FILE",
     "EXTRA_METADATA",
+    "FORMAT",
     "SHARD_BYTES",
     "WEIGHTS",
     "Progress",
@@ -47,6 +48,9 @@ SHARD_BYTES: Final = 4 * 2**30
 WEIGHTS: Final = "diffusion_pytorch_model"
 #: Which version of the extra file it is; one entry, because their order in a file is left open.
 EXTRA_METADATA: Final = {"turbo_rcm_patch": "1"}
+#: Of the folders written here. Raise it when the same checkpoint becomes another folder, so that
+#: what was converted before is converted again.
+FORMAT: Final = 1
 #: Parts of names whose tensors diffusers keeps in fp32 whatever is asked for.
 _FP32: Final = {"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"}
 

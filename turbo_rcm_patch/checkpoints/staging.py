@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -11,10 +12,12 @@ from pathlib import Path
 
 from turbo_rcm_patch.errors import OutputExistsError
 
-__all__ = ["check_outside", "check_space", "check_target", "staged"]
+__all__ = ["check_outside", "check_space", "check_target", "remove_abandoned", "staged"]
 
 #: What a folder that `staged` may replace holds one of.
 _OURS = ("config.json", "model_index.json")
+#: File in a folder of `staged` that its process holds a lock on.
+_LOCK = "lock"
 
 
 def check_target(target: Path, *, force: bool, folder: bool) -> None:
@@ -76,7 +79,7 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
     """A path beside `target` that becomes it when the block ends, and vanishes if it fails.
 
     An interruption (Ctrl-C) is a failure too. What was there is removed only when the new one is
-    complete and in its place.
+    complete and in its place. What a killed process left is removed by the next one.
 
     Args:
         target: A file or a folder to be.
@@ -84,9 +87,11 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
         folder: Whether a folder is written; it is made.
     """
     check_target(target, force=force, folder=folder)
+    remove_abandoned(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        place = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
+        lock = _lock(place)
     except OSError as error:
         raise OutputExistsError(
             f"{target.parent} cannot be written to ({error.strerror})",
@@ -109,6 +114,57 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(place, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def remove_abandoned(target: Path) -> None:
+    """Remove what killed processes have left of a target that `staged` was to become.
+
+    A process holds a lock as long as it lives, however it ends. What cannot be locked stays: its
+    process lives, or this file system has no locks.
+
+    Args:
+        target: A file or a folder to be.
+    """
+    start = _prefix(target)
+    try:
+        beside = [path for path in target.parent.iterdir() if path.name.startswith(start)]
+    except OSError:
+        return
+    for place in beside:
+        if os.path.lexists(place / "old") and not os.path.lexists(target):
+            continue  # It was killed between two renames, and this is the only one there is.
+        try:
+            lock = os.open(place / _LOCK, os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(place, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(lock)
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.partial-"
+
+
+def _lock(place: Path) -> int | None:
+    """Lock a new folder until the descriptor is closed; None where there are no locks."""
+    try:
+        lock = os.open(place / "unlocked", os.O_RDWR | os.O_CREAT)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(place / "unlocked", place / _LOCK)  # Nobody sees it before it is locked.
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
 
 
 def check_space(target: Path, written: int, *, copied: int = 0) -> None:

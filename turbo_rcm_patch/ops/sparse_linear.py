@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.config import Impl, PVDType
+from turbo_rcm_patch.config import Impl, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, GradientError, HeadDimError, ShapeError
 from turbo_rcm_patch.ops.checks import check_attention, check_float, check_norm, rotary_parts
 from turbo_rcm_patch.ops.gradients import prepare
@@ -46,7 +46,7 @@ class Sparsity:
     block_k: int = 64
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.topk <= 1.0:
+        if not is_number(self.topk) or not 0.0 < self.topk <= 1.0:
             raise ConfigError("Sparsity.topk", expected="a share in (0, 1]", got=repr(self.topk))
         for field in ("block_q", "block_k"):
             if getattr(self, field) not in SPARSE_BLOCKS:

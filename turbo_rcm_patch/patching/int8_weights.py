@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.int8_linear import GROUP
 
-__all__ = ["attach_int8", "attached_int8", "detach_int8", "stands_for"]
+__all__ = [
+    "attach_int8",
+    "attached_int8",
+    "detach_int8",
+    "held_int8",
+    "restore_int8",
+    "stands_for",
+]
 
 _INT8: Final = "turbo_int8_weight"
 _SCALE: Final = "turbo_int8_scale_bits"
@@ -92,6 +99,27 @@ def detach_int8(linear: nn.Module) -> None:
         if name in linear._buffers:
             delattr(linear, name)
     linear.__dict__.pop(_ORIGIN, None)
+
+
+def held_int8(linear: nn.Module) -> tuple[Tensor | None, Tensor | None, object] | None:
+    """What is attached, whatever it still stands for, for `restore_int8`; None if nothing is."""
+    buffers = linear._buffers
+    if _INT8 not in buffers or _SCALE not in buffers:
+        return None
+    return buffers[_INT8], buffers[_SCALE], getattr(linear, _ORIGIN)
+
+
+def restore_int8(
+    linear: nn.Module, held: tuple[Tensor | None, Tensor | None, object] | None
+) -> None:
+    """Attach what `held_int8` returned, and nothing else."""
+    detach_int8(linear)
+    if held is None:
+        return
+    int8, bits, origin = held
+    linear.register_buffer(_INT8, int8, persistent=False)
+    linear.register_buffer(_SCALE, bits, persistent=False)
+    setattr(linear, _ORIGIN, origin)
 
 
 def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:

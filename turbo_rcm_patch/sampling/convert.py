@@ -19,7 +19,13 @@ from turbo_rcm_patch.checkpoints.folder import (
     write_transformer,
 )
 from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
-from turbo_rcm_patch.checkpoints.staging import check_outside, check_space, check_target, staged
+from turbo_rcm_patch.checkpoints.staging import (
+    check_outside,
+    check_space,
+    check_target,
+    remove_abandoned,
+    staged,
+)
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
 from turbo_rcm_patch.sampling.settings import DEFAULTS_FILE
@@ -67,6 +73,7 @@ def convert_transformer(
     check_target(target, force=force, folder=True)
     check_outside(target, checkpoint)
     source = read_checkpoint(checkpoint, heads=heads)
+    remove_abandoned(target)
     check_space(target, folder_bytes(source, dtype))
     with staged(target, force=force, folder=True) as made:
         written = write_transformer(
@@ -126,6 +133,7 @@ def convert_pipeline(
         own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
         sources.append((part, source, own))
     rest = _rest(root, index)
+    remove_abandoned(target)
     check_space(
         target,
         sum(folder_bytes(source, dtype) for _, source, _ in sources),

@@ -20,6 +20,8 @@ from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 from turbo_rcm_patch.sampling.families import FAMILIES
 
 if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
     from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "choose_device",
     "first_line",
     "load_pipeline",
+    "move",
     "pipeline_name",
     "quiet_loading",
     "resolve_model",
@@ -92,12 +95,7 @@ def load_pipeline(
     # Under sequential offload Linears are hooked and not run in int8: their int8 weights would lie
     # on the GPU for nothing.
     pipe = _from_pretrained(folder, dtype, int8=int8 and offload != "sequential")
-    if offload == "model":
-        pipe.enable_model_cpu_offload(device=target)
-    elif offload == "sequential":
-        pipe.enable_sequential_cpu_offload(device=target)
-    else:
-        pipe.to(target)
+    move(pipe, target, offload)
     return pipe
 
 
@@ -323,6 +321,16 @@ def check_offload(offload: Offload, device: torch.device) -> None:
             got="cpu",
             remedy="Leave offload at 'none' on a machine without a GPU",
         )
+
+
+def move(pipe: DiffusionPipeline, device: torch.device, offload: Offload) -> None:
+    """Bring a pipeline to a device, or what is in use of it."""
+    if offload == "model":
+        pipe.enable_model_cpu_offload(device=device)
+    elif offload == "sequential":
+        pipe.enable_sequential_cpu_offload(device=device)
+    else:
+        pipe.to(device)
 
 
 def first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward
 from turbo_rcm_patch.patching.families.wan_modes import (
     BlockClasses,
     attention_mode,
+    gated,
     modulation,
     plain_layer_norm,
 )
@@ -204,6 +205,8 @@ class WanBlockForward:
         guard: Guard | None,
     ) -> Tensor:
         attn, linear = self._block.attn1, self._linear
+        if linear is not None and attached_proj_l(attn) is None:
+            linear = None  # It was taken away after patching: attention is dense.
         mode = attention_mode(attn, self._classes) if self._attn1.live else "as-written"
         if linear is not None and mode == "ours" and self._spec.attention == "sage":
             mode = "called"
@@ -215,8 +218,9 @@ class WanBlockForward:
 
         fuse = mode == "ours"
         if fuse and guard is not None:
+            sparse = linear is not None and linear.live and mask is None
             fuse = guard.accepts(
-                (self._attn1, linear) if linear and linear.live else (self._attn1,),
+                (self._attn1, linear) if sparse and linear else (self._attn1,),
                 exact=lambda: attn(tensor_of(x), None, mask, rotary),
                 fused=lambda: ours(None, 1.0),
             )
@@ -227,7 +231,7 @@ class WanBlockForward:
         branch: Tensor = attn(tensor_of(x), None, mask, rotary)
         if mode == "called":
             return ops.skip(hidden, branch, 1.0, gate, impl=self._spec.impl)
-        return _gated(hidden, branch, gate)
+        return gated(hidden, branch, gate)
 
     def _cross_attention(
         self, x: Tensor | Normed, hidden: Tensor, context: Tensor, guard: Guard | None
@@ -257,7 +261,7 @@ class WanBlockForward:
         ffn, impl = self._block.ffn, self._spec.impl
         mode = feed_forward_mode(ffn) if self._ffn.live else "as-written"
         if mode == "as-written":
-            return _gated(hidden, ffn(tensor_of(x)).float(), gate)
+            return gated(hidden, ffn(tensor_of(x)).float(), gate)
         if mode == "called":
             return ops.skip(hidden, ffn(tensor_of(x)), 1.0, gate, impl=impl)
         if guard is not None and not guard.accepts(
@@ -265,7 +269,7 @@ class WanBlockForward:
             exact=lambda: ffn(tensor_of(x)),
             fused=lambda: self._contract(self._expand(x), None, 1.0),
         ):
-            return _gated(hidden, ffn(tensor_of(x)).float(), gate)
+            return gated(hidden, ffn(tensor_of(x)).float(), gate)
         return self._contract(self._expand(x), hidden, gate)
 
     def _expand(self, x: Tensor | Normed) -> Tensor:
@@ -391,8 +395,3 @@ class WanBlockForward:
             return fused.chunk(2, dim=-1)
         pair = (attn.add_k_proj, attn.add_v_proj)
         return self._linears.project("image", image, pair, int8=int8)
-
-
-def _gated(hidden: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
-    """The author's gated skip: fp32, rounded once."""
-    return (hidden.float() + branch * gate).type_as(hidden)

@@ -19,6 +19,7 @@ from turbo_rcm_patch.patching.plain import bare, drops
 __all__ = [
     "BlockClasses",
     "attention_mode",
+    "gated",
     "modulation",
     "plain_layer_norm",
 ]
@@ -70,3 +71,8 @@ def modulation(table: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
         rows = (table.unsqueeze(0) + temb.float()).chunk(6, dim=2)
         return tuple(row.squeeze(2) for row in rows)
     return (table + temb.float()).chunk(6, dim=1)
+
+
+def gated(hidden: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
+    """The author's gated skip: fp32, rounded once."""
+    return (hidden.float() + branch * gate).type_as(hidden)

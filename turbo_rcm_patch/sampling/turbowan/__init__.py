@@ -14,6 +14,7 @@ from turbo_rcm_patch.sampling.turbowan.arguments import (
     patch_config,
     requests,
     run,
+    serve,
     text_to_video_parser,
 )
 from turbo_rcm_patch.sampling.turbowan.image import adapted_size, read_image
@@ -45,6 +46,7 @@ __all__ = [
     "requests",
     "run",
     "sample",
+    "serve",
     "text_to_video_parser",
     "transformer_folder",
     "transformer_folders",

@@ -28,6 +28,7 @@ __all__ = [
     "patch_config",
     "requests",
     "run",
+    "serve",
     "text_to_video_parser",
 ]
 
@@ -176,6 +177,33 @@ def requests(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
             yield line.strip(), next(path for path in names if not path.exists())
 
 
+def serve(arguments: argparse.Namespace, generate: Callable[[str, Path], None]) -> int:
+    """Generate what is asked for.
+
+    With --serve a failure that `run` tells is told at once, and the next prompt is read: the
+    loaded model is not lost. Without, it is raised.
+
+    Args:
+        arguments: Of `parse`.
+        generate: Makes the video of a prompt and writes it to a file.
+
+    Returns:
+        0; 2 if a prompt failed.
+    """
+    code = 0
+    for prompt, path in requests(arguments):
+        try:
+            generate(prompt, path)
+            continue
+        except (TurboRCMError, torch.OutOfMemoryError) as error:
+            if not arguments.serve:
+                raise
+            print(_told(error), file=sys.stderr)
+            code = 2
+        torch.cuda.empty_cache()  # Here, where the error no longer holds tensors.
+    return code
+
+
 def base_of(arguments: argparse.Namespace, checkpoint: str) -> str:
     """--base, by default the checkpoint if it is a pipeline folder, or else the model's hub id."""
     if arguments.base is not None:
@@ -184,28 +212,27 @@ def base_of(arguments: argparse.Namespace, checkpoint: str) -> str:
     return checkpoint if whole else str(arguments.default_base)
 
 
-def run(main: Callable[[], None]) -> int:
+def run(main: Callable[[], int | None]) -> int:
     """Run a script's main function.
 
     Returns:
-        0; 2 for a mistake in the arguments or the model, or too little memory on the GPU, which
-        is told in a line; 130 if interrupted.
+        What it returns, or 0; 2 for a mistake in the arguments or the model, or too little memory
+        on the GPU, which is told in a line; 130 if interrupted.
     """
     try:
-        main()
-    except TurboRCMError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except torch.OutOfMemoryError as error:
-        print(
-            f"{error}\nTry --offload model, a smaller --resolution or fewer frames or samples.",
-            file=sys.stderr,
-        )
+        return main() or 0
+    except (TurboRCMError, torch.OutOfMemoryError) as error:
+        print(_told(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nInterrupted. What was not finished is not written.", file=sys.stderr)
         return 130
-    return 0
+
+
+def _told(error: TurboRCMError | torch.OutOfMemoryError) -> str:
+    if isinstance(error, TurboRCMError):
+        return f"{type(error).__name__}: {error}"
+    return f"{error}\nTry --offload model, a smaller --resolution or fewer frames or samples."
 
 
 def frame_size(resolution: str, aspect_ratio: str = "16:9") -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
+from turbo_rcm_patch.checkpoints.folder import FORMAT
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
 from turbo_rcm_patch.patching.sla import detach_proj_l
@@ -19,6 +20,7 @@ from turbo_rcm_patch.sampling.load import (
     Offload,
     choose_device,
     first_line,
+    move,
     quiet_loading,
     resolve_model,
 )
@@ -83,7 +85,7 @@ def transformer_folder(
     """The transformer folder that an argument of the scripts leads to.
 
     A `.pth` file is converted to a folder beside it or in `cache`, which is used again until the
-    file is another one (by its size and time).
+    file is another one (by its size and time) or is converted in another way.
 
     Args:
         path: TurboDiffusion's `.pth` file, a transformer folder or a pipeline folder.
@@ -114,7 +116,7 @@ def transformer_folder(
         origin = hashlib.blake2b(str(given.resolve().parent).encode(), digest_size=4).hexdigest()
         target = Path(cache).expanduser() / f"{name}-{origin}"
     status = given.stat()
-    source = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns}
+    source = {"format": FORMAT, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
     if _made_of(target) == source:
         return target
     if (target / "config.json").is_file() and _made_of(target) is None:
@@ -204,12 +206,7 @@ def load(
             + ("" if local else ", or a hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'"),
         ) from error
     _check_base(root, pipe, networks[0])
-    if offload == "model":
-        pipe.enable_model_cpu_offload(device=target)
-    elif offload == "sequential":
-        pipe.enable_sequential_cpu_offload(device=target)
-    else:
-        pipe.to(target)
+    move(pipe, target, offload)
     return pipe
 
 

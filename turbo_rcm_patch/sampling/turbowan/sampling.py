@@ -108,6 +108,9 @@ def sample(
             output_type="latent",
             **more,
         ).frames
+    except BaseException:
+        pipe.maybe_free_model_hooks()  # Under offload, or the next video finds less memory.
+        raise
     finally:
         scheduler.set_noise_generator(None)
     if not torch.isfinite(latents).all():
@@ -137,8 +140,10 @@ def decode(pipe: WanPipeline | WanImageToVideoPipeline, latents: torch.Tensor) -
     mean = latents.new_tensor(vae.config.latents_mean).view(shape)
     # The reciprocal is rounded too, as where the models come from.
     inverse_std = 1.0 / latents.new_tensor(vae.config.latents_std).view(shape)
-    video: torch.Tensor = vae.decode(latents / inverse_std + mean, return_dict=False)[0]
-    pipe.maybe_free_model_hooks()
+    try:
+        video: torch.Tensor = vae.decode(latents / inverse_std + mean, return_dict=False)[0]
+    finally:
+        pipe.maybe_free_model_hooks()
     return ((video.float().cpu().clamp(-1, 1) + 1) / 2).permute(0, 2, 3, 4, 1)
 
 
