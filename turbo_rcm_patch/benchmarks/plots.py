@@ -74,7 +74,7 @@ def draw(path: Path) -> list[Path]:
                 continue
             target = path.with_name(name)
             with atomic(target) as temporary:
-                figure.savefig(temporary, dpi=160, format="png")
+                figure.savefig(temporary, dpi=160, format="png", bbox_inches="tight")
             paths.append(target)
     return paths
 

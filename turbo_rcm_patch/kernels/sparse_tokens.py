@@ -15,9 +15,9 @@ from turbo_rcm_patch.kernels.operands import norm_form
 __all__ = ["Tokens", "prepare_tokens", "prepare_tokens_kernel"]
 
 #: Tokens of k whose sum a program writes.
-_K_TOKENS = 64
+_K_TOKENS = 32
 #: Tokens under way at a time, and warps of a program.
-_STAGES = 4
+_STAGES = 6
 _WARPS = 4
 
 
