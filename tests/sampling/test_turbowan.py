@@ -157,6 +157,28 @@ def test_latents_are_scaled_in_the_dtype_of_the_vae(dtype: torch.dtype) -> None:
     assert frames.unique().tolist() == [1.0]
 
 
+def test_a_failure_frees_what_offload_has_on_the_gpu(text_pth, micro_folder, monkeypatch) -> None:
+    from diffusers import WanPipeline
+
+    from turbo_rcm_patch import RCMScheduler
+
+    def fails(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    folder, freed = turbowan.transformer_folder(text_pth), []
+    pipe = turbowan.load(WanPipeline, [folder], micro_folder, device="cpu")
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler = RCMScheduler()
+    monkeypatch.setattr(pipe, "maybe_free_model_hooks", lambda: freed.append(1))
+    monkeypatch.setattr(pipe.transformer, "forward", fails)
+    monkeypatch.setattr(pipe.vae, "decode", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        turbowan.sample(pipe, PROMPT, width=32, height=32, num_frames=5)
+    with pytest.raises(torch.OutOfMemoryError):
+        turbowan.decode(pipe, torch.zeros(1, 4, 1, 4, 4))
+    assert len(freed) == 2 and pipe.scheduler._noise_generator is None
+
+
 def test_two_prompts_of_a_seed_start_from_the_same_noise(text_pth, micro_folder) -> None:
     from diffusers import WanPipeline
 
