@@ -16,8 +16,9 @@ __all__ = ["Tokens", "prepare_tokens", "prepare_tokens_kernel"]
 
 #: Tokens of k whose sum a program writes.
 _K_TOKENS = 32
-#: Tokens under way at a time, and warps of a program.
+#: Tokens under way or computed at a time, at most, and the shared memory they may take.
 _STAGES = 6
+_SHARED = 48 * 1024
 _WARPS = 4
 
 
@@ -138,6 +139,7 @@ def prepare_tokens(
     (batch, n_q, channels), n_kv = q.shape, k.shape[1]
     head_dim = channels // heads
     head_pad, heads_pad = pad_head(head_dim), triton.next_power_of_2(heads)
+    token_bytes = heads_pad * head_pad * q.element_size()
     q_blocks, k_parts = triton.cdiv(n_q, block_q), triton.cdiv(n_kv, _K_TOKENS)
     q_norm, k_norm = (norm_form(weight, None, channels) for weight in (norm_q, norm_k))
     rope = cos is not None
@@ -177,7 +179,7 @@ def prepare_tokens(
         Q_NORM=q_norm,
         K_NORM=k_norm,
         ROPE=rope,
-        STAGES=_STAGES,
+        STAGES=min(_STAGES, 1 + _SHARED // token_bytes),
         num_warps=_WARPS,
         num_stages=1,
     )
