@@ -28,6 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PATH",
         help="run the tests that need a checkout of thu-ml/TurboDiffusion, from this folder",
     )
+    parser.addoption(
+        "--every-target",
+        action="store_true",
+        help="compile rare variants of the kernels for every GPU target, not for three of them",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
