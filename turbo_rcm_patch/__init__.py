@@ -1,4 +1,4 @@
-"""One line that runs the attention of Wan video transformers through fused int8 kernels.
+"""One line that runs the attention of video transformers through fused int8 kernels.
 
     from turbo_rcm_patch import patch_model
     report = patch_model(pipe.transformer)

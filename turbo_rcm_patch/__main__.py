@@ -15,6 +15,8 @@ from turbo_rcm_patch.errors import TurboRCMError
 __all__ = ["main"]
 
 USAGE, INTERRUPTED = 2, 130
+#: What `pip install .` brings, whose absence deserves a line and not a traceback.
+NEEDED = ("torch", "triton", "diffusers", "transformers", "safetensors", "numpy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except TurboRCMError as error:
         print(error.block(), file=sys.stderr)
+        return USAGE
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in NEEDED:
+            raise
+        print(
+            f"{error.name} is not installed for {sys.executable}\n"
+            "  Run `pip install .` in the repository, or `. .venv/bin/activate` after `make demo`.",
+            file=sys.stderr,
+        )
         return USAGE
     except KeyboardInterrupt:
         print("\nInterrupted. The model is as it was.", file=sys.stderr)

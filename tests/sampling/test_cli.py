@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from turbo_rcm_patch import __main__ as turbo_main
 from turbo_rcm_patch.__main__ import main
 
 SMALL = ["--height", "32", "--width", "32", "--num-frames", "5", "--max-sequence-length", "16"]
@@ -162,3 +163,27 @@ def test_ctrl_c_keeps_what_is_finished(micro_folder: Path, tmp_path: Path) -> No
     assert subprocess.run(command, timeout=120, check=False).returncode in (0, 1)
     assert (out / "report.html").is_file()
     assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
+
+
+@pytest.mark.parametrize("name", ["torch", "diffusers.utils"])
+def test_a_missing_package_is_told_in_a_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: object) -> int:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(turbo_main, "_run", run)
+    assert turbo_main.main(["doctor"]) == 2
+    error = capsys.readouterr().err
+    assert f"{name} is not installed for {sys.executable}" in error and "pip install ." in error
+
+
+def test_another_missing_module_is_no_matter_of_installation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(_: object) -> int:
+        raise ModuleNotFoundError("No module named 'ours'", name="ours")
+
+    monkeypatch.setattr(turbo_main, "_run", run)
+    with pytest.raises(ModuleNotFoundError):
+        turbo_main.main(["doctor"])
