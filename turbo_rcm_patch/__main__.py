@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(
             f"{error.name} is not installed for {sys.executable}\n"
-            "  Run `pip install .` in the repository, or `. .venv/bin/activate` after `make demo`.",
+            "  Run `pip install .` in the repository; after `make demo`, `. .venv/bin/activate`.",
             file=sys.stderr,
         )
         return USAGE
