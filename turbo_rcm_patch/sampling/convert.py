@@ -28,7 +28,7 @@ from turbo_rcm_patch.checkpoints.staging import (
 )
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
-from turbo_rcm_patch.sampling.settings import DEFAULTS_FILE
+from turbo_rcm_patch.sampling.settings import DEFAULTS_FILE, folder_defaults
 
 __all__ = ["convert_pipeline", "convert_transformer"]
 
@@ -97,7 +97,8 @@ def convert_pipeline(
 ) -> tuple[Written, ...]:
     """Write a whole pipeline folder: the checkpoint's transformer, everything else the base's.
 
-    Its scheduler is `RCMScheduler`. VAE, text encoder and the rest are links to the base.
+    Its scheduler is `RCMScheduler`. VAE, text encoder and the rest are links to the base, and the
+    base's size and length of videos and prompts are its own defaults too.
 
     Args:
         checkpoint: The `.pth` file; of Wan 2.2 A14B, the high-noise expert's.
@@ -132,7 +133,7 @@ def convert_pipeline(
         _check_same_model(root / part, config, source, str(path))
         own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
         sources.append((part, source, own))
-    rest = _rest(root, index)
+    rest, defaults = _rest(root, index), folder_defaults(root)
     remove_abandoned(target)
     check_space(
         target,
@@ -152,7 +153,7 @@ def convert_pipeline(
                 progress=None if progress is None else _named(progress, part),
             )
             results.append(_at(written, target / part))
-        _write_rest(made, rest, index, experts=len(sources), copy=copy)
+        _write_rest(made, rest, index, defaults, experts=len(sources), copy=copy)
     return tuple(results)
 
 
@@ -228,7 +229,13 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _write_rest(
-    made: Path, rest: dict[str, Path], index: dict[str, object], *, experts: int, copy: bool
+    made: Path,
+    rest: dict[str, Path],
+    index: dict[str, object],
+    defaults: dict[str, object],
+    *,
+    experts: int,
+    copy: bool,
 ) -> None:
     """Everything of a pipeline but its transformers."""
     from turbo_rcm_patch.sampling.scheduler import RCMScheduler
@@ -244,4 +251,7 @@ def _write_rest(
     if experts == 2:
         index["boundary_ratio"] = _BOUNDARY
     write_json(made / "model_index.json", index)
-    write_json(made / DEFAULTS_FILE, {"sampler": "rcm", "steps": 4, "sigma_max": sigma_max})
+    # The base may be the teacher, whose guidance no student has.
+    kept = {key: value for key, value in defaults.items() if key != "guidance_scale_2"}
+    own = {"sampler": "rcm", "steps": 4, "sigma_max": sigma_max, "guidance_scale": 1.0}
+    write_json(made / DEFAULTS_FILE, kept | own)
