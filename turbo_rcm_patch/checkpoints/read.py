@@ -15,7 +15,7 @@ from torch import Tensor
 from turbo_rcm_patch.checkpoints.keys import Name, Sizes, blocks_of, names, sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 
-__all__ = ["Checkpoint", "Wanted", "check_tensors", "read_checkpoint"]
+__all__ = ["Checkpoint", "Wanted", "check_tensors", "read_checkpoint", "width_of"]
 
 #: What wrappers put between a module and its parameters.
 _WRAPPERS: Final = {
@@ -92,6 +92,16 @@ def read_checkpoint(path: str | Path, *, heads: int | None = None) -> Checkpoint
     sizes = sizes_of({name: tensor.shape for name, tensor in tensors.items()}, heads=heads)
     check_tensors(str(path), _wanted(names(sizes), tensors), tensors)
     return Checkpoint(tensors, sizes, left_out)
+
+
+def width_of(path: str | Path) -> int:
+    """Channels of a token, with nothing else of a checkpoint looked at; 0 if it has none.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds more than tensors.
+    """
+    weight = _unwrapped(_load(Path(path)), Path(path)).get("patch_embedding.weight")
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.ndim else 0
 
 
 def check_tensors(where: str, wanted: Mapping[str, Wanted], tensors: Mapping[str, Tensor]) -> None:

@@ -79,7 +79,9 @@ def convert_transformer(
         written = write_transformer(
             source, made, dtype=dtype, shard_bytes=shard_bytes, config=config, progress=progress
         )
-    return _at(written, target)
+    assumed = heads is None and not source.sizes.sla
+    told = f"{source.sizes.heads_text}: --heads N if that is wrong" if assumed else ""
+    return replace(written, path=target, heads=told)
 
 
 def convert_pipeline(
@@ -129,7 +131,15 @@ def convert_pipeline(
     files = [path for path in (checkpoint, low_noise) if path is not None]
     for part, path in zip(_TRANSFORMERS, files, strict=False):
         config = read_json(root / part / "config.json")
-        source = read_checkpoint(path, heads=heads or config.get("num_attention_heads"))
+        there = config.get("num_attention_heads")
+        if heads is not None and there not in (None, heads):
+            raise CheckpointError(
+                "--heads",
+                expected=f"{there}, as {root / part / 'config.json'} says",
+                got=str(heads),
+                remedy="Leave --heads out with --base, or choose the base of this model",
+            )
+        source = read_checkpoint(path, heads=heads or there)
         _check_same_model(root / part, config, source, str(path))
         own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
         sources.append((part, source, own))

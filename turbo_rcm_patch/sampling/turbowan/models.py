@@ -11,6 +11,7 @@ import torch
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.checkpoints.folder import FORMAT
+from turbo_rcm_patch.checkpoints.read import width_of
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
 from turbo_rcm_patch.patching.sla import detach_proj_l
@@ -48,6 +49,7 @@ _PARTS: Final = ("transformer", "transformer_2")
 def transformer_folders(
     paths: Sequence[str | Path],
     *,
+    base: str | Path | None = None,
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
@@ -55,6 +57,7 @@ def transformer_folders(
 
     Args:
         paths: One, or the high-noise expert's and the low-noise expert's.
+        base: As in `transformer_folder`.
         cache: As in `transformer_folder`.
         progress: Called with MiB, each network under a name of its own.
 
@@ -71,7 +74,9 @@ def transformer_folders(
             if progress is not None:
                 progress(name, done >> 20, max(1, total >> 20))
 
-        folders.append(transformer_folder(path, part=part, cache=cache, progress=in_mib))
+        folders.append(
+            transformer_folder(path, part=part, base=base, cache=cache, progress=in_mib)
+        )
     return folders
 
 
@@ -79,6 +84,7 @@ def transformer_folder(
     path: str | Path,
     *,
     part: str = "transformer",
+    base: str | Path | None = None,
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -90,6 +96,8 @@ def transformer_folder(
     Args:
         path: TurboDiffusion's `.pth` file, a transformer folder or a pipeline folder.
         part: Which transformer of a pipeline folder.
+        base: A pipeline folder, or a hub id. If a folder has a transformer of the same width, the
+            heads are as many as its.
         cache: Folder for what is converted; made if it does not exist.
         progress: Called with bytes while converting.
 
@@ -117,8 +125,11 @@ def transformer_folder(
         target = Path(cache).expanduser() / f"{name}-{origin}"
     status = given.stat()
     source = {"format": FORMAT, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
-    if _made_of(target) == source:
+    heads, width = _heads(base, part)
+    if _made_of(target) == source and _has_heads(target, heads, width):
         return target
+    if width and width_of(given) != width:
+        heads = None  # The base of another model, whose VAE and text encoder fit.
     if (target / "config.json").is_file() and _made_of(target) is None:
         raise OutputExistsError(
             f"{target} is there already, and is not what {given.name} was converted to",
@@ -126,10 +137,17 @@ def transformer_folder(
         )
     try:
         convert_transformer(
-            given, target, force=target.exists(), config={_SOURCE: source}, progress=progress
+            given,
+            target,
+            heads=heads,
+            force=target.exists(),
+            config={_SOURCE: source},
+            progress=progress,
         )
     except OutputExistsError as error:
-        if _made_of(target) == source:  # Another process was first.
+        if _made_of(target) == source and _has_heads(
+            target, heads, width
+        ):  # Another process was first.
             return target
         raise OutputExistsError(
             error.what,
@@ -138,6 +156,26 @@ def transformer_folder(
             remedy="Choose another folder with --cache",
         ) from error
     return target
+
+
+def _heads(base: str | Path | None, part: str) -> tuple[int | None, int]:
+    """Heads and width of a base's transformer; None and 0 if it has none here."""
+    root = None if base is None else resolve_model(base)
+    file = root / part / "config.json" if isinstance(root, Path) else None
+    if file is None or not file.is_file():
+        return None, 0
+    config = read_json(file)
+    heads, head_dim = (config.get(f) for f in ("num_attention_heads", "attention_head_dim"))
+    if not isinstance(heads, int) or not isinstance(head_dim, int):
+        return None, 0
+    return heads, heads * head_dim
+
+
+def _has_heads(folder: Path, heads: int | None, width: int) -> bool:
+    """Whether a converted folder has that many heads, or is of another width."""
+    config = read_json(folder / "config.json")
+    own: int = config["num_attention_heads"]
+    return heads is None or own == heads or own * config["attention_head_dim"] != width
 
 
 def _made_of(folder: Path) -> object:
