@@ -11,7 +11,7 @@ import torch
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.checkpoints.folder import FORMAT
-from turbo_rcm_patch.checkpoints.read import width_of
+from turbo_rcm_patch.checkpoints.read import open_width
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
 from turbo_rcm_patch.patching.sla import detach_proj_l
@@ -44,6 +44,9 @@ SIZES: Final = {
 #: Entry of config.json that says which file a converted folder was made of.
 _SOURCE: Final = "_turbo_rcm_source"
 _PARTS: Final = ("transformer", "transformer_2")
+_EXPECTED: Final = (
+    "a .pth of TurboDiffusion, or a folder that `python -m turbo_rcm_patch convert` wrote"
+)
 
 
 def transformer_folders(
@@ -66,7 +69,7 @@ def transformer_folders(
     """
     for path in paths:
         if not Path(path).expanduser().exists():
-            raise CheckpointError(f"no such file or folder: {path}")
+            raise CheckpointError(f"no such file or folder: {path}", expected=_EXPECTED)
     folders = []
     for path, part in zip(paths, _PARTS, strict=False):
 
@@ -96,8 +99,8 @@ def transformer_folder(
     Args:
         path: TurboDiffusion's `.pth` file, a transformer folder or a pipeline folder.
         part: Which transformer of a pipeline folder.
-        base: A pipeline folder, or a hub id. If a folder has a transformer of the same width, the
-            heads are as many as its.
+        base: A pipeline folder, or a hub id. Heads that no tensor shows are as many as those of a
+            folder's transformer, if that is as wide.
         cache: Folder for what is converted; made if it does not exist.
         progress: Called with bytes while converting.
 
@@ -111,12 +114,11 @@ def transformer_folder(
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"{folder} has no config.json",
-                expected="TurboDiffusion's .pth file, or a folder that `python -m turbo_rcm_patch "
-                "convert` wrote",
+                expected=_EXPECTED,
             )
         return folder
     if not given.is_file():
-        raise CheckpointError(f"no such file or folder: {given}")
+        raise CheckpointError(f"no such file or folder: {given}", expected=_EXPECTED)
     name = f"{given.name.removesuffix('.pth')}-diffusers"
     if cache is None:
         target = given.parent / name
@@ -126,10 +128,12 @@ def transformer_folder(
     status = given.stat()
     source = {"format": FORMAT, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
     heads, width = _heads(base, part)
-    if _made_of(target) == source and _has_heads(target, heads, width):
+    if _made_of(target) == source and _has_heads(target, heads):
         return target
-    if width and width_of(given) != width:
-        heads = None  # The base of another model, whose VAE and text encoder fit.
+    if heads is not None and open_width(given) != width:
+        heads = None  # SLA shows them, or only the base's VAE and text encoder fit.
+    if _made_of(target) == source and _has_heads(target, heads):
+        return target
     if (target / "config.json").is_file() and _made_of(target) is None:
         raise OutputExistsError(
             f"{target} is there already, and is not what {given.name} was converted to",
@@ -145,10 +149,8 @@ def transformer_folder(
             progress=progress,
         )
     except OutputExistsError as error:
-        if _made_of(target) == source and _has_heads(
-            target, heads, width
-        ):  # Another process was first.
-            return target
+        if _made_of(target) == source and _has_heads(target, heads):
+            return target  # Another process was first.
         raise OutputExistsError(
             error.what,
             expected=error.expected,
@@ -171,11 +173,9 @@ def _heads(base: str | Path | None, part: str) -> tuple[int | None, int]:
     return heads, heads * head_dim
 
 
-def _has_heads(folder: Path, heads: int | None, width: int) -> bool:
-    """Whether a converted folder has that many heads, or is of another width."""
-    config = read_json(folder / "config.json")
-    own: int = config["num_attention_heads"]
-    return heads is None or own == heads or own * config["attention_head_dim"] != width
+def _has_heads(folder: Path, heads: int | None) -> bool:
+    """Whether a converted folder has that many heads; None for any."""
+    return heads in (None, read_json(folder / "config.json").get("num_attention_heads"))
 
 
 def _made_of(folder: Path) -> object:
