@@ -34,12 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Load: the converted experts, and the rest of the base.
     experts = [args.high_noise_model_path, args.low_noise_model_path]
+    base = turbowan.base_of(args, experts[0])
     with bars() as progress:
-        folders = turbowan.transformer_folders(experts, cache=args.cache, progress=progress)
+        folders = turbowan.transformer_folders(
+            experts, base=base, cache=args.cache, progress=progress
+        )
     pipe = turbowan.load(
         WanImageToVideoPipeline,
         folders,
-        turbowan.base_of(args, experts[0]),
+        base,
         sla=args.attention_type != "original" and not args.no_patch,
         int8=args.quant_linear and not args.no_patch,
         model=args.model,

@@ -28,14 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     width, height = turbowan.frame_size(args.resolution, args.aspect_ratio)
 
     # Load: the converted transformer, and the rest of the base.
+    base = turbowan.base_of(args, args.dit_path)
     with bars() as progress:
         folders = turbowan.transformer_folders(
-            [args.dit_path], cache=args.cache, progress=progress
+            [args.dit_path], base=base, cache=args.cache, progress=progress
         )
     pipe = turbowan.load(
         WanPipeline,
         folders,
-        turbowan.base_of(args, args.dit_path),
+        base,
         sla=args.attention_type != "original" and not args.no_patch,
         int8=args.quant_linear and not args.no_patch,
         model=args.model,

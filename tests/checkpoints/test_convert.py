@@ -231,14 +231,15 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
     ("content", "text"),
     [
         (None, "no such file"),
-        (b"", "could not be read|no checkpoint"),
-        (b"PK\x03\x04 half a file", "could not be read|no checkpoint"),
+        (b"", "not a torch checkpoint"),
+        (b"<html>a page</html>", "not a torch checkpoint"),
+        (b"PK\x03\x04 half a file", "not a torch checkpoint"),
         ([1, 2], "a dictionary of tensors"),
         ({"a.lora_A.weight": torch.ones(2, 2)}, "the weights of TurboDiffusion's WanModel"),
         ({"x": torch.ones(1), "net.x": torch.ones(1)}, "two entries are x"),
         ({"x": "text"}, "a tensor; got a str"),
     ],
-    ids=["missing", "empty", "half", "list", "lora", "twice", "text"],
+    ids=["missing", "empty", "page", "half", "list", "lora", "twice", "text"],
 )
 def test_what_is_no_checkpoint_is_refused(content: Any, text: str, tmp_path: Path) -> None:
     path = tmp_path / "in.pth"

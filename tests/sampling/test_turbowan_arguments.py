@@ -173,8 +173,11 @@ def test_the_patch_is_what_was_asked_for() -> None:
     assert config() == PatchConfig(guard=False)
     assert config("--quant_linear", "--guard") == PatchConfig(linear="int8")
     assert config("--sla_topk", "0.2").sla_topk == 0.2
-    with pytest.raises(ConfigError, match="sla_topk"):
-        config("--sla_topk", "0")
+    for wrong in ("0", "5", "nan"):
+        with pytest.raises(
+            ConfigError, match=r"^--sla_topk; .*\(0, 1\].*--attention_type original"
+        ):
+            config("--sla_topk", wrong)
 
 
 def test_serving_reads_prompts_and_numbers_videos(tmp_path, monkeypatch) -> None:
@@ -188,7 +191,7 @@ def test_serving_reads_prompts_and_numbers_videos(tmp_path, monkeypatch) -> None
     assert list(served) == [
         ("a dog", tmp_path / "video-002.mp4"), ("a fox", tmp_path / "video-003.mp4")
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="--prompt"):
+    with pytest.raises(ConfigError, match="--prompt TEXT, or --serve"):
         turbowan.parse(parser, least)
 
 

@@ -111,7 +111,7 @@ def test_a_folder_that_is_something_else_is_not_replaced(tmp_path, text_pth) -> 
     with pytest.raises(OutputExistsError, match="--cache"):
         turbowan.transformer_folder(text_pth, cache=tmp_path / "file")
     for missing in (tmp_path / "none.pth", tmp_path):
-        with pytest.raises(CheckpointError):
+        with pytest.raises(CheckpointError, match=r"a \.pth of TurboDiffusion, or a folder that"):
             turbowan.transformer_folder(missing)
     assert (other / "config.json").read_text() == "{}"
 

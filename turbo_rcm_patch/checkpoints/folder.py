@@ -66,6 +66,8 @@ class Written:
         sla: Blocks with SLA's `proj_l`.
         left_out: Entries of the checkpoint that hold no weights.
         extra_file: The file that int8 weights and `proj_l` are in, or "" if it is the same.
+        heads: How many heads of how many channels, and what to pass for it, where no tensor shows
+            it; else "".
     """
 
     path: Path
@@ -74,6 +76,7 @@ class Written:
     sla: int
     left_out: tuple[str, ...] = ()
     extra_file: str = EXTRA_FILE
+    heads: str = ""
 
     def __str__(self) -> str:
         kept = []

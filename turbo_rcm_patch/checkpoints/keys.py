@@ -25,7 +25,7 @@ PATCH: Final = (1, 2, 2)
 #: Rows and columns of a weight that share a scale in a `-quant` checkpoint.
 BLOCK: Final = 128
 #: Channels of a head of every published Wan.
-_HEAD_DIM: Final = 128
+HEAD_DIM: Final = 128
 #: The Linear of SLA after its linear attention, in their self-attention and in our extra file.
 SLA_LINEAR: Final = ("self_attn.attn_op.local_attn.proj_l", "attn1.proj_l")
 
@@ -62,6 +62,17 @@ class Sizes:
     cross_norm: bool = True
     sla: bool = False
 
+    @property
+    def heads(self) -> int:
+        """How many."""
+        return self.dim // self.head_dim
+
+    @property
+    def heads_text(self) -> str:
+        """How many of how many channels."""
+        heads = self.heads
+        return f"{heads} head{'s' if heads > 1 else ''} of {self.head_dim} channels"
+
     def config(self) -> dict[str, object]:
         """The configuration of diffusers' WanTransformer3DModel."""
         return {
@@ -74,7 +85,7 @@ class Sizes:
             "freq_dim": self.freq,
             "image_dim": self.image,
             "in_channels": self.inputs,
-            "num_attention_heads": self.dim // self.head_dim,
+            "num_attention_heads": self.heads,
             "num_layers": self.layers,
             "out_channels": self.outputs,
             "patch_size": list(PATCH),
@@ -237,7 +248,7 @@ def _head_dim(dim: int, heads: int | None, shown: int | None) -> int:
                 got=str(heads),
             )
         return dim // heads
-    head_dim = shown or _HEAD_DIM
+    head_dim = shown or HEAD_DIM
     if dim % head_dim:
         raise CheckpointError(
             "heads",

@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.checkpoints.keys import Name, Sizes, blocks_of, names, sizes_of
+from turbo_rcm_patch.checkpoints.keys import SLA_LINEAR, Name, Sizes, blocks_of, names, sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 
-__all__ = ["Checkpoint", "Wanted", "check_tensors", "read_checkpoint"]
+__all__ = ["Checkpoint", "Wanted", "check_tensors", "open_width", "read_checkpoint"]
 
 #: What wrappers put between a module and its parameters.
 _WRAPPERS: Final = {
@@ -94,6 +94,21 @@ def read_checkpoint(path: str | Path, *, heads: int | None = None) -> Checkpoint
     return Checkpoint(tensors, sizes, left_out)
 
 
+def open_width(path: str | Path) -> int:
+    """Channels of a token, in a checkpoint that does not show its heads; 0 in any other.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds more than tensors.
+    """
+    found = _unwrapped(_load(Path(path)), Path(path))
+    weight = found.get("patch_embedding.weight")
+    if any(name.startswith(f"blocks.0.{SLA_LINEAR[0]}.") for name in found) or not isinstance(
+        weight, Tensor
+    ):
+        return 0
+    return weight.shape[0] if weight.ndim else 0
+
+
 def check_tensors(where: str, wanted: Mapping[str, Wanted], tensors: Mapping[str, Tensor]) -> None:
     """Compare tensors with what has to be there.
 
@@ -155,13 +170,13 @@ def _load(path: Path) -> object:
             return torch.load(path, map_location="cpu", weights_only=True)  # an old format
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds more than tensors, or is no checkpoint, and was not executed",
+            f"{path} is not a torch checkpoint, or holds more than tensors; it was not executed",
             got=str(error).strip().splitlines()[0][:200],
-            remedy="Save its state dict alone, in the program that wrote it",
+            remedy="Download it again, or save its state dict alone in the program that wrote it",
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, LookupError) as error:
         raise CheckpointError(
-            f"{path} could not be read ({type(error).__name__}: "
+            f"{path} is not a torch checkpoint, or not all of one ({type(error).__name__}: "
             f"{str(error).strip().splitlines()[0][:200] if str(error).strip() else 'no message'})",
             remedy="Download the file again",
         ) from error

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.checkpoints.blocks import dequantise
 from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE, WEIGHTS, Progress, Written
-from turbo_rcm_patch.checkpoints.keys import PATCH, Name, Sizes, blocks_of, names
+from turbo_rcm_patch.checkpoints.keys import HEAD_DIM, PATCH, Name, Sizes, blocks_of, names
 from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors
 from turbo_rcm_patch.checkpoints.staging import check_space, staged
 from turbo_rcm_patch.errors import CheckpointError
@@ -113,7 +113,8 @@ def write_checkpoint(
         stock = StoredTensors(*_files(place))
         extra = StoredTensors(*([extra_file] if extra_file.is_file() else []))
         sla = any(key.endswith(".attn1.proj_l.weight") for key in extra.listing)
-        listed = names(_sizes(place / "config.json", sla=sla))
+        sizes = _sizes(place / "config.json", sla=sla)
+        listed = names(sizes)
         check_tensors(str(place), _wanted(listed), stock.listing)
         int8 = {n for n in listed if n.linear and n.our_int8[0] in extra}
         if extra_file.is_file():
@@ -135,7 +136,9 @@ def write_checkpoint(
                 progress("convert", done, total)
         torch.save(tensors, made)
     blocks = len({n.ours.split(".")[1] for n in listed if n.extra})
-    return Written(path, len(tensors), len(int8), blocks, extra_file="")
+    shown = sla or sizes.head_dim == HEAD_DIM
+    heads = "" if shown else f"{sizes.heads_text}: convert it with --heads {sizes.heads}"
+    return Written(path, len(tensors), len(int8), blocks, extra_file="", heads=heads)
 
 
 def wanted_extra(listed: list[Name], int8: set[Name]) -> dict[str, Wanted]:

@@ -150,6 +150,8 @@ def convert(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
     for one in written:
         print(one)
+        if one.heads:
+            print(f"  {one.heads}")
         if one.left_out:
             print(f"  left out, because it holds no weights: {', '.join(one.left_out)}")
     return 0

@@ -28,7 +28,7 @@ from turbo_rcm_patch.checkpoints.staging import (
 )
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
-from turbo_rcm_patch.sampling.settings import DEFAULTS_FILE
+from turbo_rcm_patch.sampling.settings import DEFAULTS_FILE, folder_defaults
 
 __all__ = ["convert_pipeline", "convert_transformer"]
 
@@ -79,7 +79,9 @@ def convert_transformer(
         written = write_transformer(
             source, made, dtype=dtype, shard_bytes=shard_bytes, config=config, progress=progress
         )
-    return _at(written, target)
+    assumed = heads is None and not source.sizes.sla
+    told = f"{source.sizes.heads_text}: --heads N if that is wrong" if assumed else ""
+    return replace(written, path=target, heads=told)
 
 
 def convert_pipeline(
@@ -97,7 +99,8 @@ def convert_pipeline(
 ) -> tuple[Written, ...]:
     """Write a whole pipeline folder: the checkpoint's transformer, everything else the base's.
 
-    Its scheduler is `RCMScheduler`. VAE, text encoder and the rest are links to the base.
+    Its scheduler is `RCMScheduler`. VAE, text encoder and the rest are links to the base, and the
+    base's size and length of videos and prompts are its own defaults too.
 
     Args:
         checkpoint: The `.pth` file; of Wan 2.2 A14B, the high-noise expert's.
@@ -128,11 +131,19 @@ def convert_pipeline(
     files = [path for path in (checkpoint, low_noise) if path is not None]
     for part, path in zip(_TRANSFORMERS, files, strict=False):
         config = read_json(root / part / "config.json")
-        source = read_checkpoint(path, heads=heads or config.get("num_attention_heads"))
+        there = config.get("num_attention_heads")
+        if heads is not None and there not in (None, heads):
+            raise CheckpointError(
+                "--heads",
+                expected=f"{there}, as {root / part / 'config.json'} says",
+                got=str(heads),
+                remedy="Leave --heads out with --base, or choose the base of this model",
+            )
+        source = read_checkpoint(path, heads=heads or there)
         _check_same_model(root / part, config, source, str(path))
         own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
         sources.append((part, source, own))
-    rest = _rest(root, index)
+    rest, defaults = _rest(root, index), folder_defaults(root)
     remove_abandoned(target)
     check_space(
         target,
@@ -152,7 +163,7 @@ def convert_pipeline(
                 progress=None if progress is None else _named(progress, part),
             )
             results.append(_at(written, target / part))
-        _write_rest(made, rest, index, experts=len(sources), copy=copy)
+        _write_rest(made, rest, index, defaults, experts=len(sources), copy=copy)
     return tuple(results)
 
 
@@ -228,7 +239,13 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _write_rest(
-    made: Path, rest: dict[str, Path], index: dict[str, object], *, experts: int, copy: bool
+    made: Path,
+    rest: dict[str, Path],
+    index: dict[str, object],
+    defaults: dict[str, object],
+    *,
+    experts: int,
+    copy: bool,
 ) -> None:
     """Everything of a pipeline but its transformers."""
     from turbo_rcm_patch.sampling.scheduler import RCMScheduler
@@ -244,4 +261,7 @@ def _write_rest(
     if experts == 2:
         index["boundary_ratio"] = _BOUNDARY
     write_json(made / "model_index.json", index)
-    write_json(made / DEFAULTS_FILE, {"sampler": "rcm", "steps": 4, "sigma_max": sigma_max})
+    # The base may be the teacher, whose guidance no student has.
+    kept = {key: value for key, value in defaults.items() if key != "guidance_scale_2"}
+    own = {"sampler": "rcm", "steps": 4, "sigma_max": sigma_max, "guidance_scale": 1.0}
+    write_json(made / DEFAULTS_FILE, kept | own)

@@ -122,7 +122,12 @@ def resolve_model(model: str | Path) -> Path | str:
         )
     if isinstance(model, str) and _HUB_ID.fullmatch(model):
         return model
-    raise ModelFolderError(f"no such folder: {path}", expected=LAYOUT)
+    raise ModelFolderError(
+        f"no such folder: {path}",
+        expected=LAYOUT,
+        remedy=f"Shipped models are {' and '.join(SHIPPED)}; else pass a folder that exists, or a "
+        "hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'",
+    )
 
 
 def check_folder(folder: Path) -> None:

@@ -59,6 +59,12 @@ _REFUSED: Final = {
     ),
 }
 
+#: What to do about an argument that is missing.
+_MISSING: Final = {
+    "prompt": "Pass --prompt TEXT, or --serve to type prompts",
+    "image_path": "Pass --image_path FILE, a picture to start from",
+}
+
 
 def text_to_video_parser(description: str, *, epilog: str = "") -> argparse.ArgumentParser:
     """Every argument of TurboDiffusion's text-to-video script, and some of ours."""
@@ -138,7 +144,9 @@ def parse(
             raise ConfigError(f"--{name}", expected=expected, got=repr(value), remedy=remedy)
     for name in ("prompt", "image_path"):
         if not getattr(arguments, name, "given") and (name, arguments.serve) != ("prompt", True):
-            raise ConfigError(f"--{name}", expected="to be given", got="nothing")
+            raise ConfigError(
+                f"--{name}", expected="to be given", got="nothing", remedy=_MISSING[name]
+            )
     for name in ("num_samples", "num_frames"):
         value = getattr(arguments, name)
         if value < 1:
@@ -268,6 +276,13 @@ def frame_size(resolution: str, aspect_ratio: str = "16:9") -> tuple[int, int]:
 
 def patch_config(arguments: argparse.Namespace) -> PatchConfig:
     """How `patch_model` is to run what the arguments ask for."""
+    if not 0.0 < arguments.sla_topk <= 1.0:
+        raise ConfigError(
+            "--sla_topk",
+            expected="a share of the blocks of keys, in (0, 1]",
+            got=f"{arguments.sla_topk:g}",
+            remedy="Pass --sla_topk 0.1, or only --attention_type original, for all keys",
+        )
     return PatchConfig(
         linear="int8" if arguments.quant_linear else "as-is",
         guard=arguments.guard,

@@ -11,6 +11,7 @@ import torch
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.checkpoints.folder import FORMAT
+from turbo_rcm_patch.checkpoints.read import open_width
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
 from turbo_rcm_patch.patching.sla import detach_proj_l
@@ -43,11 +44,15 @@ SIZES: Final = {
 #: Entry of config.json that says which file a converted folder was made of.
 _SOURCE: Final = "_turbo_rcm_source"
 _PARTS: Final = ("transformer", "transformer_2")
+_EXPECTED: Final = (
+    "a .pth of TurboDiffusion, or a folder that `python -m turbo_rcm_patch convert` wrote"
+)
 
 
 def transformer_folders(
     paths: Sequence[str | Path],
     *,
+    base: str | Path | None = None,
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
@@ -55,6 +60,7 @@ def transformer_folders(
 
     Args:
         paths: One, or the high-noise expert's and the low-noise expert's.
+        base: As in `transformer_folder`.
         cache: As in `transformer_folder`.
         progress: Called with MiB, each network under a name of its own.
 
@@ -63,7 +69,7 @@ def transformer_folders(
     """
     for path in paths:
         if not Path(path).expanduser().exists():
-            raise CheckpointError(f"no such file or folder: {path}")
+            raise CheckpointError(f"no such file or folder: {path}", expected=_EXPECTED)
     folders = []
     for path, part in zip(paths, _PARTS, strict=False):
 
@@ -71,7 +77,9 @@ def transformer_folders(
             if progress is not None:
                 progress(name, done >> 20, max(1, total >> 20))
 
-        folders.append(transformer_folder(path, part=part, cache=cache, progress=in_mib))
+        folders.append(
+            transformer_folder(path, part=part, base=base, cache=cache, progress=in_mib)
+        )
     return folders
 
 
@@ -79,6 +87,7 @@ def transformer_folder(
     path: str | Path,
     *,
     part: str = "transformer",
+    base: str | Path | None = None,
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -90,6 +99,8 @@ def transformer_folder(
     Args:
         path: TurboDiffusion's `.pth` file, a transformer folder or a pipeline folder.
         part: Which transformer of a pipeline folder.
+        base: A pipeline folder, or a hub id. Heads that no tensor shows are as many as those of a
+            folder's transformer, if that is as wide.
         cache: Folder for what is converted; made if it does not exist.
         progress: Called with bytes while converting.
 
@@ -103,12 +114,11 @@ def transformer_folder(
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"{folder} has no config.json",
-                expected="TurboDiffusion's .pth file, or a folder that `python -m turbo_rcm_patch "
-                "convert` wrote",
+                expected=_EXPECTED,
             )
         return folder
     if not given.is_file():
-        raise CheckpointError(f"no such file or folder: {given}")
+        raise CheckpointError(f"no such file or folder: {given}", expected=_EXPECTED)
     name = f"{given.name.removesuffix('.pth')}-diffusers"
     if cache is None:
         target = given.parent / name
@@ -117,7 +127,12 @@ def transformer_folder(
         target = Path(cache).expanduser() / f"{name}-{origin}"
     status = given.stat()
     source = {"format": FORMAT, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
-    if _made_of(target) == source:
+    heads, width = _heads(base, part)
+    if _made_of(target) == source and _has_heads(target, heads):
+        return target
+    if heads is not None and open_width(given) != width:
+        heads = None  # SLA shows them, or only the base's VAE and text encoder fit.
+    if _made_of(target) == source and _has_heads(target, heads):
         return target
     if (target / "config.json").is_file() and _made_of(target) is None:
         raise OutputExistsError(
@@ -126,11 +141,16 @@ def transformer_folder(
         )
     try:
         convert_transformer(
-            given, target, force=target.exists(), config={_SOURCE: source}, progress=progress
+            given,
+            target,
+            heads=heads,
+            force=target.exists(),
+            config={_SOURCE: source},
+            progress=progress,
         )
     except OutputExistsError as error:
-        if _made_of(target) == source:  # Another process was first.
-            return target
+        if _made_of(target) == source and _has_heads(target, heads):
+            return target  # Another process was first.
         raise OutputExistsError(
             error.what,
             expected=error.expected,
@@ -138,6 +158,24 @@ def transformer_folder(
             remedy="Choose another folder with --cache",
         ) from error
     return target
+
+
+def _heads(base: str | Path | None, part: str) -> tuple[int | None, int]:
+    """Heads and width of a base's transformer; None and 0 if it has none here."""
+    root = None if base is None else resolve_model(base)
+    file = root / part / "config.json" if isinstance(root, Path) else None
+    if file is None or not file.is_file():
+        return None, 0
+    config = read_json(file)
+    heads, head_dim = (config.get(f) for f in ("num_attention_heads", "attention_head_dim"))
+    if not isinstance(heads, int) or not isinstance(head_dim, int):
+        return None, 0
+    return heads, heads * head_dim
+
+
+def _has_heads(folder: Path, heads: int | None) -> bool:
+    """Whether a converted folder has that many heads; None for any."""
+    return heads in (None, read_json(folder / "config.json").get("num_attention_heads"))
 
 
 def _made_of(folder: Path) -> object:

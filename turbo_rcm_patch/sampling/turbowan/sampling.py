@@ -10,6 +10,7 @@ import torch
 
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler, rcm_times
+from turbo_rcm_patch.sampling.settings import Settings, folder_defaults
 from turbo_rcm_patch.sampling.turbowan.image import fitted
 from turbo_rcm_patch.sampling.video import write_mp4
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["FPS", "boundary_ratio", "decode", "sample", "write_video"]
 
 FPS: Final = 16
-#: Tokens of a prompt; what is missing is zeros.
-_TEXT_TOKENS: Final = 512
+#: The one setting of a model's folder that no argument of the scripts gives.
+_TEXT_TOKENS: Final = "max_sequence_length"
 
 
 def boundary_ratio(boundary: float, num_steps: int, sigma_max: float) -> float:
@@ -104,7 +105,7 @@ def sample(
             num_videos_per_prompt=num_samples,
             guidance_scale=1.0,
             latents=scheduler.init_noise(noise),
-            max_sequence_length=_TEXT_TOKENS,
+            max_sequence_length=_text_tokens(pipe),
             output_type="latent",
             **more,
         ).frames
@@ -121,6 +122,13 @@ def sample(
             remedy="Pass --guard to see which pair makes them, or check the checkpoint",
         )
     return latents
+
+
+def _text_tokens(pipe: WanPipeline | WanImageToVideoPipeline) -> int:
+    """Tokens of a prompt, 512 if the base's folder does not say; what is missing is zeros."""
+    given = folder_defaults(getattr(pipe, "name_or_path", None))
+    own: dict[str, Any] = {key: value for key, value in given.items() if key == _TEXT_TOKENS}
+    return Settings(**own).max_sequence_length
 
 
 @torch.no_grad()
