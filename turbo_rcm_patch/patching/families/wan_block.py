@@ -24,7 +24,7 @@ from turbo_rcm_patch.patching.families.wan_modes import (
     modulation,
     plain_layer_norm,
 )
-from turbo_rcm_patch.patching.families.wan_sla import left_dense, settle, sparse_attention
+from turbo_rcm_patch.patching.families.wan_sla import settle, sparse_attention
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
@@ -74,8 +74,6 @@ class WanBlockForward:
         self._block, self._classes = block, classes
         self._attn1, self._attn2, self._ffn = states["attn1"], states["attn2"], states["ffn"]
         self._image, self._linear = states.get("image"), states.get("linear")
-        if self._linear is not None and left_dense(self._linear.pair):
-            self._linear = None
         self._form, self._topk = config.form, config.sla_topk
         self._guard = guard
         self._head = head

@@ -30,7 +30,7 @@ from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, attention_
 from turbo_rcm_patch.patching.families.wan_sla import (
     SLAForward,
     check_sla,
-    left_dense,
+    replaceable,
     with_linear,
 )
 from turbo_rcm_patch.patching.linears import pair_state
@@ -56,6 +56,8 @@ __all__ = [
 BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "rotary_emb")
 _ATTENTION: Final = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")
 _GATE_SHAPE: Final = "[B, 1 or N, C]"
+#: The sum of SLA's branches where self-attention holds a proj_l and is left dense: for the report.
+_LISTED: Final = "linear left"
 _MASKED: Final = (
     "a block-causal mask hides later frames, so its attention is exact (torch's "
     "scaled_dot_product_attention with the mask); projection and skip are fused after it"
@@ -136,7 +138,7 @@ def install_block(
         forward = partial(make, block, classes, states, result.config, head)
         result.installations.append(Installation(block, "forward", forward))
     attn: Any = block.attn1
-    if "linear" in states and not left_dense(states["linear"].pair):
+    if "linear" in states:
         sla = partial(SLAForward, attn, classes.processor, result.config)
         result.installations.append(Installation(attn, "forward", sla))
 
@@ -168,6 +170,9 @@ def block_states(
         classes: What the block is made of.
         whole: Why all of it is left alone, or "".
         masked: Whether its self-attention gets a mask.
+
+    Returns:
+        With "linear" for the sum of SLA's two branches, where self-attention runs SLA.
     """
     pair = partial(_attention_pair, config=config, classes=classes, whole=whole)
     pairs = {
@@ -175,7 +180,7 @@ def block_states(
     }
     if attached_proj_l(block.attn1) is not None:
         dense = _left_dense(block.attn1, config, classes, whole, masked)
-        pairs["attn1"], pairs["linear"] = with_linear(
+        pairs["attn1"], pairs[_LISTED if dense else "linear"] = with_linear(
             pairs["attn1"], block.attn1, config, dense=dense
         )
     pairs["attn2"] = pair(block.attn2, f"{path}.attn2", "cross")
@@ -194,7 +199,7 @@ def block_states(
         reason=reason,
     )
     branches = {"attn1": block.attn1, "attn2": block.attn2, "image": block.attn2, "ffn": block.ffn}
-    called = {"linear"}  # It has no Linear of its own that could run in int8.
+    called = {"linear", _LISTED}  # It has no Linear of its own that could run in int8.
     # With its image branch left as written, cross-attention is called whole.
     if "image" in pairs and pairs["image"].runs == "as-written":
         called.add("attn2")
@@ -213,7 +218,9 @@ def _left_dense(
 ) -> bool:
     """Whether SLA may not take the place of an attention that holds a proj_l."""
     known = type(attn) is classes.attention and type(attn.processor) is classes.processor
-    return masked or not known or left_alone("self", config, whole) is not None
+    if masked or not known or not replaceable(attn):
+        return True
+    return left_alone("self", config, whole) is not None
 
 
 def _linears(name: str, branch: Any, classes: BlockClasses) -> dict[str, nn.Module]:

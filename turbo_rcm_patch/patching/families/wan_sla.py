@@ -28,7 +28,7 @@ from turbo_rcm_patch.skip import Residual, SkipPair
 __all__ = [
     "SLAForward",
     "check_sla",
-    "left_dense",
+    "replaceable",
     "runs_itself",
     "settle",
     "sparse_attention",
@@ -171,6 +171,11 @@ def check_sla(path: str, attn: Any) -> None:
         )
 
 
+def replaceable(attn: nn.Module) -> bool:
+    """Whether SLA's forward can take the place of the attention's, or has."""
+    return innermost(attn) is not None or holds(attn, SLAForward)
+
+
 def with_linear(
     pair: SkipPair, attn: Any, config: PatchConfig, *, dense: bool
 ) -> tuple[SkipPair, SkipPair]:
@@ -183,8 +188,7 @@ def with_linear(
         dense: Whether it is left dense: nothing of ours may take its place, or it has a mask.
     """
     path = f"{pair.path}.proj_l"
-    own = innermost(attn) is not None or holds(attn, SLAForward)
-    if dense or not own:
+    if dense:
         pair = replace(pair, reason=f"{pair.reason}; {_DENSE}")
         return pair, linear_pair(pair, path, "as-written", pair.reason)
     if pair.runs != "as-written" and runs_itself(attn):
@@ -205,11 +209,6 @@ def with_linear(
         return pair, linear_pair(pair, path, runs, words)
     pair = replace(pair, reason=f"{pair.reason}; {_DEFINED}")
     return pair, linear_pair(pair, path, "as-written", pair.reason)
-
-
-def left_dense(linear: SkipPair) -> bool:
-    """Whether the attention around such a pair runs without SLA."""
-    return linear.reason.endswith(_DENSE)
 
 
 def settle(state: PairState, linear: PairState | None, *, fused: bool, exact: bool) -> None:
