@@ -19,6 +19,7 @@ from turbo_rcm_patch.kernels.epilogue import close_skip
 from turbo_rcm_patch.kernels.gluon import hopper_module
 from turbo_rcm_patch.kernels.launch import (
     Tile,
+    cdiv,
     coefficient,
     descriptor,
     launch,
@@ -30,6 +31,7 @@ from turbo_rcm_patch.kernels.launch import (
 )
 from turbo_rcm_patch.kernels.operands import Operands
 from turbo_rcm_patch.kernels.quantize import quantize
+from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = [
     "attend",
@@ -324,6 +326,7 @@ def attention_arguments(
     }
 
 
+@replayed
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -383,7 +386,7 @@ def attention(
     shift = operands.queries.shift
     launch(
         attention_kernel,
-        (triton.cdiv(n_q, tile.block_m), heads, batch),
+        (cdiv(n_q, tile.block_m), heads, batch),
         q.device,
         y_ptr=y,
         lse_ptr=lse,

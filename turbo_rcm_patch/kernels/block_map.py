@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import launch
+from turbo_rcm_patch.kernels.launch import cdiv, launch
+from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = ["largest_scores", "select_kernel"]
 
@@ -56,6 +57,7 @@ def select_kernel(
     tl.store(lut_ptr + row * count + place, columns_of, mask=chosen)
 
 
+@replayed
 def largest_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` blocks of keys that each block of queries sees: int32 [B, H, q_blocks, count],
     ascending, for scores [B, H, q_blocks, k_blocks]."""
@@ -66,7 +68,7 @@ def largest_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
     rows = batch * heads * q_blocks
     launch(
         select_kernel,
-        (triton.cdiv(rows, per_program),),
+        (cdiv(rows, per_program),),
         scores.device,
         lut_ptr=lut,
         scores_ptr=scores,

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import launch, target_of
+from turbo_rcm_patch.kernels.launch import cdiv, launch, target_of
 
 __all__ = ["denoise_step", "denoise_step_kernel"]
 
@@ -42,7 +42,7 @@ def denoise_step(
     y = torch.empty(x.shape, dtype=torch.float64, device=x.device)
     launch(
         denoise_step_kernel,
-        (triton.cdiv(x.numel(), _BLOCK),),
+        (cdiv(x.numel(), _BLOCK),),
         x.device,
         y_ptr=y,
         x_ptr=x.contiguous(),

@@ -17,7 +17,6 @@ import struct
 from functools import cache
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_rcm_patch.kernels.dependent import wait_for_previous
-from turbo_rcm_patch.kernels.launch import launch
+from turbo_rcm_patch.kernels.launch import cdiv, launch
 from turbo_rcm_patch.kernels.operands import Operands
 
 __all__ = ["HEAD_DIMS", "ROWS", "hopper_attention", "hopper_kernel"]
@@ -329,7 +328,7 @@ def hopper_attention(
     n_kv_padded = k.shape[2]
     launch(
         hopper_kernel,
-        (triton.cdiv(n_q, ROWS), heads, batch),
+        (cdiv(n_q, ROWS), heads, batch),
         q.device,
         y_ptr=y,
         lse_ptr=lse,

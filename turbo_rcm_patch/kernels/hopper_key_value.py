@@ -9,7 +9,6 @@ with v, so that nothing crosses warps in the loop.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -20,8 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from turbo_rcm_patch.kernels.launch import launch
+from turbo_rcm_patch.kernels.launch import cdiv, launch
 from turbo_rcm_patch.kernels.linear_branch import KeySums, chunks_of, empty_sums
+from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = ["hopper_key_sums", "hopper_key_value_kernel", "serves"]
 
@@ -167,12 +167,13 @@ def serves(k: torch.Tensor, v: torch.Tensor, *, heads: int, block_k: int) -> boo
     return dense and k.dtype == v.dtype and k.shape[2] // heads in HEAD_DIMS and block_k >= 64
 
 
+@replayed
 def hopper_key_sums(
     k: torch.Tensor, v: torch.Tensor, k_mean: torch.Tensor, *, heads: int, block_k: int
 ) -> KeySums:
     """One pass over k and v [B, N, H*D]; k_mean [B, H, D] in their dtype."""
     batch, n_kv, channels = k.shape
-    head_dim, k_blocks = channels // heads, triton.cdiv(n_kv, block_k)
+    head_dim, k_blocks = channels // heads, cdiv(n_kv, block_k)
     blocks_a_chunk, chunks = chunks_of(batch * heads, k_blocks, _PROGRAMS)
     sums = empty_sums(k, heads, head_dim, chunks, k_blocks)
     launch(

@@ -18,7 +18,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_rcm_patch.kernels.hopper_finish import fetch, finish
-from turbo_rcm_patch.kernels.launch import coefficient, launch, round_to, skip_arguments
+from turbo_rcm_patch.kernels.launch import cdiv, coefficient, launch, round_to, skip_arguments
 from turbo_rcm_patch.kernels.rows import Rows
 
 __all__ = ["FORMS", "Form", "form_for", "hopper_linear", "hopper_linear_kernel"]
@@ -358,7 +357,7 @@ def hopper_linear(
     if eights is None:
         eights = features % 32 == 0
     tile_m, tile_n = form.tile
-    tiles = batch * triton.cdiv(n_tokens, tile_m) * triton.cdiv(features, tile_n)
+    tiles = batch * cdiv(n_tokens, tile_m) * cdiv(features, tile_n)
     describe = describe_weight if eights else describe_rows
     launch(
         hopper_linear_kernel,

@@ -14,7 +14,6 @@ programs at 8,960 features: 975 against 952.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,7 +35,7 @@ from turbo_rcm_patch.kernels.hopper_linear import (
     publish,
     ring,
 )
-from turbo_rcm_patch.kernels.launch import coefficient, launch, round_to, skip_arguments
+from turbo_rcm_patch.kernels.launch import cdiv, coefficient, launch, round_to, skip_arguments
 from turbo_rcm_patch.kernels.rows import Rows
 
 __all__ = ["hopper_linear_blocks", "hopper_linear_blocks_kernel"]
@@ -160,7 +159,7 @@ def hopper_linear_blocks(
     if eights is None:
         eights = features % 32 == 0
     rows, columns = _GROUPS.value * _BLOCK_M.value, _BLOCK_N.value
-    tiles = batch * triton.cdiv(n_tokens, rows) * triton.cdiv(features, columns)
+    tiles = batch * cdiv(n_tokens, rows) * cdiv(features, columns)
     describe = describe_weight if eights else describe_rows
     launch(
         hopper_linear_blocks_kernel,

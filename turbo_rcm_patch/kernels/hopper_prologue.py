@@ -10,7 +10,6 @@ import math
 from functools import cache
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -28,7 +27,7 @@ from turbo_rcm_patch.kernels.hopper_tokens import (
     token_block,
     wide_layout,
 )
-from turbo_rcm_patch.kernels.launch import launch
+from turbo_rcm_patch.kernels.launch import cdiv, launch
 from turbo_rcm_patch.kernels.operands import NORM_ACROSS, Prologue
 from turbo_rcm_patch.kernels.prologue import AMAX_CHUNKS, LOG2_E
 
@@ -291,12 +290,12 @@ def run_hopper_prologue(job: Prologue) -> None:
         shape = (batch, heads, count, head_dim)
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    means = triton.cdiv(triton.cdiv(n_kv, job.step), q_rows)
+    means = cdiv(cdiv(n_kv, job.step), q_rows)
     mean = empty(means) if job.smooth_k else None
     # As many programs as run at a time, beside those of the mean.
     most = max(1, min(AMAX_CHUNKS, 200 * 128 // (head_dim * heads * batch)))
-    chunk_tokens = triton.cdiv(triton.cdiv(n_kv, most), 128) * 128
-    chunks = triton.cdiv(n_kv, chunk_tokens)
+    chunk_tokens = cdiv(cdiv(n_kv, most), 128) * 128
+    chunks = cdiv(n_kv, chunk_tokens)
     amax = empty(chunks) if fp8 else None
     common = {
         "k_ptr": k,
@@ -342,12 +341,12 @@ def run_hopper_prologue(job: Prologue) -> None:
         _heads_a_program(heads, batch * blocks, 1 + heads / 4 * (norm == NORM_ACROSS))
         for blocks, norm in ((q_blocks, job.q_norm), (kv_blocks, job.k_norm))
     )
-    q_programs = q_blocks * triton.cdiv(heads, q_group)
-    k_programs = kv_blocks * triton.cdiv(heads, k_group)
-    tiles = min(4, triton.cdiv(kv_blocks * heads * batch, 2 * _SLOTS))
+    q_programs = q_blocks * cdiv(heads, q_group)
+    k_programs = kv_blocks * cdiv(heads, k_group)
+    tiles = min(4, cdiv(kv_blocks * heads * batch, 2 * _SLOTS))
     launch(
         hopper_prologue_kernel,
-        (k_programs + q_programs + heads * triton.cdiv(kv_blocks, tiles) * fp8, batch),
+        (k_programs + q_programs + heads * cdiv(kv_blocks, tiles) * fp8, batch),
         device,
         q_ptr=q,
         q_int8_ptr=queries.int8,

@@ -14,6 +14,7 @@ from turbo_rcm_patch.kernels.epilogue import close_skip, gelu_tanh
 from turbo_rcm_patch.kernels.gluon import hopper_module
 from turbo_rcm_patch.kernels.launch import (
     Tile,
+    cdiv,
     coefficient,
     descriptor,
     launch,
@@ -22,6 +23,7 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
+from turbo_rcm_patch.kernels.replay import replayed
 from turbo_rcm_patch.kernels.rows import ALIGNED, Rows
 
 __all__ = ["WIDE", "int8_linear", "int8_linear_kernel"]
@@ -199,6 +201,7 @@ def _crowded(tile: Tile) -> bool:
     return tile.block_m * tile.block_n >= 128 * 32 * tile.warps
 
 
+@replayed
 def int8_linear(
     x: Rows,
     weight: torch.Tensor,
@@ -262,7 +265,7 @@ def int8_linear(
     if descriptors:
         x_src = descriptor(x_src.view(-1, channels), [tile.block_m, block_k])
         w_src = descriptor(w_src, [tile.block_n, block_k])
-    tiles = batch * triton.cdiv(n_tokens, tile.block_m) * triton.cdiv(features, tile.block_n)
+    tiles = batch * cdiv(n_tokens, tile.block_m) * cdiv(features, tile.block_n)
     launch(
         int8_linear_kernel,
         (min(tiles, _programs(y.device)) if persistent else tiles,),

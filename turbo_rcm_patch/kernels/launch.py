@@ -17,12 +17,14 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.errors import DeviceError
+from turbo_rcm_patch.kernels.replay import forget_programs, recorder, without_replay
 from turbo_rcm_patch.kernels.tile_table import user_table
 
 __all__ = [
     "Coefficient",
     "Target",
     "Tile",
+    "cdiv",
     "coefficient",
     "dense_rows",
     "descriptor",
@@ -169,6 +171,7 @@ def forget_tiles() -> None:
     """Read the user's table again at the next launch."""
     user_table.cache_clear()
     _tile_for.cache_clear()
+    forget_programs()
 
 
 @contextmanager
@@ -178,10 +181,16 @@ def trying_tile(kernel: str, variant: str, tile: Tile) -> Iterator[list[Target]]
     before, asked = dict(_tried), []
     _tried[kernel, variant] = tile, asked
     try:
-        yield asked
+        with without_replay():
+            yield asked
     finally:
         _tried.clear()
         _tried.update(before)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up. `triton.cdiv` on the host takes a microsecond and more."""
+    return -(-a // b)
 
 
 def pad_head(head_dim: int) -> int:
@@ -268,7 +277,8 @@ def watching_launches() -> Iterator[list]:
     global _launched
     _launched = []
     try:
-        yield _launched
+        with without_replay():
+            yield _launched
     finally:
         _launched = None
 
@@ -282,3 +292,6 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> 
         compiled = kernel[grid](**arguments)
     if _launched is not None:
         _launched.append(compiled)
+    recording = recorder()
+    if recording is not None:
+        recording.launched(kernel, grid, arguments, compiled)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.gluon import hopper_module
-from turbo_rcm_patch.kernels.launch import launch, pad_head, target_of
+from turbo_rcm_patch.kernels.launch import cdiv, launch, pad_head, target_of
 
 __all__ = [
     "KeySums",
@@ -123,8 +123,8 @@ def key_value_kernel(
 
 def chunks_of(batch_heads: int, k_blocks: int, programs: int) -> tuple[int, int]:
     """Blocks of keys of a chunk, and chunks, for about so many programs."""
-    blocks = triton.cdiv(k_blocks, max(1, programs // batch_heads))
-    return blocks, triton.cdiv(k_blocks, blocks)
+    blocks = cdiv(k_blocks, max(1, programs // batch_heads))
+    return blocks, cdiv(k_blocks, blocks)
 
 
 def _key_sums(
@@ -139,7 +139,7 @@ def _key_sums(
         return sums
     batch, n_kv, channels = k.shape
     head_dim = channels // heads
-    head_pad, k_blocks = pad_head(head_dim), triton.cdiv(n_kv, block_k)
+    head_pad, k_blocks = pad_head(head_dim), cdiv(n_kv, block_k)
     blocks_a_chunk, chunks = chunks_of(batch * heads, k_blocks, _PROGRAMS)
     sums = empty_sums(k, heads, head_pad, chunks, k_blocks)
     # 4-byte tiles beside a [D, D] sum leave room for half as many, and for one at a time.

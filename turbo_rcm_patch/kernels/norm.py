@@ -9,6 +9,7 @@ import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import dense_rows, launch, target_of
 from turbo_rcm_patch.kernels.operands import norm_form
+from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = ["norm_modulate", "norm_modulate_kernel", "norm_rotate", "norm_rotate_kernel"]
 
@@ -47,6 +48,7 @@ def norm_modulate_kernel(
     tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
 
 
+@replayed
 def norm_modulate(
     x: torch.Tensor,
     factor: torch.Tensor | None,
@@ -136,6 +138,7 @@ def norm_rotate_kernel(
     tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
 
 
+@replayed
 def norm_rotate(
     x: torch.Tensor,
     heads: int,

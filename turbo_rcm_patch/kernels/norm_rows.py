@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import dense_rows, launch, target_of
+from turbo_rcm_patch.kernels.replay import replayed
 from turbo_rcm_patch.kernels.rows import (
     Rows,
     amax_poison,
@@ -102,6 +103,7 @@ def norm_modulate_rows_kernel(
         _store_int8(out, tail, inverse, offs_t, padded)
 
 
+@replayed
 def norm_modulate_rows(
     x: torch.Tensor,
     factor: torch.Tensor | None,

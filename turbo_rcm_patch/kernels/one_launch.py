@@ -33,6 +33,7 @@ from turbo_rcm_patch.kernels.launch import (
 )
 from turbo_rcm_patch.kernels.project import project_tile
 from turbo_rcm_patch.kernels.quantize import quantize
+from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = ["attention_project_skip", "one_launch_kernel"]
 
@@ -108,6 +109,7 @@ def one_launch_kernel(
             )
 
 
+@replayed
 def attention_project_skip(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -10,6 +10,7 @@ import triton.language as tl
 from turbo_rcm_patch.kernels.epilogue import close_skip
 from turbo_rcm_patch.kernels.launch import (
     Tile,
+    cdiv,
     coefficient,
     dense_rows,
     launch,
@@ -18,6 +19,7 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
+from turbo_rcm_patch.kernels.replay import replayed
 from turbo_rcm_patch.kernels.skip import skip
 
 __all__ = [
@@ -124,6 +126,7 @@ def _library(x: torch.Tensor, features: int) -> bool:
     return x.dtype != torch.float32 and x.numel() * features >= LIBRARY
 
 
+@replayed
 def project_skip(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -158,7 +161,7 @@ def project_skip(
     y = torch.empty(batch, n_tokens, features, dtype=out_dtype, device=x.device)
     launch(
         project_kernel,
-        (triton.cdiv(n_tokens, tile.block_m) * triton.cdiv(features, tile.block_n), batch),
+        (cdiv(n_tokens, tile.block_m) * cdiv(features, tile.block_n), batch),
         x.device,
         y_ptr=y,
         x_ptr=x,

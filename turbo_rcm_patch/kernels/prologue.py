@@ -17,7 +17,15 @@ import triton.language as tl
 
 from turbo_rcm_patch.kernels.heads import kv_limit, spread_width
 from turbo_rcm_patch.kernels.keys import key_block, sample_mean
-from turbo_rcm_patch.kernels.launch import Target, Tile, launch, pad_head, scale_block, tile_for
+from turbo_rcm_patch.kernels.launch import (
+    Target,
+    Tile,
+    cdiv,
+    launch,
+    pad_head,
+    scale_block,
+    tile_for,
+)
 from turbo_rcm_patch.kernels.operands import Prologue
 from turbo_rcm_patch.kernels.queries import query_block
 from turbo_rcm_patch.kernels.values import channel_amax, value_block
@@ -189,8 +197,8 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         return torch.empty(batch, heads, *shape, head_pad, dtype=torch.float32, device=device)
 
     mean = empty() if job.smooth_k else None
-    chunk_tokens = triton.cdiv(triton.cdiv(n_kv, AMAX_CHUNKS), rows) * rows
-    chunks = triton.cdiv(n_kv, chunk_tokens)
+    chunk_tokens = cdiv(cdiv(n_kv, AMAX_CHUNKS), rows) * rows
+    chunks = cdiv(n_kv, chunk_tokens)
     amax = empty(chunks) if fp8 else None
     # Half the tokens of a prologue's program and half its warps: twice the registers a thread.
     block_t = max(16, rows // 2)
@@ -212,7 +220,7 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
             chunk_tokens=chunk_tokens,
             chunks=chunks,
             BLOCK_T=block_t,
-            SAMPLES=triton.cdiv(triton.cdiv(n_kv, job.step), block_t) * block_t,
+            SAMPLES=cdiv(cdiv(n_kv, job.step), block_t) * block_t,
             NORM=job.k_norm,
             WORDS=k_rows.words is not None,
             SMOOTH=job.smooth_k,
@@ -225,7 +233,7 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
     group = _heads_a_program(heads, blocks * batch)
     launch(
         prologue_kernel,
-        (blocks, triton.cdiv(heads, group), batch),
+        (blocks, cdiv(heads, group), batch),
         device,
         q_ptr=q,
         q_words_ptr=q_rows.words,

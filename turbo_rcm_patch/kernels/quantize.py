@@ -8,12 +8,14 @@ from turbo_rcm_patch.kernels.gluon import hopper_module
 from turbo_rcm_patch.kernels.launch import Tile, dense_rows, pad_head, scale_block, target_of
 from turbo_rcm_patch.kernels.operands import Keys, Operands, Prologue, Queries, Values
 from turbo_rcm_patch.kernels.prologue import run_prologue
+from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = ["quantize"]
 
 PADDED_TO = 128  # tokens are padded to a multiple of this
 
 
+@replayed
 def quantize(
     q: torch.Tensor,
     k: torch.Tensor,

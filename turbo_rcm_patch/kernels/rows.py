@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import dense_rows, launch, target_of
+from turbo_rcm_patch.kernels.launch import cdiv, dense_rows, launch, target_of
+from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = [
     "ALIGNED",
@@ -132,18 +133,19 @@ def row_parts(channels: int) -> tuple[int, int]:
 
 def row_warps(values: int) -> int:
     """Warps that hold so many values."""
-    return min(32, triton.next_power_of_2(triton.cdiv(values, 32 * _VALUES_A_THREAD)))
+    return min(32, triton.next_power_of_2(cdiv(values, 32 * _VALUES_A_THREAD)))
 
 
 def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> Rows:
     """Memory for the rows of a [batch, n_rows, channels] tensor."""
-    padded = triton.cdiv(channels, ALIGNED) * ALIGNED
+    padded = cdiv(channels, ALIGNED) * ALIGNED
     return Rows(
         torch.empty(batch, n_rows, padded, dtype=torch.int8, device=device),
         torch.empty(batch, n_rows, dtype=torch.float32, device=device),
     )
 
 
+@replayed
 def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
     """x [B, N, K] bf16, fp16 or fp32 as int8, a scale per row; into dense memory where given."""
     target_of(x.device)
@@ -155,7 +157,7 @@ def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
     block_t = max(1, _VALUES // triton.next_power_of_2(head + tail))
     launch(
         quantize_rows_kernel,
-        (triton.cdiv(n_rows, block_t), batch),
+        (cdiv(n_rows, block_t), batch),
         x.device,
         x_ptr=x,
         int8_ptr=rows.int8,

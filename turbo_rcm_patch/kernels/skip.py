@@ -8,6 +8,7 @@ import triton.language as tl
 
 from turbo_rcm_patch.kernels.epilogue import close_skip
 from turbo_rcm_patch.kernels.launch import (
+    cdiv,
     coefficient,
     dense_rows,
     launch,
@@ -16,6 +17,7 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
+from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = ["skip", "skip_kernel"]
 
@@ -59,6 +61,7 @@ def skip_kernel(
     tl.store(y_ptr + rows[:, None] + offs_c[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@replayed
 def skip(
     residual: torch.Tensor | None,
     branch: torch.Tensor,
@@ -76,7 +79,7 @@ def skip(
     dtype = out_dtype if residual is None else residual.dtype
     launch(
         skip_kernel,
-        (triton.cdiv(n_tokens, tile.block_m) * triton.cdiv(channels, tile.block_n), batch),
+        (cdiv(n_tokens, tile.block_m) * cdiv(channels, tile.block_n), batch),
         branch.device,
         y_ptr=y,
         branch_ptr=branch,

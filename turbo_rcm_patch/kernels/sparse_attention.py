@@ -19,7 +19,7 @@ from turbo_rcm_patch.kernels.attention import (
     over_keys,
 )
 from turbo_rcm_patch.kernels.block_map import largest_scores
-from turbo_rcm_patch.kernels.launch import dense_rows, launch, pad_head, target_of, tile_for
+from turbo_rcm_patch.kernels.launch import cdiv, dense_rows, launch, pad_head, target_of, tile_for
 from turbo_rcm_patch.kernels.linear_branch import linear_branch
 from turbo_rcm_patch.kernels.quantize import quantize
 from turbo_rcm_patch.kernels.sparse_tokens import prepare_tokens
@@ -244,7 +244,7 @@ def sparse_linear_attention(
     y = torch.empty(batch, n_q, channels, dtype=out_dtype, device=q.device)
     launch(
         sparse_attention_kernel,
-        (triton.cdiv(n_q, tile.block_m), heads, batch),
+        (cdiv(n_q, tile.block_m), heads, batch),
         q.device,
         y_ptr=y,
         lut_ptr=lut,

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import dense_rows, launch, pad_head, target_of
+from turbo_rcm_patch.kernels.launch import cdiv, dense_rows, launch, pad_head, target_of
 from turbo_rcm_patch.kernels.operands import norm_form
 
 __all__ = ["Tokens", "prepare_tokens", "prepare_tokens_kernel"]
@@ -140,7 +140,7 @@ def prepare_tokens(
     head_dim = channels // heads
     head_pad, heads_pad = pad_head(head_dim), triton.next_power_of_2(heads)
     token_bytes = heads_pad * head_pad * q.element_size()
-    q_blocks, k_parts = triton.cdiv(n_q, block_q), triton.cdiv(n_kv, _K_TOKENS)
+    q_blocks, k_parts = cdiv(n_q, block_q), cdiv(n_kv, _K_TOKENS)
     q_norm, k_norm = (norm_form(weight, None, channels) for weight in (norm_q, norm_k))
     rope = cos is not None
     q_pooled = torch.empty(batch, heads, q_blocks, head_pad, dtype=q.dtype, device=q.device)

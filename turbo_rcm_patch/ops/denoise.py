@@ -13,6 +13,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, GradientError, ShapeError
+from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.spec import resolve_impl
 
 __all__ = ["denoise_step"]
@@ -30,9 +31,7 @@ def _forward(
     return (y if noise is None else y + c_noise * noise.double()).contiguous()
 
 
-denoise_forward = torch.library.custom_op(
-    "turbo_rcm_patch::denoise_step", _forward, mutates_args=()
-)
+denoise_forward = Operation("turbo_rcm_patch::denoise_step", _forward)
 
 
 @denoise_forward.register_fake

@@ -13,6 +13,7 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import GradientError, ShapeError
 from turbo_rcm_patch.ops.checks import check_float, check_weight
+from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.quantize import Rows, padded_channels, quantized_rows
 from turbo_rcm_patch.ops.spec import resolve_impl
 
@@ -46,9 +47,7 @@ def _is_row(factor: Tensor, offset: Tensor, x: Tensor) -> bool:
     return factor.shape == offset.shape == (1, 1, x.shape[-1])
 
 
-norm_forward = torch.library.custom_op(
-    "turbo_rcm_patch::norm_modulate", _norm_forward, mutates_args=()
-)
+norm_forward = Operation("turbo_rcm_patch::norm_modulate", _norm_forward)
 
 
 @norm_forward.register_fake
@@ -167,9 +166,7 @@ def _rows_forward(
     return F.pad(int8, (0, padded_channels(x.shape[2]) - x.shape[2])), scale
 
 
-rows_forward = torch.library.custom_op(
-    "turbo_rcm_patch::norm_modulate_rows", _rows_forward, mutates_args=()
-)
+rows_forward = Operation("turbo_rcm_patch::norm_modulate_rows", _rows_forward)
 
 
 @rows_forward.register_fake
@@ -235,9 +232,7 @@ def _gelu_forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
 
-gelu_forward = torch.library.custom_op(
-    "turbo_rcm_patch::linear_gelu", _gelu_forward, mutates_args=()
-)
+gelu_forward = Operation("turbo_rcm_patch::linear_gelu", _gelu_forward)
 
 
 @gelu_forward.register_fake

@@ -22,6 +22,7 @@ from turbo_rcm_patch.ops.checks import (
     coefficient_parts,
     rotary_parts,
 )
+from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.projection import project_forward, project_gradients, project_skip
 from turbo_rcm_patch.ops.registry import attention_backward, attention_forward
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, resolve_impl, resolve_pv
@@ -160,9 +161,7 @@ def _one_launch(
     return out
 
 
-one_launch = torch.library.custom_op(
-    "turbo_rcm_patch::attention_project_skip", _one_launch, mutates_args=()
-)
+one_launch = Operation("turbo_rcm_patch::attention_project_skip", _one_launch)
 
 
 @one_launch.register_fake

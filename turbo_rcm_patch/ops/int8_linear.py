@@ -20,6 +20,7 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
 from turbo_rcm_patch.ops.checks import check_float, check_residual, coefficient_parts
+from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.quantize import (
     Rows,
     check_channels,
@@ -149,9 +150,7 @@ def _activated(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh") if activation == "gelu-tanh" else x
 
 
-linear_forward = torch.library.custom_op(
-    "turbo_rcm_patch::int8_linear", _linear_forward, mutates_args=()
-)
+linear_forward = Operation("turbo_rcm_patch::int8_linear", _linear_forward)
 
 
 @linear_forward.register_fake
@@ -213,9 +212,7 @@ def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 linear_forward.register_autograd(_autograd, setup_context=_setup)
 
 #: The same over rows that are int8 already, without a gradient.
-rows_linear_forward = torch.library.custom_op(
-    "turbo_rcm_patch::int8_linear_rows", _rows_forward, mutates_args=()
-)
+rows_linear_forward = Operation("turbo_rcm_patch::int8_linear_rows", _rows_forward)
 
 
 @rows_linear_forward.register_fake

@@ -16,6 +16,7 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, GradientError, ShapeError
 from turbo_rcm_patch.ops.checks import check_float, check_residual, check_weight, coefficient_parts
+from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import close_skip, project
 from turbo_rcm_patch.ops.spec import resolve_impl
 from turbo_rcm_patch.skip import Cast, Coefficient
@@ -56,7 +57,7 @@ def _skip_forward(
     ).contiguous()
 
 
-skip_forward = torch.library.custom_op("turbo_rcm_patch::skip", _skip_forward, mutates_args=())
+skip_forward = Operation("turbo_rcm_patch::skip", _skip_forward)
 
 
 @skip_forward.register_fake
@@ -204,9 +205,7 @@ def _project_forward(
     ).contiguous()
 
 
-project_forward = torch.library.custom_op(
-    "turbo_rcm_patch::project_skip", _project_forward, mutates_args=()
-)
+project_forward = Operation("turbo_rcm_patch::project_skip", _project_forward)
 
 
 @project_forward.register_fake

@@ -19,6 +19,7 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.ops.checks import check_float
+from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.spec import resolve_impl
 
 __all__ = [
@@ -92,9 +93,7 @@ def _quantize_weights(weights: list[Tensor], impl: str) -> tuple[Tensor, Tensor]
     return torch.cat(int8), torch.cat(scale)
 
 
-quantize_weights = torch.library.custom_op(
-    "turbo_rcm_patch::quantize_weights", _quantize_weights, mutates_args=()
-)
+quantize_weights = Operation("turbo_rcm_patch::quantize_weights", _quantize_weights)
 
 
 @quantize_weights.register_fake

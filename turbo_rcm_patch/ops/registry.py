@@ -17,6 +17,7 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl, PVDType
 from turbo_rcm_patch.errors import GradientError
 from turbo_rcm_patch.ops.gradients import attention_gradients, norm_rope_gradients, prepare
+from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import close_skip, exact_attention, sdpa_attention, split_heads
 from turbo_rcm_patch.ops.sage import sage_attention
 from turbo_rcm_patch.ops.spec import QMAX, resolve_impl, resolve_pv
@@ -160,9 +161,7 @@ def _in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: i
     return across or dim & (dim - 1) == 0
 
 
-attention_forward = torch.library.custom_op(
-    "turbo_rcm_patch::attention_forward", _forward, mutates_args=()
-)
+attention_forward = Operation("turbo_rcm_patch::attention_forward", _forward)
 
 
 @attention_forward.register_fake
@@ -243,9 +242,7 @@ def _backward(
     return [g.contiguous() for g in grads]
 
 
-attention_backward = torch.library.custom_op(
-    "turbo_rcm_patch::attention_backward", _backward, mutates_args=()
-)
+attention_backward = Operation("turbo_rcm_patch::attention_backward", _backward)
 
 
 @attention_backward.register_fake

@@ -19,6 +19,7 @@ from turbo_rcm_patch.config import Impl, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, GradientError, HeadDimError, ShapeError
 from turbo_rcm_patch.ops.checks import check_attention, check_float, check_norm, rotary_parts
 from turbo_rcm_patch.ops.gradients import prepare
+from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import split_heads
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, resolve_impl, resolve_pv
 
@@ -143,9 +144,7 @@ def _forward(
     return out.transpose(1, 2).flatten(2)
 
 
-sparse_linear_forward = torch.library.custom_op(
-    "turbo_rcm_patch::sparse_linear_attention", _forward, mutates_args=()
-)
+sparse_linear_forward = Operation("turbo_rcm_patch::sparse_linear_attention", _forward)
 
 
 @sparse_linear_forward.register_fake

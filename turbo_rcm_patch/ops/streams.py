@@ -17,6 +17,7 @@ from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, ShapeError
 from turbo_rcm_patch.ops.checks import check_float, check_residual, check_weight
 from turbo_rcm_patch.ops.elementwise import norm_forward, norm_gradients
+from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.projection import check_cast, project_gradients
 from turbo_rcm_patch.ops.reference import close_skip, project
 from turbo_rcm_patch.ops.spec import resolve_impl
@@ -111,9 +112,7 @@ def _norm_streams(
     return together
 
 
-norm_streams = torch.library.custom_op(
-    "turbo_rcm_patch::norm_modulate_streams", _norm_streams, mutates_args=()
-)
+norm_streams = Operation("turbo_rcm_patch::norm_modulate_streams", _norm_streams)
 
 
 @norm_streams.register_fake
@@ -217,9 +216,7 @@ def _project_streams(
     ]
 
 
-project_streams = torch.library.custom_op(
-    "turbo_rcm_patch::project_skip_streams", _project_streams, mutates_args=()
-)
+project_streams = Operation("turbo_rcm_patch::project_skip_streams", _project_streams)
 
 
 @project_streams.register_fake

@@ -1,0 +1,485 @@
+"""Decide once, then launch: repeat the launches of a call without repeating its decisions.
+
+What a launcher does depends on the shapes, strides, dtypes and alignment of its tensors and on its
+other arguments, and on nothing else. The first call with such a signature runs the launcher and
+records which kernels it started, with which arguments, and what it allocated. Later calls with the
+same signature allocate the same sizes and start the compiled kernels directly: no grid, tile or
+specialisation is computed again, and Triton's argument binder does not run.
+
+A recording is kept only where it is known to be complete. A launcher that also runs a torch
+operation, or passes memory that is neither an argument's nor its own, runs as it is every time.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "forget_programs",
+    "keep_for_replay",
+    "recorder",
+    "replayed",
+    "without_replay",
+]
+
+#: Scratch buffers below this many bytes share one allocation.
+_SHARED_BELOW = 16 << 20
+#: Every buffer inside a shared allocation begins at a multiple of this, as the allocator's do.
+_ALIGNED_TO = 256
+#: Signatures kept for one launcher; past that the oldest goes.
+_MOST_PROGRAMS = 4096
+#: How often a signature is recorded before its launcher is taken to be unrecordable: the first
+#: call may create constants that later calls find.
+_ATTEMPTS = 2
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_aten = torch.ops.aten
+_ALLOCATIONS = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.empty_like.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    }
+)
+
+#: Types whose values a signature holds as they are.
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+
+_local = threading.local()
+#: Tensors that live as long as the process and may be read by any recording, by storage address.
+_kept: dict[int, torch.Tensor] = {}
+_caches: list[dict[Any, Any]] = []
+_off = 0
+
+
+def recorder() -> Recorder | None:
+    """The recording that runs in this thread, which `launch` reports to."""
+    return getattr(_local, "recorder", None)
+
+
+def keep_for_replay(tensor: torch.Tensor) -> torch.Tensor:
+    """Declare a constant of the process: a recording may hold its address."""
+    _kept[tensor.untyped_storage().data_ptr()] = tensor
+    return tensor
+
+
+def forget_programs() -> None:
+    """Record every signature again; for when the tiles change."""
+    for cache in _caches:
+        cache.clear()
+
+
+@contextmanager
+def without_replay() -> Iterator[None]:
+    """Run every launcher as it is inside, for tuning and for tests."""
+    global _off
+    _off += 1
+    try:
+        yield
+    finally:
+        _off -= 1
+
+
+class _Hole(NamedTuple):
+    """An argument that holds an address: `addresses[slot] + offset`."""
+
+    index: int
+    slot: int
+    offset: int
+
+
+class _Launch(NamedTuple):
+    """One kernel of a program, ready but for its addresses."""
+
+    run: Callable[..., None]
+    grid: tuple[int, int, int]
+    function: int
+    metadata: object
+    arguments: list[Any]
+    holes: tuple[_Hole, ...]
+    descriptors: tuple[tuple[_Hole, Any, dict[int, Any]], ...]
+
+
+class _Buffer(NamedTuple):
+    """An allocation of a program."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None  # None where dense
+    dtype: torch.dtype
+
+
+class _Address:
+    """Stands for the base of a tensor descriptor, of which only the address is read."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class _Descriptor:
+    """A tensor descriptor over other memory, as Triton's launcher reads it."""
+
+    def __init__(self, like: Any, address: int) -> None:
+        self.__dict__.update(vars(like))
+        self.base = _Address(address)
+
+
+class Program:
+    """The recorded launches of one signature.
+
+    Slots are addresses: those of the tensor arguments in order, then those of the buffers.
+    """
+
+    __slots__ = ("_aliases", "_buffers", "_constants", "_device", "_launches", "_result")
+
+    def __init__(
+        self,
+        device: torch.device,
+        aliases: tuple[tuple[int, int, int], ...],
+        buffers: tuple[_Buffer, ...],
+        launches: tuple[_Launch, ...],
+        result: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
+        constants: tuple[torch.Tensor, ...],
+    ) -> None:
+        self._device, self._aliases, self._buffers = device, aliases, buffers
+        self._launches, self._result, self._constants = launches, result, constants
+
+    def fits(self, addresses: list[int]) -> bool:
+        """Whether arguments that shared memory when this was recorded share it in the same way."""
+        for first, second, distance in self._aliases:
+            if addresses[second] - addresses[first] != distance:
+                return False
+        return True
+
+    def __call__(self, tensors: list[torch.Tensor], addresses: list[int]) -> Any:
+        device = self._device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(tensors, addresses)
+        made = [
+            torch.empty(shape, dtype=dtype, device=device)
+            if stride is None
+            else torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for shape, stride, dtype in self._buffers
+        ]
+        for tensor in made:
+            addresses.append(tensor.data_ptr())
+        stream = _raw_stream(device.index)
+        for run, grid, function, metadata, template, holes, descriptors in self._launches:
+            arguments = template.copy()
+            for index, slot, offset in holes:
+                arguments[index] = addresses[slot] + offset
+            for (index, slot, offset), like, cache in descriptors:
+                address = addresses[slot] + offset
+                descriptor = cache.get(address)
+                if descriptor is None:
+                    if len(cache) >= 64:
+                        cache.clear()
+                    descriptor = cache[address] = _Descriptor(like, address)
+                arguments[index] = descriptor
+            run(*grid, stream, function, metadata, None, None, None, *arguments)
+        return self._result(tensors, made)
+
+
+def _raw_stream(index: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+class Recorder(TorchDispatchMode):
+    """Sees what a launcher allocates, which kernels it starts, and whether it does anything
+    else."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._inputs = tensors
+        self._made: list[torch.Tensor] = []
+        self._launches: list[tuple[Any, tuple[int, ...], dict[str, Any], Any]] = []
+        self.complete = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self._made.append(out)
+        elif not _is_view(func):
+            self.complete = False
+        return out
+
+    def launched(
+        self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], compiled: Any
+    ) -> None:
+        """Note a launch, with its arguments by name and the compiled kernel that ran."""
+        if not hasattr(compiled, "packed_metadata"):  # the interpreter has none
+            self.complete = False
+        self._launches.append((kernel, grid, arguments, compiled))
+
+    def program(self, result: Any) -> Program | None:
+        """What was recorded, given what the launcher returned; None where it is not complete."""
+        if not self.complete or not self._launches:
+            return None
+        made = self._made
+        inputs: dict[int, list[int]] = {}
+        for i, tensor in enumerate(self._inputs):
+            inputs.setdefault(_storage(tensor), []).append(i)
+        owners = {_storage(tensor): i for i, tensor in enumerate(made)}
+        if 0 in inputs or 0 in owners:  # empty tensors have no address to tell them by
+            return None
+        returned: set[int] = set()
+        shape = self._result(result, owners, returned)
+        if shape is None:
+            return None
+        buffers, places = _buffers(made, returned)
+        first = len(self._inputs)
+        constants: list[torch.Tensor] = []
+
+        def place(tensor: torch.Tensor) -> tuple[int, int] | None:
+            storage, address = _storage(tensor), tensor.data_ptr()
+            if storage in owners:
+                slot, offset = places[owners[storage]]
+                return first + slot, offset + address - made[owners[storage]].data_ptr()
+            if storage in inputs:
+                slot = inputs[storage][0]
+                return slot, address - self._inputs[slot].data_ptr()
+            if storage in _kept:
+                constants.append(tensor)
+                return -1, address
+            return None
+
+        launches = []
+        for kernel, grid, arguments, compiled in self._launches:
+            template: list[Any] = []
+            holes: list[_Hole] = []
+            descriptors: list[tuple[_Hole, Any, dict[int, Any]]] = []
+            for i, name in enumerate(kernel.arg_names):
+                value = arguments[name]
+                base = getattr(value, "base", None)
+                tensor = value if isinstance(value, torch.Tensor) else base
+                if not isinstance(tensor, torch.Tensor):
+                    template.append(value)
+                    continue
+                at = place(tensor)
+                if at is None:
+                    return None
+                slot, offset = at
+                template.append(None)
+                if slot < 0:
+                    template[i] = offset if tensor is value else value
+                elif tensor is value:
+                    holes.append(_Hole(i, slot, offset))
+                else:
+                    descriptors.append((_Hole(i, slot, offset), value, {}))
+            wide = (*grid, 1, 1)[:3]
+            launches.append(
+                _Launch(
+                    compiled.run,
+                    wide,
+                    compiled.function,
+                    compiled.packed_metadata,
+                    template,
+                    tuple(holes),
+                    tuple(descriptors),
+                )  # fmt: skip
+            )
+        aliases = tuple(
+            (first_of, other, self._inputs[other].data_ptr() - self._inputs[first_of].data_ptr())
+            for first_of, *others in inputs.values()
+            for other in others
+        )
+        return Program(
+            self._inputs[0].device, aliases, buffers, tuple(launches),
+            _builder(shape, places), tuple(constants),
+        )  # fmt: skip
+
+    def _result(
+        self, value: Any, owners: dict[int, int], returned: set[int]
+    ) -> tuple[Any, ...] | None:
+        """Where what was returned comes from: a constant, an argument, a whole buffer, or a tuple
+        of such; None where it comes from elsewhere."""
+        if isinstance(value, tuple):
+            parts = [self._result(part, owners, returned) for part in value]
+            return None if None in parts else ("tuple", type(value), parts)
+        if not isinstance(value, torch.Tensor):
+            return ("constant", value) if type(value) in _PLAIN else None
+        for i, tensor in enumerate(self._inputs):
+            if tensor is value:
+                return "input", i
+        index = owners.get(_storage(value))
+        if index is None:
+            return None
+        own = self._made[index]
+        if (value.shape, value.stride(), value.dtype, value.data_ptr()) != (
+            own.shape,
+            own.stride(),
+            own.dtype,
+            own.data_ptr(),
+        ):
+            return None
+        returned.add(index)
+        return "made", index
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether an operation only makes another view of memory it was given."""
+    returns, arguments = func._schema.returns, func._schema.arguments
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+    return bool(returns) and not writes and all(r.alias_info is not None for r in returns)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _buffers(
+    made: list[torch.Tensor], returned: set[int]
+) -> tuple[tuple[_Buffer, ...], list[tuple[int, int]]]:
+    """The allocations of a program, and where each of those that were recorded is: (buffer,
+    offset). Small scratch shares one."""
+    buffers: list[_Buffer] = []
+    places: list[tuple[int, int]] = []
+    shared = 0
+    sharing: list[int] = []
+    for i, tensor in enumerate(made):
+        size = tensor.untyped_storage().nbytes()
+        if i not in returned and size < _SHARED_BELOW:
+            places.append((-1, shared))
+            sharing.append(i)
+            shared += -(-size // _ALIGNED_TO) * _ALIGNED_TO
+            continue
+        places.append((len(buffers), 0))
+        stride = None if tensor.is_contiguous() else tensor.stride()
+        buffers.append(_Buffer(tuple(tensor.shape), stride, tensor.dtype))
+    if sharing:
+        for i in sharing:
+            places[i] = (len(buffers), places[i][1])
+        buffers.append(_Buffer((shared,), None, torch.uint8))
+    return tuple(buffers), places
+
+
+def _builder(
+    shape: tuple[Any, ...], places: list[tuple[int, int]]
+) -> Callable[[list[torch.Tensor], list[torch.Tensor]], Any]:
+    """Builds what a launcher returns from its arguments and the buffers of a program."""
+    kind, value = shape[:2]
+    if kind == "constant":
+        return lambda inputs, made: value
+    if kind == "input":
+        return lambda inputs, made: inputs[value]
+    if kind == "made":
+        index = places[value][0]
+        return lambda inputs, made: made[index]
+    parts = [_builder(part, places) for part in shape[2]]
+    make = getattr(value, "_make", value)  # a NamedTuple's takes an iterable, as tuple does
+    return lambda inputs, made: make([part(inputs, made) for part in parts])
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether launches over a tensor can be recorded; tests replace it."""
+    return tensor.is_cuda
+
+
+def _hooked() -> bool:
+    """Whether somebody watches launches, a profiler say, which a replay would pass by."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
+
+
+def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a launcher decide once a signature. See the module's text.
+
+    The launcher takes tensors, None and hashable values, and returns a tensor, None, or a tuple of
+    them; what it allocates comes from `torch.empty` and its like. On a CPU, while something
+    watches launches, and inside another recording it runs as it is.
+    """
+    #: Signature -> its programs, one for each way its arguments share memory; a number while it
+    #: has been tried in vain, None where it cannot be recorded.
+    programs: dict[tuple[Any, ...], list[Program] | int | None] = {}
+    _caches.append(programs)
+
+    @functools.wraps(launcher)
+    def launch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        tensors: list[torch.Tensor] = []
+        key: list[Any] = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(value)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                tensor = cast("torch.Tensor", value)
+                tensors.append(tensor)
+                key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device())
+            elif kind in _PLAIN:
+                key.append(value)
+            elif isinstance(value, tuple):
+                key.append(kind)
+                for part in value:
+                    if type(part) is torch.Tensor:
+                        tensors.append(part)
+                        key += (part.dtype, part.shape, part.stride(), part.get_device())
+                    elif type(part) in _PLAIN:
+                        key.append(part)
+                    else:
+                        return launcher(*args, **kwargs)
+            else:
+                return launcher(*args, **kwargs)
+        if not tensors or not _on_gpu(tensors[0]) or _off or _hooked() or recorder() is not None:
+            return launcher(*args, **kwargs)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if kwargs:
+            key.append(tuple(kwargs))
+        key.append(tuple([address & 15 for address in addresses]))
+        signature = tuple(key)
+        found = programs.get(signature, 0)
+        if found is None:
+            return launcher(*args, **kwargs)
+        if isinstance(found, list):
+            for program in found:
+                if program.fits(addresses):
+                    result: _R = program(tensors, addresses)
+                    return result
+        return _record(launcher, args, kwargs, tensors, programs, signature)
+
+    return launch
+
+
+def _record(
+    launcher: Callable[..., _R],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[torch.Tensor],
+    programs: dict[tuple[Any, ...], list[Program] | int | None],
+    signature: tuple[Any, ...],
+) -> _R:
+    """Run a launcher and keep what it launched."""
+    recording = Recorder(tensors)
+    _local.recorder = recording
+    try:
+        with recording:
+            result = launcher(*args, **kwargs)
+    finally:
+        _local.recorder = None
+    program = recording.program(result)
+    found = programs.get(signature, 0)
+    if program is not None:
+        programs[signature] = [*(found if isinstance(found, list) else []), program]
+    elif not isinstance(found, list):
+        tried = (found or 0) + 1
+        programs[signature] = tried if tried < _ATTEMPTS else None
+    while len(programs) > _MOST_PROGRAMS:
+        del programs[next(iter(programs))]
+    return result
