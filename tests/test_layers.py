@@ -102,8 +102,3 @@ def test_families_do_not_import_each_other() -> None:
                 # A family may be split: wan.py and wan_block.py are one.
                 same = path.stem.split("_")[0] == other.split("_")[0]
                 assert same or other not in modules, f"{path.stem} imports {other}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=names)
-def test_files_stay_readable(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 440

@@ -37,8 +37,9 @@ TYPES = {
 }
 
 
-def describe(value: object) -> dict[str, object]:
-    """Type, constant and divisibility of one argument, as Triton specialises it at a launch."""
+def describe(value: object, *, length: bool) -> dict[str, object]:
+    """Type, constant and divisibility of one argument, as Triton specialises it at a launch; a
+    length is not specialised."""
     if isinstance(value, torch.Tensor):
         return {"type": f"*{TYPES[value.dtype]}", "divisible": True}
     if isinstance(value, TensorDescriptor):
@@ -50,6 +51,8 @@ def describe(value: object) -> dict[str, object]:
     if isinstance(value, bool) or value is None:
         return {"constant": value}
     if isinstance(value, int):
+        if length:
+            return {"type": "i32" if value < 2**31 else "i64"}
         if value == 1:
             return {"constant": 1}
         return {"type": "i32" if value < 2**31 else "i64", "divisible": value % 16 == 0}
@@ -76,7 +79,7 @@ def record(case: dict[str, object]) -> list[dict[str, object]]:
                 value = str(value) if type(value).__name__ == "dtype" else value
                 described[name] = {"constant": value}
             else:
-                described[name] = describe(value)
+                described[name] = describe(value, length=name in kernel.do_not_specialize)
         assert not arguments, f"{kernel.__name__} got unknown arguments {sorted(arguments)}"
         launches.append(
             {

@@ -38,8 +38,8 @@ def test_without_noise_and_with_strided_inputs() -> None:
 def test_gradients_and_registration() -> None:
     leaves = [torch.randn(SHAPE, requires_grad=True) for _ in range(3)]
     c = numbers(0.3, -0.5, 0.2)
-    torch.library.opcheck(denoise_forward, (*leaves, c, "reference"))
-    torch.library.opcheck(denoise_forward, (*leaves[:2], None, c, "reference"))
+    torch.library.opcheck(denoise_forward.registered, (*leaves, c, "reference"))
+    torch.library.opcheck(denoise_forward.registered, (*leaves[:2], None, c, "reference"))
     grads = torch.autograd.grad(denoise_step(*leaves, c).sum(), leaves)
     for grad, factor in zip(grads, c.tolist(), strict=True):
         torch.testing.assert_close(grad, torch.full(SHAPE, factor))

@@ -154,9 +154,9 @@ def arguments(**more: object) -> tuple[object, ...]:
     ids=["everything", "plain"],
 )
 def test_opcheck(more: dict[str, object]) -> None:
-    torch.library.opcheck(linear_forward, arguments(**more))
+    torch.library.opcheck(linear_forward.registered, arguments(**more))
     torch.library.opcheck(
-        quantize_weights, ([torch.randn(6, 10), torch.randn(2, 10)], "reference")
+        quantize_weights.registered, ([torch.randn(6, 10), torch.randn(2, 10)], "reference")
     )
 
 
@@ -257,10 +257,10 @@ def test_rows_of_bf16_are_not_rounded_on_the_way() -> None:
 
 def test_opcheck_of_rows() -> None:
     x, part = torch.randn(2, 5, 33), torch.randn(2, 1, 33)
-    torch.library.opcheck(rows_forward, (x, part, None, 1.0, 1e-6, "reference"))
+    torch.library.opcheck(rows_forward.registered, (x, part, None, 1.0, 1e-6, "reference"))
     rows, weight = norm_modulate_rows(x, scale=part), quantize_weight(torch.randn(7, 33))
     rest = (None, None, None, None, 1.0, 1.0, "", "fp32", "reference", torch.bfloat16)
-    torch.library.opcheck(rows_linear_forward, (*rows, *weight, *rest))
+    torch.library.opcheck(rows_linear_forward.registered, (*rows, *weight, *rest))
 
 
 def test_refusals_of_rows() -> None:

@@ -183,7 +183,7 @@ def test_opcheck_and_compile() -> None:
     weight, bias = proj_l(32)
     numbers = (2, "int8", "bf16", True, 32**-0.5, 1e-6, 1, 64, 64, "reference", torch.float32)
     torch.library.opcheck(
-        sparse_linear_forward, (q, k, v, weight, bias, None, None, None, None, *numbers)
+        sparse_linear_forward.registered, (q, k, v, weight, bias, None, None, None, None, *numbers)
     )
     spec, sparsity = AttentionSpec(heads=2), Sparsity(topk=0.5, block_q=64)
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from turbo_rcm_patch.kernels.epilogue import close_skip
 from turbo_rcm_patch.kernels.gluon import hopper_module
 from turbo_rcm_patch.kernels.launch import (
+    LENGTHS,
     Tile,
     cdiv,
     coefficient,
@@ -218,7 +219,7 @@ def attend(
     return out, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def attention_kernel(
     y_ptr, lse_ptr, shift_ptr,
     q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,

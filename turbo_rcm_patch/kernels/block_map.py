@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import cdiv, launch
+from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = ["largest_scores", "select_kernel"]
@@ -18,7 +18,7 @@ _LOWEST = tl.constexpr(-2147483648)
 _NO_SIGN = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def select_kernel(
     lut_ptr, scores_ptr, rows, columns, count,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,

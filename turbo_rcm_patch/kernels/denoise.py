@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import cdiv, launch, target_of
+from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch, target_of
 
 __all__ = ["denoise_step", "denoise_step_kernel"]
 
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def denoise_step_kernel(
     y_ptr, x_ptr, branch_ptr, noise_ptr, c_ptr, n_elements,
     BLOCK: tl.constexpr, HAS_NOISE: tl.constexpr,

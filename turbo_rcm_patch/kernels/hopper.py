@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_rcm_patch.kernels.dependent import wait_for_previous
-from turbo_rcm_patch.kernels.launch import cdiv, launch
+from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.kernels.operands import Operands
 
 __all__ = ["HEAD_DIMS", "ROWS", "hopper_attention", "hopper_kernel"]
@@ -245,7 +245,7 @@ def _group(
     )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=LENGTHS)
 def hopper_kernel(
     y_ptr, lse_ptr, shift_ptr,
     q_desc, q_scale_ptr, k_desc, k_scale_ptr, v_desc, v_scale_ptr, lengths_ptr,

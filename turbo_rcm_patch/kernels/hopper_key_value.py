@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from turbo_rcm_patch.kernels.launch import cdiv, launch
+from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.kernels.linear_branch import KeySums, chunks_of, empty_sums
 from turbo_rcm_patch.kernels.replay import replayed
 
@@ -54,7 +54,7 @@ def _store_pooled(pooled, out_ptr, block, n_kv, BLOCK_K: gl.constexpr):
     gl.store(out_ptr + block * pooled.shape[0] + offs_d, mean.to(out_ptr.dtype.element_ty))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=LENGTHS)
 def hopper_key_value_kernel(
     matrix_ptr, total_ptr, k_pooled_ptr, k_ptr, v_ptr, k_mean_ptr,
     k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, k_blocks, blocks_a_chunk, chunks, heads,

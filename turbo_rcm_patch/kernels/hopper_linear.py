@@ -30,7 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_rcm_patch.kernels.hopper_finish import fetch, finish
-from turbo_rcm_patch.kernels.launch import cdiv, coefficient, launch, round_to, skip_arguments
+from turbo_rcm_patch.kernels.launch import (
+    LENGTHS,
+    cdiv,
+    coefficient,
+    launch,
+    round_to,
+    skip_arguments,
+)
 from turbo_rcm_patch.kernels.rows import Rows
 
 __all__ = ["FORMS", "Form", "form_for", "hopper_linear", "hopper_linear_kernel"]
@@ -226,7 +233,7 @@ def _group(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["tiles"])
+@gluon.jit(do_not_specialize=LENGTHS)
 def hopper_linear_kernel(
     y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr, residual_ptr,
     skip_ptr, out_ptr,

@@ -35,7 +35,14 @@ from turbo_rcm_patch.kernels.hopper_linear import (
     publish,
     ring,
 )
-from turbo_rcm_patch.kernels.launch import cdiv, coefficient, launch, round_to, skip_arguments
+from turbo_rcm_patch.kernels.launch import (
+    LENGTHS,
+    cdiv,
+    coefficient,
+    launch,
+    round_to,
+    skip_arguments,
+)
 from turbo_rcm_patch.kernels.rows import Rows
 
 __all__ = ["hopper_linear_blocks", "hopper_linear_blocks_kernel"]
@@ -90,7 +97,7 @@ def _group(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["tiles"])
+@gluon.jit(do_not_specialize=LENGTHS)
 def hopper_linear_blocks_kernel(
     y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr, residual_ptr,
     skip_ptr, out_ptr,

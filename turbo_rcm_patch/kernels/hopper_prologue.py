@@ -27,7 +27,7 @@ from turbo_rcm_patch.kernels.hopper_tokens import (
     token_block,
     wide_layout,
 )
-from turbo_rcm_patch.kernels.launch import cdiv, launch
+from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.kernels.operands import NORM_ACROSS, Prologue
 from turbo_rcm_patch.kernels.prologue import AMAX_CHUNKS, LOG2_E
 
@@ -100,7 +100,7 @@ def _zero(counter_ptr, row, n_counters, ROWS: gl.constexpr, COUNTER_ROWS: gl.con
     gl.store(counter_ptr + at, gl.full_like(at, 0), mask=at < n_counters)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=LENGTHS)
 def hopper_prologue_kernel(
     q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_bias_ptr, shift_ptr, counter_ptr,
     k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_bias_ptr, mean_ptr,
@@ -215,7 +215,7 @@ def _channel_amax(
     gl.store(amax_ptr + (bh * chunks + chunk) * D + offs_d, gl.max(amax, axis=0))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=LENGTHS)
 def hopper_statistics_kernel(
     k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, v_ptr, amax_ptr, lengths_ptr,
     k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, step, chunk_tokens, chunks, eps,

@@ -13,6 +13,7 @@ import triton.language as tl
 from turbo_rcm_patch.kernels.epilogue import close_skip, gelu_tanh
 from turbo_rcm_patch.kernels.gluon import hopper_module
 from turbo_rcm_patch.kernels.launch import (
+    LENGTHS,
     Tile,
     cdiv,
     coefficient,
@@ -135,7 +136,7 @@ def _finish(
     )
 
 
-@triton.jit(do_not_specialize=["tiles"])  # else a shape in two compiles anew
+@triton.jit(do_not_specialize=LENGTHS)
 def int8_linear_kernel(
     y_ptr, x_src, x_scale_ptr, w_src, w_scale_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
     residual_stride_b, residual_stride_n,

@@ -21,6 +21,7 @@ from turbo_rcm_patch.kernels.replay import forget_programs, recorder, without_re
 from turbo_rcm_patch.kernels.tile_table import user_table
 
 __all__ = [
+    "LENGTHS",
     "Coefficient",
     "Target",
     "Tile",
@@ -40,6 +41,35 @@ __all__ = [
     "trying_tile",
     "watching_launches",
 ]
+
+#: Arguments of kernels that vary with the number of tokens. Triton compiles a kernel again for
+#: integers that are 1 or divide by 16; of these it must not, or every new length would compile
+#: for seconds. None of them moves a pointer along contiguous channels, where it would help.
+LENGTHS = (
+    "blocks_a_chunk",
+    "chunk_tokens",
+    "chunks",
+    "count",
+    "columns",
+    "k_blocks",
+    "k_group",
+    "k_parts",
+    "k_programs",
+    "kv_blocks",
+    "n",
+    "n_counters",
+    "n_kv",
+    "n_q",
+    "n_rows",
+    "n_tokens",
+    "n_elements",
+    "q_blocks",
+    "q_group",
+    "q_programs",
+    "rows",
+    "step",
+    "tiles",
+)
 
 #: How a kernel reads a coefficient: a number, or a tensor that varies with the batch alone, with
 #: batch and channel, or with everything.

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.gluon import hopper_module
-from turbo_rcm_patch.kernels.launch import cdiv, launch, pad_head, target_of
+from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch, pad_head, target_of
 
 __all__ = [
     "KeySums",
@@ -73,7 +73,7 @@ def _by_rows(x, STEP: tl.constexpr, ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
     return tl.sum(tl.reshape(x, [STEP // ROWS, ROWS, HEAD_PAD]), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def key_value_kernel(
     matrix_ptr, total_ptr, k_pooled_ptr, k_ptr, v_ptr, k_mean_ptr,
     k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, k_blocks, blocks_a_chunk, chunks, heads,

@@ -7,14 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import dense_rows, launch, target_of
+from turbo_rcm_patch.kernels.launch import LENGTHS, dense_rows, launch, target_of
 from turbo_rcm_patch.kernels.operands import norm_form
 from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = ["norm_modulate", "norm_modulate_kernel", "norm_rotate", "norm_rotate_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def norm_modulate_kernel(
     y_ptr, x_ptr, factor_ptr, offset_ptr,
     y_stride_b, x_stride_b, x_stride_n,
@@ -96,7 +96,7 @@ def norm_modulate(
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def norm_rotate_kernel(
     y_ptr, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr,
     stride_b, stride_n, n_tokens, eps,

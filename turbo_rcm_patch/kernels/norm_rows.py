@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import dense_rows, launch, target_of
+from turbo_rcm_patch.kernels.launch import LENGTHS, dense_rows, launch, target_of
 from turbo_rcm_patch.kernels.replay import replayed
 from turbo_rcm_patch.kernels.rows import (
     Rows,
@@ -43,7 +43,7 @@ def _store_int8(out, x, inverse, offs_c, padded):
     tl.store(out + offs_c[None, :], int8, mask=(offs_c < padded)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def norm_modulate_rows_kernel(
     int8_ptr, scale_ptr, x_ptr, factor_ptr, offset_ptr,
     x_stride_b, x_stride_n,

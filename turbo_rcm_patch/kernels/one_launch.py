@@ -21,6 +21,7 @@ import triton.language as tl
 from turbo_rcm_patch.kernels.attention import attend, attention_arguments
 from turbo_rcm_patch.kernels.epilogue import close_skip
 from turbo_rcm_patch.kernels.launch import (
+    LENGTHS,
     Tile,
     coefficient,
     dense_rows,
@@ -38,7 +39,7 @@ from turbo_rcm_patch.kernels.replay import replayed
 __all__ = ["attention_project_skip", "one_launch_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def one_launch_kernel(
     y_ptr, attended_ptr, counter_ptr, weight_ptr, bias_ptr,
     q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,

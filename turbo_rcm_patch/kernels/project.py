@@ -9,6 +9,7 @@ import triton.language as tl
 
 from turbo_rcm_patch.kernels.epilogue import close_skip
 from turbo_rcm_patch.kernels.launch import (
+    LENGTHS,
     Tile,
     cdiv,
     coefficient,
@@ -75,7 +76,7 @@ def project_tile(
     return acc, offs_c, mask_c
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def project_kernel(
     y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
     x_stride_b, x_stride_n, weight_stride, residual_stride_b, residual_stride_n,

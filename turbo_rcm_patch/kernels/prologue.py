@@ -18,6 +18,7 @@ import triton.language as tl
 from turbo_rcm_patch.kernels.heads import kv_limit, spread_width
 from turbo_rcm_patch.kernels.keys import key_block, sample_mean
 from turbo_rcm_patch.kernels.launch import (
+    LENGTHS,
     Target,
     Tile,
     cdiv,
@@ -36,7 +37,7 @@ AMAX_CHUNKS = 32  # at most so many partial maxima of a channel of v
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def statistics_kernel(
     k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr, bias_ptr, bias_words_ptr,
     cos_ptr, sin_ptr, v_ptr, amax_ptr, lengths_ptr,
@@ -72,7 +73,7 @@ def statistics_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def prologue_kernel(
     q_ptr, q_words_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_weight_words_ptr,
     q_bias_ptr, q_bias_words_ptr, shift_ptr, counter_ptr,

@@ -172,10 +172,11 @@ class Program:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(tensors, addresses)
+        like = tensors[0]  # `new_empty` is a microsecond faster than `torch.empty`
         made = [
-            torch.empty(shape, dtype=dtype, device=device)
+            like.new_empty(shape, dtype=dtype)
             if stride is None
-            else torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            else like.new_empty_strided(shape, stride, dtype=dtype)
             for shape, stride, dtype in self._buffers
         ]
         for tensor in made:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import cdiv, dense_rows, launch, target_of
+from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, dense_rows, launch, target_of
 from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = [
@@ -80,7 +80,7 @@ def nearest_int8(x, inverse):
     return shifted.to(tl.int32, bitcast=True).to(tl.int8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def quantize_rows_kernel(
     x_ptr, int8_ptr, scale_ptr, stride_b, stride_n, n_rows, channels, padded,
     BLOCK_T: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,

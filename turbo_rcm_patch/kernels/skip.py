@@ -8,6 +8,7 @@ import triton.language as tl
 
 from turbo_rcm_patch.kernels.epilogue import close_skip
 from turbo_rcm_patch.kernels.launch import (
+    LENGTHS,
     cdiv,
     coefficient,
     dense_rows,
@@ -22,7 +23,7 @@ from turbo_rcm_patch.kernels.replay import replayed
 __all__ = ["skip", "skip_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def skip_kernel(
     y_ptr, branch_ptr, residual_ptr, skip_ptr, out_ptr,
     branch_stride_b, branch_stride_n, residual_stride_b, residual_stride_n,

@@ -19,7 +19,15 @@ from turbo_rcm_patch.kernels.attention import (
     over_keys,
 )
 from turbo_rcm_patch.kernels.block_map import largest_scores
-from turbo_rcm_patch.kernels.launch import cdiv, dense_rows, launch, pad_head, target_of, tile_for
+from turbo_rcm_patch.kernels.launch import (
+    LENGTHS,
+    cdiv,
+    dense_rows,
+    launch,
+    pad_head,
+    target_of,
+    tile_for,
+)
 from turbo_rcm_patch.kernels.linear_branch import linear_branch
 from turbo_rcm_patch.kernels.quantize import quantize
 from turbo_rcm_patch.kernels.sparse_tokens import prepare_tokens
@@ -113,7 +121,7 @@ def _add_linear(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def sparse_attention_kernel(
     y_ptr, lut_ptr, features_ptr, matrix_ptr, total_ptr, bias_ptr,
     q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src,

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.launch import cdiv, dense_rows, launch, pad_head, target_of
+from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, dense_rows, launch, pad_head, target_of
 from turbo_rcm_patch.kernels.operands import norm_form
 
 __all__ = ["Tokens", "prepare_tokens", "prepare_tokens_kernel"]
@@ -76,7 +76,7 @@ def _block(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def prepare_tokens_kernel(
     q_out_ptr, k_out_ptr, q_pooled_ptr, k_sums_ptr,
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,

@@ -56,19 +56,19 @@ class Operation:
 
     def __init__(self, name: str, body: Callable[..., Any]) -> None:
         self._body = body
-        self._registered = torch.library.custom_op(name, body, mutates_args=())
+        self.registered = torch.library.custom_op(name, body, mutates_args=())
 
     def __call__(self, *args: Any) -> Any:
         if not torch.compiler.is_compiling() and runs_directly(args):
             return self._body(*args)
-        return self._registered(*args)
+        return self.registered(*args)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """See `torch.library.CustomOpDef.register_fake`."""
-        return self._registered.register_fake(fake)
+        return self.registered.register_fake(fake)
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
     ) -> None:
         """See `torch.library.CustomOpDef.register_autograd`."""
-        self._registered.register_autograd(backward, setup_context=setup_context)
+        self.registered.register_autograd(backward, setup_context=setup_context)

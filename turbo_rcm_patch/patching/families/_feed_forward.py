@@ -17,9 +17,16 @@ from turbo_rcm_patch.patching.blocks import Mode, plain_dropout
 from turbo_rcm_patch.patching.linears import Linears
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import bare, drops, hook_names, plain_linear, why_not_plain
+from turbo_rcm_patch.patching.plan import FeedForwardPlan
 from turbo_rcm_patch.skip import Residual
 
-__all__ = ["expand", "feed_forward_linears", "feed_forward_mode", "feed_forward_runs"]
+__all__ = [
+    "expand",
+    "feed_forward_linears",
+    "feed_forward_mode",
+    "feed_forward_runs",
+    "plan_feed_forward",
+]
 
 #: Activation, dropout, Linear, and a last dropout in some models.
 _LENGTHS = (3, 4)
@@ -85,3 +92,17 @@ def expand(ff: Any, x: Tensor | Normed, linears: Linears, key: str, *, int8: boo
             h = ops.linear_gelu(tensor_of(x), proj.weight, proj.bias)
     dropped: Tensor = dropout(first(tensor_of(x)) if h is None else h)
     return dropped
+
+
+def plan_feed_forward(ff: Any, impl: str) -> FeedForwardPlan | None:
+    """Its plan, where both Linears and the dropouts are plain and both have a bias."""
+    first, *_, last = (m for m in ff.net if not isinstance(m, nn.Dropout))
+    dropouts = [m for m in ff.net if isinstance(m, nn.Dropout)]
+    if len(ff.net) != 2 + len(dropouts) or not all(map(plain_dropout, dropouts)):
+        return None
+    if not _tanh_gelu(first) or first.proj.bias is None:
+        return None
+    weight = first.proj.weight
+    if not (plain_linear(first.proj, weight) and plain_linear(last, weight)):
+        return None
+    return FeedForwardPlan(first.proj, last, impl, "fp32")

@@ -9,6 +9,7 @@ modulation is a subclass, in the file of its family.
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 import torch
@@ -16,19 +17,31 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
+from turbo_rcm_patch.patching.families._feed_forward import (
+    expand,
+    feed_forward_mode,
+    plan_feed_forward,
+)
 from turbo_rcm_patch.patching.families.wan_modes import (
     BlockClasses,
     attention_mode,
     gated,
     modulation,
     plain_layer_norm,
+    plan_attention,
 )
 from turbo_rcm_patch.patching.families.wan_sla import settle, sparse_attention
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import autocasting, bare, plain_linear, plain_norm
+from turbo_rcm_patch.patching.plan import (
+    FeedForwardPlan,
+    NormPlan,
+    PlanSlot,
+    Watch,
+    plain_inference,
+)
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast, Coefficient
@@ -37,6 +50,64 @@ __all__ = ["WanBlockForward"]
 
 #: Text tokens that follow the image tokens; the author's processor has the same constant.
 _TEXT_TOKENS: Final = 512
+
+
+#: Where self-attention and cross-attention sum: see the module's text.
+_CASTS: Final[tuple[Cast, Cast]] = ("fp32", "model")
+
+
+class _WanPlan:
+    """A block of which every module is plain: its three branches, each with its skip."""
+
+    __slots__ = ("_affine", "_attn1", "_attn2", "_channels", "_dtype", "_device", "_ffn",
+                 "_head_dim", "_norm1", "_norm2", "_norm3")  # fmt: skip
+
+    def __init__(self, block: Any, attention: list[Any], ffn: FeedForwardPlan, impl: str) -> None:
+        weight = block.attn1.to_q.weight
+        self._dtype, self._device = weight.dtype, weight.device
+        self._channels = weight.shape[1]
+        self._head_dim = weight.shape[0] // block.attn1.heads
+        (self._attn1, self._attn2), self._ffn = attention, ffn
+        self._norm1 = NormPlan(block.norm1.eps, impl)
+        self._norm2 = NormPlan(block.norm2.eps, impl, block.norm2.weight, block.norm2.bias)
+        self._norm3 = NormPlan(block.norm3.eps, impl)
+
+    def serves(
+        self,
+        hidden: Tensor,
+        context: Tensor,
+        rows: tuple[Tensor, ...],
+        rotary: tuple[Tensor, Tensor],
+    ) -> bool:
+        """Whether the inputs fit each other as the operations want them: nothing broadcasts."""
+        batch, tokens, channels = hidden.shape
+        table = tokens * self._head_dim
+        return (
+            hidden.dtype is self._dtype is context.dtype
+            and hidden.device == self._device == context.device
+            and channels == self._channels
+            and context.shape[0] == batch
+            and context.dim() == 3
+            and rows[0].shape[-1] == channels
+            and rows[0].shape[0] in (1, batch)
+            and rows[0].shape[1] in (1, tokens)
+            and rotary[0].numel() == table == rotary[1].numel()
+        )
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        context: Tensor,
+        rows: tuple[Tensor, ...],
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """As `WanBlockForward._run`."""
+        shift, scale, gate, c_shift, c_scale, c_gate = rows
+        cos, sin = (table.reshape(-1, self._head_dim) for table in rotary)
+        x = self._norm1.modulated(hidden, scale, shift)
+        hidden = self._attn1(x, None, hidden, gate, cos, sin)
+        hidden = self._attn2(self._norm2.affine(hidden), context, hidden, None, None, None)
+        return self._ffn(self._norm3.modulated(hidden, c_scale, c_shift), hidden, c_gate)
 
 
 class WanBlockForward:
@@ -57,6 +128,7 @@ class WanBlockForward:
         "_image",
         "_linear",
         "_linears",
+        "_slot",
         "_spec",
         "_specs",
         "_topk",
@@ -87,6 +159,7 @@ class WanBlockForward:
             impl=config.impl,
         )
         self._specs = specs_of(self._spec)
+        self._slot: PlanSlot[_WanPlan] = PlanSlot()
 
     def __call__(
         self,
@@ -154,6 +227,10 @@ class WanBlockForward:
         Returns:
             [B, N, C], dtype of hidden.
         """
+        if guard is None and mask is None and plain_inference(hidden):
+            plan = self._slot.get(self._watch, self._plan)
+            if plan is not None and plan.serves(hidden, context, rows, rotary):
+                return plan(hidden, context, rows, rotary)
         block = self._block
         shift, scale, gate, c_shift, c_scale, c_gate = rows
         x = self._modulated(block.norm1, hidden, scale, shift, self._attn1)
@@ -162,6 +239,36 @@ class WanBlockForward:
         hidden = self._cross_attention(x, hidden, context, guard)
         x = self._modulated(block.norm3, hidden, c_scale, c_shift, self._ffn)
         return self._feed_forward(x, hidden, c_gate, guard)
+
+    def _watch(self) -> Watch:
+        states = (self._attn1, self._attn2, self._ffn)
+        return Watch(self._block, states, attrgetter("live", "int8", "precision"))
+
+    def _plan(self) -> _WanPlan | None:
+        """The plan of the block, if everything in it is plain and ours, in 16 or 32 bits."""
+        block = self._block
+        states = (self._attn1, self._attn2, self._ffn)
+        if (
+            self._image is not None
+            or self._linear is not None
+            or self._form == "one-launch"
+            or self._spec.attention == "sage"
+            or not all(state.live and not state.int8 for state in states)
+            or feed_forward_mode(block.ffn) != "ours"
+        ):
+            return None
+        norms = (block.norm1, block.norm2, block.norm3)
+        affine = [norm.weight is not None for norm in norms if plain_layer_norm(norm)]
+        if affine != [False, True, False] or any(n.bias is not None for n in norms[::2]):
+            return None
+        attention = [
+            plan_attention(attn, self._classes, self._specs, state.precision, cast=cast)
+            for attn, state, cast in zip((block.attn1, block.attn2), states, _CASTS, strict=False)
+        ]
+        feed_forward = plan_feed_forward(block.ffn, self._spec.impl)
+        if None in attention or feed_forward is None:
+            return None
+        return _WanPlan(block, attention, feed_forward, self._spec.impl)
 
     def _modulated(
         self, norm: Any, hidden: Tensor, scale: Tensor, shift: Tensor, state: PairState

@@ -6,15 +6,20 @@ its own with the same members; `BlockClasses` names those of one file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from diffusers.models.normalization import FP32LayerNorm
 from torch import Tensor, nn
 
-from turbo_rcm_patch.patching.blocks import Mode, refuse_parallel
+from turbo_rcm_patch.ops.spec import AttentionSpec
+from turbo_rcm_patch.patching.blocks import Mode, plain_dropout, refuse_parallel
 from turbo_rcm_patch.patching.families.wan_sla import runs_itself
-from turbo_rcm_patch.patching.plain import bare, drops
+from turbo_rcm_patch.patching.plain import bare, drops, plain_linear, plain_norm
+from turbo_rcm_patch.patching.plan import AttentionPlan
+from turbo_rcm_patch.patching.state import Precise
+from turbo_rcm_patch.skip import Cast
 
 __all__ = [
     "BlockClasses",
@@ -22,6 +27,7 @@ __all__ = [
     "gated",
     "modulation",
     "plain_layer_norm",
+    "plan_attention",
 ]
 
 
@@ -76,3 +82,39 @@ def modulation(table: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
 def gated(hidden: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     """The author's gated skip: fp32, rounded once."""
     return (hidden.float() + branch * gate).type_as(hidden)
+
+
+def plan_attention(
+    attn: Any,
+    classes: BlockClasses,
+    specs: Mapping[Precise, AttentionSpec],
+    precision: Precise,
+    *,
+    cast: Cast,
+) -> AttentionPlan | None:
+    """The plan of an attention whose every module is plain; None where one has to be called.
+
+    Args:
+        attn: The attention.
+        classes: What its classes have to be.
+        specs: How it is computed after each step of the guard.
+        precision: Where the guard is now.
+        cast: Of its skip.
+    """
+    if attention_mode(attn, classes) != "ours" or attn.fused_projections:
+        return None
+    linears = (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0])
+    weight, norms = attn.to_q.weight, (attn.norm_q, attn.norm_k)
+    plain = all(plain_linear(linear, weight) for linear in linears)
+    if not (plain and all(plain_norm(norm, weight) for norm in norms)):
+        return None
+    if norms[0].eps != norms[1].eps or not plain_dropout(attn.to_out[1]):
+        return None
+    asked, exact = (
+        replace(specs[step], eps=norms[0].eps) for step in (precision, "exact attention")
+    )
+    few = attn.is_cross_attention and asked.attention == "int8"
+    return AttentionPlan(
+        attn.to_q, attn.to_k, attn.to_v, norms[0].weight, norms[1].weight, attn.to_out[0],
+        asked, exact if few else None, cast,
+    )  # fmt: skip

@@ -1,0 +1,302 @@
+"""The plan of a block: what was decided about its modules, and the look that tells it still holds.
+
+A block asks many questions before it may read a weight instead of calling a module: is this a
+plain Linear, is it hooked, are its dtype and device those of the activation. The answers rest on
+the block's modules alone, so they are given once and kept until `Watch.holds` says no. A plan
+calls the operations directly, with arguments that were checked when it was made. It serves eager
+inference; everything else takes the careful way, module by module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import attrgetter, methodcaller
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from turbo_rcm_patch.ops.elementwise import gelu_forward, norm_forward
+from turbo_rcm_patch.ops.projection import project_forward
+from turbo_rcm_patch.ops.registry import attention_forward
+from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS, AttentionSpec
+from turbo_rcm_patch.patching.plain import autocasting
+from turbo_rcm_patch.skip import Cast
+
+__all__ = [
+    "AttentionPlan",
+    "FeedForwardPlan",
+    "NormPlan",
+    "PlanSlot",
+    "Watch",
+    "plain_inference",
+]
+
+#: Plans made in a row that did not live to a second forward before a block plans only on every
+#: so-many-th forward: what changes with every forward is not worth looking at.
+_MOST_FAILURES: Final = 8
+_REST: Final = 64
+
+_dtype = attrgetter("dtype")
+_device = methodcaller("get_device")
+_HOOKS: Final = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+_T = TypeVar("_T")
+
+
+def plain_inference(x: Tensor) -> bool:
+    """Whether this forward is eager inference, in which a plan may run."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or type(x) is not Tensor
+        or autocasting(x)
+    )
+
+
+class Watch:
+    """What a plan rests on: the modules of a block, as they were when it was made.
+
+    It sees a hook, an instance forward, another class, a replaced module, parameter or processor,
+    and an attribute, dtype or device that changed. What is written into a parameter it need not
+    see, because a plan holds the parameter and no copy of it.
+
+    Args:
+        block: Its modules, and the processors that its attentions hold, are watched.
+        states: Objects whose fields decide too, compared by `key`.
+        key: What of them decides.
+    """
+
+    __slots__ = (
+        "_attributes",
+        "_classes",
+        "_devices",
+        "_dtypes",
+        "_held",
+        "_hooked",
+        "_hooks",
+        "_identities",
+        "_key",
+        "_objects",
+        "_owned",
+        "_parameters",
+        "_seen",
+        "_states",
+    )
+
+    def __init__(
+        self, block: nn.Module, states: Iterable[object], key: Callable[[Any], object]
+    ) -> None:
+        modules: list[Any] = list(block.modules())
+        processors = [m.__dict__["processor"] for m in modules if "processor" in m.__dict__]
+        objects = [*modules, *(p for p in processors if hasattr(p, "__dict__"))]
+        self._attributes = [(vars(x), dict(vars(x))) for x in objects]
+        # The block's own hooks run around the forward that the plan stands for.
+        self._hooks = [m.__dict__.get(name, {}) for m in modules[1:] for name in _HOOKS]
+        self._hooked = list(map(len, self._hooks))
+        # Views: they show what is inside at every look.
+        self._owned = [
+            m.__dict__[name].values()
+            for m in modules
+            for name in ("_parameters", "_buffers", "_modules")
+            if m.__dict__[name]
+        ]
+        self._held = list(chain.from_iterable(self._owned))  # so that no identity is used again
+        self._identities = list(map(id, self._held))
+        self._parameters = [x for x in self._held if isinstance(x, Tensor)]
+        self._objects = [*objects, *self._parameters]
+        self._classes = list(map(type, self._objects))
+        self._dtypes = list(map(_dtype, self._parameters))
+        self._devices = list(map(_device, self._parameters))
+        self._states, self._key = tuple(states), key
+        self._seen = [key(state) for state in self._states]
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        if list(map(len, self._hooks)) != self._hooked:
+            return False
+        if list(map(type, self._objects)) != self._classes:
+            return False
+        try:
+            for now, then in self._attributes:
+                if now != then:
+                    return False
+        except (RuntimeError, ValueError):  # two tensors or arrays that are not the same one
+            return False
+        return (
+            list(map(id, chain.from_iterable(self._owned))) == self._identities
+            and list(map(_dtype, self._parameters)) == self._dtypes
+            and list(map(_device, self._parameters)) == self._devices
+            and list(map(self._key, self._states)) == self._seen
+        )
+
+
+class PlanSlot(Generic[_T]):
+    """The plan of one block, made when it is first asked for and again when a look says so.
+
+    A copy (deepcopy, pickle) starts empty, because a plan holds modules.
+    """
+
+    __slots__ = ("_failures", "_plan", "_watch")
+
+    def __init__(self) -> None:
+        self._watch: Watch | None = None
+        self._plan: _T | None = None
+        self._failures = 0
+
+    def __reduce__(self) -> tuple[type[PlanSlot[_T]], tuple[()]]:
+        return PlanSlot, ()
+
+    def get(self, watch: Callable[[], Watch], make: Callable[[], _T | None]) -> _T | None:
+        """The plan, or None where the block has to go the careful way.
+
+        Args:
+            watch: Makes what the plan rests on.
+            make: Makes the plan, or None where the modules allow none.
+        """
+        if self._watch is not None and self._watch.holds():
+            self._failures = 0
+            return self._plan
+        self._failures += 1
+        if self._failures > _MOST_FAILURES and self._failures % _REST:
+            self._watch = self._plan = None
+            return None
+        self._watch, plan = watch(), make()
+        self._plan = plan
+        return plan
+
+
+# --- what a plan is made of ----------------------------------------------------------------------
+
+
+class NormPlan:
+    """A layer norm with a factor and an offset, in one pass."""
+
+    __slots__ = ("_eps", "_impl", "_offset", "_one", "_weight")
+
+    def __init__(
+        self, eps: float, impl: str, weight: Tensor | None = None, offset: Tensor | None = None
+    ) -> None:
+        self._eps, self._impl, self._weight, self._offset = eps, impl, weight, offset
+
+    def modulated(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """layer_norm(x) * (1 + scale) + shift, both [B or 1, N or 1, C]."""
+        y: Tensor = norm_forward(x, scale, shift, 1.0, self._eps, self._impl)
+        return y
+
+    def affine(self, x: Tensor) -> Tensor:
+        """layer_norm(x) * weight + bias with the norm's own."""
+        y: Tensor = norm_forward(
+            x, _row(self._weight), _row(self._offset), 0.0, self._eps, self._impl
+        )
+        return y
+
+
+def _row(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.view(1, 1, -1)
+
+
+class AttentionPlan:
+    """Projections, norms, attention, output projection and skip over plain modules.
+
+    Args:
+        q: The Linear of the queries, or of q, k and v together where `k` and `v` are None.
+        k: Of the keys.
+        v: Of the values.
+        norm_q: RMSNorm weight of q.
+        norm_k: RMSNorm weight of k.
+        out: The output projection.
+        spec: How the attention is computed; its eps is the norms'.
+        exact: The same with exact attention, for few keys.
+        cast: Of the skip.
+    """
+
+    __slots__ = ("_cast", "_exact", "_few", "_impl", "_k", "_norm_k", "_norm_q", "_out", "_q",
+                 "_spec", "_v")  # fmt: skip
+
+    def __init__(
+        self,
+        q: nn.Linear,
+        k: nn.Linear,
+        v: nn.Linear,
+        norm_q: Tensor,
+        norm_k: Tensor,
+        out: nn.Linear,
+        spec: AttentionSpec,
+        exact: AttentionSpec | None,
+        cast: Cast,
+    ) -> None:
+        head_dim = q.out_features // spec.heads
+        self._q, self._k, self._v = ((m.weight, m.bias) for m in (q, k, v))
+        self._norm_q, self._norm_k = norm_q, norm_k
+        self._out, self._cast, self._impl = (out.weight, out.bias), cast, spec.impl
+        self._spec = _numbers(spec, head_dim)
+        self._exact = None if exact is None else _numbers(exact, head_dim)
+
+    def __call__(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        residual: Tensor,
+        c_out: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+    ) -> Tensor:
+        """residual + c_out * attention(x, context or x).
+
+        Args:
+            x: [B, N, C].
+            context: [B, T, C] for cross-attention.
+            residual: [B, N, C].
+            c_out: [B or 1, N or 1, C], or None for 1.
+            cos: [N, D] or None.
+            sin: [N, D] or None.
+        """
+        source = x if context is None else context
+        q = F.linear(x, *self._q)
+        k, v = F.linear(source, *self._k), F.linear(source, *self._v)
+        numbers = self._spec
+        if self._exact is not None and k.shape[1] < INT8_MIN_KEYS:
+            numbers = self._exact
+        branch, _ = attention_forward(
+            q, k, v, None, None, None, self._norm_q, self._norm_k, None, None, cos, sin, None,
+            1.0, 1.0, *numbers, q.dtype, False,
+        )  # fmt: skip
+        closed: Tensor = project_forward(
+            branch, *self._out, residual, None, c_out, 1.0, 1.0, self._cast, self._impl, q.dtype
+        )
+        return closed
+
+
+def _numbers(spec: AttentionSpec, head_dim: int) -> tuple[Any, ...]:
+    """What `attention_forward` takes of a spec, in its order."""
+    sm_scale = head_dim**-0.5 if spec.sm_scale is None else spec.sm_scale
+    return (
+        spec.heads, spec.attention, spec.pv, spec.smooth_k, spec.causal, sm_scale, spec.eps,
+        spec.impl,
+    )  # fmt: skip
+
+
+class FeedForwardPlan:
+    """Linear, GELU in its tanh form, Linear and skip over plain modules."""
+
+    __slots__ = ("_cast", "_first", "_impl", "_last")
+
+    def __init__(self, first: nn.Linear, last: nn.Linear, impl: str, cast: Cast) -> None:
+        self._first, self._last = (first.weight, first.bias), (last.weight, last.bias)
+        self._impl, self._cast = impl, cast
+
+    def __call__(self, x: Tensor, residual: Tensor, c_out: Tensor) -> Tensor:
+        """residual + c_out * feed_forward(x); x and residual [B, N, C]."""
+        h = gelu_forward(x, *self._first)
+        closed: Tensor = project_forward(
+            h, *self._last, residual, None, c_out, 1.0, 1.0, self._cast, self._impl, x.dtype
+        )
+        return closed
