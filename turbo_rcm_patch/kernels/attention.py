@@ -32,7 +32,7 @@ from turbo_rcm_patch.kernels.launch import (
 )
 from turbo_rcm_patch.kernels.operands import Operands
 from turbo_rcm_patch.kernels.quantize import quantize
-from turbo_rcm_patch.kernels.replay import replayed
+from turbo_rcm_patch.kernels.replay import keep_for_replay, replayed
 
 __all__ = [
     "attend",
@@ -275,7 +275,7 @@ def attention_kernel(
 @cache
 def ones_for(device: torch.device) -> torch.Tensor:
     """[256, 16] e4m3 ones, the right operand that turns a product into a row sum."""
-    return torch.ones(256, 16, device=device).to(torch.float8_e4m3fn)
+    return keep_for_replay(torch.ones(256, 16, device=device).to(torch.float8_e4m3fn))
 
 
 def attention_arguments(

@@ -1,0 +1,339 @@
+"""A replay starts the same kernels with the same arguments as the launcher it stands for.
+
+There is no GPU here, so a stand-in takes the place of Triton's compiled kernels and writes down
+what it is started with. A launcher runs on one set of tensors and is recorded; on another set its
+replay is compared with the launcher itself, argument by argument: numbers as they are, addresses
+by the memory they lie in.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from turbo_rcm_patch.kernels import replay
+from turbo_rcm_patch.kernels.launch import Target
+from turbo_rcm_patch.kernels.replay import keep_for_replay, replayed, without_replay
+
+MODULES = (
+    "attention", "hopper", "hopper_prologue", "int8_linear", "norm", "norm_rows", "one_launch",
+    "project", "prologue", "quantize", "rows", "skip",
+)  # fmt: skip
+HEADS, DIM = 2, 64
+CHANNELS = HEADS * DIM
+
+
+class Compiled:
+    """Stands for a compiled kernel."""
+
+    packed_metadata = (4, 1, 0)
+    function = 0
+
+    def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
+        self._name, self._log = name, log
+
+    def run(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        self._log.append((self._name, (x, y, z), list(rest[4:])))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """What is launched: name, grid, arguments. Fresh launches hold tensors, replays addresses."""
+    written: list[tuple[Any, ...]] = []
+
+    def launcher(kernel: JITFunction, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+        def start(**arguments: Any) -> Compiled:
+            values = [arguments[name] for name in kernel.arg_names]
+            written.append((kernel.__name__, (*grid, 1, 1)[:3], values))
+            return Compiled(kernel.__name__, written)
+
+        return start
+
+    monkeypatch.setattr(JITFunction, "__getitem__", launcher)
+    monkeypatch.setattr(replay, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(replay, "_raw_stream", lambda index: 0)
+    for name in MODULES:
+        module = importlib.import_module(f"turbo_rcm_patch.kernels.{name}")
+        if hasattr(module, "target_of"):
+            monkeypatch.setattr(module, "target_of", lambda device: Target("cuda", 90))
+    replay.forget_programs()
+    yield written
+    replay.forget_programs()
+
+
+def address(value: Any) -> int | None:
+    """The address that an argument stands for, or None for a number."""
+    base = getattr(value, "base", None)
+    if base is not None:
+        return int(base.data_ptr())
+    return int(value.data_ptr()) if isinstance(value, torch.Tensor) else None
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    """The tensors of what a launcher returned."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [t for part in result for t in flat(part)] if isinstance(result, tuple) else []
+
+
+def labelled(
+    launches: list[tuple[Any, ...]], inputs: list[torch.Tensor], result: Any, fresh: bool
+) -> list[tuple[Any, ...]]:
+    """Launches with every address replaced by what lies there: an argument, a part of the result,
+    or the n-th scratch buffer that was seen."""
+    places = [(f"input {i}", t) for i, t in enumerate(inputs)]
+    places += [(f"output {i}", t) for i, t in enumerate(flat(result))]
+    scratch: dict[int, int] = {}
+
+    def label(at: int) -> tuple[str, int]:
+        for name, tensor in places:
+            start = tensor.untyped_storage().data_ptr()
+            if start <= at < start + tensor.untyped_storage().nbytes():
+                return name, at - tensor.data_ptr()
+        return f"scratch {scratch.setdefault(at, len(scratch))}", 0
+
+    shown = []
+    for name, grid, arguments in launches:
+        values = []
+        for value in arguments:
+            at = address(value)
+            if at is None and not fresh and isinstance(value, int) and value > 2**32:
+                at = value
+            values.append(value if at is None else label(at))
+        shown.append((name, grid, values))
+    return shown
+
+
+Call = Callable[[list[torch.Tensor]], Any]
+
+
+def compare(log: list[tuple[Any, ...]], call: Call, make: Callable[[], list[torch.Tensor]]) -> int:
+    """Record a call on one set of tensors, and compare its replay on another with the launcher."""
+    first = make()
+    call(first)
+    recorded = len(log)
+    log.clear()
+    again = make()
+    result = call(again)
+    replays = list(log)
+    assert all(type(a) is not torch.Tensor for _, _, values in replays for a in values), (
+        "the launcher ran again: nothing was replayed"
+    )
+    log.clear()
+    with without_replay():
+        expected = call(again)
+    fresh = list(log)
+    log.clear()
+    assert [(t.shape, t.stride(), t.dtype) for t in flat(result)] == [
+        (t.shape, t.stride(), t.dtype) for t in flat(expected)
+    ]
+    assert type(result) is type(expected)
+    assert labelled(replays, again, result, False) == labelled(fresh, again, expected, True)
+    assert len(fresh) == recorded
+    return recorded
+
+
+def tokens(n: int, channels: int = CHANNELS) -> torch.Tensor:
+    return torch.randn(2, n, channels).bfloat16()
+
+
+def attention(**options: Any) -> Call:
+    from turbo_rcm_patch.kernels.attention import attention as launcher
+
+    def call(x: list[torch.Tensor]) -> Any:
+        numbers = {
+            "heads": HEADS, "c_skip": 1.0, "kv_lengths": None, "pv": "fp8", "qmax": 127,
+            "smooth_k": True, "causal": False, "sm_scale": 0.125, "eps": 1e-6,
+            "out_dtype": torch.bfloat16, "want_lse": False,
+        }  # fmt: skip
+        tensors = {
+            "residual": x[3] if len(x) > 3 else None,
+            "c_out": x[4] if len(x) > 4 else 1.0,
+            "norm_q": x[5] if len(x) > 5 else None,
+            "norm_k": x[6] if len(x) > 6 else None,
+            "cos": x[7] if len(x) > 7 else None,
+            "sin": x[8] if len(x) > 8 else None,
+        }
+        return launcher(*x[:3], **(numbers | tensors | options))
+
+    return call
+
+
+def test_attention_is_replayed_with_every_tensor_it_can_have(log: list[Any]) -> None:
+    def everything() -> list[torch.Tensor]:
+        gate, weight, table = torch.randn(2, 1, CHANNELS), torch.randn(CHANNELS), torch.randn(
+            160, DIM
+        )  # fmt: skip
+        return [*(tokens(160) for _ in range(4)), gate, weight, weight.clone(), table, table + 1]
+
+    attention()(everything())  # the first call makes a constant, and is not recorded
+    log.clear()
+    assert compare(log, attention(), everything) == 3
+    assert compare(log, attention(want_lse=True, pv="bf16"), everything) == 3
+
+
+@pytest.mark.parametrize("pv", ["fp8", "bf16"])
+def test_attention_alone_is_replayed(log: list[Any], pv: str) -> None:
+    assert compare(log, attention(pv=pv), lambda: [tokens(n) for n in (96, 160, 160)]) == 3
+
+
+def test_views_of_one_tensor_are_told_from_tensors_of_their_own(log: list[Any]) -> None:
+    def views() -> list[torch.Tensor]:
+        return list(tokens(160, 3 * CHANNELS).chunk(3, dim=-1))
+
+    def swapped() -> list[torch.Tensor]:
+        q, k, v = views()
+        return [v, k, q]
+
+    def apart() -> list[torch.Tensor]:
+        # The strides of views, each of its own tensor.
+        return [views()[0] for _ in range(3)]
+
+    for make in (views, apart, swapped, views):
+        compare(log, attention(), make)
+
+
+def test_one_tensor_in_two_places_is_told_from_two_tensors(log: list[Any]) -> None:
+    def same() -> list[torch.Tensor]:
+        k = tokens(160)
+        return [tokens(96), k, k]
+
+    compare(log, attention(), same)
+    compare(log, attention(), lambda: [tokens(n) for n in (96, 160, 160)])
+    compare(log, attention(), same)
+
+
+def test_another_alignment_is_another_signature(log: list[Any]) -> None:
+    from turbo_rcm_patch.kernels.norm import norm_modulate
+
+    def at(offset: int) -> Callable[[], list[torch.Tensor]]:
+        def make() -> list[torch.Tensor]:
+            memory = torch.randn(2 * 40 * CHANNELS + 8).bfloat16()
+            return [memory[offset : offset + 2 * 40 * CHANNELS].view(2, 40, CHANNELS)]
+
+        return make
+
+    def call(x: list[torch.Tensor]) -> Any:
+        return norm_modulate(x[0], None, None, one=1.0, eps=1e-6, out_dtype=torch.bfloat16)
+
+    for offset in (0, 1, 8, 1):
+        compare(log, call, at(offset))
+    replay.forget_programs()
+    for offset, recorded in ((0, True), (0, False), (1, True), (1, False), (8, False)):
+        log.clear()
+        call(at(offset)())
+        # Triton compiles apart for addresses that divide by 16, so a recording serves one kind.
+        assert any(type(a) is torch.Tensor for a in log[0][2]) == recorded
+
+
+def test_other_strides_are_another_signature(log: list[Any]) -> None:
+    from turbo_rcm_patch.kernels.norm import norm_modulate
+
+    def call(x: list[torch.Tensor]) -> Any:
+        return norm_modulate(x[0], None, None, one=1.0, eps=1e-6, out_dtype=torch.bfloat16)
+
+    compare(log, call, lambda: [tokens(40)])
+    compare(log, call, lambda: [tokens(40, 2 * CHANNELS)[..., :CHANNELS]])
+    compare(log, call, lambda: [tokens(80)[:, ::2]])
+
+
+def test_operations_around_attention_are_replayed(log: list[Any]) -> None:
+    from turbo_rcm_patch.kernels.norm import norm_modulate, norm_rotate
+    from turbo_rcm_patch.kernels.norm_rows import norm_modulate_rows
+    from turbo_rcm_patch.kernels.project import project_skip
+    from turbo_rcm_patch.kernels.rows import quantize_rows
+    from turbo_rcm_patch.kernels.skip import skip
+
+    half = torch.bfloat16
+    rows = [tokens(33), torch.randn(2, 1, CHANNELS), torch.randn(2, 1, CHANNELS)]
+
+    def again(tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        return lambda: [t.clone() for t in tensors]
+
+    calls: list[tuple[Call, list[torch.Tensor]]] = [
+        (lambda x: norm_modulate(*x, one=1.0, eps=1e-6, out_dtype=half), rows),
+        (lambda x: norm_modulate_rows(*x, one=1.0, eps=1e-6), rows),
+        (lambda x: quantize_rows(x[0]), rows[:1]),
+        (
+            lambda x: norm_rotate(
+                x[0], HEADS, weight=x[1], bias=None, cos=x[2], sin=x[3], eps=1e-6
+            ),
+            [tokens(33), torch.randn(CHANNELS), torch.randn(33, DIM), torch.randn(33, DIM)],
+        ),
+        (
+            lambda x: skip(x[0], x[1], 1.0, x[2], cast="fp32", out_dtype=half),
+            [tokens(33), tokens(33), torch.randn(2, 1, CHANNELS)],
+        ),
+        (
+            lambda x: project_skip(*x[:4], 1.0, x[4], cast="fp32", out_dtype=half),
+            [tokens(33), torch.randn(48, CHANNELS).bfloat16(), torch.randn(48).bfloat16(),
+             tokens(33, 48), torch.randn(2, 1, 48)],
+        ),
+    ]  # fmt: skip
+    for call, tensors in calls:
+        assert compare(log, call, again(tensors)) == 1
+
+
+def test_what_else_a_launcher_does_is_never_left_out(log: list[Any]) -> None:
+    """A torch operation inside makes a launcher run as it is, every time."""
+    from turbo_rcm_patch.kernels.skip import skip
+
+    runs = []
+
+    @replayed
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return skip(None, x * 2, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
+
+    @replayed
+    def writing(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        y.add_(1)
+        return skip(None, x, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
+
+    for _ in range(4):
+        doubled(tokens(8))
+        writing(tokens(8), tokens(8))
+    assert len(runs) == 8
+
+
+def test_memory_that_nobody_declared_is_not_held(log: list[Any]) -> None:
+    from turbo_rcm_patch.kernels.skip import skip
+
+    hidden = tokens(8)
+    runs = []
+
+    @replayed
+    def beside(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return skip(hidden, x, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
+
+    for _ in range(4):
+        beside(tokens(8))
+    assert len(runs) == 4
+    keep_for_replay(hidden)
+    replay.forget_programs()
+    for _ in range(4):
+        beside(tokens(8))
+    assert len(runs) == 5
+    assert log[-1][2].count(hidden.data_ptr()) == 1
+
+
+def test_an_error_while_recording_is_raised_and_nothing_is_kept(log: list[Any]) -> None:
+    runs = []
+
+    @replayed
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        raise ValueError("no")
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            failing(tokens(8))
+    assert len(runs) == 3
+    assert replay.recorder() is None
