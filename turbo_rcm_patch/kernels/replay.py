@@ -23,9 +23,12 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "Program",
     "forget_programs",
     "keep_for_replay",
+    "record",
     "recorder",
+    "replay_generation",
     "replayed",
     "without_replay",
 ]
@@ -62,6 +65,7 @@ _local = threading.local()
 _kept: dict[int, torch.Tensor] = {}
 _caches: list[dict[Any, Any]] = []
 _off = 0
+_generation = 0
 
 
 def recorder() -> Recorder | None:
@@ -77,8 +81,48 @@ def keep_for_replay(tensor: torch.Tensor) -> torch.Tensor:
 
 def forget_programs() -> None:
     """Record every signature again; for when the tiles change."""
+    global _generation
+    _generation += 1
     for cache in _caches:
         cache.clear()
+
+
+def replay_generation() -> int | None:
+    """A number that changes when recordings have to be made again; None while nothing may be
+    replayed, because somebody watches launches, tunes, or records."""
+    if _off or _hooked() or recorder() is not None:
+        return None
+    return _generation
+
+
+def record(
+    launcher: Callable[..., _R], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> tuple[_R, Program | None]:
+    """Run a launcher, and give what it launched beside its result: None where it cannot be
+    recorded."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    for value in (kwargs or {}).values():
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+    if not tensors or not _on_gpu(tensors[0]):
+        return launcher(*args, **(kwargs or {})), None
+    return _recorded(launcher, args, kwargs or {}, tensors)
+
+
+def _recorded(
+    launcher: Callable[..., _R],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[torch.Tensor],
+) -> tuple[_R, Program | None]:
+    recording = Recorder(tensors)
+    _local.recorder = recording
+    try:
+        with recording:
+            result = launcher(*args, **kwargs)
+    finally:
+        _local.recorder = None
+    return result, recording.program(result)
 
 
 @contextmanager
@@ -146,22 +190,40 @@ class Program:
     Slots are addresses: those of the tensor arguments in order, then those of the buffers.
     """
 
-    __slots__ = ("_aliases", "_buffers", "_constants", "_device", "_launches", "_result")
+    __slots__ = (
+        "_aliases",
+        "_alignment",
+        "_buffers",
+        "_constants",
+        "_device",
+        "_launches",
+        "_low_bits",
+        "_result",
+    )
 
     def __init__(
         self,
         device: torch.device,
+        alignment: list[int],
         aliases: tuple[tuple[int, int, int], ...],
         buffers: tuple[_Buffer, ...],
         launches: tuple[_Launch, ...],
         result: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
         constants: tuple[torch.Tensor, ...],
     ) -> None:
-        self._device, self._aliases, self._buffers = device, aliases, buffers
+        self._device, self._buffers = device, buffers
+        self._alignment, self._aliases = alignment, aliases
+        self._low_bits = max(alignment)
         self._launches, self._result, self._constants = launches, result, constants
 
     def fits(self, addresses: list[int]) -> bool:
-        """Whether arguments that shared memory when this was recorded share it in the same way."""
+        """Whether arguments that shared memory when this was recorded share it in the same way,
+        and are aligned in the same way."""
+        bits = self._low_bits
+        for address in addresses:
+            bits |= address
+        if bits & 15 and [address & 15 for address in addresses] != self._alignment:
+            return False
         for first, second, distance in self._aliases:
             if addresses[second] - addresses[first] != distance:
                 return False
@@ -304,8 +366,8 @@ class Recorder(TorchDispatchMode):
             for other in others
         )
         return Program(
-            self._inputs[0].device, aliases, buffers, tuple(launches),
-            _builder(shape, places), tuple(constants),
+            self._inputs[0].device, [x.data_ptr() & 15 for x in self._inputs], aliases, buffers,
+            tuple(launches), _builder(shape, places), tuple(constants),
         )  # fmt: skip
 
     def _result(
@@ -409,8 +471,8 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     them; what it allocates comes from `torch.empty` and its like. On a CPU, while something
     watches launches, and inside another recording it runs as it is.
     """
-    #: Signature -> its programs, one for each way its arguments share memory; a number while it
-    #: has been tried in vain, None where it cannot be recorded.
+    #: Signature -> its programs, one for each way its arguments are aligned and share memory; a
+    #: number while it has been tried in vain, None where it cannot be recorded.
     programs: dict[tuple[Any, ...], list[Program] | int | None] = {}
     _caches.append(programs)
 
@@ -438,12 +500,11 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
                         return launcher(*args, **kwargs)
             else:
                 return launcher(*args, **kwargs)
-        if not tensors or not _on_gpu(tensors[0]) or _off or _hooked() or recorder() is not None:
+        if not tensors or not _on_gpu(tensors[0]) or replay_generation() is None:
             return launcher(*args, **kwargs)
         addresses = [tensor.data_ptr() for tensor in tensors]
         if kwargs:
             key.append(tuple(kwargs))
-        key.append(tuple([address & 15 for address in addresses]))
         signature = tuple(key)
         found = programs.get(signature, 0)
         if found is None:
@@ -467,14 +528,7 @@ def _record(
     signature: tuple[Any, ...],
 ) -> _R:
     """Run a launcher and keep what it launched."""
-    recording = Recorder(tensors)
-    _local.recorder = recording
-    try:
-        with recording:
-            result = launcher(*args, **kwargs)
-    finally:
-        _local.recorder = None
-    program = recording.program(result)
+    result, program = _recorded(launcher, args, kwargs, tensors)
     found = programs.get(signature, 0)
     if program is not None:
         programs[signature] = [*(found if isinstance(found, list) else []), program]

@@ -8,15 +8,18 @@ a forward. Eager inference on plain tensors is none of that.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 from typing import Any, Final
 
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["Operation", "runs_directly"]
+__all__ = ["Operation", "Step", "replay_token", "runs_directly"]
 
 #: Types of arguments that can neither want a gradient nor hold a tensor.
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, torch.dtype})
+_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def runs_directly(args: tuple[Any, ...]) -> bool:
@@ -55,12 +58,12 @@ class Operation:
     """
 
     def __init__(self, name: str, body: Callable[..., Any]) -> None:
-        self._body = body
+        self.body = body
         self.registered = torch.library.custom_op(name, body, mutates_args=())
 
     def __call__(self, *args: Any) -> Any:
         if not torch.compiler.is_compiling() and runs_directly(args):
-            return self._body(*args)
+            return self.body(*args)
         return self.registered(*args)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,3 +75,72 @@ class Operation:
     ) -> None:
         """See `torch.library.CustomOpDef.register_autograd`."""
         self.registered.register_autograd(backward, setup_context=setup_context)
+
+
+def replay_token() -> int | None:
+    """What a `Step` needs beside the signature of its inputs: changes when recordings are void;
+    None where nothing may be replayed."""
+    replay = _replay()
+    return None if replay is None else replay.replay_generation()
+
+
+@cache
+def _replay() -> ModuleType | None:
+    """Recordings need Triton."""
+    try:
+        from turbo_rcm_patch.kernels import replay
+    except ImportError:
+        return None
+    return replay
+
+
+class Step:
+    """One call of an operation in a plan, which always gets the same numbers and, under one token,
+    tensors of the same shapes, strides, dtypes and devices.
+
+    The first call under a token records what the operation launches; later ones launch it. What
+    cannot be recorded, and everything on a CPU, runs the operation's body.
+    """
+
+    __slots__ = ("_body", "_found")
+
+    #: Tokens that a step remembers; a forward of another length is another token.
+    MOST_TOKENS: Final = 64
+
+    def __init__(self, operation: Operation) -> None:
+        self._body = operation.body
+        self._found: dict[Any, list[Any] | int | None] = {}
+
+    def __call__(self, token: Any, *args: Any) -> Any:
+        """The operation of these arguments.
+
+        Args:
+            token: Names the signature of the tensors; None where nothing may be replayed.
+            *args: As the operation takes them.
+        """
+        if token is None:
+            return self._body(*args)
+        found = self._found.get(token, 0)
+        if found is None:
+            return self._body(*args)
+        if found.__class__ is list:
+            tensors = [x for x in args if x.__class__ in _TENSORS]
+            addresses = [x.data_ptr() for x in tensors]
+            for program in found:
+                if program.fits(addresses):
+                    return program(tensors, addresses)
+        return self._record(token, args)
+
+    def _record(self, token: Any, args: tuple[Any, ...]) -> Any:
+        replay = _replay()
+        assert replay is not None
+        result, program = replay.record(self._body, args)
+        found = self._found.get(token, 0)
+        if program is not None:
+            self._found[token] = [*(found if isinstance(found, list) else []), program]
+        elif not isinstance(found, list):
+            # The first call may make constants that the next one finds.
+            self._found[token] = 1 if found == 0 else None
+        while len(self._found) > self.MOST_TOKENS:
+            del self._found[next(iter(self._found))]
+        return result

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Final, Generic, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.elementwise import gelu_forward, norm_forward
+from turbo_rcm_patch.ops.operation import Step, replay_token, runs_directly
 from turbo_rcm_patch.ops.projection import project_forward
 from turbo_rcm_patch.ops.registry import attention_forward
 from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS, AttentionSpec
@@ -32,6 +33,7 @@ __all__ = [
     "PlanSlot",
     "Watch",
     "plain_inference",
+    "signature",
 ]
 
 #: Plans made in a row that did not live to a second forward before a block plans only on every
@@ -40,7 +42,9 @@ _MOST_FAILURES: Final = 8
 _REST: Final = 64
 
 _dtype = attrgetter("dtype")
+_shape = attrgetter("shape")
 _device = methodcaller("get_device")
+_stride = methodcaller("stride")
 _HOOKS: Final = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -48,17 +52,29 @@ _HOOKS: Final = (
     "_backward_pre_hooks",
 )
 
+#: What every module has and never replaces; what is inside is looked at.
+_CONTAINERS: Final = frozenset(vars(nn.Module())) - {"training"}
+
 _T = TypeVar("_T")
 
 
-def plain_inference(x: Tensor) -> bool:
-    """Whether this forward is eager inference, in which a plan may run."""
+def plain_inference(*inputs: Tensor) -> bool:
+    """Whether this forward is eager inference on plain tensors, in which a plan may run."""
     return not (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
-        or type(x) is not Tensor
-        or autocasting(x)
+        or autocasting(inputs[0])
+        or not runs_directly(inputs)
     )
+
+
+def signature(*inputs: Tensor) -> tuple[Any, ...] | None:
+    """The token of `Step` for a block's inputs: every tensor inside a plan has a shape, stride and
+    dtype that follow from theirs. None where nothing may be replayed."""
+    generation = replay_token()
+    if generation is None:
+        return None
+    return (generation, *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs])
 
 
 class Watch:
@@ -88,7 +104,9 @@ class Watch:
         "_owned",
         "_parameters",
         "_seen",
+        "_shapes",
         "_states",
+        "_strides",
     )
 
     def __init__(
@@ -97,7 +115,12 @@ class Watch:
         modules: list[Any] = list(block.modules())
         processors = [m.__dict__["processor"] for m in modules if "processor" in m.__dict__]
         objects = [*modules, *(p for p in processors if hasattr(p, "__dict__"))]
-        self._attributes = [(vars(x), dict(vars(x))) for x in objects]
+        self._attributes = []
+        for own in map(vars, objects):
+            names = [name for name in own if name not in _CONTAINERS]
+            if len(names) > 1:
+                read = itemgetter(*names)
+                self._attributes.append((own, len(own), read, read(own)))
         # The block's own hooks run around the forward that the plan stands for.
         self._hooks = [m.__dict__.get(name, {}) for m in modules[1:] for name in _HOOKS]
         self._hooked = list(map(len, self._hooks))
@@ -115,6 +138,8 @@ class Watch:
         self._classes = list(map(type, self._objects))
         self._dtypes = list(map(_dtype, self._parameters))
         self._devices = list(map(_device, self._parameters))
+        self._strides = list(map(_stride, self._parameters))
+        self._shapes = list(map(_shape, self._parameters))
         self._states, self._key = tuple(states), key
         self._seen = [key(state) for state in self._states]
 
@@ -125,15 +150,17 @@ class Watch:
         if list(map(type, self._objects)) != self._classes:
             return False
         try:
-            for now, then in self._attributes:
-                if now != then:
+            for own, count, read, values in self._attributes:
+                if len(own) != count or read(own) != values:
                     return False
-        except (RuntimeError, ValueError):  # two tensors or arrays that are not the same one
-            return False
+        except (KeyError, RuntimeError, ValueError):
+            return False  # a name is gone, or two tensors or arrays are not the same one
         return (
             list(map(id, chain.from_iterable(self._owned))) == self._identities
             and list(map(_dtype, self._parameters)) == self._dtypes
             and list(map(_device, self._parameters)) == self._devices
+            and list(map(_stride, self._parameters)) == self._strides
+            and list(map(_shape, self._parameters)) == self._shapes
             and list(map(self._key, self._states)) == self._seen
         )
 
@@ -179,23 +206,23 @@ class PlanSlot(Generic[_T]):
 class NormPlan:
     """A layer norm with a factor and an offset, in one pass."""
 
-    __slots__ = ("_eps", "_impl", "_offset", "_one", "_weight")
+    __slots__ = ("_eps", "_impl", "_offset", "_step", "_weight")
 
     def __init__(
         self, eps: float, impl: str, weight: Tensor | None = None, offset: Tensor | None = None
     ) -> None:
         self._eps, self._impl, self._weight, self._offset = eps, impl, weight, offset
+        self._step = Step(norm_forward)
 
-    def modulated(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    def modulated(self, token: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """layer_norm(x) * (1 + scale) + shift, both [B or 1, N or 1, C]."""
-        y: Tensor = norm_forward(x, scale, shift, 1.0, self._eps, self._impl)
+        y: Tensor = self._step(token, x, scale, shift, 1.0, self._eps, self._impl)
         return y
 
-    def affine(self, x: Tensor) -> Tensor:
+    def affine(self, token: Any, x: Tensor) -> Tensor:
         """layer_norm(x) * weight + bias with the norm's own."""
-        y: Tensor = norm_forward(
-            x, _row(self._weight), _row(self._offset), 0.0, self._eps, self._impl
-        )
+        weight, offset = _row(self._weight), _row(self._offset)
+        y: Tensor = self._step(token, x, weight, offset, 0.0, self._eps, self._impl)
         return y
 
 
@@ -218,8 +245,8 @@ class AttentionPlan:
         cast: Of the skip.
     """
 
-    __slots__ = ("_cast", "_exact", "_few", "_impl", "_k", "_norm_k", "_norm_q", "_out", "_q",
-                 "_spec", "_v")  # fmt: skip
+    __slots__ = ("_attend", "_cast", "_close", "_exact", "_impl", "_k", "_norm_k", "_norm_q",
+                 "_out", "_q", "_spec", "_v")  # fmt: skip
 
     def __init__(
         self,
@@ -239,9 +266,11 @@ class AttentionPlan:
         self._out, self._cast, self._impl = (out.weight, out.bias), cast, spec.impl
         self._spec = _numbers(spec, head_dim)
         self._exact = None if exact is None else _numbers(exact, head_dim)
+        self._attend, self._close = Step(attention_forward), Step(project_forward)
 
     def __call__(
         self,
+        token: Any,
         x: Tensor,
         context: Tensor | None,
         residual: Tensor,
@@ -252,6 +281,7 @@ class AttentionPlan:
         """residual + c_out * attention(x, context or x).
 
         Args:
+            token: As `signature` gives it.
             x: [B, N, C].
             context: [B, T, C] for cross-attention.
             residual: [B, N, C].
@@ -265,13 +295,14 @@ class AttentionPlan:
         numbers = self._spec
         if self._exact is not None and k.shape[1] < INT8_MIN_KEYS:
             numbers = self._exact
-        branch, _ = attention_forward(
-            q, k, v, None, None, None, self._norm_q, self._norm_k, None, None, cos, sin, None,
-            1.0, 1.0, *numbers, q.dtype, False,
+        branch, _ = self._attend(
+            token, q, k, v, None, None, None, self._norm_q, self._norm_k, None, None, cos, sin,
+            None, 1.0, 1.0, *numbers, q.dtype, False,
         )  # fmt: skip
-        closed: Tensor = project_forward(
-            branch, *self._out, residual, None, c_out, 1.0, 1.0, self._cast, self._impl, q.dtype
-        )
+        closed: Tensor = self._close(
+            token, branch, *self._out, residual, None, c_out, 1.0, 1.0, self._cast, self._impl,
+            q.dtype,
+        )  # fmt: skip
         return closed
 
 
@@ -287,16 +318,18 @@ def _numbers(spec: AttentionSpec, head_dim: int) -> tuple[Any, ...]:
 class FeedForwardPlan:
     """Linear, GELU in its tanh form, Linear and skip over plain modules."""
 
-    __slots__ = ("_cast", "_first", "_impl", "_last")
+    __slots__ = ("_cast", "_close", "_first", "_impl", "_last")
 
     def __init__(self, first: nn.Linear, last: nn.Linear, impl: str, cast: Cast) -> None:
         self._first, self._last = (first.weight, first.bias), (last.weight, last.bias)
         self._impl, self._cast = impl, cast
+        self._close = Step(project_forward)
 
-    def __call__(self, x: Tensor, residual: Tensor, c_out: Tensor) -> Tensor:
+    def __call__(self, token: Any, x: Tensor, residual: Tensor, c_out: Tensor) -> Tensor:
         """residual + c_out * feed_forward(x); x and residual [B, N, C]."""
-        h = gelu_forward(x, *self._first)
-        closed: Tensor = project_forward(
-            h, *self._last, residual, None, c_out, 1.0, 1.0, self._cast, self._impl, x.dtype
-        )
+        h = gelu_forward.body(x, *self._first)  # a library's product, nothing of ours to replay
+        closed: Tensor = self._close(
+            token, h, *self._last, residual, None, c_out, 1.0, 1.0, self._cast, self._impl,
+            x.dtype,
+        )  # fmt: skip
         return closed

@@ -41,6 +41,7 @@ from turbo_rcm_patch.patching.plan import (
     PlanSlot,
     Watch,
     plain_inference,
+    signature,
 )
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState, specs_of
@@ -104,10 +105,13 @@ class _WanPlan:
         """As `WanBlockForward._run`."""
         shift, scale, gate, c_shift, c_scale, c_gate = rows
         cos, sin = (table.reshape(-1, self._head_dim) for table in rotary)
-        x = self._norm1.modulated(hidden, scale, shift)
-        hidden = self._attn1(x, None, hidden, gate, cos, sin)
-        hidden = self._attn2(self._norm2.affine(hidden), context, hidden, None, None, None)
-        return self._ffn(self._norm3.modulated(hidden, c_scale, c_shift), hidden, c_gate)
+        token = signature(hidden, context, shift, cos, sin)
+        x = self._norm1.modulated(token, hidden, scale, shift)
+        hidden = self._attn1(token, x, None, hidden, gate, cos, sin)
+        x = self._norm2.affine(token, hidden)
+        hidden = self._attn2(token, x, context, hidden, None, None, None)
+        x = self._norm3.modulated(token, hidden, c_scale, c_shift)
+        return self._ffn(token, x, hidden, c_gate)
 
 
 class WanBlockForward:
@@ -227,7 +231,7 @@ class WanBlockForward:
         Returns:
             [B, N, C], dtype of hidden.
         """
-        if guard is None and mask is None and plain_inference(hidden):
+        if guard is None and mask is None and plain_inference(hidden, context, rows[0]):
             plan = self._slot.get(self._watch, self._plan)
             if plan is not None and plan.serves(hidden, context, rows, rotary):
                 return plan(hidden, context, rows, rotary)
