@@ -88,6 +88,9 @@ class Watch:
         block: Its modules, and the processors that its attentions hold, are watched.
         states: Objects whose fields decide too, compared by `key`.
         key: What of them decides.
+        read: The tensors whose memory a plan hands to kernels, so that dtype, device, shape and
+            strides have to stay; a product of torch looks at its weight itself. None for every
+            parameter and buffer of the block.
     """
 
     __slots__ = (
@@ -102,7 +105,7 @@ class Watch:
         "_key",
         "_objects",
         "_owned",
-        "_parameters",
+        "_read",
         "_seen",
         "_shapes",
         "_states",
@@ -110,7 +113,11 @@ class Watch:
     )
 
     def __init__(
-        self, block: nn.Module, states: Iterable[object], key: Callable[[Any], object]
+        self,
+        block: nn.Module,
+        states: Iterable[object],
+        key: Callable[[Any], object],
+        read: Iterable[Tensor] | None = None,
     ) -> None:
         modules: list[Any] = list(block.modules())
         processors = [m.__dict__["processor"] for m in modules if "processor" in m.__dict__]
@@ -119,8 +126,8 @@ class Watch:
         for own in map(vars, objects):
             names = [name for name in own if name not in _CONTAINERS]
             if len(names) > 1:
-                read = itemgetter(*names)
-                self._attributes.append((own, len(own), read, read(own)))
+                values_of = itemgetter(*names)
+                self._attributes.append((own, len(own), values_of, values_of(own)))
         # The block's own hooks run around the forward that the plan stands for.
         self._hooks = [m.__dict__.get(name, {}) for m in modules[1:] for name in _HOOKS]
         self._hooked = list(map(len, self._hooks))
@@ -133,13 +140,14 @@ class Watch:
         ]
         self._held = list(chain.from_iterable(self._owned))  # so that no identity is used again
         self._identities = list(map(id, self._held))
-        self._parameters = [x for x in self._held if isinstance(x, Tensor)]
-        self._objects = [*objects, *self._parameters]
+        tensors = [x for x in self._held if isinstance(x, Tensor)]
+        self._read = tensors if read is None else list(read)
+        self._objects = [*objects, *tensors]
         self._classes = list(map(type, self._objects))
-        self._dtypes = list(map(_dtype, self._parameters))
-        self._devices = list(map(_device, self._parameters))
-        self._strides = list(map(_stride, self._parameters))
-        self._shapes = list(map(_shape, self._parameters))
+        self._dtypes = list(map(_dtype, self._read))
+        self._devices = list(map(_device, self._read))
+        self._strides = list(map(_stride, self._read))
+        self._shapes = list(map(_shape, self._read))
         self._states, self._key = tuple(states), key
         self._seen = [key(state) for state in self._states]
 
@@ -150,17 +158,17 @@ class Watch:
         if list(map(type, self._objects)) != self._classes:
             return False
         try:
-            for own, count, read, values in self._attributes:
-                if len(own) != count or read(own) != values:
+            for own, count, values_of, values in self._attributes:
+                if len(own) != count or values_of(own) != values:
                     return False
         except (KeyError, RuntimeError, ValueError):
             return False  # a name is gone, or two tensors or arrays are not the same one
         return (
             list(map(id, chain.from_iterable(self._owned))) == self._identities
-            and list(map(_dtype, self._parameters)) == self._dtypes
-            and list(map(_device, self._parameters)) == self._devices
-            and list(map(_stride, self._parameters)) == self._strides
-            and list(map(_shape, self._parameters)) == self._shapes
+            and list(map(_dtype, self._read)) == self._dtypes
+            and list(map(_device, self._read)) == self._devices
+            and list(map(_stride, self._read)) == self._strides
+            and list(map(_shape, self._read)) == self._shapes
             and list(map(self._key, self._states)) == self._seen
         )
 
@@ -181,12 +189,12 @@ class PlanSlot(Generic[_T]):
     def __reduce__(self) -> tuple[type[PlanSlot[_T]], tuple[()]]:
         return PlanSlot, ()
 
-    def get(self, watch: Callable[[], Watch], make: Callable[[], _T | None]) -> _T | None:
+    def get(self, make: Callable[[], _T | None], watch: Callable[[_T | None], Watch]) -> _T | None:
         """The plan, or None where the block has to go the careful way.
 
         Args:
-            watch: Makes what the plan rests on.
             make: Makes the plan, or None where the modules allow none.
+            watch: Makes what a plan rests on.
         """
         if self._watch is not None and self._watch.holds():
             self._failures = 0
@@ -195,8 +203,8 @@ class PlanSlot(Generic[_T]):
         if self._failures > _MOST_FAILURES and self._failures % _REST:
             self._watch = self._plan = None
             return None
-        self._watch, plan = watch(), make()
-        self._plan = plan
+        plan = make()
+        self._watch, self._plan = watch(plan), plan
         return plan
 
 
@@ -213,6 +221,11 @@ class NormPlan:
     ) -> None:
         self._eps, self._impl, self._weight, self._offset = eps, impl, weight, offset
         self._step = Step(norm_forward)
+
+    @property
+    def read(self) -> list[Tensor]:
+        """The tensors that a kernel reads."""
+        return [x for x in (self._weight, self._offset) if x is not None]
 
     def modulated(self, token: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """layer_norm(x) * (1 + scale) + shift, both [B or 1, N or 1, C]."""
@@ -267,6 +280,11 @@ class AttentionPlan:
         self._spec = _numbers(spec, head_dim)
         self._exact = None if exact is None else _numbers(exact, head_dim)
         self._attend, self._close = Step(attention_forward), Step(project_forward)
+
+    @property
+    def read(self) -> list[Tensor]:
+        """The tensors that a kernel reads."""
+        return [x for x in (self._norm_q, self._norm_k, *self._out) if x is not None]
 
     def __call__(
         self,
@@ -324,6 +342,11 @@ class FeedForwardPlan:
         self._first, self._last = (first.weight, first.bias), (last.weight, last.bias)
         self._impl, self._cast = impl, cast
         self._close = Step(project_forward)
+
+    @property
+    def read(self) -> list[Tensor]:
+        """The tensors that a kernel reads."""
+        return [x for x in self._last if x is not None]
 
     def __call__(self, token: Any, x: Tensor, residual: Tensor, c_out: Tensor) -> Tensor:
         """residual + c_out * feed_forward(x); x and residual [B, N, C]."""

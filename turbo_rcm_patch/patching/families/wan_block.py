@@ -73,6 +73,12 @@ class _WanPlan:
         self._norm2 = NormPlan(block.norm2.eps, impl, block.norm2.weight, block.norm2.bias)
         self._norm3 = NormPlan(block.norm3.eps, impl)
 
+    @property
+    def read(self) -> list[Tensor]:
+        """The tensors that kernels read."""
+        parts = (self._norm1, self._attn1, self._norm2, self._attn2, self._norm3, self._ffn)
+        return [x for part in parts for x in part.read]
+
     def serves(
         self,
         hidden: Tensor,
@@ -232,7 +238,7 @@ class WanBlockForward:
             [B, N, C], dtype of hidden.
         """
         if guard is None and mask is None and plain_inference(hidden, context, rows[0]):
-            plan = self._slot.get(self._watch, self._plan)
+            plan = self._slot.get(self._plan, self._watch)
             if plan is not None and plan.serves(hidden, context, rows, rotary):
                 return plan(hidden, context, rows, rotary)
         block = self._block
@@ -244,9 +250,10 @@ class WanBlockForward:
         x = self._modulated(block.norm3, hidden, c_scale, c_shift, self._ffn)
         return self._feed_forward(x, hidden, c_gate, guard)
 
-    def _watch(self) -> Watch:
+    def _watch(self, plan: _WanPlan | None) -> Watch:
         states = (self._attn1, self._attn2, self._ffn)
-        return Watch(self._block, states, attrgetter("live", "int8", "precision"))
+        read = None if plan is None else plan.read
+        return Watch(self._block, states, attrgetter("live", "int8", "precision"), read)
 
     def _plan(self) -> _WanPlan | None:
         """The plan of the block, if everything in it is plain and ours, in 16 or 32 bits."""

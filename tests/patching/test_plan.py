@@ -1,0 +1,239 @@
+"""The plan of a block is used while it is true, and not a forward longer.
+
+Each change is made to a patched model after its plan has served a forward, and to an unpatched
+copy; with exact attention both must still agree.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.patching.wan import EXACT, INT8, Case, relative, run
+from turbo_rcm_patch import patch_model
+from turbo_rcm_patch.patching.families import wan_block
+from turbo_rcm_patch.patching.plan import PlanSlot
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Grows by one for every block that ran by its plan."""
+    calls: list[int] = []
+    own = wan_block._WanPlan.__call__
+
+    def counting(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        return own(self, *args)
+
+    monkeypatch.setattr(wan_block._WanPlan, "__call__", counting)
+    yield calls
+
+
+def hook(model: Any) -> None:
+    model.blocks[0].attn1.to_v.register_forward_hook(lambda module, args, out: out * 1.5)
+
+
+def pre_hook(model: Any) -> None:
+    model.blocks[1].ffn.net[2].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+def instance_forward(model: Any) -> None:
+    linear = model.blocks[0].attn2.to_out[0]
+    linear.forward = lambda x: nn.functional.linear(x, linear.weight, linear.bias) * 1.25
+
+
+class Doubled(nn.Linear):
+    """Not a plain Linear, though its weight can be read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def replaced_linear(model: Any) -> None:
+    old = model.blocks[0].attn1.to_out[0]
+    new = Doubled(old.in_features, old.out_features)
+    new.load_state_dict(old.state_dict())
+    model.blocks[0].attn1.to_out[0] = new
+
+
+def swapped_class(model: Any) -> None:
+    model.blocks[0].ffn.net[2].__class__ = Doubled
+
+
+def replaced_weight(model: Any) -> None:
+    linear = model.blocks[0].attn1.to_q
+    linear.weight = nn.Parameter(linear.weight.detach() * -1.0)
+
+
+def replaced_norm_weight(model: Any) -> None:
+    norm = model.blocks[0].attn1.norm_q
+    norm.weight = nn.Parameter(torch.linspace(0.5, 2.0, norm.weight.numel()))
+
+
+def written_weight(model: Any) -> None:
+    with torch.no_grad():
+        model.blocks[0].ffn.net[2].weight.mul_(1.5)
+
+
+def written_data(model: Any) -> None:
+    model.blocks[1].attn1.to_out[0].weight.data.mul_(1.5)
+
+
+def new_data(model: Any) -> None:
+    weight = model.blocks[1].attn1.to_out[0].weight
+    weight.data = weight.data * 1.5
+
+
+def transposed_data(model: Any) -> None:
+    weight = model.blocks[1].attn1.to_out[0].weight
+    weight.data = weight.data.t()
+
+
+def other_eps(model: Any) -> None:
+    model.blocks[0].attn1.norm_q.eps = model.blocks[0].attn1.norm_k.eps = 0.5
+
+
+def other_layer_norm_eps(model: Any) -> None:
+    model.blocks[0].norm1.eps = 0.5
+
+
+def no_bias(model: Any) -> None:
+    model.blocks[0].attn1.to_out[0].bias = None
+
+
+def replaced_block_norm(model: Any) -> None:
+    model.blocks[0].norm2 = nn.Identity()
+
+
+def double_norms(model: Any) -> None:
+    norms = model.blocks[0].attn1.norm_q, model.blocks[0].attn1.norm_k
+    for norm in norms:
+        norm.double().weight.data.mul_(2.0)
+
+
+def other_table(model: Any) -> None:
+    table = model.blocks[0].scale_shift_table
+    model.blocks[0].scale_shift_table = nn.Parameter(table.detach() + 1.0)
+
+
+def processor(model: Any) -> None:
+    class Processor:
+        def __call__(self, attn: Any, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+            out: torch.Tensor = attn.to_out[0](attn.to_v(hidden))
+            return out
+
+    model.blocks[0].attn1.set_processor(Processor())
+
+
+CHANGES = [
+    hook, pre_hook, instance_forward, replaced_linear, swapped_class, replaced_weight,
+    replaced_norm_weight, written_weight, written_data, new_data, transposed_data, other_eps,
+    other_layer_norm_eps, no_bias, replaced_block_norm, double_norms, other_table, processor,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
+def test_what_changes_after_patching_is_honoured(
+    change: Callable[[Any], None], used: list[int]
+) -> None:
+    case = Case("2.1-t2v")
+    model, inputs = case.model(), case.inputs()
+    author = copy.deepcopy(model)
+    patch_model(model, EXACT)
+    before = run(model, **inputs)
+    assert relative(before, run(author, **inputs)) < 1e-5
+    assert len(used) == 2, "both blocks run by their plans"
+    change(model)
+    change(author)
+    after = run(author, **inputs)
+    assert relative(after, before) > 1e-3, "the change is one that shows"
+    for _ in range(2):
+        assert relative(run(model, **inputs), after) < 1e-5
+
+
+def test_a_plan_comes_back_when_what_stood_in_its_way_has_gone(used: list[int]) -> None:
+    case = Case("2.1-t2v")
+    model, inputs = case.model(), case.inputs()
+    patch_model(model, EXACT)
+    handle = model.blocks[0].attn1.to_q.register_forward_hook(lambda *_: None)
+    for _ in range(20):
+        run(model, **inputs)
+    assert len(used) == 20, "the block without a hook"
+    handle.remove()
+    run(model, **inputs)
+    assert len(used) == 22
+
+
+def test_what_changes_with_every_forward_is_not_planned_for_ever(
+    monkeypatch: pytest.MonkeyPatch, used: list[int]
+) -> None:
+    case = Case("2.1-t2v")
+    model, inputs = case.model(), case.inputs()
+    patch_model(model, EXACT)
+    made = []
+    own = PlanSlot.get
+
+    def get(self: Any, make: Callable[[], Any], watch: Any) -> Any:
+        return own(self, lambda: made.append(1) or make(), watch)
+
+    monkeypatch.setattr(PlanSlot, "get", get)
+    for i in range(40):
+        model.blocks[0].touched = i
+        run(model, **inputs)
+    assert len(made) <= 10 + 1
+
+
+@pytest.mark.parametrize("context", ["no_grad", "inference_mode"])
+def test_plans_serve_inference(context: str, used: list[int]) -> None:
+    case = Case("2.1-t2v")
+    model, inputs = case.model(), case.inputs(batch=2)
+    author = copy.deepcopy(model)
+    patch_model(model, EXACT)
+    with getattr(torch, context)():
+        got, expected = model(**inputs)[0], author(**inputs)[0]
+    assert relative(got, expected) < 1e-5
+    assert len(used) == 2
+
+
+def test_plans_leave_training_to_the_careful_way(used: list[int]) -> None:
+    case = Case("2.1-t2v")
+    model, inputs = case.model(), case.inputs()
+    patch_model(model, EXACT)
+    run(model, **inputs)
+    model.requires_grad_(True)
+    used.clear()
+    model(**inputs)[0].square().sum().backward()
+    assert not used
+    assert model.blocks[0].attn1.to_q.weight.grad is not None
+
+
+def test_a_deep_copy_plans_over_its_own_modules(used: list[int]) -> None:
+    case = Case("2.1-t2v")
+    model, inputs = case.model(), case.inputs()
+    patch_model(model, EXACT)
+    before = run(model, **inputs)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.blocks.parameters():
+            parameter.zero_()
+    assert relative(run(other, **inputs), before) > 1e-3
+    assert torch.equal(run(model, **inputs), before)
+
+
+def test_plans_compute_what_the_careful_way_computes(
+    monkeypatch: pytest.MonkeyPatch, used: list[int]
+) -> None:
+    case = Case("2.1-t2v")
+    model, inputs = case.model(torch.bfloat16), case.inputs(dtype=torch.bfloat16)
+    patch_model(model, INT8)
+    planned = run(model, **inputs)
+    assert len(used) == 2
+    monkeypatch.setattr(PlanSlot, "get", lambda *args: None)
+    assert torch.equal(run(model, **inputs), planned)
+    assert len(used) == 2
