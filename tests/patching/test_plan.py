@@ -17,7 +17,7 @@ from torch import nn
 from tests.patching.wan import EXACT, INT8, Case, relative, run
 from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.patching.families import wan_block
-from turbo_rcm_patch.patching.plan import PlanSlot
+from turbo_rcm_patch.patching.plan import PlanSlot, Watch
 
 
 @pytest.fixture
@@ -237,3 +237,44 @@ def test_plans_compute_what_the_careful_way_computes(
     monkeypatch.setattr(PlanSlot, "get", lambda *args: None)
     assert torch.equal(run(model, **inputs), planned)
     assert len(used) == 2
+
+
+class State:
+    """What of a pair a plan rests on."""
+
+    live = True
+
+
+def _dtype(x: nn.Parameter) -> None:
+    x.data = x.data.double()
+
+
+def _device(x: nn.Parameter) -> None:
+    x.data = x.data.to("meta")
+
+
+def _strides(x: nn.Parameter) -> None:
+    x.data = x.data.t()
+
+
+def _shape(x: nn.Parameter) -> None:
+    x.data = x.data.view(4, 16)
+
+
+@pytest.mark.parametrize("change", [_dtype, _device, _strides, _shape], ids=lambda c: c.__name__)
+def test_a_look_sees_how_a_tensor_that_kernels_read_lies_in_memory(
+    change: Callable[[nn.Parameter], None],
+) -> None:
+    block = nn.Sequential(nn.Linear(8, 8))
+    watch = Watch(block, (), lambda state: None, [block[0].weight])
+    assert watch.holds()
+    change(block[0].weight)
+    assert not watch.holds()
+
+
+def test_a_look_sees_what_the_guard_decided() -> None:
+    state = State()
+    watch = Watch(nn.Sequential(nn.Linear(8, 8)), (state,), lambda state: state.live)
+    assert watch.holds()
+    state.live = False
+    assert not watch.holds()
