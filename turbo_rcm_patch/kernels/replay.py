@@ -147,7 +147,8 @@ class _Hole(NamedTuple):
 class _Launch(NamedTuple):
     """One kernel of a program, ready but for its addresses."""
 
-    run: Callable[..., None]
+    start: Callable[..., None]
+    between: tuple[Any, ...]  # what `start` takes between the function and its metadata
     grid: tuple[int, int, int]
     function: int
     metadata: object
@@ -244,7 +245,7 @@ class Program:
         for tensor in made:
             addresses.append(tensor.data_ptr())
         stream = _raw_stream(device.index)
-        for run, grid, function, metadata, template, holes, descriptors in self._launches:
+        for start, between, grid, function, meta, template, holes, descriptors in self._launches:
             arguments = template.copy()
             for index, slot, offset in holes:
                 arguments[index] = addresses[slot] + offset
@@ -256,8 +257,20 @@ class Program:
                         cache.clear()
                     descriptor = cache[address] = _Descriptor(like, address)
                 arguments[index] = descriptor
-            run(*grid, stream, function, metadata, None, None, None, *arguments)
+            start(*grid, stream, function, *between, meta, None, None, None, *arguments)
         return self._result(tensors, made)
+
+
+def _starter(run: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What starts a compiled kernel, and what it takes between the function and its metadata.
+
+    Triton's launcher object allocates scratch memory for kernels that want it. In the releases
+    whose launcher is known, a kernel that wants none is started by the function behind it.
+    """
+    known = triton.__version__.startswith("3.6.") and type(run).__name__ == "CudaLauncher"
+    if known and not run.global_scratch_size and not run.profile_scratch_size:
+        return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    return run, ()
 
 
 def _raw_stream(index: int) -> int:
@@ -351,7 +364,7 @@ class Recorder(TorchDispatchMode):
             wide = (*grid, 1, 1)[:3]
             launches.append(
                 _Launch(
-                    compiled.run,
+                    *_starter(compiled.run),
                     wide,
                     compiled.function,
                     compiled.packed_metadata,

@@ -107,8 +107,8 @@ class Step:
     #: Tokens that a step remembers; a forward of another length is another token.
     MOST_TOKENS: Final = 64
 
-    def __init__(self, operation: Operation) -> None:
-        self._body = operation.body
+    def __init__(self, operation: Operation | Callable[..., Any]) -> None:
+        self._body = operation.body if isinstance(operation, Operation) else operation
         self._found: dict[Any, list[Any] | int | None] = {}
 
     def __call__(self, token: Any, *args: Any) -> Any:

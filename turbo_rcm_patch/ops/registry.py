@@ -22,7 +22,7 @@ from turbo_rcm_patch.ops.reference import close_skip, exact_attention, sdpa_atte
 from turbo_rcm_patch.ops.sage import sage_attention
 from turbo_rcm_patch.ops.spec import QMAX, resolve_impl, resolve_pv
 
-__all__ = ["attention_backward", "attention_forward"]
+__all__ = ["attention_backward", "attention_forward", "in_one_pass", "rotated"]
 
 #: q, k, v, residual, c_skip, c_out, norm_q, norm_k and the norms' biases: the first of the schema.
 _DIFFERENTIABLE = 10
@@ -91,18 +91,11 @@ def _forward(
     vh = split_heads(v, heads)
     lse = None
     norms = ((q, norm_q, norm_q_bias), (k, norm_k, norm_k_bias))
-    one_pass = all(_in_one_pass(x, weight, bias, heads) for x, weight, bias in norms)
+    one_pass = all(in_one_pass(x, weight, bias, heads) for x, weight, bias in norms)
     if implementation == "triton" and one_pass and not want_lse:
-        from turbo_rcm_patch.kernels.norm import norm_rotate
-
         # q and k in their own dtype are all that exact attention takes, so one pass makes them.
         qh, kh = (
-            split_heads(
-                x
-                if weight is None and cos is None
-                else norm_rotate(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps),
-                heads,
-            )
+            split_heads(rotated(x, heads, weight, bias, cos, sin, eps), heads)
             for x, weight, bias in norms
         )
     else:
@@ -153,7 +146,24 @@ def _forward(
     return out.contiguous(), no_lse if lse is None else lse
 
 
-def _in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:
+def rotated(
+    x: Tensor,
+    heads: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """q or k [B, N, H*D] after its norm and rotary embedding, in its dtype, by one kernel."""
+    if weight is None and cos is None:
+        return x
+    from turbo_rcm_patch.kernels.norm import norm_rotate
+
+    return norm_rotate(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
+
+
+def in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:
     """Whether `kernels.norm.norm_rotate` has the norm: over whole rows, or over heads whose
     channels are a power of two."""
     dim = x.shape[-1] // heads

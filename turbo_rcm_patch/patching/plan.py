@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from turbo_rcm_patch.ops.elementwise import gelu_forward, norm_forward
 from turbo_rcm_patch.ops.operation import Step, replay_token, runs_directly
 from turbo_rcm_patch.ops.projection import project_forward
-from turbo_rcm_patch.ops.registry import attention_forward
-from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS, AttentionSpec
+from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
+from turbo_rcm_patch.ops.registry import attention_forward, in_one_pass, rotated
+from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS, AttentionSpec, resolve_impl
 from turbo_rcm_patch.patching.plain import autocasting
 from turbo_rcm_patch.skip import Cast
 
@@ -259,7 +260,7 @@ class AttentionPlan:
     """
 
     __slots__ = ("_attend", "_cast", "_close", "_exact", "_impl", "_k", "_norm_k", "_norm_q",
-                 "_out", "_q", "_spec", "_v")  # fmt: skip
+                 "_one_pass", "_out", "_q", "_rotate_k", "_rotate_q", "_spec", "_v")  # fmt: skip
 
     def __init__(
         self,
@@ -280,6 +281,10 @@ class AttentionPlan:
         self._spec = _numbers(spec, head_dim)
         self._exact = None if exact is None else _numbers(exact, head_dim)
         self._attend, self._close = Step(attention_forward), Step(project_forward)
+        self._rotate_q, self._rotate_k = Step(rotated), Step(rotated)
+        self._one_pass = resolve_impl(spec.impl, q.weight.device) == "triton" and all(
+            in_one_pass(q.weight.T, weight, None, spec.heads) for weight in (norm_q, norm_k)
+        )
 
     @property
     def read(self) -> list[Tensor]:
@@ -313,10 +318,25 @@ class AttentionPlan:
         numbers = self._spec
         if self._exact is not None and k.shape[1] < INT8_MIN_KEYS:
             numbers = self._exact
-        branch, _ = self._attend(
-            token, q, k, v, None, None, None, self._norm_q, self._norm_k, None, None, cos, sin,
-            None, 1.0, 1.0, *numbers, q.dtype, False,
-        )  # fmt: skip
+        heads, attention, *_, sm_scale, eps, _ = numbers
+        if attention == "exact" and self._one_pass:
+            # The same as the operation below, whose two passes are ours and can be replayed.
+            qh, kh = (
+                split_heads(step(token, x, heads, weight, None, cos, sin, eps), heads)
+                for step, x, weight in (
+                    (self._rotate_q, q, self._norm_q),
+                    (self._rotate_k, k, self._norm_k),
+                )
+            )
+            out = sdpa_attention(
+                qh, kh, split_heads(v, heads), sm_scale=sm_scale, causal=False, kv_lengths=None
+            )
+            branch = out.transpose(1, 2).flatten(2).contiguous()
+        else:
+            branch, _ = self._attend(
+                token, q, k, v, None, None, None, self._norm_q, self._norm_k, None, None, cos,
+                sin, None, 1.0, 1.0, *numbers, q.dtype, False,
+            )  # fmt: skip
         closed: Tensor = self._close(
             token, branch, *self._out, residual, None, c_out, 1.0, 1.0, self._cast, self._impl,
             q.dtype,
