@@ -8,61 +8,24 @@ by the memory they lie in.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from triton.runtime.jit import JITFunction
 
+from tests.launches import Log, write_down_launches
 from turbo_rcm_patch.kernels import replay
-from turbo_rcm_patch.kernels.launch import Target
 from turbo_rcm_patch.kernels.replay import keep_for_replay, replayed, without_replay
 
-MODULES = (
-    "attention", "hopper", "hopper_prologue", "int8_linear", "norm", "norm_rows", "one_launch",
-    "project", "prologue", "quantize", "rows", "skip",
-)  # fmt: skip
 HEADS, DIM = 2, 64
 CHANNELS = HEADS * DIM
 
 
-class Compiled:
-    """Stands for a compiled kernel."""
-
-    packed_metadata = (4, 1, 0)
-    function = 0
-
-    def __init__(self, name: str, log: list[tuple[Any, ...]]) -> None:
-        self._name, self._log = name, log
-
-    def run(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
-        self._log.append((self._name, (x, y, z), list(rest[4:])))
-
-
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """What is launched: name, grid, arguments. Fresh launches hold tensors, replays addresses."""
-    written: list[tuple[Any, ...]] = []
-
-    def launcher(kernel: JITFunction, grid: tuple[int, ...]) -> Callable[..., Compiled]:
-        def start(**arguments: Any) -> Compiled:
-            values = [arguments[name] for name in kernel.arg_names]
-            written.append((kernel.__name__, (*grid, 1, 1)[:3], values))
-            return Compiled(kernel.__name__, written)
-
-        return start
-
-    monkeypatch.setattr(JITFunction, "__getitem__", launcher)
-    monkeypatch.setattr(replay, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(replay, "_raw_stream", lambda index: 0)
-    for name in MODULES:
-        module = importlib.import_module(f"turbo_rcm_patch.kernels.{name}")
-        if hasattr(module, "target_of"):
-            monkeypatch.setattr(module, "target_of", lambda device: Target("cuda", 90))
-    replay.forget_programs()
-    yield written
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
+    """What is launched."""
+    yield write_down_launches(monkeypatch)
     replay.forget_programs()
 
 
@@ -112,7 +75,7 @@ def labelled(
 Call = Callable[[list[torch.Tensor]], Any]
 
 
-def compare(log: list[tuple[Any, ...]], call: Call, make: Callable[[], list[torch.Tensor]]) -> int:
+def compare(log: Log, call: Call, make: Callable[[], list[torch.Tensor]]) -> int:
     """Record a call on one set of tensors, and compare its replay on another with the launcher."""
     first = make()
     call(first)
@@ -164,7 +127,7 @@ def attention(**options: Any) -> Call:
     return call
 
 
-def test_attention_is_replayed_with_every_tensor_it_can_have(log: list[Any]) -> None:
+def test_attention_is_replayed_with_every_tensor_it_can_have(log: Log) -> None:
     def everything() -> list[torch.Tensor]:
         gate, weight, table = torch.randn(2, 1, CHANNELS), torch.randn(CHANNELS), torch.randn(
             160, DIM
@@ -178,11 +141,11 @@ def test_attention_is_replayed_with_every_tensor_it_can_have(log: list[Any]) -> 
 
 
 @pytest.mark.parametrize("pv", ["fp8", "bf16"])
-def test_attention_alone_is_replayed(log: list[Any], pv: str) -> None:
+def test_attention_alone_is_replayed(log: Log, pv: str) -> None:
     assert compare(log, attention(pv=pv), lambda: [tokens(n) for n in (96, 160, 160)]) == 3
 
 
-def test_views_of_one_tensor_are_told_from_tensors_of_their_own(log: list[Any]) -> None:
+def test_views_of_one_tensor_are_told_from_tensors_of_their_own(log: Log) -> None:
     def views() -> list[torch.Tensor]:
         return list(tokens(160, 3 * CHANNELS).chunk(3, dim=-1))
 
@@ -198,7 +161,7 @@ def test_views_of_one_tensor_are_told_from_tensors_of_their_own(log: list[Any]) 
         compare(log, attention(), make)
 
 
-def test_one_tensor_in_two_places_is_told_from_two_tensors(log: list[Any]) -> None:
+def test_one_tensor_in_two_places_is_told_from_two_tensors(log: Log) -> None:
     def same() -> list[torch.Tensor]:
         k = tokens(160)
         return [tokens(96), k, k]
@@ -208,7 +171,7 @@ def test_one_tensor_in_two_places_is_told_from_two_tensors(log: list[Any]) -> No
     compare(log, attention(), same)
 
 
-def test_another_alignment_is_another_signature(log: list[Any]) -> None:
+def test_another_alignment_is_another_signature(log: Log) -> None:
     from turbo_rcm_patch.kernels.norm import norm_modulate
 
     def at(offset: int) -> Callable[[], list[torch.Tensor]]:
@@ -231,7 +194,7 @@ def test_another_alignment_is_another_signature(log: list[Any]) -> None:
         assert any(type(a) is torch.Tensor for a in log[0][2]) == recorded
 
 
-def test_other_strides_are_another_signature(log: list[Any]) -> None:
+def test_other_strides_are_another_signature(log: Log) -> None:
     from turbo_rcm_patch.kernels.norm import norm_modulate
 
     def call(x: list[torch.Tensor]) -> Any:
@@ -242,7 +205,7 @@ def test_other_strides_are_another_signature(log: list[Any]) -> None:
     compare(log, call, lambda: [tokens(80)[:, ::2]])
 
 
-def test_operations_around_attention_are_replayed(log: list[Any]) -> None:
+def test_operations_around_attention_are_replayed(log: Log) -> None:
     from turbo_rcm_patch.kernels.norm import norm_modulate, norm_rotate
     from turbo_rcm_patch.kernels.norm_rows import norm_modulate_rows
     from turbo_rcm_patch.kernels.project import project_skip
@@ -279,7 +242,7 @@ def test_operations_around_attention_are_replayed(log: list[Any]) -> None:
         assert compare(log, call, again(tensors)) == 1
 
 
-def test_what_else_a_launcher_does_is_never_left_out(log: list[Any]) -> None:
+def test_what_else_a_launcher_does_is_never_left_out(log: Log) -> None:
     """A torch operation inside makes a launcher run as it is, every time."""
     from turbo_rcm_patch.kernels.skip import skip
 
@@ -302,7 +265,7 @@ def test_what_else_a_launcher_does_is_never_left_out(log: list[Any]) -> None:
     assert len(runs) == 8
 
 
-def test_memory_that_nobody_declared_is_not_held(log: list[Any]) -> None:
+def test_memory_that_nobody_declared_is_not_held(log: Log) -> None:
     from turbo_rcm_patch.kernels.skip import skip
 
     hidden = tokens(8)
@@ -324,7 +287,7 @@ def test_memory_that_nobody_declared_is_not_held(log: list[Any]) -> None:
     assert log[-1][2].count(hidden.data_ptr()) == 1
 
 
-def test_an_error_while_recording_is_raised_and_nothing_is_kept(log: list[Any]) -> None:
+def test_an_error_while_recording_is_raised_and_nothing_is_kept(log: Log) -> None:
     runs = []
 
     @replayed

@@ -1,0 +1,59 @@
+"""Launches without a GPU: a stand-in for Triton's compiled kernels writes down what is started."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from triton.runtime.jit import JITFunction
+
+from turbo_rcm_patch.kernels import replay
+from turbo_rcm_patch.kernels.launch import Target
+
+MODULES = (
+    "attention", "block_map", "hopper", "hopper_key_value", "hopper_linear", "hopper_prologue",
+    "int8_linear", "linear_branch", "norm", "norm_rows", "one_launch", "project", "prologue",
+    "quantize", "rows", "skip", "sparse_attention", "sparse_tokens",
+)  # fmt: skip
+
+#: Name, grid and arguments of each launch.
+Log = list[tuple[str, tuple[int, ...], list[Any]]]
+
+
+class Compiled:
+    """Stands for a compiled kernel."""
+
+    packed_metadata = (4, 1, 0)
+    function = 0
+
+    def __init__(self, name: str, log: Log) -> None:
+        self._name, self._log = name, log
+
+    def run(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        self._log.append((self._name, (x, y, z), list(rest[4:])))
+
+
+def write_down_launches(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """What is launched from here on, as for a Hopper GPU, with tensors on the CPU. Launches of a
+    launcher hold tensors, those of a replay addresses."""
+    written: Log = []
+
+    def launcher(kernel: JITFunction, grid: tuple[int, ...]) -> Callable[..., Compiled]:
+        def start(**arguments: Any) -> Compiled:
+            values = [arguments[name] for name in kernel.arg_names]
+            written.append((kernel.__name__, (*grid, 1, 1)[:3], values))
+            return Compiled(kernel.__name__, written)
+
+        return start
+
+    monkeypatch.setattr(JITFunction, "__getitem__", launcher)
+    monkeypatch.setattr(replay, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(replay, "_raw_stream", lambda index: 0)
+    for name in MODULES:
+        module = importlib.import_module(f"turbo_rcm_patch.kernels.{name}")
+        if hasattr(module, "target_of"):
+            monkeypatch.setattr(module, "target_of", lambda device: Target("cuda", 90))
+    replay.forget_programs()
+    return written
