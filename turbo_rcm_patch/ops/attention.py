@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_rcm_patch.errors import GradientError, MaskError, OpError
 from turbo_rcm_patch.ops.checks import (
@@ -15,6 +18,8 @@ from turbo_rcm_patch.ops.checks import (
     coefficient_parts,
     rotary_parts,
 )
+from turbo_rcm_patch.ops.modes import transformed, without_autocast
+from turbo_rcm_patch.ops.plain import plain_attention
 from turbo_rcm_patch.ops.reference import norm_rope, split_heads
 from turbo_rcm_patch.ops.registry import attention_forward
 from turbo_rcm_patch.ops.spec import AttentionSpec
@@ -173,17 +178,20 @@ def masked_attention(
     head_dim = channels // spec.heads
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], head_dim)
     check_mask(mask, (batch, spec.heads, n_q, k.shape[1]), spec)
-    qh, kh = (
-        norm_rope(x, spec.heads, weight=None, cos=cos, sin=sin, eps=spec.eps).to(v.dtype)
-        for x in (q, k)
-    )
-    out = F.scaled_dot_product_attention(
-        qh,
-        kh,
-        split_heads(v, spec.heads),
-        attn_mask=mask if mask.dtype == torch.bool else mask.to(v.dtype),
-        scale=head_dim**-0.5 if spec.sm_scale is None else spec.sm_scale,
-    )
+    with without_autocast(q.device):
+        qh, kh = (
+            norm_rope(x, spec.heads, weight=None, cos=cos, sin=sin, eps=spec.eps).to(v.dtype)
+            for x in (q, k)
+        )
+        # No fused backend has a forward derivative.
+        with sdpa_kernel(SDPBackend.MATH) if transformed() else nullcontext():
+            out = F.scaled_dot_product_attention(
+                qh,
+                kh,
+                split_heads(v, spec.heads),
+                attn_mask=mask if mask.dtype == torch.bool else mask.to(v.dtype),
+                scale=spec.scale_of(head_dim),
+            )
     return out.transpose(1, 2).flatten(2)
 
 
@@ -222,6 +230,15 @@ def _call(
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
         raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
+    if transformed():
+        return plain_attention(
+            q, k, v, residual,
+            c_skip_value if c_skip_tensor is None else c_skip_tensor,
+            c_out_value if c_out_tensor is None else c_out_tensor,
+            (norm_q, norm_k, norm_q_bias, norm_k_bias), cos, sin, kv_lengths,
+            heads=spec.heads, causal=spec.causal, sm_scale=spec.scale_of(channels // spec.heads),
+            eps=spec.eps, out_dtype=q.dtype if out_dtype is None else out_dtype,
+        )  # fmt: skip
     out, lse = attention_forward(
         q,
         k,
@@ -243,7 +260,7 @@ def _call(
         spec.pv,
         spec.smooth_k,
         spec.causal,
-        (channels // spec.heads) ** -0.5 if spec.sm_scale is None else spec.sm_scale,
+        spec.scale_of(channels // spec.heads),
         spec.eps,
         spec.impl,
         q.dtype if out_dtype is None else out_dtype,

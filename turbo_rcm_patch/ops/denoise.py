@@ -13,6 +13,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, GradientError, ShapeError
+from turbo_rcm_patch.ops.modes import transformed
 from turbo_rcm_patch.ops.spec import resolve_impl
 
 __all__ = ["denoise_step"]
@@ -115,5 +116,7 @@ def denoise_step(
         raise GradientError(
             "coefficients", expected="numbers without gradient", got="requires_grad=True"
         )
+    if transformed():
+        return _forward(x, branch, noise, coefficients, "reference")
     out: Tensor = denoise_forward(x, branch, noise, coefficients, impl)
     return out

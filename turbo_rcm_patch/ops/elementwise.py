@@ -11,8 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import GradientError, ShapeError
+from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.ops.checks import check_float, check_weight
+from turbo_rcm_patch.ops.modes import (
+    as_documented,
+    refuse_derivative,
+    transformed,
+    without_autocast,
+)
 from turbo_rcm_patch.ops.quantize import Rows, padded_channels, quantized_rows
 from turbo_rcm_patch.ops.spec import resolve_impl
 
@@ -22,6 +28,7 @@ __all__ = ["linear_gelu", "norm_modulate", "norm_modulate_rows"]
 # --- layer norm and modulation -------------------------------------------------------------------
 
 
+@as_documented
 def _norm_forward(
     x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
 ) -> Tensor:
@@ -29,6 +36,13 @@ def _norm_forward(
         from turbo_rcm_patch.kernels.norm import norm_modulate as launch
 
         return launch(x, factor, offset, one=one, eps=eps, out_dtype=x.dtype)
+    return norm_in_plain_torch(x, factor, offset, one, eps)
+
+
+def norm_in_plain_torch(
+    x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float
+) -> Tensor:
+    """layer_norm(x) * (one + factor) + offset in fp32, rounded once; see `norm_modulate`."""
     if one == 0.0 and factor is not None and offset is not None and _is_row(factor, offset, x):
         weight, bias = factor.flatten().float(), offset.flatten().float()
         y = F.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps)
@@ -130,11 +144,15 @@ def norm_modulate(
     """
     parts = _modulation(x, scale, shift)
     one = 1.0 if form == "modulation" else 0.0
+    if transformed():
+        return norm_in_plain_torch(x, *parts, one, eps)
     out: Tensor = norm_forward(x, *parts, one, eps, impl)
     return out
 
 
-def _modulation(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> list[Tensor | None]:
+def _modulation(
+    x: Tensor, scale: Tensor | None, shift: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     """scale and shift with three dimensions, checked."""
     if x.dim() != 3:
         raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
@@ -149,12 +167,13 @@ def _modulation(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> list[T
                     name, expected=f"broadcasts to {list(x.shape)}", got=str(list(part.shape))
                 )
         parts.append(part)
-    return parts
+    return parts[0], parts[1]
 
 
 # --- the same as int8 rows -----------------------------------------------------------------------
 
 
+@as_documented
 def _rows_forward(
     x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
 ) -> tuple[Tensor, Tensor]:
@@ -212,13 +231,13 @@ def norm_modulate_rows(
         GradientError: One of them wants a gradient, which an integer has not.
     """
     parts = _modulation(x, scale, shift)
-    if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, *parts)):
-        raise GradientError(
-            "norm_modulate_rows",
-            expected="inputs without a gradient, because int8 rows have none",
-            got="requires_grad=True",
-            remedy="Use norm_modulate, and int8_linear of its result",
-        )
+    refuse_derivative(
+        "norm_modulate_rows",
+        x,
+        *parts,
+        expected="inputs without a derivative, because int8 rows have none",
+        remedy="Use norm_modulate, and int8_linear of its result",
+    )
     one = 1.0 if form == "modulation" else 0.0
     int8, scales = rows_forward(x, *parts, one, eps, impl)
     return Rows(int8, scales)
@@ -227,6 +246,7 @@ def norm_modulate_rows(
 # --- linear and GELU -----------------------------------------------------------------------------
 
 
+@as_documented
 def _gelu_forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if x.is_cuda and x.dtype != torch.float32 and torch.version.hip is None:
         # cuBLASLt's epilogue: GELU in its tanh form, on the sum in fp32.
@@ -276,5 +296,8 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         [B, N, Cout], dtype of x.
     """
     check_weight(x, weight, bias)
+    if transformed():
+        with without_autocast(x.device):
+            return F.gelu(F.linear(x, weight, bias), approximate="tanh")
     out: Tensor = gelu_forward(x, weight, bias)
     return out

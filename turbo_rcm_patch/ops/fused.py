@@ -22,8 +22,9 @@ from turbo_rcm_patch.ops.checks import (
     coefficient_parts,
     rotary_parts,
 )
+from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.projection import project_forward, project_gradients, project_skip
-from turbo_rcm_patch.ops.registry import attention_backward, attention_forward
+from turbo_rcm_patch.ops.registry import attention_forward, gradients_of
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, resolve_impl, resolve_pv
 from turbo_rcm_patch.skip import Cast, Coefficient
 
@@ -74,6 +75,7 @@ def choose_form(
     return "two-launch"
 
 
+@as_documented
 def _one_launch(
     q: Tensor,
     k: Tensor,
@@ -206,7 +208,7 @@ def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     d_norms: list[Tensor | None] = [None] * 4
     if d_branch is not None:
         flags = [*needs[:3], False, False, False, *needs[8:12]]
-        grads = attention_backward(
+        grads = gradients_of(
             d_branch, None, q, k, v, None, None, None, *prologue,
             1.0, 1.0, heads, causal, sm_scale, eps, flags,
         )  # fmt: skip
@@ -286,6 +288,8 @@ def attention_project_skip(
     head_dim = channels // spec.heads
     if form == "auto" and not (quantised and _FORMS and q.device.type == "cuda"):
         form = "two-launch"  # else the operation reads the table: tracing asks no device
+    if transformed():
+        form = "two-launch"  # in plain torch, which has none to save
     if form == "two-launch":
         branch = attention_skip(
             q, k, v, spec, norm_q=norm_q, norm_k=norm_k, norm_q_bias=norm_q_bias,
@@ -334,7 +338,7 @@ def attention_project_skip(
         spec.pv,
         spec.smooth_k,
         spec.causal,
-        head_dim**-0.5 if spec.sm_scale is None else spec.sm_scale,
+        spec.scale_of(head_dim),
         spec.eps,
         cast,
         form,

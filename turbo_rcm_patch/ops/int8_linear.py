@@ -20,6 +20,12 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
 from turbo_rcm_patch.ops.checks import check_float, check_residual, coefficient_parts
+from turbo_rcm_patch.ops.modes import (
+    as_documented,
+    refuse_derivative,
+    transformed,
+    without_autocast,
+)
 from turbo_rcm_patch.ops.quantize import (
     Rows,
     check_channels,
@@ -40,6 +46,7 @@ GROUP: Final = 128
 Activation = Literal["gelu-tanh"]
 
 
+@as_documented
 def _linear_forward(
     x: Tensor,
     weight: Tensor,
@@ -70,6 +77,7 @@ def _rows_of(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     return quantized_rows(x)
 
 
+@as_documented
 def _rows_forward(
     int8: Tensor,
     scale: Tensor,
@@ -293,6 +301,19 @@ def int8_linear(
         cast,
         impl,
     )
+    if rows is None and transformed():
+        # Straight through the rounding of x, as in the backward pass.
+        with without_autocast(source.device):
+            real = _multiplied_weight(weight_int8, weight_scale)
+            branch = F.linear(source.float(), real, None if bias is None else bias.float())
+            return close_skip(
+                residual,
+                _activated(branch, activation or ""),
+                c_skip_value if c_skip_tensor is None else c_skip_tensor,
+                c_out_value if c_out_tensor is None else c_out_tensor,
+                cast=cast,
+                out_dtype=source.dtype if out_dtype is None else out_dtype,
+            )
     if rows is None:
         out: Tensor = linear_forward(
             source, *rest, source.dtype if out_dtype is None else out_dtype
@@ -300,13 +321,12 @@ def int8_linear(
         return out
     if out_dtype is None:
         raise ConfigError("out_dtype", expected="a dtype, because rows have none", got="None")
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in rest):
-        raise GradientError(
-            "int8_linear of rows",
-            expected="no gradient",
-            got="requires_grad=True",
-            remedy="Pass the activation itself",
-        )
+    refuse_derivative(
+        "int8_linear of rows",
+        *(t for t in (rows.scale, *rest) if isinstance(t, Tensor)),
+        expected="no gradient",
+        remedy="Pass the activation itself",
+    )
     closed: Tensor = rows_linear_forward(*rows, *rest, out_dtype)
     return closed
 

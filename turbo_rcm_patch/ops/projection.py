@@ -16,6 +16,7 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, GradientError, ShapeError
 from turbo_rcm_patch.ops.checks import check_float, check_residual, check_weight, coefficient_parts
+from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.reference import close_skip, project
 from turbo_rcm_patch.ops.spec import resolve_impl
 from turbo_rcm_patch.skip import Cast, Coefficient
@@ -31,6 +32,7 @@ def check_cast(value: str) -> None:
 # --- skip ----------------------------------------------------------------------------------------
 
 
+@as_documented
 def _skip_forward(
     residual: Tensor,
     branch: Tensor,
@@ -152,7 +154,8 @@ def skip(
     shape = (residual.shape[0], residual.shape[1], residual.shape[2])
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
-    out: Tensor = skip_forward(
+    plain = transformed()
+    out: Tensor = (_skip_forward if plain else skip_forward)(
         residual,
         branch,
         c_skip_tensor,
@@ -160,7 +163,7 @@ def skip(
         c_skip_value,
         c_out_value,
         cast,
-        impl,
+        "reference" if plain else impl,
         residual.dtype if out_dtype is None else out_dtype,
     )
     return out
@@ -169,6 +172,7 @@ def skip(
 # --- projection + skip ---------------------------------------------------------------------------
 
 
+@as_documented
 def _project_forward(
     x: Tensor,
     weight: Tensor,
@@ -316,7 +320,8 @@ def project_skip(
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
         raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
-    out: Tensor = project_forward(
+    plain = transformed()
+    out: Tensor = (_project_forward if plain else project_forward)(
         x,
         weight,
         bias,
@@ -326,7 +331,7 @@ def project_skip(
         c_skip_value,
         c_out_value,
         cast,
-        impl,
+        "reference" if plain else impl,
         x.dtype if out_dtype is None else out_dtype,
     )
     return out

@@ -73,10 +73,7 @@ def norm_rope(
     if cos is not None and sin is not None:
         even, odd = y[..., 0::2], y[..., 1::2]
         c, s = cos[:, 0::2].to(dtype), sin[:, 1::2].to(dtype)
-        out = torch.empty(y.shape, dtype=dtype, device=y.device)
-        out[..., 0::2] = even * c - odd * s
-        out[..., 1::2] = even * s + odd * c
-        return out
+        return torch.stack((even * c - odd * s, even * s + odd * c), -1).flatten(-2)
     return y.contiguous()
 
 
@@ -138,18 +135,19 @@ def exact_attention(
             batch, 1, -1, 1
         )
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=q.dtype, device=q.device)
+    # Nothing is written in place, so that every transform of torch can pass.
+    out, lse = [], []
     for rows in row_chunks(n_q, batch * heads * k.shape[2]):
         logits = (q[:, :, rows] * sm_scale) @ k.transpose(-1, -2)
         if mask is not None:
-            logits.masked_fill_(~(mask if mask.shape[2] == 1 else mask[:, :, rows]), float("-inf"))
+            seen = mask if mask.shape[2] == 1 else mask[:, :, rows]
+            logits = logits.masked_fill(~seen, float("-inf"))
         chunk_lse = torch.logsumexp(logits, -1)
-        lse[:, :, rows] = chunk_lse
+        lse.append(chunk_lse)
         # A row without any visible key has logsumexp -inf; exp(-inf - 0) is the zero it should be.
-        logits.sub_(chunk_lse.masked_fill(chunk_lse == float("-inf"), 0.0).unsqueeze(-1)).exp_()
-        out[:, :, rows] = logits @ v
-    return out, lse
+        total = chunk_lse.masked_fill(chunk_lse == float("-inf"), 0.0).unsqueeze(-1)
+        out.append((logits - total).exp() @ v)
+    return torch.cat(out, 2), torch.cat(lse, 2)
 
 
 def sdpa_attention(

@@ -10,7 +10,7 @@ The sum is a skip before the output projection, closed in the attention kernel. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from turbo_rcm_patch.config import Impl, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, GradientError, HeadDimError, ShapeError
 from turbo_rcm_patch.ops.checks import check_attention, check_float, check_norm, rotary_parts
 from turbo_rcm_patch.ops.gradients import prepare
+from turbo_rcm_patch.ops.modes import as_documented, refuse_derivative
 from turbo_rcm_patch.ops.reference import split_heads
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, resolve_impl, resolve_pv
 
@@ -71,6 +72,7 @@ class Sparsity:
         return max(1, int(self.topk * -(-n_kv // self.block_k)))
 
 
+@as_documented
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -162,12 +164,15 @@ def _refuse(ctx: Any, d_out: Tensor) -> None:
 sparse_linear_forward.register_autograd(_refuse)
 
 
+_REMEDY: Final = "Call under torch.no_grad(), or train with the module of SLA itself"
+
+
 def _no_gradient(what: str) -> GradientError:
     return GradientError(
         what,
         expected="no gradient",
         got="a request for one",
-        remedy="Call under torch.no_grad(), or train with the module of SLA itself",
+        remedy=_REMEDY,
     )
 
 
@@ -232,8 +237,7 @@ def sparse_linear_attention(
     check_norm("norm_k", norm_k, None, channels, spec.heads)
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], dim)
     given = (q, k, v, weight, bias, norm_q, norm_k)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        raise _no_gradient("sparse_linear_attention")
+    refuse_derivative("sparse_linear_attention", *given, expected="no gradient", remedy=_REMEDY)
     out: Tensor = sparse_linear_forward(
         q,
         k,
@@ -248,7 +252,7 @@ def sparse_linear_attention(
         spec.attention,
         spec.pv,
         spec.smooth_k,
-        dim**-0.5 if spec.sm_scale is None else spec.sm_scale,
+        spec.scale_of(dim),
         spec.eps,
         sparsity.count(k.shape[1]),
         sparsity.block_q,

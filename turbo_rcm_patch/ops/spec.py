@@ -89,6 +89,10 @@ class AttentionSpec:
                 got=repr(self.eps),
             )
 
+    def scale_of(self, head_dim: int) -> float:
+        """The factor on the logits of heads of so many channels."""
+        return head_dim**-0.5 if self.sm_scale is None else float(self.sm_scale)
+
 
 def key_block(head_dim: int) -> int:
     """Keys that share one k scale and one step of the online softmax; part of the numeric

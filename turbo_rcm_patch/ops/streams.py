@@ -16,7 +16,8 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, ShapeError
 from turbo_rcm_patch.ops.checks import check_float, check_residual, check_weight
-from turbo_rcm_patch.ops.elementwise import norm_forward, norm_gradients
+from turbo_rcm_patch.ops.elementwise import norm_gradients, norm_in_plain_torch
+from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.projection import check_cast, project_gradients
 from turbo_rcm_patch.ops.reference import close_skip, project
 from turbo_rcm_patch.ops.spec import resolve_impl
@@ -86,6 +87,7 @@ def _check_coefficients(
 # --- layer norm and modulation -------------------------------------------------------------------
 
 
+@as_documented
 def _norm_streams(
     streams: list[Tensor],
     factors: list[Tensor],
@@ -97,7 +99,7 @@ def _norm_streams(
     first = streams[0]
     if resolve_impl(cast("Impl", impl), first.device) != "triton":
         parts = [
-            norm_forward(x, factor, offset, one, eps, impl)
+            norm_in_plain_torch(x, factor, offset, one, eps)
             for x, factor, offset in zip(streams, factors, offsets, strict=True)
         ]
         return torch.cat(parts, dim=1)
@@ -189,6 +191,8 @@ def norm_modulate_streams(
     factors = _check_coefficients("scale", scale, streams)
     offsets = _check_coefficients("shift", shift, streams)
     one = 1.0 if form == "modulation" else 0.0
+    if transformed():
+        return _norm_streams(list(streams), factors, offsets, one, eps, "reference")
     out: Tensor = norm_streams(list(streams), factors, offsets, one, eps, impl)
     return out
 
@@ -196,6 +200,7 @@ def norm_modulate_streams(
 # --- projection and skip -------------------------------------------------------------------------
 
 
+@as_documented
 def _project_streams(
     x: Tensor,
     weight: Tensor,
@@ -311,4 +316,7 @@ def project_skip_streams(
             got=" + ".join(map(str, _lengths(residuals))),
         )
     gates = _check_coefficients("c_out", c_out, residuals)
+    if transformed():
+        plain = _project_streams(x, weight, bias, list(residuals), gates, cast, "reference")
+        return tuple(plain)
     return tuple(project_streams(x, weight, bias, list(residuals), gates, cast, impl))

@@ -28,7 +28,7 @@ from turbo_rcm_patch.patching.families.wan_sla import settle, sparse_attention
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
-from turbo_rcm_patch.patching.plain import autocasting, bare, plain_linear, plain_norm
+from turbo_rcm_patch.patching.plain import bare, only_as_written, plain_linear, plain_norm
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast, Coefficient
@@ -107,7 +107,7 @@ class WanBlockForward:
             [B, N, C], dtype of hidden_states.
         """
         block = self._block
-        if autocasting(hidden_states):
+        if only_as_written(hidden_states):
             written: Tensor = self._as_written(
                 hidden_states, encoder_hidden_states, temb, rotary_emb
             )
