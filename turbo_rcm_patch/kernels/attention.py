@@ -172,7 +172,7 @@ def attend(
     offs_d = tl.arange(0, HEAD_PAD)
     limit = n_kv
     if HAS_LENGTHS:
-        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b).to(tl.int32), n_kv))
+        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_kv)).to(tl.int32)
     if DESCRIPTORS:
         q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
     else:

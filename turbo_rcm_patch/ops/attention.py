@@ -14,7 +14,10 @@ from turbo_rcm_patch.ops.checks import (
     check_lengths,
     check_mask,
     check_norm,
+    check_out_dtype,
     check_residual,
+    check_same_device,
+    check_spec,
     coefficient_parts,
     rotary_parts,
 )
@@ -120,6 +123,7 @@ def attention_lse(
         Output [B, Nq, H*D] and natural-log logsumexp fp32 [B, H, Nq], -inf where a query sees no
         key.
     """
+    check_spec(spec)
     if spec.attention == "sage":
         raise OpError(
             'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
@@ -178,6 +182,8 @@ def masked_attention(
     head_dim = channels // spec.heads
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], head_dim)
     check_mask(mask, (batch, spec.heads, n_q, k.shape[1]), spec)
+    check_same_device(q.device, cos=cos, sin=sin, mask=mask)
+    q, _, _, sm_scale = with_positive_scale(q, None, None, spec.scale_of(head_dim))
     with without_autocast(q.device):
         qh, kh = (
             norm_rope(x, spec.heads, weight=None, cos=cos, sin=sin, eps=spec.eps).to(v.dtype)
@@ -190,9 +196,26 @@ def masked_attention(
                 kh,
                 split_heads(v, spec.heads),
                 attn_mask=mask if mask.dtype == torch.bool else mask.to(v.dtype),
-                scale=spec.scale_of(head_dim),
+                scale=sm_scale,
             )
     return out.transpose(1, 2).flatten(2)
+
+
+def with_positive_scale(
+    q: torch.Tensor,
+    norm_q: torch.Tensor | None,
+    norm_q_bias: torch.Tensor | None,
+    sm_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]:
+    """The same logits with sm_scale > 0: int8's scales have to be, and torch's own attention
+    makes NaN of a masked logit times 0. The sign goes into q, or into what its norm multiplies
+    it with."""
+    if sm_scale > 0.0:
+        return q, norm_q, norm_q_bias, sm_scale
+    sign, sm_scale = (-1.0, -sm_scale) if sm_scale < 0.0 else (0.0, 1.0)
+    if norm_q is None:
+        return q * sign, None, None, sm_scale
+    return q, norm_q * sign, None if norm_q_bias is None else norm_q_bias * sign, sm_scale
 
 
 def _call(
@@ -226,17 +249,34 @@ def _call(
             remedy='Use attention="int8"',
         )
     check_residual("residual", residual, shape)
+    check_out_dtype(out_dtype)
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
         raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
-    if transformed():
+    check_same_device(
+        q.device,
+        residual=residual,
+        c_skip=c_skip_tensor,
+        c_out=c_out_tensor,
+        norm_q=norm_q,
+        norm_k=norm_k,
+        norm_q_bias=norm_q_bias,
+        norm_k_bias=norm_k_bias,
+        cos=cos,
+        sin=sin,
+        kv_lengths=kv_lengths,
+    )
+    q, norm_q, norm_q_bias, sm_scale = with_positive_scale(
+        q, norm_q, norm_q_bias, spec.scale_of(channels // spec.heads)
+    )
+    if transformed() or not batch:  # no kernel has to know of an empty batch
         return plain_attention(
             q, k, v, residual,
             c_skip_value if c_skip_tensor is None else c_skip_tensor,
             c_out_value if c_out_tensor is None else c_out_tensor,
             (norm_q, norm_k, norm_q_bias, norm_k_bias), cos, sin, kv_lengths,
-            heads=spec.heads, causal=spec.causal, sm_scale=spec.scale_of(channels // spec.heads),
+            heads=spec.heads, causal=spec.causal, sm_scale=sm_scale,
             eps=spec.eps, out_dtype=q.dtype if out_dtype is None else out_dtype,
         )  # fmt: skip
     out, lse = attention_forward(
@@ -260,7 +300,7 @@ def _call(
         spec.pv,
         spec.smooth_k,
         spec.causal,
-        spec.scale_of(channels // spec.heads),
+        sm_scale,
         spec.eps,
         spec.impl,
         q.dtype if out_dtype is None else out_dtype,

@@ -11,8 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import ShapeError
-from turbo_rcm_patch.ops.checks import check_float, check_weight
+from turbo_rcm_patch.errors import DTypeError, ShapeError
+from turbo_rcm_patch.ops.checks import (
+    check_eps,
+    check_float,
+    check_impl,
+    check_same_device,
+    check_tensor,
+    check_weight,
+    one_for_form,
+)
 from turbo_rcm_patch.ops.modes import (
     as_documented,
     refuse_derivative,
@@ -142,8 +150,10 @@ def norm_modulate(
     Raises:
         ShapeError: x is not [B, N, C], or scale or shift does not broadcast to it.
     """
+    check_impl(impl)
+    check_eps(eps)
     parts = _modulation(x, scale, shift)
-    one = 1.0 if form == "modulation" else 0.0
+    one = one_for_form(form)
     if transformed():
         return norm_in_plain_torch(x, *parts, one, eps)
     out: Tensor = norm_forward(x, *parts, one, eps, impl)
@@ -154,12 +164,15 @@ def _modulation(
     x: Tensor, scale: Tensor | None, shift: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """scale and shift with three dimensions, checked."""
+    check_float("x", x)
     if x.dim() != 3:
         raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
-    check_float("x", x)
     parts: list[Tensor | None] = []
     for name, part in (("scale", scale), ("shift", shift)):
         if part is not None:
+            check_tensor(name, part)
+            if part.is_complex():
+                raise DTypeError(name, expected="real numbers", got=str(part.dtype))
             part = part.view((1,) * (3 - part.dim()) + tuple(part.shape))
             sizes = zip(part.shape, x.shape, strict=True)
             if part.dim() != 3 or any(own not in (1, full) for own, full in sizes):
@@ -167,6 +180,7 @@ def _modulation(
                     name, expected=f"broadcasts to {list(x.shape)}", got=str(list(part.shape))
                 )
         parts.append(part)
+    check_same_device(x.device, scale=parts[0], shift=parts[1])
     return parts[0], parts[1]
 
 
@@ -230,7 +244,11 @@ def norm_modulate_rows(
         ShapeError: x is not [B, N, C], or scale or shift does not broadcast to it.
         GradientError: One of them wants a gradient, which an integer has not.
     """
+    check_impl(impl)
+    check_eps(eps)
     parts = _modulation(x, scale, shift)
+    if not x.shape[2]:
+        raise ShapeError("x", expected="at least one channel", got=str(list(x.shape)))
     refuse_derivative(
         "norm_modulate_rows",
         x,
@@ -238,7 +256,7 @@ def norm_modulate_rows(
         expected="inputs without a derivative, because int8 rows have none",
         remedy="Use norm_modulate, and int8_linear of its result",
     )
-    one = 1.0 if form == "modulation" else 0.0
+    one = one_for_form(form)
     int8, scales = rows_forward(x, *parts, one, eps, impl)
     return Rows(int8, scales)
 
@@ -290,12 +308,13 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Args:
         x: [B, N, Cin], bf16, fp16 or fp32.
         weight: [Cout, Cin], dtype of x.
-        bias: [Cout], dtype of x.
+        bias: [Cout], any of these dtypes; rounded to that of x.
 
     Returns:
         [B, N, Cout], dtype of x.
     """
     check_weight(x, weight, bias)
+    bias = bias.to(x.dtype)
     if transformed():
         with without_autocast(x.device):
             return F.gelu(F.linear(x, weight, bias), approximate="tanh")

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Form, Impl, PVDType
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.ops.attention import attention_skip
+from turbo_rcm_patch.ops.attention import attention_skip, with_positive_scale
 from turbo_rcm_patch.ops.checks import (
     check_attention,
     check_lengths,
     check_norm,
+    check_out_dtype,
     check_residual,
+    check_same_device,
+    check_spec,
     check_weight,
     coefficient_parts,
     rotary_parts,
@@ -275,6 +278,7 @@ def attention_project_skip(
     """
     if form not in get_args(Form):
         raise ConfigError("form", expected=f"one of {get_args(Form)}", got=repr(form))
+    check_spec(spec)
     quantised = spec.attention in QMAX
     if form == "one-launch" and not quantised:
         raise ConfigError(
@@ -288,7 +292,7 @@ def attention_project_skip(
     head_dim = channels // spec.heads
     if form == "auto" and not (quantised and _FORMS and q.device.type == "cuda"):
         form = "two-launch"  # else the operation reads the table: tracing asks no device
-    if transformed():
+    if transformed() or not batch:
         form = "two-launch"  # in plain torch, which has none to save
     if form == "two-launch":
         branch = attention_skip(
@@ -315,6 +319,23 @@ def attention_project_skip(
     check_lengths(kv_lengths, batch)
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
+    check_out_dtype(out_dtype)
+    check_same_device(
+        q.device,
+        residual=residual,
+        c_skip=c_skip_tensor,
+        c_out=c_out_tensor,
+        norm_q=norm_q,
+        norm_k=norm_k,
+        norm_q_bias=norm_q_bias,
+        norm_k_bias=norm_k_bias,
+        cos=cos,
+        sin=sin,
+        kv_lengths=kv_lengths,
+    )
+    q, norm_q, norm_q_bias, sm_scale = with_positive_scale(
+        q, norm_q, norm_q_bias, spec.scale_of(head_dim)
+    )
     out: Tensor = one_launch(
         q,
         k,
@@ -338,7 +359,7 @@ def attention_project_skip(
         spec.pv,
         spec.smooth_k,
         spec.causal,
-        spec.scale_of(head_dim),
+        sm_scale,
         spec.eps,
         cast,
         form,

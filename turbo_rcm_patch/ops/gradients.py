@@ -93,8 +93,8 @@ def attention_gradients(
     n_kv = k.shape[2]
     mask = key_mask(batch, n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
     if kv_lengths is not None:
-        unseen = (torch.arange(n_kv, device=k.device) >= kv_lengths.view(-1, 1)).view(
-            batch, 1, -1, 1
+        unseen = (torch.arange(n_kv, device=k.device) >= kv_lengths.unsqueeze(1)).view(
+            batch, 1, k.shape[2], 1
         )
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     # The first part makes a sum, so that under vmap it has the dimension of what is added.

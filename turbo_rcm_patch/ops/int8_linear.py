@@ -19,7 +19,15 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
-from turbo_rcm_patch.ops.checks import check_float, check_residual, coefficient_parts
+from turbo_rcm_patch.ops.checks import (
+    check_float,
+    check_impl,
+    check_out_dtype,
+    check_residual,
+    check_same_device,
+    check_tensor,
+    coefficient_parts,
+)
 from turbo_rcm_patch.ops.modes import (
     as_documented,
     refuse_derivative,
@@ -281,6 +289,8 @@ def int8_linear(
     """
     rows = x if isinstance(x, Rows) else None
     source = x.int8 if isinstance(x, Rows) else x
+    check_impl(impl)
+    check_out_dtype(out_dtype)
     _check_linear(source, weight_int8, weight_scale, bias, activation, cast, rows)
     shape = (source.shape[0], source.shape[1], weight_int8.shape[0])
     check_residual("residual", residual, shape)
@@ -288,6 +298,15 @@ def int8_linear(
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
         raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
+    check_same_device(
+        source.device,
+        weight_int8=weight_int8,
+        weight_scale=weight_scale,
+        bias=bias,
+        residual=residual,
+        c_skip=c_skip_tensor,
+        c_out=c_out_tensor,
+    )
     rest = (
         weight_int8,
         weight_scale,
@@ -346,6 +365,8 @@ def _check_linear(
     ):
         if value not in choices:
             raise ConfigError(name, expected=f"one of {choices}", got=repr(value))
+    for name, tensor in (("x", x), ("weight_int8", weight), ("weight_scale", scale)):
+        check_tensor(name, tensor)
     if rows is None:
         check_float("x", x)
     elif (x.dtype, rows.scale.dtype) != (torch.int8, torch.float32):
@@ -391,9 +412,9 @@ def _check_linear(
             got=str(list(scale.shape)),
         )
     if bias is not None:
+        check_float("bias", bias)
         if tuple(bias.shape) != (weight.shape[0],):
             raise ShapeError("bias", expected=f"[{weight.shape[0]}]", got=str(list(bias.shape)))
-        check_float("bias", bias)
     if scale.requires_grad:
         raise GradientError(
             "weight_scale",

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, GradientError, ShapeError
-from turbo_rcm_patch.ops.checks import check_float, check_residual, check_weight, coefficient_parts
+from turbo_rcm_patch.ops.checks import (
+    check_float,
+    check_impl,
+    check_out_dtype,
+    check_residual,
+    check_same_device,
+    check_weight,
+    coefficient_parts,
+)
 from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.reference import close_skip, project
 from turbo_rcm_patch.ops.spec import resolve_impl
@@ -143,17 +151,20 @@ def skip(
         [B, N, C], contiguous.
     """
     check_cast(cast)
+    check_impl(impl)
+    check_out_dtype(out_dtype)
+    check_float("residual", residual)
+    check_float("branch", branch)
     if residual.dim() != 3 or residual.shape != branch.shape:
         raise ShapeError(
             "residual and branch",
             expected="both [batch, tokens, channels]",
             got=f"{list(residual.shape)} and {list(branch.shape)}",
         )
-    check_float("residual", residual)
-    check_float("branch", branch)
     shape = (residual.shape[0], residual.shape[1], residual.shape[2])
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
+    check_same_device(residual.device, branch=branch, c_skip=c_skip_tensor, c_out=c_out_tensor)
     plain = transformed()
     out: Tensor = (_skip_forward if plain else skip_forward)(
         residual,
@@ -313,6 +324,8 @@ def project_skip(
         [B, N, Cout], contiguous.
     """
     check_cast(cast)
+    check_impl(impl)
+    check_out_dtype(out_dtype)
     check_weight(x, weight, bias)
     shape = (x.shape[0], x.shape[1], weight.shape[0])
     check_residual("residual", residual, shape)
@@ -320,6 +333,7 @@ def project_skip(
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
         raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
+    check_same_device(x.device, residual=residual, c_skip=c_skip_tensor, c_out=c_out_tensor)
     plain = transformed()
     out: Tensor = (_project_forward if plain else project_forward)(
         x,

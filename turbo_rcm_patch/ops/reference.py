@@ -31,7 +31,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[B, N, H*D] -> [B, H, N, D], a view."""
-    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+    return x.view(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
 
 
 def norm_rope(
@@ -91,7 +91,7 @@ def key_mask(
     mask = None
     columns = torch.arange(n_kv, device=device)
     if kv_lengths is not None:
-        mask = (columns < kv_lengths.view(-1, 1)).view(batch, 1, 1, n_kv)
+        mask = (columns < kv_lengths.unsqueeze(1)).view(batch, 1, 1, n_kv)
     if causal:
         below = (columns <= torch.arange(n_q, device=device).view(-1, 1)).view(1, 1, n_q, n_kv)
         mask = below if mask is None else mask & below
@@ -131,8 +131,8 @@ def exact_attention(
     batch, heads, n_q, _ = q.shape
     mask = key_mask(batch, n_q, k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device)
     if kv_lengths is not None:
-        unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.view(-1, 1)).view(
-            batch, 1, -1, 1
+        unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.unsqueeze(1)).view(
+            batch, 1, k.shape[2], 1
         )
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     # Nothing is written in place, so that every transform of torch can pass.
@@ -167,8 +167,8 @@ def sdpa_attention(
         q.shape[0], q.shape[2], k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device
     )
     assert mask is not None
-    unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.view(-1, 1)).view(
-        q.shape[0], 1, -1, 1
+    unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.unsqueeze(1)).view(
+        q.shape[0], 1, k.shape[2], 1
     )
     k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     mask = mask.expand(-1, -1, q.shape[2], -1)

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, GradientError, HeadDimError, ShapeError
-from turbo_rcm_patch.ops.checks import check_attention, check_float, check_norm, rotary_parts
+from turbo_rcm_patch.ops.checks import (
+    check_attention,
+    check_float,
+    check_norm,
+    check_out_dtype,
+    check_same_device,
+    rotary_parts,
+)
 from turbo_rcm_patch.ops.gradients import prepare
 from turbo_rcm_patch.ops.modes import as_documented, refuse_derivative
 from turbo_rcm_patch.ops.reference import split_heads
@@ -222,11 +229,12 @@ def sparse_linear_attention(
         ShapeError: Shapes do not fit together.
     """
     check_attention(q, k, v, spec)
-    if spec.attention == "sage" or spec.causal:
+    if spec.attention == "sage" or spec.causal or (spec.sm_scale or 0.0) < 0.0:
         raise ConfigError(
             "spec of sparse_linear_attention",
-            expected='attention="int8", "int4" or "exact", causal=False',
-            got=f"attention={spec.attention!r}, causal={spec.causal}",
+            expected='attention="int8", "int4" or "exact", causal=False, sm_scale of at least 0 '
+            "(the best blocks of keys are those with the largest products)",
+            got=f"attention={spec.attention!r}, causal={spec.causal}, sm_scale={spec.sm_scale}",
         )
     batch, n_q, channels = q.shape
     dim = channels // spec.heads
@@ -236,8 +244,12 @@ def sparse_linear_attention(
     check_norm("norm_q", norm_q, None, channels, spec.heads)
     check_norm("norm_k", norm_k, None, channels, spec.heads)
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], dim)
+    check_out_dtype(out_dtype)
+    check_same_device(q.device, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin)
     given = (q, k, v, weight, bias, norm_q, norm_k)
     refuse_derivative("sparse_linear_attention", *given, expected="no gradient", remedy=_REMEDY)
+    if not batch:
+        return q.new_empty(q.shape, dtype=q.dtype if out_dtype is None else out_dtype)
     out: Tensor = sparse_linear_forward(
         q,
         k,
