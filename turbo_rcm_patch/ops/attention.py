@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_rcm_patch.errors import GradientError, MaskError, OpError
+from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_attention,
     check_lengths,
@@ -237,6 +238,18 @@ def _call(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_attention(q, k, v, spec)
     batch, n_q, channels = q.shape
+    if batch > batches.MAX_BATCH:
+        each = (q, k, v, residual, c_skip, c_out, kv_lengths)
+
+        def run(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k, v, residual, c_skip, c_out, kv_lengths = batches.of_batch(each, part, batch)
+            return _call(
+                q, k, v, spec, residual, c_skip, c_out, norm_q, norm_k, norm_q_bias, norm_k_bias,
+                rotary, kv_lengths, out_dtype, want_lse,
+            )  # fmt: skip
+
+        out, lse = batches.in_parts(batch, run)
+        return out, lse
     shape = (batch, n_q, channels)
     check_norm("norm_q", norm_q, norm_q_bias, channels, spec.heads)
     check_norm("norm_k", norm_k, norm_k_bias, channels, spec.heads)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, ShapeError
+from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_eps,
     check_float,
@@ -154,10 +155,25 @@ def norm_modulate(
     check_eps(eps)
     parts = _modulation(x, scale, shift)
     one = one_for_form(form)
+    if x.shape[0] > batches.MAX_BATCH:
+        return batches.in_parts(
+            x.shape[0],
+            lambda part: norm_modulate(
+                x[part], form=form, eps=eps, impl=impl, **_named(parts, part, x)
+            ),
+        )
     if transformed():
         return norm_in_plain_torch(x, *parts, one, eps)
     out: Tensor = norm_forward(x, *parts, one, eps, impl)
     return out
+
+
+def _named(
+    parts: tuple[Tensor | None, Tensor | None], part: slice, x: Tensor
+) -> dict[str, Tensor | None]:
+    """scale and shift of three dimensions for some samples of x."""
+    scale, shift = batches.of_batch(parts, part, x.shape[0])
+    return {"scale": scale, "shift": shift}
 
 
 def _modulation(
@@ -257,6 +273,17 @@ def norm_modulate_rows(
         remedy="Use norm_modulate, and int8_linear of its result",
     )
     one = one_for_form(form)
+    if x.shape[0] > batches.MAX_BATCH:
+        return Rows(
+            *batches.in_parts(
+                x.shape[0],
+                lambda part: tuple(
+                    norm_modulate_rows(
+                        x[part], form=form, eps=eps, impl=impl, **_named(parts, part, x)
+                    )
+                ),
+            )
+        )
     int8, scales = rows_forward(x, *parts, one, eps, impl)
     return Rows(int8, scales)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Form, Impl, PVDType
 from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.attention import attention_skip, with_positive_scale
 from turbo_rcm_patch.ops.checks import (
     check_attention,
@@ -292,7 +293,7 @@ def attention_project_skip(
     head_dim = channels // spec.heads
     if form == "auto" and not (quantised and _FORMS and q.device.type == "cuda"):
         form = "two-launch"  # else the operation reads the table: tracing asks no device
-    if transformed() or not batch:
+    if transformed() or not 0 < batch <= batches.MAX_BATCH:
         form = "two-launch"  # in plain torch, which has none to save
     if form == "two-launch":
         branch = attention_skip(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
+from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_float,
     check_impl,
@@ -294,6 +295,19 @@ def int8_linear(
     _check_linear(source, weight_int8, weight_scale, bias, activation, cast, rows)
     shape = (source.shape[0], source.shape[1], weight_int8.shape[0])
     check_residual("residual", residual, shape)
+    batch = shape[0]
+    if batch > batches.MAX_BATCH:
+        each = (source, None if rows is None else rows.scale, residual, c_skip, c_out)
+
+        def run(part: slice) -> Tensor:
+            source, scale, residual, c_skip, c_out = batches.of_batch(each, part, batch)
+            return int8_linear(
+                source if scale is None else Rows(source, scale),
+                weight_int8, weight_scale, bias, activation=activation, residual=residual,
+                c_skip=c_skip, c_out=c_out, cast=cast, impl=impl, out_dtype=out_dtype,
+            )  # fmt: skip
+
+        return batches.in_parts(batch, run)
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:

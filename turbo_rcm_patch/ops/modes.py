@@ -1,4 +1,4 @@
-"""What torch may have switched on around an operation: transforms, and autocast.
+"""What torch may have switched on around an operation: transforms, autocast, and capture.
 
 A registered operation runs below autograd. A derivative in forward mode would pass it as an exact
 zero, and the transforms of torch.func would fail in it or loop over it. So wherever one of them
@@ -21,7 +21,14 @@ from torch.autograd import forward_ad
 
 from turbo_rcm_patch.errors import GradientError
 
-__all__ = ["as_documented", "refuse_derivative", "transformed", "without_autocast"]
+__all__ = [
+    "as_documented",
+    "is_capturing",
+    "refuse_derivative",
+    "settle",
+    "transformed",
+    "without_autocast",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -85,3 +92,21 @@ def as_documented(body: F) -> F:
     # torch reads the schema of an operation here, and would look up types in this module.
     run.__signature__ = inspect.signature(body, eval_str=True)  # type: ignore[attr-defined]
     return cast("F", run)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured here: then nothing is written yet, what is made belongs to
+    the graph, and nothing may wait for the device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def settle(device: torch.device, *, every_stream: bool = False) -> None:
+    """Wait until what this stream (or every stream) was asked to do on a device is done.
+
+    For what is made in one call and read in later ones, which may come from another stream.
+    """
+    if device.type == "cuda":
+        if every_stream:
+            torch.cuda.synchronize(device)
+        else:
+            torch.cuda.current_stream(device).synchronize()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, GradientError, ShapeError
+from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_float,
     check_impl,
@@ -162,6 +163,14 @@ def skip(
             got=f"{list(residual.shape)} and {list(branch.shape)}",
         )
     shape = (residual.shape[0], residual.shape[1], residual.shape[2])
+    if shape[0] > batches.MAX_BATCH:
+        each = (residual, branch, c_skip, c_out)
+        return batches.in_parts(
+            shape[0],
+            lambda part: skip(
+                *batches.of_batch(each, part, shape[0]), cast=cast, impl=impl, out_dtype=out_dtype
+            ),
+        )
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     check_same_device(residual.device, branch=branch, c_skip=c_skip_tensor, c_out=c_out_tensor)
@@ -329,6 +338,17 @@ def project_skip(
     check_weight(x, weight, bias)
     shape = (x.shape[0], x.shape[1], weight.shape[0])
     check_residual("residual", residual, shape)
+    if shape[0] > batches.MAX_BATCH:
+        each = (x, residual, c_skip, c_out)
+
+        def run(part: slice) -> Tensor:
+            x, residual, c_skip, c_out = batches.of_batch(each, part, shape[0])
+            return project_skip(
+                x, weight, bias, residual=residual, c_skip=c_skip, c_out=c_out, cast=cast,
+                impl=impl, out_dtype=out_dtype,
+            )  # fmt: skip
+
+        return batches.in_parts(shape[0], run)
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:

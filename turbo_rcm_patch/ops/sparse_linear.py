@@ -17,6 +17,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, GradientError, HeadDimError, ShapeError
+from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_attention,
     check_float,
@@ -248,6 +249,14 @@ def sparse_linear_attention(
     check_same_device(q.device, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin)
     given = (q, k, v, weight, bias, norm_q, norm_k)
     refuse_derivative("sparse_linear_attention", *given, expected="no gradient", remedy=_REMEDY)
+    if batch > batches.MAX_BATCH:
+        return batches.in_parts(
+            batch,
+            lambda part: sparse_linear_attention(
+                q[part], k[part], v[part], weight, bias, spec, sparsity, norm_q=norm_q,
+                norm_k=norm_k, rotary=rotary, out_dtype=out_dtype,
+            ),
+        )  # fmt: skip
     if not batch:
         return q.new_empty(q.shape, dtype=q.dtype if out_dtype is None else out_dtype)
     out: Tensor = sparse_linear_forward(

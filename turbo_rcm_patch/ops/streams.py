@@ -15,6 +15,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, ShapeError
+from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_eps,
     check_float,
@@ -210,6 +211,17 @@ def norm_modulate_streams(
     factors = _check_coefficients("scale", scale, streams)
     offsets = _check_coefficients("shift", shift, streams)
     one = one_for_form(form)
+    batch = streams[0].shape[0]
+    if batch > batches.MAX_BATCH:
+        each = (list(streams), factors, offsets)
+
+        def run(part: slice) -> Tensor:
+            streams, scale, shift = batches.of_batch(each, part, batch)
+            return norm_modulate_streams(
+                streams, scale=scale, shift=shift, form=form, eps=eps, impl=impl
+            )
+
+        return batches.in_parts(batch, run)
     if transformed():
         return _norm_streams(list(streams), factors, offsets, one, eps, "reference")
     out: Tensor = norm_streams(list(streams), factors, offsets, one, eps, impl)
@@ -337,6 +349,17 @@ def project_skip_streams(
             got=" + ".join(map(str, _lengths(residuals))),
         )
     gates = _check_coefficients("c_out", c_out, residuals)
+    batch = x.shape[0]
+    if batch > batches.MAX_BATCH:
+        each = (x, list(residuals), gates)
+
+        def run(part: slice) -> tuple[Tensor, ...]:
+            x, residuals, c_out = batches.of_batch(each, part, batch)
+            return project_skip_streams(
+                x, weight, bias, residuals=residuals, c_out=c_out, cast=cast, impl=impl
+            )
+
+        return batches.in_parts(batch, run)
     if transformed():
         plain = _project_streams(x, weight, bias, list(residuals), gates, cast, "reference")
         return tuple(plain)
