@@ -121,6 +121,21 @@ def test_fp8_of_tiny_values(size: float) -> None:
         assert relative(ours.double() / size, wide / size) < 0.08
 
 
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_rows_that_overlap_in_memory(step: int) -> None:
+    """Windows over one sequence; torch's own attention on a CPU makes noise of them."""
+    values = torch.randn(CHANNELS + 8 * 3)
+    windows = values.as_strided((1, 9, CHANNELS), (1, step, 1))
+    dense = windows.clone(memory_format=torch.contiguous_format)
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    for run in (
+        lambda x: ops.attention_skip(x, x, x, EXACT, residual=x),
+        lambda x: ops.attention_skip(x, x, x, INT8, residual=x),
+        lambda x: ops.masked_attention(x, x, x, mask, EXACT),
+    ):
+        torch.testing.assert_close(run(windows), run(dense), rtol=1e-4, atol=1e-5)
+
+
 # --- words and dtypes ----------------------------------------------------------------------------
 
 X = torch.randn(2, 5, 16)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from turbo_rcm_patch.skip import Cast
 
 __all__ = [
+    "apart",
     "close_skip",
     "exact_attention",
     "key_mask",
@@ -150,6 +151,12 @@ def exact_attention(
     return torch.cat(out, 2), torch.cat(lse, 2)
 
 
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy where its rows overlap in memory (windows over a sequence): torch's CPU
+    attention hands such strides to a BLAS, which may not have them, and gives noise."""
+    return x.contiguous() if 0 < x.stride(-2) < x.shape[-1] else x
+
+
 def sdpa_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -161,6 +168,7 @@ def sdpa_attention(
 ) -> torch.Tensor:
     """torch's scaled_dot_product_attention on [B, H, N, D], whatever backend torch chooses; same
     masks as above."""
+    q, k, v = apart(q), apart(k), apart(v)
     if kv_lengths is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
     mask = key_mask(
