@@ -22,7 +22,7 @@ from turbo_rcm_patch.kernels.launch import Target, Tile
 MODULES = (
     "prologue", "hopper_prologue", "quantize", "attention", "hopper", "project", "one_launch",
     "skip", "rows", "norm_rows", "int8_linear", "hopper_linear", "hopper_linear_blocks", "denoise",
-    "block_map", "linear_branch", "hopper_key_value", "sparse_attention", "sparse_tokens",
+    "block_map", "linear_branch", "hopper_key_value", "sparse_attention", "sparse_tokens", "norm",
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
@@ -98,6 +98,8 @@ def record(case: dict[str, object]) -> list[dict[str, object]]:
         module.launch = recording
         if hasattr(module, "target_of"):
             module.target_of = lambda device: target
+        if case.get("portable") and hasattr(module, "ran_on_hopper"):
+            module.ran_on_hopper = lambda *_: False
     run(case, modules)
     return launches
 
@@ -166,6 +168,12 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
         )  # fmt: skip
     elif operation == "int8-linear":
         int8_linears(case, modules, residual, gate)
+    elif operation == "norm":
+        modules["norm"].norm_modulate(residual, gate, gate, one=1.0, eps=1e-6, out_dtype=dtype)
+        for weight in (empty(channels), empty(dim)):
+            modules["norm"].norm_rotate(
+                q, heads, weight=weight, bias=None, cos=table, sin=table, eps=1e-6
+            )
     elif operation == "norm-rows":
         norm_rows(modules, residual, gate)
     elif operation in ("hopper-linear", "hopper-linear-blocks"):

@@ -49,6 +49,9 @@ def angles(n: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         pytest.param(
             2, 1, 140, 140, 64, {"causal": True, "lengths": (70, 140)}, id="causal-padding"
         ),
+        pytest.param(2, 1, 65, 257, 64, {"lengths": (2**33, 200)}, id="lengths-of-64-bits"),
+        pytest.param(1, 2, 66, 130, 64, {"scale": -0.2}, id="negative-scale"),
+        pytest.param(1, 2, 66, 130, 64, {"scale": 0.0, "causal": True}, id="scale-of-zero"),
         pytest.param(1, 2, 300, 300, 128, {"norm": "across", "rope": True}, id="as-in-wan"),
         pytest.param(2, 1, 150, 150, 128, {"norm": "head", "rope": True}, id="d128-per-head"),
         pytest.param(2, 3, 129, 129, 40, {"norm": "across", "rope": True}, id="d40-across-heads"),
@@ -102,7 +105,8 @@ def test_kernels_equal_the_emulation(
         q, k, v = torch.cat([q, k, v], -1).chunk(3, -1)
     lengths = None
     if "lengths" in options:
-        lengths = torch.tensor(options["lengths"], dtype=torch.int32)
+        wide = max(options["lengths"]) >= 2**31
+        lengths = torch.tensor(options["lengths"], dtype=torch.int64 if wide else torch.int32)
         k, v = k.clone(), v.clone()
         for b, n in enumerate(options["lengths"]):
             k[b, n:], v[b, n:] = float("nan"), float("nan")
@@ -124,6 +128,7 @@ def test_kernels_equal_the_emulation(
         impl="triton",
         causal=options.get("causal", False),
         smooth_k=options.get("smooth", True),
+        sm_scale=options.get("scale"),
         attention=options.get("attention", "int8"),
     )
     out, lse = attention_lse(q, k, v, kernels, **arguments)

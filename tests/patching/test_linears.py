@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from torch import nn
 
 from tests.patching.wan import CASES, Case, dicts, relative, run, wan
 from turbo_rcm_patch import PatchConfig, find_pairs, patch_model, patched, unpatch_model
@@ -360,3 +361,24 @@ def test_an_rcm_module(projection: bool) -> None:
         with patched(module, LINEAR) as report:
             assert 1e-4 < relative(module(x, t), expected) < 0.02
         assert report.pairs[0].int8_linears == (("qkv", "proj") if projection else ("qkv",))
+
+
+def test_what_a_graph_captures_is_its_own_or_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is captured nothing is kept, and what it reads is never freed."""
+    module = nn.Linear(32, 32).requires_grad_(False)
+    x, linears = torch.randn(1, 4, 32), linears_file.Linears("reference")
+    monkeypatch.setattr(linears_file, "is_capturing", lambda device: True)
+    (captured,) = linears.project("a", x, (module,), int8=True)
+    assert not linears._held, "the graph makes its own on every replay"
+    monkeypatch.setattr(linears_file, "is_capturing", lambda device: False)
+    (eager,) = linears.project("a", x, (module,), int8=True)
+    assert torch.equal(captured, eager)
+    made = linears._held["a"].made
+    monkeypatch.setattr(linears_file, "is_capturing", lambda device: True)
+    for _ in range(2):
+        linears.project("a", x, (module,), int8=True)
+    monkeypatch.setattr(linears_file, "is_capturing", lambda device: False)
+    module.weight.mul_(2)
+    linears.project("a", x, (module,), int8=True)
+    assert linears._held["a"].made is not made
+    assert len(linears._captured) == 1 and linears._captured[0] is made

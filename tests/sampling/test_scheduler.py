@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from tests.sampling.micro import SMALL, micro_pipe
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.sampling.scheduler import RCMScheduler, noise_stream, rcm_times
+from turbo_rcm_patch.sampling.scheduler import RCMScheduler, _fingerprint, noise_stream, rcm_times
 
 SHAPE = (1, 4, 2, 6, 5)
 
@@ -114,6 +114,30 @@ def test_renoising_has_a_stream_of_its_own() -> None:
     renoise = torch.randn(SHAPE, generator=noise_stream(5, "rcm-renoise"))
     correlation = float((initial * renoise).sum() / (initial.norm() * renoise.norm()))
     assert abs(correlation) < 0.3, "the same seed gives independent noises"
+
+
+@pytest.mark.parametrize("place", [64, 1023, 1024, 4000, -1])
+def test_every_value_of_the_first_sample_seeds_the_renoising(place: int) -> None:
+    """Two videos that begin alike, as those of one first frame do, differ in their noise."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, 4, 3, 20, 20, generator=generator, dtype=torch.float64)
+    other = noise.clone()
+    other.view(-1)[place] += 1e-3
+    drawn = []
+    for x in (noise, other, noise.clone(memory_format=torch.channels_last_3d)):
+        scheduler = RCMScheduler()
+        scheduler.set_timesteps(2)
+        v = torch.zeros_like(x)
+        x = scheduler.step(v, scheduler.timesteps[0], x).prev_sample
+        drawn.append((x - (1 - scheduler.sigmas[1]) * noise) / scheduler.sigmas[1])
+    assert float((drawn[0] - drawn[1]).norm() / drawn[0].norm()) > 1.0
+    assert torch.equal(drawn[0], drawn[2]), "the layout does not matter"
+
+
+def test_exchanged_frames_seed_other_noise() -> None:
+    noise = torch.randn(1, 4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    swapped = noise[:, :, [1, 0, 2]]
+    assert _fingerprint(noise[0]) != _fingerprint(swapped[0])
 
 
 def test_noise_can_come_from_a_generator_of_the_caller() -> None:

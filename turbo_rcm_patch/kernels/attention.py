@@ -9,14 +9,14 @@ integers, and keys permuted within v so that P never moves between registers.
 
 from __future__ import annotations
 
-from functools import cache
+from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.epilogue import close_skip
-from turbo_rcm_patch.kernels.gluon import hopper_module
+from turbo_rcm_patch.kernels.gluon import ran_on_hopper
 from turbo_rcm_patch.kernels.launch import (
     LENGTHS,
     Tile,
@@ -175,7 +175,7 @@ def attend(
     offs_d = tl.arange(0, HEAD_PAD)
     limit = n_kv
     if HAS_LENGTHS:
-        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b).to(tl.int32), n_kv))
+        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_kv)).to(tl.int32)
     if DESCRIPTORS:
         q = q_src.load([(bh * n_q_padded + start_m).to(tl.int32), 0])
     else:
@@ -272,10 +272,26 @@ def attention_kernel(
     )
 
 
-@cache
+#: What `ones_for` made, by device; never freed, so that no stream loses it.
+_ones: dict[torch.device, torch.Tensor] = {}
+
+
 def ones_for(device: torch.device) -> torch.Tensor:
-    """[256, 16] e4m3 ones, the right operand that turns a product into a row sum."""
-    return keep_for_replay(torch.ones(256, 16, device=device).to(torch.float8_e4m3fn))
+    """[256, 16] e4m3 ones, the right operand that turns a product into a row sum.
+
+    Kept for the device, once they are written: another stream may be the next to read them. A
+    CUDA graph that is being captured gets its own, because its memory and its writes are the
+    graph's.
+    """
+    kept = _ones.get(device)
+    if kept is None:
+        kept = torch.ones(256, 16, device=device).to(torch.float8_e4m3fn)
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return kept
+            torch.cuda.current_stream(device).synchronize()
+        _ones[device] = keep_for_replay(kept)
+    return kept
 
 
 def attention_arguments(
@@ -373,13 +389,15 @@ def attention(
     if want_lse:
         lse = torch.empty(batch, heads, n_q, dtype=torch.float32, device=q.device)
     plain = tile is None and residual is None and not causal and _is_one(c_out)
-    own = (
-        hopper_module("hopper", "attention")
-        if plain and pv == "fp8" and target == ("cuda", 90)
-        else None
-    )
-    if own is not None and head_dim in own.HEAD_DIMS:
+
+    def on_hopper(own: ModuleType) -> bool:
+        if head_dim not in own.HEAD_DIMS:
+            return False
         own.hopper_attention(y, lse, operands, P_SHIFT[pv])
+        return True
+
+    hopper = plain and pv == "fp8" and target == ("cuda", 90)
+    if hopper and ran_on_hopper("hopper", "attention", on_hopper):
         return y, lse
     if tile is None:
         variant = f"{'fp8' if pv == 'fp8' else '16bit'}_{pad_head(head_dim)}"

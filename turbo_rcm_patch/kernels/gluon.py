@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 
 import triton
+from triton.errors import TritonError
 
-__all__ = ["hopper_module"]
+__all__ = ["hopper_module", "ran_on_hopper"]
 
 #: The first release whose Gluon says what these kernels say.
 _SINCE = (3, 6)
@@ -35,3 +37,38 @@ def hopper_module(name: str, what: str) -> ModuleType | None:
             stacklevel=2,
         )
         return None
+
+
+#: Names of modules whose kernels did not compile.
+_failed: set[str] = set()
+
+
+def ran_on_hopper(name: str, what: str, run: Callable[[ModuleType], bool | None]) -> bool:
+    """Run a module of kernels for compute capability 9.0, where this release of Triton has it and
+    can compile it. Gluon's front and back end change between releases: what does not compile
+    warns once, and is not tried again.
+
+    Args:
+        name: Of the module, in this package.
+        what: What is faster with it, for the warning.
+        run: Launches its kernels; False says that they do not serve this call.
+
+    Returns:
+        Whether it ran; else the portable kernel has to.
+    """
+    module = None if name in _failed else hopper_module(name, what)
+    if module is None:
+        return False
+    try:
+        return run(module) is not False
+    except (TritonError, RuntimeError) as error:
+        if not isinstance(error, TritonError) and "PassManager" not in str(error):
+            raise  # the launch failed, not the compiler
+        _failed.add(name)
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        warnings.warn(
+            f"Triton {triton.__version__} cannot compile a faster {what} for Hopper ({first}): "
+            "the portable kernel runs instead.",
+            stacklevel=2,
+        )
+        return False

@@ -2,7 +2,7 @@
 
 A thread owns 32 neighbouring channels of a token. That holds what a rotary pair needs and all or
 half of what the Hadamard matrix mixes, so that little moves between threads. Triton gives threads
-such a share when a tile [tokens, groups of 32 channels] is loaded once per channel (`_fan`), and
+such a share when a tile [tokens, groups of 32 channels] is loaded once per channel (`_fan_5`), and
 16-bit channels come four to a 64-bit word.
 """
 
@@ -31,25 +31,54 @@ TINY = tl.constexpr(2.0**-100)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
 
 
-@triton.jit
-def _fan(
-    ptr, mask, room,
-    START: tl.constexpr, STEP: tl.constexpr, DEPTH: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    """ptr[START], ptr[START + STEP], ...: 2**DEPTH values as DEPTH new dimensions of two.
+# `_fan_3`, `_fan_4` and `_fan_5` read 8, 16 and 32 values: ptr[START], ptr[START + STEP], and so
+# on. Each is a tile [T, G], and they become new dimensions of two. ptr and mask: [T, G]. With
+# PADDED, values from `room` [T, G] on are 0. A single function would have to call itself, which
+# Triton 3.4 cannot compile.
 
-    ptr and mask: [T, G]. With PADDED, values from `room` [T, G] on are 0.
-    """
-    if DEPTH == 0:
-        if PADDED:
-            x = tl.load(ptr + START, mask=mask & (room > START), other=0)
-        else:
-            x = tl.load(ptr + START, mask=mask, other=0)
+
+@triton.jit
+def _fan_0(ptr, mask, room, START: tl.constexpr, STEP: tl.constexpr, PADDED: tl.constexpr):
+    if PADDED:
+        x = tl.load(ptr + START, mask=mask & (room > START), other=0)
     else:
-        even = _fan(ptr, mask, room, START, 2 * STEP, DEPTH - 1, PADDED)
-        odd = _fan(ptr, mask, room, START + STEP, 2 * STEP, DEPTH - 1, PADDED)
-        x = tl.join(even, odd)
+        x = tl.load(ptr + START, mask=mask, other=0)
     return x
+
+
+@triton.jit
+def _fan_1(ptr, mask, room, START: tl.constexpr, STEP: tl.constexpr, PADDED: tl.constexpr):
+    even = _fan_0(ptr, mask, room, START, 2 * STEP, PADDED)
+    odd = _fan_0(ptr, mask, room, START + STEP, 2 * STEP, PADDED)
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _fan_2(ptr, mask, room, START: tl.constexpr, STEP: tl.constexpr, PADDED: tl.constexpr):
+    even = _fan_1(ptr, mask, room, START, 2 * STEP, PADDED)
+    odd = _fan_1(ptr, mask, room, START + STEP, 2 * STEP, PADDED)
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _fan_3(ptr, mask, room, START: tl.constexpr, STEP: tl.constexpr, PADDED: tl.constexpr):
+    even = _fan_2(ptr, mask, room, START, 2 * STEP, PADDED)
+    odd = _fan_2(ptr, mask, room, START + STEP, 2 * STEP, PADDED)
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _fan_4(ptr, mask, room, START: tl.constexpr, STEP: tl.constexpr, PADDED: tl.constexpr):
+    even = _fan_3(ptr, mask, room, START, 2 * STEP, PADDED)
+    odd = _fan_3(ptr, mask, room, START + STEP, 2 * STEP, PADDED)
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _fan_5(ptr, mask, room, START: tl.constexpr, STEP: tl.constexpr, PADDED: tl.constexpr):
+    even = _fan_4(ptr, mask, room, START, 2 * STEP, PADDED)
+    odd = _fan_4(ptr, mask, room, START + STEP, 2 * STEP, PADDED)
+    return tl.join(even, odd)
 
 
 @triton.jit
@@ -65,9 +94,9 @@ def read_channels(
     as int64 (WORDS: 16-bit channels, everything divisible by 4). For `unpack_channels`: in
     between, what was read takes half the registers and need not have arrived."""
     if WORDS:
-        x = _fan(words_ptr + (offs >> 2), mask, room >> 2, 0, 1, 3, PADDED)
+        x = _fan_3(words_ptr + (offs >> 2), mask, room >> 2, 0, 1, PADDED)
     else:
-        x = _fan(ptr + offs, mask, room, 0, 1, 5, PADDED)
+        x = _fan_5(ptr + offs, mask, room, 0, 1, PADDED)
     return x
 
 
@@ -100,8 +129,8 @@ def rotary_tables(
     """cos of even and sin of odd channels, [BLOCK_T, HEAD_PAD / 2] fp32 each."""
     offs = tokens * HEAD_DIM + first
     padded: tl.constexpr = HEAD_DIM % 32 != 0
-    cos = _fan(cos_ptr + offs, mask, room, 0, 2, 4, padded).to(tl.float32)
-    sin = _fan(sin_ptr + offs, mask, room, 1, 2, 4, padded).to(tl.float32)
+    cos = _fan_4(cos_ptr + offs, mask, room, 0, 2, padded).to(tl.float32)
+    sin = _fan_4(sin_ptr + offs, mask, room, 1, 2, padded).to(tl.float32)
     cos = tl.reshape(cos, [BLOCK_T, HEAD_PAD // 2])
     return cos, tl.reshape(sin, [BLOCK_T, HEAD_PAD // 2])
 
@@ -212,7 +241,7 @@ def kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS: tl.constexpr):
     """Keys that batch entry b sees."""
     limit = n_tokens
     if HAS_LENGTHS:
-        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b).to(tl.int32), n_tokens))
+        limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_tokens)).to(tl.int32)
     return limit
 
 
@@ -220,7 +249,7 @@ def kv_limit(lengths_ptr, b, n_tokens, HAS_LENGTHS: tl.constexpr):
 def load_mean(mean_words_ptr, bh, first, mask, BLOCK_T: tl.constexpr, HEAD_PAD: tl.constexpr):
     """The mean of k, [BLOCK_T, HEAD_PAD] fp32 with equal rows; mean: [B, H, HEAD_PAD] fp32, read
     as int64."""
-    words = _fan(mean_words_ptr + (bh * HEAD_PAD + first) // 2, mask, first, 0, 1, 4, False)
+    words = _fan_4(mean_words_ptr + (bh * HEAD_PAD + first) // 2, mask, first, 0, 1, False)
     low = words.to(tl.int32).to(tl.float32, bitcast=True)
     high = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.reshape(tl.join(low, high), [BLOCK_T, HEAD_PAD])

@@ -263,7 +263,7 @@ def hopper_kernel(
     start_m = gl.program_id(0) * (_GROUPS * _BLOCK_M)
     limit = n_kv
     if HAS_LENGTHS:
-        limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b).to(gl.int32), n_kv))
+        limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
     q_smem = gl.allocate_shared_memory(gl.int8, [_GROUPS, _BLOCK_M, HEAD_DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, _BLOCK_N, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, HEAD_DIM, _BLOCK_N], v_desc.layout)

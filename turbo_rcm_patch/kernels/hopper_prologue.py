@@ -44,6 +44,7 @@ HEAD_DIMS = (64, 128)
 
 _SLOTS = 132  # programs of q, and of k, at a time, on an H100 or H200
 _E4M3_MAX = gl.constexpr(448.0)
+_LEAST_V = gl.constexpr(2.0**-117)  # as `values.LEAST_V`
 _K_ROWS = gl.constexpr(128)  # keys that share a scale
 
 
@@ -72,7 +73,7 @@ def _values(
     offs_c = gl.arange(0, CHUNKS, gl.SliceLayout(1, partial_layout))
     partial = read_rows(amax_ptr + bh * (chunks * D), offs_c, chunks, D, D, partial_layout)
     amax = gl.max(partial, axis=0)
-    amax = gl.where(amax > 0, amax, 1.0)
+    amax = gl.maximum(amax, _LEAST_V)
     if part == 0:
         offs_s = gl.arange(0, D, gl.SliceLayout(0, partial_layout))
         gl.store(scale_ptr + bh * D + offs_s, amax / _E4M3_MAX)
@@ -125,7 +126,7 @@ def hopper_prologue_kernel(
     b = gl.program_id(1)
     limit = n_kv
     if HAS_LENGTHS:
-        limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b).to(gl.int32), n_kv))
+        limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
     count = gl.maximum(1, (limit + step - 1) // step)
     shared = allocate(k_ptr.dtype.element_ty, _K_ROWS, HEAD_DIM, ROPE)
     # Queries first: they need nothing of the kernel before, which may still run.
@@ -234,7 +235,7 @@ def hopper_statistics_kernel(
     heads: gl.constexpr = CHANNELS // HEAD_DIM
     limit = n_kv
     if HAS_LENGTHS:
-        limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b).to(gl.int32), n_kv))
+        limit = gl.maximum(0, gl.minimum(gl.load(lengths_ptr + b), n_kv)).to(gl.int32)
     means: gl.constexpr = heads * MEANS if SMOOTH else 0
     if at < means:
         if SMOOTH:

@@ -6,12 +6,14 @@ such group: its integer product is scaled and added in fp32, so a tile needs reg
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.epilogue import close_skip, gelu_tanh
-from turbo_rcm_patch.kernels.gluon import hopper_module
+from turbo_rcm_patch.kernels.gluon import ran_on_hopper
 from turbo_rcm_patch.kernels.launch import (
     LENGTHS,
     Tile,
@@ -240,16 +242,15 @@ def int8_linear(
     descriptors = target.descriptors and weight.data_ptr() % ALIGNED == 0
     untouched = tile is None and block_k is None and halves is None and not persistent
     name = "hopper_linear_blocks" if blocks else "hopper_linear"
-    own = (
-        hopper_module(name, "int8 linear")
-        if untouched and wide and grouped == blocks and descriptors and target == ("cuda", 90)
-        else None
-    )
-    if own is not None:
+
+    def on_hopper(own: ModuleType) -> None:
         getattr(own, name)(
             y, x, weight, weight_scale.contiguous(), None if bias is None else bias.contiguous(),
             residual, c_skip, c_out, gelu=gelu, cast=cast,
         )  # fmt: skip
+
+    hopper = untouched and wide and grouped == blocks and descriptors and target == ("cuda", 90)
+    if hopper and ran_on_hopper(name, "int8 linear", on_hopper):
         return y
     if tile is None:
         tile = tile_for("int8_linear", "wide" if wide else "small", target)

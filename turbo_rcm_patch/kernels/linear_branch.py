@@ -3,13 +3,14 @@ the same pass over them, what the block map knows."""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.gluon import hopper_module
+from turbo_rcm_patch.kernels.gluon import ran_on_hopper
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch, pad_head, target_of
 
 __all__ = [
@@ -133,10 +134,16 @@ def _key_sums(
     """One pass over k and v [B, N, H*D] with contiguous channels."""
     target = target_of(k.device)
     hopper = target.backend == "cuda" and target.arch == 90
-    own = hopper_module("hopper_key_value", "linear branch") if hopper else None
-    if own is not None and own.serves(k, v, heads=heads, block_k=block_k):
-        sums: KeySums = own.hopper_key_sums(k, v, k_mean, heads=heads, block_k=block_k)
-        return sums
+    made: list[KeySums] = []
+
+    def on_hopper(own: ModuleType) -> bool:
+        if not own.serves(k, v, heads=heads, block_k=block_k):
+            return False
+        made.append(own.hopper_key_sums(k, v, k_mean, heads=heads, block_k=block_k))
+        return True
+
+    if hopper and ran_on_hopper("hopper_key_value", "linear branch", on_hopper):
+        return made[0]
     batch, n_kv, channels = k.shape
     head_dim = channels // heads
     head_pad, k_blocks = pad_head(head_dim), cdiv(n_kv, block_k)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
-from turbo_rcm_patch.kernels.gluon import hopper_module
+from turbo_rcm_patch.kernels.gluon import ran_on_hopper
 from turbo_rcm_patch.kernels.launch import Tile, dense_rows, pad_head, scale_block, target_of
 from turbo_rcm_patch.kernels.operands import Keys, Operands, Prologue, Queries, Values
 from turbo_rcm_patch.kernels.prologue import run_prologue
@@ -94,10 +96,14 @@ def quantize(
     )
     target = target_of(device)
     hopper = target.backend == "cuda" and target.arch == 90 and not portable and tile is None
-    own = hopper_module("hopper_prologue", "prologue") if hopper else None
-    if own is not None and own.serves(job):
+
+    def on_hopper(own: ModuleType) -> bool:
+        if not own.serves(job):
+            return False
         own.run_hopper_prologue(job)
-    else:
+        return True
+
+    if not (hopper and ran_on_hopper("hopper_prologue", "prologue", on_hopper)):
         run_prologue(job, target, tile)
     wide = None if fp8 else v.to(torch.bfloat16 if pv == "bf16" else torch.float16)
     return Operands(queries, keys, values, wide, n_q, n_kv, job.lengths)

@@ -43,7 +43,7 @@ def query_block(
     """
     offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
     if COUNTERS:
-        counters: tl.constexpr = max(1, BLOCK_T // COUNTER_ROWS)
+        counters: tl.constexpr = 1 if BLOCK_T < COUNTER_ROWS else BLOCK_T // COUNTER_ROWS
         counter = block * BLOCK_T // COUNTER_ROWS + tl.arange(0, counters)
         if group == 0:
             tl.store(counter_ptr + b * n_counters + counter, 0, mask=counter < n_counters)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["channel_amax", "value_block"]
+__all__ = ["LEAST_V", "channel_amax", "value_block"]
 
 _E4M3_MAX = tl.constexpr(448.0)
+#: A channel is scaled by this magnitude at least: below it the inverse of its scale overflows.
+LEAST_V = tl.constexpr(2.0**-117)
 
 
 @triton.jit
@@ -56,7 +58,7 @@ def value_block(
         other=0.0,
     )
     amax = tl.max(partial, axis=0)
-    amax = tl.where(amax > 0, amax, 1.0)
+    amax = tl.maximum(amax, LEAST_V)
     if block == 0:
         tl.store(scale_ptr + bh * HEAD_PAD + offs_d, amax / _E4M3_MAX)
     # Position (h, t, f, e) of a group of 32 holds token (h, f, t, e), sizes (2, 4, 2, 2): with

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_rcm_patch.errors import GradientError, MaskError, OpError
+from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_attention,
     check_lengths,
     check_mask,
     check_norm,
+    check_out_dtype,
     check_residual,
+    check_same_device,
+    check_spec,
     coefficient_parts,
     rotary_parts,
 )
-from turbo_rcm_patch.ops.reference import norm_rope, split_heads
+from turbo_rcm_patch.ops.modes import transformed, without_autocast
+from turbo_rcm_patch.ops.plain import plain_attention
+from turbo_rcm_patch.ops.reference import apart, norm_rope, split_heads
 from turbo_rcm_patch.ops.registry import attention_forward
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
@@ -115,6 +124,7 @@ def attention_lse(
         Output [B, Nq, H*D] and natural-log logsumexp fp32 [B, H, Nq], -inf where a query sees no
         key.
     """
+    check_spec(spec)
     if spec.attention == "sage":
         raise OpError(
             'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
@@ -173,18 +183,40 @@ def masked_attention(
     head_dim = channels // spec.heads
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], head_dim)
     check_mask(mask, (batch, spec.heads, n_q, k.shape[1]), spec)
-    qh, kh = (
-        norm_rope(x, spec.heads, weight=None, cos=cos, sin=sin, eps=spec.eps).to(v.dtype)
-        for x in (q, k)
-    )
-    out = F.scaled_dot_product_attention(
-        qh,
-        kh,
-        split_heads(v, spec.heads),
-        attn_mask=mask if mask.dtype == torch.bool else mask.to(v.dtype),
-        scale=head_dim**-0.5 if spec.sm_scale is None else spec.sm_scale,
-    )
+    check_same_device(q.device, cos=cos, sin=sin, mask=mask)
+    q, _, _, sm_scale = with_positive_scale(q, None, None, spec.scale_of(head_dim))
+    with without_autocast(q.device):
+        qh, kh = (
+            norm_rope(x, spec.heads, weight=None, cos=cos, sin=sin, eps=spec.eps).to(v.dtype)
+            for x in (q, k)
+        )
+        # No fused backend has a forward derivative.
+        with sdpa_kernel(SDPBackend.MATH) if transformed() else nullcontext():
+            out = F.scaled_dot_product_attention(
+                apart(qh),
+                apart(kh),
+                apart(split_heads(v, spec.heads)),
+                attn_mask=mask if mask.dtype == torch.bool else mask.to(v.dtype),
+                scale=sm_scale,
+            )
     return out.transpose(1, 2).flatten(2)
+
+
+def with_positive_scale(
+    q: torch.Tensor,
+    norm_q: torch.Tensor | None,
+    norm_q_bias: torch.Tensor | None,
+    sm_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]:
+    """The same logits with sm_scale > 0: int8's scales have to be, and torch's own attention
+    makes NaN of a masked logit times 0. The sign goes into q, or into what its norm multiplies
+    it with."""
+    if sm_scale > 0.0:
+        return q, norm_q, norm_q_bias, sm_scale
+    sign, sm_scale = (-1.0, -sm_scale) if sm_scale < 0.0 else (0.0, 1.0)
+    if norm_q is None:
+        return q * sign, None, None, sm_scale
+    return q, norm_q * sign, None if norm_q_bias is None else norm_q_bias * sign, sm_scale
 
 
 def _call(
@@ -206,6 +238,18 @@ def _call(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_attention(q, k, v, spec)
     batch, n_q, channels = q.shape
+    if batch > batches.MAX_BATCH:
+        each = (q, k, v, residual, c_skip, c_out, kv_lengths)
+
+        def run(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k, v, residual, c_skip, c_out, kv_lengths = batches.of_batch(each, part, batch)
+            return _call(
+                q, k, v, spec, residual, c_skip, c_out, norm_q, norm_k, norm_q_bias, norm_k_bias,
+                rotary, kv_lengths, out_dtype, want_lse,
+            )  # fmt: skip
+
+        out, lse = batches.in_parts(batch, run)
+        return out, lse
     shape = (batch, n_q, channels)
     check_norm("norm_q", norm_q, norm_q_bias, channels, spec.heads)
     check_norm("norm_k", norm_k, norm_k_bias, channels, spec.heads)
@@ -218,10 +262,36 @@ def _call(
             remedy='Use attention="int8"',
         )
     check_residual("residual", residual, shape)
+    check_out_dtype(out_dtype)
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
         raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
+    check_same_device(
+        q.device,
+        residual=residual,
+        c_skip=c_skip_tensor,
+        c_out=c_out_tensor,
+        norm_q=norm_q,
+        norm_k=norm_k,
+        norm_q_bias=norm_q_bias,
+        norm_k_bias=norm_k_bias,
+        cos=cos,
+        sin=sin,
+        kv_lengths=kv_lengths,
+    )
+    q, norm_q, norm_q_bias, sm_scale = with_positive_scale(
+        q, norm_q, norm_q_bias, spec.scale_of(channels // spec.heads)
+    )
+    if transformed() or not batch:  # no kernel has to know of an empty batch
+        return plain_attention(
+            q, k, v, residual,
+            c_skip_value if c_skip_tensor is None else c_skip_tensor,
+            c_out_value if c_out_tensor is None else c_out_tensor,
+            (norm_q, norm_k, norm_q_bias, norm_k_bias), cos, sin, kv_lengths,
+            heads=spec.heads, causal=spec.causal, sm_scale=sm_scale,
+            eps=spec.eps, out_dtype=q.dtype if out_dtype is None else out_dtype,
+        )  # fmt: skip
     out, lse = attention_forward(
         q,
         k,
@@ -243,7 +313,7 @@ def _call(
         spec.pv,
         spec.smooth_k,
         spec.causal,
-        (channels // spec.heads) ** -0.5 if spec.sm_scale is None else spec.sm_scale,
+        sm_scale,
         spec.eps,
         spec.impl,
         q.dtype if out_dtype is None else out_dtype,

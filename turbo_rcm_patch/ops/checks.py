@@ -3,22 +3,39 @@ launchers'."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Literal, get_args
 
 import torch
 
-from turbo_rcm_patch.errors import DTypeError, GradientError, HeadDimError, MaskError, ShapeError
+from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.errors import (
+    ConfigError,
+    DTypeError,
+    GradientError,
+    HeadDimError,
+    MaskError,
+    ShapeError,
+)
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
 __all__ = [
     "check_attention",
+    "check_choice",
+    "check_eps",
+    "check_impl",
     "check_lengths",
     "check_mask",
     "check_norm",
+    "check_out_dtype",
     "check_residual",
+    "check_same_device",
+    "check_spec",
+    "check_tensor",
     "check_weight",
     "coefficient_parts",
+    "one_for_form",
     "rotary_parts",
 ]
 
@@ -29,19 +46,72 @@ def _shape(x: torch.Tensor) -> str:
     return str(list(x.shape))
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Refuse lists, arrays and numbers where a tensor is needed."""
+    if not isinstance(x, torch.Tensor):
+        raise DTypeError(name, expected="a torch.Tensor", got=type(x).__name__)
+
+
+def check_same_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Kernels read the memory of one device: what lies on another is refused, by its name."""
+    for name, x in tensors.items():
+        if x is not None and x.device != device:
+            raise ShapeError(
+                name,
+                expected=f"a tensor on {device}, beside the others",
+                got=f"one on {x.device}",
+                remedy="Move it there",
+            )
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Refuse a word that is none of those an argument may be."""
+    if value not in choices:
+        raise ConfigError(name, expected=f"one of {tuple(choices)}", got=repr(value))
+
+
+def check_impl(impl: Impl) -> None:
+    check_choice("impl", impl, get_args(Impl))
+
+
+def check_eps(eps: float) -> None:
+    """The epsilon of a norm: added to a variance, so never negative."""
+    if not 0.0 <= eps < float("inf"):
+        raise ConfigError("eps", expected="a finite number of at least 0", got=repr(eps))
+
+
+def check_out_dtype(dtype: torch.dtype | None) -> None:
+    """A result is of a float dtype: integers would cut it off, in silence."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise DTypeError("out_dtype", expected="a float dtype", got=repr(dtype))
+
+
+def one_for_form(form: Literal["modulation", "affine"]) -> float:
+    """What a norm adds to its scale."""
+    check_choice("form", form, ("modulation", "affine"))
+    return 1.0 if form == "modulation" else 0.0
+
+
 def check_float(name: str, x: torch.Tensor) -> None:
+    check_tensor(name, x)
     if x.dtype not in FLOATS:
         raise DTypeError(name, expected="bfloat16, float16 or float32", got=str(x.dtype))
+
+
+def check_spec(spec: object) -> None:
+    if not isinstance(spec, AttentionSpec):
+        raise ConfigError("spec", expected="an AttentionSpec", got=type(spec).__name__)
 
 
 def check_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> None:
     """q [B, Nq, H*D], k and v [B, Nk, H*D] of one dtype and one device, with 1 <= D <= 256."""
+    check_spec(spec)
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_float(name, x)
         if x.dim() != 3:
             raise ShapeError(name, expected="[batch, tokens, heads * head_dim]", got=_shape(x))
-        check_float(name, x)
         if x.dtype != q.dtype:
             raise DTypeError(name, expected=f"the dtype of q, {q.dtype}", got=str(x.dtype))
         if x.device != q.device:
@@ -57,9 +127,11 @@ def check_attention(
         raise ShapeError(
             "q and k", expected="at least one token each", got=f"{_shape(q)}, {_shape(k)}"
         )
-    if channels % spec.heads:
+    if channels % spec.heads or not channels:
         raise ShapeError(
-            "q", expected=f"channels divisible by heads={spec.heads}", got=f"{channels} channels"
+            "q",
+            expected=f"channels, divisible by heads={spec.heads}",
+            got=f"{channels} channels",
         )
     head_dim = channels // spec.heads
     if head_dim > MAX_HEAD_DIM:
@@ -119,6 +191,7 @@ def rotary_parts(
         raise HeadDimError("head_dim", expected="an even head_dim with rotary", got=str(head_dim))
     cos, sin = rotary
     for name, table in (("cos", cos), ("sin", sin)):
+        check_tensor(f"rotary {name}", table)
         good = (
             table.dim() in (2, 4)
             and table.shape[-1] == head_dim
@@ -144,6 +217,7 @@ def check_lengths(kv_lengths: torch.Tensor | None, batch: int) -> None:
     all keys."""
     if kv_lengths is None:
         return
+    check_tensor("kv_lengths", kv_lengths)
     if kv_lengths.shape != (batch,):
         raise MaskError(
             "kv_lengths",
@@ -157,6 +231,7 @@ def check_lengths(kv_lengths: torch.Tensor | None, batch: int) -> None:
 
 def check_mask(mask: torch.Tensor, shape: tuple[int, int, int, int], spec: AttentionSpec) -> None:
     """A mask of any form broadcasts to [B, H, Nq, Nk] and is boolean or added to the logits."""
+    check_tensor("mask", mask)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise MaskError("mask", expected="a boolean or float dtype", got=str(mask.dtype))
     fits = 2 <= mask.dim() <= 4 and all(
@@ -187,6 +262,9 @@ def check_weight(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     """weight [Cout, Cin] and bias [Cout] of a projection of x [B, N, Cin]."""
     for name, tensor in (("x", x), ("weight", weight)):
         check_float(name, tensor)
+    if bias is not None:
+        check_float("bias", bias)
+    check_same_device(x.device, weight=weight, bias=bias)
     if x.dim() != 3:
         raise ShapeError("x", expected="[batch, tokens, channels]", got=_shape(x))
     if weight.dim() != 2 or weight.shape[1] != x.shape[2]:
@@ -198,10 +276,8 @@ def check_weight(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
             got=str(weight.dtype),
             remedy="Call the Linear and close the skip with ops.skip",
         )
-    if bias is not None:
-        check_float("bias", bias)
-        if tuple(bias.shape) != (weight.shape[0],):
-            raise ShapeError("bias", expected=f"[{weight.shape[0]}]", got=_shape(bias))
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ShapeError("bias", expected=f"[{weight.shape[0]}]", got=_shape(bias))
 
 
 def coefficient_parts(
@@ -210,7 +286,12 @@ def coefficient_parts(
     """A coefficient as (float, None) or (1.0, tensor that broadcasts to [B, N, C]), still any
     float dtype."""
     if not isinstance(value, torch.Tensor):
-        return float(value), None
+        try:
+            return float(value), None
+        except (TypeError, ValueError):
+            raise DTypeError(
+                name, expected="a number or a tensor", got=type(value).__name__
+            ) from None
     if not value.dtype.is_floating_point:
         raise DTypeError(name, expected="a float dtype", got=str(value.dtype))
     if value.dim() == 1 and value.shape[0] in (1, shape[0]):

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, GradientError, ShapeError
+from turbo_rcm_patch.ops.checks import check_impl, check_tensor
+from turbo_rcm_patch.ops.modes import transformed
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.spec import resolve_impl
 
@@ -94,6 +96,7 @@ def denoise_step(
     for name, tensor in (("x", x), ("branch", branch), ("noise", noise)):
         if tensor is None:
             continue
+        check_tensor(name, tensor)
         if not tensor.dtype.is_floating_point:
             raise DTypeError(name, expected="a float dtype", got=str(tensor.dtype))
         if tensor.shape != x.shape or tensor.device != x.device:
@@ -102,6 +105,8 @@ def denoise_step(
                 expected=f"{list(x.shape)} on {x.device}, as x",
                 got=f"{list(tensor.shape)} on {tensor.device}",
             )
+    check_tensor("coefficients", coefficients)
+    check_impl(impl)
     if coefficients.shape != (3,) or coefficients.device != x.device:
         raise ShapeError(
             "coefficients",
@@ -114,5 +119,7 @@ def denoise_step(
         raise GradientError(
             "coefficients", expected="numbers without gradient", got="requires_grad=True"
         )
+    if transformed():
+        return _forward(x, branch, noise, coefficients, "reference")
     out: Tensor = denoise_forward(x, branch, noise, coefficients, impl)
     return out

@@ -11,8 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import GradientError, ShapeError
-from turbo_rcm_patch.ops.checks import check_float, check_weight
+from turbo_rcm_patch.errors import DTypeError, ShapeError
+from turbo_rcm_patch.ops import batches
+from turbo_rcm_patch.ops.checks import (
+    check_eps,
+    check_float,
+    check_impl,
+    check_same_device,
+    check_tensor,
+    check_weight,
+    one_for_form,
+)
+from turbo_rcm_patch.ops.modes import (
+    as_documented,
+    refuse_derivative,
+    transformed,
+    without_autocast,
+)
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.quantize import Rows, padded_channels, quantized_rows
 from turbo_rcm_patch.ops.spec import resolve_impl
@@ -23,6 +38,7 @@ __all__ = ["linear_gelu", "norm_modulate", "norm_modulate_rows"]
 # --- layer norm and modulation -------------------------------------------------------------------
 
 
+@as_documented
 def _norm_forward(
     x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
 ) -> Tensor:
@@ -30,6 +46,13 @@ def _norm_forward(
         from turbo_rcm_patch.kernels.norm import norm_modulate as launch
 
         return launch(x, factor, offset, one=one, eps=eps, out_dtype=x.dtype)
+    return norm_in_plain_torch(x, factor, offset, one, eps)
+
+
+def norm_in_plain_torch(
+    x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float
+) -> Tensor:
+    """layer_norm(x) * (one + factor) + offset in fp32, rounded once; see `norm_modulate`."""
     if one == 0.0 and factor is not None and offset is not None and _is_row(factor, offset, x):
         weight, bias = factor.flatten().float(), offset.flatten().float()
         y = F.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps)
@@ -127,20 +150,44 @@ def norm_modulate(
     Raises:
         ShapeError: x is not [B, N, C], or scale or shift does not broadcast to it.
     """
+    check_impl(impl)
+    check_eps(eps)
     parts = _modulation(x, scale, shift)
-    one = 1.0 if form == "modulation" else 0.0
+    one = one_for_form(form)
+    if x.shape[0] > batches.MAX_BATCH:
+        return batches.in_parts(
+            x.shape[0],
+            lambda part: norm_modulate(
+                x[part], form=form, eps=eps, impl=impl, **_named(parts, part, x)
+            ),
+        )
+    if transformed():
+        return norm_in_plain_torch(x, *parts, one, eps)
     out: Tensor = norm_forward(x, *parts, one, eps, impl)
     return out
 
 
-def _modulation(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> list[Tensor | None]:
+def _named(
+    parts: tuple[Tensor | None, Tensor | None], part: slice, x: Tensor
+) -> dict[str, Tensor | None]:
+    """scale and shift of three dimensions for some samples of x."""
+    scale, shift = batches.of_batch(parts, part, x.shape[0])
+    return {"scale": scale, "shift": shift}
+
+
+def _modulation(
+    x: Tensor, scale: Tensor | None, shift: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     """scale and shift with three dimensions, checked."""
+    check_float("x", x)
     if x.dim() != 3:
         raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
-    check_float("x", x)
     parts: list[Tensor | None] = []
     for name, part in (("scale", scale), ("shift", shift)):
         if part is not None:
+            check_tensor(name, part)
+            if part.is_complex():
+                raise DTypeError(name, expected="real numbers", got=str(part.dtype))
             part = part.view((1,) * (3 - part.dim()) + tuple(part.shape))
             sizes = zip(part.shape, x.shape, strict=True)
             if part.dim() != 3 or any(own not in (1, full) for own, full in sizes):
@@ -148,12 +195,14 @@ def _modulation(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> list[T
                     name, expected=f"broadcasts to {list(x.shape)}", got=str(list(part.shape))
                 )
         parts.append(part)
-    return parts
+    check_same_device(x.device, scale=parts[0], shift=parts[1])
+    return parts[0], parts[1]
 
 
 # --- the same as int8 rows -----------------------------------------------------------------------
 
 
+@as_documented
 def _rows_forward(
     x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
 ) -> tuple[Tensor, Tensor]:
@@ -208,15 +257,30 @@ def norm_modulate_rows(
         ShapeError: x is not [B, N, C], or scale or shift does not broadcast to it.
         GradientError: One of them wants a gradient, which an integer has not.
     """
+    check_impl(impl)
+    check_eps(eps)
     parts = _modulation(x, scale, shift)
-    if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, *parts)):
-        raise GradientError(
-            "norm_modulate_rows",
-            expected="inputs without a gradient, because int8 rows have none",
-            got="requires_grad=True",
-            remedy="Use norm_modulate, and int8_linear of its result",
+    if not x.shape[2]:
+        raise ShapeError("x", expected="at least one channel", got=str(list(x.shape)))
+    refuse_derivative(
+        "norm_modulate_rows",
+        x,
+        *parts,
+        expected="inputs without a derivative, because int8 rows have none",
+        remedy="Use norm_modulate, and int8_linear of its result",
+    )
+    one = one_for_form(form)
+    if x.shape[0] > batches.MAX_BATCH:
+        return Rows(
+            *batches.in_parts(
+                x.shape[0],
+                lambda part: tuple(
+                    norm_modulate_rows(
+                        x[part], form=form, eps=eps, impl=impl, **_named(parts, part, x)
+                    )
+                ),
+            )
         )
-    one = 1.0 if form == "modulation" else 0.0
     int8, scales = rows_forward(x, *parts, one, eps, impl)
     return Rows(int8, scales)
 
@@ -224,6 +288,7 @@ def norm_modulate_rows(
 # --- linear and GELU -----------------------------------------------------------------------------
 
 
+@as_documented
 def _gelu_forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if x.is_cuda and x.dtype != torch.float32 and torch.version.hip is None:
         # cuBLASLt's epilogue: GELU in its tanh form, on the sum in fp32.
@@ -265,11 +330,15 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Args:
         x: [B, N, Cin], bf16, fp16 or fp32.
         weight: [Cout, Cin], dtype of x.
-        bias: [Cout], dtype of x.
+        bias: [Cout], any of these dtypes; rounded to that of x.
 
     Returns:
         [B, N, Cout], dtype of x.
     """
     check_weight(x, weight, bias)
+    bias = bias.to(x.dtype)
+    if transformed():
+        with without_autocast(x.device):
+            return F.gelu(F.linear(x, weight, bias), approximate="tanh")
     out: Tensor = gelu_forward(x, weight, bias)
     return out

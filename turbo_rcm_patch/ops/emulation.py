@@ -27,6 +27,7 @@ from turbo_rcm_patch.ops.spec import key_block, mix_width
 
 __all__ = [
     "E4M3_MAX",
+    "LEAST_V",
     "LOG2_E",
     "MEAN_SAMPLES",
     "P_SHIFT",
@@ -45,6 +46,11 @@ E4M3_MAX: Final = 448.0
 MEAN_SAMPLES: Final = 256
 #: What is smaller than this everywhere is 0: the inverse of its scale would overflow.
 TINY: Final = 2.0**-100
+#: Magnitude a channel of v is scaled by at least: below it the inverse of its scale overflows, and
+#: the scale is no normal number.
+LEAST_V: Final = 2.0**-117
+#: Scale of logits at least, which keeps a masked -inf times it from becoming NaN.
+LEAST_SCALE: Final = 2.0**-126
 #: log2 of the largest P. e4m3 uses its whole range; fp16 stays clear of its subnormals.
 P_SHIFT: Final = {"fp8": math.log2(E4M3_MAX), "fp16": 8.0, "bf16": 0.0}
 
@@ -58,7 +64,7 @@ def sample_mean(k: torch.Tensor, kv_lengths: torch.Tensor | None) -> torch.Tenso
     if kv_lengths is None:
         return sample.mean(2, keepdim=True)
     positions = torch.arange(0, k.shape[2], step, device=k.device)
-    seen = (positions < kv_lengths.view(-1, 1)).view(k.shape[0], 1, -1, 1)
+    seen = (positions < kv_lengths.unsqueeze(1)).view(k.shape[0], 1, -1, 1)
     count = seen.sum(2, keepdim=True).clamp_min(1)
     return sample.masked_fill(~seen, 0.0).sum(2, keepdim=True) / count
 
@@ -99,8 +105,7 @@ def rounded_v(
     D] of e4m3."""
     if pv != "fp8":
         return v.to(torch.bfloat16 if pv == "bf16" else torch.float16).float(), None
-    amax = v.abs().amax(2, keepdim=True)
-    amax = torch.where(amax > 0, amax, torch.ones_like(amax))
+    amax = v.abs().amax(2, keepdim=True).clamp_min(LEAST_V)
     return (v * (E4M3_MAX / amax)).to(torch.float8_e4m3fn).float(), amax / E4M3_MAX
 
 
@@ -144,8 +149,8 @@ def emulated_attention(
         k = k - mean
     v = v.float()
     if kv_lengths is not None:
-        unseen = (torch.arange(n_kv, device=k.device) >= kv_lengths.view(-1, 1)).view(
-            batch, 1, -1, 1
+        unseen = (torch.arange(n_kv, device=k.device) >= kv_lengths.unsqueeze(1)).view(
+            batch, 1, k.shape[2], 1
         )
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     if blocks * block != n_kv:
@@ -203,7 +208,7 @@ def softmax_pv(
 
     Args:
         logits: [R, blocks, block] fp32 integers, -inf where masked; overwritten.
-        scale: [R, blocks] fp32, > 0, into log2 units.
+        scale: [R, blocks] fp32, >= 0, into log2 units.
         v: [blocks * block, D] fp32, rounded.
         pv: Element type of P.
 
@@ -211,6 +216,7 @@ def softmax_pv(
         Output [R, D] and natural-log logsumexp [R].
     """
     shift = P_SHIFT[pv]
+    scale = scale.clamp_min(LEAST_SCALE)
     running = (logits.amax(-1) * scale).cummax(1).values
     finite = running.masked_fill(running == float("-inf"), 0.0)
     p = torch.addcmul((shift - finite).unsqueeze(-1), logits, scale.unsqueeze(-1), out=logits)

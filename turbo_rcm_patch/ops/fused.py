@@ -12,19 +12,24 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Form, Impl, PVDType
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.ops.attention import attention_skip
+from turbo_rcm_patch.ops import batches
+from turbo_rcm_patch.ops.attention import attention_skip, with_positive_scale
 from turbo_rcm_patch.ops.checks import (
     check_attention,
     check_lengths,
     check_norm,
+    check_out_dtype,
     check_residual,
+    check_same_device,
+    check_spec,
     check_weight,
     coefficient_parts,
     rotary_parts,
 )
+from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.projection import project_forward, project_gradients, project_skip
-from turbo_rcm_patch.ops.registry import attention_backward, attention_forward
+from turbo_rcm_patch.ops.registry import attention_forward, gradients_of
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, resolve_impl, resolve_pv
 from turbo_rcm_patch.skip import Cast, Coefficient
 
@@ -75,6 +80,7 @@ def choose_form(
     return "two-launch"
 
 
+@as_documented
 def _one_launch(
     q: Tensor,
     k: Tensor,
@@ -205,7 +211,7 @@ def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     d_norms: list[Tensor | None] = [None] * 4
     if d_branch is not None:
         flags = [*needs[:3], False, False, False, *needs[8:12]]
-        grads = attention_backward(
+        grads = gradients_of(
             d_branch, None, q, k, v, None, None, None, *prologue,
             1.0, 1.0, heads, causal, sm_scale, eps, flags,
         )  # fmt: skip
@@ -272,6 +278,7 @@ def attention_project_skip(
     """
     if form not in get_args(Form):
         raise ConfigError("form", expected=f"one of {get_args(Form)}", got=repr(form))
+    check_spec(spec)
     quantised = spec.attention in QMAX
     if form == "one-launch" and not quantised:
         raise ConfigError(
@@ -285,6 +292,8 @@ def attention_project_skip(
     head_dim = channels // spec.heads
     if form == "auto" and not (quantised and _FORMS and q.device.type == "cuda"):
         form = "two-launch"  # else the operation reads the table: tracing asks no device
+    if transformed() or not 0 < batch <= batches.MAX_BATCH:
+        form = "two-launch"  # in plain torch, which has none to save
     if form == "two-launch":
         branch = attention_skip(
             q, k, v, spec, norm_q=norm_q, norm_k=norm_k, norm_q_bias=norm_q_bias,
@@ -310,6 +319,23 @@ def attention_project_skip(
     check_lengths(kv_lengths, batch)
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
+    check_out_dtype(out_dtype)
+    check_same_device(
+        q.device,
+        residual=residual,
+        c_skip=c_skip_tensor,
+        c_out=c_out_tensor,
+        norm_q=norm_q,
+        norm_k=norm_k,
+        norm_q_bias=norm_q_bias,
+        norm_k_bias=norm_k_bias,
+        cos=cos,
+        sin=sin,
+        kv_lengths=kv_lengths,
+    )
+    q, norm_q, norm_q_bias, sm_scale = with_positive_scale(
+        q, norm_q, norm_q_bias, spec.scale_of(head_dim)
+    )
     out: Tensor = one_launch(
         q,
         k,
@@ -333,7 +359,7 @@ def attention_project_skip(
         spec.pv,
         spec.smooth_k,
         spec.causal,
-        head_dim**-0.5 if spec.sm_scale is None else spec.sm_scale,
+        sm_scale,
         spec.eps,
         cast,
         form,

@@ -44,10 +44,7 @@ def norm_rope_gradients(
     if cos is not None and sin is not None:
         c, s = cos[:, 0::2].float(), sin[:, 1::2].float()
         even, odd = dy[..., 0::2], dy[..., 1::2]
-        rotated = torch.empty_like(dy)
-        rotated[..., 0::2] = even * c + odd * s
-        rotated[..., 1::2] = odd * c - even * s
-        dy = rotated
+        dy = torch.stack((even * c + odd * s, odd * c - even * s), -1).flatten(-2)
     dy = dy.transpose(1, 2)  # [B, N, H, D]
     if weight is None:
         return dy.flatten(2), None, None
@@ -96,11 +93,12 @@ def attention_gradients(
     n_kv = k.shape[2]
     mask = key_mask(batch, n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
     if kv_lengths is not None:
-        unseen = (torch.arange(n_kv, device=k.device) >= kv_lengths.view(-1, 1)).view(
-            batch, 1, -1, 1
+        unseen = (torch.arange(n_kv, device=k.device) >= kv_lengths.unsqueeze(1)).view(
+            batch, 1, k.shape[2], 1
         )
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    # The first part makes a sum, so that under vmap it has the dimension of what is added.
+    dq, dk, dv = [], None, None
     for rows in row_chunks(n_q, batch * heads * n_kv):
         logits = (q[:, :, rows] * sm_scale) @ k.transpose(-1, -2)
         if mask is not None:
@@ -108,15 +106,20 @@ def attention_gradients(
         lse = torch.logsumexp(logits, -1, keepdim=True)
         p = (logits - lse.masked_fill(lse == float("-inf"), 0.0)).exp_()
         g = d_out[:, :, rows]
-        dv += p.transpose(-1, -2) @ g
+        dv = _added(dv, p.transpose(-1, -2) @ g)
         dp = g @ v.transpose(-1, -2)
         delta = (p * dp).sum(-1, keepdim=True)
         if d_lse is not None:
             delta = delta - d_lse[:, :, rows].unsqueeze(-1)
         ds = p * (dp - delta) * sm_scale
-        dq[:, :, rows] = ds @ k
-        dk += ds.transpose(-1, -2) @ q[:, :, rows]
-    return dq, dk, dv
+        dq.append(ds @ k)
+        dk = _added(dk, ds.transpose(-1, -2) @ q[:, :, rows])
+    assert dk is not None and dv is not None
+    return torch.cat(dq, 2), dk, dv
+
+
+def _added(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+    return part if total is None else total.add_(part)
 
 
 def prepare(

@@ -19,7 +19,22 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
-from turbo_rcm_patch.ops.checks import check_float, check_residual, coefficient_parts
+from turbo_rcm_patch.ops import batches
+from turbo_rcm_patch.ops.checks import (
+    check_float,
+    check_impl,
+    check_out_dtype,
+    check_residual,
+    check_same_device,
+    check_tensor,
+    coefficient_parts,
+)
+from turbo_rcm_patch.ops.modes import (
+    as_documented,
+    refuse_derivative,
+    transformed,
+    without_autocast,
+)
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.quantize import (
     Rows,
@@ -41,6 +56,7 @@ GROUP: Final = 128
 Activation = Literal["gelu-tanh"]
 
 
+@as_documented
 def _linear_forward(
     x: Tensor,
     weight: Tensor,
@@ -71,6 +87,7 @@ def _rows_of(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     return quantized_rows(x)
 
 
+@as_documented
 def _rows_forward(
     int8: Tensor,
     scale: Tensor,
@@ -270,13 +287,37 @@ def int8_linear(
     """
     rows = x if isinstance(x, Rows) else None
     source = x.int8 if isinstance(x, Rows) else x
+    check_impl(impl)
+    check_out_dtype(out_dtype)
     _check_linear(source, weight_int8, weight_scale, bias, activation, cast, rows)
     shape = (source.shape[0], source.shape[1], weight_int8.shape[0])
     check_residual("residual", residual, shape)
+    batch = shape[0]
+    if batch > batches.MAX_BATCH:
+        each = (source, None if rows is None else rows.scale, residual, c_skip, c_out)
+
+        def run(part: slice) -> Tensor:
+            source, scale, residual, c_skip, c_out = batches.of_batch(each, part, batch)
+            return int8_linear(
+                source if scale is None else Rows(source, scale),
+                weight_int8, weight_scale, bias, activation=activation, residual=residual,
+                c_skip=c_skip, c_out=c_out, cast=cast, impl=impl, out_dtype=out_dtype,
+            )  # fmt: skip
+
+        return batches.in_parts(batch, run)
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
         raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
+    check_same_device(
+        source.device,
+        weight_int8=weight_int8,
+        weight_scale=weight_scale,
+        bias=bias,
+        residual=residual,
+        c_skip=c_skip_tensor,
+        c_out=c_out_tensor,
+    )
     rest = (
         weight_int8,
         weight_scale,
@@ -290,6 +331,19 @@ def int8_linear(
         cast,
         impl,
     )
+    if rows is None and transformed():
+        # Straight through the rounding of x, as in the backward pass.
+        with without_autocast(source.device):
+            real = _multiplied_weight(weight_int8, weight_scale)
+            branch = F.linear(source.float(), real, None if bias is None else bias.float())
+            return close_skip(
+                residual,
+                _activated(branch, activation or ""),
+                c_skip_value if c_skip_tensor is None else c_skip_tensor,
+                c_out_value if c_out_tensor is None else c_out_tensor,
+                cast=cast,
+                out_dtype=source.dtype if out_dtype is None else out_dtype,
+            )
     if rows is None:
         out: Tensor = linear_forward(
             source, *rest, source.dtype if out_dtype is None else out_dtype
@@ -297,13 +351,12 @@ def int8_linear(
         return out
     if out_dtype is None:
         raise ConfigError("out_dtype", expected="a dtype, because rows have none", got="None")
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in rest):
-        raise GradientError(
-            "int8_linear of rows",
-            expected="no gradient",
-            got="requires_grad=True",
-            remedy="Pass the activation itself",
-        )
+    refuse_derivative(
+        "int8_linear of rows",
+        *(t for t in (rows.scale, *rest) if isinstance(t, Tensor)),
+        expected="no gradient",
+        remedy="Pass the activation itself",
+    )
     closed: Tensor = rows_linear_forward(*rows, *rest, out_dtype)
     return closed
 
@@ -323,6 +376,8 @@ def _check_linear(
     ):
         if value not in choices:
             raise ConfigError(name, expected=f"one of {choices}", got=repr(value))
+    for name, tensor in (("x", x), ("weight_int8", weight), ("weight_scale", scale)):
+        check_tensor(name, tensor)
     if rows is None:
         check_float("x", x)
     elif (x.dtype, rows.scale.dtype) != (torch.int8, torch.float32):
@@ -368,9 +423,9 @@ def _check_linear(
             got=str(list(scale.shape)),
         )
     if bias is not None:
+        check_float("bias", bias)
         if tuple(bias.shape) != (weight.shape[0],):
             raise ShapeError("bias", expected=f"[{weight.shape[0]}]", got=str(list(bias.shape)))
-        check_float("bias", bias)
     if scale.requires_grad:
         raise GradientError(
             "weight_scale",

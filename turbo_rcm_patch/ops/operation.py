@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any, Final
 
 import torch
-from torch.autograd import forward_ad
+
+from turbo_rcm_patch.ops.modes import transformed
 
 __all__ = ["Operation", "Step", "replay_token", "runs_directly"]
 
@@ -30,8 +31,7 @@ def runs_directly(args: tuple[Any, ...]) -> bool:
     """
     if (
         torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        or transformed()
         or torch._C._get_tracing_state() is not None
     ):
         return False

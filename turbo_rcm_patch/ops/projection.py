@@ -15,7 +15,17 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, GradientError, ShapeError
-from turbo_rcm_patch.ops.checks import check_float, check_residual, check_weight, coefficient_parts
+from turbo_rcm_patch.ops import batches
+from turbo_rcm_patch.ops.checks import (
+    check_float,
+    check_impl,
+    check_out_dtype,
+    check_residual,
+    check_same_device,
+    check_weight,
+    coefficient_parts,
+)
+from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import close_skip, project
 from turbo_rcm_patch.ops.spec import resolve_impl
@@ -32,6 +42,7 @@ def check_cast(value: str) -> None:
 # --- skip ----------------------------------------------------------------------------------------
 
 
+@as_documented
 def _skip_forward(
     residual: Tensor,
     branch: Tensor,
@@ -142,18 +153,30 @@ def skip(
         [B, N, C], contiguous.
     """
     check_cast(cast)
+    check_impl(impl)
+    check_out_dtype(out_dtype)
+    check_float("residual", residual)
+    check_float("branch", branch)
     if residual.dim() != 3 or residual.shape != branch.shape:
         raise ShapeError(
             "residual and branch",
             expected="both [batch, tokens, channels]",
             got=f"{list(residual.shape)} and {list(branch.shape)}",
         )
-    check_float("residual", residual)
-    check_float("branch", branch)
     shape = (residual.shape[0], residual.shape[1], residual.shape[2])
+    if shape[0] > batches.MAX_BATCH:
+        each = (residual, branch, c_skip, c_out)
+        return batches.in_parts(
+            shape[0],
+            lambda part: skip(
+                *batches.of_batch(each, part, shape[0]), cast=cast, impl=impl, out_dtype=out_dtype
+            ),
+        )
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
-    out: Tensor = skip_forward(
+    check_same_device(residual.device, branch=branch, c_skip=c_skip_tensor, c_out=c_out_tensor)
+    plain = transformed()
+    out: Tensor = (_skip_forward if plain else skip_forward)(
         residual,
         branch,
         c_skip_tensor,
@@ -161,7 +184,7 @@ def skip(
         c_skip_value,
         c_out_value,
         cast,
-        impl,
+        "reference" if plain else impl,
         residual.dtype if out_dtype is None else out_dtype,
     )
     return out
@@ -170,6 +193,7 @@ def skip(
 # --- projection + skip ---------------------------------------------------------------------------
 
 
+@as_documented
 def _project_forward(
     x: Tensor,
     weight: Tensor,
@@ -308,14 +332,29 @@ def project_skip(
         [B, N, Cout], contiguous.
     """
     check_cast(cast)
+    check_impl(impl)
+    check_out_dtype(out_dtype)
     check_weight(x, weight, bias)
     shape = (x.shape[0], x.shape[1], weight.shape[0])
     check_residual("residual", residual, shape)
+    if shape[0] > batches.MAX_BATCH:
+        each = (x, residual, c_skip, c_out)
+
+        def run(part: slice) -> Tensor:
+            x, residual, c_skip, c_out = batches.of_batch(each, part, shape[0])
+            return project_skip(
+                x, weight, bias, residual=residual, c_skip=c_skip, c_out=c_out, cast=cast,
+                impl=impl, out_dtype=out_dtype,
+            )  # fmt: skip
+
+        return batches.in_parts(shape[0], run)
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
         raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
-    out: Tensor = project_forward(
+    check_same_device(x.device, residual=residual, c_skip=c_skip_tensor, c_out=c_out_tensor)
+    plain = transformed()
+    out: Tensor = (_project_forward if plain else project_forward)(
         x,
         weight,
         bias,
@@ -325,7 +364,7 @@ def project_skip(
         c_skip_value,
         c_out_value,
         cast,
-        impl,
+        "reference" if plain else impl,
         x.dtype if out_dtype is None else out_dtype,
     )
     return out

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ShapeError
-from turbo_rcm_patch.ops.checks import check_float
+from turbo_rcm_patch.ops.checks import check_float, check_impl, check_same_device
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.spec import resolve_impl
 
@@ -123,8 +123,12 @@ def quantize_weight(*weights: Tensor, impl: Impl = "auto") -> tuple[Tensor, Tens
         ShapeError: One is not a matrix, their K differ, or K is over `MAX_CHANNELS`.
         DTypeError: One is not a float matrix.
     """
+    check_impl(impl)
+    if not weights:
+        raise ShapeError("weights", expected="at least one", got="none")
     for weight in weights:
         check_float("weight", weight)
+        check_same_device(weights[0].device, weight=weight)
         if weight.dim() != 2 or weight.shape[1] != weights[0].shape[1]:
             shapes = [list(w.shape) for w in weights]
             raise ShapeError("weight", expected="[Cout, K], of one K", got=str(shapes))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from turbo_rcm_patch.skip import Cast
 
 __all__ = [
+    "apart",
     "close_skip",
     "exact_attention",
     "key_mask",
@@ -31,7 +32,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[B, N, H*D] -> [B, H, N, D], a view."""
-    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+    return x.view(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
 
 
 def norm_rope(
@@ -73,10 +74,7 @@ def norm_rope(
     if cos is not None and sin is not None:
         even, odd = y[..., 0::2], y[..., 1::2]
         c, s = cos[:, 0::2].to(dtype), sin[:, 1::2].to(dtype)
-        out = torch.empty(y.shape, dtype=dtype, device=y.device)
-        out[..., 0::2] = even * c - odd * s
-        out[..., 1::2] = even * s + odd * c
-        return out
+        return torch.stack((even * c - odd * s, even * s + odd * c), -1).flatten(-2)
     return y.contiguous()
 
 
@@ -94,7 +92,7 @@ def key_mask(
     mask = None
     columns = torch.arange(n_kv, device=device)
     if kv_lengths is not None:
-        mask = (columns < kv_lengths.view(-1, 1)).view(batch, 1, 1, n_kv)
+        mask = (columns < kv_lengths.unsqueeze(1)).view(batch, 1, 1, n_kv)
     if causal:
         below = (columns <= torch.arange(n_q, device=device).view(-1, 1)).view(1, 1, n_q, n_kv)
         mask = below if mask is None else mask & below
@@ -134,22 +132,29 @@ def exact_attention(
     batch, heads, n_q, _ = q.shape
     mask = key_mask(batch, n_q, k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device)
     if kv_lengths is not None:
-        unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.view(-1, 1)).view(
-            batch, 1, -1, 1
+        unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.unsqueeze(1)).view(
+            batch, 1, k.shape[2], 1
         )
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=q.dtype, device=q.device)
+    # Nothing is written in place, so that every transform of torch can pass.
+    out, lse = [], []
     for rows in row_chunks(n_q, batch * heads * k.shape[2]):
         logits = (q[:, :, rows] * sm_scale) @ k.transpose(-1, -2)
         if mask is not None:
-            logits.masked_fill_(~(mask if mask.shape[2] == 1 else mask[:, :, rows]), float("-inf"))
+            seen = mask if mask.shape[2] == 1 else mask[:, :, rows]
+            logits = logits.masked_fill(~seen, float("-inf"))
         chunk_lse = torch.logsumexp(logits, -1)
-        lse[:, :, rows] = chunk_lse
+        lse.append(chunk_lse)
         # A row without any visible key has logsumexp -inf; exp(-inf - 0) is the zero it should be.
-        logits.sub_(chunk_lse.masked_fill(chunk_lse == float("-inf"), 0.0).unsqueeze(-1)).exp_()
-        out[:, :, rows] = logits @ v
-    return out, lse
+        total = chunk_lse.masked_fill(chunk_lse == float("-inf"), 0.0).unsqueeze(-1)
+        out.append((logits - total).exp() @ v)
+    return torch.cat(out, 2), torch.cat(lse, 2)
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy where its rows overlap in memory (windows over a sequence): torch's CPU
+    attention hands such strides to a BLAS, which may not have them, and gives noise."""
+    return x.contiguous() if 0 < x.stride(-2) < x.shape[-1] else x
 
 
 def sdpa_attention(
@@ -163,14 +168,15 @@ def sdpa_attention(
 ) -> torch.Tensor:
     """torch's scaled_dot_product_attention on [B, H, N, D], whatever backend torch chooses; same
     masks as above."""
+    q, k, v = apart(q), apart(k), apart(v)
     if kv_lengths is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
     mask = key_mask(
         q.shape[0], q.shape[2], k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device
     )
     assert mask is not None
-    unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.view(-1, 1)).view(
-        q.shape[0], 1, -1, 1
+    unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.unsqueeze(1)).view(
+        q.shape[0], 1, k.shape[2], 1
     )
     k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     mask = mask.expand(-1, -1, q.shape[2], -1)

@@ -8,7 +8,7 @@ on the real device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,17 +17,25 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl, PVDType
 from turbo_rcm_patch.errors import GradientError
 from turbo_rcm_patch.ops.gradients import attention_gradients, norm_rope_gradients, prepare
+from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import close_skip, exact_attention, sdpa_attention, split_heads
 from turbo_rcm_patch.ops.sage import sage_attention
 from turbo_rcm_patch.ops.spec import QMAX, resolve_impl, resolve_pv
 
-__all__ = ["attention_backward", "attention_forward", "in_one_pass", "rotated"]
+__all__ = [
+    "attention_backward",
+    "attention_forward",
+    "gradients_of",
+    "in_one_pass",
+    "rotated",
+]
 
 #: q, k, v, residual, c_skip, c_out, norm_q, norm_k and the norms' biases: the first of the schema.
 _DIFFERENTIABLE = 10
 
 
+@as_documented
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -186,6 +194,7 @@ def _sum_to(x: Tensor, like: Tensor) -> Tensor:
     return x.sum_to_size(like.shape).to(like.dtype)
 
 
+@as_documented
 def _backward(
     d_out: Tensor,
     d_lse: Tensor | None,
@@ -288,10 +297,17 @@ def _setup(
     ctx.want_lse = inputs[24]
 
 
+def gradients_of(*arguments: Any) -> list[Tensor]:
+    """`attention_backward`, also for several cotangents at once: those come through vmap, which
+    has no rule for an operation of ours."""
+    run: Callable[..., list[Tensor]] = _backward if transformed() else attention_backward
+    return run(*arguments)
+
+
 def _autograd(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
     numbers = ctx.numbers
-    grads = attention_backward(
+    grads = gradients_of(
         d_out,
         d_lse if ctx.want_lse else None,
         *ctx.saved_tensors,

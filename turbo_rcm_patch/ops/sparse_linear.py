@@ -10,15 +10,24 @@ The sum is a skip before the output projection, closed in the attention kernel. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, GradientError, HeadDimError, ShapeError
-from turbo_rcm_patch.ops.checks import check_attention, check_float, check_norm, rotary_parts
+from turbo_rcm_patch.ops import batches
+from turbo_rcm_patch.ops.checks import (
+    check_attention,
+    check_float,
+    check_norm,
+    check_out_dtype,
+    check_same_device,
+    rotary_parts,
+)
 from turbo_rcm_patch.ops.gradients import prepare
+from turbo_rcm_patch.ops.modes import as_documented, refuse_derivative
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import split_heads
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, resolve_impl, resolve_pv
@@ -72,6 +81,7 @@ class Sparsity:
         return max(1, int(self.topk * -(-n_kv // self.block_k)))
 
 
+@as_documented
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -161,12 +171,15 @@ def _refuse(ctx: Any, d_out: Tensor) -> None:
 sparse_linear_forward.register_autograd(_refuse)
 
 
+_REMEDY: Final = "Call under torch.no_grad(), or train with the module of SLA itself"
+
+
 def _no_gradient(what: str) -> GradientError:
     return GradientError(
         what,
         expected="no gradient",
         got="a request for one",
-        remedy="Call under torch.no_grad(), or train with the module of SLA itself",
+        remedy=_REMEDY,
     )
 
 
@@ -216,11 +229,12 @@ def sparse_linear_attention(
         ShapeError: Shapes do not fit together.
     """
     check_attention(q, k, v, spec)
-    if spec.attention == "sage" or spec.causal:
+    if spec.attention == "sage" or spec.causal or (spec.sm_scale or 0.0) < 0.0:
         raise ConfigError(
             "spec of sparse_linear_attention",
-            expected='attention="int8", "int4" or "exact", causal=False',
-            got=f"attention={spec.attention!r}, causal={spec.causal}",
+            expected='attention="int8", "int4" or "exact", causal=False, sm_scale of at least 0 '
+            "(the best blocks of keys are those with the largest products)",
+            got=f"attention={spec.attention!r}, causal={spec.causal}, sm_scale={spec.sm_scale}",
         )
     batch, n_q, channels = q.shape
     dim = channels // spec.heads
@@ -230,9 +244,20 @@ def sparse_linear_attention(
     check_norm("norm_q", norm_q, None, channels, spec.heads)
     check_norm("norm_k", norm_k, None, channels, spec.heads)
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], dim)
+    check_out_dtype(out_dtype)
+    check_same_device(q.device, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin)
     given = (q, k, v, weight, bias, norm_q, norm_k)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        raise _no_gradient("sparse_linear_attention")
+    refuse_derivative("sparse_linear_attention", *given, expected="no gradient", remedy=_REMEDY)
+    if batch > batches.MAX_BATCH:
+        return batches.in_parts(
+            batch,
+            lambda part: sparse_linear_attention(
+                q[part], k[part], v[part], weight, bias, spec, sparsity, norm_q=norm_q,
+                norm_k=norm_k, rotary=rotary, out_dtype=out_dtype,
+            ),
+        )  # fmt: skip
+    if not batch:
+        return q.new_empty(q.shape, dtype=q.dtype if out_dtype is None else out_dtype)
     out: Tensor = sparse_linear_forward(
         q,
         k,
@@ -247,7 +272,7 @@ def sparse_linear_attention(
         spec.attention,
         spec.pv,
         spec.smooth_k,
-        dim**-0.5 if spec.sm_scale is None else spec.sm_scale,
+        spec.scale_of(dim),
         spec.eps,
         sparsity.count(k.shape[1]),
         sparsity.block_q,

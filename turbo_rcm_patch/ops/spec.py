@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Final, Literal, get_args
 
 import torch
 
-from turbo_rcm_patch.config import Attention, Impl, PVDType
+from turbo_rcm_patch.config import Attention, Impl, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError, DeviceError, Fp8UnsupportedError
 
 __all__ = [
@@ -53,7 +54,7 @@ class AttentionSpec:
         smooth_k: Subtract a per-channel mean over tokens from k before quantising (leaves softmax
             unchanged).
         causal: Query i sees keys 0..i, as torch's `is_causal` (aligned at the first token).
-        sm_scale: Factor on the logits, head_dim ** -0.5 by default.
+        sm_scale: Factor on the logits, of either sign, head_dim ** -0.5 by default.
         eps: Epsilon of the norms of q and k.
         impl: "triton", "reference", or "auto", which asks `resolve_impl`.
     """
@@ -82,12 +83,21 @@ class AttentionSpec:
                 raise ConfigError(
                     f"AttentionSpec.{field}", expected=f"one of {choices}", got=repr(value)
                 )
+        scale = self.sm_scale
+        if scale is not None and not (is_number(scale) and isfinite(scale)):
+            raise ConfigError(
+                "AttentionSpec.sm_scale", expected="a finite number or None", got=repr(scale)
+            )
         if not _LEAST_EPS <= self.eps < 1.0:
             raise ConfigError(
                 "AttentionSpec.eps",
                 expected=f"{_LEAST_EPS} to 1, because rows of zeros are normalised too",
                 got=repr(self.eps),
             )
+
+    def scale_of(self, head_dim: int) -> float:
+        """The factor on the logits of heads of so many channels."""
+        return head_dim**-0.5 if self.sm_scale is None else float(self.sm_scale)
 
 
 def key_block(head_dim: int) -> int:
@@ -112,9 +122,14 @@ def resolve_impl(impl: Impl, device: torch.device) -> Literal["triton", "referen
 
     "auto" is "triton" on a GPU (CUDA or HIP) and "reference" elsewhere. Asking for "triton" on
     another device is refused here unless Triton's interpreter is on, which the launcher knows.
+
+    Raises:
+        ConfigError: `impl` is none of these words.
     """
     if impl == "auto":
         return "triton" if device.type == "cuda" else "reference"
+    if impl not in get_args(Impl):
+        raise ConfigError("impl", expected=f"one of {get_args(Impl)}", got=repr(impl))
     return impl
 
 

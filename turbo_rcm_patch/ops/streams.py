@@ -15,8 +15,19 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, ShapeError
-from turbo_rcm_patch.ops.checks import check_float, check_residual, check_weight
-from turbo_rcm_patch.ops.elementwise import norm_forward, norm_gradients
+from turbo_rcm_patch.ops import batches
+from turbo_rcm_patch.ops.checks import (
+    check_eps,
+    check_float,
+    check_impl,
+    check_residual,
+    check_same_device,
+    check_tensor,
+    check_weight,
+    one_for_form,
+)
+from turbo_rcm_patch.ops.elementwise import norm_gradients, norm_in_plain_torch
+from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.projection import check_cast, project_gradients
 from turbo_rcm_patch.ops.reference import close_skip, project
@@ -31,6 +42,7 @@ def _lengths(streams: Sequence[Tensor]) -> list[int]:
 
 
 def _check_streams(name: str, streams: Sequence[Tensor]) -> None:
+    _check_sequence(name, streams)
     if not streams:
         raise ShapeError(name, expected="at least one stream", got="none")
     first = streams[0]
@@ -56,16 +68,23 @@ def _check_streams(name: str, streams: Sequence[Tensor]) -> None:
             )  # fmt: skip
 
 
+def _check_sequence(name: str, value: object) -> None:
+    if not isinstance(value, Sequence):
+        raise DTypeError(name, expected="a list of tensors", got=type(value).__name__)
+
+
 def _check_coefficients(
     name: str, coefficients: Sequence[Tensor], streams: Sequence[Tensor]
 ) -> list[Tensor]:
     """Each [B, 1, C] or [B, N, C] of its stream, leading dimensions added."""
+    _check_sequence(name, coefficients)
     if len(coefficients) != len(streams):
         raise ShapeError(
             name, expected=f"one per stream, {len(streams)}", got=str(len(coefficients))
         )
     views = []
     for index, (value, stream) in enumerate(zip(coefficients, streams, strict=True)):
+        check_tensor(f"{name}[{index}]", value)
         view = value.view((1,) * (3 - value.dim()) + tuple(value.shape))
         sizes = zip(view.shape, stream.shape, strict=False)
         if view.dim() != 3 or any(own not in (1, full) for own, full in sizes):
@@ -87,6 +106,7 @@ def _check_coefficients(
 # --- layer norm and modulation -------------------------------------------------------------------
 
 
+@as_documented
 def _norm_streams(
     streams: list[Tensor],
     factors: list[Tensor],
@@ -98,7 +118,7 @@ def _norm_streams(
     first = streams[0]
     if resolve_impl(cast("Impl", impl), first.device) != "triton":
         parts = [
-            norm_forward(x, factor, offset, one, eps, impl)
+            norm_in_plain_torch(x, factor, offset, one, eps)
             for x, factor, offset in zip(streams, factors, offsets, strict=True)
         ]
         return torch.cat(parts, dim=1)
@@ -184,10 +204,25 @@ def norm_modulate_streams(
             broadcast to its stream.
         DTypeError: The streams differ in dtype, or something is not of a float dtype.
     """
+    check_impl(impl)
+    check_eps(eps)
     _check_streams("streams", streams)
     factors = _check_coefficients("scale", scale, streams)
     offsets = _check_coefficients("shift", shift, streams)
-    one = 1.0 if form == "modulation" else 0.0
+    one = one_for_form(form)
+    batch = streams[0].shape[0]
+    if batch > batches.MAX_BATCH:
+        each = (list(streams), factors, offsets)
+
+        def run(part: slice) -> Tensor:
+            streams, scale, shift = batches.of_batch(each, part, batch)
+            return norm_modulate_streams(
+                streams, scale=scale, shift=shift, form=form, eps=eps, impl=impl
+            )
+
+        return batches.in_parts(batch, run)
+    if transformed():
+        return _norm_streams(list(streams), factors, offsets, one, eps, "reference")
     out: Tensor = norm_streams(list(streams), factors, offsets, one, eps, impl)
     return out
 
@@ -195,6 +230,7 @@ def norm_modulate_streams(
 # --- projection and skip -------------------------------------------------------------------------
 
 
+@as_documented
 def _project_streams(
     x: Tensor,
     weight: Tensor,
@@ -296,8 +332,10 @@ def project_skip_streams(
         ConfigError: An unknown cast.
     """
     check_cast(cast)
+    check_impl(impl)
     check_weight(x, weight, bias)
     _check_streams("residuals", residuals)
+    check_same_device(x.device, residuals=residuals[0])
     for index, residual in enumerate(residuals):
         shape = (x.shape[0], residual.shape[1], weight.shape[0])
         check_residual(f"residuals[{index}]", residual, shape)
@@ -308,4 +346,18 @@ def project_skip_streams(
             got=" + ".join(map(str, _lengths(residuals))),
         )
     gates = _check_coefficients("c_out", c_out, residuals)
+    batch = x.shape[0]
+    if batch > batches.MAX_BATCH:
+        each = (x, list(residuals), gates)
+
+        def run(part: slice) -> tuple[Tensor, ...]:
+            x, residuals, c_out = batches.of_batch(each, part, batch)
+            return project_skip_streams(
+                x, weight, bias, residuals=residuals, c_out=c_out, cast=cast, impl=impl
+            )
+
+        return batches.in_parts(batch, run)
+    if transformed():
+        plain = _project_streams(x, weight, bias, list(residuals), gates, cast, "reference")
+        return tuple(plain)
     return tuple(project_streams(x, weight, bias, list(residuals), gates, cast, impl))

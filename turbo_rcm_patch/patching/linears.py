@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl, PatchConfig
 from turbo_rcm_patch.ops.int8_linear import GROUP, Activation, scales_of_rows
+from turbo_rcm_patch.ops.modes import is_capturing, settle
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
@@ -111,15 +112,18 @@ class Linears:
     An int8 weight is made once and again whenever its parameter is another tensor, was written to
     (an optimiser's step, `load_state_dict`) or moved. Writing through `.data` leaves no trace;
     patch again after it. Nothing is kept while a compiler traces: there the graph makes the int8
-    weight on every call, three bytes of traffic a 16-bit weight. A copy (deepcopy, pickle) starts
+    weight on every call, three bytes of traffic a 16-bit weight; so does a CUDA graph that is
+    captured before there is one. A copy (deepcopy, pickle) starts
     empty. A Linear that brings an int8 weight along (`int8_weights`) runs with that one.
     """
 
-    __slots__ = ("_held", "_impl")
+    __slots__ = ("_captured", "_held", "_impl")
 
     def __init__(self, impl: Impl) -> None:
         self._impl = impl
         self._held: dict[str, _Held] = {}
+        #: What CUDA graphs read on every replay, so it is never freed.
+        self._captured: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def __reduce__(self) -> tuple[type[Linears], tuple[Impl]]:
         return Linears, (self._impl,)
@@ -195,7 +199,7 @@ class Linears:
 
     def forget(self, key: str) -> None:
         """Drop an int8 weight: the guard gave its Linear back."""
-        self._held.pop(key, None)
+        self._drop(key)
 
     def _weights(self, key: str, modules: list[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         if torch.compiler.is_compiling():
@@ -204,11 +208,16 @@ class Linears:
         brought = [int8 for int8, _ in _brought(modules)]
         places = tuple((p.data_ptr(), p.device, p.dtype) for p in (*parameters, *brought))
         held, moves = self._held.get(key), 0
+        capturing = is_capturing(parameters[0].device)
         if held is not None and held.same(parameters):
             if held.made is not None and held.places == places:
+                if capturing and not any(made is held.made for made in self._captured):
+                    self._captured.append(held.made)
                 return held.made
             moves = held.moves + 1
-        self._held.pop(key, None)  # Its memory first.
+        if capturing:  # It is the graph's, which makes it on every replay.
+            return self._quantised(modules, brought=False)
+        self._drop(key)  # Its memory first.
         with torch.inference_mode(False), torch.no_grad():  # Later forwards may be of other modes.
             made = self._quantised(modules)
         self._held[key] = _Held(
@@ -218,12 +227,24 @@ class Linears:
             places,
             moves,
         )
+        if moves <= _MOVES:
+            settle(made[0].device)  # The next forward may be another stream's.
         return made
 
-    def _quantised(self, modules: list[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        brought = _brought(modules)
-        if len(brought) == len(modules) and _current(modules, brought):
-            int8, scale = _stacked(brought)
+    def _drop(self, key: str) -> None:
+        """Free an int8 weight, once no stream reads it any more."""
+        held = self._held.pop(key, None)
+        if held is not None and held.made is not None:
+            settle(held.made[0].device, every_stream=True)
+
+    def _quantised(
+        self, modules: list[Any], *, brought: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The int8 weight of these Linears, from what they brought along if that is still theirs,
+        which waits for the device."""
+        given = _brought(modules) if brought else []
+        if len(given) == len(modules) and _current(modules, given):
+            int8, scale = _stacked(given)
         else:
             int8, scale = ops.quantize_weight(*(m.weight for m in modules), impl=self._impl)
         if len(modules) == 1 or all(m.bias is None for m in modules):

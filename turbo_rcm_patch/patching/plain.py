@@ -14,11 +14,14 @@ from types import MethodType
 import torch
 from torch import nn
 
+from turbo_rcm_patch.ops.modes import transformed
+
 __all__ = [
     "autocasting",
     "bare",
     "drops",
     "hook_names",
+    "only_as_written",
     "plain_linear",
     "plain_norm",
     "why_not_plain",
@@ -29,6 +32,15 @@ def autocasting(x: torch.Tensor) -> bool:
     """Whether autocast picks a dtype per operation of the author's code; ours would not follow."""
     device = x.device.type
     return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def only_as_written(x: torch.Tensor) -> bool:
+    """Whether a block has to run as its author wrote it, whatever it consists of.
+
+    Under autocast, and where a forward-mode derivative or a transform of torch.func looks: the
+    author's code has every derivative, ours is fused for the usual one.
+    """
+    return autocasting(x) or transformed()
 
 
 def bare(module: nn.Module) -> bool:

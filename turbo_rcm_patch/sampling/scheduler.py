@@ -26,8 +26,8 @@ __all__ = ["MAX_STEPS", "RCMScheduler", "noise_stream", "rcm_times", "step_coeff
 #: distilled.
 MID_TIMES: Final = (1.5, 1.4, 1.0)
 MAX_STEPS: Final = len(MID_TIMES) + 1
-#: Values of a sample that tell it from others.
-_FINGERPRINT: Final = 64
+#: Values of a sample that are added up before they tell it from others.
+_ROW: Final = 1024
 
 Sampler = Literal["sde", "ode"]
 
@@ -84,9 +84,17 @@ def step_coefficients(times: torch.Tensor, sampler: Sampler) -> torch.Tensor:
 
 
 def _fingerprint(sample: torch.Tensor) -> int:
-    """A seed made of a sample's first values, which are enough to tell noise from other noise."""
-    values = sample.detach().flatten()[:_FINGERPRINT].to("cpu", torch.float32)
-    digest = hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=8).digest()
+    """A seed made of all values of a sample, the same on every device and for every layout.
+
+    The fp32 bits, in rows of `_ROW`, are added up by row and by column where the sample lies.
+    Integers add up the same in any order, and only these sums leave the device.
+    """
+    bits = sample.detach().to(torch.float32).contiguous().view(torch.int32).flatten()
+    whole = bits.numel() // _ROW * _ROW
+    rows = bits[:whole].view(-1, _ROW)
+    parts = (rows.sum(0), rows.sum(1), bits[whole:].long())
+    sums = torch.cat(parts).cpu().numpy()
+    digest = hashlib.blake2b(sums.tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 

@@ -18,7 +18,7 @@ from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, pair_state, runs_int8
-from turbo_rcm_patch.patching.plain import autocasting, plain_linear, why_not_plain
+from turbo_rcm_patch.patching.plain import only_as_written, plain_linear, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.signature import check_parameters
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState, specs_of
@@ -126,7 +126,7 @@ class RCMAttentionForward:
             [B, N, C], dtype of x.
         """
         module = self._module
-        if not self._state.live or autocasting(x):
+        if not self._state.live or only_as_written(x):
             return self._as_written(x, t)
         c_skip, c_out = module.coefficients(x, t)
         guard = self._guard

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.patching.families._feed_forward import (
     expand,
     feed_forward_mode,
@@ -34,7 +35,12 @@ from turbo_rcm_patch.patching.families.wan_sla import settle, sparse_attention
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
-from turbo_rcm_patch.patching.plain import autocasting, bare, plain_linear, plain_norm
+from turbo_rcm_patch.patching.plain import (
+    bare,
+    only_as_written,
+    plain_linear,
+    plain_norm,
+)
 from turbo_rcm_patch.patching.plan import (
     FeedForwardPlan,
     NormPlan,
@@ -93,6 +99,7 @@ class _WanPlan:
             hidden.dtype is self._dtype is context.dtype
             and hidden.device == self._device == context.device
             and channels == self._channels
+            and batch <= MAX_BATCH
             and context.shape[0] == batch
             and context.dim() == 3
             and rows[0].shape[-1] == channels
@@ -190,7 +197,7 @@ class WanBlockForward:
             [B, N, C], dtype of hidden_states.
         """
         block = self._block
-        if autocasting(hidden_states):
+        if only_as_written(hidden_states):
             written: Tensor = self._as_written(
                 hidden_states, encoder_hidden_states, temb, rotary_emb
             )

@@ -28,7 +28,7 @@ from turbo_rcm_patch.patching.families.wan_plan import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import pair_state
-from turbo_rcm_patch.patching.plain import autocasting, plain_linear, why_not_plain
+from turbo_rcm_patch.patching.plain import only_as_written, plain_linear, why_not_plain
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
@@ -145,7 +145,7 @@ class VACEBlockForward(WanBlockForward):
         Returns:
             The hint [B, N, C], or None without an output projection, and the control stream.
         """
-        if autocasting(hidden_states):
+        if only_as_written(hidden_states):
             written: tuple[Tensor | None, Tensor] = self._as_written(
                 hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
             )

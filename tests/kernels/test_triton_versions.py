@@ -1,0 +1,128 @@
+"""The kernels compile with every minor version of Triton that pyproject.toml admits.
+
+Each is fetched by pip into a folder of its own, which goes away afterwards, and compiles what the
+launchers start, ahead of time, in a process that imports it in the place of the installed one. A
+version counts as fetched or not within two minutes; without a network its test is skipped and says
+so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import triton
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.kernels.test_aot import HERE, ROOT, case, line
+
+#: A release of each minor version; the newest of those that were there when this was written.
+RELEASES = ("3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
+#: The first whose Gluon has Hopper's own kernels, see `kernels.gluon`.
+GLUON = Version("3.6")
+
+AMPERE, HOPPER = ("cuda", 80), ("cuda", 90)
+
+
+def cases(release: Version) -> list[dict]:
+    """One of each family of kernels: portable ones for Ampere, with descriptors for Hopper, and
+    Hopper's own where the release has them."""
+    portable = {"portable": True, "tuning": {"block_k": 128}}
+    found = [
+        case("one-launch", AMPERE, 128, "bf16"),
+        case("attention", AMPERE, 64, "bf16", norm="layer", lengths=True, lse=True),
+        case("project", AMPERE, 128, "bf16"),
+        case("sparse", AMPERE, 64, "bf16", blocks=(128, 64)),
+        case("int8-linear", AMPERE, 128, "bf16", **portable),
+        case("norm-rows", AMPERE, 128, "bf16"),
+        case("norm", AMPERE, 128, "bf16"),
+        case("denoise", AMPERE, 128, "bf16"),
+        case("attention", HOPPER, 128, "fp8", **portable),
+    ]
+    if release >= GLUON:
+        found += [
+            case("plain-attention", HOPPER, 128, "fp8", lengths=True),
+            case("hopper-linear", HOPPER, 128, "fp8", form="turns-128x128"),
+            case("sparse", HOPPER, 128, "fp8", blocks=(64, 128)),
+        ]
+    return found
+
+
+@pytest.fixture
+def fetched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | None]:
+    """Where a release lies, or None for the installed one."""
+    release = Version(request.param)
+    if release.release[:2] == Version(triton.__version__).release[:2]:
+        yield None
+        return
+    folder = tmp_path / "triton"
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check"]
+    command += ["--no-input", "--timeout", "10", "--retries", "1", "--only-binary", ":all:"]
+    command += ["--target", str(folder), f"triton=={release}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"pip did not fetch triton {release} within two minutes")
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word of why"])[-1]
+        pytest.skip(f"pip cannot fetch triton {release} here: {last}")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)  # half a gigabyte each
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fetched", RELEASES, indirect=True)
+def test_every_kernel_compiles(
+    fetched: Path | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    release = Version(request.node.callspec.params["fetched"])
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+
+    def output(path: list[Path], *command: str | Path) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            env=env | {"PYTHONPATH": os.pathsep.join(map(str, path))},
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    (tmp_path / "cases.json").write_text(json.dumps(cases(release)), encoding="utf-8")
+    launches = output([ROOT], HERE / "aot_record.py", tmp_path / "cases.json")
+    (tmp_path / "launches.json").write_text(launches, encoding="utf-8")
+    first = [] if fetched is None else [fetched]
+    kernels = ROOT / "turbo_rcm_patch" / "kernels"
+    results = json.loads(
+        output([*first, ROOT], HERE / "aot_compile.py", tmp_path / "launches.json", kernels)
+    )
+    broken = "\n".join(line(result) for result in results if "error" in result)
+    assert not broken, broken
+    used = {Version(result["triton"]).release[:2] for result in results}
+    assert used == {release.release[:2]}, "another release compiled"
+    names = {result["kernel"] for result in results}
+    assert {"statistics_kernel", "prologue_kernel", "one_launch_kernel"} <= names
+    assert ("hopper_kernel" in names) == (release >= GLUON)
+
+
+def test_every_minor_version_that_is_admitted_is_here() -> None:
+    """From the least that pyproject.toml admits to the installed one, without a gap."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
+    assert all(release in needs["triton"] for release in RELEASES)
+    minors = [Version(release).release[:2] for release in RELEASES]
+    least = min(Version(s.version) for s in needs["triton"] if s.operator == ">=")
+    assert minors[0] == least.release[:2]
+    assert minors == [(3, n) for n in range(minors[0][1], minors[-1][1] + 1)]
+    assert minors[-1] >= Version(triton.__version__).release[:2]

@@ -1,0 +1,306 @@
+"""Derivatives in forward mode and the transforms of torch.func: right, or a typed error; never a
+silent zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.errors import GradientError
+
+BATCH, TOKENS, HEADS, DIM = 2, 12, 2, 16
+CHANNELS = HEADS * DIM
+EXACT = ops.AttentionSpec(heads=HEADS, attention="exact")
+INT8 = ops.AttentionSpec(heads=HEADS)
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation of some tensors, all of which have a derivative."""
+
+    name: str
+    function: Callable[..., Tensor | Outputs]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def inputs(self, seed: int = 0) -> Outputs:
+        generator = torch.Generator().manual_seed(seed)
+        return tuple(torch.randn(*shape, generator=generator) for shape in self.shapes)
+
+    def __call__(self, *inputs: Tensor) -> Outputs:
+        outputs = self.function(*inputs)
+        return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def rotary() -> tuple[Tensor, Tensor]:
+    angle = torch.linspace(0, 3, TOKENS * DIM // 2).view(TOKENS, -1).repeat_interleave(2, -1)
+    return angle.cos(), angle.sin()
+
+
+LENGTHS = torch.tensor([5, TOKENS])
+X, CROSS = (BATCH, TOKENS, CHANNELS), (BATCH, 7, CHANNELS)
+GATE, HEAD, ROW = (BATCH, 1, CHANNELS), (DIM,), (CHANNELS,)
+SQUARE = (CHANNELS, CHANNELS)
+
+
+def attend(q, k, v, residual, c_out, norm_q, norm_k, norm_k_bias):  # type: ignore[no-untyped-def]
+    return ops.attention_skip(
+        q, k, v, EXACT, residual=residual, c_skip=0.5, c_out=c_out, norm_q=norm_q, norm_k=norm_k,
+        norm_k_bias=norm_k_bias, rotary=rotary(), kv_lengths=LENGTHS,
+    )  # fmt: skip
+
+
+def blind(q, k, v):  # type: ignore[no-untyped-def]
+    """The first sample sees no key."""
+    return ops.attention_skip(q, k, v, EXACT, kv_lengths=torch.tensor([0, 3]))
+
+
+def causal(q, k, v, c_skip):  # type: ignore[no-untyped-def]
+    spec = ops.AttentionSpec(heads=HEADS, attention="exact", causal=True)
+    return ops.attention_skip(q, k, v, spec, residual=q, c_skip=c_skip)
+
+
+def projected(form: str) -> Callable[..., Tensor]:
+    def run(q, k, v, weight, bias, residual, c_out, norm_q):  # type: ignore[no-untyped-def]
+        spec = EXACT if form == "two-launch" else INT8
+        return ops.attention_project_skip(
+            q, k, v, weight, bias, spec, residual=residual, c_out=c_out, norm_q=norm_q, form=form
+        )  # type: ignore[arg-type]
+
+    return run
+
+
+MASK = torch.rand(TOKENS, TOKENS, generator=torch.Generator().manual_seed(3)) > 0.3
+WEIGHT_INT8, WEIGHT_SCALE = ops.quantize_weight(
+    torch.randn(24, CHANNELS, generator=torch.Generator().manual_seed(4))
+)
+
+CASES = [
+    Case("attention", attend, (X, X, X, X, GATE, ROW, HEAD, HEAD)),
+    Case("causal", causal, (X, X, X, (BATCH,))),
+    Case("no-keys", blind, (X, X, X)),
+    Case("cross", lambda q, k, v: ops.attention_skip(q, k, v, EXACT), (X, CROSS, CROSS)),
+    Case("lse", lambda q, k, v: ops.attention_lse(q, k, v, EXACT), (X, X, X)),
+    Case(
+        "two-launch", projected("two-launch"),
+        (X, X, X, (24, CHANNELS), (24,), (BATCH, TOKENS, 24), (BATCH, 1, 24), ROW),
+    ),
+    Case("masked", lambda q, k, v: ops.masked_attention(q, k, v, MASK, EXACT), (X, X, X)),
+    Case("skip", lambda r, b, s, c: ops.skip(r, b, s, c), (X, X, (BATCH,), GATE)),
+    Case("skip-model", lambda r, b, c: ops.skip(r, b, 0.5, c, cast="model"), (X, X, GATE)),
+    Case(
+        "project",
+        lambda x, w, b, r, c: ops.project_skip(x, w, b, residual=r, c_out=c),
+        (X, SQUARE, ROW, X, GATE),
+    ),
+    Case("norm", lambda x, s, t: ops.norm_modulate(x, scale=s, shift=t), (X, GATE, GATE)),
+    Case(
+        "norm-affine",
+        lambda x, s, t: ops.norm_modulate(x, scale=s, shift=t, form="affine"),
+        (X, ROW, ROW),
+    ),
+    Case("gelu", ops.linear_gelu, (X, (24, CHANNELS), (24,))),
+    Case(
+        "norm-streams",
+        lambda a, b, s, t: ops.norm_modulate_streams([a, b], scale=[s, t], shift=[t, s]),
+        (X, CROSS, GATE, GATE),
+    ),
+    Case(
+        "project-streams",
+        lambda x, w, a, b, c: ops.project_skip_streams(x, w, residuals=[a, b], c_out=[c, c]),
+        ((BATCH, TOKENS + 7, 24), (CHANNELS, 24), X, CROSS, GATE),
+    ),
+    Case(
+        "int8-linear",
+        lambda x, b, r, c: ops.int8_linear(
+            x, WEIGHT_INT8, WEIGHT_SCALE, b, activation="gelu-tanh", residual=r, c_out=c
+        ),
+        (X, (24,), (BATCH, TOKENS, 24), (BATCH, 1, 24)),
+    ),
+    Case(
+        "denoise",
+        lambda x, v, n: ops.denoise_step(x, v, n, torch.tensor([0.2, 0.7, 0.1]).double()),
+        (X, X, X),
+    ),
+]  # fmt: skip
+
+
+def named(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def distance(a: Outputs, b: Outputs) -> float:
+    size = sum(float(y.double().square().sum()) for y in b)
+    return (
+        sum(float((x - y).double().square().sum()) for x, y in zip(a, b, strict=True)) / size
+    ) ** 0.5
+
+
+def inner(a: Outputs, b: Outputs) -> float:
+    return sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+
+
+@every
+def test_a_forward_derivative_is_the_transpose_of_the_backward_one(case: Case) -> None:
+    """<J t, g> = <t, J^T g>, for the tangent of every input alone and of all."""
+    inputs = case.inputs()
+    leaves = tuple(x.clone().requires_grad_() for x in inputs)
+    outputs = case(*leaves)
+    cotangents = tuple(torch.randn_like(y) for y in outputs)
+    gradients = torch.autograd.grad(outputs, leaves, cotangents)
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    zero = tuple(map(torch.zeros_like, inputs))
+    for index in (*range(len(inputs)), None):
+        t = tuple(
+            x if index in (None, i) else z
+            for i, (x, z) in enumerate(zip(tangents, zero, strict=True))
+        )
+        values, derivative = torch.func.jvp(lambda *xs: case(*xs), inputs, t)
+        assert distance(values, tuple(y.detach() for y in outputs)) < 0.02  # int8 x in one
+        assert inner(derivative, cotangents) == pytest.approx(
+            inner(t, gradients), rel=2e-4, abs=2e-3
+        ), index
+
+
+@every
+def test_dual_tensors_without_torch_func(case: Case) -> None:
+    inputs = case.inputs()
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    _, expected = torch.func.jvp(lambda *xs: case(*xs), inputs, tangents)
+    with forward_ad.dual_level():
+        duals = map(forward_ad.make_dual, inputs, tangents)
+        parts = [forward_ad.unpack_dual(y).tangent for y in case(*duals)]
+    assert all(part is not None for part in parts)
+    assert distance(tuple(parts), expected) < 1e-6
+
+
+@every
+def test_gradients_of_torch_func(case: Case) -> None:
+    inputs = case.inputs()
+    leaves = tuple(x.clone().requires_grad_() for x in inputs)
+    outputs = case(*leaves)
+    cotangents = tuple(torch.randn_like(y) for y in outputs)
+    expected = torch.autograd.grad(outputs, leaves, cotangents)
+    _, pull = torch.func.vjp(lambda *xs: case(*xs), *inputs)
+    assert distance(pull(cotangents), expected) < 1e-4
+
+
+@every
+def test_vmap_is_a_loop(case: Case) -> None:
+    several = [case.inputs(seed) for seed in range(3)]
+    stacked = tuple(torch.stack(xs) for xs in zip(*several, strict=True))
+    together = torch.func.vmap(lambda *xs: case(*xs))(*stacked)
+    for i, inputs in enumerate(several):
+        assert distance(tuple(y[i] for y in together), case(*inputs)) < 0.02
+    one = torch.func.vmap(lambda x: case(x, *several[0][1:]))(stacked[0])
+    assert distance(tuple(y[0] for y in one), case(*several[0])) < 0.02
+
+
+@every
+def test_a_batch_of_cotangents(case: Case) -> None:
+    """vmap over the backward pass of a forward that ran outside it."""
+    leaves = tuple(x.requires_grad_() for x in case.inputs())
+    outputs = case(*leaves)
+    cotangents = tuple(torch.randn(3, *y.shape, dtype=y.dtype) for y in outputs)
+    together = torch.func.vmap(
+        lambda *each: torch.autograd.grad(outputs, leaves, each, retain_graph=True)
+    )(*cotangents)
+    for i in range(3):
+        own = torch.autograd.grad(outputs, leaves, [c[i] for c in cotangents], retain_graph=True)
+        assert distance(tuple(g[i] for g in together), own) < 1e-5
+
+
+def test_int8_attention_has_the_derivative_of_the_exact_one() -> None:
+    q, k, v = named("cross").inputs()
+    t = torch.randn_like(q)
+    for spec in (INT8, ops.AttentionSpec(heads=HEADS, attention="int4")):
+        _, ours = torch.func.jvp(lambda q, s=spec: ops.attention_skip(q, k, v, s), (q,), (t,))
+        _, exact = torch.func.jvp(lambda q: ops.attention_skip(q, k, v, EXACT), (q,), (t,))
+        assert torch.equal(ours, exact) and float(ours.norm()) > 0.1
+
+
+def test_one_launch_has_a_forward_derivative() -> None:
+    one = Case("one-launch", projected("one-launch"), named("two-launch").shapes)
+    inputs = one.inputs()
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    _, ours = torch.func.jvp(lambda *xs: one(*xs), inputs, tangents)
+    _, exact = torch.func.jvp(lambda *xs: named("two-launch")(*xs), inputs, tangents)
+    assert distance(ours, exact) < 1e-6
+
+
+def test_attention_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and vmap do not depend on how many rows are computed at a time."""
+    inputs = named("attention").inputs()
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    whole = torch.func.jvp(lambda *xs: named("attention")(*xs), inputs, tangents)
+    monkeypatch.setattr(
+        "turbo_rcm_patch.ops.reference._CHUNK_ELEMENTS", 5 * BATCH * HEADS * TOKENS
+    )
+    parts = torch.func.jvp(lambda *xs: named("attention")(*xs), inputs, tangents)
+    for a, b in zip(parts, whole, strict=True):
+        assert distance(a, b) < 1e-6
+
+
+def test_a_second_derivative() -> None:
+    """Forward over reverse through attention, against plain torch."""
+    q, k, v = (torch.randn(1, 6, 8, dtype=torch.float32) for _ in range(3))
+    spec = ops.AttentionSpec(heads=1, attention="exact")
+
+    def plain(q: Tensor) -> Tensor:
+        return ((q @ k.mT * 8**-0.5).softmax(-1) @ v).square().sum()
+
+    def ours(q: Tensor) -> Tensor:
+        return ops.attention_skip(q, k, v, spec).square().sum()
+
+    t = torch.randn_like(q)
+    _, expected = torch.func.jvp(torch.func.grad(plain), (q,), (t,))
+    _, derivative = torch.func.jvp(torch.func.grad(ours), (q,), (t,))
+    assert distance((derivative,), (expected,)) < 1e-4
+
+
+@pytest.mark.parametrize("dual", [True, False], ids=["dual", "torch.func"])
+@pytest.mark.parametrize("what", ["rows", "rows-linear", "sparse"])
+def test_what_has_no_derivative_refuses_one(what: str, dual: bool) -> None:
+    def run(x: Tensor) -> Tensor:
+        if what == "rows":
+            return ops.norm_modulate_rows(x).scale
+        if what == "rows-linear":
+            rows = ops.norm_modulate_rows(torch.ones(1, 256, 32))
+            return ops.int8_linear(
+                rows, WEIGHT_INT8, WEIGHT_SCALE, residual=x[..., :24], out_dtype=torch.float32
+            )
+        weight = torch.eye(DIM)
+        return ops.sparse_linear_attention(x, x, x, weight, None, INT8, ops.Sparsity(topk=0.5))
+
+    x, t = torch.randn(1, 256, CHANNELS), torch.ones(1, 256, CHANNELS)
+    with pytest.raises(GradientError):
+        if dual:
+            with forward_ad.dual_level():
+                run(forward_ad.make_dual(x, t))
+        else:
+            torch.func.jvp(run, (x,), (t,))
+    with pytest.raises(GradientError):
+        torch.func.grad(lambda x: run(x).sum())(x)
+
+
+def test_transforms_inside_a_compiled_function() -> None:
+    case = named("attention")
+    inputs = case.inputs()
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+
+    def derivative(*xs: Tensor) -> Outputs:
+        return torch.func.jvp(lambda *ys: case(*ys), xs, tangents)[1]
+
+    compiled = torch.compile(derivative, backend="aot_eager", fullgraph=True)
+    assert distance(compiled(*inputs), derivative(*inputs)) < 1e-5
+    torch._dynamo.reset()
