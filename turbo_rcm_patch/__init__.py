@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.checkpoints.extra import load_extra, unload_extra
     from turbo_rcm_patch.config import PatchConfig
     from turbo_rcm_patch.patching.find import find_pairs
-    from turbo_rcm_patch.patching.patch import patch_model, patched, unpatch_model
+    from turbo_rcm_patch.patching.patch import patch_model, patched, refresh, unpatch_model
     from turbo_rcm_patch.patching.report import PairTable, PatchReport
     from turbo_rcm_patch.sampling.scheduler import RCMScheduler
     from turbo_rcm_patch.skip import SkipPair
@@ -33,6 +33,7 @@ __all__ = [
     "load_extra",
     "patch_model",
     "patched",
+    "refresh",
     "unload_extra",
     "unpatch_model",
 ]
@@ -47,6 +48,7 @@ _HOME: Final = {
     "load_extra": "turbo_rcm_patch.checkpoints.extra",
     "patch_model": "turbo_rcm_patch.patching.patch",
     "patched": "turbo_rcm_patch.patching.patch",
+    "refresh": "turbo_rcm_patch.patching.patch",
     "unload_extra": "turbo_rcm_patch.checkpoints.extra",
     "unpatch_model": "turbo_rcm_patch.patching.patch",
 }

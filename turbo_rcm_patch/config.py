@@ -50,9 +50,10 @@ class PatchConfig:
             both of a feed-forward. "as-is" in the model's dtype; "int8" with int8 weights (a scale
             per output channel) and int8 activations (a scale per row), where a Linear is plain,
             has no gradient to give and multiplies nothing but its weight. Faster, less accurate,
-            and never the default. Outside a compiled graph the int8 weights are kept beside the
-            model's own, which costs one byte more per weight; in one they are made again on every
-            forward.
+            and never the default. Outside a compiled or captured graph the int8 weights are
+            kept beside the model's own, which costs one byte more per weight, and every forward
+            first compares the weights with what they were made from, bit by bit on the device; in
+            a graph they are made again on every forward.
         smooth_k: Subtract the mean over tokens from k before quantising. It leaves softmax
             unchanged exactly.
         impl: "triton" or "reference" (plain torch); "auto" decides once, by the device of the

@@ -15,9 +15,8 @@ from peft import LoraConfig
 from tests.patching.wan import CASES, Case, dicts, relative, run, wan
 from turbo_rcm_patch import PatchConfig, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.models import RCMAttention
-from turbo_rcm_patch.patching import linears as linears_file
+from turbo_rcm_patch.patching import copies as copies_file
 from turbo_rcm_patch.patching import normed as normed_file
-from turbo_rcm_patch.patching.linears import Linears
 
 #: int8 in the Linears alone.
 LINEAR = PatchConfig(attention="exact", linear="int8", guard=False)
@@ -28,13 +27,13 @@ AS_IS = PatchConfig(attention="exact", guard=False)
 def quantised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of weights that were quantised, as it happens."""
     seen: list[tuple[int, ...]] = []
-    real = linears_file.ops.quantize_weight
+    real = copies_file.ops.quantize_weight
 
     def counting(*weights: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         seen.extend(tuple(weight.shape) for weight in weights)
         return real(*weights, **options)
 
-    monkeypatch.setattr(linears_file.ops, "quantize_weight", counting)
+    monkeypatch.setattr(copies_file.ops, "quantize_weight", counting)
     return seen
 
 
@@ -203,19 +202,6 @@ def test_a_changed_weight_is_seen(change: str) -> None:
     assert torch.equal(run(model), run(other))
 
 
-def test_a_weight_that_keeps_moving_is_not_kept(quantised: list[tuple[int, ...]]) -> None:
-    """Offloading brings a weight to another place on every forward, to save its memory."""
-    linear, held = torch.nn.Linear(32, 16).requires_grad_(False), Linears("auto")
-    x = torch.randn(1, 4, 32)
-    places = []
-    for _ in range(6):
-        linear.weight.data = linear.weight.data.clone()
-        places.append(linear.weight.data)  # else the allocator may hand the same place out again
-        held.project("q", x, (linear,), int8=True)
-    assert len(quantised) == 6
-    assert all(entry.made is None for entry in held._held.values())
-
-
 # --- what is not quantised -----------------------------------------------------------------------
 
 
@@ -335,8 +321,7 @@ def test_over_budget_the_linears_go_first() -> None:
     assert report.fused == 6 and not any(pair.int8_linears for pair in report.pairs)
     assert all("int8 Linears given back by the guard" in pair.reason for pair in report.pairs)
     assert "linears given back: blocks.0.attn1 at 0.0" in str(report)
-    held = [block.forward._linears._held for block in model.blocks]
-    assert not any(held), "the int8 weights are no longer needed"
+    assert model._turbo_rcm_patch.plan.copies.bytes() == 0, "they are no longer needed"
     assert relative(run(model), expected) < 1e-5
 
 

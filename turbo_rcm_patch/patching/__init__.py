@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from turbo_rcm_patch.patching.find import find_pairs
-from turbo_rcm_patch.patching.patch import patch_model, patched, sla_as_defined, unpatch_model
+from turbo_rcm_patch.patching.patch import (
+    patch_model,
+    patched,
+    refresh,
+    sla_as_defined,
+    unpatch_model,
+)
 from turbo_rcm_patch.patching.report import GuardLog, GuardRecord, PairTable, PatchReport
 
 __all__ = [
@@ -14,6 +20,7 @@ __all__ = [
     "find_pairs",
     "patch_model",
     "patched",
+    "refresh",
     "sla_as_defined",
     "unpatch_model",
 ]

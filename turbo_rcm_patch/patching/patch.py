@@ -29,7 +29,7 @@ from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import Installation, ModelPlan
 from turbo_rcm_patch.skip import SkipPair
 
-__all__ = ["patch_model", "patched", "sla_as_defined", "unpatch_model"]
+__all__ = ["patch_model", "patched", "refresh", "sla_as_defined", "unpatch_model"]
 
 
 def patch_model(model: object, config: PatchConfig | None = None) -> PatchReport:
@@ -84,16 +84,34 @@ def unpatch_model(model: object) -> None:
         NotPatchedError: It does not carry our patch.
         WrappedError: Something was wrapped over our patch; nothing changed.
     """
+    _undo_all(_records(model, "unpatch_model"))
+
+
+def refresh(model: object) -> None:
+    """Drop every int8 copy of a patched model's weights; the next forward makes them again.
+
+    It is never needed after a change between two forwards: those are seen, whatever wrote them.
+    Call it to give the memory back, or after weights were written while a forward ran.
+
+    Raises:
+        NotPatchedError: It does not carry our patch.
+    """
+    for record in _records(model, "refresh"):
+        record.plan.copies.clear()
+
+
+def _records(model: object, caller: str) -> list[PatchRecord]:
+    """The records in a model or pipeline, at least one."""
     records = [record_of(target.module) for target in find_targets(model)]
     found = [record for record in records if record is not None]
     if not found:
         raise NotPatchedError(
-            "model",
+            f"{caller}: model",
             expected="a model that patch_model was called on",
             got=f"a {type(model).__name__} without our patch",
             remedy="Pass the same model or pipeline that was patched",
         )
-    _undo_all(found)
+    return found
 
 
 def _undo_all(records: list[PatchRecord]) -> None:

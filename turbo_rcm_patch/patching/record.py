@@ -196,6 +196,7 @@ class PatchRecord:
         """Restore every attribute. Call `check` first."""
         for entry in reversed(self.entries):
             entry.undo()
+        self.plan.copies.close()
         self._forget()
 
     def _forget(self) -> None:

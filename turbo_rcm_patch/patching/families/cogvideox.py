@@ -93,7 +93,7 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
         result.states += states.values()
         if any(state.live for state in states.values()):
             head = not result.installations
-            make = partial(CogVideoXBlockForward, block, states, config, head)
+            make = partial(CogVideoXBlockForward, block, states, config, result.copies, head)
             result.installations.append(Installation(block, "forward", make))
     result.states += [PairState(pair) for pair in _face_pairs(network, path)]
     return result

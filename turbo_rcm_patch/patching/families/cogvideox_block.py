@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.blocks import Mode, plain_dropout, refuse_parallel
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears
@@ -59,6 +60,7 @@ class CogVideoXBlockForward:
         block: Any,
         states: dict[str, PairState],
         config: PatchConfig,
+        copies: Copies,
         head: bool,
         guard: Guard | None,
     ) -> None:
@@ -66,7 +68,7 @@ class CogVideoXBlockForward:
         self._attn1, self._ff = states["attn1"], states["ff"]
         self._guard = guard
         self._head = head
-        self._linears = Linears(config.impl)
+        self._linears = Linears(copies)
         self._spec = ops.AttentionSpec(
             heads=block.attn1.heads,
             attention=config.attention,
@@ -116,8 +118,12 @@ class CogVideoXBlockForward:
 
     def _begin(self, hidden: Tensor, context: Tensor, temb: Tensor) -> Guard | None:
         """The guard, on a forward that is to be checked."""
+        if torch.compiler.is_compiling():
+            return None
+        if self._head:
+            self._linears.begin()
         guard = self._guard
-        if guard is None or torch.compiler.is_compiling():
+        if guard is None:
             return None
         if self._head:
             guard.begin(hidden_states=hidden, encoder_hidden_states=context, temb=temb)

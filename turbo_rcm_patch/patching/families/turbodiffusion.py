@@ -106,7 +106,7 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
         result.states += states.values()
         if any(state.live for state in states.values()):
             head = not result.installations
-            make = partial(TurboBlockForward, block, states, config, head, tables)
+            make = partial(TurboBlockForward, block, states, config, result.copies, head, tables)
             result.installations.append(Installation(block, "forward", make))
     return result
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
 from turbo_rcm_patch.patching.families.wan_modes import (
     BlockClasses,
@@ -68,6 +69,7 @@ class WanBlockForward:
         classes: BlockClasses,
         states: dict[str, PairState],
         config: PatchConfig,
+        copies: Copies,
         head: bool,
         guard: Guard | None,
     ) -> None:
@@ -77,7 +79,7 @@ class WanBlockForward:
         self._form, self._topk = config.form, config.sla_topk
         self._guard = guard
         self._head = head
-        self._linears = Linears(config.impl)
+        self._linears = Linears(copies)
         self._spec = ops.AttentionSpec(
             heads=block.attn1.heads,
             attention=config.attention,
@@ -125,8 +127,12 @@ class WanBlockForward:
 
     def _begin(self, **inputs: Tensor) -> Guard | None:
         """The guard, on a forward that is to be checked."""
+        if torch.compiler.is_compiling():
+            return None
+        if self._head:
+            self._linears.begin()
         guard = self._guard
-        if guard is None or torch.compiler.is_compiling():
+        if guard is None:
             return None
         if self._head:
             guard.begin(**inputs)

@@ -135,7 +135,7 @@ def install_block(
     result.states += states.values()
     if any(state.live for state in states.values()):
         head = not result.installations
-        forward = partial(make, block, classes, states, result.config, head)
+        forward = partial(make, block, classes, states, result.config, result.copies, head)
         result.installations.append(Installation(block, "forward", forward))
     attn: Any = block.attn1
     if "linear" in states:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
 from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, modulation
 from turbo_rcm_patch.patching.families.wan_plan import (
@@ -119,10 +120,11 @@ class VACEBlockForward(WanBlockForward):
         classes: BlockClasses,
         states: dict[str, PairState],
         config: PatchConfig,
+        copies: Copies,
         head: bool,
         guard: Guard | None,
     ) -> None:
-        super().__init__(block, classes, states, config, head, guard)
+        super().__init__(block, classes, states, config, copies, head, guard)
         self._proj_in = states.get("proj_in")
 
     def __call__(  # type: ignore[override]
