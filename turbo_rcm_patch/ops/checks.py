@@ -3,6 +3,7 @@ launchers'."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -12,6 +13,7 @@ from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
 __all__ = [
+    "broadcasts",
     "check_attention",
     "check_lengths",
     "check_mask",
@@ -32,6 +34,16 @@ def _shape(x: torch.Tensor) -> str:
 def check_float(name: str, x: torch.Tensor) -> None:
     if x.dtype not in FLOATS:
         raise DTypeError(name, expected="bfloat16, float16 or float32", got=str(x.dtype))
+
+
+def broadcasts(own: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether a shape broadcasts to another of as many dimensions.
+
+    Sizes may be symbols of a compiler, which compares them rightly with == but not with `in`.
+    """
+    if len(own) != len(full):
+        return False
+    return all(size == 1 or size == wide for size, wide in zip(own, full, strict=True))
 
 
 def check_attention(
@@ -98,7 +110,7 @@ def check_norm(
     if weight is None:
         return
     check_float(name, weight)
-    if weight.dim() != 1 or weight.numel() not in (channels, head_dim):
+    if weight.dim() != 1 or not (weight.numel() == channels or weight.numel() == head_dim):
         raise ShapeError(
             name,
             expected=f"[{channels}] (across heads) or [{head_dim}] (per head)",
@@ -159,9 +171,7 @@ def check_mask(mask: torch.Tensor, shape: tuple[int, int, int, int], spec: Atten
     """A mask of any form broadcasts to [B, H, Nq, Nk] and is boolean or added to the logits."""
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise MaskError("mask", expected="a boolean or float dtype", got=str(mask.dtype))
-    fits = 2 <= mask.dim() <= 4 and all(
-        own in (1, full) for own, full in zip(reversed(mask.shape), reversed(shape), strict=False)
-    )
+    fits = 2 <= mask.dim() <= 4 and broadcasts(mask.shape, shape[-mask.dim() :])
     if not fits:
         raise MaskError(
             "mask", expected=f"a shape that broadcasts to {list(shape)}", got=_shape(mask)
@@ -213,12 +223,11 @@ def coefficient_parts(
         return float(value), None
     if not value.dtype.is_floating_point:
         raise DTypeError(name, expected="a float dtype", got=str(value.dtype))
-    if value.dim() == 1 and value.shape[0] in (1, shape[0]):
+    if value.dim() == 1 and broadcasts(value.shape, shape[:1]):
         return 1.0, value.view(-1, 1, 1)
     if value.dim() == 0:
         return 1.0, value.view(1, 1, 1)
-    good = value.dim() == 3 and all(c in (1, s) for c, s in zip(value.shape, shape, strict=True))
-    if not good:
+    if not broadcasts(value.shape, shape):
         batch, _, channels = shape
         raise ShapeError(
             name,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import GradientError, ShapeError
-from turbo_rcm_patch.ops.checks import check_float, check_weight
+from turbo_rcm_patch.ops.checks import broadcasts, check_float, check_weight
 from turbo_rcm_patch.ops.quantize import Rows, padded_channels, quantized_rows
 from turbo_rcm_patch.ops.spec import resolve_impl
 
@@ -143,8 +143,7 @@ def _modulation(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> list[T
     for name, part in (("scale", scale), ("shift", shift)):
         if part is not None:
             part = part.view((1,) * (3 - part.dim()) + tuple(part.shape))
-            sizes = zip(part.shape, x.shape, strict=True)
-            if part.dim() != 3 or any(own not in (1, full) for own, full in sizes):
+            if not broadcasts(part.shape, x.shape):
                 raise ShapeError(
                     name, expected=f"broadcasts to {list(x.shape)}", got=str(list(part.shape))
                 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, ShapeError
-from turbo_rcm_patch.ops.checks import check_float, check_residual, check_weight
+from turbo_rcm_patch.ops.checks import broadcasts, check_float, check_residual, check_weight
 from turbo_rcm_patch.ops.elementwise import norm_forward, norm_gradients
 from turbo_rcm_patch.ops.projection import check_cast, project_gradients
 from turbo_rcm_patch.ops.reference import close_skip, project
@@ -66,8 +66,7 @@ def _check_coefficients(
     views = []
     for index, (value, stream) in enumerate(zip(coefficients, streams, strict=True)):
         view = value.view((1,) * (3 - value.dim()) + tuple(value.shape))
-        sizes = zip(view.shape, stream.shape, strict=False)
-        if view.dim() != 3 or any(own not in (1, full) for own, full in sizes):
+        if not broadcasts(view.shape, stream.shape):
             raise ShapeError(
                 f"{name}[{index}]",
                 expected=f"broadcasts to {list(stream.shape)}",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from turbo_rcm_patch.patching.find import find_pairs
 from turbo_rcm_patch.patching.patch import (
+    is_patched,
     patch_model,
     patched,
     refresh,
+    report_of,
     sla_as_defined,
     unpatch_model,
 )
@@ -18,9 +20,11 @@ __all__ = [
     "PairTable",
     "PatchReport",
     "find_pairs",
+    "is_patched",
     "patch_model",
     "patched",
     "refresh",
+    "report_of",
     "sla_as_defined",
     "unpatch_model",
 ]

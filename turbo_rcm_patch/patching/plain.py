@@ -10,6 +10,7 @@ look-ups that a compiler can guard on.
 from __future__ import annotations
 
 from types import MethodType
+from typing import Final
 
 import torch
 from torch import nn
@@ -21,14 +22,25 @@ __all__ = [
     "hook_names",
     "plain_linear",
     "plain_norm",
+    "unserved",
     "why_not_plain",
 ]
+
+
+#: What the kernels take.
+_FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def autocasting(x: torch.Tensor) -> bool:
     """Whether autocast picks a dtype per operation of the author's code; ours would not follow."""
     device = x.device.type
     return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def unserved(x: torch.Tensor) -> bool:
+    """Whether a block with this input runs as written: under autocast, and in fp64, to which a
+    model may be cast after it was patched."""
+    return x.dtype not in _FLOATS or autocasting(x)
 
 
 def bare(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears
-from turbo_rcm_patch.patching.plain import autocasting, bare, drops, plain_linear
+from turbo_rcm_patch.patching.plain import bare, drops, plain_linear, unserved
 from turbo_rcm_patch.patching.state import PairState, specs_of
 
 __all__ = [
@@ -103,7 +103,7 @@ class CogVideoXBlockForward:
         if attention_kwargs is not None:  # ConsisID's block takes none.
             given += (attention_kwargs,)  # type: ignore[assignment]
         same = hidden_states.dtype == encoder_hidden_states.dtype == temb.dtype
-        if autocasting(hidden_states) or not same:
+        if unserved(hidden_states) or not same:
             written: tuple[Tensor, Tensor] = type(self._block).forward(self._block, *given)
             return written
         guard = self._begin(hidden_states, encoder_hidden_states, temb)

@@ -19,7 +19,7 @@ from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, pair_state, runs_int8
-from turbo_rcm_patch.patching.plain import autocasting, plain_linear, why_not_plain
+from turbo_rcm_patch.patching.plain import plain_linear, unserved, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.signature import check_parameters
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState, specs_of
@@ -132,7 +132,7 @@ class RCMAttentionForward:
             [B, N, C], dtype of x.
         """
         module = self._module
-        if not self._state.live or autocasting(x):
+        if not self._state.live or unserved(x):
             return self._as_written(x, t)
         self._linears.begin()
         c_skip, c_out = module.coefficients(x, t)

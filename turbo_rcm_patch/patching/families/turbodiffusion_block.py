@@ -29,7 +29,7 @@ from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
-from turbo_rcm_patch.patching.plain import autocasting, plain_linear
+from turbo_rcm_patch.patching.plain import plain_linear, unserved
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Coefficient
 
@@ -126,7 +126,7 @@ class TurboBlockForward:
             [B, N, C], dtype of x.
         """
         block = self._block
-        if autocasting(x):
+        if unserved(x):
             forward: Tensor = type(block).forward(
                 block, x, e, seq_lens, freqs, context, context_lens
             )

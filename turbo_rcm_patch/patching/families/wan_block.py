@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.blocks import same_batch
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
 from turbo_rcm_patch.patching.families.wan_modes import (
@@ -29,7 +30,7 @@ from turbo_rcm_patch.patching.families.wan_sla import settle, sparse_attention
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
-from turbo_rcm_patch.patching.plain import autocasting, bare, plain_linear, plain_norm
+from turbo_rcm_patch.patching.plain import bare, plain_linear, plain_norm, unserved
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast, Coefficient
@@ -109,7 +110,7 @@ class WanBlockForward:
             [B, N, C], dtype of hidden_states.
         """
         block = self._block
-        if autocasting(hidden_states):
+        if unserved(hidden_states):
             written: Tensor = self._as_written(
                 hidden_states, encoder_hidden_states, temb, rotary_emb
             )
@@ -161,6 +162,7 @@ class WanBlockForward:
             [B, N, C], dtype of hidden.
         """
         block = self._block
+        hidden, context = same_batch(hidden, context)
         shift, scale, gate, c_shift, c_scale, c_gate = rows
         x = self._modulated(block.norm1, hidden, scale, shift, self._attn1)
         hidden = self._self_attention(x, hidden, gate, rotary, mask, guard)
