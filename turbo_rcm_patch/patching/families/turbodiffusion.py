@@ -19,6 +19,10 @@ from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, QMAX
 from turbo_rcm_patch.patching.blocks import distinct
 from turbo_rcm_patch.patching.families._sla import linear_pair
 from turbo_rcm_patch.patching.families.turbodiffusion_block import RotaryTables, TurboBlockForward
+from turbo_rcm_patch.patching.families.turbodiffusion_rotary import (
+    RotaryForward,
+    lacks_rotary,
+)
 from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     FORWARDS,
     has_image,
@@ -109,6 +113,9 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
             head = not result.installations
             make = partial(TurboBlockForward, block, states, config, result.copies, head, tables)
             result.installations.append(Installation(block, "forward", make))
+            if lacks_rotary(block.self_attn) and innermost(block.self_attn):
+                rotary = partial(RotaryForward, block.self_attn)
+                result.installations.append(Installation(block.self_attn, "forward", rotary))
     return result
 
 

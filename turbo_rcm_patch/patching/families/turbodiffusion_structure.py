@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.patching.families.turbodiffusion_rotary import runs_itself
 from turbo_rcm_patch.patching.plain import bare, hook_names, why_not_plain
 from turbo_rcm_patch.patching.registry import author_class
 
@@ -100,7 +101,7 @@ def why_attention_called(attn: Any, kind: str) -> str:
     """
     if author_class(attn).__name__ not in _ATTENTIONS[kind]:
         return f"it is a {type(attn).__qualname__}"
-    if not bare(attn):
+    if not runs_itself(attn):
         return f"attention is called as a module: {hook_names(attn)}"
     operators = [attn.attn_op] + ([attn.attn_op_image] if has_image(attn) else [])
     for op in operators:
