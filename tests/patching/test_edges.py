@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
+    checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.patching import cogvideox
 from tests.patching.turbodiffusion import tiny, tiny_inputs
@@ -260,6 +263,40 @@ def test_a_step_of_training_with_sharded_parameters(mesh: DeviceMesh) -> None:
     expected, found = gradients(False, False), gradients(True, True)
     worst = max(relative(a, b) for a, b in zip(found, expected, strict=True))
     assert worst < 1e-4
+
+
+# --- selective checkpointing ---------------------------------------------------------------------
+
+
+def save_products(ctx: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """As TurboDiffusion trains: products are saved, everything else is computed again."""
+    product = function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "frozen-linears"])
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+def test_training_with_selective_checkpointing(linear: Any, frozen: bool) -> None:
+    """What looks after int8 copies in a forward is not replayed in the backward."""
+
+    def gradients(config: PatchConfig | None) -> list[torch.Tensor]:
+        model = tiny(checkpoint=False).requires_grad_(True)
+        context = partial(create_selective_checkpoint_contexts, save_products)
+        for name, block in model.blocks.named_children():
+            model.blocks.register_module(name, checkpoint_wrapper(block, context_fn=context))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen or "attn" not in name and "ffn" not in name)
+        if config is not None:
+            patch_model(model, config)
+        for _ in range(2):
+            model.zero_grad()
+            model(**tiny_inputs()).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    config = PatchConfig(attention="exact", linear=linear, guard=False)
+    expected, found = gradients(None), gradients(config)
+    worst = max(relative(a, b) for a, b in zip(found, expected, strict=True))
+    assert worst < (0.1 if frozen and linear == "int8" else 1e-4)
 
 
 # --- symbolic sizes ------------------------------------------------------------------------------

@@ -24,11 +24,13 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
@@ -163,7 +165,7 @@ class Copies:
         """
         if _capturing(linears[0].weight):
             return self.fresh(linears)
-        with self._lock:
+        with self._lock, _unrecorded():
             return self._kept(key, linears)
 
     def _kept(self, key: Key, linears: Sequence[Any]) -> Made:
@@ -320,6 +322,15 @@ class Copies:
             self._together.clear()
         finally:
             self._lock.release()
+
+
+def _unrecorded() -> AbstractContextManager[object]:
+    """Where operations go unseen by whoever records those of a forward: selective checkpointing
+    replays them in the backward, and looking after copies is none of them."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return nullcontext()
+    unseen: AbstractContextManager[object] = _disable_current_modes()
+    return unseen
 
 
 def _capturing(weight: Tensor) -> bool:
