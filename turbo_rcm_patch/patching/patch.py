@@ -105,8 +105,15 @@ def _patch(model: object, config: PatchConfig) -> PatchReport:
     _refuse_shared([plan for _, plan in planned])
     log = GuardLog()
     records = [_record(model, target, plan, log) for target, plan in planned]
-    _install_all(records)
-    return _report(model, records)
+    try:
+        for record in records:
+            record.install()
+        return _report(model, records)
+    except BaseException:
+        for record in reversed(records):
+            if record_of(record.plan.model) is record:
+                record.undo()
+        raise
 
 
 def is_patched(model: object) -> bool:
@@ -302,18 +309,6 @@ def _entry(plan: ModelPlan, installation: Installation, guard: Guard | None) -> 
         )
     ours = installation.make(guard)
     return Entry(installation.module, installation.name, ours, slot, slot.get())
-
-
-def _install_all(records: list[PatchRecord]) -> None:
-    done: list[PatchRecord] = []
-    try:
-        for record in records:
-            record.install()
-            done.append(record)
-    except BaseException:
-        for record in reversed(done):
-            record.undo()
-        raise
 
 
 def _refuse_shared(plans: list[ModelPlan]) -> None:
