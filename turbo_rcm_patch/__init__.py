@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.checkpoints.extra import load_extra, unload_extra
     from turbo_rcm_patch.config import PatchConfig
     from turbo_rcm_patch.patching.find import find_pairs
-    from turbo_rcm_patch.patching.patch import patch_model, patched, unpatch_model
+    from turbo_rcm_patch.patching.patch import (
+        is_patched,
+        patch_model,
+        patched,
+        refresh,
+        report_of,
+        unpatch_model,
+    )
     from turbo_rcm_patch.patching.report import PairTable, PatchReport
     from turbo_rcm_patch.sampling.scheduler import RCMScheduler
     from turbo_rcm_patch.skip import SkipPair
@@ -30,9 +37,12 @@ __all__ = [
     "SkipPair",
     "__version__",
     "find_pairs",
+    "is_patched",
     "load_extra",
     "patch_model",
     "patched",
+    "refresh",
+    "report_of",
     "unload_extra",
     "unpatch_model",
 ]
@@ -44,9 +54,12 @@ _HOME: Final = {
     "RCMScheduler": "turbo_rcm_patch.sampling.scheduler",
     "SkipPair": "turbo_rcm_patch.skip",
     "find_pairs": "turbo_rcm_patch.patching.find",
+    "is_patched": "turbo_rcm_patch.patching.patch",
     "load_extra": "turbo_rcm_patch.checkpoints.extra",
     "patch_model": "turbo_rcm_patch.patching.patch",
     "patched": "turbo_rcm_patch.patching.patch",
+    "refresh": "turbo_rcm_patch.patching.patch",
+    "report_of": "turbo_rcm_patch.patching.patch",
     "unload_extra": "turbo_rcm_patch.checkpoints.extra",
     "unpatch_model": "turbo_rcm_patch.patching.patch",
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from numbers import Real
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, TypedDict, cast, get_args
 
 from turbo_rcm_patch.errors import ConfigError
 
@@ -17,7 +18,9 @@ __all__ = [
     "Linear",
     "PVDType",
     "PatchConfig",
+    "PatchOptions",
     "Precision",
+    "chosen_config",
     "is_number",
 ]
 
@@ -50,9 +53,10 @@ class PatchConfig:
             both of a feed-forward. "as-is" in the model's dtype; "int8" with int8 weights (a scale
             per output channel) and int8 activations (a scale per row), where a Linear is plain,
             has no gradient to give and multiplies nothing but its weight. Faster, less accurate,
-            and never the default. Outside a compiled graph the int8 weights are kept beside the
-            model's own, which costs one byte more per weight; in one they are made again on every
-            forward.
+            and never the default. Outside a compiled or captured graph the int8 weights are
+            kept beside the model's own, which costs one byte more per weight, and every forward
+            first compares the weights with what they were made from, bit by bit on the device; in
+            a graph they are made again on every forward.
         smooth_k: Subtract the mean over tokens from k before quantising. It leaves softmax
             unchanged exactly.
         impl: "triton" or "reference" (plain torch); "auto" decides once, by the device of the
@@ -86,6 +90,11 @@ class PatchConfig:
     precision: Precision = "fixed"
     guard_budget: float = 0.10
     sla_topk: float = 0.1
+
+    def __repr__(self) -> str:
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        chosen = [f"{field.name}={value!r}" for field, value in values if value != field.default]
+        return f"PatchConfig({', '.join(chosen)})"
 
     def __post_init__(self) -> None:
         for field, choices in (
@@ -139,6 +148,52 @@ class PatchConfig:
                 expected='guard=True and attention="int8": the guard chooses',
                 got=f"guard={self.guard} and attention={self.attention!r}",
             )
+
+
+class PatchOptions(TypedDict, total=False):
+    """The fields of `PatchConfig` as keywords of `patch_model` and `patched`."""
+
+    attention: Attention
+    pv: PVDType
+    linear: Linear
+    smooth_k: bool
+    impl: Impl
+    form: Form
+    kinds: tuple[Kind, ...]
+    guard: bool
+    precision: Precision
+    guard_budget: float
+    sla_topk: float
+
+
+def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:
+    """The configuration that somebody means by one, by keywords, or by both: a keyword replaces
+    that field of the configuration.
+
+    Raises:
+        ConfigError: It is no `PatchConfig`, there is no such field, or a value is outside its
+            domain.
+    """
+    if config is not None and not isinstance(config, PatchConfig):
+        attention = config if config in get_args(Attention) else "int8"
+        raise ConfigError(
+            "config",
+            expected="a PatchConfig",
+            got=repr(config)[:120],
+            remedy=f"Write patch_model(model, attention={attention!r}) or "
+            f"patch_model(model, PatchConfig(attention={attention!r}))",
+        )
+    names = [field.name for field in fields(PatchConfig)]
+    unknown = [name for name in options if name not in names]
+    if unknown:
+        near = get_close_matches(unknown[0], names, 1)
+        raise ConfigError(
+            f"keyword {unknown[0]!r}",
+            expected="a field of PatchConfig: " + ", ".join(names),
+            got=", ".join(unknown),
+            remedy=f"Did you mean {near[0]!r}" if near else "",
+        )
+    return replace(config if config is not None else PatchConfig(), **cast("Any", dict(options)))
 
 
 def is_number(value: object) -> bool:

@@ -89,6 +89,9 @@ class SkipPair:
     reason: str = ""
     int8_linears: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"SkipPair({self.path!r}, kind={self.kind!r}, runs={self.runs!r})"
+
     @property
     def fused(self) -> bool:
         """Whether any of our kernels closes this pair."""

@@ -97,6 +97,8 @@ def cuda_resources(cubin: bytes, kernel: str) -> dict:
         result["igmma"] = len(re.findall(r"\bIGMMA\b", sass))
     if kernel in ("hopper_kernel", "sparse_attention_kernel") or "hopper_linear" in kernel:
         result["loop_spills"] = spills_in_loops(sass)
+    if kernel == "fingerprint_kernel":
+        result["wide_loads"] = len(re.findall(r"\bLDG\.E\.128", sass))
     if kernel == "one_launch_kernel":
         result["barrier"] = barrier_before_atomic(sass)
     return result

@@ -22,7 +22,8 @@ from turbo_rcm_patch.kernels.launch import Target, Tile
 MODULES = (
     "prologue", "hopper_prologue", "quantize", "attention", "hopper", "project", "one_launch",
     "skip", "rows", "norm_rows", "int8_linear", "hopper_linear", "hopper_linear_blocks", "denoise",
-    "block_map", "linear_branch", "hopper_key_value", "sparse_attention", "sparse_tokens", "norm",
+    "block_map", "fingerprint", "linear_branch", "hopper_key_value", "norm", "sparse_attention",
+    "sparse_tokens",
 )  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
@@ -174,6 +175,8 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
             modules["norm"].norm_rotate(
                 q, heads, weight=weight, bias=None, cos=table, sin=table, eps=1e-6
             )
+    elif operation == "fingerprint":
+        modules["fingerprint"].fingerprint(modules["fingerprint"].Table([weight, bias]))
     elif operation == "norm-rows":
         norm_rows(modules, residual, gate)
     elif operation in ("hopper-linear", "hopper-linear-blocks"):

@@ -246,6 +246,20 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
         assert len(linears) == 5 and all(r["igmma"] for r in linears)
 
 
+def test_checksums_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """A chunk is in registers, and on a GPU of NVIDIA's it is read 16 bytes at a time."""
+    for python in pythons(pytestconfig):
+        cases = [case("fingerprint", target, 128, "fp8") for target in TARGETS]
+        results = resources(python, cases, tmp_path)
+        assert {r["kernel"] for r in results} == {"fingerprint_kernel"}
+        for target in TARGETS:
+            here = [r for r in results if r["target"] == f"{target[0]}:{target[1]}"]
+            broken = faults(here, target)
+            assert here and not broken, broken
+            # 4,096 words of 4 bytes over 128 threads.
+            assert target[0] != "cuda" or all(r["wide_loads"] == 8 for r in here)
+
+
 @pytest.mark.slow
 def test_int8_linears_with_groups_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """A scale for every 128 channels: two sums a value, and nothing spilled on any target."""

@@ -73,7 +73,9 @@ def test_blocks_that_are_not_the_author_s_are_left_alone() -> None:
     with pytest.raises(errors.NothingToPatchError):
         patch_model(model)
     model.transformer_blocks[1] = nn.Identity()
-    assert len(find_pairs(model)) == 2
+    table = find_pairs(model)
+    assert len(table) == 3 and table.fused == 0
+    assert "it is a Identity, of which nothing is known" in table[2].reason
 
 
 @pytest.mark.parametrize(

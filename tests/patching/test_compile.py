@@ -66,15 +66,17 @@ def test_a_compiled_model_can_be_passed() -> None:
 
 
 @pytest.mark.parametrize("patch_first", [True, False], ids=["patch-first", "patch-after"])
-def test_repeated_blocks_share_one_graph(patch_first: bool) -> None:
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+def test_repeated_blocks_share_one_graph(patch_first: bool, linear: Any) -> None:
+    config = PatchConfig(guard=False, linear=linear)
     model, backend = wan(num_layers=3), Counting()
-    with patched(model, INT8):
+    with patched(model, config):
         fused = run(model)
     if patch_first:
-        patch_model(model, INT8)
+        patch_model(model, config)
     model.compile_repeated_blocks(backend=backend, fullgraph=True)
     if not patch_first:
-        patch_model(model, INT8)
+        patch_model(model, config)
     assert torch.equal(run(model), fused)
     assert backend.graphs == 1
 

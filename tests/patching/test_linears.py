@@ -16,8 +16,9 @@ from torch import nn
 from tests.patching.wan import CASES, Case, dicts, relative, run, wan
 from turbo_rcm_patch import PatchConfig, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.models import RCMAttention
-from turbo_rcm_patch.patching import linears as linears_file
+from turbo_rcm_patch.patching import copies as copies_file
 from turbo_rcm_patch.patching import normed as normed_file
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.linears import Linears
 
 #: int8 in the Linears alone.
@@ -29,13 +30,13 @@ AS_IS = PatchConfig(attention="exact", guard=False)
 def quantised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of weights that were quantised, as it happens."""
     seen: list[tuple[int, ...]] = []
-    real = linears_file.ops.quantize_weight
+    real = copies_file.ops.quantize_weight
 
     def counting(*weights: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         seen.extend(tuple(weight.shape) for weight in weights)
         return real(*weights, **options)
 
-    monkeypatch.setattr(linears_file.ops, "quantize_weight", counting)
+    monkeypatch.setattr(copies_file.ops, "quantize_weight", counting)
     return seen
 
 
@@ -204,19 +205,6 @@ def test_a_changed_weight_is_seen(change: str) -> None:
     assert torch.equal(run(model), run(other))
 
 
-def test_a_weight_that_keeps_moving_is_not_kept(quantised: list[tuple[int, ...]]) -> None:
-    """Offloading brings a weight to another place on every forward, to save its memory."""
-    linear, held = torch.nn.Linear(32, 16).requires_grad_(False), Linears("auto")
-    x = torch.randn(1, 4, 32)
-    places = []
-    for _ in range(6):
-        linear.weight.data = linear.weight.data.clone()
-        places.append(linear.weight.data)  # else the allocator may hand the same place out again
-        held.project("q", x, (linear,), int8=True)
-    assert len(quantised) == 6
-    assert all(entry.made is None for entry in held._held.values())
-
-
 # --- what is not quantised -----------------------------------------------------------------------
 
 
@@ -336,8 +324,7 @@ def test_over_budget_the_linears_go_first() -> None:
     assert report.fused == 6 and not any(pair.int8_linears for pair in report.pairs)
     assert all("int8 Linears given back by the guard" in pair.reason for pair in report.pairs)
     assert "linears given back: blocks.0.attn1 at 0.0" in str(report)
-    held = [block.forward._linears._held for block in model.blocks]
-    assert not any(held), "the int8 weights are no longer needed"
+    assert model._turbo_rcm_patch.plan.copies.bytes() == 0, "they are no longer needed"
     assert relative(run(model), expected) < 1e-5
 
 
@@ -363,22 +350,17 @@ def test_an_rcm_module(projection: bool) -> None:
         assert report.pairs[0].int8_linears == (("qkv", "proj") if projection else ("qkv",))
 
 
-def test_what_a_graph_captures_is_its_own_or_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a graph is captured nothing is kept, and what it reads is never freed."""
+def test_a_captured_graph_makes_its_own_int8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph quantises the weight on every replay: nothing is kept, and nothing goes stale."""
     module = nn.Linear(32, 32).requires_grad_(False)
-    x, linears = torch.randn(1, 4, 32), linears_file.Linears("reference")
-    monkeypatch.setattr(linears_file, "is_capturing", lambda device: True)
+    x, linears = torch.randn(1, 4, 32), Linears(Copies("reference"))
+    monkeypatch.setattr(copies_file, "is_capturing", lambda device: True)
     (captured,) = linears.project("a", x, (module,), int8=True)
-    assert not linears._held, "the graph makes its own on every replay"
-    monkeypatch.setattr(linears_file, "is_capturing", lambda device: False)
+    assert linears.copies.bytes() == 0
+    monkeypatch.setattr(copies_file, "is_capturing", lambda device: False)
     (eager,) = linears.project("a", x, (module,), int8=True)
-    assert torch.equal(captured, eager)
-    made = linears._held["a"].made
-    monkeypatch.setattr(linears_file, "is_capturing", lambda device: True)
-    for _ in range(2):
-        linears.project("a", x, (module,), int8=True)
-    monkeypatch.setattr(linears_file, "is_capturing", lambda device: False)
+    assert torch.equal(captured, eager) and linears.copies.bytes() > 0
+    monkeypatch.setattr(copies_file, "is_capturing", lambda device: True)
     module.weight.mul_(2)
-    linears.project("a", x, (module,), int8=True)
-    assert linears._held["a"].made is not made
-    assert len(linears._captured) == 1 and linears._captured[0] is made
+    (again,) = linears.project("a", x, (module,), int8=True)
+    assert not torch.equal(again, eager)

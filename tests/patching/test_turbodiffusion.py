@@ -50,6 +50,44 @@ def given(name: str, **more: Any) -> dict[str, torch.Tensor]:
     return tiny_inputs(image=options.get("image", False), dim=options.get("dim", 128), **more)
 
 
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sla"])
+@pytest.mark.parametrize("how", ["guard", "given back", "autocast", "hooked", "called"])
+def test_without_flash_attn(monkeypatch: pytest.MonkeyPatch, how: str, sparse: bool) -> None:
+    """The author's file has no rotary embedding then, so the unpatched model cannot run."""
+
+    def made() -> WanModel:
+        return with_sparse(tiny()) if sparse else tiny()
+
+    def forward(model: WanModel) -> torch.Tensor:
+        with torch.autocast("cpu", BF16, enabled=how == "autocast"):
+            return run(model, **tiny_inputs(tokens=150))
+
+    expected = forward(made())
+    monkeypatch.setattr(stand_in, "flash_apply_rotary_emb", None)
+    model = made()
+    before = dicts(model)
+    with pytest.raises(TypeError, match="not callable"):
+        forward(model)
+    if how == "hooked":
+        block_of(model).self_attn.register_forward_hook(lambda module, args, output: output)
+    config = {
+        "given back": PatchConfig(attention="int4", guard_budget=1e-6),
+        "called": PatchConfig(kinds=("feed-forward",), guard=False),
+    }.get(how, PatchConfig())
+    report = patch_model(model, config)
+    assert report.fused > 0
+    found = relative(forward(model), expected)
+    assert found < (1e-5 if how in ("given back", "called") else 0.02)
+    if how == "guard":
+        assert "kept" in str(report.guard) and report.fused == (8 if sparse else 6)
+        assert find_pairs(model)[0].runs == "two-launch"
+        twin = copy.deepcopy(model)
+        assert torch.equal(forward(twin), forward(model))
+    unpatch_model(model)
+    if how != "hooked":
+        assert dicts(model) == before
+
+
 def block_of(model: WanModel, index: int = 0) -> Any:
     block = model.blocks[index]
     return getattr(block, "_checkpoint_wrapped_module", block)

@@ -44,6 +44,12 @@ def test_its_model_is_patched_and_put_back(results: dict[str, Any], name: str) -
     assert int8 < 0.02
 
 
+@pytest.mark.parametrize("name", ["2.1", "2.2"])
+def test_its_model_without_flash_attn(results: dict[str, Any], name: str) -> None:
+    result = results[f"{name}-without-flash-attn"]
+    assert result["kept"] == ["kept"] * 6 and result["error"] < 0.02 and result["back"]
+
+
 def test_its_model_with_sla(results: dict[str, Any]) -> None:
     """By the emulation, and by the kernels in the interpreter."""
     result = results["2.1-sla"]

@@ -82,10 +82,17 @@ class FastLayerNorm(nn.Module):
         return F.layer_norm(x.float(), (self.dim,), weight, bias, self.eps).to(x.dtype)
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.complex(cos, sin)[None, :, None]).flatten(-2)
+
+
+#: None where flash-attn is missing, as in the author's file.
+flash_apply_rotary_emb: Any = turned
+
+
 def rotated(x: Tensor, freqs: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-    turned = pairs * torch.polar(torch.ones_like(freqs), freqs)[None, :, None]
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    return flash_apply_rotary_emb(x.float(), freqs.cos(), freqs.sin()).to(x.dtype)
 
 
 class WanSelfAttention(nn.Module):

@@ -90,6 +90,21 @@ def compare(model: Any, given: dict[str, Any], *configs: PatchConfig) -> dict[st
     return result
 
 
+def without_flash_attn(network: Any) -> dict[str, Any]:
+    """As its file is where flash-attn is missing: no rotary embedding, and the guard on."""
+    model = model_of(network)
+    given = inputs_of(model, 3)
+    expected = forward(model, given)
+    network.flash_apply_rotary_emb = None
+    try:
+        with patched(model) as report:
+            error = relative(forward(model, given), expected)
+            kept = [record.verdict for record in report.guard]
+    finally:
+        network.flash_apply_rotary_emb = rotary
+    return {"error": error, "kept": kept, "back": torch.equal(forward(model, given), expected)}
+
+
 def sparse_operation(sla: Any) -> dict[str, float]:
     """Its SLA, projection random, on q, k and v of its own layout, against our operation."""
     torch.manual_seed(2)
@@ -141,6 +156,8 @@ def main() -> None:
     results["2.1-i2v"] = compare(model, given, EXACT, INT8)
     model = model_of(wan2pt2, model_type="i2v", in_dim=8)
     results["2.2-i2v"] = compare(model, inputs_of(model, 3, extra=4), EXACT, INT8)
+    for name, network in (("2.1", wan2pt1), ("2.2", wan2pt2)):
+        results[f"{name}-without-flash-attn"] = without_flash_attn(network)
     model = with_sla(sla, model_of(wan2pt1))
     fp16 = PatchConfig(guard=False, pv="fp16", impl="triton", kinds=("self",))
     results["2.1-sla"] = compare(model, inputs_of(model, 12), INT8, fp16)

@@ -8,6 +8,7 @@ first launched.
 from turbo_rcm_patch.ops.attention import attention_lse, attention_skip, masked_attention
 from turbo_rcm_patch.ops.denoise import denoise_step
 from turbo_rcm_patch.ops.elementwise import linear_gelu, norm_modulate, norm_modulate_rows
+from turbo_rcm_patch.ops.fingerprint import Fingerprints
 from turbo_rcm_patch.ops.fused import attention_project_skip, choose_form
 from turbo_rcm_patch.ops.int8_linear import int8_linear
 from turbo_rcm_patch.ops.projection import project_skip, skip
@@ -35,6 +36,7 @@ __all__ = [
     "MAX_SPARSE_HEAD_DIM",
     "SPARSE_BLOCKS",
     "AttentionSpec",
+    "Fingerprints",
     "Rows",
     "Sparsity",
     "attention_lse",

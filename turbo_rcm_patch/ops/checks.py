@@ -21,6 +21,7 @@ from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
 __all__ = [
+    "broadcasts",
     "check_attention",
     "check_choice",
     "check_eps",
@@ -103,6 +104,16 @@ def check_spec(spec: object) -> None:
         raise ConfigError("spec", expected="an AttentionSpec", got=type(spec).__name__)
 
 
+def broadcasts(own: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether a shape broadcasts to another of as many dimensions.
+
+    Sizes may be symbols of a compiler, which compares them rightly with == but not with `in`.
+    """
+    if len(own) != len(full):
+        return False
+    return all(size == 1 or size == wide for size, wide in zip(own, full, strict=True))
+
+
 def check_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> None:
@@ -170,7 +181,7 @@ def check_norm(
     if weight is None:
         return
     check_float(name, weight)
-    if weight.dim() != 1 or weight.numel() not in (channels, head_dim):
+    if weight.dim() != 1 or not (weight.numel() == channels or weight.numel() == head_dim):
         raise ShapeError(
             name,
             expected=f"[{channels}] (across heads) or [{head_dim}] (per head)",
@@ -234,9 +245,7 @@ def check_mask(mask: torch.Tensor, shape: tuple[int, int, int, int], spec: Atten
     check_tensor("mask", mask)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise MaskError("mask", expected="a boolean or float dtype", got=str(mask.dtype))
-    fits = 2 <= mask.dim() <= 4 and all(
-        own in (1, full) for own, full in zip(reversed(mask.shape), reversed(shape), strict=False)
-    )
+    fits = 2 <= mask.dim() <= 4 and broadcasts(mask.shape, shape[-mask.dim() :])
     if not fits:
         raise MaskError(
             "mask", expected=f"a shape that broadcasts to {list(shape)}", got=_shape(mask)
@@ -294,12 +303,11 @@ def coefficient_parts(
             ) from None
     if not value.dtype.is_floating_point:
         raise DTypeError(name, expected="a float dtype", got=str(value.dtype))
-    if value.dim() == 1 and value.shape[0] in (1, shape[0]):
+    if value.dim() == 1 and broadcasts(value.shape, shape[:1]):
         return 1.0, value.view(-1, 1, 1)
     if value.dim() == 0:
         return 1.0, value.view(1, 1, 1)
-    good = value.dim() == 3 and all(c in (1, s) for c, s in zip(value.shape, shape, strict=True))
-    if not good:
+    if not broadcasts(value.shape, shape):
         batch, _, channels = shape
         raise ShapeError(
             name,

@@ -14,6 +14,7 @@ from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, ShapeError
 from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
+    broadcasts,
     check_eps,
     check_float,
     check_impl,
@@ -189,8 +190,7 @@ def _modulation(
             if part.is_complex():
                 raise DTypeError(name, expected="real numbers", got=str(part.dtype))
             part = part.view((1,) * (3 - part.dim()) + tuple(part.shape))
-            sizes = zip(part.shape, x.shape, strict=True)
-            if part.dim() != 3 or any(own not in (1, full) for own, full in sizes):
+            if not broadcasts(part.shape, x.shape):
                 raise ShapeError(
                     name, expected=f"broadcasts to {list(x.shape)}", got=str(list(part.shape))
                 )

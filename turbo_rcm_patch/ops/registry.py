@@ -184,8 +184,9 @@ attention_forward = Operation("turbo_rcm_patch::attention_forward", _forward)
 
 @attention_forward.register_fake
 def _forward_fake(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    heads, out_dtype, want_lse = args[14], args[22], args[23]
-    assert isinstance(heads, int) and isinstance(out_dtype, torch.dtype)
+    # With dynamic=True a compiler makes a symbol even of the number of heads.
+    heads, out_dtype, want_lse = cast("int", args[14]), args[22], args[23]
+    assert isinstance(out_dtype, torch.dtype)
     lse_shape = (q.shape[0], heads, q.shape[1]) if want_lse else (0,)
     return q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
 

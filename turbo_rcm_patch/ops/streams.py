@@ -17,6 +17,7 @@ from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, ShapeError
 from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
+    broadcasts,
     check_eps,
     check_float,
     check_impl,
@@ -86,8 +87,7 @@ def _check_coefficients(
     for index, (value, stream) in enumerate(zip(coefficients, streams, strict=True)):
         check_tensor(f"{name}[{index}]", value)
         view = value.view((1,) * (3 - value.dim()) + tuple(value.shape))
-        sizes = zip(view.shape, stream.shape, strict=False)
-        if view.dim() != 3 or any(own not in (1, full) for own, full in sizes):
+        if not broadcasts(view.shape, stream.shape):
             raise ShapeError(
                 f"{name}[{index}]",
                 expected=f"broadcasts to {list(stream.shape)}",

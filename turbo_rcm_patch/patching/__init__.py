@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from turbo_rcm_patch.patching.find import find_pairs
-from turbo_rcm_patch.patching.patch import patch_model, patched, sla_as_defined, unpatch_model
+from turbo_rcm_patch.patching.patch import (
+    is_patched,
+    patch_model,
+    patched,
+    refresh,
+    report_of,
+    sla_as_defined,
+    unpatch_model,
+)
 from turbo_rcm_patch.patching.report import GuardLog, GuardRecord, PairTable, PatchReport
 
 __all__ = [
@@ -12,8 +20,11 @@ __all__ = [
     "PairTable",
     "PatchReport",
     "find_pairs",
+    "is_patched",
     "patch_model",
     "patched",
+    "refresh",
+    "report_of",
     "sla_as_defined",
     "unpatch_model",
 ]

@@ -2,31 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.errors import ContextParallelError, DTypeError, HeadDimError
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.plain import bare, why_not_plain
-from turbo_rcm_patch.skip import Residual
+from turbo_rcm_patch.patching.registry import author_class
+from turbo_rcm_patch.skip import Residual, SkipPair
 
 __all__ = [
     "Mode",
     "check_head_dim",
     "check_weights",
+    "distinct",
+    "known_inside",
     "left_by_config",
     "plain_dropout",
     "refuse_parallel",
+    "same_batch",
+    "unknown_pair",
 ]
 
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 #: What may run now: ours in the place of a branch, the skip after it, or nothing of ours.
 Mode = Literal["ours", "called", "as-written"]
+
+
+def distinct(modules: Iterable[nn.Module]) -> Iterator[tuple[int, Any]]:
+    """Index and module, each module once: one that a model uses twice is one block, as for
+    `parameters()`, and is patched once."""
+    seen: set[int] = set()
+    for index, module in enumerate(modules):
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield index, module
+
+
+def known_inside(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> tuple[str, Any]:
+    """The block in what stands in the list of blocks: itself, or what somebody wrapped (torch's
+    activation checkpointing, a compiled module), and its path from there."""
+    for name, inner in module.named_modules():
+        if author_class(inner) in classes:
+            return name.replace("_orig_mod", "").strip("."), inner
+    return "", module
+
+
+def unknown_pair(path: str, module: nn.Module) -> SkipPair:
+    """Stands in the report for a block of which nothing is known; it runs as it is."""
+    return SkipPair(
+        path=path,
+        kind="self",
+        heads=0,
+        head_dim=0,
+        streams=(),
+        cast="model",
+        projection=False,
+        runs="as-written",
+        reason=f"it is a {type(module).__qualname__}, of which nothing is known",
+    )
+
+
+def same_batch(x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with one batch size: where one has a single sample, it is every sample's.
+
+    Args:
+        x: [B or 1, N, C].
+        context: [B or 1, T, C].
+    """
+    if x.shape[0] == context.shape[0]:
+        return x, context
+    if context.shape[0] == 1:
+        return x, context.expand(x.shape[0], -1, -1)
+    return (x.expand(context.shape[0], -1, -1) if x.shape[0] == 1 else x), context
 
 
 def refuse_parallel(path: str, holder: object) -> None:

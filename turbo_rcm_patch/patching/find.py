@@ -16,7 +16,7 @@ from turbo_rcm_patch.patching.report import PairTable
 from turbo_rcm_patch.patching.state import ModelPlan
 from turbo_rcm_patch.skip import SkipPair, Stream
 
-__all__ = ["Target", "execution_device", "find_pairs", "find_targets", "plan_all"]
+__all__ = ["Target", "execution_device", "find_pairs", "find_targets", "parts_of", "plan_all"]
 
 #: Where a diffusers pipeline keeps its denoising networks (two experts in Wan 2.2).
 _COMPONENTS = ("transformer", "transformer_2")
@@ -39,21 +39,12 @@ def find_targets(model: object) -> list[Target]:
         NotAModelError: Neither a torch module nor an object that holds one as `transformer`.
         UnknownArchitectureError: No registered family knows a class in it.
     """
-    if isinstance(model, nn.Module):
-        parts = {"": model}
-    else:
-        held = {name: getattr(model, name, None) for name in _COMPONENTS}
-        parts = {name: part for name, part in held.items() if isinstance(part, nn.Module)}
-    if not parts:
-        raise NotAModelError(
-            "model",
-            expected="a torch.nn.Module, or a pipeline with one as its transformer",
-            got=f"a {qualified_name(type(model))}",
-            remedy="Pass pipe.transformer or the pipeline itself",
-        )
-    targets = [
+    parts = parts_of(model)
+    found = [
         target for component, part in parts.items() for target in _walk(part, component, component)
     ]
+    # A network may be held under two names.
+    targets = list({id(target.module): target for target in reversed(found)}.values())[::-1]
     if not targets:
         names = ", ".join(qualified_name(type(part)) for part in parts.values())
         raise UnknownArchitectureError(
@@ -61,9 +52,30 @@ def find_targets(model: object) -> list[Target]:
             expected="one of " + ", ".join(sorted(FAMILIES)) + ", or a WanModel laid out as "
             "TurboDiffusion's",
             got=names,
-            remedy="A subclass may run another forward and is not patched on a guess",
+            remedy="Pass the transformer that holds it, if it is a part of one; a subclass may "
+            "run another forward and is not patched on a guess",
         )
     return targets
+
+
+def parts_of(model: object) -> dict[str, nn.Module]:
+    """A module by itself under the name "", or the networks of a pipeline by their names.
+
+    Raises:
+        NotAModelError: It is neither.
+    """
+    if isinstance(model, nn.Module):
+        return {"": model}
+    held = {name: getattr(model, name, None) for name in _COMPONENTS}
+    parts = {name: part for name, part in held.items() if isinstance(part, nn.Module)}
+    if not parts:
+        raise NotAModelError(
+            "model",
+            expected="a torch.nn.Module, or a pipeline with one as its transformer",
+            got=f"a {qualified_name(type(model))}",
+            remedy="Pass pipe.transformer or the pipeline itself",
+        )
+    return parts
 
 
 def _walk(module: nn.Module, path: str, component: str) -> list[Target]:

@@ -28,9 +28,8 @@ __all__ = [
 _INT8: Final = "turbo_int8_weight"
 _SCALE: Final = "turbo_int8_scale_bits"
 _ORIGIN: Final = "turbo_int8_origin"
-#: Rows that are compared to tell a weight from another, and how far two roundings to bf16 or fp16
-#: take a value at most: relative, and where fp16 is subnormal.
-_ROWS: Final = 4
+#: How far two roundings to bf16 or fp16 take a value at most: relative, and where fp16 is
+#: subnormal.
 _RELATIVE, _ABSOLUTE = 2.0**-8, 2.0**-24
 
 
@@ -123,17 +122,19 @@ def restore_int8(
 
 
 def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:
-    """Whether int8 times scale is this weight, but for rounding; a few rows are looked at.
-
-    What was fused into a weight, a LoRA say, shows in all of them. It waits for the device.
+    """Whether int8 times scale is this weight, but for rounding. It waits for the device.
 
     Args:
         weight: [Cout, K], any float dtype.
         int8: int8 [Cout, K].
         scale: fp32 [ceil(Cout / 128), ceil(K / 128)].
     """
-    rows = torch.arange(0, weight.shape[0], max(1, weight.shape[0] // _ROWS), device=scale.device)
-    found = weight.detach()[rows].float()
-    groups = scale[rows // GROUP].repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
-    product = int8[rows] * groups
-    return bool(((found - product).abs() <= _RELATIVE * product.abs() + _ABSOLUTE).all())
+    fits = torch.ones((), dtype=torch.bool, device=weight.device)
+    for i, rows in enumerate(
+        torch.split(weight.detach(), GROUP)
+    ):  # A copy of the whole in fp32 is big.
+        groups = scale[i].repeat_interleave(GROUP)[: weight.shape[1]]
+        product = int8[i * GROUP : i * GROUP + len(rows)] * groups
+        near = (rows.float() - product).abs() <= _RELATIVE * product.abs() + _ABSOLUTE
+        fits &= near.all()
+    return bool(fits)

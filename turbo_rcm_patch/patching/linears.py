@@ -7,29 +7,23 @@ has none to give.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.config import Impl, PatchConfig
-from turbo_rcm_patch.ops.int8_linear import GROUP, Activation, scales_of_rows
-from turbo_rcm_patch.ops.modes import is_capturing, settle
-from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.int8_linear import Activation
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
 
 __all__ = ["Linears", "pair_state", "runs_int8"]
-
-#: A weight may move once or twice (a model goes to its device); one that keeps moving is
-#: offloaded, and an int8 copy of it would hold the memory that offloading is to save.
-_MOVES: Final = 2
 
 
 def runs_int8(module: nn.Module, x: Tensor) -> bool:
@@ -80,53 +74,25 @@ def pair_state(pair: SkipPair, linears: Mapping[str, nn.Module], config: PatchCo
     )
 
 
-class _Held(NamedTuple):
-    """An int8 weight and what it was made from.
-
-    Attributes:
-        made: int8 [Cout, K], scale [Cout], bias [Cout] or None; None where it is not kept.
-        sources: The parameters, held weakly.
-        versions: How often each had been written to.
-        places: Where each was.
-        moves: How often they moved since they were first seen.
-    """
-
-    made: tuple[Tensor, Tensor, Tensor | None] | None
-    sources: tuple[weakref.ref[Tensor], ...]
-    versions: tuple[int, ...]
-    places: tuple[tuple[int, torch.device, torch.dtype], ...]
-    moves: int
-
-    def same(self, parameters: list[Tensor]) -> bool:
-        """Whether it was made from these, with the values they have now, wherever they are."""
-        return (
-            len(parameters) == len(self.sources)
-            and all(ref() is p for ref, p in zip(self.sources, parameters, strict=True))
-            and self.versions == tuple(p._version for p in parameters)
-        )
-
-
 class Linears:
-    """Runs the Linears of one block, and keeps the int8 weights of those that run in int8.
+    """Runs the Linears of one block, with the model's int8 copies of those that run in int8.
 
-    An int8 weight is made once and again whenever its parameter is another tensor, was written to
-    (an optimiser's step, `load_state_dict`) or moved. Writing through `.data` leaves no trace;
-    patch again after it. Nothing is kept while a compiler traces: there the graph makes the int8
-    weight on every call, three bytes of traffic a 16-bit weight; so does a CUDA graph that is
-    captured before there is one. A copy (deepcopy, pickle) starts
-    empty. A Linear that brings an int8 weight along (`int8_weights`) runs with that one.
+    A Linear that brings an int8 weight along (`int8_weights`) runs with that one.
     """
 
-    __slots__ = ("_captured", "_held", "_impl")
+    __slots__ = ("_block", "copies")
 
-    def __init__(self, impl: Impl) -> None:
-        self._impl = impl
-        self._held: dict[str, _Held] = {}
-        #: What CUDA graphs read on every replay, so it is never freed.
-        self._captured: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
+        self._block = copies.add_block()
 
-    def __reduce__(self) -> tuple[type[Linears], tuple[Impl]]:
-        return Linears, (self._impl,)
+    def __reduce__(self) -> tuple[type[Linears], tuple[Copies]]:
+        return Linears, (self.copies,)
+
+    def begin(self) -> None:
+        """A forward of the model begins, with this block."""
+        if not torch.compiler.is_compiling():
+            self.copies.begin()
 
     def project(
         self, key: str, x: Tensor | Normed, modules: tuple[nn.Module, ...], *, int8: bool
@@ -152,7 +118,7 @@ class Linears:
             return tuple(module(x) for module in modules)
         weight, scale, bias = self._weights(key, chosen)
         together = ops.int8_linear(
-            _rows_or_tensor(x), weight, scale, bias, impl=self._impl, out_dtype=like.dtype
+            _rows_or_tensor(x), weight, scale, bias, impl=self.copies.impl, out_dtype=like.dtype
         )
         parts = iter(torch.split(together, [m.out_features for m in chosen], dim=-1))
         return tuple(
@@ -194,87 +160,18 @@ class Linears:
         return ops.int8_linear(
             _rows_or_tensor(x), weight, scale, bias,
             activation=activation, residual=residual, c_skip=c_skip, c_out=c_out, cast=cast,
-            impl=self._impl, out_dtype=like.dtype,
+            impl=self.copies.impl, out_dtype=like.dtype,
         )  # fmt: skip
 
     def forget(self, key: str) -> None:
         """Drop an int8 weight: the guard gave its Linear back."""
-        self._drop(key)
+        if not torch.compiler.is_compiling():
+            self.copies.forget((self._block, key))
 
     def _weights(self, key: str, modules: list[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        if torch.compiler.is_compiling():
-            return self._quantised(modules)
-        parameters = [p for m in modules for p in (m.weight, m.bias) if p is not None]
-        brought = [int8 for int8, _ in _brought(modules)]
-        places = tuple((p.data_ptr(), p.device, p.dtype) for p in (*parameters, *brought))
-        held, moves = self._held.get(key), 0
-        capturing = is_capturing(parameters[0].device)
-        if held is not None and held.same(parameters):
-            if held.made is not None and held.places == places:
-                if capturing and not any(made is held.made for made in self._captured):
-                    self._captured.append(held.made)
-                return held.made
-            moves = held.moves + 1
-        if capturing:  # It is the graph's, which makes it on every replay.
-            return self._quantised(modules, brought=False)
-        self._drop(key)  # Its memory first.
-        with torch.inference_mode(False), torch.no_grad():  # Later forwards may be of other modes.
-            made = self._quantised(modules)
-        self._held[key] = _Held(
-            made if moves <= _MOVES else None,
-            tuple(map(weakref.ref, parameters)),
-            tuple(p._version for p in parameters),
-            places,
-            moves,
-        )
-        if moves <= _MOVES:
-            settle(made[0].device)  # The next forward may be another stream's.
-        return made
-
-    def _drop(self, key: str) -> None:
-        """Free an int8 weight, once no stream reads it any more."""
-        held = self._held.pop(key, None)
-        if held is not None and held.made is not None:
-            settle(held.made[0].device, every_stream=True)
-
-    def _quantised(
-        self, modules: list[Any], *, brought: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The int8 weight of these Linears, from what they brought along if that is still theirs,
-        which waits for the device."""
-        given = _brought(modules) if brought else []
-        if len(given) == len(modules) and _current(modules, given):
-            int8, scale = _stacked(given)
-        else:
-            int8, scale = ops.quantize_weight(*(m.weight for m in modules), impl=self._impl)
-        if len(modules) == 1 or all(m.bias is None for m in modules):
-            return int8, scale, modules[0].bias
-        biases = [
-            m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in modules
-        ]
-        return int8, scale, torch.cat(biases)
-
-
-def _brought(modules: list[Any]) -> list[tuple[Tensor, Tensor]]:
-    """The int8 weights that some of these Linears bring along."""
-    return [given for given in map(attached_int8, modules) if given is not None]
-
-
-def _current(modules: list[Any], given: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether weights still are what came with them in int8."""
-    return all(stands_for(m.weight, *one) for m, one in zip(modules, given, strict=True))
-
-
-def _stacked(given: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Several int8 weights over the same input as one."""
-    if len(given) == 1:
-        return given[0]
-    int8, scales = zip(*given, strict=True)
-    if all(weight.shape[0] % GROUP == 0 for weight in int8[:-1]):
-        return torch.cat(int8), torch.cat(scales)
-    # Blocks would begin inside another's.
-    rows = [scales_of_rows(scale, weight.shape[0]) for weight, scale in given]
-    return torch.cat(int8), torch.cat([scale.t() for scale in rows], 1).t()
+        if torch.compiler.is_compiling():  # Not even the block's number, or each has a graph.
+            return self.copies.fresh(modules)
+        return self.copies.of((self._block, key), modules)
 
 
 def _rows_or_tensor(x: Tensor | Normed) -> Tensor | ops.Rows:

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final, Unpack
 
 import torch
 from torch import nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import PatchConfig, PatchOptions, chosen_config
 from turbo_rcm_patch.errors import (
     AlreadyPatchedError,
     ConfigError,
     DeviceError,
+    FamilyError,
     MissingPackageError,
     NothingToPatchError,
     NotPatchedError,
     WrappedError,
 )
-from turbo_rcm_patch.patching.find import Target, execution_device, find_targets, plan_all
+from turbo_rcm_patch.patching.find import (
+    Target,
+    execution_device,
+    find_targets,
+    parts_of,
+    plan_all,
+)
 from turbo_rcm_patch.patching.guard import Guard, PipelineSteps, StepContext
 from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
 from turbo_rcm_patch.patching.report import GuardLog, PatchReport
@@ -29,10 +38,23 @@ from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import Installation, ModelPlan
 from turbo_rcm_patch.skip import SkipPair
 
-__all__ = ["patch_model", "patched", "sla_as_defined", "unpatch_model"]
+__all__ = [
+    "is_patched",
+    "patch_model",
+    "patched",
+    "refresh",
+    "report_of",
+    "sla_as_defined",
+    "unpatch_model",
+]
+
+#: Two threads may patch one model, or put it back, at once: the second finds what the first left.
+_LOCK: Final = threading.RLock()
 
 
-def patch_model(model: object, config: PatchConfig | None = None) -> PatchReport:
+def patch_model(
+    model: object, config: PatchConfig | None = None, **options: Unpack[PatchOptions]
+) -> PatchReport:
     """Run the skip pairs of a model through the fused path.
 
     Only instance attributes change, everything is checked before the first of them does, and
@@ -42,15 +64,24 @@ def patch_model(model: object, config: PatchConfig | None = None) -> PatchReport
         model: A module of a known class, a module that contains one, or a diffusers pipeline
             (both experts of Wan 2.2 are patched, or neither).
         config: How; the defaults are int8 attention with the guard on.
+        **options: Fields of `PatchConfig`, `attention="exact"` for one. Beside a config they
+            replace that field of it.
 
     Returns:
-        The report: every pair, how it runs, why any was left alone. It stays up to date. Print it.
+        The report: every pair, how it runs, why any was left alone. It stays up to date. Print it;
+        `report_of(model)` gives it again.
 
     Raises:
+        ConfigError: There is no such option, or it has no such value.
         PatchError: It was refused and the model is as it was; the message says why.
         OpError: The model's dtype, head_dim or device cannot be served.
     """
-    config = config if config is not None else PatchConfig()
+    config = chosen_config(config, options)
+    with _LOCK:
+        return _patch(model, config)
+
+
+def _patch(model: object, config: PatchConfig) -> PatchReport:
     targets = find_targets(model)
     for target in targets:
         if record_of(target.module) is not None:
@@ -71,10 +102,42 @@ def patch_model(model: object, config: PatchConfig | None = None) -> PatchReport
             got=f"{sum(len(plan.states) for _, plan in planned)} pairs, none fusible",
             remedy="; ".join(sorted(reasons)) or "Widen PatchConfig.kinds",
         )
+    _refuse_shared([plan for _, plan in planned])
     log = GuardLog()
     records = [_record(model, target, plan, log) for target, plan in planned]
-    _install_all(records)
-    return _report(model, config, log, records)
+    try:
+        for record in records:
+            record.install()
+        return _report(model, records)
+    except BaseException:
+        for record in reversed(records):
+            if record_of(record.plan.model) is record:
+                record.undo()
+        raise
+
+
+def is_patched(model: object) -> bool:
+    """Whether a model, or any network in a pipeline, carries our patch.
+
+    Raises:
+        NotAModelError: Neither a torch module nor an object that holds one as `transformer`.
+    """
+    return any(record_of(module) is not None for module in _modules(model))
+
+
+def report_of(model: object) -> PatchReport:
+    """The report of a patched model or pipeline, as `patch_model` returned it.
+
+    Raises:
+        NotPatchedError: It does not carry our patch.
+    """
+    return _report(model, _records(model, "report_of"))
+
+
+def _modules(model: object) -> Iterator[nn.Module]:
+    """Every module in a model or a pipeline, known or not."""
+    for part in parts_of(model).values():
+        yield from part.modules()
 
 
 def unpatch_model(model: object) -> None:
@@ -84,16 +147,36 @@ def unpatch_model(model: object) -> None:
         NotPatchedError: It does not carry our patch.
         WrappedError: Something was wrapped over our patch; nothing changed.
     """
-    records = [record_of(target.module) for target in find_targets(model)]
-    found = [record for record in records if record is not None]
+    with _LOCK:
+        _undo_all(_records(model, "unpatch_model"))
+
+
+def refresh(model: object) -> None:
+    """Drop every int8 copy of a patched model's weights; the next forward makes them again.
+
+    It is never needed after a change between two forwards: those are seen, whatever wrote them.
+    Call it to give the memory back, or after weights were written while a forward ran.
+
+    Raises:
+        NotPatchedError: It does not carry our patch.
+    """
+    for record in _records(model, "refresh"):
+        record.plan.copies.clear()
+
+
+def _records(model: object, caller: str) -> list[PatchRecord]:
+    """The records in a model or pipeline, at least one."""
+    records = map(record_of, _modules(model))
+    found = list({id(record): record for record in records if record is not None}.values())
     if not found:
+        find_targets(model)  # It says so if there is nothing that could be patched.
         raise NotPatchedError(
-            "model",
+            f"{caller}: model",
             expected="a model that patch_model was called on",
             got=f"a {type(model).__name__} without our patch",
             remedy="Pass the same model or pipeline that was patched",
         )
-    _undo_all(found)
+    return found
 
 
 def _undo_all(records: list[PatchRecord]) -> None:
@@ -104,16 +187,19 @@ def _undo_all(records: list[PatchRecord]) -> None:
 
 
 @contextmanager
-def patched(model: object, config: PatchConfig | None = None) -> Iterator[PatchReport]:
+def patched(
+    model: object, config: PatchConfig | None = None, **options: Unpack[PatchOptions]
+) -> Iterator[PatchReport]:
     """`patch_model` for the length of a `with` block; reverts after an exception too."""
-    report = patch_model(model, config)
+    report = patch_model(model, config, **options)
     modules = [target.module for target in find_targets(model)]
     try:
         yield report
     finally:
         # By module, not by searching again: a pipeline may hold other components by now.
-        records = [record_of(module) for module in modules]
-        _undo_all([record for record in records if record is not None])
+        with _LOCK:
+            records = [record_of(module) for module in modules]
+            _undo_all([record for record in records if record is not None])
 
 
 @contextmanager
@@ -199,8 +285,10 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
         pipe = None if isinstance(model, nn.Module) else model
         steps = PipelineSteps(pipe, target.component) if pipe is not None else None
         guard = Guard(plan.config, plan.path, log, steps)
-    record = PatchRecord(plan)
-    record.entries += [_entry(plan, installation, guard) for installation in plan.installations]
+    record = PatchRecord(plan, log)
+    distinct = {(id(one.module), one.name): one for one in reversed(plan.installations)}
+    for installation in reversed(distinct.values()):  # An attention may be shared by two blocks.
+        record.entries.append(_entry(plan, installation, guard))
     plan.installations.clear()  # They hold the modules, and are done with.
     if guard is not None and hasattr(type(plan.model), "cache_context"):
         slot = innermost(plan.model, "cache_context")
@@ -223,21 +311,22 @@ def _entry(plan: ModelPlan, installation: Installation, guard: Guard | None) -> 
     return Entry(installation.module, installation.name, ours, slot, slot.get())
 
 
-def _install_all(records: list[PatchRecord]) -> None:
-    done: list[PatchRecord] = []
-    try:
-        for record in records:
-            record.install()
-            done.append(record)
-    except BaseException:
-        for record in reversed(done):
-            record.undo()
-        raise
+def _refuse_shared(plans: list[ModelPlan]) -> None:
+    """Refuse networks that share a block: each would have to put its own function there."""
+    owners: dict[int, ModelPlan] = {}
+    for plan in plans:
+        for installation in plan.installations:
+            if owners.setdefault(id(installation.module), plan) is not plan:
+                raise FamilyError(
+                    f"{plan.path}: {type(installation.module).__name__}",
+                    expected="networks that share no block",
+                    got=f"one that {owners[id(installation.module)].path} holds too",
+                    remedy="Patch one of the networks by itself, or give the other a copy",
+                )
 
 
-def _report(
-    model: object, config: PatchConfig, log: GuardLog, records: list[PatchRecord]
-) -> PatchReport:
+def _report(model: object, records: list[PatchRecord]) -> PatchReport:
+    config, log = records[0].plan.config, records[0].log
     # A report that is kept must not keep a model's memory.
     held = [
         (weakref.ref(record.plan.model), record.plan.states, record.plan.boundary)

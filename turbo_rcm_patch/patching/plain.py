@@ -10,6 +10,7 @@ look-ups that a compiler can guard on.
 from __future__ import annotations
 
 from types import MethodType
+from typing import Final
 
 import torch
 from torch import nn
@@ -21,11 +22,15 @@ __all__ = [
     "bare",
     "drops",
     "hook_names",
-    "only_as_written",
     "plain_linear",
     "plain_norm",
+    "unserved",
     "why_not_plain",
 ]
+
+
+#: What the kernels take.
+_FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def autocasting(x: torch.Tensor) -> bool:
@@ -34,13 +39,14 @@ def autocasting(x: torch.Tensor) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
-def only_as_written(x: torch.Tensor) -> bool:
-    """Whether a block has to run as its author wrote it, whatever it consists of.
+def unserved(x: torch.Tensor) -> bool:
+    """Whether a block with this input runs as written, whatever it consists of.
 
-    Under autocast, and where a forward-mode derivative or a transform of torch.func looks: the
-    author's code has every derivative, ours is fused for the usual one.
+    Under autocast; in fp64, to which a model may be cast after it was patched; and where a
+    forward-mode derivative or a transform of torch.func looks: the author's code has every
+    derivative, ours is fused for the usual one.
     """
-    return autocasting(x) or transformed()
+    return x.dtype not in _FLOATS or autocasting(x) or transformed()
 
 
 def bare(module: nn.Module) -> bool:

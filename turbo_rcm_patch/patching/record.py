@@ -18,6 +18,7 @@ from torch import nn
 
 from turbo_rcm_patch.errors import WrappedError
 from turbo_rcm_patch.patching.registry import family_of
+from turbo_rcm_patch.patching.report import GuardLog
 from turbo_rcm_patch.patching.state import ModelPlan
 from turbo_rcm_patch.skip import SkipPair
 
@@ -156,7 +157,11 @@ class PatchRecord:
     """Everything one patched model needs to be put back, and what it runs meanwhile."""
 
     plan: ModelPlan
+    log: GuardLog
     entries: list[Entry] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"PatchRecord({self.plan.path or 'model'!r}, {len(self.entries)} functions)"
 
     def pairs(self) -> list[SkipPair]:
         """Every pair as it runs now: what the guard gave back, and what was hooked since."""
@@ -196,6 +201,7 @@ class PatchRecord:
         """Restore every attribute. Call `check` first."""
         for entry in reversed(self.entries):
             entry.undo()
+        self.plan.copies.close()
         self._forget()
 
     def _forget(self) -> None:

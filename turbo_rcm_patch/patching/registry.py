@@ -11,7 +11,7 @@ from torch import nn
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.state import ModelPlan
 
-__all__ = ["FAMILIES", "STRUCTURES", "Family", "family_of", "qualified_name"]
+__all__ = ["FAMILIES", "STRUCTURES", "Family", "author_class", "family_of", "qualified_name"]
 
 #: Exact class -> the module that serves it. A subclass may run another forward, so it is unknown.
 FAMILIES: Final = {
@@ -46,6 +46,15 @@ class Family(Protocol):
         """Its pairs, how each would run, and what would be installed. Changes nothing."""
 
 
+def author_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module's author gave it. `fully_shard` swaps it for a subclass, with the
+    same forward, of its own mixin and that class."""
+    cls = type(module)
+    mixin = cls.__bases__[0]
+    sharded = mixin.__name__ == "FSDPModule" and mixin.__module__.startswith("torch.distributed")
+    return cls.__bases__[1] if sharded and len(cls.__bases__) == 2 else cls
+
+
 def qualified_name(cls: type) -> str:
     """ "module.Class", the key of the registry."""
     return f"{cls.__module__}.{cls.__qualname__}"
@@ -53,11 +62,11 @@ def qualified_name(cls: type) -> str:
 
 def family_of(model: nn.Module) -> Family | None:
     """The family of a module's exact class, or of its structure, or None."""
-    name = FAMILIES.get(qualified_name(type(model)))
+    name = FAMILIES.get(qualified_name(author_class(model)))
     if name is not None:
         module: Family = import_module(f"turbo_rcm_patch.patching.families.{name}")
         return module
-    name = STRUCTURES.get(type(model).__qualname__)
+    name = STRUCTURES.get(author_class(model).__qualname__)
     if name is None:
         return None
     structured = import_module(f"turbo_rcm_patch.patching.families.{name}")

@@ -71,6 +71,9 @@ class GuardLog(Sequence[GuardRecord]):
     def __len__(self) -> int:
         return len(self._records)
 
+    def __repr__(self) -> str:
+        return f"GuardLog({len(self)} comparisons)"
+
     def add(self, record: GuardRecord) -> None:
         """Append one comparison."""
         self._records.append(record)
@@ -242,6 +245,11 @@ class PatchReport:
     guard: GuardLog
     _pairs: Callable[[], list[SkipPair]] = field(repr=False)
     _device: Callable[[], tuple[str, str, str]] = field(repr=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"PatchReport({self.model}: {self.fused} of {len(self.pairs)} fused, {self.config!r})"
+        )
 
     @property
     def pairs(self) -> PairTable:

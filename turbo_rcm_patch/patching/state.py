@@ -10,6 +10,7 @@ from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.spec import AttentionSpec
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.skip import Residual, SkipPair
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class ModelPlan:
         states: Its pairs.
         installations: The attributes to set.
         boundary: The network boundary, where one is owned here.
+        copies: The int8 copies of its weights.
     """
 
     model: nn.Module
@@ -128,6 +130,10 @@ class ModelPlan:
     states: list[PairState]
     installations: list[Installation] = field(default_factory=list)
     boundary: list[SkipPair] = field(default_factory=list)
+    copies: Copies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.config.impl)
 
     @property
     def pairs(self) -> list[SkipPair]:

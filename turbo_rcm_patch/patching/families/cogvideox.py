@@ -22,9 +22,12 @@ from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.patching.blocks import (
     check_head_dim,
     check_weights,
+    distinct,
+    known_inside,
     left_by_config,
     plain_dropout,
     refuse_parallel,
+    unknown_pair,
 )
 from turbo_rcm_patch.patching.families._feed_forward import (
     feed_forward_linears,
@@ -40,6 +43,7 @@ from turbo_rcm_patch.patching.families.cogvideox_block import (
 from turbo_rcm_patch.patching.linears import pair_state
 from turbo_rcm_patch.patching.plain import hook_names, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
+from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.signature import check_parameters
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
@@ -84,16 +88,18 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     """The pairs of every block, how each would run, and the block forwards to install."""
     network: Any = model
     result = ModelPlan(model, path, config, states=[])
-    for index, block in enumerate(network.transformer_blocks):
+    for index, child in distinct(network.transformer_blocks):
+        inner, block = known_inside(child, _BLOCKS)
+        place = f"{path}.transformer_blocks.{index}.{inner}".strip(".")
         if not isinstance(block, _BLOCKS):
-            continue  # Nothing is known about what is in it.
+            result.states.append(PairState(unknown_pair(place, block)))
+            continue
         whole = "" if record_of(model) is not None else _foreign(block)
-        place = f"{path}.transformer_blocks.{index}".lstrip(".")
         states = _block_states(block, place, config, whole)
         result.states += states.values()
         if any(state.live for state in states.values()):
             head = not result.installations
-            make = partial(CogVideoXBlockForward, block, states, config, head)
+            make = partial(CogVideoXBlockForward, block, states, config, result.copies, head)
             result.installations.append(Installation(block, "forward", make))
     result.states += [PairState(pair) for pair in _face_pairs(network, path)]
     return result
@@ -119,7 +125,7 @@ def _face_pairs(network: Any, path: str) -> list[SkipPair]:
 
 def _foreign(block: Any) -> str:
     """Why a whole block is left alone, or ""."""
-    if type(block) not in _BLOCKS:
+    if author_class(block) not in _BLOCKS:
         return f"the block is a {type(block).__qualname__}"
     return "" if innermost(block) else "the block's forward was replaced by somebody else's"
 

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.blocks import Mode, plain_dropout, refuse_parallel
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears
-from turbo_rcm_patch.patching.plain import bare, drops, only_as_written, plain_linear
+from turbo_rcm_patch.patching.plain import bare, drops, plain_linear, unserved
 from turbo_rcm_patch.patching.state import PairState, specs_of
 
 __all__ = [
@@ -59,6 +60,7 @@ class CogVideoXBlockForward:
         block: Any,
         states: dict[str, PairState],
         config: PatchConfig,
+        copies: Copies,
         head: bool,
         guard: Guard | None,
     ) -> None:
@@ -66,7 +68,7 @@ class CogVideoXBlockForward:
         self._attn1, self._ff = states["attn1"], states["ff"]
         self._guard = guard
         self._head = head
-        self._linears = Linears(config.impl)
+        self._linears = Linears(copies)
         self._spec = ops.AttentionSpec(
             heads=block.attn1.heads,
             attention=config.attention,
@@ -101,7 +103,7 @@ class CogVideoXBlockForward:
         if attention_kwargs is not None:  # ConsisID's block takes none.
             given += (attention_kwargs,)  # type: ignore[assignment]
         same = hidden_states.dtype == encoder_hidden_states.dtype == temb.dtype
-        if only_as_written(hidden_states) or not same:
+        if unserved(hidden_states) or not same:
             written: tuple[Tensor, Tensor] = type(self._block).forward(self._block, *given)
             return written
         guard = self._begin(hidden_states, encoder_hidden_states, temb)
@@ -116,8 +118,12 @@ class CogVideoXBlockForward:
 
     def _begin(self, hidden: Tensor, context: Tensor, temb: Tensor) -> Guard | None:
         """The guard, on a forward that is to be checked."""
+        if torch.compiler.is_compiling():
+            return None
+        if self._head:
+            self._linears.begin()
         guard = self._guard
-        if guard is None or torch.compiler.is_compiling():
+        if guard is None:
             return None
         if self._head:
             guard.begin(hidden_states=hidden, encoder_hidden_states=context, temb=temb)

@@ -16,9 +16,10 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import DTypeError, HeadDimError
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, pair_state, runs_int8
-from turbo_rcm_patch.patching.plain import only_as_written, plain_linear, why_not_plain
+from turbo_rcm_patch.patching.plain import plain_linear, unserved, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.signature import check_parameters
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState, specs_of
@@ -76,7 +77,7 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     state = pair_state(pair, linears, config)
     result = ModelPlan(model, path, config, states=[state])
     if state.live:
-        make = partial(RCMAttentionForward, model, state, config)
+        make = partial(RCMAttentionForward, model, state, config, result.copies)
         result.installations.append(Installation(model, "forward", make))
     return result
 
@@ -101,11 +102,16 @@ class RCMAttentionForward:
     __slots__ = ("_form", "_guard", "_linears", "_module", "_specs", "_state")
 
     def __init__(
-        self, module: Any, state: PairState, config: PatchConfig, guard: Guard | None
+        self,
+        module: Any,
+        state: PairState,
+        config: PatchConfig,
+        copies: Copies,
+        guard: Guard | None,
     ) -> None:
         self._module, self._state, self._guard = module, state, guard
         self._form = config.form
-        self._linears = Linears(config.impl)
+        self._linears = Linears(copies)
         spec = ops.AttentionSpec(
             heads=module.num_heads,
             attention=config.attention,
@@ -126,8 +132,9 @@ class RCMAttentionForward:
             [B, N, C], dtype of x.
         """
         module = self._module
-        if not self._state.live or only_as_written(x):
+        if not self._state.live or unserved(x):
             return self._as_written(x, t)
+        self._linears.begin()
         c_skip, c_out = module.coefficients(x, t)
         guard = self._guard
         if guard is not None and not torch.compiler.is_compiling():

@@ -16,8 +16,13 @@ from torch import nn
 from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.errors import DTypeError, HeadDimError
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, QMAX
+from turbo_rcm_patch.patching.blocks import distinct
 from turbo_rcm_patch.patching.families._sla import linear_pair
 from turbo_rcm_patch.patching.families.turbodiffusion_block import RotaryTables, TurboBlockForward
+from turbo_rcm_patch.patching.families.turbodiffusion_rotary import (
+    RotaryForward,
+    lacks_rotary,
+)
 from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     FORWARDS,
     has_image,
@@ -30,6 +35,7 @@ from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
 from turbo_rcm_patch.patching.linears import pair_state
 from turbo_rcm_patch.patching.plain import why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
+from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.signature import check_parameters
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
@@ -49,7 +55,7 @@ def recognises(model: nn.Module) -> bool:
     if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
         return False
     block = unwrapped(blocks[0])
-    if type(block).__name__ != "WanAttentionBlock" or not _has(block, _LAYOUT):
+    if author_class(block).__name__ != "WanAttentionBlock" or not _has(block, _LAYOUT):
         return False
     return _has(block.self_attn, _ATTENTION_LAYOUT) and _has(block.cross_attn, _ATTENTION_LAYOUT)
 
@@ -99,21 +105,23 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     network: Any = model
     result = ModelPlan(model, path, config, states=[])
     tables = RotaryTables()
-    for index, wrapped in enumerate(network.blocks):
-        block = unwrapped(wrapped)
+    for index, block in distinct(map(unwrapped, network.blocks)):
         whole = "" if record_of(model) is not None else _foreign(block)
         states = _block_states(block, f"{path}.blocks.{index}".lstrip("."), config, whole)
         result.states += states.values()
         if any(state.live for state in states.values()):
             head = not result.installations
-            make = partial(TurboBlockForward, block, states, config, head, tables)
+            make = partial(TurboBlockForward, block, states, config, result.copies, head, tables)
             result.installations.append(Installation(block, "forward", make))
+            if lacks_rotary(block.self_attn) and innermost(block.self_attn):
+                rotary = partial(RotaryForward, block.self_attn)
+                result.installations.append(Installation(block.self_attn, "forward", rotary))
     return result
 
 
 def _foreign(block: Any) -> str:
     """Why a whole block is left alone, or ""."""
-    if type(block).__name__ != "WanAttentionBlock":
+    if author_class(block).__name__ != "WanAttentionBlock":
         return f"the block is a {type(block).__qualname__}"
     return "" if innermost(block) else "the block's forward was replaced by somebody else's"
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.spec import QMAX
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     is_sparse,
     modulates,
@@ -28,7 +29,7 @@ from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
-from turbo_rcm_patch.patching.plain import only_as_written, plain_linear
+from turbo_rcm_patch.patching.plain import plain_linear, unserved
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Coefficient
 
@@ -83,13 +84,14 @@ class TurboBlockForward:
         block: Any,
         states: dict[str, PairState],
         config: PatchConfig,
+        copies: Copies,
         head: bool,
         tables: RotaryTables,
         guard: Guard | None,
     ) -> None:
         self._block, self._states, self._guard = block, states, guard
         self._form, self._head, self._tables = config.form, head, tables
-        self._linears = Linears(config.impl)
+        self._linears = Linears(copies)
         self._specs = specs_of(
             ops.AttentionSpec(
                 heads=block.self_attn.num_heads,
@@ -124,7 +126,7 @@ class TurboBlockForward:
             [B, N, C], dtype of x.
         """
         block = self._block
-        if only_as_written(x):
+        if unserved(x):
             forward: Tensor = type(block).forward(
                 block, x, e, seq_lens, freqs, context, context_lens
             )
@@ -142,8 +144,12 @@ class TurboBlockForward:
 
     def _begin(self, x: Tensor, context: Tensor, e: Tensor) -> Guard | None:
         """The guard, on a forward that is to be checked."""
+        if torch.compiler.is_compiling():
+            return None
+        if self._head:
+            self._linears.begin()
         guard = self._guard
-        if guard is None or torch.compiler.is_compiling():
+        if guard is None:
             return None
         if self._head:
             guard.begin(x=x, context=context, e=e)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.patching.families.turbodiffusion_rotary import runs_itself
 from turbo_rcm_patch.patching.plain import bare, hook_names, why_not_plain
+from turbo_rcm_patch.patching.registry import author_class
 
 __all__ = [
     "FORWARDS",
@@ -55,7 +57,7 @@ _SPARSE: Final = ("SparseLinearAttention", "SageSparseLinearAttention")
 
 def unwrapped(block: Any) -> Any:
     """The block inside torch's activation checkpointing, where it is inside."""
-    while type(block).__name__ == "CheckpointWrapper":
+    while author_class(block).__name__ == "CheckpointWrapper":
         block = block._checkpoint_wrapped_module
     return block
 
@@ -74,7 +76,7 @@ def refuse_parallel(path: str, attn_op: Any) -> None:
 
 def has_image(attn: Any) -> bool:
     """Whether a cross-attention has an image branch (image-to-video of Wan 2.1)."""
-    return type(attn).__name__ == "WanI2VCrossAttention"
+    return author_class(attn).__name__ == "WanI2VCrossAttention"
 
 
 def is_sparse(attn: Any) -> bool:
@@ -97,9 +99,9 @@ def why_attention_called(attn: Any, kind: str) -> str:
     Raises:
         ContextParallelError: It is split over several ranks.
     """
-    if type(attn).__name__ not in _ATTENTIONS[kind]:
+    if author_class(attn).__name__ not in _ATTENTIONS[kind]:
         return f"it is a {type(attn).__qualname__}"
-    if not bare(attn):
+    if not runs_itself(attn):
         return f"attention is called as a module: {hook_names(attn)}"
     operators = [attn.attn_op] + ([attn.attn_op_image] if has_image(attn) else [])
     for op in operators:

@@ -18,6 +18,7 @@ from torch import nn
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.families.wan_modes import BlockClasses
 from turbo_rcm_patch.patching.families.wan_plan import check_blocks, check_signatures, plan_blocks
+from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import SkipPair, Stream
 
@@ -42,7 +43,7 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
 
 def _classes(model: nn.Module) -> BlockClasses:
     """The block and its attention in the model's own file: they have the same names in each."""
-    file: Any = sys.modules[type(model).__module__]
+    file: Any = sys.modules[author_class(model).__module__]
     return BlockClasses(file.WanTransformerBlock, file.WanAttention, file.WanAttnProcessor)
 
 

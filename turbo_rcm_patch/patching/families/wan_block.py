@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.batches import MAX_BATCH
+from turbo_rcm_patch.patching.blocks import same_batch
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families._feed_forward import (
     expand,
     feed_forward_mode,
@@ -37,9 +39,9 @@ from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import (
     bare,
-    only_as_written,
     plain_linear,
     plain_norm,
+    unserved,
 )
 from turbo_rcm_patch.patching.plan import (
     FeedForwardPlan,
@@ -157,6 +159,7 @@ class WanBlockForward:
         classes: BlockClasses,
         states: dict[str, PairState],
         config: PatchConfig,
+        copies: Copies,
         head: bool,
         guard: Guard | None,
     ) -> None:
@@ -166,7 +169,7 @@ class WanBlockForward:
         self._form, self._topk = config.form, config.sla_topk
         self._guard = guard
         self._head = head
-        self._linears = Linears(config.impl)
+        self._linears = Linears(copies)
         self._spec = ops.AttentionSpec(
             heads=block.attn1.heads,
             attention=config.attention,
@@ -197,7 +200,7 @@ class WanBlockForward:
             [B, N, C], dtype of hidden_states.
         """
         block = self._block
-        if only_as_written(hidden_states):
+        if unserved(hidden_states):
             written: Tensor = self._as_written(
                 hidden_states, encoder_hidden_states, temb, rotary_emb
             )
@@ -215,8 +218,12 @@ class WanBlockForward:
 
     def _begin(self, **inputs: Tensor) -> Guard | None:
         """The guard, on a forward that is to be checked."""
+        if torch.compiler.is_compiling():
+            return None
+        if self._head:
+            self._linears.begin()
         guard = self._guard
-        if guard is None or torch.compiler.is_compiling():
+        if guard is None:
             return None
         if self._head:
             guard.begin(**inputs)
@@ -249,6 +256,7 @@ class WanBlockForward:
             if plan is not None and plan.serves(hidden, context, rows, rotary):
                 return plan(hidden, context, rows, rotary)
         block = self._block
+        hidden, context = same_batch(hidden, context)
         shift, scale, gate, c_shift, c_scale, c_gate = rows
         x = self._modulated(block.norm1, hidden, scale, shift, self._attn1)
         hidden = self._self_attention(x, hidden, gate, rotary, mask, guard)

@@ -6,7 +6,7 @@ installed. How a block runs fused is in `wan_block`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -18,8 +18,11 @@ from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.patching.blocks import (
     check_head_dim,
     check_weights,
+    distinct,
+    known_inside,
     left_by_config,
     refuse_parallel,
+    unknown_pair,
 )
 from turbo_rcm_patch.patching.families._feed_forward import (
     feed_forward_linears,
@@ -36,6 +39,7 @@ from turbo_rcm_patch.patching.families.wan_sla import (
 from turbo_rcm_patch.patching.linears import pair_state
 from turbo_rcm_patch.patching.plain import bare, hook_names, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
+from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.signature import check_parameters
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
@@ -86,9 +90,15 @@ def check_signatures(classes: BlockClasses, parameters: tuple[str, ...] = BLOCK)
 def check_blocks(model: nn.Module, name: str) -> None:
     """Raise a typed error if the blocks in `model.<name>` cannot be patched at all."""
     refuse_parallel("model", model)
-    for index, block in enumerate(getattr(model, name)):
-        for part in ("attn1", "attn2"):
-            _check_attention(f"{name}.{index}.{part}", getattr(block, part))
+    for where, block in getattr(model, name).named_modules():
+        if _laid_out(block):
+            for part in ("attn1", "attn2"):
+                _check_attention(f"{name}.{where}.{part}", getattr(block, part))
+
+
+def _laid_out(block: nn.Module) -> bool:
+    """Whether the parts of a block can be named; a wrapper may be anything."""
+    return all(hasattr(block, part) for part in ("attn1", "attn2", "ffn"))
 
 
 def _check_attention(path: str, attn: Any) -> None:
@@ -116,9 +126,13 @@ def plan_blocks(
         make: What stands in for a block's forward.
         masked: Whether self-attention gets a mask.
     """
-    blocks: Sequence[Any] = getattr(result.model, name)
-    for index, block in enumerate(blocks):
-        path = f"{result.path}.{name}.{index}".lstrip(".")
+    blocks: Iterable[nn.Module] = getattr(result.model, name)
+    for index, child in distinct(blocks):
+        inner, block = known_inside(child, (classes.block,))
+        path = f"{result.path}.{name}.{index}.{inner}".strip(".")
+        if not _laid_out(block):
+            result.states.append(PairState(unknown_pair(path, block)))
+            continue
         whole = foreign(block, result, classes)
         states = block_states(block, path, result.config, classes, whole, masked=masked)
         install_block(result, block, states, classes, make)
@@ -135,7 +149,7 @@ def install_block(
     result.states += states.values()
     if any(state.live for state in states.values()):
         head = not result.installations
-        forward = partial(make, block, classes, states, result.config, head)
+        forward = partial(make, block, classes, states, result.config, result.copies, head)
         result.installations.append(Installation(block, "forward", forward))
     attn: Any = block.attn1
     if "linear" in states:
@@ -147,7 +161,7 @@ def foreign(block: nn.Module, result: ModelPlan, classes: BlockClasses) -> str:
     """Why a whole block is left alone, or ""."""
     if record_of(result.model) is not None:
         return ""
-    if type(block) is not classes.block:
+    if author_class(block) is not classes.block:
         return f"the block is a {type(block).__qualname__}"
     return "" if innermost(block) else "the block's forward was replaced by somebody else's"
 

@@ -22,7 +22,7 @@ from turbo_rcm_patch.patching.families.wan_plan import (
     check_signatures,
     plan_blocks,
 )
-from turbo_rcm_patch.patching.plain import only_as_written
+from turbo_rcm_patch.patching.plain import unserved
 from turbo_rcm_patch.patching.state import ModelPlan
 
 __all__ = ["SkyReelsBlockForward", "check", "plan"]
@@ -77,7 +77,7 @@ class SkyReelsBlockForward(WanBlockForward):
             [B, N, C], dtype of hidden_states.
         """
         inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
-        if only_as_written(hidden_states):
+        if unserved(hidden_states):
             written: Tensor = self._as_written(*inputs)
             return written
         guard = self._begin(

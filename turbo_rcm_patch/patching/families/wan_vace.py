@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.blocks import distinct, known_inside, unknown_pair
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
 from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, modulation
 from turbo_rcm_patch.patching.families.wan_plan import (
@@ -28,7 +30,7 @@ from turbo_rcm_patch.patching.families.wan_plan import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import pair_state
-from turbo_rcm_patch.patching.plain import only_as_written, plain_linear, why_not_plain
+from turbo_rcm_patch.patching.plain import plain_linear, unserved, why_not_plain
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
@@ -54,8 +56,12 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     result = ModelPlan(model, path, config, states=[])
     plain, control = _classes()
     network: Any = model
-    for index, block in enumerate(network.vace_blocks):
-        where = f"{path}.vace_blocks.{index}".lstrip(".")
+    for index, child in distinct(network.vace_blocks):
+        inner, block = known_inside(child, (control.block,))
+        where = f"{path}.vace_blocks.{index}.{inner}".strip(".")
+        if not hasattr(block, "attn1"):
+            result.states.append(PairState(unknown_pair(where, block)))
+            continue
         whole = foreign(block, result, control)
         states: dict[str, PairState] = {}
         if block.proj_in is not None:
@@ -119,10 +125,11 @@ class VACEBlockForward(WanBlockForward):
         classes: BlockClasses,
         states: dict[str, PairState],
         config: PatchConfig,
+        copies: Copies,
         head: bool,
         guard: Guard | None,
     ) -> None:
-        super().__init__(block, classes, states, config, head, guard)
+        super().__init__(block, classes, states, config, copies, head, guard)
         self._proj_in = states.get("proj_in")
 
     def __call__(  # type: ignore[override]
@@ -145,7 +152,7 @@ class VACEBlockForward(WanBlockForward):
         Returns:
             The hint [B, N, C], or None without an output projection, and the control stream.
         """
-        if only_as_written(hidden_states):
+        if unserved(hidden_states):
             written: tuple[Tensor | None, Tensor] = self._as_written(
                 hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
             )

@@ -1,0 +1,301 @@
+"""int8 copies of weights are never those of other weights: what writes past autograd's counters,
+what moves a model about, and what becomes of the copies afterwards.
+
+The truth is always a model that was patched after the change, with the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers.training_utils import EMAModel
+from peft import LoraConfig
+from torch import nn
+
+from tests.patching.wan import CASES, relative, run, wan
+from turbo_rcm_patch import PatchConfig, patch_model, refresh, unpatch_model
+from turbo_rcm_patch.errors import NotPatchedError
+from turbo_rcm_patch.patching import copies as copies_file
+from turbo_rcm_patch.patching.int8_weights import attach_int8, attached_int8
+
+LINEAR = PatchConfig(attention="exact", linear="int8", guard=False)
+
+
+def fuse_a_lora(model: Any) -> None:
+    """The recipe of diffusers' documentation: load, fuse, unload; peft writes through `.data`."""
+    torch.manual_seed(7)
+    targets = ["to_q", "to_k", "to_out.0", "net.2"]
+    model.add_adapter(
+        LoraConfig(r=4, lora_alpha=16, target_modules=targets, init_lora_weights=False)
+    )
+    model.fuse_lora()
+    model.unload_lora()
+
+
+def copy_an_average(model: Any) -> None:
+    average = EMAModel(model.parameters())
+    for shadow in average.shadow_params:
+        shadow.mul_(-0.5)
+    average.copy_to(model.parameters())
+
+
+def step_an_optimiser(model: Any) -> None:
+    model.requires_grad_(True)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    model(**CASES[0].inputs())[0].square().mean().backward()
+    optimiser.step()
+    model.zero_grad()
+    model.requires_grad_(False)
+
+
+def swap_two_values(model: Any) -> None:
+    weight = model.blocks[1].ffn.net[2].weight.data
+    weight[0, 0], weight[3, 5] = 1.0, -1.0
+
+
+def permute_rows(model: Any) -> None:
+    weight = model.blocks[0].attn1.to_v.weight.data
+    weight.copy_(weight[torch.arange(weight.shape[0]).roll(1)])
+
+
+def negate(model: Any) -> None:
+    weight = model.blocks[1].attn2.to_q.weight
+    weight.data.neg_()
+
+
+def shift_a_bias(model: Any) -> None:
+    model.blocks[0].attn1.to_k.bias.data.add_(0.3)
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    fuse_a_lora,
+    copy_an_average,
+    step_an_optimiser,
+    swap_two_values,
+    permute_rows,
+    negate,
+    shift_a_bias,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_behind_the_version_counter_is_seen(change: Callable[[Any], None]) -> None:
+    model = wan()
+    patch_model(model, LINEAR)
+    before = run(model)
+    change(model)
+    found = run(model)
+    assert not torch.equal(found, before), "the change has to reach the output"
+    twin = wan()
+    twin.load_state_dict(model.state_dict())
+    patch_model(twin, LINEAR)
+    assert torch.equal(found, run(twin))
+
+
+def test_only_what_changed_is_quantised_again(made: list[str]) -> None:
+    model = wan()
+    patch_model(model, LINEAR)
+    run(model)
+    made.clear()
+    negate(model)
+    run(model)
+    assert made == ["attn2.q"]
+
+
+def test_one_look_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All copies in one pass, and the answer fetched once."""
+    model = wan()
+    patch_model(model, LINEAR)
+    run(model)
+    looks: list[int] = []
+    real = copies_file.Fingerprints.take
+
+    def counting(self: Any) -> torch.Tensor:
+        looks.append(len(self.counts))
+        return real(self)
+
+    monkeypatch.setattr(copies_file.Fingerprints, "take", counting)
+    run(model)
+    run(model)
+    assert len(looks) == 2 and looks[0] == looks[1] > 16
+
+
+def test_a_block_that_is_called_by_itself_is_looked_at_too() -> None:
+    model = wan()
+    patch_model(model, LINEAR)
+    run(model)
+    given: dict[str, Any] = {}
+    hook = model.blocks[1].register_forward_pre_hook(
+        lambda module, args: given.setdefault("args", args)
+    )
+    run(model)
+    hook.remove()
+    with torch.no_grad():
+        before = model.blocks[1](*given["args"])
+        model.blocks[1].ffn.net[2].weight.data.neg_()
+        after = model.blocks[1](*given["args"])
+    assert relative(after, before) > 1e-3
+
+
+def test_integers_that_came_with_a_weight_are_left_when_it_changes() -> None:
+    """One value of it, in a row that nobody would pick to look at."""
+    model = wan(num_layers=1)
+    linear = model.blocks[0].ffn.net[2]
+    attach_int8(
+        linear,
+        torch.randint(-127, 128, linear.weight.shape, dtype=torch.int8),
+        torch.full((1, 1), 1e-3),
+    )
+    int8, scale = attached_int8(linear)
+    linear.weight.data.copy_(int8 * scale)
+    patch_model(model, LINEAR)
+    run(model)
+    ours = model._turbo_rcm_patch.plan.copies.tensors
+    assert any(kept is int8 for kept in ours())
+    held = linear.weight.detach().clone()
+    linear.weight.data[17, 3] += 0.5
+    run(model)
+    assert not any(kept is int8 for kept in ours())
+    linear.weight.data.copy_(held)
+    run(model)
+    assert any(kept is int8 for kept in ours())
+
+
+# --- refresh -------------------------------------------------------------------------------------
+
+
+def test_refresh_makes_them_again(made: list[str]) -> None:
+    model = wan()
+    patch_model(model, LINEAR)
+    expected = run(model)
+    count = len(made)
+    made.clear()
+    refresh(model)
+    assert not made, "memory first: they are made when they are needed"
+    assert torch.equal(run(model), expected)
+    assert len(made) == count
+
+
+def test_refresh_of_a_pipeline_and_of_nothing() -> None:
+    class Pipe:
+        transformer, transformer_2 = wan(), wan()
+
+    with pytest.raises(NotPatchedError, match="refresh"):
+        refresh(Pipe())
+    patch_model(Pipe(), LINEAR)
+    refresh(Pipe())
+    unpatch_model(Pipe())
+
+
+# --- moves ---------------------------------------------------------------------------------------
+
+
+def move(model: nn.Module) -> list[torch.Tensor]:
+    """As `.to("cpu")` and back leaves it: the same parameters, at other addresses."""
+    old = [parameter.data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return old  # alive, or the allocator may hand the same place out again
+
+
+def test_a_model_that_moved_often_and_stays_keeps_its_copies(made: list[str]) -> None:
+    """Offloaded between videos: some steps at each place."""
+    model = wan(num_layers=1)
+    patch_model(model, LINEAR)
+    places = []
+    for _ in range(6):
+        run(model)
+        made.clear()
+        run(model)
+        run(model)
+        assert not made
+        places.append(move(model))
+
+
+def test_a_weight_that_keeps_moving_is_not_kept_until_it_stays(made: list[str]) -> None:
+    """Offloading by blocks brings a weight to another place on every forward, to save memory."""
+    model = wan(num_layers=1)
+    patch_model(model, LINEAR)
+    copies = model._turbo_rcm_patch.plan.copies
+    places = []
+    for _ in range(6):
+        run(model)
+        places.append(move(model))
+    run(model)
+    assert copies.bytes() == 0
+    run(model)
+    assert copies.bytes() > 0
+    made.clear()
+    run(model)
+    assert not made
+
+
+def test_copies_of_a_model_that_was_moved_away_go(made: list[str]) -> None:
+    """Two experts take turns on a device: the one that left leaves no copies there."""
+    first, second = wan(num_layers=1), wan(num_layers=1)
+    for model in (first, second):
+        patch_model(model, LINEAR)
+    run(first)
+    copies = first._turbo_rcm_patch.plan.copies
+    assert copies.bytes() > 0
+    first.to("meta")
+    run(second)
+    assert copies.bytes() == 0
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["bare", "under-hooks"])
+def test_unpatching_frees_them(hooked: bool) -> None:
+    """Somebody may hold our forward: a hook, a wrapper, a traceback."""
+    model = wan()
+    patch_model(model, LINEAR)
+    run(model)
+    held = [block.forward for block in model.blocks] if hooked else []
+    copies = model._turbo_rcm_patch.plan.copies
+    alive = [weakref.ref(tensor) for tensor in copies.tensors()]
+    assert alive
+    unpatch_model(model)
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
+    if held:  # Whoever still calls it gets a result, and nothing is kept for it.
+        inputs = CASES[0].inputs()
+        for block, forward in zip(model.blocks, held, strict=True):
+            block.forward = forward
+        run(model, **inputs)
+        assert copies.bytes() == 0
+
+
+def test_a_copy_has_copies_of_its_own() -> None:
+    model = wan()
+    patch_model(model, LINEAR)
+    run(model)
+    twin = copy.deepcopy(model)
+    own, other = (m._turbo_rcm_patch.plan.copies for m in (model, twin))
+    assert own is not other and other.bytes() == 0
+    run(twin)
+    assert other.bytes() == own.bytes()
+    assert all(block.forward._linears.copies is other for block in twin.blocks)
+    unpatch_model(model)
+    assert own.bytes() == 0 and other.bytes() > 0
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names within their blocks of the copies that were made, as it happens."""
+    names: list[str] = []
+    real = copies_file.Copies._make
+
+    def counting(self: Any, key: tuple[int, str], *rest: Any) -> Any:
+        names.append(key[1])
+        return real(self, key, *rest)
+
+    monkeypatch.setattr(copies_file.Copies, "_make", counting)
+    return names

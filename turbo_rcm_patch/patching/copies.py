@@ -1,0 +1,387 @@
+"""The int8 copies of a model's weights, and how they stay those of the weights it has now.
+
+A copy is good for the tensors it was made from, as long as they hold the bits they held then. Most
+changes show in a tensor's identity, version or address. What is written through `.data` (peft's
+`fuse_lora`, an average of weights that is copied in, some fused optimisers) does not, so the bits
+are compared, by checksums taken on the device (`ops.Fingerprints`):
+
+- in front of the first copy that a forward uses, those of all copies, in one pass, and the host
+  waits once for the answer;
+- in front of a copy that comes round a second time before the next forward begins, or whose weight
+  was elsewhere when all were looked at, its own.
+
+So between two uses of a copy its weight was looked at, and nothing that happens between two
+forwards can be missed. What can be: a weight that is written through `.data` while a forward runs,
+between that forward's first block and its own. The next forward sees it.
+
+Where nothing can be asked, while a compiler traces or a CUDA graph is captured, there is no copy:
+the graph quantises the weight on every replay.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.ops import Fingerprints
+from turbo_rcm_patch.ops.int8_linear import GROUP, scales_of_rows
+from turbo_rcm_patch.ops.modes import is_capturing, settle
+from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
+
+__all__ = ["Copies"]
+
+#: How often in a row a weight may have moved since the forward before (a model goes to its device,
+#: or there and back between two videos). One that moves again is offloaded on every forward, and
+#: an int8 copy of it would hold the memory that offloading is to save.
+_MOVES: Final = 2
+
+#: (block, name of the Linears within it).
+Key = tuple[int, str]
+#: int8 [Cout, K], its scales, bias [Cout] or None.
+Made = tuple[Tensor, Tensor, Tensor | None]
+_Place = tuple[int, torch.device, torch.dtype]
+
+#: Of every model that is alive.
+_ALL: Final[weakref.WeakSet[Copies]] = weakref.WeakSet()
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """An int8 weight and what it was made from.
+
+    Attributes:
+        made: None where it is not kept.
+        checksums: Of the sources when it was made, int64.
+        prints: What takes them again.
+        sources: Weights and biases, held weakly.
+        versions: How often each had been written to.
+        places: Where each was, and where int8 weights were that came with them.
+        moves: How often in a row the sources had moved since the forward before.
+        moved: Whether they were elsewhere when all copies were looked at.
+        sound: The forward in which the bits were last found to be the same.
+        used: The forward in which it was last used.
+    """
+
+    made: Made | None
+    checksums: Tensor | None
+    prints: Fingerprints | None
+    sources: tuple[weakref.ref[Tensor], ...]
+    versions: tuple[int, ...]
+    places: tuple[_Place, ...]
+    moves: int
+    moved: bool
+    sound: int
+    used: int
+
+    def is_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether it was made from these, unless something was written behind their versions."""
+        return (
+            len(parameters) == len(self.sources)
+            and all(ref() is p for ref, p in zip(self.sources, parameters, strict=True))
+            and self.versions == tuple(p._version for p in parameters)
+        )
+
+    def in_place(self) -> bool:
+        """Whether the sources are where they were, with the versions they had."""
+        sources = [reference() for reference in self.sources]
+        return all(
+            source is not None and source._version == version and _place(source) == place
+            for source, version, place in zip(sources, self.versions, self.places, strict=False)
+        )
+
+    def release(self) -> None:
+        """Give the memory back, once no stream reads it any more."""
+        if self.made is not None and not is_capturing(self.made[0].device):
+            settle(self.made[0].device, every_stream=True)
+        self.made = self.checksums = self.prints = None
+
+
+class Copies:
+    """The int8 copies of one model, for all of its blocks.
+
+    A deep copy or a pickle starts empty.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_blocks",
+        "_closed",
+        "_copies",
+        "_forward",
+        "_impl",
+        "_lock",
+        "_looked",
+        "_together",
+    )
+
+    def __init__(self, impl: Impl) -> None:
+        self._impl = impl
+        self._copies: dict[Key, _Copy] = {}
+        self._blocks = 0
+        self._forward = 0
+        self._looked = False
+        self._closed = False
+        self._lock = threading.RLock()
+        # The copies of a device that were last looked at together, and what did it.
+        self._together: dict[torch.device, tuple[list[_Copy], Fingerprints, Tensor]] = {}
+        _ALL.add(self)
+
+    def __reduce__(self) -> tuple[type[Copies], tuple[Impl]]:
+        return Copies, (self._impl,)
+
+    @property
+    def impl(self) -> Impl:
+        """ "triton", "reference" or "auto"."""
+        return self._impl
+
+    def add_block(self) -> int:
+        """A number for one more block."""
+        self._blocks += 1
+        return self._blocks
+
+    def begin(self) -> None:
+        """A forward of the model begins: weights may have changed since the last."""
+        self._forward += 1
+        self._looked = False
+
+    def of(self, key: Key, linears: Sequence[Any]) -> Made:
+        """The int8 weight of some Linears over the same input, the stored one where it is good.
+
+        Args:
+            key: The block and a name for these Linears within it.
+            linears: Plain Linears with [Cout, K] weights, of one K.
+
+        Returns:
+            int8 [sum of Cout, K], its scales as `ops.int8_linear` takes them, and the bias
+            [sum of Cout] or None.
+        """
+        if is_capturing(linears[0].weight.device):
+            return self.fresh(linears, brought=False)
+        with self._lock, _unrecorded():
+            return self._kept(key, linears)
+
+    def _kept(self, key: Key, linears: Sequence[Any]) -> Made:
+        if not self._looked:
+            self._looked = True
+            self._look()
+        parameters = _parameters(linears)
+        brought = [int8 for int8, _ in _brought(linears)]
+        places = tuple(map(_place, (*parameters, *brought)))
+        copy, moves = self._copies.get(key), 0
+        if copy is not None and copy.is_of(parameters):
+            if copy.places == places and copy.made is not None:
+                if copy.sound != self._forward or copy.used == self._forward:
+                    self._compare([copy])
+                if copy.made is not None:
+                    copy.used, copy.moves = self._forward, 0
+                    return copy.made
+            elif copy.moved or copy.places != places:
+                moves = copy.moves + 1
+        return self._make(key, linears, parameters, places, moves)
+
+    def fresh(self, linears: Sequence[Any], *, brought: bool = True) -> Made:
+        """The same as `of`, made now and not kept: what a graph that is traced does.
+
+        Args:
+            linears: As for `of`.
+            brought: Whether an int8 weight that came with a Linear may serve. Asking whether it
+                is still the weight's waits for the device, which a CUDA graph cannot.
+        """
+        given = _brought(linears) if brought else []
+        if len(given) == len(linears) and _current(linears, given):
+            int8, scale = _stacked(given)
+        else:
+            int8, scale = ops.quantize_weight(*(m.weight for m in linears), impl=self._impl)
+        if len(linears) == 1 or all(m.bias is None for m in linears):
+            return int8, scale, linears[0].bias
+        biases = [
+            m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in linears
+        ]
+        return int8, scale, torch.cat(biases)
+
+    def forget(self, key: Key) -> None:
+        """Drop a copy: the guard gave its Linears back."""
+        with self._lock:
+            copy = self._copies.pop(key, None)
+            if copy is not None:
+                copy.release()
+                self._together.clear()
+
+    def clear(self) -> None:
+        """Drop every copy. Each is made again when it is needed."""
+        with self._lock:
+            for copy in self._copies.values():
+                copy.release()
+            self._copies.clear()
+            self._together.clear()
+
+    def close(self) -> None:
+        """Drop every copy for good: the model is unpatched, but somebody may hold its blocks."""
+        self._closed = True
+        self.clear()
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept."""
+        kept = [copy.made for copy in self._copies.values() if copy.made is not None]
+        return [tensor for int8, scale, _ in kept for tensor in (int8, scale)]
+
+    def bytes(self) -> int:
+        """How much memory the copies hold."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    # --- keeping them good -----------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Look at all copies at once. One whose weight is elsewhere now gives its memory back."""
+        here: dict[torch.device, list[_Copy]] = defaultdict(list)
+        for copy in self._copies.values():
+            if not copy.in_place():
+                copy.moved = True
+                copy.release()
+                continue
+            copy.moved, copy.moves = False, 0
+            if copy.made is not None:
+                here[copy.places[0][1]].append(copy)
+        for device, copies in here.items():
+            self._compare(copies, device)
+
+    def _compare(self, copies: list[_Copy], device: torch.device | None = None) -> None:
+        """Compare the bits of the sources, which are in place, with what they were; a copy of
+        others gives its memory back.
+
+        Args:
+            copies: Of one device; each has its checksums.
+            device: Where these are all of a device's copies, to be looked at again.
+        """
+        known = self._together.get(device) if device is not None else None
+        if known is not None and _same(known[0], copies):
+            _, prints, before = known
+        elif len(copies) == 1:
+            prints, before = _taken(copies[0])
+        else:
+            sources = [source() for copy in copies for source in copy.sources]
+            prints = Fingerprints([source for source in sources if source is not None], self._impl)
+            before = torch.cat([_taken(copy)[1] for copy in copies])
+        if device is not None:
+            self._together[device] = (copies, prints, before)
+        now = prints.take()
+        if torch.equal(now, before):
+            for copy in copies:
+                copy.sound = self._forward
+            return
+        differ = (now != before).tolist()
+        self._together.clear()
+        for copy in copies:
+            count = sum(_taken(copy)[0].counts)
+            changed, differ = any(differ[:count]), differ[count:]
+            if changed:
+                copy.release()
+            else:
+                copy.sound = self._forward
+
+    def _make(
+        self,
+        key: Key,
+        linears: Sequence[Any],
+        parameters: list[Tensor],
+        places: tuple[_Place, ...],
+        moves: int,
+    ) -> Made:
+        self.forget(key)  # Its memory first, and what belongs to models that were moved away.
+        for other in list(_ALL):
+            if other is not self:
+                other._release_moved()
+        # Later forwards may be of other modes.
+        with torch.inference_mode(False), torch.no_grad():
+            keep = moves <= _MOVES and not self._closed
+            prints = Fingerprints(parameters, self._impl) if keep else None
+            checksums = None if prints is None else prints.take()
+            made = self.fresh(linears)
+            if keep:
+                settle(made[0].device)  # The next forward may be another stream's.
+        self._copies[key] = _Copy(
+            made if keep else None,
+            checksums,
+            prints,
+            tuple(map(weakref.ref, parameters)),
+            tuple(p._version for p in parameters),
+            places,
+            moves,
+            moved=False,
+            sound=self._forward,
+            used=self._forward,
+        )
+        return made
+
+    def _release_moved(self) -> None:
+        """Give back the memory of copies whose weights have left their device."""
+        if not self._lock.acquire(blocking=False):
+            return  # It runs in another thread, and is where it was.
+        try:
+            for copy in self._copies.values():
+                weight = copy.sources[0]()
+                if weight is None or weight.device != copy.places[0][1]:
+                    copy.moved = True
+                    copy.release()
+            self._together.clear()
+        finally:
+            self._lock.release()
+
+
+def _unrecorded() -> AbstractContextManager[object]:
+    """Where operations go unseen by whoever records those of a forward: selective checkpointing
+    replays them in the backward, and looking after copies is none of them."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return nullcontext()
+    unseen: AbstractContextManager[object] = _disable_current_modes()
+    return unseen
+
+
+def _parameters(linears: Sequence[Any]) -> list[Tensor]:
+    return [p for linear in linears for p in (linear.weight, linear.bias) if p is not None]
+
+
+def _place(tensor: Tensor) -> _Place:
+    return tensor.data_ptr(), tensor.device, tensor.dtype
+
+
+def _same(one: list[_Copy], other: list[_Copy]) -> bool:
+    return len(one) == len(other) and all(map(lambda a, b: a is b, one, other))
+
+
+def _taken(copy: _Copy) -> tuple[Fingerprints, Tensor]:
+    assert copy.prints is not None and copy.checksums is not None
+    return copy.prints, copy.checksums
+
+
+def _brought(linears: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
+    """The int8 weights that some of these Linears bring along."""
+    return [given for given in map(attached_int8, linears) if given is not None]
+
+
+def _current(linears: Sequence[Any], given: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether weights still are what came with them in int8."""
+    return all(stands_for(m.weight, *one) for m, one in zip(linears, given, strict=True))
+
+
+def _stacked(given: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Several int8 weights over the same input as one."""
+    if len(given) == 1:
+        return given[0]
+    int8, scales = zip(*given, strict=True)
+    if all(weight.shape[0] % GROUP == 0 for weight in int8[:-1]):
+        return torch.cat(int8), torch.cat(scales)
+    # Blocks would begin inside another's.
+    rows = [scales_of_rows(scale, weight.shape[0]) for weight, scale in given]
+    return torch.cat(int8), torch.cat([scale.t() for scale in rows], 1).t()
