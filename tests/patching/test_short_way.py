@@ -43,8 +43,8 @@ def calls_of(function: Callable[[], object]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("options", "python", "builtin", "launches"),
     [
-        ({}, 165, 235, 11),
-        ({"attention": "exact"}, 165, 235, 10),
+        ({}, 175, 240, 11),
+        ({"attention": "exact"}, 175, 240, 10),
     ],
     ids=["int8", "exact"],
 )
