@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import shutil
 import sys
@@ -41,6 +42,30 @@ def test_the_kernels_agree_with_the_reference(micro_folder: Path) -> None:
     assert 0 < found.relative_l2 <= LIMIT
     assert found.passed
     assert "Triton's interpreter" in found.what
+
+
+@pytest.mark.parametrize("python_path", [None, "", os.pathsep], ids=repr)
+def test_the_kernel_check_runs_nothing_of_the_working_directory(
+    python_path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torch", "json", "turbo_rcm_patch"):
+        (tmp_path / f"{name}.py").write_text("open('executed', 'w'); raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    if python_path is not None:
+        rest = os.environ.get("PYTHONPATH", "")
+        monkeypatch.setenv("PYTHONPATH", python_path + rest)
+    # The folder holds no model, which is found out after torch was imported.
+    with pytest.raises(SamplingError, match=r"ModelFolderError.*model_index\.json"):
+        run_kernel_check(tmp_path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_every_python_that_is_started_is_told_to_leave_the_working_directory_alone() -> None:
+    package = Path(demo_module.__file__).parent
+    for path in package.rglob("*.py"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if "sys.executable" in line and '"-m"' in line:
+                assert '"-P"' in line, f"{path}: {line}"
 
 
 def test_a_kernel_check_that_breaks_says_how_to_look(tmp_path: Path) -> None:

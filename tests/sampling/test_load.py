@@ -64,6 +64,34 @@ def test_what_cannot_be_a_hub_id_is_not_looked_up(name: str, no_network: None) -
         load_pipeline(name)
 
 
+def test_a_mistyped_path_is_not_looked_up(
+    no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a connection the hub takes half a minute to say that it has no such model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "turbowan").mkdir(parents=True)
+    with pytest.raises(ModelFolderError, match=r"no such folder: models/tubrowan.*got in models/"):
+        load_pipeline("models/tubrowan")
+    with pytest.raises(ModelFolderError, match="turbowan.*hf download models/tubrowan"):
+        load_skeleton("models/tubrowan")
+    with pytest.raises(ModelFolderError, match=r"no such folder: checkpoints/wan\.pth"):
+        load_pipeline("checkpoints/wan.pth")
+
+
+def test_what_the_hubs_cache_holds_is_an_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Wan-AI").mkdir()
+    (tmp_path / "cache" / "models--Wan-AI--Wan2.1").mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert resolve_model("Wan-AI/Wan2.1") == "Wan-AI/Wan2.1"
+    with pytest.raises(ModelFolderError):
+        resolve_model("Wan-AI/Wan2.2")
+
+
 def test_hub_ids_are_recognised_and_failures_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers import DiffusionPipeline
 

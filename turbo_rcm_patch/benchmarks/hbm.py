@@ -102,7 +102,8 @@ def _measured(
     plan = journal.plan
     # The child is this module again, so that nothing else happens between start and stop.
     command = [
-        *(sys.executable, "-m", "turbo_rcm_patch.benchmarks", "hbm"),
+        # -P: a torch.py in the working directory must not run in place of torch.
+        *(sys.executable, "-P", "-m", "turbo_rcm_patch.benchmarks", "hbm"),
         *("--inside", name, ",".join(forms), "--device", plan.device, "--seed", str(plan.seed)),
         *(("--micro",) if plan.micro else ()),
     ]
