@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from turbo_rcm_patch.errors import OutputError, SamplingError
-from turbo_rcm_patch.output import atomic, check_writable
+from turbo_rcm_patch.output import atomic, check_writable, merged
 
 
 def everything(folder: Path) -> dict[str, str]:
@@ -85,6 +85,32 @@ def test_two_writers_of_one_process_do_not_meet(tmp_path: Path) -> None:
         one.write_text("one")
         other.write_text("other")
     assert everything(tmp_path) == {"a.txt": "one"}
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["whole", "ctrl-c"])
+def test_a_folder_is_merged_whole_or_not_at_all(tmp_path: Path, stopped: bool) -> None:
+    target = tmp_path / "model"
+    (target / "vae").mkdir(parents=True)
+    (target / "card.md").write_text("mine")
+    (target / "vae" / "w").write_text("old")
+    before = everything(tmp_path)
+
+    def write() -> None:
+        with merged(target) as made:
+            (made / "vae").mkdir()
+            (made / "vae" / "w").write_text("new")
+            if stopped:
+                raise KeyboardInterrupt
+            (made / "index").write_text("new")
+
+    if stopped:
+        with pytest.raises(KeyboardInterrupt):
+            write()
+        assert everything(tmp_path) == before
+    else:
+        write()
+        assert everything(target) == {"card.md": "mine", "vae/w": "new", "index": "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 
 from turbo_rcm_patch.errors import OutputError, TurboRCMError
 
-__all__ = ["atomic", "check_writable", "is_partial"]
+__all__ = ["atomic", "check_writable", "is_partial", "merged"]
 
 #: What the names of unfinished files begin with. They are hidden, and gone in the end.
 _PARTIAL: Final = ".turbo_rcm_patch-partial-"
@@ -54,6 +54,37 @@ def atomic(target: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
     with suppress(OSError):  # Not every file system can flush a folder.
         _flush(target.parent)
+
+
+@contextmanager
+def merged(target: Path) -> Iterator[Path]:
+    """Give a new folder whose files are moved into `target`, one by one, when the block ends.
+
+    A failure before that leaves `target` as it was; each of its files is the old or the new one at
+    any time, and its other files stay.
+
+    Args:
+        target: The folder to be.
+
+    Raises:
+        OutputError: It cannot be written, or the block raised an `OSError`.
+    """
+    with _telling(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = _beside(target)
+        partial.mkdir()
+    try:
+        with _telling(target):
+            yield partial
+            files = sorted(path for path in partial.rglob("*") if path.is_file())
+            for path in files:
+                _flush(path)
+            for path in files:
+                place = target / path.relative_to(partial)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_writable(target: Path) -> None:
