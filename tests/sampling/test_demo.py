@@ -16,6 +16,7 @@ from tests.sampling.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import demo as demo_module
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.sampling.environment import python_command
 from turbo_rcm_patch.sampling.kernel_check import LIMIT, KernelCheck, run_kernel_check
 from turbo_rcm_patch.tiny import prompts
 
@@ -62,10 +63,11 @@ def test_the_kernel_check_runs_nothing_of_the_working_directory(
 
 def test_every_python_that_is_started_is_told_to_leave_the_working_directory_alone() -> None:
     package = Path(demo_module.__file__).parent
-    for path in package.rglob("*.py"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if "sys.executable" in line and '"-m"' in line:
-                assert '"-P"' in line, f"{path}: {line}"
+    found = [path for path in package.rglob("*.py") if "[sys.executable" in path.read_text()]
+    assert [path.name for path in found] == ["environment.py"], "python_command is there for it"
+    command, own = python_command("turbo_rcm_patch", "pairs")
+    assert command[:3] == [sys.executable, "-P", "-m"]
+    assert own["PYTHONPATH"].split(os.pathsep)[0] == str(package.parent)
 
 
 def test_a_kernel_check_that_breaks_says_how_to_look(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Final
 
 from turbo_rcm_patch.config import Form, Impl, PatchConfig
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.sampling.environment import python_command
 
 __all__ = ["LIMIT", "KernelCheck", "run_kernel_check"]
 
@@ -82,12 +82,7 @@ def run_kernel_check(folder: Path) -> KernelCheck:
     Args:
         folder: A pipeline folder; its transformer's first block is used.
     """
-    # -P, or a torch.py in the working directory would run in place of torch. An empty entry of
-    # PYTHONPATH means the working directory too.
-    command = [sys.executable, "-P", "-m", __name__, str(folder)]
-    source = str(Path(__file__).resolve().parents[2])
-    paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    own = {"PYTHONPATH": os.pathsep.join(paths)}
+    command, own = python_command(__name__, str(folder))
     if not _has_gpu():
         own["TRITON_INTERPRET"] = "1"
     try:
