@@ -104,6 +104,15 @@ def test_the_example_runs(quick_model: Path, tmp_path: Path, monkeypatch, capsys
     assert len(lines) <= 36, "a script to copy is short"
 
 
+@pytest.mark.parametrize("name", ["wan_t2v.py", "cogvideox_t2v.py"])
+def test_the_help_of_an_example_is_no_failure(name: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert stopped.value.code in (None, 0)
+    assert "Load, patch, generate, compare." in capsys.readouterr().out
+
+
 def test_the_cogvideox_example_and_demo_run(tmp_path: Path, monkeypatch, capsys) -> None:
     """The demo on another model than the default one."""
     folder = save(micro_cogvideox(), tmp_path / "cogvideox")

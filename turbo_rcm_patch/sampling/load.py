@@ -145,12 +145,13 @@ def _refuse_mistyped(model: str) -> None:
     is_file = Path(name).suffix.lower() in _WEIGHTS
     if not (is_file or Path(parent).is_dir()) or _is_cached(model):
         return
-    there = sorted(p.name for p in Path(parent).iterdir()) if Path(parent).is_dir() else []
-    near = difflib.get_close_matches(name, there, n=3, cutoff=0.5) or there[:6]
+    is_there = Path(parent).is_dir()
+    folders = sorted(p.name for p in Path(parent).iterdir() if p.is_dir()) if is_there else []
+    near = difflib.get_close_matches(name, folders, n=3, cutoff=0.5) or folders[:6]
     raise ModelFolderError(
         f"no such folder: {model}",
         expected=LAYOUT,
-        got=f"in {parent}/: {', '.join(near) or 'nothing'}" if there or not is_file else "",
+        got=f"in {parent}/: {', '.join(near) or 'no folders'}" if is_there else "",
         remedy="Check the spelling. If a model of the hub is meant, download it first "
         f"(`hf download {model}`), or run where no folder has the name {parent!r}",
     )
@@ -165,6 +166,18 @@ def _is_cached(model: str) -> bool:
 
 def check_folder(folder: Path) -> None:
     """Raise a `ModelFolderError` that names the first thing missing or broken in a folder."""
+    try:
+        _check_folder(folder)
+    except ModelFolderError:
+        raise
+    except OSError as error:
+        raise ModelFolderError(
+            f"{error.filename or folder} cannot be read ({error.strerror})",
+            remedy="Check its permissions and the disk",
+        ) from error
+
+
+def _check_folder(folder: Path) -> None:
     index_path = folder / "model_index.json"
     if not index_path.is_file():
         inside = sorted(p.name for p in folder.iterdir())[:8]
