@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import turbo_rcm_patch
 from turbo_rcm_patch.errors import OutputError, SamplingError
 from turbo_rcm_patch.output import atomic, check_writable, merged
 
@@ -111,6 +113,31 @@ def test_a_folder_is_merged_whole_or_not_at_all(tmp_path: Path, stopped: bool) -
         write()
         assert everything(target) == {"card.md": "mine", "vae/w": "new", "index": "new"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+#: Where files are removed or written without `atomic`, and why that loses nothing.
+ALONE = {
+    "output.py": "it is what the others use",
+    "sampling/store.py": "removes what is on its own list",
+    "sampling/meter.py": "a switch of the kernel's in /proc",
+    "checkpoints/staging.py": "folders of its own, whole or not at all",
+    "checkpoints/folder.py": "into a folder of staging",
+    "checkpoints/stored.py": "into a file of staging",
+    "tiny/build.py": "into a folder of `merged`",
+    "tiny/run.py": "beside the old state, then swapped",
+}
+
+
+def test_every_place_that_writes_or_removes_is_known() -> None:
+    package = Path(turbo_rcm_patch.__file__).parent
+    removes = re.compile(r"\.(unlink|rmdir|rmtree|rename)\(|os\.(remove|replace)")
+    writes = re.compile(r"\.(write_text|write_bytes|savefig|save_file)\(|\.save\((?!\))|open\(.w")
+    for path in package.rglob("*.py"):
+        name, text = str(path.relative_to(package)), path.read_text(encoding="utf-8")
+        if name in ALONE:
+            continue
+        assert not removes.search(text), f"{name} removes or moves something"
+        assert not writes.search(text) or "atomic(" in text or "merged(" in text, name
 
 
 def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:

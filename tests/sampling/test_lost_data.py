@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -288,6 +291,33 @@ def test_an_interrupted_encoder_leaves_the_old_video(tmp_path: Path, monkeypatch
     assert everything(tmp_path) == {"v.mp4": b"old"}
 
 
+def test_a_real_ctrl_c_while_ffmpeg_runs(tmp_path: Path, monkeypatch) -> None:
+    """The signal goes to ffmpeg too, which then writes what it has and ends."""
+    out = tmp_path / "out" / "v.mp4"
+    out.parent.mkdir()
+    out.write_text("old")
+    stub(tmp_path, monkeypatch, f'echo half >"$OUT"; touch {tmp_path}/began; sleep 60')
+    code = (
+        "import sys, numpy; from pathlib import Path\n"
+        "from turbo_rcm_patch.exit_codes import run_command\n"
+        "from turbo_rcm_patch.sampling.video import write_mp4\n"
+        "frames = numpy.zeros((9, 64, 64, 3), numpy.uint8)\n"
+        "sys.exit(run_command(lambda: write_mp4(frames, Path(sys.argv[1]), 16), interrupted='.'))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(out)],
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "began").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert everything(out.parent) == {"v.mp4": b"old"}
+
+
 def test_no_ffmpeg_is_told_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch, nothing_loads: None, capsys
 ) -> None:
@@ -381,8 +411,6 @@ def test_help_tells_the_exit_codes(capsys) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has such a file")
 def test_a_full_disk_under_what_is_printed() -> None:
-    import sys
-
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "turbo_rcm_patch", "pairs", "--model", "tiny"],
