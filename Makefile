@@ -40,14 +40,17 @@ format: $(VENV)/.installed-dev ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove the environment and everything generated
-	rm -rf $(VENV) outputs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+# Not outputs/: what is there may have taken hours. VENV may name a folder that is no environment.
+clean: ## Remove the environment and what was built; videos and reports in outputs/ stay
+	[ ! -f $(VENV)/pyvenv.cfg ] || rm -rf $(VENV)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "Python 3.11 or newer is needed, and '$(PYTHON)' is not. Say which: make PYTHON=python3.12" >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || \
-	    { echo "'$(PYTHON) -m venv' failed. On Debian or Ubuntu: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+	@had=; [ ! -e $(VENV) ] || had=1; $(PYTHON) -m venv $(VENV) || \
+	    { echo "'$(PYTHON) -m venv' failed. On Debian or Ubuntu: apt-get install python3-venv" >&2; \
+	      [ -n "$$had" ] || rm -rf $(VENV); exit 1; }
 
 # A stamp says that the environment holds what these two files ask for, so that a second run starts at once.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python

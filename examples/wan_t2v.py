@@ -12,7 +12,8 @@ from turbo_rcm_patch.sampling import compare, generate, load_pipeline
 from turbo_rcm_patch.sampling.video import enlarge, write_mp4
 
 if "--help" in sys.argv or "-h" in sys.argv:
-    sys.exit(__doc__)
+    print(__doc__)
+    sys.exit()
 model = sys.argv[1] if len(sys.argv) > 1 else "tiny"
 prompt = sys.argv[2] if len(sys.argv) > 2 else "a large red circle moving right"
 how = {} if model == "tiny" else {"sampler": "scheduler", "steps": 30}

@@ -65,7 +65,14 @@ _HOME: Final = {
 }
 
 
+#: What diffusers looks for in the module that a pipeline folder names for its scheduler: this one,
+#: for `RCMScheduler`. Not a public name of ours.
+_HOME_OF_BASES: Final = {"SchedulerMixin": "diffusers.schedulers.scheduling_utils"}
+
+
 def __getattr__(name: str) -> object:
+    if name in _HOME_OF_BASES:
+        return getattr(import_module(_HOME_OF_BASES[name]), name)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

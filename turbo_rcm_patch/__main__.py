@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import get_args
 
 from turbo_rcm_patch.config import Attention, Form, Impl, Linear, PatchConfig, Precision, PVDType
-from turbo_rcm_patch.errors import TurboRCMError
+from turbo_rcm_patch.exit_codes import TABLE, USAGE, run_command
 
 __all__ = ["main"]
 
-USAGE, INTERRUPTED = 2, 130
 #: What `pip install .` brings, whose absence deserves a line and not a traceback.
 NEEDED = ("torch", "triton", "diffusers", "transformers", "safetensors", "numpy")
 
@@ -27,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 if all is well (for `compare` and `demo`: "unchanged"), 1 if the verdict is "changed", 2
-        for a mistake in the arguments or the model, 130 if interrupted.
+        for a mistake in the arguments, the model or the files, 3 for an error nobody foresaw, 130
+        if interrupted; see `exit_codes`.
     """
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
@@ -36,23 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed help or a usage error
         return int(stop.code or 0)
     arguments.command_line = shlex.join(["python", "-m", "turbo_rcm_patch", *given])
-    try:
-        return _run(arguments)
-    except TurboRCMError as error:
-        print(error.block(), file=sys.stderr)
-        return USAGE
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in NEEDED:
-            raise
-        print(
-            f"{error.name} is not installed for {sys.executable}\n"
-            "  Run `pip install .` in the repository; after `make demo`, `. .venv/bin/activate`.",
-            file=sys.stderr,
-        )
-        return USAGE
-    except KeyboardInterrupt:
-        print("\nInterrupted. The model is as it was.", file=sys.stderr)
-        return INTERRUPTED
+
+    def run() -> int:
+        try:
+            return _run(arguments)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in NEEDED:
+                raise
+            print(
+                f"{error.name} is not installed for {sys.executable}\n"
+                "  Run `pip install .` in the repository; after `make demo`, "
+                "`. .venv/bin/activate`.",
+                file=sys.stderr,
+            )
+            return USAGE
+
+    return run_command(run, interrupted="Interrupted. The model is as it was.")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -82,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
             "compare --model tiny --prompt 'a red circle moves left'",
             "compare --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sampler scheduler --steps 30 \\\n"
             "    --prompts prompts.txt --out outputs/wan",
-        ),
+        )
+        + f"\n\n{TABLE}",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands)
@@ -111,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
         help="the whole way on a shipped model, without a GPU",
         description="Generate 8 or more prompts with a shipped model, unpatched, patched and "
         "under a control, judge, and run one block through the Triton kernels. "
-        "Exit code 0 only if nothing visible changed and the kernels are right.",
+        "Exit code 0 only if nothing visible changed and the kernels are right, 1 if not, 2 for a "
+        "mistake, 3 for an error nobody foresaw.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "demo --out outputs/demo", "demo --model tiny-cogvideox --out outputs/cogvideox"
@@ -127,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=Path("outputs/demo"),
         metavar="DIR",
-        help="where the report goes (default: %(default)s)",
+        help="where the report goes; what an earlier demo or compare wrote there is removed, and "
+        "nothing else (default: %(default)s)",
     )
     demo.add_argument(
         "--resume", action="store_true", help="keep what an earlier, interrupted demo has finished"
@@ -168,8 +170,8 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Generate every prompt unpatched, patched, and unpatched under another exact "
         "attention backend, from the same noise, and judge whether anything visible changed. "
         "Writes videos, plots, metrics.json and report.html. Stopped half way, the same command "
-        "goes on where it was. Exit code 0: unchanged, 1: changed, 2: a mistake in the arguments "
-        "or the model.",
+        "goes on where it was. Exit code 0: unchanged, 1: changed, 2: a mistake in the arguments, "
+        "the model or the files, 3: an error nobody foresaw, 130: interrupted.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "compare --prompt 'a red circle moves left' --out outputs/circle",
@@ -187,7 +189,10 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="folder for everything (default: %(default)s)",
     )
     compare.add_argument(
-        "--fresh", action="store_true", help="start again instead of keeping finished prompts"
+        "--fresh",
+        action="store_true",
+        help="start again instead of keeping finished prompts: what compare wrote into DIR is "
+        "removed, and nothing else",
     )
     compare.add_argument(
         "--network-number",

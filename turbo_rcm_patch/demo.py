@@ -15,6 +15,8 @@ from turbo_rcm_patch.sampling.load import TINY, load_pipeline, resolve_model
 from turbo_rcm_patch.sampling.observer import Observer
 from turbo_rcm_patch.sampling.progress import bars
 from turbo_rcm_patch.sampling.report import rewrite_with
+from turbo_rcm_patch.sampling.store import check_out
+from turbo_rcm_patch.sampling.video import find_ffmpeg
 
 __all__ = ["demo", "shape_observer"]
 
@@ -30,7 +32,8 @@ def demo(
         out: Folder for the report and everything it shows.
         model: One of the shipped models, or a folder with a model of their world; by default the
             tiny Wan.
-        fresh: Start again, or keep what an interrupted demo has finished.
+        fresh: Start again, removing what an earlier demo wrote there, or keep what an interrupted
+            one has finished.
         command: The command line, for the report.
 
     Returns:
@@ -39,6 +42,8 @@ def demo(
     from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
     start = time.perf_counter()
+    check_out(out, fresh=fresh)
+    find_ffmpeg()
     model = MODEL if model is None else model
     pipe = load_pipeline(model)
     settings = settings_for(pipe)
@@ -63,7 +68,7 @@ def demo(
     folder = resolve_model(model)
     assert isinstance(folder, Path), "a shipped model is a folder"
     check = run_kernel_check(folder)
-    rewrite_with(Path(out), "kernel_check", check.as_dict())
+    rewrite_with(Path(out).expanduser(), "kernel_check", check.as_dict())
     word = "ok" if check.passed else "NO"
     print(f"{word}: {check.what}: relative L2 {check.relative_l2:.1e}, accepted {check.limit:.0e}")
     print(comparison)

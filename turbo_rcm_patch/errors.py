@@ -30,6 +30,7 @@ __all__ = [
     "NotPatchedError",
     "NothingToPatchError",
     "OpError",
+    "OutputError",
     "OutputExistsError",
     "PatchError",
     "SamplingError",
@@ -198,6 +199,10 @@ class CheckpointKeysError(CheckpointError):
 
 class OutputExistsError(TurboRCMError, FileExistsError):
     """What would be written is there already, or its place cannot be written to."""
+
+
+class OutputError(TurboRCMError, OSError):
+    """A file could not be written; what was in its place is as it was."""
 
 
 class MissingPackageError(TurboRCMError, ImportError):

@@ -265,6 +265,25 @@ def test_bad_places_are_typed_errors(tmp_path: Path) -> None:
     assert main(["plot", str(tmp_path)]) == 2
 
 
+@pytest.mark.parametrize("name", ["attention.json", "attention_scaling.png"])
+def test_somebodys_files_are_not_written_over(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text('{"mine": 1}')
+    assert main(["attention", "--micro", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert name in capsys.readouterr().err
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, '{"mine": 1}')]
+
+
+def test_a_place_that_cannot_be_written_is_told_before_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "new")
+    assert main(["attention", "--micro", "--device", "cpu", "--out", out]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_aims_name_cases_and_methods_that_exist() -> None:
     cases = {case.name: case for case in attention_cases(micro=False)}
     assert set(AIMS) == set(REFERENCE) <= set(cases)

@@ -120,6 +120,7 @@ def test_every_graph_is_measured_with_clocks_and_caches_left_alone(
     for words in ("--clock-control none", "--cache-control none", "--graph-profiling graph"):
         assert words in calls.read_text()
     assert f"--inside {CASE} two-pass,one-pass,one-launch" in calls.read_text()
+    assert " -P -m turbo_rcm_patch.benchmarks hbm" in calls.read_text()
 
 
 def test_a_graph_too_few_is_no_measurement(

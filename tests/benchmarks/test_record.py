@@ -196,3 +196,14 @@ def test_no_gpu_is_a_typed_error(tmp_path: Path, capsys: pytest.CaptureFixture[s
         Options().torch_device()
     assert main(["record", "--out", str(tmp_path / "x.json")]) == 2
     assert "CUDA" in capsys.readouterr().err
+
+
+def test_somebodys_file_is_not_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.json"
+    for text in ("notes", "[1]", '{"parts": 3}'):
+        out.write_text(text)
+        assert main([*MICRO_CPU, "--out", str(out)]) == 2
+        assert "`record` did not write it" in capsys.readouterr().err
+        assert out.read_text() == text

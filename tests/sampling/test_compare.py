@@ -136,8 +136,11 @@ def test_finished_work_is_kept(pipe, settings, finished, monkeypatch) -> None:
 
 
 def test_a_new_start_on_request_only(pipe, settings, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
     compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
+    own = [tmp_path / name for name in ("notes.txt", "prompts/my_prompts.txt", "plots/thesis.png")]
+    own.append(next(tmp_path.glob("prompts/*/sheet.png")).with_name("mine.mp4"))
+    for path in own:
+        path.write_text("mine")
     other = Settings.for_model(None, **(settings.as_dict() | {"steps": 1}))
     with pytest.raises(SamplingError, match=r"same settings.*--fresh"):
         compare(pipe, PROMPTS[0], out=tmp_path, settings=other)
@@ -146,7 +149,7 @@ def test_a_new_start_on_request_only(pipe, settings, tmp_path: Path, monkeypatch
     calls = count_generations(monkeypatch)
     compare(pipe, PROMPTS[0], out=tmp_path, settings=other, fresh=True)
     assert len(calls) == 5
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert [path.read_text() for path in own] == ["mine"] * 4
 
 
 @pytest.mark.parametrize("stage", ["baseline", "patched", "control", "videos"])

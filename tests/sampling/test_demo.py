@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import shutil
 import sys
@@ -15,6 +16,7 @@ from tests.sampling.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import demo as demo_module
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.sampling.environment import python_command
 from turbo_rcm_patch.sampling.kernel_check import LIMIT, KernelCheck, run_kernel_check
 from turbo_rcm_patch.tiny import prompts
 
@@ -41,6 +43,31 @@ def test_the_kernels_agree_with_the_reference(micro_folder: Path) -> None:
     assert 0 < found.relative_l2 <= LIMIT
     assert found.passed
     assert "Triton's interpreter" in found.what
+
+
+@pytest.mark.parametrize("python_path", [None, "", os.pathsep], ids=repr)
+def test_the_kernel_check_runs_nothing_of_the_working_directory(
+    python_path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torch", "json", "turbo_rcm_patch"):
+        (tmp_path / f"{name}.py").write_text("open('executed', 'w'); raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    if python_path is not None:
+        rest = os.environ.get("PYTHONPATH", "")
+        monkeypatch.setenv("PYTHONPATH", python_path + rest)
+    # The folder holds no model, which is found out after torch was imported.
+    with pytest.raises(SamplingError, match=r"ModelFolderError.*model_index\.json"):
+        run_kernel_check(tmp_path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_every_python_that_is_started_is_told_to_leave_the_working_directory_alone() -> None:
+    package = Path(demo_module.__file__).parent
+    found = [path for path in package.rglob("*.py") if "[sys.executable" in path.read_text()]
+    assert [path.name for path in found] == ["environment.py"], "python_command is there for it"
+    command, own = python_command("turbo_rcm_patch", "pairs")
+    assert command[:3] == [sys.executable, "-P", "-m"]
+    assert own["PYTHONPATH"].split(os.pathsep)[0] == str(package.parent)
 
 
 def test_a_kernel_check_that_breaks_says_how_to_look(tmp_path: Path) -> None:
@@ -75,6 +102,15 @@ def test_the_example_runs(quick_model: Path, tmp_path: Path, monkeypatch, capsys
     assert (tmp_path / "outputs" / "example" / "video.mp4").is_file()
     lines = (EXAMPLES / "wan_t2v.py").read_text().splitlines()
     assert len(lines) <= 36, "a script to copy is short"
+
+
+@pytest.mark.parametrize("name", ["wan_t2v.py", "cogvideox_t2v.py"])
+def test_the_help_of_an_example_is_no_failure(name: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert stopped.value.code in (None, 0)
+    assert "Load, patch, generate, compare." in capsys.readouterr().out
 
 
 def test_the_cogvideox_example_and_demo_run(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -13,6 +13,7 @@ import torch
 from tests.patching.wan_family import FAMILIES
 from turbo_rcm_patch import find_pairs
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
+from turbo_rcm_patch.sampling.generation import settings_for
 from turbo_rcm_patch.sampling.load import load_pipeline, resolve_model
 from turbo_rcm_patch.sampling.settings import Settings, folder_defaults
 from turbo_rcm_patch.sampling.skeleton import load_skeleton
@@ -62,6 +63,34 @@ def test_not_a_model_folder(what: str, tmp_path: Path, no_network: None) -> None
 def test_what_cannot_be_a_hub_id_is_not_looked_up(name: str, no_network: None) -> None:
     with pytest.raises(ModelFolderError, match="no such folder.* tiny and tiny-cogvideox.*hub id"):
         load_pipeline(name)
+
+
+def test_a_mistyped_path_is_not_looked_up(
+    no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a connection the hub takes half a minute to say that it has no such model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "turbowan").mkdir(parents=True)
+    with pytest.raises(ModelFolderError, match=r"no such folder: models/tubrowan.*got in models/"):
+        load_pipeline("models/tubrowan")
+    with pytest.raises(ModelFolderError, match="turbowan.*hf download models/tubrowan"):
+        load_skeleton("models/tubrowan")
+    with pytest.raises(ModelFolderError, match=r"no such folder: checkpoints/wan\.pth"):
+        load_pipeline("checkpoints/wan.pth")
+
+
+def test_what_the_hubs_cache_holds_is_an_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Wan-AI").mkdir()
+    (tmp_path / "cache" / "models--Wan-AI--Wan2.1").mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert resolve_model("Wan-AI/Wan2.1") == "Wan-AI/Wan2.1"
+    with pytest.raises(ModelFolderError):
+        resolve_model("Wan-AI/Wan2.2")
 
 
 def test_hub_ids_are_recognised_and_failures_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +150,23 @@ def test_broken_json(broken: Path) -> None:
         load_pipeline(broken)
 
 
+@pytest.mark.parametrize("name", ["model_index.json", "vae/config.json", "turbo_rcm.json"])
+def test_a_file_that_cannot_be_read_is_named(
+    broken: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (broken / "turbo_rcm.json").write_text("{}")
+    read_text = Path.read_text
+
+    def refuse(path: Path, *how: str, **more: str) -> str:
+        if path == broken / name:  # As a disk with a defect does it; root may read everything.
+            raise OSError(5, "Input/output error", str(path))
+        return read_text(path, *how, **more)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ModelFolderError, match=rf"{name} cannot be read \(Input/output error"):
+        settings_for(load_pipeline(broken, device="cpu"))
+
+
 def test_weights_that_do_not_fit_their_config(broken: Path) -> None:
     path = broken / "transformer" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"ffn_dim": 64}))
@@ -177,6 +223,11 @@ def test_defaults_come_from_the_folder(broken: Path) -> None:
         ({"form": "pde"}, "'sde' or 'ode'"),
         ({"num_frames": 0}, "positive whole number"),
         ({"colour": "red"}, "one of"),
+        ({"steps": True}, "positive whole number"),
+        ({"sigma_max": "80"}, "sigma_max; expected a finite number"),
+        ({"guidance_scale": float("nan")}, "guidance_scale; expected a finite number"),
+        ({"guidance_scale_2": "5"}, "guidance_scale_2; expected a finite number"),
+        ({"negative_prompt": 3}, "negative_prompt; expected a text"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

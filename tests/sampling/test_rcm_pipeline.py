@@ -7,7 +7,11 @@ formulas (rCM: arXiv 2510.08431; TurboDiffusion: arXiv 2512.16093).
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,6 +228,68 @@ def test_guidance_and_decoding_work_as_with_any_scheduler() -> None:
     with patched(pipe, PatchConfig(guard=False)):
         frames = generate(pipe, 2, guidance_scale=3.0, output_type="pt").latents
     assert frames.shape[1] == 5 and torch.isfinite(frames).all()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline folder with an rCM scheduler."""
+    pipe = pipe_of("t2v")
+    rcm(pipe, sigma_max=200.0)
+    return save(pipe, tmp_path_factory.mktemp("saved") / "model")
+
+
+LOADERS = {
+    "WanPipeline": "import turbo_rcm_patch; from diffusers import WanPipeline\n"
+    "pipe = WanPipeline.from_pretrained(folder)",
+    "DiffusionPipeline": "import turbo_rcm_patch; from diffusers import DiffusionPipeline\n"
+    "pipe = DiffusionPipeline.from_pretrained(folder, local_files_only=True)",
+    "load_pipeline": "from turbo_rcm_patch.sampling import load_pipeline\n"
+    "pipe = load_pipeline(folder, device='cpu')",
+    "another-scheduler": "import turbo_rcm_patch\n"
+    "from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline\n"
+    "pipe = WanPipeline.from_pretrained(folder, scheduler=FlowMatchEulerDiscreteScheduler())\n"
+    "from turbo_rcm_patch import RCMScheduler\n"
+    "pipe.scheduler = RCMScheduler.from_pretrained(folder, subfolder='scheduler')",
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("recorded", ["today", "older"])
+def test_a_new_process_loads_it(loader: str, recorded: str, saved: Path, tmp_path: Path) -> None:
+    """In the process that saved it everything is imported already, which proves nothing."""
+    folder = saved
+    if recorded == "older":  # Folders of before name the module, which has to be imported.
+        folder = Path(shutil.copytree(saved, tmp_path / "model"))
+        index = json.loads((folder / "model_index.json").read_text())
+        index["scheduler"] = ["turbo_rcm_patch.sampling.scheduler", "RCMScheduler"]
+        (folder / "model_index.json").write_text(json.dumps(index))
+    code = LOADERS[loader]
+    if recorded == "older" and loader != "load_pipeline":
+        code = code.replace("turbo_rcm_patch", "turbo_rcm_patch.sampling.scheduler", 1)
+    run_alone(
+        f"import sys; folder = sys.argv[1]\n{code}\n"
+        "assert type(pipe.scheduler).__name__ == 'RCMScheduler'\n"
+        "assert pipe.scheduler.config.sigma_max == 200.0\n"
+        "pipe.scheduler.set_timesteps(4)",
+        str(folder),
+    )
+
+
+def test_its_folder_names_what_a_user_imports(saved: Path) -> None:
+    index = json.loads((saved / "model_index.json").read_text())
+    assert index["scheduler"] == ["turbo_rcm_patch", "RCMScheduler"]
+    run_alone(
+        "import pickle, turbo_rcm_patch\n"
+        "scheduler = pickle.loads(pickle.dumps(turbo_rcm_patch.RCMScheduler(sigma_max=200.0)))\n"
+        "assert scheduler.config.sigma_max == 200.0"
+    )
+
+
+def run_alone(code: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["t2v-two-experts", "i2v-two-experts"])

@@ -312,3 +312,9 @@ def test_an_interruption_is_no_traceback(capsys) -> None:
 
     assert turbowan.run(too_large) == 2
     assert "--offload model" in capsys.readouterr().err
+
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    assert turbowan.run(broken) == 3
+    assert "Traceback" in capsys.readouterr().err

@@ -9,7 +9,6 @@ import os
 import sys
 from typing import Any
 
-import imageio_ffmpeg
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
@@ -33,7 +32,7 @@ from tests.sampling.turbowan import (
 from turbo_rcm_patch import patching
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
 from turbo_rcm_patch.patching.int8_weights import attached_int8
-from turbo_rcm_patch.sampling import turbowan
+from turbo_rcm_patch.sampling import turbowan, video
 from turbo_rcm_patch.sampling.turbowan import models
 
 __all__ = ["decoded", "expert_pths", "image_base", "picture", "text_pth"]
@@ -222,7 +221,7 @@ def test_an_interruption_leaves_nothing(text_pth, micro_folder, tmp_path, monkey
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(imageio_ffmpeg, "write_frames", interrupted)
+    monkeypatch.setattr(video.subprocess, "run", interrupted)
     out = tmp_path / "out" / "video.mp4"
     with pytest.raises(KeyboardInterrupt):
         text_to_video(text_pth, micro_folder, out, "--num_steps", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,33 @@ def test_interrupted_run_ends_as_if_it_had_not_been(trained: Path, tmp_path: Pat
 def test_a_folder_with_state_is_not_overwritten_by_accident(trained: Path) -> None:
     with pytest.raises(SystemExit):
         _train(trained, 3, 4, 4)
+
+
+def test_somebodys_folder_is_not_trained_into(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"mine": 1}')
+    with pytest.raises(SystemExit):
+        _train(tmp_path, 3, 4, 4)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [
+        ("config.json", '{"mine": 1}')
+    ]
+
+
+def test_an_installation_that_is_interrupted_changes_nothing(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(trained / "wan_student", tmp_path / "tiny")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    copytree = shutil.copytree
+
+    def interrupted(source: Path, target: Path, *inner: object, **how: bool) -> None:
+        copytree(source, target, *inner, **how)  # type: ignore[arg-type]
+        if not inner:  # It calls itself for folders in folders.
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "copytree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        install(trained / "wan_teacher", tmp_path / "tiny")
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
 def test_a_decoder_is_trained_on_a_finished_folder(trained: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Final
 from turbo_rcm_patch.benchmarks.journal import Plan
 from turbo_rcm_patch.benchmarks.record import PARTS, record
 from turbo_rcm_patch.benchmarks.setup import MICRO, Options, Sizes
-from turbo_rcm_patch.errors import ConfigError, TurboRCMError
+from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.exit_codes import run_command
 
 _PROGRAM: Final = "python -m turbo_rcm_patch.benchmarks"
 #: Command -> (module with `run(plan)`, help, an example of --only, an example of --peers).
@@ -243,7 +244,8 @@ def _plot(arguments: argparse.Namespace, command: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 0 only if what is ours ran and was right."""
+    """Run the command line; the exit code is 0 only if what is ours ran and was right, 1 if not, 2
+    for a mistake in the arguments or the files, 3 for an error nobody foresaw."""
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser().parse_args(given)
     run: Callable[[argparse.Namespace, str], int] = {
@@ -251,15 +253,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "tune": _tune,
         "plot": _plot,
     }.get(arguments.command, _compare)
-    try:
-        return run(arguments, f"{_PROGRAM} {shlex.join(given)}")
-    except TurboRCMError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        # Every case is on disk as soon as it is measured.
-        print("stopped; what was measured so far is kept", file=sys.stderr)
-        return 130
+    # Every case is on disk as soon as it is measured.
+    return run_command(
+        lambda: run(arguments, f"{_PROGRAM} {shlex.join(given)}"),
+        lambda error: f"error: {error}",
+        interrupted="stopped; what was measured so far is kept",
+    )
 
 
 if __name__ == "__main__":

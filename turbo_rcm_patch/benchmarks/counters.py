@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -45,7 +46,9 @@ def find_ncu() -> str:
     return found
 
 
-def profile(command: Sequence[str], timeout: float = 240.0) -> tuple[list[Workload], str]:
+def profile(
+    command: Sequence[str], environment: Mapping[str, str], timeout: float = 240.0
+) -> tuple[list[Workload], str]:
     """Run a command that launches CUDA graphs between cudaProfilerStart and Stop under the
     profiler.
 
@@ -54,6 +57,7 @@ def profile(command: Sequence[str], timeout: float = 240.0) -> tuple[list[Worklo
 
     Args:
         command: What to run.
+        environment: Variables to add to this process's.
         timeout: Seconds.
 
     Returns:
@@ -71,7 +75,9 @@ def profile(command: Sequence[str], timeout: float = 240.0) -> tuple[list[Worklo
         *command,
     ]
     try:
-        done = subprocess.run(full, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            full, env=os.environ | environment, capture_output=True, text=True, timeout=timeout
+        )
     except subprocess.TimeoutExpired as error:
         raise ConfigError("ncu", got=f"no end in {timeout:.0f} s") from error
     except OSError as error:

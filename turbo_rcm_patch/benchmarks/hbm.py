@@ -3,7 +3,6 @@ paper."""
 
 from __future__ import annotations
 
-import sys
 from typing import Final
 
 import torch
@@ -18,6 +17,7 @@ from turbo_rcm_patch.benchmarks.pairs import FORMS, inputs_of, pair_methods, tru
 from turbo_rcm_patch.benchmarks.setup import Shape, errors_of
 from turbo_rcm_patch.benchmarks.traffic import paper_bytes, tensor_bytes, write_ups_share
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
+from turbo_rcm_patch.sampling.environment import python_command
 
 __all__ = ["inside", "run"]
 
@@ -101,13 +101,13 @@ def _measured(
     """What was counted of each form, and why of others nothing was."""
     plan = journal.plan
     # The child is this module again, so that nothing else happens between start and stop.
-    command = [
-        *(sys.executable, "-m", "turbo_rcm_patch.benchmarks", "hbm"),
+    command, environment = python_command(
+        *("turbo_rcm_patch.benchmarks", "hbm"),
         *("--inside", name, ",".join(forms), "--device", plan.device, "--seed", str(plan.seed)),
         *(("--micro",) if plan.micro else ()),
-    ]
+    )
     try:
-        workloads, said = profile(command)
+        workloads, said = profile(command, environment)
     except ConfigError as error:
         return {}, dict.fromkeys(forms, str(error))
     words = [line.split(" ", 3) for line in said.splitlines()]

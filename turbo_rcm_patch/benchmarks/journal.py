@@ -15,10 +15,11 @@ import torch
 
 from turbo_rcm_patch.benchmarks.machine import ClockWatch, ceilings, machine
 from turbo_rcm_patch.benchmarks.setup import Deadline, Options
-from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.errors import ConfigError, OutputExistsError
 from turbo_rcm_patch.kernels.tile_table import table_path
+from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
-from turbo_rcm_patch.sampling.store import atomic, to_json
+from turbo_rcm_patch.sampling.store import to_json
 
 __all__ = ["Journal", "Plan", "chosen"]
 
@@ -115,6 +116,7 @@ class Journal:
 
     def __post_init__(self) -> None:
         self.device = self.plan.torch_device()
+        self._check_out()
         self.deadline = Deadline(self.plan.limit)
         self._begin = time.monotonic()
         self.watch = ClockWatch(self.device)
@@ -146,6 +148,29 @@ class Journal:
     def path(self) -> Path:
         """The JSON file."""
         return self.plan.out / f"{self.name}.json"
+
+    def _check_out(self) -> None:
+        """Refuse to write over files that no benchmark wrote, and where nothing can be written."""
+        from turbo_rcm_patch.benchmarks.plots import plots_of
+
+        others: list[Path] = []
+        if self.path.exists():
+            try:
+                found = json.loads(self.path.read_text(encoding="utf-8"))["benchmark"]
+            except (OSError, ValueError, LookupError, TypeError):
+                found = None
+            others = [] if found == self.name else [self.path]
+        else:  # Plots lie beside the file that they were drawn from.
+            others = [path for path in plots_of(self.path, self.name) if path.exists()]
+        if others:
+            raise OutputExistsError(
+                f"--out {self.plan.out} holds files that this benchmark did not write, under the "
+                "names of its own",
+                expected="a new folder, or one that it has written to",
+                got=", ".join(path.name for path in others),
+                remedy="Choose another folder",
+            )
+        check_writable(self.path)
 
     def header(self, **more: object) -> None:
         """Add to the head of the file."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from turbo_rcm_patch.benchmarks.clock import GROUPS
+from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.sampling.plots import STYLE
-from turbo_rcm_patch.sampling.store import atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,6 +46,11 @@ _FORMS: Final = {
 }
 
 Json = Mapping[str, object]
+
+
+def plots_of(path: Path, benchmark: str) -> list[Path]:
+    """The PNG files that `draw` may write for a benchmark whose JSON file is `path`."""
+    return [path.with_name(name) for name in _DRAWINGS.get(benchmark, {})]
 
 
 def draw(path: Path) -> list[Path]:

@@ -23,7 +23,8 @@ import torch
 
 from turbo_rcm_patch.benchmarks.machine import machine
 from turbo_rcm_patch.benchmarks.setup import Deadline, Options, Result
-from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.errors import ConfigError, OutputError, OutputExistsError
+from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
 
 __all__ = ["PARTS", "record"]
@@ -53,6 +54,7 @@ def record(options: Options, only: Sequence[str], out: Path, command: str) -> in
     if unknown or not only:
         raise ConfigError("--only", expected=f"some of {tuple(PARTS)}", got=repr(",".join(only)))
     device = options.torch_device()
+    _check_out(out)
     begin = time.monotonic()
     earlier = _earlier(out, options, device)
     parts: dict[str, dict[str, object]] = {k: v for k, v in earlier.items() if k not in only}
@@ -83,6 +85,22 @@ def record(options: Options, only: Sequence[str], out: Path, command: str) -> in
         _write(out, document)
     print(f"\n{'Everything met its limit' if good else 'NOT everything met its limit'}: {out}")
     return 0 if good else 1
+
+
+def _check_out(out: Path) -> None:
+    """Refuse a file that `record` did not write, or cannot."""
+    if out.is_file():
+        try:
+            parts = json.loads(out.read_text(encoding="utf-8"))["parts"]
+        except (OSError, ValueError, LookupError, TypeError):
+            parts = None
+        if not isinstance(parts, dict):
+            raise OutputExistsError(
+                f"--out {out} is there already, and `record` did not write it",
+                expected="a new file, or one with parts measured earlier",
+                remedy="Choose another file",
+            )
+    check_writable(out)
 
 
 def _earlier(out: Path, options: Options, device: torch.device) -> dict[str, dict[str, object]]:
@@ -117,6 +135,8 @@ def _run(
     try:
         measure = import_module(f"turbo_rcm_patch.benchmarks.{PARTS[name]}").measure
         result = measure(options, Deadline(options.limit, keep))
+    except OutputError:  # there is no place to record it in
+        raise
     except Exception as error:  # recorded with its traceback, and the exit code says so
         print(f"FAILED: {type(error).__name__}: {error}", flush=True)
         return {
@@ -165,7 +185,5 @@ def _finite(value: object) -> object:
 
 
 def _write(out: Path, document: dict[str, object]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_suffix(".partial")
-    partial.write_text(json.dumps(_finite(document), indent=2) + "\n", encoding="utf-8")
-    partial.replace(out)
+    with atomic(out) as partial:
+        partial.write_text(json.dumps(_finite(document), indent=2) + "\n", encoding="utf-8")

@@ -31,8 +31,8 @@ from turbo_rcm_patch.kernels.launch import (
     watching_launches,
 )
 from turbo_rcm_patch.kernels.tile_table import VARIABLE, Table, read_table, table_path
+from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.environment import device_name
-from turbo_rcm_patch.sampling.store import atomic
 
 __all__ = ["Found", "tune", "write_table"]
 
@@ -113,6 +113,8 @@ def tune(
     key = target.key if where.type == "cuda" else "cpu"
     path = table_path() if out is None else out
     before = read_table(path) if path.exists() else {}  # a corrupt file is refused up front
+    if not dry_run:
+        check_writable(path)
     shipped = shipped_tiles(target)
     wanted = _wanted(only, shipped)
     print(f"{device_name(where)} ({key}), {len(wanted)} kernel variants; table: {path}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.exit_codes import CHANGED, INTERRUPTED, OK
+from turbo_rcm_patch.output import check_writable
 from turbo_rcm_patch.sampling.settings import Settings
 
 if TYPE_CHECKING:
@@ -16,9 +18,6 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = [
-    "CHANGED",
-    "INTERRUPTED",
-    "UNCHANGED",
     "compare",
     "convert",
     "doctor",
@@ -27,19 +26,16 @@ __all__ = [
     "support",
 ]
 
-UNCHANGED: Final = 0
-CHANGED: Final = 1
-INTERRUPTED: Final = 130
-
 
 def generate(arguments: argparse.Namespace) -> int:
     """Write one mp4 a prompt."""
     from turbo_rcm_patch import patched
     from turbo_rcm_patch.sampling.generation import settings_for
-    from turbo_rcm_patch.sampling.video import ENDINGS
+    from turbo_rcm_patch.sampling.store import Store
+    from turbo_rcm_patch.sampling.video import ENDINGS, find_ffmpeg
 
     prompts, config = _prompts(arguments), _config(arguments)
-    out = Path(arguments.out)
+    out = Path(arguments.out).expanduser()
     if out.suffix and len(prompts) > 1:
         raise SamplingError(
             "--out", expected=f"a folder, because there are {len(prompts)} prompts", got=str(out)
@@ -48,16 +44,19 @@ def generate(arguments: argparse.Namespace) -> int:
         raise SamplingError(
             "--out", expected=f"a folder, or a file that ends in one of {ENDINGS}", got=str(out)
         )
+    # What would fail at the end fails before a model is loaded.
+    check_writable(out if out.suffix else out / f"{Store.key(prompts[0], arguments.seed)}.mp4")
+    find_ffmpeg()
     pipe = _load(arguments)
     settings = settings_for(pipe, **_settings(arguments))
     if arguments.no_patch:
         _say_dense(pipe)
         _write_videos(pipe, prompts, settings, arguments.seed, out)
-        return 0
+        return OK
     with patched(pipe, config) as report:
         _write_videos(pipe, prompts, settings, arguments.seed, out)
         print(report)
-    return 0
+    return OK
 
 
 def _say_dense(pipe: VideoPipeline) -> None:
@@ -97,8 +96,12 @@ def compare(arguments: argparse.Namespace) -> int:
     from turbo_rcm_patch.sampling.comparison import compare as run
     from turbo_rcm_patch.sampling.generation import settings_for
     from turbo_rcm_patch.sampling.progress import bars
+    from turbo_rcm_patch.sampling.store import check_out
+    from turbo_rcm_patch.sampling.video import find_ffmpeg
 
     prompts, config = _prompts(arguments), _config(arguments)
+    check_out(arguments.out, fresh=arguments.fresh)
+    find_ffmpeg()
     pipe = _load(arguments)
     settings = settings_for(pipe, **_settings(arguments))
     try:
@@ -123,7 +126,7 @@ def compare(arguments: argparse.Namespace) -> int:
         )
         return INTERRUPTED
     print(comparison)
-    return UNCHANGED if comparison.verdict == "unchanged" else CHANGED
+    return OK if comparison.verdict == "unchanged" else CHANGED
 
 
 def pairs(arguments: argparse.Namespace) -> int:
@@ -132,7 +135,7 @@ def pairs(arguments: argparse.Namespace) -> int:
     from turbo_rcm_patch.sampling.skeleton import load_skeleton
 
     print(find_pairs(load_skeleton(arguments.model)))
-    return 0
+    return OK
 
 
 def convert(arguments: argparse.Namespace) -> int:
@@ -154,7 +157,7 @@ def convert(arguments: argparse.Namespace) -> int:
             print(f"  {one.heads}")
         if one.left_out:
             print(f"  left out, because it holds no weights: {', '.join(one.left_out)}")
-    return 0
+    return OK
 
 
 def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Written, ...]:
@@ -201,7 +204,7 @@ def doctor(_: argparse.Namespace) -> int:
 
     report = examine()
     print(report)
-    return 0 if report.healthy else CHANGED
+    return OK if report.healthy else CHANGED
 
 
 def support(arguments: argparse.Namespace) -> int:
@@ -212,7 +215,7 @@ def support(arguments: argparse.Namespace) -> int:
         print(text(), end="")
     else:
         replace_in(arguments.write)
-    return 0
+    return OK
 
 
 def _config(arguments: argparse.Namespace) -> PatchConfig:
@@ -251,9 +254,16 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
     prompts = list(arguments.prompt)
     if arguments.prompts is not None:
         try:
-            lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
+            lines = arguments.prompts.read_text(encoding="utf-8-sig").splitlines()
         except OSError as error:
             raise SamplingError(f"--prompts {arguments.prompts}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise SamplingError(
+                f"--prompts {arguments.prompts}",
+                expected="a text in UTF-8",
+                got=f"byte {error.object[error.start]:#04x} at position {error.start}",
+                remedy="Convert it, for instance with `iconv -f latin1 -t utf-8`",
+            ) from error
         prompts += [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")

@@ -25,8 +25,9 @@ from turbo_rcm_patch.sampling.passes import Passes, Progress, wants_network
 from turbo_rcm_patch.sampling.record import collect_metrics, identity
 from turbo_rcm_patch.sampling.report import write_report
 from turbo_rcm_patch.sampling.settings import Settings
-from turbo_rcm_patch.sampling.store import Store
+from turbo_rcm_patch.sampling.store import Store, check_out
 from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT, Verdict, judge
+from turbo_rcm_patch.sampling.video import find_ffmpeg
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.families import VideoPipeline
@@ -104,13 +105,14 @@ def compare(
             something.
         prompts: One or many. Prompt i uses seed + i.
         out: Folder for videos, plots, metrics.json and report.html. Finished prompts in it are
-            kept.
+            kept, and so is everything that no comparison wrote.
         seed: Seed of initial noise and re-noising.
         config: How to patch.
         settings: How to sample; by default what the model's folder says.
         network_number: Whether to measure the network against fp32 truth; None decides by its
             size.
-        fresh: Start again instead of continuing.
+        fresh: Start again instead of continuing: what comparisons wrote into `out` is removed,
+            as late as possible.
         observer: Says what the videos show; it is reported and has no part in the verdict.
         progress: Called as the work goes on.
         command: The command line, for the report.
@@ -129,6 +131,8 @@ def compare(
             "prompts", expected="at least one, none of them empty", got=repr(prompts)
         )
     settings = settings or settings_for(pipe, **overrides)
+    check_out(out, fresh=fresh)
+    find_ffmpeg()
     wants_network(pipe, network_number)
     with sla_as_defined(pipe, config.sla_topk) as sparse:
         baseline = _baseline(sparse, config)
@@ -170,6 +174,8 @@ def compare(
         "fusion": asdict(fusion) | {"limit": FUSION_LIMIT} if fusion else None,
     }
     metrics_path = store.write_json("metrics.json", metrics)
+    store.plots()
+    store.claim("report.html")
     report_path = write_report(store.out, metrics)
     return Comparison(
         verdict=judgement.word,

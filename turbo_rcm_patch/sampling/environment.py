@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 import torch
 
-__all__ = ["PACKAGES", "code_digest", "device_name", "versions"]
+__all__ = ["PACKAGES", "code_digest", "device_name", "python_command", "versions"]
 
 PACKAGES: Final = (
     "turbo_rcm_patch",
@@ -43,6 +44,25 @@ def versions() -> dict[str, str]:
         found["hip"] = torch.version.hip
     found["platform"] = platform.platform()
     return found
+
+
+def python_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """A module of this package as a command of its own, and what it needs in its environment.
+
+    Python would look for modules in the working directory first, and run a torch.py that lies
+    there in place of torch. -P forbids it; an empty entry of PYTHONPATH means that folder too.
+
+    Args:
+        module: Full name.
+        *arguments: Of the module.
+
+    Returns:
+        The command, and the variables to add to this process's.
+    """
+    source = str(Path(__file__).resolve().parents[2])
+    others = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    return command, {"PYTHONPATH": os.pathsep.join([source, *others])}
 
 
 def device_name(device: torch.device) -> str:

@@ -2,7 +2,7 @@
 alike.
 
 On a machine without a GPU the kernels run in Triton's interpreter, which must be switched on
-before Triton is imported. So the check is a process of its own: `python -m
+before Triton is imported. So the check is a process of its own: `python -P -m
 turbo_rcm_patch.sampling.kernel_check FOLDER`, started by `run_kernel_check`.
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Final
 
 from turbo_rcm_patch.config import Form, Impl, PatchConfig
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.sampling.environment import python_command
 
 __all__ = ["LIMIT", "KernelCheck", "run_kernel_check"]
 
@@ -81,16 +82,13 @@ def run_kernel_check(folder: Path) -> KernelCheck:
     Args:
         folder: A pipeline folder; its transformer's first block is used.
     """
-    command = [sys.executable, "-m", __name__, str(folder)]
-    source = str(Path(__file__).resolve().parents[2])
-    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command, own = python_command(__name__, str(folder))
     if not _has_gpu():
-        environment["TRITON_INTERPRET"] = "1"
+        own["TRITON_INTERPRET"] = "1"
     try:
         done = subprocess.run(
             command,
-            env=environment,
+            env=os.environ | own,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,
@@ -101,12 +99,22 @@ def run_kernel_check(folder: Path) -> KernelCheck:
             f"the kernel check took more than {TIMEOUT_SECONDS} s",
             remedy="Is the machine busy? Run the command again",
         ) from error
+    except OSError as error:
+        raise SamplingError(f"the kernel check could not be started ({error})") from error
+    by_itself = shlex.join([*(f"{name}={value}" for name, value in own.items()), *command])
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise SamplingError(
-            f"the kernel check failed ({last[0]})", remedy=f"Run it by itself: {' '.join(command)}"
+            f"the kernel check failed ({last[0]})", remedy=f"Run it by itself: env {by_itself}"
         )
-    return KernelCheck(**json.loads(done.stdout.strip().splitlines()[-1]))
+    try:
+        return KernelCheck(**json.loads(done.stdout.strip().splitlines()[-1]))
+    except (IndexError, ValueError, TypeError) as error:
+        raise SamplingError(
+            "the kernel check said nothing that can be read",
+            got=done.stdout[-200:],
+            remedy=f"Run it by itself: env {by_itself}",
+        ) from error
 
 
 def _has_gpu() -> bool:

@@ -4,6 +4,7 @@ say what is wrong.
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import re
@@ -53,6 +54,8 @@ LAYOUT: Final = (
     "transformer, vae, text_encoder, tokenizer and scheduler"
 )
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+#: Endings of files of weights, which no id has.
+_WEIGHTS: Final = (".pth", ".pt", ".ckpt", ".bin", ".gguf", ".safetensors")
 _LFS_MARK: Final = b"version https://git-lfs"
 #: What loading libraries raise for files that are not what they should be.
 LOAD_ERRORS: Final = (
@@ -121,6 +124,7 @@ def resolve_model(model: str | Path) -> Path | str:
             remedy="Convert single-file checkpoints with the pipeline's save_pretrained(folder)",
         )
     if isinstance(model, str) and _HUB_ID.fullmatch(model):
+        _refuse_mistyped(model)
         return model
     raise ModelFolderError(
         f"no such folder: {path}",
@@ -130,8 +134,50 @@ def resolve_model(model: str | Path) -> Path | str:
     )
 
 
+def _refuse_mistyped(model: str) -> None:
+    """Raise a `ModelFolderError` for a path that only looks like a hub id.
+
+    The hub would be asked for it, which without a connection takes half a minute to fail. It is a
+    path if its first part is a folder here, or if its last part is the name of a file of weights.
+    What the hub's cache holds is an id, whatever lies here.
+    """
+    parent, name = model.split("/")
+    is_file = Path(name).suffix.lower() in _WEIGHTS
+    if not (is_file or Path(parent).is_dir()) or _is_cached(model):
+        return
+    is_there = Path(parent).is_dir()
+    folders = sorted(p.name for p in Path(parent).iterdir() if p.is_dir()) if is_there else []
+    near = difflib.get_close_matches(name, folders, n=3, cutoff=0.5) or folders[:6]
+    raise ModelFolderError(
+        f"no such folder: {model}",
+        expected=LAYOUT,
+        got=f"in {parent}/: {', '.join(near) or 'no folders'}" if is_there else "",
+        remedy="Check the spelling. If a model of the hub is meant, download it first "
+        f"(`hf download {model}`), or run where no folder has the name {parent!r}",
+    )
+
+
+def _is_cached(model: str) -> bool:
+    """Whether the hub's cache holds something of this id."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return (Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir()
+
+
 def check_folder(folder: Path) -> None:
     """Raise a `ModelFolderError` that names the first thing missing or broken in a folder."""
+    try:
+        _check_folder(folder)
+    except ModelFolderError:
+        raise
+    except OSError as error:
+        raise ModelFolderError(
+            f"{error.filename or folder} cannot be read ({error.strerror})",
+            remedy="Check its permissions and the disk",
+        ) from error
+
+
+def _check_folder(folder: Path) -> None:
     index_path = folder / "model_index.json"
     if not index_path.is_file():
         inside = sorted(p.name for p in folder.iterdir())[:8]
@@ -216,6 +262,10 @@ def _from_pretrained(
 ) -> VideoPipeline:
     """With what is beside the weights of a converted transformer (of int8 weights if asked)."""
     import diffusers
+
+    # diffusers finds a scheduler only in modules that are imported. Folders of an older version
+    # name this one, newer ones the package.
+    import turbo_rcm_patch.sampling.scheduler  # noqa: F401
 
     local = isinstance(folder, Path)
     try:

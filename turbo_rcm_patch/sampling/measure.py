@@ -12,7 +12,7 @@ from turbo_rcm_patch.sampling.meter import Meter
 from turbo_rcm_patch.sampling.metrics import Drift, drift
 from turbo_rcm_patch.sampling.observer import Observer, Seen
 from turbo_rcm_patch.sampling.settings import Settings
-from turbo_rcm_patch.sampling.store import Store, from_json
+from turbo_rcm_patch.sampling.store import Store, from_json, reading
 from turbo_rcm_patch.sampling.video import (
     amplified_difference,
     choose_gain,
@@ -130,18 +130,20 @@ def _decode(pipe: VideoPipeline, latents: dict[str, torch.Tensor]) -> dict[str, 
 
 def read_prompt(store: Store, key: str) -> PromptResult | None:
     """The numbers of a finished prompt, None if it is not finished."""
-    record = store.read_json(f"prompts/{key}/record.json")
+    name = f"prompts/{key}/record.json"
+    record = store.read_json(name) if store.is_finished(key) else None
     if record is None:
         return None
-    return PromptResult(
-        key=key,
-        prompt=str(record["prompt"]),
-        seed=int(from_json(record["seed"])),
-        patched=_read_drift(record["patched"]),
-        control=_read_drift(record["control"]),
-        decode_seconds=from_json(record["decode_seconds"]),
-        seen=_read_seen(record.get("seen")),
-    )
+    with reading(store.out / name):
+        return PromptResult(
+            key=key,
+            prompt=str(record["prompt"]),
+            seed=int(from_json(record["seed"])),
+            patched=_read_drift(record["patched"]),
+            control=_read_drift(record["control"]),
+            decode_seconds=from_json(record["decode_seconds"]),
+            seen=_read_seen(record.get("seen")),
+        )
 
 
 def _read_seen(value: object) -> Seen | None:

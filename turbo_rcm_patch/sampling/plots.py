@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from turbo_rcm_patch.sampling.store import atomic, from_json
+from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.sampling.store import from_json
 from turbo_rcm_patch.sampling.verdict import MEDIAN_MARGIN_DB, WORST_FRAME_MARGIN_DB
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.sampling.generation import trajectory_steps
 from turbo_rcm_patch.sampling.observer import as_asked
 from turbo_rcm_patch.sampling.plots import draw_plots
-from turbo_rcm_patch.sampling.store import atomic, from_json, to_json
+from turbo_rcm_patch.sampling.store import from_json, reading, to_json
 from turbo_rcm_patch.sampling.verdict import (
     MEDIAN_MARGIN_DB,
     NETWORK_LIMIT,
@@ -75,7 +76,8 @@ def rewrite_with(out: Path, name: str, value: object) -> Path:
         value: What to store there.
     """
     path = out / "metrics.json"
-    metrics = json.loads(path.read_text(encoding="utf-8")) | {name: to_json(value)}
+    with reading(path):
+        metrics = json.loads(path.read_text(encoding="utf-8")) | {name: to_json(value)}
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
     return write_report(out, metrics)

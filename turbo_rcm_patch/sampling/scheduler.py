@@ -326,3 +326,9 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
                 remedy="Iterate over scheduler.timesteps",
             )
         return index
+
+
+# A pipeline's folder holds the names of this class and of its module. diffusers imports no module
+# that a folder names, but finds those that are imported already. So the folder names the package,
+# and `import turbo_rcm_patch` is all that a new process needs before it loads the folder.
+RCMScheduler.__module__ = "turbo_rcm_patch"

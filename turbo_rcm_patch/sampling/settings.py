@@ -5,6 +5,7 @@ along.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -65,8 +66,18 @@ class Settings:
             raise ConfigError("form", expected="'sde' or 'ode'", got=repr(self.form))
         for name in ("steps", "height", "width", "num_frames", "fps", "max_sequence_length"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, expected="a positive whole number", got=repr(value))
+        for name in ("sigma_max", "guidance_scale", "guidance_scale_2"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (number and math.isfinite(value)) and (name, value) != (
+                "guidance_scale_2",
+                None,
+            ):
+                raise ConfigError(name, expected="a finite number", got=repr(value))
+        if not isinstance(self.negative_prompt, str):
+            raise ConfigError("negative_prompt", expected="a text", got=repr(self.negative_prompt))
         for name in ("height", "width"):
             if getattr(self, name) % 16:
                 value = getattr(self, name)
@@ -139,6 +150,8 @@ def folder_defaults(folder: str | Path | None) -> dict[str, object]:
             f"{path} is not valid JSON ({error})",
             remedy="Mend or delete the file; it only holds defaults",
         ) from error
+    except OSError as error:
+        raise ModelFolderError(f"{path} cannot be read ({error.strerror})") from error
     if not isinstance(values, dict):
         raise ModelFolderError(str(path), expected="a JSON object", got=type(values).__name__)
     known = {field.name for field in fields(Settings)}

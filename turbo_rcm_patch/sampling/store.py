@@ -2,7 +2,8 @@
 
 Layout: settings.json (what the folder belongs to), latents/ (one file a prompt and variant),
 prompts/ (videos and record of each finished prompt), runs/ (one file a variant), plots/,
-metrics.json and report.html.
+metrics.json and report.html; and the list of all of these, `MARKER`. What is not on that list is
+somebody else's: it is never read as ours, replaced or removed.
 """
 
 from __future__ import annotations
@@ -10,25 +11,54 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.errors import OutputExistsError, SamplingError
+from turbo_rcm_patch.output import atomic, check_writable, is_partial
 from turbo_rcm_patch.sampling.generation import Sample
 
-__all__ = ["Store", "atomic", "from_json", "to_json"]
+__all__ = [
+    "MARKER",
+    "PROMPT_FILES",
+    "Store",
+    "check_out",
+    "from_json",
+    "reading",
+    "to_json",
+]
 
-_OURS: Final = (
-    *("settings.json", "metrics.json", "report.html"),
-    *("latents", "prompts", "runs", "plots"),
+#: The list of the files that comparisons wrote into a folder. Without it a folder is not ours.
+MARKER: Final = "turbo_rcm_patch_files.json"
+#: Files of a finished prompt; the record comes last.
+PROMPT_FILES: Final = (
+    *("baseline.mp4", "patched.mp4", "difference.mp4", "side_by_side.mp4"),
+    *("sheet.png", "record.json"),
 )
+_PLOTS: Final = ("prompts.png", "frames.png", "steps.png")
+_RUNS: Final = ("baseline.json", "patched.json", "control.json", "network.json")
+#: Files whose names do not depend on the prompts.
+_FIXED: Final = (
+    *("settings.json", "metrics.json", "report.html"),
+    *(f"plots/{name}" for name in _PLOTS),
+    *(f"runs/{name}" for name in _RUNS),
+)
+#: All names that a list may hold. A list may come from anywhere, and its entries are removed.
+_LAYOUT: Final = re.compile(
+    "|".join(map(re.escape, _FIXED))
+    + r"|latents/[a-z0-9-]+\.[a-z]+\.safetensors|prompts/[a-z0-9-]+/(?:"
+    + "|".join(map(re.escape, PROMPT_FILES))
+    + ")"
+)
+_FOLDERS: Final = ("latents", "prompts", "runs", "plots")
+#: What the settings of every version before the list was kept have.
+_OLDER: Final = {"model", "settings", "config", "versions"}
+_YOURSELF: Final = "Choose another --out, or remove what is in the way yourself if it can go"
 
 
 class Store:
@@ -38,39 +68,75 @@ class Store:
         out: The folder; made if it does not exist.
         identity: Everything that decides what the results are, prompts and seeds aside. A folder
             that was started with another identity is refused.
-        fresh: Start again: drop what an earlier comparison left in the folder (and nothing else).
+        fresh: Start again: remove the files that earlier comparisons wrote into the folder.
+
+    Raises:
+        OutputExistsError: The folder holds files of our names that no comparison wrote; nothing
+            was touched.
+        SamplingError: The folder belongs to a comparison with another identity.
     """
 
     def __init__(self, out: str | Path, identity: Mapping[str, object], *, fresh: bool) -> None:
-        self.out = Path(out).expanduser()
-        if self.out.exists() and not self.out.is_dir():
-            raise SamplingError(f"{self.out} is a file", expected="a folder to write into")
+        self.out = check_out(out, fresh=fresh)
+        self._ours = _listed(self.out) or set()
         if fresh:
-            self.clear()
-        self.out.mkdir(parents=True, exist_ok=True)
+            self._clear()
         wanted = json.loads(json.dumps(to_json(identity)))
-        path = self.out / "settings.json"
-        if path.is_file():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found != wanted:
-                differing = sorted(k for k in {*found, *wanted} if found.get(k) != wanted.get(k))
-                raise SamplingError(
-                    f"{self.out} holds a comparison made with other settings",
-                    expected=f"the same {', '.join(differing)}",
-                    got=", ".join(f"{k}={_short(found.get(k))}" for k in differing),
-                    remedy="Pass --fresh to start again, or choose another folder",
-                )
-        else:
+        found = self.read_json("settings.json")
+        if found is None:
             self.write_json("settings.json", wanted)
+        elif found != wanted:
+            differing = sorted(k for k in {*found, *wanted} if found.get(k) != wanted.get(k))
+            raise SamplingError(
+                f"{self.out} holds a comparison made with other settings",
+                expected=f"the same {', '.join(differing)}",
+                got=", ".join(f"{k}={_short(found.get(k))}" for k in differing),
+                remedy="Start again with --fresh (from Python fresh=True; `demo` does it without "
+                "--resume), which removes what comparisons wrote there, or choose another folder",
+            )
 
-    def clear(self) -> None:
-        """Remove what comparisons write into this folder."""
-        for name in _OURS:
-            path = self.out / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+    def _clear(self) -> None:
+        """Remove what is on the list, and folders of ours that are empty then."""
+        # Until the last moment the settings say whose the rest is, and the list that it is ours.
+        for name in sorted(self._ours, key=lambda name: name == "settings.json"):
+            with suppress(FileNotFoundError, IsADirectoryError):
+                (self.out / name).unlink()
+        places = [self.out, *(self.out / name for name in _FOLDERS)]
+        places += sorted({(self.out / n).parent for n in self._ours if n.startswith("prompts/")})
+        for place in reversed(places):
+            for path in place.iterdir() if place.is_dir() else ():
+                if is_partial(path) and path.is_file():  # A killed process left it.
+                    path.unlink(missing_ok=True)
+            if place != self.out:
+                with suppress(OSError):  # It is not there, or holds something else.
+                    place.rmdir()
+        if self._ours:
+            self._ours = set()
+            self._write_list()
+
+    def claim(self, *names: str) -> None:
+        """Put files on the list before they are written.
+
+        Raises:
+            OutputExistsError: One of them is there, and no comparison wrote it.
+        """
+        assert all(_LAYOUT.fullmatch(name) for name in names), "the layout knows all our files"
+        new = {*names} - self._ours
+        if not new:
+            return
+        _refuse_others(self.out, [name for name in sorted(new) if _is_there(self.out / name)])
+        # Another process may be at work in the same folder.
+        self._ours |= new | (_listed(self.out) or set())
+        self._write_list()
+
+    def _write_list(self) -> None:
+        about = "Files in this folder that turbo_rcm_patch wrote and may remove or replace."
+        text = json.dumps({"about": about, "format": 1, "files": sorted(self._ours)}, indent=1)
+        with atomic(self.out / MARKER) as path:
+            path.write_text(text + "\n", encoding="utf-8")
+
+    def _has(self, name: str) -> bool:
+        return name in self._ours and (self.out / name).is_file()
 
     @staticmethod
     def key(prompt: str, seed: int) -> str:
@@ -81,45 +147,62 @@ class Store:
 
     def folder(self, key: str) -> Path:
         """Where the videos of a prompt go."""
+        self.claim(*(f"prompts/{key}/{name}" for name in PROMPT_FILES))
         path = self.out / "prompts" / key
         path.mkdir(parents=True, exist_ok=True)
         return path
 
+    def is_finished(self, key: str) -> bool:
+        """Whether every file of a prompt is there."""
+        return all(self._has(f"prompts/{key}/{name}") for name in PROMPT_FILES)
+
+    def plots(self) -> Path:
+        """Where the plots of the report go."""
+        self.claim(*(f"plots/{name}" for name in _PLOTS))
+        return self.out / "plots"
+
     def has_sample(self, key: str, variant: str) -> bool:
         """Whether a generation is finished."""
-        return self._latents(key, variant).is_file()
+        return self._has(self._latents(key, variant))
 
     def save_sample(self, key: str, variant: str, sample: Sample) -> None:
         """Keep a generation: latents as they are, with time and memory beside them."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         tensors = {"latents": sample.latents.contiguous()}
         for i, step in enumerate(sample.trajectory):
             tensors[f"step.{i:03d}"] = step.contiguous()
         note = {"seconds": repr(sample.seconds), "peak_bytes": str(sample.peak_bytes or "")}
-        with atomic(self._latents(key, variant)) as path:
-            save_file(tensors, path, metadata=note)
+        name = self._latents(key, variant)
+        self.claim(name)
+        with atomic(self.out / name) as path:
+            path.write_bytes(save(tensors, metadata=note))
 
     def load_sample(self, key: str, variant: str) -> Sample:
         """Read a finished generation."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(self._latents(key, variant), framework="pt") as file:
+        path = self.out / self._latents(key, variant)
+        with reading(path, SafetensorError), safe_open(path, framework="pt") as file:
             note = file.metadata()
             tensors: dict[str, torch.Tensor] = {k: file.get_tensor(k) for k in sorted(file.keys())}
-        latents = tensors.pop("latents")
-        peak = note["peak_bytes"]
-        return Sample(
-            latents, tuple(tensors.values()), float(note["seconds"]), int(peak) if peak else None
-        )
+            latents, peak = tensors.pop("latents"), note["peak_bytes"]
+            return Sample(
+                latents,
+                tuple(tensors.values()),
+                float(note["seconds"]),
+                int(peak) if peak else None,
+            )
 
     def read_json(self, name: str) -> dict[str, object] | None:
         """A JSON file of ours, None if it was not written yet."""
-        path = self.out / name
-        if not path.is_file():
+        if not self._has(name):
             return None
-        value = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(value, dict), f"{path} is ours and holds an object"
+        path = self.out / name
+        with reading(path):
+            value = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(value, dict):
+                raise TypeError(f"a {type(value).__name__}, not an object")
         return value
 
     def write_json(self, name: str, value: object) -> Path:
@@ -128,27 +211,110 @@ class Store:
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a text file."""
+        self.claim(name)
         target = self.out / name
         with atomic(target) as path:
             path.write_text(text, encoding="utf-8")
         return target
 
-    def _latents(self, key: str, variant: str) -> Path:
-        return self.out / "latents" / f"{key}.{variant}.safetensors"
+    def _latents(self, key: str, variant: str) -> str:
+        return f"latents/{key}.{variant}.safetensors"
+
+
+def check_out(out: str | Path, *, fresh: bool) -> Path:
+    """Check, before anything is loaded, that a comparison may write into a folder and can.
+
+    Args:
+        out: The folder of a comparison.
+        fresh: Whether what comparisons wrote there will be removed.
+
+    Returns:
+        The folder, which may not be there yet.
+
+    Raises:
+        SamplingError: It is a file.
+        OutputExistsError: It holds files of our names that no comparison wrote.
+        OutputError: It cannot be written to.
+    """
+    folder = Path(out).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise SamplingError(f"{folder} is a file", expected="a folder to write into")
+    ours = _listed(folder)
+    there = [name for name in _FIXED if _is_there(folder / name)]
+    if ours is None and _is_older(folder):
+        raise OutputExistsError(
+            f"{folder} holds a comparison of an older version, which kept no list of its files",
+            expected=f"a new folder, or one with {MARKER}",
+            got=", ".join(there),
+            remedy="Choose another --out, or remove the folder yourself if nothing in it is yours",
+        )
+    _refuse_others(folder, [name for name in there if name not in (ours or ())])
+    for name in _FOLDERS if fresh else ():
+        if (folder / name).is_symlink():  # What is removed through it would be elsewhere.
+            raise OutputExistsError(
+                f"{folder / name} is a link, and so not ours",
+                expected="a folder",
+                remedy=_YOURSELF,
+            )
+    check_writable(folder / MARKER)
+    return folder
+
+
+def _listed(folder: Path) -> set[str] | None:
+    """The files that comparisons wrote into a folder, None if it is not a folder of ours."""
+    path = folder / MARKER
+    if not _is_there(path):
+        return None
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))["files"]
+        if not all(_LAYOUT.fullmatch(name) for name in names):
+            raise ValueError("an entry that is none of our files")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise OutputExistsError(
+            f"{path} cannot be read, so nobody knows what in {folder} is ours",
+            expected="the list of our files, as it was written",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Choose another --out, or remove the folder yourself if nothing in it is yours",
+        ) from error
+    return set(names)
+
+
+def _refuse_others(folder: Path, names: list[str]) -> None:
+    if names:
+        raise OutputExistsError(
+            f"{folder} holds files that no comparison wrote, under names that one would write",
+            expected=f"a new folder, or one whose files are listed in its {MARKER}",
+            got=", ".join(names),
+            remedy=_YOURSELF,
+        )
+
+
+def _is_older(folder: Path) -> bool:
+    """Whether a folder looks as comparisons left it when they kept no list."""
+    try:
+        found = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.keys() >= _OLDER
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
 
 
 @contextmanager
-def atomic(target: Path) -> Iterator[Path]:
-    """A temporary path in the same folder that becomes `target` on success and vanishes on any
-    failure.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{os.getpid()}-{target.name}")
+def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
+    """Say of a file of ours that somebody changed it, where reading it fails."""
+    damage: tuple[type[Exception], ...] = (OSError, ValueError, LookupError, TypeError)
+    damage += (AssertionError, *more)
     try:
-        yield temporary
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except damage as error:
+        raise SamplingError(
+            f"{path} is not what was written there",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Start again with --fresh (from Python fresh=True), or choose another folder",
+        ) from error
 
 
 def to_json(value: object) -> object:

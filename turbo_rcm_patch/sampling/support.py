@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Literal, cast, get_args
 
 from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.sampling.published import PUBLISHED, Published, count_pairs, short_name
 
 __all__ = ["BEGIN", "CLASSES", "END", "GROUPS", "Mark", "marks", "matrix", "replace_in", "text"]
@@ -145,6 +146,7 @@ def replace_in(path: Path) -> None:
 
     Raises:
         ConfigError: The file cannot be read or has no place for it.
+        OutputError: It cannot be written.
     """
     try:
         whole = path.read_text(encoding="utf-8")
@@ -152,10 +154,12 @@ def replace_in(path: Path) -> None:
         _, end, after = rest.partition(END)
         if not end:
             raise ConfigError("--write", expected=f"a file with {BEGIN} and {END}", got=str(path))
-        path.write_text(f"{before}{BEGIN}\n\n{text()}\n{END}{after}", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            "--write", expected="a file that can be written", got=f"{path}: {error.strerror}"
+            "--write", expected="a file that can be read", got=f"{path}: {error.strerror}"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError("--write", expected="a text in UTF-8", got=str(path)) from error
+    made = f"{before}{BEGIN}\n\n{text()}\n{END}{after}"
+    with atomic(path) as temporary:
+        temporary.write_text(made, encoding="utf-8")

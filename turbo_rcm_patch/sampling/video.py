@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -11,8 +12,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.sampling.store import atomic
+from turbo_rcm_patch.errors import MissingPackageError, OutputError, SamplingError
+from turbo_rcm_patch.output import atomic
 
 __all__ = [
     "ENDINGS",
@@ -20,6 +21,7 @@ __all__ = [
     "choose_gain",
     "contact_sheet",
     "enlarge",
+    "find_ffmpeg",
     "side_by_side",
     "write_mp4",
 ]
@@ -34,6 +36,9 @@ MAX_WIDTH: Final = 1920
 GAINS: Final = (4, 8, 16, 32, 64, 128)
 LABEL_HEIGHT: Final = 26
 GAP: Final = 8
+_REMEDY: Final = (
+    "Is the disk full? If not, `python -m turbo_rcm_patch doctor` says which ffmpeg this is"
+)
 INK: Final = (32, 36, 44)
 PAPER: Final = (255, 255, 255)
 
@@ -98,20 +103,39 @@ def side_by_side(videos: dict[str, np.ndarray]) -> np.ndarray:
     return canvas
 
 
+def find_ffmpeg() -> str:
+    """The ffmpeg that videos are written with.
+
+    Raises:
+        MissingPackageError: There is none.
+    """
+    try:
+        import imageio_ffmpeg
+
+        return str(imageio_ffmpeg.get_ffmpeg_exe())
+    except (ImportError, RuntimeError) as error:
+        raise MissingPackageError(
+            "no ffmpeg to write mp4 with",
+            got=str(error),
+            remedy="Run `pip install --force-reinstall imageio-ffmpeg`, which brings one",
+        ) from error
+
+
 def write_mp4(frames: np.ndarray, path: Path, fps: int) -> None:
     """Write h264 that every browser plays; odd sides are padded by repeating the edge.
 
     Args:
         frames: uint8, [F, H, W, 3].
-        path: The file, replaced only when complete.
+        path: The file, replaced only by one that is complete and can be read again.
         fps: Frames a second.
 
     Raises:
         SamplingError: The ending is one that has no place for h264.
+        OutputError: ffmpeg failed, for instance on a full disk; what was there is as it was.
+        MissingPackageError: There is no ffmpeg.
     """
-    import imageio_ffmpeg
-
-    if path.suffix.lower() not in ENDINGS:
+    ending = path.suffix.lower()
+    if ending not in ENDINGS:
         raise SamplingError(
             f"{path} cannot be written as h264",
             expected=f"a file name that ends in one of {ENDINGS}",
@@ -119,23 +143,69 @@ def write_mp4(frames: np.ndarray, path: Path, fps: int) -> None:
         )
     odd = [(0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)]
     frames = np.ascontiguousarray(np.pad(frames, odd, mode="edge"))
+    count, height, width = frames.shape[:3]
+    reads = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps)]
+    encodes = ["-an", "-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", "16"]
+    encodes += ["-preset", "veryfast"]
+    if ending != ".mkv":
+        encodes += ["-movflags", "+faststart"]
     with atomic(path) as temporary:
-        writer = imageio_ffmpeg.write_frames(
-            str(temporary),
-            (frames.shape[2], frames.shape[1]),
-            fps=fps,
-            codec="libx264",
-            quality=None,
-            macro_block_size=2,
-            ffmpeg_log_level="error",
-            output_params=["-crf", "16", "-preset", "veryfast", "-movflags", "+faststart"],
+        _ffmpeg([*reads, "-i", "pipe:0", *encodes, "-y", _file(temporary)], path, frames)
+        found = _count_frames(temporary, path)
+        if found != count:
+            raise OutputError(
+                f"{path} was not written: ffmpeg ended well, but not all frames are in its file",
+                expected=f"{count} frames",
+                got=str(found),
+                remedy=_REMEDY,
+            )
+
+
+def _count_frames(video: Path, told: Path) -> int:
+    """Frames of a video, by reading all of it."""
+    copies = ["-xerror", "-i", _file(video), "-map", "0:v:0", "-c", "copy", "-f", "null"]
+    said = _ffmpeg([*copies, "-nostats", "-progress", "pipe:1", "-"], told)
+    counts = [line.partition("=")[2] for line in said.splitlines() if line.startswith("frame=")]
+    return int(counts[-1]) if counts else 0
+
+
+def _file(path: Path) -> str:
+    """A path as ffmpeg takes it, whatever it begins with or holds: "-", "concat:"."""
+    return f"file:{path.absolute()}"
+
+
+def _ffmpeg(arguments: Sequence[str], told: Path, frames: np.ndarray | None = None) -> str:
+    """Run ffmpeg to its end, or to ours; what it printed.
+
+    Args:
+        arguments: Of ffmpeg.
+        told: The file that an error names.
+        frames: What it reads, if anything.
+    """
+    program = find_ffmpeg()
+    try:
+        done = subprocess.run(
+            [program, "-v", "error", *arguments],
+            input=b"" if frames is None else frames.data.cast("B"),
+            capture_output=True,
+            check=False,
         )
-        try:
-            writer.send(None)
-            for frame in frames:
-                writer.send(frame)
-        finally:
-            writer.close()
+    except FileNotFoundError as error:  # IMAGEIO_FFMPEG_EXE may name anything.
+        raise MissingPackageError(
+            "no ffmpeg to write mp4 with",
+            got=f"{program}, which is not there",
+            remedy="Unset IMAGEIO_FFMPEG_EXE, or let it name an ffmpeg",
+        ) from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        # The first lines say what happened, the last that therefore nothing else did.
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
+        raise OutputError(
+            f"{told} was not written: ffmpeg failed",
+            got=f"{how}, {' / '.join(said[:3])[:400] or 'no message'}",
+            remedy=_REMEDY,
+        )
+    return done.stdout.decode(errors="replace")
 
 
 def contact_sheet(rows: dict[str, np.ndarray], path: Path, columns: int = 6) -> None:

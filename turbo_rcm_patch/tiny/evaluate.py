@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import ModelFolderError
+from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.load import TINY, resolve_model
 from turbo_rcm_patch.tiny.build import SETTINGS_FILE
 from turbo_rcm_patch.tiny.data import Scenes, render, sample_scenes
@@ -162,7 +163,7 @@ def evaluate(
     say: Callable[[str], None] = print,
 ) -> dict[str, object]:
     """Run every judgement, write evaluation.json and sheets under `out`, return the numbers."""
-    out.mkdir(parents=True, exist_ok=True)
+    check_writable(out / "evaluation.json")
     load = {"count": count, "seed": seed, "batch": batch, "device": device, "dtype": dtype}
     student = Evaluation.load(model, **load)  # type: ignore[arg-type]
     results: dict[str, object] = {
@@ -177,7 +178,8 @@ def evaluate(
     def record(name: str, numbers: dict[str, float]) -> None:
         results[name] = numbers
         say(f"{name}: {json.dumps(numbers)}")
-        (out / "evaluation.json").write_text(json.dumps(results, indent=2) + "\n")
+        with atomic(out / "evaluation.json") as path:
+            path.write_text(json.dumps(results, indent=2) + "\n")
 
     for count_steps in steps:
         name = f"student_{count_steps}_steps"

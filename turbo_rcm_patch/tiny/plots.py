@@ -15,6 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from turbo_rcm_patch.output import atomic
+
 __all__ = ["loss_curves", "sheet"]
 
 _SMOOTH: Final = 15
@@ -55,8 +57,8 @@ def sheet(frames: Tensor, path: Path, *, rows: int = 16, columns: int = 6) -> No
     picture = np.concatenate(
         [np.concatenate(strips[:half]), np.concatenate(strips[half:])], axis=1
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(picture).save(path, optimize=True)
+    with atomic(path) as partial:
+        Image.fromarray(picture).save(partial, format="PNG", optimize=True)
 
 
 def _joined(records: list[Record]) -> tuple[list[Record], list[int]]:
@@ -133,7 +135,8 @@ def loss_curves(log: Path, path: Path) -> None:
             each.spines[["top", "right"]].set_visible(False)
             for seam in seams:
                 each.axvline(seam, color="#888888", linestyle=":", linewidth=1.0)
-    figure.savefig(path, dpi=90)
+    with atomic(path) as partial:
+        figure.savefig(partial, dpi=90, format="png")
     plt.close(figure)
 
 

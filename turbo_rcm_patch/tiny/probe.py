@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from turbo_rcm_patch.output import merged
 from turbo_rcm_patch.tiny.build import TinyConfig, build_tokenizer
 from turbo_rcm_patch.tiny.data import render, sample_scenes
 from turbo_rcm_patch.tiny.detector import accuracy, detect
@@ -103,10 +104,11 @@ def export(
         fresh = build.from_config(model.config)
         fresh.load_state_dict({k: v.cpu().contiguous() for k, v in model.state_dict().items()})
         parts.append(fresh)
-    family.save_pipeline(
-        folder,
-        config,
-        vae=parts[0],
-        text_encoder=copy.deepcopy(encoder).cpu(),
-        transformer=parts[1],
-    )
+    with merged(folder) as made:
+        family.save_pipeline(
+            made,
+            config,
+            vae=parts[0],
+            text_encoder=copy.deepcopy(encoder).cpu(),
+            transformer=parts[1],
+        )

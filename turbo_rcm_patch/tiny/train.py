@@ -35,6 +35,7 @@ from diffusers import AutoencoderKLWan
 from torch import nn
 
 from turbo_rcm_patch.errors import ModelFolderError
+from turbo_rcm_patch.output import atomic, merged
 from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.tiny.build import SETTINGS_FILE, TinyConfig
 from turbo_rcm_patch.tiny.family import FAMILIES, Family, family_of
@@ -144,7 +145,8 @@ def install(student: Path, target: Path = TINY_WAN) -> Path:
         raise ModelFolderError(
             "size of the model", expected=f"at most {_MOST_BYTES} bytes", got=str(size)
         )
-    shutil.copytree(student, target, dirs_exist_ok=True)
+    with merged(target) as made:
+        shutil.copytree(student, made, dirs_exist_ok=True)
     return target
 
 
@@ -214,6 +216,18 @@ def _flow(
     return encoder, teacher, student
 
 
+def _is_run(out: Path) -> bool:
+    """Whether a folder may be a run's: it has no config.json, or one that a run wrote."""
+    path = out / "config.json"
+    if not path.exists():
+        return True
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.keys() >= {"family", "stage", "out"}
+
+
 def _prepare(args: argparse.Namespace, family: Family) -> Run:
     """Settle what depends on family and device, and open the run's folder."""
     for stage, minutes in family.MINUTES.items():
@@ -229,9 +243,8 @@ def _prepare(args: argparse.Namespace, family: Family) -> Run:
     if args.limit is not None:
         run.limit = 60 * args.limit
     run.log(event="start", torch=torch.__version__, **{k: str(v) for k, v in vars(args).items()})
-    (run.out / "config.json").write_text(
-        json.dumps({k: str(v) for k, v in vars(args).items()}, indent=2)
-    )
+    with atomic(run.out / "config.json") as path:
+        path.write_text(json.dumps({k: str(v) for k, v in vars(args).items()}, indent=2))
     return run
 
 
@@ -254,6 +267,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("the VAE of --start is finished; --stage decoder trains its decoder on")
     if (args.out / "state").exists() and not args.resume:
         parser.error(f"{args.out} has state of an earlier run: pass --resume, or another --out")
+    if not _is_run(args.out):
+        parser.error(f"{args.out}/config.json is not that of a training run: pass another --out")
     run = _prepare(args, family)
     config = family.config().small() if args.micro else family.config()
     if args.start is not None and args.stage in ("decoder", "vae"):

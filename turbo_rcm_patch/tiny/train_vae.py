@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
 from torch import Tensor
 
+from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.tiny.build import TinyConfig, build_vae
 from turbo_rcm_patch.tiny.data import REFERENCE_SIZE, Scenes, render, sample_scenes
 from turbo_rcm_patch.tiny.plots import sheet
@@ -191,7 +192,9 @@ def train_vae(
             sample_scenes(batch, scenes).to(run.device), frames=config.frames, size=config.size
         )
         weights = {key: value.clone() for key, value in vae.state_dict().items()}
-        layout.write_text(_fastest_layout(vae, warm, run))
+        fastest = _fastest_layout(vae, warm, run)
+        with atomic(layout) as path:
+            path.write_text(fastest)
         vae.load_state_dict(weights)
     stage = Stage(
         run, "vae", {"vae": vae}, salt=_SALT, lr=lr, minutes=minutes, steps=steps, weight_decay=0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +13,12 @@ from typing import Final
 import torch
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import ConfigError, TurboRCMError
+from turbo_rcm_patch.errors import ConfigError, OutputError, TurboRCMError
+from turbo_rcm_patch.exit_codes import run_command
+from turbo_rcm_patch.output import check_writable
 from turbo_rcm_patch.sampling.load import check_offload, choose_device, resolve_model
 from turbo_rcm_patch.sampling.scheduler import MAX_STEPS, RCMScheduler
-from turbo_rcm_patch.sampling.video import ENDINGS
+from turbo_rcm_patch.sampling.video import ENDINGS, find_ffmpeg
 
 __all__ = [
     "RESOLUTIONS",
@@ -224,17 +225,21 @@ def run(main: Callable[[], int | None]) -> int:
     """Run a script's main function.
 
     Returns:
-        What it returns, or 0; 2 for a mistake in the arguments or the model, or too little memory
-        on the GPU, which is told in a line; 130 if interrupted.
+        What it returns, or 0; 2 for a mistake in the arguments, the model or the files, or too
+        little memory on the GPU, which is told in a line; 3 for an error nobody foresaw; 130 if
+        interrupted.
     """
-    try:
-        return main() or 0
-    except (TurboRCMError, torch.OutOfMemoryError) as error:
-        print(_told(error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nInterrupted. What was not finished is not written.", file=sys.stderr)
-        return 130
+
+    def run() -> int:
+        try:
+            return main() or 0
+        except torch.OutOfMemoryError as error:
+            print(_told(error), file=sys.stderr)
+            return 2
+
+    return run_command(
+        run, _told, interrupted="Interrupted. What was not finished is not written."
+    )
 
 
 def _told(error: TurboRCMError | torch.OutOfMemoryError) -> str:
@@ -305,13 +310,16 @@ def _check_writable(target: Path) -> None:
             got=str(target),
             remedy="Let it end in .mp4",
         )
-    parent = target.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if target.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    try:
+        check_writable(target)
+    except OutputError as error:
         raise ConfigError(
-            "--save_path", expected="a file in a folder that can be written to", got=str(target)
-        )
+            "--save_path",
+            expected="a file in a folder that can be written to",
+            got=f"{target}: {error.got}",
+            remedy=error.remedy,
+        ) from error
+    find_ffmpeg()
 
 
 def _parser(description: str, epilog: str) -> argparse.ArgumentParser:

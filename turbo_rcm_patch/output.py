@@ -1,0 +1,165 @@
+"""Files that are written whole or not at all: beside their place, flushed, then moved into it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from turbo_rcm_patch.errors import OutputError, TurboRCMError
+
+__all__ = ["atomic", "check_writable", "is_partial", "merged"]
+
+#: What the names of unfinished files begin with. They are hidden, and gone in the end.
+_PARTIAL: Final = ".turbo_rcm_patch-partial-"
+_count = itertools.count()
+#: A trial write is as large as a block of most file systems.
+_TRIAL: Final = bytes(4096)
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextmanager
+def atomic(target: Path) -> Iterator[Path]:
+    """Give a path beside `target` that becomes `target` when the block ends.
+
+    Whatever ends the block early (a failure, Ctrl-C), the new file vanishes and `target` is as it
+    was. A link stays a link: the file that it leads to is replaced.
+
+    Args:
+        target: The file to be; its folder is made.
+
+    Yields:
+        Where to write, with the ending of `target`.
+
+    Raises:
+        OutputError: The file cannot be written, or the block raised an `OSError`.
+    """
+    with _telling(target):
+        target = _real_file(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(target)
+    try:
+        with _telling(target):
+            yield partial
+            _flush(partial)  # A full disk may be noticed only now.
+            if target.exists():
+                shutil.copymode(target, partial)
+            os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    with suppress(OSError):  # Not every file system can flush a folder.
+        _flush(target.parent)
+
+
+@contextmanager
+def merged(target: Path) -> Iterator[Path]:
+    """Give a new folder whose files are moved into `target`, one by one, when the block ends.
+
+    A failure before that leaves `target` as it was; each of its files is the old or the new one at
+    any time, and its other files stay.
+
+    Args:
+        target: The folder to be.
+
+    Raises:
+        OutputError: It cannot be written, or the block raised an `OSError`.
+    """
+    with _telling(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = _beside(target)
+        partial.mkdir()
+    try:
+        with _telling(target):
+            yield partial
+            files = sorted(path for path in partial.rglob("*") if path.is_file())
+            for path in files:
+                _flush(path)
+            for path in files:
+                place = target / path.relative_to(partial)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_writable(target: Path) -> None:
+    """Try whether a file can be written, before hours of work depend on it; leave no trace.
+
+    Args:
+        target: The file to be.
+
+    Raises:
+        OutputError: It cannot be written, or the disk is full.
+    """
+    made: list[Path] = []
+    with _telling(target):
+        target = _real_file(target)
+        try:
+            for folder in reversed([one for one in target.parents if not one.exists()]):
+                folder.mkdir()
+                made.append(folder)
+            partial = _beside(target)
+            try:
+                partial.write_bytes(_TRIAL)
+                _flush(partial)
+            finally:
+                partial.unlink(missing_ok=True)
+        finally:
+            for folder in reversed(made):
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def is_partial(path: Path) -> bool:
+    """Whether a file is one of `atomic` that a killed process left behind, or that is in work."""
+    return path.name.startswith(_PARTIAL)
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f"{_PARTIAL}{os.getpid()}-{next(_count)}{target.suffix}")
+
+
+def _real_file(target: Path) -> Path:
+    """Where `target` leads, if that is a file or nothing: a device must not be replaced."""
+    if target.is_symlink():
+        target = Path(os.path.realpath(target))
+    if target.exists() and not target.is_file():
+        raise OutputError(
+            f"{target} cannot be written",
+            expected="a file, or a place where there is nothing yet",
+            got="a folder" if target.is_dir() else "a device or a pipe",
+            remedy="Choose another place",
+        )
+    return target
+
+
+def _flush(path: Path) -> None:
+    """Wait until the disk has what was written to a file, or the entries of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _telling(target: Path) -> Iterator[None]:
+    """Turn the system's errors into ours, which name the file."""
+    try:
+        yield
+    except TurboRCMError:
+        raise
+    except OSError as error:
+        full = error.errno in _FULL
+        told = OutputError(
+            f"{target} cannot be written",
+            got=error.strerror or str(error),
+            remedy="Free some space, or choose another disk" if full else "Choose another place",
+        )
+        told.errno = error.errno
+        raise told from error
