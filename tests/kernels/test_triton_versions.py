@@ -51,7 +51,6 @@ def cases(release: Version) -> list[dict]:
         found += [
             case("plain-attention", HOPPER, 128, "fp8", lengths=True),
             case("hopper-linear", HOPPER, 128, "fp8", form="turns-128x128"),
-            case("sparse", HOPPER, 128, "fp8", blocks=(64, 128)),
         ]
     return found
 
@@ -79,7 +78,7 @@ def fetched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("fetched", RELEASES, indirect=True)
 def test_every_kernel_compiles(
     fetched: Path | None, tmp_path: Path, request: pytest.FixtureRequest
@@ -94,7 +93,7 @@ def test_every_kernel_compiles(
             env=env | {"PYTHONPATH": os.pathsep.join(map(str, path))},
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=700,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
