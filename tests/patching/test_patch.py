@@ -9,8 +9,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+from accelerate.hooks import remove_hook_from_module
 
 from tests.patching.wan import CASES, EXACT, INT8, Case, dicts, relative, run, wan
 from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
@@ -214,6 +216,20 @@ def test_pickle_of_a_patched_model_stands_alone() -> None:
     assert torch.equal(run(twin), run(model))
     unpatch_model(twin)
     assert torch.equal(run(twin), expected)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_finds_its_way_back_where_hooks_left_bound_methods(how: str) -> None:
+    """accelerate leaves every module's bound forward behind as an instance attribute."""
+    model = wan()
+    expected = run(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    remove_hook_from_module(model, recurse=True)
+    patch_model(model, INT8)
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    unpatch_model(twin)
+    assert torch.equal(run(twin), expected)
+    assert type(twin.blocks[0].forward).__name__ == "method"
 
 
 def test_save_pretrained_of_a_patched_model_is_the_unpatched_one(tmp_path: Path) -> None:

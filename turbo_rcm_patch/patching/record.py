@@ -28,13 +28,16 @@ __all__ = ["ATTRIBUTE", "Entry", "PatchRecord", "Slot", "holds", "innermost", "r
 ATTRIBUTE: Final = "_turbo_rcm_patch"
 
 
-class _Absent(Enum):
-    """A marker that survives deepcopy and pickle as itself."""
+class _Before(Enum):
+    """What was in a slot where it is not kept itself; survives deepcopy and pickle as itself."""
 
     ABSENT = 0
+    #: The bound method itself. Pickle would keep "the `forward` of that module", which is ours.
+    OWN = 1
 
 
-_ABSENT: Final = _Absent.ABSENT
+_ABSENT: Final = _Before.ABSENT
+_OWN: Final = _Before.OWN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +115,7 @@ class Entry:
         name: The attribute through which the module runs it.
         ours: What was put there.
         slot: Where it was put.
-        before: What was there.
+        before: What was there, or a marker for it.
     """
 
     module: nn.Module
@@ -121,9 +124,17 @@ class Entry:
     slot: Slot
     before: Any
 
+    def __post_init__(self) -> None:
+        if _is_own(self.module, self.name, self.before):
+            self.before = _OWN
+
     def install(self) -> None:
         """Put ours in place."""
         self.slot.put(self.ours)
+
+    def restore(self, slot: Slot) -> None:
+        """Put back what was there."""
+        slot.put(_own(self.module, self.name) if self.before is _OWN else self.before)
 
     def located(self) -> list[Slot]:
         """Where ours sits now."""
@@ -145,11 +156,12 @@ class Entry:
     def undo(self) -> None:
         """Take ours away, wherever it sits now."""
         for slot in self.located():
-            if slot.holder is self.module and slot.name == self.name:
-                slot.put(self.before)
+            # Hooks that came later captured ours; without us, the author's.
+            captured = slot.holder is not self.module or slot.name != self.name
+            if captured and self.before is _ABSENT:
+                slot.put(_own(self.module, self.name))
             else:
-                # Hooks that came later captured ours; without us, the author's.
-                slot.put(_own(self.module, self.name) if self.before is _ABSENT else self.before)
+                self.restore(slot)
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +199,7 @@ class PatchRecord:
             setattr(self.plan.model, ATTRIBUTE, self)
         except BaseException:
             for entry in reversed(done):
-                entry.slot.put(entry.before)
+                entry.restore(entry.slot)
             self._forget()
             raise
 
