@@ -247,6 +247,7 @@ def test_fully_shard(mesh: DeviceMesh, patch_first: bool, linear: Any) -> None:
     assert torch.equal(run(model), expected)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_a_step_of_training_with_sharded_parameters(mesh: DeviceMesh) -> None:
     def gradients(shard: bool, patch: bool) -> list[torch.Tensor]:
         model = wan().train().requires_grad_(True)
