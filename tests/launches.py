@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from triton.runtime.jit import JITFunction
 
 from turbo_rcm_patch.kernels import replay
 from turbo_rcm_patch.kernels.launch import Target
+from turbo_rcm_patch.ops import Fingerprints
 
 MODULES = (
     "attention", "block_map", "hopper", "hopper_key_value", "hopper_linear", "hopper_prologue",
@@ -55,5 +57,7 @@ def write_down_launches(monkeypatch: pytest.MonkeyPatch) -> Log:
         module = importlib.import_module(f"turbo_rcm_patch.kernels.{name}")
         if hasattr(module, "target_of"):
             monkeypatch.setattr(module, "target_of", lambda device: Target("cuda", 90))
+    # Nothing is computed here, so checksums would differ every time.
+    monkeypatch.setattr(Fingerprints, "take", lambda self: torch.zeros(sum(self.counts)))
     replay.forget_programs()
     return written

@@ -20,6 +20,7 @@ from turbo_rcm_patch.patching import copies as copies_file
 from turbo_rcm_patch.patching import normed as normed_file
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.linears import Linears
+from turbo_rcm_patch.patching.plan import NormPlan
 
 #: int8 in the Linears alone.
 LINEAR = PatchConfig(attention="exact", linear="int8", guard=False)
@@ -106,6 +107,14 @@ def test_the_norms_before_int8_linears_are_rows(monkeypatch: pytest.MonkeyPatch)
             return real(*args, **more)
 
         monkeypatch.setattr(normed_file.ops, name, counting)
+    for method in ("modulated", "affine", "modulated_rows", "affine_rows"):
+        own = getattr(NormPlan, method)
+
+        def planned(*args: Any, method: str = method, own: Any = own) -> Any:
+            seen.append("norm_modulate" + ("_rows" if method.endswith("_rows") else ""))
+            return own(*args)
+
+        monkeypatch.setattr(NormPlan, method, planned)
     case = CASES[0]
     model, inputs = case.model(), case.inputs()
     blocks = len(model.blocks)

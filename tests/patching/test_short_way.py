@@ -43,10 +43,11 @@ def calls_of(function: Callable[[], object]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("options", "python", "builtin", "launches"),
     [
-        ({}, 175, 240, 11),
-        ({"attention": "exact"}, 175, 240, 10),
+        ({}, 190, 240, 11),
+        ({"attention": "exact"}, 190, 240, 10),
+        ({"linear": "int8"}, 580, 520, 18),
     ],
-    ids=["int8", "exact"],
+    ids=["int8", "exact", "int8-linears"],
 )
 def test_a_wan_block_takes_few_steps_to_its_kernels(
     monkeypatch: pytest.MonkeyPatch,

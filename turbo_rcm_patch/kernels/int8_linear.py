@@ -238,6 +238,8 @@ def int8_linear(
         weight = torch.nn.functional.pad(weight, (0, channels - weight.shape[1]))
     weight = weight.contiguous()
     y = torch.empty(batch, n_tokens, features, dtype=out_dtype, device=x.int8.device)
+    if not y.numel():
+        return y  # A descriptor of no rows is refused.
     # A hardware copy wants memory that begins at a multiple of 16 bytes; a slice may not.
     descriptors = target.descriptors and weight.data_ptr() % ALIGNED == 0
     untouched = tile is None and block_k is None and halves is None and not persistent

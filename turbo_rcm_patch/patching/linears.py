@@ -7,7 +7,7 @@ has none to give.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from turbo_rcm_patch.ops.int8_linear import Activation
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
+from turbo_rcm_patch.patching.plan import Product
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
 
@@ -167,6 +168,26 @@ class Linears:
         """Drop an int8 weight: the guard gave its Linear back."""
         if not torch.compiler.is_compiling():
             self.copies.forget((self._block, key))
+
+    def product(
+        self, key: str, modules: Sequence[Any], like: Tensor, *, int8: bool
+    ) -> Product | None:
+        """The product of plain Linears for a plan; None where one of them has to be called, or
+        some run in int8 and others do not.
+
+        Args:
+            key: A name for these modules within the block.
+            modules: Linears, or whatever stands in their places.
+            like: Of the dtype and on the device of their input.
+            int8: Whether int8 is wanted.
+        """
+        if not all(plain_linear(module, like) for module in modules):
+            return None
+        x = like.view(1, 1, -1) if like.dim() == 1 else like.unsqueeze(0)
+        chosen = [int8 and runs_int8(module, x) for module in modules]
+        if any(chosen) != all(chosen):
+            return None
+        return Product(modules, self.copies if all(chosen) else None, (self._block, key))
 
     def _weights(self, key: str, modules: list[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         if torch.compiler.is_compiling():  # Not even the block's number, or each has a graph.

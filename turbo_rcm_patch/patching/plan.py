@@ -9,7 +9,7 @@ inference; everything else takes the careful way, module by module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Final, Generic, TypeVar
@@ -18,12 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbo_rcm_patch.ops.elementwise import gelu_forward, norm_forward
+from turbo_rcm_patch.ops.elementwise import gelu_forward, norm_forward, rows_forward
+from turbo_rcm_patch.ops.int8_linear import linear_forward as int8_forward
+from turbo_rcm_patch.ops.int8_linear import rows_linear_forward
 from turbo_rcm_patch.ops.operation import Step, replay_token, runs_directly
 from turbo_rcm_patch.ops.projection import project_forward
+from turbo_rcm_patch.ops.quantize import Rows
 from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
 from turbo_rcm_patch.ops.registry import attention_forward, in_one_pass, rotated
 from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS, AttentionSpec, resolve_impl
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.plain import autocasting
 from turbo_rcm_patch.skip import Cast
 
@@ -32,6 +36,7 @@ __all__ = [
     "FeedForwardPlan",
     "NormPlan",
     "PlanSlot",
+    "Product",
     "Watch",
     "plain_inference",
     "signature",
@@ -215,13 +220,13 @@ class PlanSlot(Generic[_T]):
 class NormPlan:
     """A layer norm with a factor and an offset, in one pass."""
 
-    __slots__ = ("_eps", "_impl", "_offset", "_step", "_weight")
+    __slots__ = ("_eps", "_impl", "_offset", "_rows", "_step", "_weight")
 
     def __init__(
         self, eps: float, impl: str, weight: Tensor | None = None, offset: Tensor | None = None
     ) -> None:
         self._eps, self._impl, self._weight, self._offset = eps, impl, weight, offset
-        self._step = Step(norm_forward)
+        self._step, self._rows = Step(norm_forward), Step(rows_forward)
 
     @property
     def read(self) -> list[Tensor]:
@@ -239,62 +244,154 @@ class NormPlan:
         y: Tensor = self._step(token, x, weight, offset, 0.0, self._eps, self._impl)
         return y
 
+    def modulated_rows(self, token: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Rows:
+        """`modulated` as int8 rows."""
+        return Rows(*self._rows(token, x, scale, shift, 1.0, self._eps, self._impl))
+
+    def affine_rows(self, token: Any, x: Tensor) -> Rows:
+        """`affine` as int8 rows."""
+        weight, offset = _row(self._weight), _row(self._offset)
+        return Rows(*self._rows(token, x, weight, offset, 0.0, self._eps, self._impl))
+
 
 def _row(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.view(1, 1, -1)
+
+
+class Product:
+    """What some Linears over one input make of it: torch's products of the weights as they are, or
+    one product of their int8 copies.
+
+    Args:
+        linears: Plain Linears over the same input.
+        copies: The int8 copies of the model's weights; None runs them in their own dtype.
+        key: The block and a name for these Linears within it, for the copies.
+    """
+
+    __slots__ = ("_copies", "_key", "_linears", "_parts", "_rows", "_step", "_weights")
+
+    def __init__(
+        self,
+        linears: Sequence[nn.Linear],
+        copies: Copies | None = None,
+        key: tuple[int, str] = (0, ""),
+    ) -> None:
+        self._key = key
+        self._weights = [(linear.weight, linear.bias) for linear in linears]
+        self._linears, self._copies = list(linears), copies
+        self._parts = [linear.out_features for linear in linears]
+        self._step, self._rows = Step(int8_forward), Step(rows_linear_forward)
+
+    @property
+    def int8(self) -> bool:
+        """Whether the weights are int8, and an input may come as rows."""
+        return self._copies is not None
+
+    def each(self, token: Any, x: Tensor | Rows, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What each Linear makes of x [B, N, K]."""
+        if not self.int8:
+            assert isinstance(x, Tensor)
+            return tuple([F.linear(x, weight, bias) for weight, bias in self._weights])
+        together = self.closed(token, x, None, None, "", "fp32", dtype)
+        return torch.split(together, self._parts, -1) if len(self._parts) > 1 else (together,)
+
+    def closed(
+        self,
+        token: Any,
+        x: Tensor | Rows,
+        residual: Tensor | None,
+        c_out: Tensor | None,
+        activation: str,
+        cast: Cast,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """residual + c_out * activation(x W^T + bias) of int8 weights."""
+        assert self._copies is not None
+        weight, scale, bias = self._copies.of(self._key, self._linears)
+        # An int8 weight that a checkpoint brought along has scales of another shape than ours.
+        token = None if token is None else (token, scale.shape, scale.stride())
+        impl = self._copies.impl
+        rest = (
+            weight,
+            scale,
+            bias,
+            residual,
+            None,
+            c_out,
+            1.0,
+            1.0,
+            activation,
+            cast,
+            impl,
+            dtype,
+        )
+        out: Tensor = (
+            self._rows(token, *x, *rest) if isinstance(x, Rows) else self._step(token, x, *rest)
+        )
+        return out
 
 
 class AttentionPlan:
     """Projections, norms, attention, output projection and skip over plain modules.
 
     Args:
-        q: The Linear of the queries, or of q, k and v together where `k` and `v` are None.
-        k: Of the keys.
-        v: Of the values.
+        project: Gives q, k and v from x; for cross-attention q from x.
+        of_context: For cross-attention gives k and v from the context, else None.
         norm_q: RMSNorm weight of q.
         norm_k: RMSNorm weight of k.
         out: The output projection.
+        out_int8: It in int8, or None.
         spec: How the attention is computed; its eps is the norms'.
         exact: The same with exact attention, for few keys.
         cast: Of the skip.
     """
 
-    __slots__ = ("_attend", "_cast", "_close", "_exact", "_impl", "_k", "_norm_k", "_norm_q",
-                 "_one_pass", "_out", "_q", "_rotate_k", "_rotate_q", "_spec", "_v")  # fmt: skip
+    __slots__ = ("_attend", "_cast", "_close", "_exact", "_impl", "_norm_k", "_norm_q",
+                 "_of_context", "_one_pass", "_out", "_out_int8", "_project", "_rotate_k",
+                 "_rotate_q", "_spec")  # fmt: skip
 
     def __init__(
         self,
-        q: nn.Linear,
-        k: nn.Linear,
-        v: nn.Linear,
+        project: Product,
+        of_context: Product | None,
         norm_q: Tensor,
         norm_k: Tensor,
         out: nn.Linear,
+        out_int8: Product | None,
         spec: AttentionSpec,
         exact: AttentionSpec | None,
         cast: Cast,
     ) -> None:
-        head_dim = q.out_features // spec.heads
-        self._q, self._k, self._v = ((m.weight, m.bias) for m in (q, k, v))
+        head_dim = out.in_features // spec.heads
+        self._project, self._of_context = project, of_context
         self._norm_q, self._norm_k = norm_q, norm_k
         self._out, self._cast, self._impl = (out.weight, out.bias), cast, spec.impl
+        self._out_int8 = out_int8
         self._spec = _numbers(spec, head_dim)
         self._exact = None if exact is None else _numbers(exact, head_dim)
         self._attend, self._close = Step(attention_forward), Step(project_forward)
         self._rotate_q, self._rotate_k = Step(rotated), Step(rotated)
-        self._one_pass = resolve_impl(spec.impl, q.weight.device) == "triton" and all(
-            in_one_pass(q.weight.T, weight, None, spec.heads) for weight in (norm_q, norm_k)
+        # Tokens in the place of x: of which only the channels are asked.
+        like = out.weight
+        self._one_pass = resolve_impl(spec.impl, like.device) == "triton" and all(
+            in_one_pass(like, weight, None, spec.heads) for weight in (norm_q, norm_k)
         )
 
     @property
     def read(self) -> list[Tensor]:
         """The tensors that a kernel reads."""
-        return [x for x in (self._norm_q, self._norm_k, *self._out) if x is not None]
+        out = () if self._out_int8 is not None else self._out
+        return [x for x in (self._norm_q, self._norm_k, *out) if x is not None]
+
+    @property
+    def int8(self) -> bool:
+        """Whether x may come as int8 rows."""
+        return self._project.int8
 
     def __call__(
         self,
         token: Any,
-        x: Tensor,
+        x: Tensor | Rows,
         context: Tensor | None,
         residual: Tensor,
         c_out: Tensor | None,
@@ -305,16 +402,19 @@ class AttentionPlan:
 
         Args:
             token: As `signature` gives it.
-            x: [B, N, C].
+            x: [B, N, C], or int8 rows of it.
             context: [B, T, C] for cross-attention.
-            residual: [B, N, C].
+            residual: [B, N, C], whose dtype all tensors have.
             c_out: [B or 1, N or 1, C], or None for 1.
             cos: [N, D] or None.
             sin: [N, D] or None.
         """
-        source = x if context is None else context
-        q = F.linear(x, *self._q)
-        k, v = F.linear(source, *self._k), F.linear(source, *self._v)
+        dtype = residual.dtype
+        q, *pair = self._project.each(token, x, dtype)
+        if self._of_context is not None:
+            assert context is not None
+            pair = list(self._of_context.each(token, context, dtype))
+        k, v = pair
         numbers = self._spec
         if self._exact is not None and k.shape[1] < INT8_MIN_KEYS:
             numbers = self._exact
@@ -335,11 +435,13 @@ class AttentionPlan:
         else:
             branch, _ = self._attend(
                 token, q, k, v, None, None, None, self._norm_q, self._norm_k, None, None, cos,
-                sin, None, 1.0, 1.0, *numbers, q.dtype, False,
+                sin, None, 1.0, 1.0, *numbers, dtype, False,
             )  # fmt: skip
+        if self._out_int8 is not None:
+            return self._out_int8.closed(token, branch, residual, c_out, "", self._cast, dtype)
         closed: Tensor = self._close(
             token, branch, *self._out, residual, None, c_out, 1.0, 1.0, self._cast, self._impl,
-            q.dtype,
+            dtype,
         )  # fmt: skip
         return closed
 
@@ -354,25 +456,50 @@ def _numbers(spec: AttentionSpec, head_dim: int) -> tuple[Any, ...]:
 
 
 class FeedForwardPlan:
-    """Linear, GELU in its tanh form, Linear and skip over plain modules."""
+    """Linear, GELU in its tanh form, Linear and skip over plain modules.
 
-    __slots__ = ("_cast", "_close", "_first", "_impl", "_last")
+    Args:
+        first: The Linear before the GELU.
+        last: The Linear after it.
+        int8: Both in int8, or None.
+        impl: "triton", "reference" or "auto".
+        cast: Of the skip.
+    """
 
-    def __init__(self, first: nn.Linear, last: nn.Linear, impl: str, cast: Cast) -> None:
+    __slots__ = ("_cast", "_close", "_first", "_impl", "_int8", "_last")
+
+    def __init__(
+        self,
+        first: nn.Linear,
+        last: nn.Linear,
+        int8: tuple[Product, Product] | None,
+        impl: str,
+        cast: Cast,
+    ) -> None:
         self._first, self._last = (first.weight, first.bias), (last.weight, last.bias)
-        self._impl, self._cast = impl, cast
+        self._int8, self._impl, self._cast = int8, impl, cast
         self._close = Step(project_forward)
 
     @property
     def read(self) -> list[Tensor]:
         """The tensors that a kernel reads."""
-        return [x for x in self._last if x is not None]
+        return [x for x in self._last if x is not None and self._int8 is None]
 
-    def __call__(self, token: Any, x: Tensor, residual: Tensor, c_out: Tensor) -> Tensor:
-        """residual + c_out * feed_forward(x); x and residual [B, N, C]."""
+    @property
+    def int8(self) -> bool:
+        """Whether x may come as int8 rows."""
+        return self._int8 is not None
+
+    def __call__(self, token: Any, x: Tensor | Rows, residual: Tensor, c_out: Tensor) -> Tensor:
+        """residual + c_out * feed_forward(x); x [B, N, C] or int8 rows of it, residual
+        [B, N, C]."""
+        dtype = residual.dtype
+        if self._int8 is not None:
+            first, last = self._int8
+            h = first.closed(token, x, None, None, "gelu-tanh", "fp32", dtype)
+            return last.closed(token, h, residual, c_out, "", self._cast, dtype)
         h = gelu_forward.body(x, *self._first)  # a library's product, nothing of ours to replay
         closed: Tensor = self._close(
-            token, h, *self._last, residual, None, c_out, 1.0, 1.0, self._cast, self._impl,
-            x.dtype,
-        )  # fmt: skip
+            token, h, *self._last, residual, None, c_out, 1.0, 1.0, self._cast, self._impl, dtype
+        )
         return closed

@@ -94,15 +94,27 @@ def expand(ff: Any, x: Tensor | Normed, linears: Linears, key: str, *, int8: boo
     return dropped
 
 
-def plan_feed_forward(ff: Any, impl: str) -> FeedForwardPlan | None:
-    """Its plan, where both Linears and the dropouts are plain and both have a bias."""
-    first, *_, last = (m for m in ff.net if not isinstance(m, nn.Dropout))
-    dropouts = [m for m in ff.net if isinstance(m, nn.Dropout)]
-    if len(ff.net) != 2 + len(dropouts) or not all(map(plain_dropout, dropouts)):
+def plan_feed_forward(
+    ff: Any, linears: Linears, impl: str, *, int8: bool
+) -> FeedForwardPlan | None:
+    """Its plan, where both Linears and the dropouts are plain and both have a bias.
+
+    Args:
+        ff: A feed-forward whose mode is "ours".
+        linears: Knows which Linears run in int8.
+        impl: "triton", "reference" or "auto".
+        int8: Whether int8 is wanted.
+    """
+    first, dropout, *rest = ff.net
+    last, *dropouts = rest
+    if not all(map(plain_dropout, (dropout, *dropouts))):
         return None
     if not _tanh_gelu(first) or first.proj.bias is None:
         return None
-    weight = first.proj.weight
-    if not (plain_linear(first.proj, weight) and plain_linear(last, weight)):
+    like = first.proj.weight
+    expanding = linears.product("ffn.0", (first.proj,), like, int8=int8)
+    contracting = linears.product("ffn.2", (last,), like, int8=int8)
+    if expanding is None or contracting is None or not expanding.int8 == contracting.int8 == int8:
         return None
-    return FeedForwardPlan(first.proj, last, impl, "fp32")
+    pair = (expanding, contracting) if int8 else None
+    return FeedForwardPlan(first.proj, last, pair, impl, "fp32")

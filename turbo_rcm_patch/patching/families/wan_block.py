@@ -121,11 +121,14 @@ class _WanPlan:
         shift, scale, gate, c_shift, c_scale, c_gate = rows
         cos, sin = (table.reshape(-1, self._head_dim) for table in rotary)
         token = signature(hidden, context, shift, cos, sin)
-        x = self._norm1.modulated(token, hidden, scale, shift)
+        norm1, norm2, norm3 = self._norm1, self._norm2, self._norm3
+        modulate = norm1.modulated_rows if self._attn1.int8 else norm1.modulated
+        x: Tensor | ops.Rows = modulate(token, hidden, scale, shift)
         hidden = self._attn1(token, x, None, hidden, gate, cos, sin)
-        x = self._norm2.affine(token, hidden)
+        x = norm2.affine_rows(token, hidden) if self._attn2.int8 else norm2.affine(token, hidden)
         hidden = self._attn2(token, x, context, hidden, None, None, None)
-        x = self._norm3.modulated(token, hidden, c_scale, c_shift)
+        modulate = norm3.modulated_rows if self._ffn.int8 else norm3.modulated
+        x = modulate(token, hidden, c_scale, c_shift)
         return self._ffn(token, x, hidden, c_gate)
 
 
@@ -271,7 +274,7 @@ class WanBlockForward:
         return Watch(self._block, states, attrgetter("live", "int8", "precision"), read)
 
     def _plan(self) -> _WanPlan | None:
-        """The plan of the block, if everything in it is plain and ours, in 16 or 32 bits."""
+        """The plan of the block, if everything in it is plain and ours."""
         block = self._block
         states = (self._attn1, self._attn2, self._ffn)
         if (
@@ -279,7 +282,7 @@ class WanBlockForward:
             or self._linear is not None
             or self._form == "one-launch"
             or self._spec.attention == "sage"
-            or not all(state.live and not state.int8 for state in states)
+            or not all(state.live for state in states)
             or feed_forward_mode(block.ffn) != "ours"
         ):
             return None
@@ -288,10 +291,15 @@ class WanBlockForward:
         if affine != [False, True, False] or any(n.bias is not None for n in norms[::2]):
             return None
         attention = [
-            plan_attention(attn, self._classes, self._specs, state.precision, cast=cast)
-            for attn, state, cast in zip((block.attn1, block.attn2), states, _CASTS, strict=False)
+            plan_attention(name, attn, self._classes, self._specs, state, self._linears, cast=cast)
+            for name, attn, state, cast in (
+                ("attn1", block.attn1, self._attn1, _CASTS[0]),
+                ("attn2", block.attn2, self._attn2, _CASTS[1]),
+            )
         ]
-        feed_forward = plan_feed_forward(block.ffn, self._spec.impl)
+        feed_forward = plan_feed_forward(
+            block.ffn, self._linears, self._spec.impl, int8=self._ffn.int8
+        )
         if None in attention or feed_forward is None:
             return None
         return _WanPlan(block, attention, feed_forward, self._spec.impl)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.patching.blocks import Mode, plain_dropout, refuse_parallel
 from turbo_rcm_patch.patching.families.wan_sla import runs_itself
-from turbo_rcm_patch.patching.plain import bare, drops, plain_linear, plain_norm
+from turbo_rcm_patch.patching.linears import Linears
+from turbo_rcm_patch.patching.plain import bare, drops, plain_norm
 from turbo_rcm_patch.patching.plan import AttentionPlan
-from turbo_rcm_patch.patching.state import Precise
+from turbo_rcm_patch.patching.state import PairState, Precise
 from turbo_rcm_patch.skip import Cast
 
 __all__ = [
@@ -85,36 +86,50 @@ def gated(hidden: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
 
 
 def plan_attention(
+    name: str,
     attn: Any,
     classes: BlockClasses,
     specs: Mapping[Precise, AttentionSpec],
-    precision: Precise,
+    state: PairState,
+    linears: Linears,
     *,
     cast: Cast,
 ) -> AttentionPlan | None:
     """The plan of an attention whose every module is plain; None where one has to be called.
 
     Args:
+        name: Of the attention in its block.
         attn: The attention.
         classes: What its classes have to be.
         specs: How it is computed after each step of the guard.
-        precision: Where the guard is now.
+        state: Where the guard is now, and whether its Linears may run in int8.
+        linears: Knows which Linears run in int8.
         cast: Of its skip.
     """
     if attention_mode(attn, classes) != "ours" or attn.fused_projections:
         return None
-    linears = (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0])
-    weight, norms = attn.to_q.weight, (attn.norm_q, attn.norm_k)
-    plain = all(plain_linear(linear, weight) for linear in linears)
-    if not (plain and all(plain_norm(norm, weight) for norm in norms)):
+    like, norms, int8 = attn.to_out[0].weight, (attn.norm_q, attn.norm_k), state.int8
+    cross = attn.is_cross_attention
+    names = (("q", attn.to_q), ("kv", attn.to_k, attn.to_v)) if cross else (
+        ("qkv", attn.to_q, attn.to_k, attn.to_v),
+    )  # fmt: skip
+    products = [
+        linears.product(f"{name}.{key}", modules, like, int8=int8)
+        for key, *modules in (*names, ("out", attn.to_out[0]))
+    ]
+    if any(product is None or product.int8 != int8 for product in products):
         return None
-    if norms[0].eps != norms[1].eps or not plain_dropout(attn.to_out[1]):
+    if not all(plain_norm(norm, like) for norm in norms) or norms[0].eps != norms[1].eps:
+        return None
+    if not plain_dropout(attn.to_out[1]):
         return None
     asked, exact = (
-        replace(specs[step], eps=norms[0].eps) for step in (precision, "exact attention")
+        replace(specs[step], eps=norms[0].eps) for step in (state.precision, "exact attention")
     )
-    few = attn.is_cross_attention and asked.attention == "int8"
+    few = cross and asked.attention == "int8"
+    project, *of_context, out = products
+    assert project is not None
     return AttentionPlan(
-        attn.to_q, attn.to_k, attn.to_v, norms[0].weight, norms[1].weight, attn.to_out[0],
-        asked, exact if few else None, cast,
+        project, of_context[0] if cross else None, norms[0].weight, norms[1].weight,
+        attn.to_out[0], out if int8 else None, asked, exact if few else None, cast,
     )  # fmt: skip
