@@ -18,6 +18,7 @@ from torch import nn
 
 from turbo_rcm_patch.errors import WrappedError
 from turbo_rcm_patch.patching.registry import family_of
+from turbo_rcm_patch.patching.sla import Recovered
 from turbo_rcm_patch.patching.state import ModelPlan
 from turbo_rcm_patch.skip import SkipPair
 
@@ -157,6 +158,7 @@ class PatchRecord:
 
     plan: ModelPlan
     entries: list[Entry] = field(default_factory=list)
+    recovered: Recovered | None = None
 
     def pairs(self) -> list[SkipPair]:
         """Every pair as it runs now: what the guard gave back, and what was hooked since."""
@@ -196,6 +198,8 @@ class PatchRecord:
         """Restore every attribute. Call `check` first."""
         for entry in reversed(self.entries):
             entry.undo()
+        if self.recovered is not None:
+            self.recovered.undo()
         self._forget()
 
     def _forget(self) -> None:

@@ -8,15 +8,17 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
+from turbo_rcm_patch.patching.sla import held_proj_l
+from turbo_rcm_patch.patching.stored import MARK, folder_proj_l, mark_of
 from turbo_rcm_patch.sampling.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -252,13 +254,50 @@ def _from_pretrained(
             )
         if part is not None:
             part.eval()
-        if (
-            isinstance(folder, Path)
-            and part is not None
-            and (folder / name / EXTRA_FILE).is_file()
-        ):
-            load_extra(part, folder / name, int8=int8)
+        if part is not None and name in ("transformer", "transformer_2"):
+            _attach_extra(part, folder, name, int8=int8)
     return pipe
+
+
+def _attach_extra(transformer: Any, folder: Path | str, name: str, *, int8: bool) -> None:
+    """Attach what lies beside the weights of a converted transformer, here or on the hub."""
+    local = isinstance(folder, Path)
+    place = Path(folder) / name if local else _fetch_extra(transformer, str(folder), name)
+    if (place / EXTRA_FILE).is_file() or folder_proj_l(place):
+        load_extra(transformer, place, int8=int8)
+    mark = mark_of(transformer.config)
+    if isinstance(mark, Mapping) and not held_proj_l(transformer):
+        raise ModelFolderError(
+            f"{folder}: {name}/config.json says that it has SLA, but {name} has no {EXTRA_FILE} "
+            "with its proj_l, and dense attention is not what its weights were trained for",
+            expected="a folder as `python -m turbo_rcm_patch convert` wrote it",
+            got=str(sorted(path.name for path in place.iterdir())),
+            remedy=f"Put {EXTRA_FILE} of the converted folder there; if dense attention is meant, "
+            f'set "{MARK}" to null in {name}/config.json',
+        )
+
+
+def _fetch_extra(transformer: Any, repository: str, name: str) -> Path:
+    """A transformer's folder in the hub's cache, with the extra file if the hub has one: a
+    pipeline's loader fetches only what its classes know."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    place = Path(str(transformer.config.get("_name_or_path", "")))
+    revision = place.parent.name if place.parent.parent.name == "snapshots" else None
+    try:
+        file = hf_hub_download(repository, f"{name}/{EXTRA_FILE}", revision=revision)
+        return Path(file).parent
+    except LocalEntryNotFoundError as error:  # Which is an EntryNotFoundError too.
+        if mark_of(transformer.config):
+            raise ModelFolderError(
+                f"{repository}: {name}/{EXTRA_FILE}, which its config.json asks for, could not be "
+                f"fetched ({first_line(error)})",
+                remedy="Check the connection, or download the folder first",
+            ) from error
+    except EntryNotFoundError:
+        pass
+    return place
 
 
 @contextmanager

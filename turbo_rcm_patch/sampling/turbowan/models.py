@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
-from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
+from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra, unload_extra
 from turbo_rcm_patch.checkpoints.folder import FORMAT
 from turbo_rcm_patch.checkpoints.read import open_width
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
-from turbo_rcm_patch.patching.sla import detach_proj_l
+from turbo_rcm_patch.patching.stored import folder_proj_l, mark_of
 from turbo_rcm_patch.sampling.convert import convert_transformer
 from turbo_rcm_patch.sampling.load import (
     LOAD_ERRORS,
@@ -265,17 +265,16 @@ def _transformer(
         ) from error
     network.eval()
     has_sla = False
-    if (folder / EXTRA_FILE).is_file() and (int8 or sla):
-        has_sla = bool(load_extra(network, folder, int8=int8).proj_l)
+    if (folder / EXTRA_FILE).is_file() or folder_proj_l(folder):
+        has_sla = bool(load_extra(network, folder, int8=int8, proj_l=sla).proj_l)
     if sla and not has_sla:
         raise CheckpointError(
             f"{folder} has no proj_l, the projection of SLA",
             expected="a checkpoint trained with SLA for --attention_type sla or sagesla",
             remedy="Pass --attention_type original",
         )
-    if not sla:
-        for module in network.modules():
-            detach_proj_l(module)
+    if not sla and mark_of(network.config):
+        unload_extra(network)  # Its proj_l are lost, and dense attention is asked for.
     return network
 
 
