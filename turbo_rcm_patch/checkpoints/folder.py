@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.checkpoints.blocks import dequantise
 from turbo_rcm_patch.checkpoints.keys import Name, names
-from turbo_rcm_patch.checkpoints.read import Checkpoint
+from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress
 from turbo_rcm_patch.patching.stored import (
     EXTRA_FILE,
     EXTRA_METADATA,
@@ -43,9 +43,6 @@ __all__ = [
     "write_json",
     "write_transformer",
 ]
-
-#: Called with a stage, and how much of how much is done.
-Progress = Callable[[str, int, int], None]
 
 #: Largest file of weights; converting needs about twice that in memory, or the extra file.
 SHARD_BYTES: Final = 4 * 2**30

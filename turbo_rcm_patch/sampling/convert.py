@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ def convert_transformer(
     *,
     dtype: torch.dtype | None = None,
     heads: int | None = None,
+    network: str | None = None,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
     config: dict[str, object] | None = None,
@@ -59,6 +61,7 @@ def convert_transformer(
         out: The folder to be.
         dtype: As in `write_transformer`.
         heads: As in `read_checkpoint`.
+        network: As in `read_checkpoint`.
         force: Whether a model folder there may be replaced.
         shard_bytes: Largest file.
         config: As in `write_transformer`.
@@ -72,7 +75,7 @@ def convert_transformer(
     target = Path(out)
     check_target(target, force=force, folder=True)
     check_outside(target, checkpoint)
-    source = read_checkpoint(checkpoint, heads=heads)
+    source = read_checkpoint(checkpoint, heads=heads, network=network, progress=progress)
     remove_abandoned(target)
     check_space(target, folder_bytes(source, dtype))
     with staged(target, force=force, folder=True) as made:
@@ -92,6 +95,7 @@ def convert_pipeline(
     low_noise: str | Path | None = None,
     dtype: torch.dtype | None = None,
     heads: int | None = None,
+    network: str | None = None,
     copy: bool = False,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
@@ -109,6 +113,7 @@ def convert_pipeline(
         low_noise: The low-noise expert's `.pth` file of Wan 2.2 A14B.
         dtype: As in `write_transformer`.
         heads: As in `read_checkpoint`; by default what the base says.
+        network: As in `read_checkpoint`, of both checkpoints.
         copy: Copy the base's parts instead of linking to them.
         force: Whether a model folder there may be replaced.
         shard_bytes: Largest file.
@@ -139,7 +144,7 @@ def convert_pipeline(
                 got=str(heads),
                 remedy="Leave --heads out with --base, or choose the base of this model",
             )
-        source = read_checkpoint(path, heads=heads or there)
+        source = read_checkpoint(path, heads=heads or there, network=network, progress=progress)
         _check_same_model(root / part, config, source, str(path))
         own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
         sources.append((part, source, own))
@@ -219,6 +224,12 @@ def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
         own = part in (*_TRANSFORMERS, "scheduler")
         if own or not isinstance(entry, list) or entry[:1] == [None]:
             continue
+        if not re.fullmatch(r"\w+", part):
+            raise ModelFolderError(
+                f"{root / 'model_index.json'}: {part!r}",
+                expected="names of folders beside it",
+                remedy="Do not use this base unless you know who wrote it, and why",
+            )
         rest[part] = (root / part).resolve()
         if not rest[part].is_dir():
             raise ModelFolderError(f"{root} lacks the folder {part!r} of its model_index.json")

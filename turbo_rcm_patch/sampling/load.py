@@ -378,6 +378,9 @@ def move(pipe: DiffusionPipeline, device: torch.device, offload: Offload) -> Non
 
 
 def first_line(error: BaseException) -> str:
-    """Of another library's message, as much as fits into one of ours."""
+    """Of another library's message, as much as fits into one of ours; not its advice to read files
+    unsafely."""
     text = str(error).strip()
+    if "weights_only" in text:
+        return "it holds more than weights, and was not executed"
     return text.splitlines()[0][:200] if text else "no message"
