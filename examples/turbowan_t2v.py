@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = None if args.no_patch else patch_model(pipe, turbowan.patch_config(args))
 
     def generate(prompt: str, path: Path) -> None:
-        # Sample.
+        # Sample, with the settings as they are now: --serve may change them.
+        pipe.scheduler = RCMScheduler.from_config(pipe.scheduler.config, sigma_max=args.sigma_max)
         latents = turbowan.sample(
             pipe,
             prompt,
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         turbowan.write_video(turbowan.decode(pipe, latents), path)
         print(path)
 
-    code = turbowan.serve(args, generate)  # one prompt, or with --serve one a line
+    code = turbowan.serve(args, generate)  # one prompt, or with --serve many
     if report is not None:
         print(report)  # what ran how; with --guard, also how far off it was
     return code

@@ -145,7 +145,7 @@ def test_a_refusal_does_not_pass_on_unsafe_advice(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "script.pth", "w") as archive:  # As TorchScript's.
         for name in ("constants.pkl", "data.pkl", "version"):
             archive.writestr(f"archive/{name}", "3")
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match="TorchScript") as caught:
         read_checkpoint(tmp_path / "script.pth")
     assert "weights_only" not in str(caught.value)
     refusal = pickle.UnpicklingError("Weights only load failed. Set `weights_only` to `False`, …")
@@ -170,7 +170,7 @@ def test_a_zip_bomb_is_refused_unread(record: str, tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         with archive.open(record, "w", force_zip64=True) as file:
-            for _ in range(64):
+            for _ in range(32):
                 file.write(b"]" * 2**22)
         archive.writestr("archive/version", "3")
     assert path.stat().st_size < 2**20

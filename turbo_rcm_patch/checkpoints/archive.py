@@ -43,7 +43,7 @@ def check_archive(file: Path | BinaryIO, name: str) -> list[zipfile.ZipInfo]:
 
     Raises:
         CheckpointError: The directory is damaged, declares more than the file can hold, lists a
-            record twice, or weights are compressed.
+            record twice, is of a TorchScript program, or weights are compressed.
     """
     stream = file.open("rb") if isinstance(file, Path) else file
     try:
@@ -85,6 +85,12 @@ def _check(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
             expected="each record once",
             got=", ".join(sorted(twice)[:4]),
             remedy=remedy,
+        )
+    if any(one.endswith("/constants.pkl") for one in names):
+        raise CheckpointError(
+            f"{name} is a program (TorchScript), and was not loaded",
+            expected="a state dict, as torch.save writes it",
+            remedy="Save its state dict alone in the program that wrote it",
         )
     packed = [r.filename for r in records if r.compress_type and "/data/" in r.filename]
     if packed:
