@@ -237,7 +237,10 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         ),
     )
     convert.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a .pth file; with --back a folder"
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="a .pth file or a folder of torch.distributed.checkpoint; with --back a folder",
     )
     convert.add_argument(
         "out", type=Path, metavar="OUT", help="the folder to be; with --back the .pth file"

@@ -12,12 +12,13 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from turbo_rcm_patch.errors import CheckpointError
 
-__all__ = ["check_archive", "check_sums"]
+__all__ = ["LARGEST_PICKLE", "check_archive", "check_sums"]
 
 #: How a zip file begins, as torch tells it from its old format.
 _ZIP: Final = b"PK\x03\x04"
@@ -25,7 +26,7 @@ _ZIP: Final = b"PK\x03\x04"
 #: program may have compressed the small ones.
 _SLACK: Final = 16 * 2**20
 #: Largest pickle; that of a 14B model takes 200 kB, and its objects many times as much memory.
-_PICKLE: Final = 64 * 2**20
+LARGEST_PICKLE: Final = 64 * 2**20
 #: Fixed part of a record's own header, and where the lengths of its name and extra field are.
 _HEADER, _LENGTHS = 30, 26
 _CHUNK: Final = 8 * 2**20
@@ -70,7 +71,7 @@ def _check(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
     remedy = "Nothing of it was read. Download it again from where it was published"
     declared = sum(record.file_size for record in records)
     pickles = sum(record.file_size for record in records if record.filename.endswith(".pkl"))
-    if declared > size + _SLACK or pickles > _PICKLE:
+    if declared > size + _SLACK or pickles > LARGEST_PICKLE:
         raise CheckpointError(
             f"{name} would unpack to more than it is",
             expected=f"at most its {size} bytes, as torch.save writes it",
@@ -103,7 +104,8 @@ def _check(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
 
 
 def check_sums(
-    path: Path,
+    file: Path | BinaryIO,
+    name: str,
     records: list[zipfile.ZipInfo],
     progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
@@ -113,7 +115,8 @@ def check_sums(
     compare with, and is not read.
 
     Args:
-        path: The `.pth` file.
+        file: The `.pth` file, or an open one.
+        name: What to call it.
         records: What `check_archive` returned.
         progress: Called with bytes.
 
@@ -124,15 +127,15 @@ def check_sums(
     if not any(record.CRC for record in stored):
         return
     total, done = sum(record.file_size for record in stored), 0
-    with path.open("rb") as file:
+    with file.open("rb") if isinstance(file, Path) else nullcontext(file) as stream:
         for record in sorted(stored, key=lambda record: record.header_offset):
-            file.seek(record.header_offset + _LENGTHS)
-            lengths = file.read(4)
+            stream.seek(record.header_offset + _LENGTHS)
+            lengths = stream.read(4)
             start = _HEADER + (sum(struct.unpack("<HH", lengths)) if len(lengths) == 4 else 0)
-            file.seek(record.header_offset + start)
+            stream.seek(record.header_offset + start)
             left, found = record.file_size, 0
             while left > 0:
-                part = file.read(min(_CHUNK, left))
+                part = stream.read(min(_CHUNK, left))
                 if not part:
                     break
                 found = zlib.crc32(part, found)
@@ -142,7 +145,7 @@ def check_sums(
                     progress("check", done, total)
             if left or found != record.CRC:
                 raise CheckpointError(
-                    f"{path} is damaged: the checksum of its record {record.filename} is wrong",
+                    f"{name} is damaged: the checksum of its record {record.filename} is wrong",
                     expected=f"{record.CRC:08x}",
                     got=f"{found:08x} of {record.file_size - left} bytes",
                     remedy="Download the file again",

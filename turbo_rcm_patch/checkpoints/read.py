@@ -15,6 +15,12 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.checkpoints.archive import check_archive, check_sums
+from turbo_rcm_patch.checkpoints.distributed import (
+    StoredTensor,
+    dcp_metadata,
+    list_dcp,
+    load_dcp,
+)
 from turbo_rcm_patch.checkpoints.keys import SLA_LINEAR, Name, Sizes, blocks_of, names, sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 
@@ -96,7 +102,8 @@ def read_checkpoint(
     checkpointing are taken off the names.
 
     Args:
-        path: The `.pth` file.
+        path: The `.pth` file, or a folder of torch.distributed.checkpoint (DCP), of which the
+            network is read into memory.
         heads: Attention heads, needed only where they are not of 128 channels and there is no SLA.
         network: Which network, of a file with several: a container or a prefix of its names
             ("model_ema", "net_ema"). By default the only one that is not an average (EMA); a
@@ -108,7 +115,10 @@ def read_checkpoint(
             to choose from, or is of no WanModel.
         CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
     """
-    chosen, others, found = _network(_load(Path(path), progress), Path(path), network)
+    source = Path(path)
+    metadata = dcp_metadata(source) if source.is_dir() else None
+    loaded = _load(source, progress) if metadata is None else list_dcp(metadata)
+    chosen, others, found = _network(loaded, source, network)
     if others and network is None:
         _log.warning(
             "%s holds several networks: %r is taken, and not %s. Choose with --network (network=)",
@@ -117,6 +127,9 @@ def read_checkpoint(
             ", ".join(repr(name) for name in others),
         )
     left_out = tuple(sorted(name for name in found if name.endswith("_extra_state")))
+    found |= load_dcp(
+        source, {n: x for n, x in found.items() if isinstance(x, StoredTensor)}, progress
+    )
     tensors: dict[str, Tensor] = {}
     for name, value in found.items():
         if name in left_out:
@@ -137,13 +150,15 @@ def open_width(path: str | Path) -> int:
     Raises:
         CheckpointError: It cannot be read, or holds more than tensors.
     """
-    _, _, found = _network(_load(Path(path), sums=False), Path(path), None)
-    weight = found.get("patch_embedding.weight")
-    if any(name.startswith(f"blocks.0.{SLA_LINEAR[0]}.") for name in found) or not isinstance(
-        weight, Tensor
-    ):
+    source = Path(path)
+    metadata = dcp_metadata(source) if source.is_dir() else None
+    loaded = _load(source, sums=False) if metadata is None else list_dcp(metadata)
+    _, _, found = _network(loaded, source, None)
+    weight = found.get(_ANCHOR)
+    sla = any(name.startswith(f"blocks.0.{SLA_LINEAR[0]}.") for name in found)
+    if sla or not isinstance(weight, Tensor | StoredTensor) or not weight.shape:
         return 0
-    return weight.shape[0] if weight.ndim else 0
+    return weight.shape[0]
 
 
 def check_tensors(where: str, wanted: Mapping[str, Wanted], tensors: Mapping[str, Tensor]) -> None:
@@ -195,11 +210,16 @@ def _wanted(all_names: Iterable[Name], tensors: Mapping[str, Tensor]) -> dict[st
 
 def _load(path: Path, progress: Progress | None = None, *, sums: bool = True) -> object:
     if not path.is_file():
-        raise CheckpointError(f"no such file: {path}", expected="a TurboDiffusion .pth")
+        folder = " is a folder" if path.is_dir() else ""
+        raise CheckpointError(
+            f"{path}{folder}" if folder else f"no such file: {path}",
+            expected="a TurboDiffusion .pth, or a folder of torch.distributed.checkpoint",
+            remedy="A folder of diffusers goes back to a .pth with --back" if folder else "",
+        )
     try:
         records = check_archive(path, str(path))
         if sums:
-            check_sums(path, records, progress)
+            check_sums(path, str(path), records, progress)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     if torch.distributed.is_available():

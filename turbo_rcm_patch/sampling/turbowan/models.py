@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra, unload_extra
+from turbo_rcm_patch.checkpoints.distributed import dcp_metadata
 from turbo_rcm_patch.checkpoints.folder import FORMAT
 from turbo_rcm_patch.checkpoints.read import open_width
 from turbo_rcm_patch.checkpoints.stored import read_json
@@ -97,7 +98,8 @@ def transformer_folder(
     file is another one (by its size and time) or is converted in another way.
 
     Args:
-        path: TurboDiffusion's `.pth` file, a transformer folder or a pipeline folder.
+        path: TurboDiffusion's `.pth` file or a DCP folder, a transformer folder or a pipeline
+            folder.
         part: Which transformer of a pipeline folder.
         base: A pipeline folder, or a hub id. Heads that no tensor shows are as many as those of a
             folder's transformer, if that is as wide.
@@ -109,7 +111,8 @@ def transformer_folder(
         OutputExistsError: The folder cannot be written, or something else is in its place.
     """
     given = Path(path).expanduser()
-    if given.is_dir():
+    metadata = dcp_metadata(given) if given.is_dir() else None
+    if given.is_dir() and metadata is None:
         folder = given / part if (given / "model_index.json").is_file() else given
         if not (folder / "config.json").is_file():
             raise CheckpointError(
@@ -117,7 +120,7 @@ def transformer_folder(
                 expected=_EXPECTED,
             )
         return folder
-    if not given.is_file():
+    if not given.exists():
         raise CheckpointError(f"no such file or folder: {given}", expected=_EXPECTED)
     name = f"{given.name.removesuffix('.pth')}-diffusers"
     if cache is None:
@@ -125,7 +128,7 @@ def transformer_folder(
     else:  # Where two experts may come from files of one name.
         origin = hashlib.blake2b(str(given.resolve().parent).encode(), digest_size=4).hexdigest()
         target = Path(cache).expanduser() / f"{name}-{origin}"
-    status = given.stat()
+    status = (metadata or given).stat()
     source = {"format": FORMAT, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
     heads, width = _heads(base, part)
     if _made_of(target) == source and _has_heads(target, heads):
