@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sla=args.attention_type != "original" and not args.no_patch,
         int8=args.quant_linear and not args.no_patch,
         model=args.model,
+        vae_path=args.vae_path,
+        text_encoder_path=args.text_encoder_path,
         dtype=getattr(torch, args.dtype),
         vae_dtype=getattr(torch, args.vae_dtype),
         device=args.device,

@@ -24,7 +24,15 @@ from turbo_rcm_patch.checkpoints.distributed import (
 from turbo_rcm_patch.checkpoints.keys import SLA_LINEAR, Name, Sizes, blocks_of, names, sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 
-__all__ = ["Checkpoint", "Progress", "Wanted", "check_tensors", "open_width", "read_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "Progress",
+    "Wanted",
+    "check_tensors",
+    "open_width",
+    "read_checkpoint",
+    "read_tensors",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -132,16 +140,36 @@ def read_checkpoint(
     )
     tensors: dict[str, Tensor] = {}
     for name, value in found.items():
-        if name in left_out:
-            continue
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{path}: {name}", expected="a tensor", got=f"a {type(value).__name__}"
-            )
-        tensors[name] = _whole(name, value)
+        if name not in left_out:
+            tensors[name] = _tensor(f"{path}: {name}", value)
     sizes = sizes_of({name: tensor.shape for name, tensor in tensors.items()}, heads=heads)
     check_tensors(str(path), _wanted(names(sizes), tensors), tensors)
     return Checkpoint(tensors, sizes, left_out, chosen, others)
+
+
+def read_tensors(path: str | Path, anchor: str) -> dict[str, Tensor]:
+    """The tensors of another network than a transformer, as safely as `read_checkpoint`.
+
+    Args:
+        path: The `.pth` file.
+        anchor: A tensor that it has, to find it in a container or under a prefix.
+
+    Raises:
+        CheckpointError: It cannot be read, is damaged, holds more than tensors, or no such one.
+    """
+    source = Path(path).expanduser()
+    _, _, found = _network(_load(source), source, None, anchor)
+    if anchor not in found:
+        raise CheckpointError(
+            str(path), expected=f"a network with {anchor}", got=", ".join(sorted(found)[:4])
+        )
+    return {name: _tensor(f"{path}: {name}", value) for name, value in found.items()}
+
+
+def _tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise CheckpointError(name, expected="a tensor", got=f"a {type(value).__name__}")
+    return _whole(name, value)
 
 
 def open_width(path: str | Path) -> int:
@@ -161,7 +189,12 @@ def open_width(path: str | Path) -> int:
     return weight.shape[0]
 
 
-def check_tensors(where: str, wanted: Mapping[str, Wanted], tensors: Mapping[str, Tensor]) -> None:
+def check_tensors(
+    where: str,
+    wanted: Mapping[str, Wanted],
+    tensors: Mapping[str, Tensor],
+    of: str = "one WanModel",
+) -> None:
     """Compare tensors with what has to be there.
 
     Raises:
@@ -182,7 +215,7 @@ def check_tensors(where: str, wanted: Mapping[str, Wanted], tensors: Mapping[str
         error = CheckpointKeysError(
             f"{where}: {len(missing)} tensors are missing, {len(unexpected)} unexpected, "
             f"{len(mismatched)} mismatched",
-            expected="the weights of one WanModel",
+            expected=f"the weights of {of}",
             got="; ".join(f"{kind}: {_some(found)}" for kind, found in lists.items() if found),
         )
         error.missing, error.unexpected, error.mismatched = map(tuple, lists.values())
@@ -260,10 +293,10 @@ def _quoted(error: BaseException) -> str:
 
 
 def _network(
-    loaded: object, path: Path, asked: str | None
+    loaded: object, path: Path, asked: str | None, anchor: str = _ANCHOR
 ) -> tuple[str, tuple[str, ...], dict[str, object]]:
-    """One network of a file, by where its patch embedding is: at the top, in a container, under a
-    prefix, or several of these.
+    """One network of a file, by where its anchor is (the patch embedding of a transformer): at the
+    top, in a container, under a prefix, or several of these.
 
     Returns:
         Its name, the names of the others, and its entries without container and prefix.
@@ -273,7 +306,7 @@ def _network(
             str(path), expected="a dictionary of tensors", got=f"a {type(loaded).__name__}"
         )
     found: dict[str, dict[str, object]] = {}
-    _collect(loaded, (), path, found)
+    _collect(loaded, (), path, found, anchor)
     if not found:
         return "", (), _bare(loaded, path, _ROOTS)  # Whose names the caller refuses.
     chosen = _chosen(sorted(found), path, asked)
@@ -287,10 +320,11 @@ def _collect(
     containers: tuple[str, ...],
     path: Path,
     found: dict[str, dict[str, object]],
+    anchor: str,
 ) -> None:
     bare = _bare(entries, path)
     roots = sorted(
-        (name.removesuffix(_ANCHOR) for name in bare if f".{name}".endswith(f".{_ANCHOR}")),
+        (name.removesuffix(anchor) for name in bare if f".{name}".endswith(f".{anchor}")),
         key=len,
         reverse=True,
     )
@@ -304,7 +338,7 @@ def _collect(
                 network.setdefault(name, value)
     for key, value in entries.items():
         if isinstance(value, Mapping) and len(containers) < _DEPTH:
-            _collect(value, (*containers, str(key)), path, found)
+            _collect(value, (*containers, str(key)), path, found, anchor)
 
 
 def _chosen(names: list[str], path: Path, asked: str | None) -> str:

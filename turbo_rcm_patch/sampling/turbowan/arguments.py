@@ -47,19 +47,6 @@ RESOLUTIONS: Final[dict[str, dict[str, tuple[int, int]]]] = {
 #: Width and height are multiples of this: eight of the VAE, two of the transformer's patches.
 _STRIDE: Final = 16
 _SIZE: Final = re.compile(r"([1-9]\d*)x([1-9]\d*)")
-#: Arguments of the scripts that have no meaning here -> what is taken instead, and what to do.
-_REFUSED: Final = {
-    "vae_path": (
-        "a VAE of diffusers: it comes with --base",
-        "Leave --vae_path out, and give --base a diffusers folder or hub id of the Wan model",
-    ),
-    "text_encoder_path": (
-        "a text encoder of diffusers: it comes with --base",
-        "Leave --text_encoder_path out, and give --base a diffusers folder or hub id of the Wan "
-        "model",
-    ),
-}
-
 #: What to do about an argument that is missing.
 _MISSING: Final = {
     "prompt": "Pass --prompt TEXT, or --serve to type prompts",
@@ -140,10 +127,15 @@ def parse(
         ModelFolderError: --base is no folder and cannot be a hub id.
     """
     arguments = parser.parse_args(argv)
-    for name, (expected, remedy) in _REFUSED.items():
+    for name in ("vae_path", "text_encoder_path"):
         value = getattr(arguments, name)
-        if value:
-            raise ConfigError(f"--{name}", expected=expected, got=repr(value), remedy=remedy)
+        if value and not Path(value).expanduser().is_file():
+            raise ConfigError(
+                f"--{name}",
+                expected="a file that Wan's authors publish",
+                got=repr(value),
+                remedy=f"Leave --{name} out: --base has one too",
+            )
     for name in ("prompt", "image_path"):
         if not getattr(arguments, name, "given") and not arguments.serve:
             raise ConfigError(
@@ -331,9 +323,9 @@ def _add_shared(
         "here, and a -quant checkpoint without this runs multiplied out")  # fmt: skip
     add("--default_norm", action="store_true",
         help="no effect: norms are fused where blocks are patched")  # fmt: skip
-    add("--vae_path", metavar="PATH", help="refused: the VAE comes with --base")
+    add("--vae_path", metavar="PATH", help="Wan2.1_VAE.pth, in place of the VAE of --base")
     add("--text_encoder_path", metavar="PATH",
-        help="refused: the text encoder comes with --base")  # fmt: skip
+        help="models_t5_umt5-xxl-enc-bf16.pth, in place of that of --base")  # fmt: skip
     add("--serve", action="store_true",
         help="keep the model loaded and read prompts from standard input, and settings (/help "
         "lists the commands); videos are numbered")  # fmt: skip

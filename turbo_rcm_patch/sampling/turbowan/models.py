@@ -26,6 +26,7 @@ from turbo_rcm_patch.sampling.load import (
     quiet_loading,
     resolve_model,
 )
+from turbo_rcm_patch.sampling.turbowan.parts import load_text_encoder, load_vae
 
 if TYPE_CHECKING:
     from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
@@ -195,6 +196,8 @@ def load(
     sla: bool = True,
     int8: bool = True,
     model: str | None = None,
+    vae_path: str | Path | None = None,
+    text_encoder_path: str | Path | None = None,
     dtype: torch.dtype = torch.bfloat16,
     vae_dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device | None = None,
@@ -210,6 +213,8 @@ def load(
         int8: Whether the int8 weights of a -quant checkpoint are attached, beside the multiplied
             out ones, for `linear="int8"`.
         model: A name in `SIZES` that the transformers have to be, or None.
+        vae_path: `Wan2.1_VAE.pth`, in place of the base's VAE.
+        text_encoder_path: `models_t5_umt5-xxl-enc-bf16.pth`, in place of the base's text encoder.
         dtype: Of transformers and text encoder; layers that diffusers keeps in fp32 stay in it.
         vae_dtype: Of the VAE.
         device: Where to run; by default a GPU if there is one.
@@ -230,6 +235,10 @@ def load(
     root = resolve_model(base)
     local = isinstance(root, Path)
     parts: dict[str, Any] = dict.fromkeys(_PARTS) | dict(zip(_PARTS, networks, strict=False))
+    if vae_path:
+        parts["vae"] = load_vae(vae_path, dtype=vae_dtype, base=root)
+    if text_encoder_path:
+        parts["text_encoder"] = load_text_encoder(text_encoder_path, dtype=dtype)
     try:
         with quiet_loading():
             pipe = pipeline.from_pretrained(
