@@ -29,6 +29,7 @@ from turbo_rcm_patch.checkpoints.staging import (
 )
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
+from turbo_rcm_patch.sampling.load import check_part
 from turbo_rcm_patch.sampling.settings import DEFAULTS_FILE, folder_defaults
 
 __all__ = ["convert_pipeline", "convert_transformer"]
@@ -137,6 +138,13 @@ def convert_pipeline(
     for part, path in zip(_TRANSFORMERS, files, strict=False):
         config = read_json(root / part / "config.json")
         there = config.get("num_attention_heads")
+        if not isinstance(there, int | None):
+            raise ModelFolderError(
+                f"{root / part / 'config.json'}: num_attention_heads",
+                expected="a number",
+                got=repr(there),
+                remedy="Download the base again",
+            )
         if heads is not None and there not in (None, heads):
             raise CheckpointError(
                 "--heads",
@@ -192,6 +200,13 @@ def _index(root: Path, *, experts: int) -> dict[str, object]:
             remedy="Download it first; a hub id is not looked up here",
         )
     index: dict[str, object] = read_json(path)
+    if not str(index.get("_class_name")).startswith("Wan"):
+        raise ModelFolderError(
+            f"{path}: _class_name",
+            expected="a pipeline of Wan",
+            got=repr(index.get("_class_name")),
+            remedy="Choose the diffusers folder of the same Wan model with --base",
+        )
     has = [part for part in _TRANSFORMERS if (root / part / "config.json").is_file()]
     if len(has) != experts:
         raise ModelFolderError(
@@ -230,9 +245,8 @@ def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
                 expected="names of folders beside it",
                 remedy="Do not use this base unless you know who wrote it, and why",
             )
+        check_part(root, part, weights=part in ("vae", "text_encoder", "image_encoder"))
         rest[part] = (root / part).resolve()
-        if not rest[part].is_dir():
-            raise ModelFolderError(f"{root} lacks the folder {part!r} of its model_index.json")
     return rest
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
+from huggingface_hub import errors as hub_errors
+from safetensors import SafetensorError
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
@@ -33,6 +35,7 @@ __all__ = [
     "Offload",
     "check_folder",
     "check_offload",
+    "check_part",
     "choose_device",
     "first_line",
     "load_pipeline",
@@ -55,11 +58,14 @@ LAYOUT: Final = (
     "transformer, vae, text_encoder, tokenizer and scheduler"
 )
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_TRANSFORMERS: Final = ("transformer", "transformer_2")
 _LFS_MARK: Final = b"version https://git-lfs"
 #: What loading libraries raise for files that are not what they should be.
 LOAD_ERRORS: Final = (
     *(OSError, ValueError, KeyError, TypeError, RuntimeError),
-    *(AttributeError, ImportError),
+    *(AttributeError, ImportError, SafetensorError),
+    # What transformers raises for a configuration, where the installed hub library has it.
+    *(error for error in [getattr(hub_errors, "StrictDataclassError", None)] if error),
 )
 
 
@@ -152,25 +158,42 @@ def check_folder(folder: Path) -> None:
     for name, entry in index.items():
         if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
             continue
-        part = folder / name
-        if not part.is_dir():
-            raise ModelFolderError(
-                f"{folder} lacks the folder {name!r} that model_index.json lists",
-                expected=LAYOUT,
-                remedy="Download the model again",
-            )
-        for path in sorted(part.glob("*.json")):
-            _read_json(path)
-        weights = [p for s in ("*.safetensors", "*.bin") for p in sorted(part.glob(s))]
-        if name in ("transformer", "transformer_2", "vae", "text_encoder") and not weights:
-            raise ModelFolderError(
-                f"{part} has no weights",
-                expected="*.safetensors",
-                got=str(sorted(p.name for p in part.iterdir())),
-                remedy="Download the model again",
-            )
-        for path in weights:
-            _check_weights(path)
+        check_part(folder, name, weights=name in (*_TRANSFORMERS, "vae", "text_encoder"))
+
+
+def check_part(folder: Path, name: str, *, weights: bool) -> None:
+    """Raise a `ModelFolderError` that names what is missing or broken in a part of a pipeline.
+
+    Args:
+        folder: The pipeline folder.
+        name: The part.
+        weights: Whether it has to have some.
+    """
+    part = folder / name
+    if not part.is_dir():
+        raise ModelFolderError(
+            f"{folder} lacks the folder {name!r} that model_index.json lists",
+            expected=LAYOUT,
+            remedy="Download the model again",
+        )
+    if weights and not (part / "config.json").is_file():
+        raise ModelFolderError(
+            f"{part} has no config.json",
+            got=str(sorted(p.name for p in part.iterdir())),
+            remedy="Download the model again",
+        )
+    for path in sorted(part.glob("*.json")):
+        _read_json(path)
+    found = [p for s in ("*.safetensors", "*.bin") for p in sorted(part.glob(s))]
+    if weights and not found:
+        raise ModelFolderError(
+            f"{part} has no weights",
+            expected="*.safetensors",
+            got=str(sorted(p.name for p in part.iterdir())),
+            remedy="Download the model again",
+        )
+    for path in found:
+        _check_weights(path)
 
 
 def pipeline_name(folder: Path) -> str:
@@ -179,6 +202,8 @@ def pipeline_name(folder: Path) -> str:
 
 
 def _check_weights(path: Path) -> None:
+    if not path.exists():
+        raise ModelFolderError(f"{path} is a link to nothing", remedy="Download the model again")
     with path.open("rb") as file:
         head = file.read(len(_LFS_MARK))
     if head == _LFS_MARK:
@@ -188,7 +213,7 @@ def _check_weights(path: Path) -> None:
         )
     if path.suffix != ".safetensors":
         return
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as tensors:
@@ -254,7 +279,7 @@ def _from_pretrained(
             )
         if part is not None:
             part.eval()
-        if part is not None and name in ("transformer", "transformer_2"):
+        if part is not None and name in _TRANSFORMERS:
             _attach_extra(part, folder, name, int8=int8)
     return pipe
 
@@ -302,7 +327,8 @@ def _fetch_extra(transformer: Any, repository: str, name: str) -> Path:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Without the loaders' own bars and advice, whose settings are as before afterwards."""
+    """Without the loaders' own bars and advice, whose settings are as before afterwards; so is
+    torch's default dtype, which diffusers leaves changed if it fails."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -311,6 +337,7 @@ def quiet_loading() -> Iterator[None]:
         for log in (diffusers_logging, transformers_logging)
         if getattr(log, "is_progress_bar_enabled", lambda: True)()
     ]
+    dtype = torch.get_default_dtype()
     levels = [(log, log.get_verbosity()) for log in (diffusers_logging, transformers_logging)]
     for log in bars:
         log.disable_progress_bar()
@@ -321,6 +348,7 @@ def quiet_loading() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        torch.set_default_dtype(dtype)
         for log in bars:
             log.enable_progress_bar()
         for log, level in levels:

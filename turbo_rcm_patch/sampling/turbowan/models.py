@@ -20,6 +20,7 @@ from turbo_rcm_patch.sampling.convert import convert_transformer
 from turbo_rcm_patch.sampling.load import (
     LOAD_ERRORS,
     Offload,
+    check_part,
     choose_device,
     first_line,
     move,
@@ -234,6 +235,10 @@ def load(
         _check_model(folder, network, model, image=image)
     root = resolve_model(base)
     local = isinstance(root, Path)
+    if isinstance(root, Path):
+        for name, own in (("vae", vae_path), ("text_encoder", text_encoder_path)):
+            if not own:
+                check_part(root, name, weights=True)
     parts: dict[str, Any] = dict.fromkeys(_PARTS) | dict(zip(_PARTS, networks, strict=False))
     if vae_path:
         parts["vae"] = load_vae(vae_path, dtype=vae_dtype, base=root)
