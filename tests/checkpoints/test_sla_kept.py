@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints.test_extra import PLAIN, load, relative
 from tests.checkpoints.wan_model import Options, save
 from tests.sampling import micro
-from turbo_rcm_patch import find_pairs, load_extra, patch_model, patched, unload_extra
+from turbo_rcm_patch import PatchConfig, find_pairs, load_extra, patch_model, patched, unload_extra
 from turbo_rcm_patch import unpatch_model as unpatch
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, write_checkpoint
-from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
+from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, NothingToPatchError
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.int8_weights import attached_int8
 from turbo_rcm_patch.patching.sla import attached_proj_l
@@ -281,6 +281,41 @@ def test_nothing_is_half_attached(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"proj_l of blocks\.7\.attn1"):
         patch_model(model, PLAIN)
     assert contents(model) == inside
+
+
+def test_a_patch_that_is_refused_leaves_none_behind(folder: Path) -> None:
+    model = load(folder)
+    inside = contents(model)
+    with pytest.raises(NothingToPatchError):
+        patch_model(model, PatchConfig(kinds=("image",)))
+    assert contents(model) == inside
+
+
+def test_a_copy_of_a_patched_one_is_undone_on_its_own(
+    folder: Path, expected: torch.Tensor
+) -> None:
+    model = load(folder)
+    before = output(model)
+    patch_model(model, PLAIN)
+    twin = copy.deepcopy(model)
+    unpatch(twin)
+    assert attached_proj_l(twin.blocks[0].attn1) is None and torch.equal(output(twin), before)
+    assert torch.equal(output(model), expected)
+    unpatch(model)
+    assert torch.equal(output(model), before)
+
+
+def test_taking_it_from_a_patched_one_is_final(folder: Path) -> None:
+    model = load(folder)
+    with patched(model, PLAIN) as report:
+        sparse = output(model)
+        unload_extra(model)
+        assert "sparse" not in str(report) and not torch.equal(output(model), sparse)
+    with patched(model, PLAIN) as report:
+        assert "sparse" not in str(report)
+    load_extra(model, folder)
+    with patched(model, PLAIN):
+        assert torch.equal(output(model), sparse)
 
 
 def test_a_hub_s_extra_file_is_fetched(

@@ -125,6 +125,7 @@ def find_pairs(model: object) -> PairTable:
 
     Raises:
         PatchError: It cannot be patched; the message says why and what to do.
+        CheckpointError: Its configuration says that it has SLA, and its `proj_l` are nowhere.
     """
     pairs: list[SkipPair] = []
     targets = find_targets(model)
