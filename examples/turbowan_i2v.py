@@ -27,10 +27,9 @@ example:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = turbowan.parse(turbowan.image_to_video_parser(__doc__ or "", epilog=EXAMPLE), argv)
-    image = turbowan.read_image(args.image_path)
-    width, height = turbowan.frame_size(args.resolution, args.aspect_ratio)
-    if args.adaptive_resolution:
-        width, height = turbowan.adapted_size((image.shape[3], image.shape[2]), (width, height))
+    area = turbowan.frame_size(args.resolution, args.aspect_ratio)
+    if args.image_path:
+        turbowan.read_image(args.image_path)  # What cannot be read fails before anything loads.
 
     # Load: the converted experts, and the rest of the base.
     experts = [args.high_noise_model_path, args.low_noise_model_path]
@@ -46,25 +45,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         sla=args.attention_type != "original" and not args.no_patch,
         int8=args.quant_linear and not args.no_patch,
         model=args.model,
+        vae_path=args.vae_path,
+        text_encoder_path=args.text_encoder_path,
         dtype=getattr(torch, args.dtype),
         vae_dtype=getattr(torch, args.vae_dtype),
         device=args.device,
         offload=args.offload,
     )
-    # Network times in bf16, as the published loop has them; the experts take turns at its times.
+    # Network times in bf16, as the published loop has them.
     pipe.scheduler = RCMScheduler(
         sigma_max=args.sigma_max,
         sampler="ode" if args.ode else "sde",
         timestep_dtype="bfloat16",
     )
-    switch = turbowan.boundary_ratio(args.boundary, args.num_steps, args.sigma_max)
-    pipe.register_to_config(boundary_ratio=switch)
 
     # Patch: both experts or neither.
     report = None if args.no_patch else patch_model(pipe, turbowan.patch_config(args))
 
     def generate(prompt: str, path: Path) -> None:
-        # Sample.
+        # The first frame, and a video of its shape.
+        image = turbowan.read_image(args.image_path)
+        width, height = area
+        if args.adaptive_resolution:
+            width, height = turbowan.adapted_size((image.shape[3], image.shape[2]), area)
+
+        # Sample, with the settings as they are now: --serve may change them. The experts take
+        # turns at the times of the published loop.
+        pipe.scheduler = RCMScheduler.from_config(pipe.scheduler.config, sigma_max=args.sigma_max)
+        switch = turbowan.boundary_ratio(args.boundary, args.num_steps, args.sigma_max)
+        pipe.register_to_config(boundary_ratio=switch)
         latents = turbowan.sample(
             pipe,
             prompt,
@@ -81,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         turbowan.write_video(turbowan.decode(pipe, latents), path)
         print(path)
 
-    code = turbowan.serve(args, generate)  # one prompt, or with --serve one a line
+    code = turbowan.serve(args, generate)  # one prompt, or with --serve many
     if report is not None:
         print(report)  # what ran how; with --guard, also how far off it was
     return code

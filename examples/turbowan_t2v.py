@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sla=args.attention_type != "original" and not args.no_patch,
         int8=args.quant_linear and not args.no_patch,
         model=args.model,
+        vae_path=args.vae_path,
+        text_encoder_path=args.text_encoder_path,
         dtype=getattr(torch, args.dtype),
         vae_dtype=getattr(torch, args.vae_dtype),
         device=args.device,
@@ -52,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = None if args.no_patch else patch_model(pipe, turbowan.patch_config(args))
 
     def generate(prompt: str, path: Path) -> None:
-        # Sample.
+        # Sample, with the settings as they are now: --serve may change them.
+        pipe.scheduler = RCMScheduler.from_config(pipe.scheduler.config, sigma_max=args.sigma_max)
         latents = turbowan.sample(
             pipe,
             prompt,
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         turbowan.write_video(turbowan.decode(pipe, latents), path)
         print(path)
 
-    code = turbowan.serve(args, generate)  # one prompt, or with --serve one a line
+    code = turbowan.serve(args, generate)  # one prompt, or with --serve many
     if report is not None:
         print(report)  # what ran how; with --guard, also how far off it was
     return code

@@ -242,7 +242,10 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         ),
     )
     convert.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a .pth file; with --back a folder"
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="a .pth file or a folder of torch.distributed.checkpoint; with --back a folder",
     )
     convert.add_argument(
         "out", type=Path, metavar="OUT", help="the folder to be; with --back the .pth file"
@@ -269,6 +272,12 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     convert.add_argument(
         "--heads", type=int, metavar="N", help="attention heads, if they are not of 128 channels"
+    )
+    convert.add_argument(
+        "--network",
+        metavar="NAME",
+        help="which network of a file with several, as model_ema or net_ema (default: the one "
+        "that is not an average)",
     )
     convert.add_argument("--back", action="store_true", help="from a folder to a .pth")
     convert.add_argument("--force", action="store_true", help="replace what is at OUT")

@@ -194,7 +194,9 @@ def test_copies_of_the_base_need_room_too(
     vae = base / "vae" / "diffusion_pytorch_model.safetensors"
     vae.rename(blobs / "vae")
     vae.symlink_to(blobs / "vae")
-    os.truncate(blobs / "vae", 2**27)
+    (blobs / "large").touch()
+    os.truncate(blobs / "large", 2**27)
+    (base / "vae" / "large.dat").symlink_to(blobs / "large")
     os.truncate(next((base / "transformer").glob("*.safetensors")), 2**30)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**26))

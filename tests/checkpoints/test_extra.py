@@ -23,7 +23,7 @@ from turbo_rcm_patch.ops import int8_linear
 from turbo_rcm_patch.ops.int8_linear import scales_of_rows
 from turbo_rcm_patch.patching import linears
 from turbo_rcm_patch.patching.int8_weights import attached_int8, detach_int8
-from turbo_rcm_patch.patching.sla import attach_proj_l, attached_proj_l, detach_proj_l
+from turbo_rcm_patch.patching.sla import attach_proj_l, attached_proj_l
 from turbo_rcm_patch.sampling.convert import convert_transformer
 
 QUANT = Options("quant", quant=True, dtype=torch.bfloat16)
@@ -130,6 +130,7 @@ def test_their_scales_and_ours_err_alike(sla_folder: Path) -> None:
     """Measured here against the dequantised weights, fp32: 0.0051 of the output with the file's
     integers (activations alone are rounded), 0.0068 if they are quantised again by row."""
     model = load(sla_folder)
+    unload_extra(model)  # Dense attention is meant.
     exact = run(model)
     plain = PatchConfig(guard=False, impl="reference", attention="exact")
     int8 = PatchConfig(guard=False, impl="reference", attention="exact", linear="int8")
@@ -137,9 +138,7 @@ def test_their_scales_and_ours_err_alike(sla_folder: Path) -> None:
         assert relative(run(model), exact) < 1e-5
     with patched(model, int8):
         again = relative(run(model), exact)
-    load_extra(model, sla_folder)
-    for block in model.blocks:
-        detach_proj_l(block.attn1)
+    load_extra(model, sla_folder, proj_l=False)
     with patched(model, int8):
         direct = relative(run(model), exact)
     assert 0 < direct < 0.006 and direct < again < 0.008
@@ -263,6 +262,7 @@ def test_sla_is_refused_by_a_model_that_was_patched_dense(sla_folder: Path) -> N
 
 def test_taking_sla_away_from_a_patched_model_leaves_it_dense(sla_folder: Path) -> None:
     model = load(sla_folder)
+    unload_extra(model)
     with patched(model, PLAIN):
         dense = run(model)
     load_extra(model, sla_folder, int8=False)

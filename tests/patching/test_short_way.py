@@ -45,7 +45,7 @@ def calls_of(function: Callable[[], object]) -> tuple[int, int]:
     [
         ({}, 190, 240, 11),
         ({"attention": "exact"}, 190, 240, 10),
-        ({"linear": "int8"}, 580, 520, 18),
+        ({"linear": "int8"}, 580, 520, 19),
     ],
     ids=["int8", "exact", "int8-linears"],
 )

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 from tests.patching.sla import with_sla
 from tests.sampling.micro import SMALL, micro_pipe, save
-from turbo_rcm_patch import PatchConfig, patched
+from turbo_rcm_patch import PatchConfig, patched, unload_extra
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import EXTRA_FILE
 from turbo_rcm_patch.patching import sla_as_defined
-from turbo_rcm_patch.patching.sla import PROJ_L, attached_proj_l, detach_proj_l
+from turbo_rcm_patch.patching.sla import PROJ_L, attached_proj_l
 from turbo_rcm_patch.sampling import passes
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.generation import generate
@@ -110,8 +110,7 @@ def test_a_finished_comparison_does_not_serve_another_proj_l(
 
     pipe, settings = load_pipeline(sla_folder, device="cpu"), Settings(steps=2, **SMALL)
     first = identity(pipe, settings, PatchConfig())
-    for module in pipe.transformer.modules():
-        detach_proj_l(module)
+    unload_extra(pipe.transformer)
     assert identity(pipe, settings, PatchConfig()) != first
 
 

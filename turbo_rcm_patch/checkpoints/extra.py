@@ -9,6 +9,7 @@ by row by 0.0114.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,24 @@ from turbo_rcm_patch.patching.int8_weights import (
     stands_for,
 )
 from turbo_rcm_patch.patching.record import record_of
-from turbo_rcm_patch.patching.sla import PROJ_L, attach_proj_l, attached_proj_l, detach_proj_l
+from turbo_rcm_patch.patching.sla import (
+    PROJ_L,
+    attach_proj_l,
+    attached_proj_l,
+    detach_proj_l,
+    held_proj_l,
+    mark_sla,
+    recover_proj_l,
+    save_as_class,
+    save_with_extra,
+)
+from turbo_rcm_patch.patching.stored import (
+    check_mark,
+    folder_proj_l,
+    mark_of,
+    mark_of_tensors,
+    weight_files,
+)
 
 __all__ = ["PROJ_L", "Extra", "load_extra", "unload_extra"]
 
@@ -53,21 +71,27 @@ class Extra:
         )
 
 
-def load_extra(transformer: nn.Module, folder: str | Path, *, int8: bool = True) -> Extra:
+def load_extra(
+    transformer: nn.Module, folder: str | Path, *, int8: bool = True, proj_l: bool = True
+) -> Extra:
     """Attach what lies in a converted folder's extra file to the transformer loaded from it.
 
     `patch_model(transformer, PatchConfig(linear="int8"))` then runs the checkpoint's own int8
     weights, with their scales, wherever it runs a Linear in int8. `proj_l` is attached to the
     self-attention of each block, as buffers named in `PROJ_L`, and a patched transformer then runs
-    SLA there. Both move with the model, neither is in its state dict, and outputs do not change
-    until it is patched. `unload_extra` takes them away. If the transformer was patched before,
-    int8 weights are taken from its next forward on; `proj_l` is refused, because what stands in
-    for a dense attention was chosen then: load first, then patch.
+    SLA there. Both move with the model, neither is in its state dict, `save_pretrained` writes
+    them beside the weights, and outputs do not change until it is patched. `unload_extra` takes
+    them away. If the transformer was patched before, int8 weights are taken from its next forward
+    on; `proj_l` is refused, because what stands in for a dense attention was chosen then: load
+    first, then patch.
 
     Args:
         transformer: diffusers' WanTransformer3DModel.
-        folder: The transformer folder, or the pipeline folder with it.
+        folder: The transformer folder, or the pipeline folder with it. One that others converted
+            may have the `proj_l` among its weights.
         int8: Whether int8 weights are attached too.
+        proj_l: Whether `proj_l` are attached; without, dense attention is meant, and `patch_model`
+            does not look for them either.
 
     Returns:
         What was attached.
@@ -78,14 +102,27 @@ def load_extra(transformer: nn.Module, folder: str | Path, *, int8: bool = True)
 
     After an error what was attached before is attached still, and nothing else.
     """
-    path = transformer_folder(folder) / EXTRA_FILE
-    if not path.is_file():
+    place = transformer_folder(folder)
+    path = place / EXTRA_FILE
+    mark = mark_of(getattr(transformer, "config", None))
+    found = folder_proj_l(place)
+    if found:
+        check_mark(place, found, mark)
+    elif not path.is_file():
         raise CheckpointError(
-            f"{path.parent} has no {EXTRA_FILE}",
+            f"{place} has no {EXTRA_FILE}",
             expected="a folder that `python -m turbo_rcm_patch convert` wrote from a checkpoint "
             "with SLA or int8 weights",
         )
-    stored = StoredTensors(path)
+    elif isinstance(mark, Mapping) and proj_l:
+        raise CheckpointError(
+            f"{path} has no proj_l",
+            expected=f"those of {mark['count']} attentions that config.json marks",
+            remedy="Pass the folder that the model was converted to",
+        )
+    stored = StoredTensors(*([path] if path.is_file() else weight_files(place)))
+    if not path.is_file():
+        path = place
     modules = dict(transformer.named_modules())
     linears, attentions = [], []
     for key in stored.listing:
@@ -93,10 +130,9 @@ def load_extra(transformer: nn.Module, folder: str | Path, *, int8: bool = True)
         if kind == "int8_weight" and int8:
             _check_linear(path, module, modules.get(module), stored)
             linears.append(module)
-        elif key.endswith(".proj_l.weight"):
-            owner = module.removesuffix(".proj_l")
-            _check_attention(path, owner, modules.get(owner), stored)
-            attentions.append(owner)
+    for owner, (weight, _) in found.items() if proj_l else ():
+        _check_attention(path, owner, modules.get(owner), weight)
+        attentions.append(owner)
     if attentions and record_of(transformer) is not None:
         raise AlreadyPatchedError(
             f"{path}: proj_l of {len(attentions)} attentions",
@@ -110,16 +146,18 @@ def load_extra(transformer: nn.Module, folder: str | Path, *, int8: bool = True)
         for name in linears:
             _attach(path, name, modules[name], stored)
         for name in attentions:
-            weight, bias = (stored[f"{name}.proj_l.{part}"] for part in ("weight", "bias"))
-            attach_proj_l(modules[name], weight, bias)
+            attach_proj_l(modules[name], *found[name])
     except BaseException:
         for linear, int8_weight in before:
             restore_int8(linear, int8_weight)
-        for attention, proj_l in projections:
+        for attention, held in projections:
             detach_proj_l(attention)
-            if proj_l is not None:
-                attach_proj_l(attention, *proj_l)
+            if held is not None:
+                attach_proj_l(attention, *held)
         raise
+    if found:
+        mark_sla(transformer, mark_of_tensors(found) if proj_l else None)
+    save_with_extra(transformer)
     return Extra(path, tuple(linears), tuple(attentions))
 
 
@@ -127,10 +165,26 @@ def unload_extra(transformer: nn.Module) -> None:
     """Take away what `load_extra` attached; the model is as it was before.
 
     A patched one runs dense attention from its next forward on, and with int8 weights of its own.
+    So does one that is patched later: that dense attention is meant is said in its configuration,
+    and `patch_model` does not attach `proj_l` that lie beside the weights.
     """
+    if held_proj_l(transformer) or not _dense(transformer):
+        mark_sla(transformer, None)
+    save_as_class(transformer)
     for module in transformer.modules():
         detach_int8(module)
         detach_proj_l(module)
+
+
+def _dense(transformer: nn.Module) -> bool:
+    """Whether `patch_model` would find no `proj_l` for it."""
+    try:
+        recovered = recover_proj_l(transformer)
+    except CheckpointError:
+        return False
+    none = not recovered.attentions
+    recovered.undo()
+    return none
 
 
 def _attach(path: Path, name: str, linear: nn.Module, stored: StoredTensors) -> None:
@@ -164,14 +218,11 @@ def _check_linear(path: Path, name: str, module: nn.Module | None, stored: Store
         raise CheckpointError(f"{name}.weight is on the meta device", expected="loaded weights")
 
 
-def _check_attention(
-    path: Path, name: str, module: nn.Module | None, stored: StoredTensors
-) -> None:
-    shape = tuple(stored.listing[f"{name}.proj_l.weight"].shape)
+def _check_attention(path: Path, name: str, module: nn.Module | None, weight: Tensor) -> None:
+    shape = tuple(weight.shape)
     heads = getattr(module, "heads", None)
     width = getattr(getattr(module, "to_v", None), "out_features", 0)
-    bias = stored.listing.get(f"{name}.proj_l.bias")
-    if not heads or shape != (width // heads,) * 2 or bias is None:
+    if not heads or shape != (width // heads,) * 2:
         got = "no such module" if module is None else _described(module)
         raise CheckpointError(
             f"{path}: {name}", expected=f"attention with heads of {shape[0]} channels", got=got

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,14 @@ from torch import Tensor
 
 from turbo_rcm_patch.checkpoints.blocks import dequantise
 from turbo_rcm_patch.checkpoints.keys import Name, names
-from turbo_rcm_patch.checkpoints.read import Checkpoint
+from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress
+from turbo_rcm_patch.patching.stored import (
+    EXTRA_FILE,
+    EXTRA_METADATA,
+    MARK,
+    WEIGHTS,
+    mark_of_tensors,
+)
 
 __all__ = [
     "EXTRA_FILE",
@@ -37,20 +44,11 @@ __all__ = [
     "write_transformer",
 ]
 
-#: Called with a stage, and how much of how much is done.
-Progress = Callable[[str, int, int], None]
-
-#: The file of everything that diffusers' class has no place for.
-EXTRA_FILE: Final = "turbo_extra.safetensors"
 #: Largest file of weights; converting needs about twice that in memory, or the extra file.
 SHARD_BYTES: Final = 4 * 2**30
-#: diffusers' name of a file of weights.
-WEIGHTS: Final = "diffusion_pytorch_model"
-#: Which version of the extra file it is; one entry, because their order in a file is left open.
-EXTRA_METADATA: Final = {"turbo_rcm_patch": "1"}
 #: Of the folders written here. Raise it when the same checkpoint becomes another folder, so that
 #: what was converted before is converted again.
-FORMAT: Final = 1
+FORMAT: Final = 2
 #: Parts of names whose tensors diffusers keeps in fp32 whatever is asked for.
 _FP32: Final = {"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"}
 
@@ -169,14 +167,21 @@ def write_transformer(
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": where}
         write_json(folder / f"{WEIGHTS}.safetensors.index.json", listing)
-    write_json(folder / "config.json", checkpoint.sizes.config() | (config or {}))
+    ours = {MARK: mark_of_tensors(proj_l)} if (proj_l := _proj_l(extra)) else {}
+    write_json(folder / "config.json", checkpoint.sizes.config() | ours | (config or {}))
     if extra:
         save_file(extra, folder / EXTRA_FILE, metadata=EXTRA_METADATA)
     for path in folder.glob("*.safetensors"):  # Which are written for their owner alone.
         shutil.copymode(folder / "config.json", path)
     int8 = sum(key.endswith(".int8_weight") for key in extra)
-    sla = sum(key.endswith(".proj_l.weight") for key in extra)
-    return Written(folder, len(items), int8, sla, checkpoint.left_out)
+    return Written(folder, len(items), int8, len(proj_l), checkpoint.left_out)
+
+
+def _proj_l(extra: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Weight and bias of each `proj_l` in an extra file, by attention."""
+    weights = [key for key in extra if key.endswith(".proj_l.weight")]
+    pairs = ((key, f"{key.removesuffix('weight')}bias") for key in weights)
+    return {a.removesuffix(".proj_l.weight"): (extra[a], extra[b]) for a, b in pairs}
 
 
 def folder_bytes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> int:

@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from turbo_rcm_patch.checkpoints.archive import check_archive, check_sums
+from turbo_rcm_patch.checkpoints.distributed import (
+    StoredTensor,
+    dcp_metadata,
+    list_dcp,
+    load_dcp,
+)
 from turbo_rcm_patch.checkpoints.keys import SLA_LINEAR, Name, Sizes, blocks_of, names, sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 
-__all__ = ["Checkpoint", "Wanted", "check_tensors", "open_width", "read_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "Progress",
+    "Wanted",
+    "check_tensors",
+    "open_width",
+    "read_checkpoint",
+    "read_tensors",
+]
+
+_log = logging.getLogger(__name__)
+
+#: Called with a stage, and how much of how much is done.
+Progress = Callable[[str, int, int], None]
 
 #: What wrappers put between a module and its parameters.
 _WRAPPERS: Final = {
     *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"),
 }
-#: Where training keeps the network itself.
+#: Prefixes under which training keeps a network.
 _ROOTS: Final = ("net.", "model.")
-#: Where a file keeps its tensors, if not at the top.
-_CONTAINERS: Final = ("state_dict", "model", "net")
+#: The tensor that shows where a network is: "net_ema.patch_embedding.weight" is in "net_ema".
+_ANCHOR: Final = "patch_embedding.weight"
+#: How deep a network may lie in dictionaries.
+_DEPTH: Final = 4
+#: A part of a name that means an average over training.
+_AVERAGE: Final = re.compile(r"(^|[._])(ema|averaged?)([._]|$)", re.IGNORECASE)
+#: The name in torch's refusal of a file with more than tensors.
+_GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+)|(?:class|global|function) ([\w.]+\.[\w.]+)")
 #: Names that an error lists of each kind.
 _LISTED: Final = 12
 
@@ -52,11 +80,15 @@ class Checkpoint:
         tensors: By TurboDiffusion's names, without prefixes, as they lie in the file.
         sizes: The model's.
         left_out: Entries that hold no weights (`_extra_state`).
+        network: Which network of the file it is ("model", "net_ema"); "" for one at the top.
+        others: The networks of the file that were not taken.
     """
 
     tensors: dict[str, Tensor]
     sizes: Sizes
     left_out: tuple[str, ...] = ()
+    network: str = ""
+    others: tuple[str, ...] = ()
 
     @property
     def quantised(self) -> bool:
@@ -64,34 +96,80 @@ class Checkpoint:
         return any(name.endswith(".int8_weight") for name in self.tensors)
 
 
-def read_checkpoint(path: str | Path, *, heads: int | None = None) -> Checkpoint:
+def read_checkpoint(
+    path: str | Path,
+    *,
+    heads: int | None = None,
+    network: str | None = None,
+    progress: Progress | None = None,
+) -> Checkpoint:
     """Read a checkpoint of TurboDiffusion's WanModel, plain or `-quant`, with or without SLA.
 
     Nothing in the file is executed (`weights_only`), and its tensors stay on disk until they are
-    used. Prefixes of training, compilation and checkpointing are taken off the names.
+    used, after they were compared with the file's checksums. Prefixes of training, compilation and
+    checkpointing are taken off the names.
+
+    Args:
+        path: The `.pth` file, or a folder of torch.distributed.checkpoint (DCP), of which the
+            network is read into memory.
+        heads: Attention heads, needed only where they are not of 128 channels and there is no SLA.
+        network: Which network, of a file with several: a container or a prefix of its names
+            ("model_ema", "net_ema"). By default the only one that is not an average (EMA); a
+            warning in the log names those that were not taken.
+        progress: Called with bytes while checksums are compared.
+
+    Raises:
+        CheckpointError: It cannot be read, is damaged, holds more than tensors or several networks
+            to choose from, or is of no WanModel.
+        CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
+    """
+    source = Path(path)
+    metadata = dcp_metadata(source) if source.is_dir() else None
+    loaded = _load(source, progress) if metadata is None else list_dcp(metadata)
+    chosen, others, found = _network(loaded, source, network)
+    if others and network is None:
+        _log.warning(
+            "%s holds several networks: %r is taken, and not %s. Choose with --network (network=)",
+            path,
+            chosen,
+            ", ".join(repr(name) for name in others),
+        )
+    left_out = tuple(sorted(name for name in found if name.endswith("_extra_state")))
+    found |= load_dcp(
+        source, {n: x for n, x in found.items() if isinstance(x, StoredTensor)}, progress
+    )
+    tensors: dict[str, Tensor] = {}
+    for name, value in found.items():
+        if name not in left_out:
+            tensors[name] = _tensor(f"{path}: {name}", value)
+    sizes = sizes_of({name: tensor.shape for name, tensor in tensors.items()}, heads=heads)
+    check_tensors(str(path), _wanted(names(sizes), tensors), tensors)
+    return Checkpoint(tensors, sizes, left_out, chosen, others)
+
+
+def read_tensors(path: str | Path, anchor: str) -> dict[str, Tensor]:
+    """The tensors of another network than a transformer, as safely as `read_checkpoint`.
 
     Args:
         path: The `.pth` file.
-        heads: Attention heads, needed only where they are not of 128 channels and there is no SLA.
+        anchor: A tensor that it has, to find it in a container or under a prefix.
 
     Raises:
-        CheckpointError: It cannot be read, holds more than tensors, or is of no WanModel.
-        CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
+        CheckpointError: It cannot be read, is damaged, holds more than tensors, or no such one.
     """
-    found = _unwrapped(_load(Path(path)), Path(path))
-    left_out = tuple(sorted(name for name in found if name.endswith("_extra_state")))
-    tensors: dict[str, Tensor] = {}
-    for name, value in found.items():
-        if name in left_out:
-            continue
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{path}: {name}", expected="a tensor", got=f"a {type(value).__name__}"
-            )
-        tensors[name] = _whole(name, value)
-    sizes = sizes_of({name: tensor.shape for name, tensor in tensors.items()}, heads=heads)
-    check_tensors(str(path), _wanted(names(sizes), tensors), tensors)
-    return Checkpoint(tensors, sizes, left_out)
+    source = Path(path).expanduser()
+    _, _, found = _network(_load(source), source, None, anchor)
+    if anchor not in found:
+        raise CheckpointError(
+            str(path), expected=f"a network with {anchor}", got=", ".join(sorted(found)[:4])
+        )
+    return {name: _tensor(f"{path}: {name}", value) for name, value in found.items()}
+
+
+def _tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise CheckpointError(name, expected="a tensor", got=f"a {type(value).__name__}")
+    return _whole(name, value)
 
 
 def open_width(path: str | Path) -> int:
@@ -100,16 +178,23 @@ def open_width(path: str | Path) -> int:
     Raises:
         CheckpointError: It cannot be read, or holds more than tensors.
     """
-    found = _unwrapped(_load(Path(path)), Path(path))
-    weight = found.get("patch_embedding.weight")
-    if any(name.startswith(f"blocks.0.{SLA_LINEAR[0]}.") for name in found) or not isinstance(
-        weight, Tensor
-    ):
+    source = Path(path)
+    metadata = dcp_metadata(source) if source.is_dir() else None
+    loaded = _load(source, sums=False) if metadata is None else list_dcp(metadata)
+    _, _, found = _network(loaded, source, None)
+    weight = found.get(_ANCHOR)
+    sla = any(name.startswith(f"blocks.0.{SLA_LINEAR[0]}.") for name in found)
+    if sla or not isinstance(weight, Tensor | StoredTensor) or not weight.shape:
         return 0
-    return weight.shape[0] if weight.ndim else 0
+    return weight.shape[0]
 
 
-def check_tensors(where: str, wanted: Mapping[str, Wanted], tensors: Mapping[str, Tensor]) -> None:
+def check_tensors(
+    where: str,
+    wanted: Mapping[str, Wanted],
+    tensors: Mapping[str, Tensor],
+    of: str = "one WanModel",
+) -> None:
     """Compare tensors with what has to be there.
 
     Raises:
@@ -130,7 +215,7 @@ def check_tensors(where: str, wanted: Mapping[str, Wanted], tensors: Mapping[str
         error = CheckpointKeysError(
             f"{where}: {len(missing)} tensors are missing, {len(unexpected)} unexpected, "
             f"{len(mismatched)} mismatched",
-            expected="the weights of one WanModel",
+            expected=f"the weights of {of}",
             got="; ".join(f"{kind}: {_some(found)}" for kind, found in lists.items() if found),
         )
         error.missing, error.unexpected, error.mismatched = map(tuple, lists.values())
@@ -156,9 +241,20 @@ def _wanted(all_names: Iterable[Name], tensors: Mapping[str, Tensor]) -> dict[st
     return wanted
 
 
-def _load(path: Path) -> object:
+def _load(path: Path, progress: Progress | None = None, *, sums: bool = True) -> object:
     if not path.is_file():
-        raise CheckpointError(f"no such file: {path}", expected="a TurboDiffusion .pth")
+        folder = " is a folder" if path.is_dir() else ""
+        raise CheckpointError(
+            f"{path}{folder}" if folder else f"no such file: {path}",
+            expected="a TurboDiffusion .pth, or a folder of torch.distributed.checkpoint",
+            remedy="A folder of diffusers goes back to a .pth with --back" if folder else "",
+        )
+    try:
+        records = check_archive(path, str(path))
+        if sums:
+            check_sums(path, str(path), records, progress)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     if torch.distributed.is_available():
         import_module("torch.distributed.tensor")  # which lets sharded tensors be read
     try:
@@ -171,31 +267,106 @@ def _load(path: Path) -> object:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is not a torch checkpoint, or holds more than tensors; it was not executed",
-            got=str(error).strip().splitlines()[0][:200],
+            got=_asked_for(error),
             remedy="Download it again, or save its state dict alone in the program that wrote it",
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, LookupError) as error:
         raise CheckpointError(
             f"{path} is not a torch checkpoint, or not all of one ({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0][:200] if str(error).strip() else 'no message'})",
+            f"{_quoted(error)})",
             remedy="Download the file again",
         ) from error
 
 
-def _unwrapped(loaded: object, path: Path) -> dict[str, object]:
-    for container in _CONTAINERS:
-        inside = loaded.get(container) if isinstance(loaded, Mapping) else None
-        if isinstance(inside, Mapping):
-            loaded = inside
-            break
+def _asked_for(error: pickle.UnpicklingError) -> str:
+    """What a file would have run, of torch's refusal; its advice to trust the file is left out."""
+    name = _GLOBAL.search(str(error))
+    return f"one that asks for {name[1] or name[2]}" if name else "something else"
+
+
+def _quoted(error: BaseException) -> str:
+    """The first line of torch's message, unless it is advice to read the file unsafely."""
+    text = str(error).strip()
+    if not text or "weights_only" in text.splitlines()[0]:
+        return "no message" if not text else "of a kind that cannot be read safely"
+    return text.splitlines()[0][:200]
+
+
+def _network(
+    loaded: object, path: Path, asked: str | None, anchor: str = _ANCHOR
+) -> tuple[str, tuple[str, ...], dict[str, object]]:
+    """One network of a file, by where its anchor is (the patch embedding of a transformer): at the
+    top, in a container, under a prefix, or several of these.
+
+    Returns:
+        Its name, the names of the others, and its entries without container and prefix.
+    """
     if not isinstance(loaded, Mapping):
         raise CheckpointError(
             str(path), expected="a dictionary of tensors", got=f"a {type(loaded).__name__}"
         )
+    found: dict[str, dict[str, object]] = {}
+    _collect(loaded, (), path, found, anchor)
+    if not found:
+        return "", (), _bare(loaded, path, _ROOTS)  # Whose names the caller refuses.
+    chosen = _chosen(sorted(found), path, asked)
+    others = tuple(sorted(set(found) - {chosen}))
+    # With no other network about, a lone entry under a prefix is this one's too.
+    return chosen, others, found[chosen] if others else _bare(found[chosen], path, _ROOTS)
+
+
+def _collect(
+    entries: Mapping[object, object],
+    containers: tuple[str, ...],
+    path: Path,
+    found: dict[str, dict[str, object]],
+    anchor: str,
+) -> None:
+    bare = _bare(entries, path)
+    roots = sorted(
+        (name.removesuffix(anchor) for name in bare if f".{name}".endswith(f".{anchor}")),
+        key=len,
+        reverse=True,
+    )
+    for root in roots:
+        inside = [name for name in bare if name.startswith(root)]
+        network = {name.removeprefix(root): bare.pop(name) for name in inside}
+        found[".".join((*containers, *root.split(".")[:-1]))] = network
+    if len(roots) == 1:  # What else there is belongs to nothing known, and is refused by name.
+        for name, value in bare.items():
+            if not isinstance(value, Mapping):
+                network.setdefault(name, value)
+    for key, value in entries.items():
+        if isinstance(value, Mapping) and len(containers) < _DEPTH:
+            _collect(value, (*containers, str(key)), path, found, anchor)
+
+
+def _chosen(names: list[str], path: Path, asked: str | None) -> str:
+    """The network that is asked for; else the only one, or the only one that is no average."""
+    if asked is not None:
+        fitting = [name for name in names if name == asked]
+        fitting = fitting or [name for name in names if asked in name.split(".")]
+    else:
+        fitting = [name for name in names if not _AVERAGE.search(name)] or names
+    if len(fitting) == 1:
+        return fitting[0]
+    shown = ", ".join(repr(name) for name in names)
+    raise CheckpointError(
+        f"{path} holds {len(names)} networks" if asked is None else f"--network {asked}",
+        expected="a name that fits one of them",
+        got=shown if asked is None else f"{len(fitting)} that fit, of {shown}",
+        remedy="Choose one with --network NAME (network=)",
+    )
+
+
+def _bare(
+    entries: Mapping[Any, object], path: Path, roots: tuple[str, ...] = ()
+) -> dict[str, object]:
+    """Entries by their names without what wrappers put between modules, and without prefixes."""
     result: dict[str, object] = {}
-    for key, value in loaded.items():
+    for key, value in entries.items():
         name = ".".join(part for part in str(key).split(".") if part not in _WRAPPERS)
-        for root in _ROOTS:
+        for root in roots:
             name = name.removeprefix(root)
         if name in result:
             raise CheckpointError(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from turbo_rcm_patch.errors import OutputExistsError
+from turbo_rcm_patch.errors import OutputExistsError, TurboRCMError
 
 __all__ = ["check_outside", "check_space", "check_target", "remove_abandoned", "staged"]
 
 #: What a folder that `staged` may replace holds one of.
 _OURS = ("config.json", "model_index.json")
+#: How a disk says that it takes no more, and how libraries quote it.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_OS_ERROR = re.compile(r"(?:os error |Errno )(\d+)")
 #: File in a folder of `staged` that its process holds a lock on.
 _LOCK = "lock"
 
@@ -85,6 +90,9 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
         target: A file or a folder to be.
         force: Whether it may replace what is there.
         folder: Whether a folder is written; it is made.
+
+    Raises:
+        OutputExistsError: It is there already, or cannot be written: the disk is full, say.
     """
     check_target(target, force=force, folder=folder)
     remove_abandoned(target)
@@ -112,10 +120,33 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
             if os.path.lexists(old) and not os.path.lexists(target):
                 os.replace(old, target)
             raise
+    except Exception as error:
+        why = _unwritten(error)
+        if why is None:
+            raise
+        free = shutil.disk_usage(target.parent).free
+        raise OutputExistsError(
+            f"{target} could not be written ({why}); nothing of it is left",
+            got=f"{free / 2**30:.1f} GiB free in {target.parent}",
+            remedy="Make room, or choose another disk",
+        ) from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+def _unwritten(error: Exception) -> str | None:
+    """Why a file could not be written, if that is what an error of a writing library says."""
+    if isinstance(error, TurboRCMError):
+        return None
+    if "inline_container" in str(error):  # Of torch's archives, which are only written here.
+        return "the file system took no more"
+    code = getattr(error, "errno", None)
+    if code is None:  # safetensors' own, and the list of what shutil could not copy.
+        said = _OS_ERROR.search(str(error))
+        code = int(said[1]) if said else None
+    return os.strerror(code) if code in _FULL else None
 
 
 def remove_abandoned(target: Path) -> None:

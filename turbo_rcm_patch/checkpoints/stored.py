@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,13 +13,16 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.checkpoints.blocks import dequantise
-from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE, WEIGHTS, Progress, Written
+from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE, Progress, Written
 from turbo_rcm_patch.checkpoints.keys import HEAD_DIM, PATCH, Name, Sizes, blocks_of, names
 from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors
 from turbo_rcm_patch.checkpoints.staging import check_space, staged
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.patching.stored import mark_of, proj_l_key, weight_files
 
 __all__ = ["StoredTensors", "read_json", "transformer_folder", "write_checkpoint"]
+
+_log = logging.getLogger(__name__)
 
 _DTYPES: Final = {
     "F64": torch.float64,
@@ -31,6 +36,8 @@ _DTYPES: Final = {
 class StoredTensors:
     """The tensors of one or more safetensors files, none of them read before it is asked for.
 
+    SLA's Linear has one name, ours, however the file calls it.
+
     Attributes:
         listing: Shape and dtype of each, as a tensor on the meta device.
     """
@@ -39,7 +46,7 @@ class StoredTensors:
         from safetensors import SafetensorError, safe_open
 
         self.listing: dict[str, Tensor] = {}
-        self._get: dict[str, Callable[[str], Tensor]] = {}
+        self._get: dict[str, Callable[[], Tensor]] = {}
         for path in files:
             try:
                 opened: Any = safe_open(path, framework="pt")
@@ -51,14 +58,22 @@ class StoredTensors:
             for key in opened.keys():  # noqa: SIM118  not a dictionary
                 part = opened.get_slice(key)
                 dtype = _DTYPES.get(part.get_dtype(), torch.bool)  # What fits nothing wanted.
-                self.listing[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-                self._get[key] = opened.get_tensor
+                owner = proj_l_key(key)
+                name = key if owner is None else f"{owner[0]}.proj_l.{owner[1]}"
+                if name in self.listing:
+                    raise CheckpointError(
+                        f"{path}: {key} is there twice",
+                        expected="each tensor once in the files of a folder",
+                        remedy="Remove the files that do not belong to it",
+                    )
+                self.listing[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+                self._get[name] = partial(opened.get_tensor, key)
 
     def __contains__(self, key: str) -> bool:
         return key in self._get
 
     def __getitem__(self, key: str) -> Tensor:
-        return self._get[key](key)
+        return self._get[key]()
 
 
 def transformer_folder(folder: str | Path) -> Path:
@@ -110,21 +125,35 @@ def write_checkpoint(
     place, path = transformer_folder(folder), Path(target)
     with staged(path, force=force, folder=False) as made:
         extra_file = place / EXTRA_FILE
-        stock = StoredTensors(*_files(place))
+        stock = StoredTensors(*weight_files(place))
         extra = StoredTensors(*([extra_file] if extra_file.is_file() else []))
-        sla = any(key.endswith(".attn1.proj_l.weight") for key in extra.listing)
-        sizes = _sizes(place / "config.json", sla=sla)
+        # Folders that others converted have it among the weights.
+        sla = extra if _has_sla(extra) else stock
+        config = place / "config.json"
+        if mark_of(read_json(config)) and not _has_sla(sla):
+            _log.warning(
+                "%s says that the model has SLA, but there is no proj_l in the folder: the "
+                "checkpoint is written without SLA, and dense attention is not what its weights "
+                "were trained for. Put %s of the converted folder beside it, and convert again",
+                config,
+                EXTRA_FILE,
+            )
+        sizes = _sizes(config, sla=_has_sla(sla))
         listed = names(sizes)
-        check_tensors(str(place), _wanted(listed), stock.listing)
+        wanted = _wanted(listed)
+        if sla is stock:
+            wanted |= {name.ours: Wanted((name.shape,)) for name in listed if name.extra}
+        check_tensors(str(place), wanted, stock.listing)
         int8 = {n for n in listed if n.linear and n.our_int8[0] in extra}
         if extra_file.is_file():
-            check_tensors(str(extra_file), wanted_extra(listed, int8), extra.listing)
+            beside = [name for name in listed if sla is extra or not name.extra]
+            check_tensors(str(extra_file), wanted_extra(beside, int8), extra.listing)
         tensors: dict[str, Tensor] = {}
         total = sum(t.nbytes for t in stock.listing.values())
         check_space(path, total)
         done = 0
         for name in listed:
-            source = extra if name.extra else stock
+            source = sla if name.extra else stock
             if name in int8:
                 pair = tuple(extra[key] for key in name.our_int8)
                 _check_product(place, name, stock[name.ours], *pair)
@@ -136,9 +165,13 @@ def write_checkpoint(
                 progress("convert", done, total)
         torch.save(tensors, made)
     blocks = len({n.ours.split(".")[1] for n in listed if n.extra})
-    shown = sla or sizes.head_dim == HEAD_DIM
+    shown = sizes.sla or sizes.head_dim == HEAD_DIM
     heads = "" if shown else f"{sizes.heads_text}: convert it with --heads {sizes.heads}"
     return Written(path, len(tensors), len(int8), blocks, extra_file="", heads=heads)
+
+
+def _has_sla(stored: StoredTensors) -> bool:
+    return any(key.endswith(".attn1.proj_l.weight") for key in stored.listing)
 
 
 def wanted_extra(listed: list[Name], int8: set[Name]) -> dict[str, Wanted]:
@@ -164,17 +197,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(str(path), expected="a JSON object", got=type(value).__name__)
     return value
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files of weights; another variant may lie beside those that the index names."""
-    index = folder / f"{WEIGHTS}.safetensors.index.json"
-    if index.is_file():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict):
-            raise CheckpointError(str(index), expected='a "weight_map"', got="none")
-        return [folder / name for name in sorted(set(names.values()))]
-    return [folder / f"{WEIGHTS}.safetensors"]
 
 
 def _wanted(listed: list[Name]) -> dict[str, Wanted]:

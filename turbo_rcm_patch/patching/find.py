@@ -13,6 +13,7 @@ from turbo_rcm_patch.errors import NotAModelError, UnknownArchitectureError
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.registry import FAMILIES, Family, family_of, qualified_name
 from turbo_rcm_patch.patching.report import PairTable
+from turbo_rcm_patch.patching.sla import recovered_proj_l
 from turbo_rcm_patch.patching.state import ModelPlan
 from turbo_rcm_patch.skip import SkipPair, Stream
 
@@ -136,6 +137,7 @@ def find_pairs(model: object) -> PairTable:
 
     Raises:
         PatchError: It cannot be patched; the message says why and what to do.
+        CheckpointError: Its configuration says that it has SLA, and its `proj_l` are nowhere.
     """
     pairs: list[SkipPair] = []
     targets = find_targets(model)
@@ -144,8 +146,9 @@ def find_pairs(model: object) -> PairTable:
         if record is not None:
             pairs += record.pairs()
             continue
-        target.family.check(target.module)
-        plan = target.family.plan(target.module, target.path, PatchConfig())
+        with recovered_proj_l(target.module):
+            target.family.check(target.module)
+            plan = target.family.plan(target.module, target.path, PatchConfig())
         pairs += plan.pairs + _boundary(model, target)
     return PairTable(pairs)
 

@@ -34,7 +34,12 @@ from turbo_rcm_patch.patching.find import (
 from turbo_rcm_patch.patching.guard import Guard, PipelineSteps, StepContext
 from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
 from turbo_rcm_patch.patching.report import GuardLog, PatchReport
-from turbo_rcm_patch.patching.sla import attached_proj_l
+from turbo_rcm_patch.patching.sla import (
+    Recovered,
+    attached_proj_l,
+    recover_proj_l,
+    recovered_proj_l,
+)
 from turbo_rcm_patch.patching.state import Installation, ModelPlan
 from turbo_rcm_patch.skip import SkipPair
 
@@ -58,7 +63,8 @@ def patch_model(
     """Run the skip pairs of a model through the fused path.
 
     Only instance attributes change, everything is checked before the first of them does, and
-    `unpatch_model` restores them exactly.
+    `unpatch_model` restores them exactly. SLA's `proj_l`, which a stock class drops when it loads
+    a converted folder, are attached from there until then.
 
     Args:
         model: A module of a known class, a module that contains one, or a diffusers pipeline
@@ -75,6 +81,7 @@ def patch_model(
         ConfigError: There is no such option, or it has no such value.
         PatchError: It was refused and the model is as it was; the message says why.
         OpError: The model's dtype, head_dim or device cannot be served.
+        CheckpointError: Its configuration says that it has SLA, and its `proj_l` are nowhere.
     """
     config = chosen_config(config, options)
     with _LOCK:
@@ -93,6 +100,31 @@ def _patch(model: object, config: PatchConfig) -> PatchReport:
             )
     for target in targets:
         _check_device(config, execution_device(target.module))
+    recovered = _recover(targets)
+    try:
+        return _install(model, config, targets, recovered)
+    except BaseException:
+        for one in recovered:
+            one.undo()
+        raise
+
+
+def _recover(targets: list[Target]) -> list[Recovered]:
+    """Attach what stock classes dropped, in all targets or in none."""
+    done: list[Recovered] = []
+    try:
+        for target in targets:
+            done.append(recover_proj_l(target.module, target.path))
+    except BaseException:
+        for one in done:
+            one.undo()
+        raise
+    return done
+
+
+def _install(
+    model: object, config: PatchConfig, targets: list[Target], recovered: list[Recovered]
+) -> PatchReport:
     planned = plan_all(model, config)
     if not any(pair.fused for _, plan in planned for pair in plan.pairs):
         reasons = {pair.reason for _, plan in planned for pair in plan.pairs if pair.reason}
@@ -105,6 +137,8 @@ def _patch(model: object, config: PatchConfig) -> PatchReport:
     _refuse_shared([plan for _, plan in planned])
     log = GuardLog()
     records = [_record(model, target, plan, log) for target, plan in planned]
+    for record, one in zip(records, recovered, strict=True):
+        record.recovered = one
     try:
         for record in records:
             record.install()
@@ -216,19 +250,21 @@ def sla_as_defined(model: object, topk: float) -> Iterator[int]:
         How many attentions run SLA.
     """
     entries: list[Entry] = []
-    if any(_holds_proj_l(target.module) for target in find_targets(model)):
-        config = PatchConfig(attention="exact", kinds=("self",), guard=False, sla_topk=topk)
-        for _, plan in plan_all(model, config):
-            for installation in plan.installations:
-                if attached_proj_l(installation.module) is not None:
-                    entries.append(_entry(plan, installation, None))
-    try:
-        for entry in entries:
-            entry.install()
-        yield len(entries)
-    finally:
-        for entry in reversed(entries):
-            entry.undo()
+    modules = [target.module for target in find_targets(model)]
+    with recovered_proj_l(*modules):
+        if any(_holds_proj_l(module) for module in modules):
+            config = PatchConfig(attention="exact", kinds=("self",), guard=False, sla_topk=topk)
+            for _, plan in plan_all(model, config):
+                for installation in plan.installations:
+                    if attached_proj_l(installation.module) is not None:
+                        entries.append(_entry(plan, installation, None))
+        try:
+            for entry in entries:
+                entry.install()
+            yield len(entries)
+        finally:
+            for entry in reversed(entries):
+                entry.undo()
 
 
 def _holds_proj_l(model: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from turbo_rcm_patch.errors import WrappedError
 from turbo_rcm_patch.patching.registry import family_of
 from turbo_rcm_patch.patching.report import GuardLog
+from turbo_rcm_patch.patching.sla import Recovered
 from turbo_rcm_patch.patching.state import ModelPlan
 from turbo_rcm_patch.skip import SkipPair
 
@@ -171,6 +172,7 @@ class PatchRecord:
     plan: ModelPlan
     log: GuardLog
     entries: list[Entry] = field(default_factory=list)
+    recovered: Recovered | None = None
 
     def __repr__(self) -> str:
         return f"PatchRecord({self.plan.path or 'model'!r}, {len(self.entries)} functions)"
@@ -214,6 +216,8 @@ class PatchRecord:
         for entry in reversed(self.entries):
             entry.undo()
         self.plan.copies.close()
+        if self.recovered is not None:
+            self.recovered.undo()
         self._forget()
 
     def _forget(self) -> None:

@@ -171,6 +171,7 @@ def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Writt
         ("--base", arguments.back and arguments.base),
         ("--dtype", arguments.back and arguments.dtype),
         ("--heads", arguments.back and arguments.heads),
+        ("--network", arguments.back and arguments.network),
         ("--low-noise", arguments.low_noise and not (arguments.base and not arguments.back)),
         ("--copy", arguments.copy and not (arguments.base and not arguments.back)),
     ):
@@ -182,7 +183,13 @@ def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Writt
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     if arguments.base is None:
         one = convert_transformer(
-            source, out, dtype=dtype, heads=arguments.heads, force=force, progress=progress
+            source,
+            out,
+            dtype=dtype,
+            heads=arguments.heads,
+            network=arguments.network,
+            force=force,
+            progress=progress,
         )
         return (one,)
     return convert_pipeline(
@@ -192,6 +199,7 @@ def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Writt
         low_noise=arguments.low_noise,
         dtype=dtype,
         heads=arguments.heads,
+        network=arguments.network,
         copy=arguments.copy,
         force=force,
         progress=progress,

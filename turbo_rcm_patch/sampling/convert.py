@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from turbo_rcm_patch.checkpoints.staging import (
 )
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
+from turbo_rcm_patch.sampling.load import check_part
 from turbo_rcm_patch.sampling.settings import DEFAULTS_FILE, folder_defaults
 
 __all__ = ["convert_pipeline", "convert_transformer"]
@@ -47,6 +49,7 @@ def convert_transformer(
     *,
     dtype: torch.dtype | None = None,
     heads: int | None = None,
+    network: str | None = None,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
     config: dict[str, object] | None = None,
@@ -59,6 +62,7 @@ def convert_transformer(
         out: The folder to be.
         dtype: As in `write_transformer`.
         heads: As in `read_checkpoint`.
+        network: As in `read_checkpoint`.
         force: Whether a model folder there may be replaced.
         shard_bytes: Largest file.
         config: As in `write_transformer`.
@@ -72,7 +76,7 @@ def convert_transformer(
     target = Path(out)
     check_target(target, force=force, folder=True)
     check_outside(target, checkpoint)
-    source = read_checkpoint(checkpoint, heads=heads)
+    source = read_checkpoint(checkpoint, heads=heads, network=network, progress=progress)
     remove_abandoned(target)
     check_space(target, folder_bytes(source, dtype))
     with staged(target, force=force, folder=True) as made:
@@ -92,6 +96,7 @@ def convert_pipeline(
     low_noise: str | Path | None = None,
     dtype: torch.dtype | None = None,
     heads: int | None = None,
+    network: str | None = None,
     copy: bool = False,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
@@ -109,6 +114,7 @@ def convert_pipeline(
         low_noise: The low-noise expert's `.pth` file of Wan 2.2 A14B.
         dtype: As in `write_transformer`.
         heads: As in `read_checkpoint`; by default what the base says.
+        network: As in `read_checkpoint`, of both checkpoints.
         copy: Copy the base's parts instead of linking to them.
         force: Whether a model folder there may be replaced.
         shard_bytes: Largest file.
@@ -132,6 +138,13 @@ def convert_pipeline(
     for part, path in zip(_TRANSFORMERS, files, strict=False):
         config = read_json(root / part / "config.json")
         there = config.get("num_attention_heads")
+        if not isinstance(there, int | None):
+            raise ModelFolderError(
+                f"{root / part / 'config.json'}: num_attention_heads",
+                expected="a number",
+                got=repr(there),
+                remedy="Download the base again",
+            )
         if heads is not None and there not in (None, heads):
             raise CheckpointError(
                 "--heads",
@@ -139,7 +152,7 @@ def convert_pipeline(
                 got=str(heads),
                 remedy="Leave --heads out with --base, or choose the base of this model",
             )
-        source = read_checkpoint(path, heads=heads or there)
+        source = read_checkpoint(path, heads=heads or there, network=network, progress=progress)
         _check_same_model(root / part, config, source, str(path))
         own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
         sources.append((part, source, own))
@@ -187,6 +200,13 @@ def _index(root: Path, *, experts: int) -> dict[str, object]:
             remedy="Download it first; a hub id is not looked up here",
         )
     index: dict[str, object] = read_json(path)
+    if not str(index.get("_class_name")).startswith("Wan"):
+        raise ModelFolderError(
+            f"{path}: _class_name",
+            expected="a pipeline of Wan",
+            got=repr(index.get("_class_name")),
+            remedy="Choose the diffusers folder of the same Wan model with --base",
+        )
     has = [part for part in _TRANSFORMERS if (root / part / "config.json").is_file()]
     if len(has) != experts:
         raise ModelFolderError(
@@ -219,9 +239,14 @@ def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
         own = part in (*_TRANSFORMERS, "scheduler")
         if own or not isinstance(entry, list) or entry[:1] == [None]:
             continue
+        if not re.fullmatch(r"\w+", part):
+            raise ModelFolderError(
+                f"{root / 'model_index.json'}: {part!r}",
+                expected="names of folders beside it",
+                remedy="Do not use this base unless you know who wrote it, and why",
+            )
+        check_part(root, part, weights=part in ("vae", "text_encoder", "image_encoder"))
         rest[part] = (root / part).resolve()
-        if not rest[part].is_dir():
-            raise ModelFolderError(f"{root} lacks the folder {part!r} of its model_index.json")
     return rest
 
 

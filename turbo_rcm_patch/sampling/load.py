@@ -9,15 +9,19 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
+from huggingface_hub import errors as hub_errors
+from safetensors import SafetensorError
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
+from turbo_rcm_patch.patching.sla import held_proj_l
+from turbo_rcm_patch.patching.stored import MARK, folder_proj_l, mark_of
 from turbo_rcm_patch.sampling.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -32,6 +36,7 @@ __all__ = [
     "Offload",
     "check_folder",
     "check_offload",
+    "check_part",
     "choose_device",
     "first_line",
     "load_pipeline",
@@ -56,11 +61,14 @@ LAYOUT: Final = (
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 #: Endings of files of weights, which no id has.
 _WEIGHTS: Final = (".pth", ".pt", ".ckpt", ".bin", ".gguf", ".safetensors")
+_TRANSFORMERS: Final = ("transformer", "transformer_2")
 _LFS_MARK: Final = b"version https://git-lfs"
 #: What loading libraries raise for files that are not what they should be.
 LOAD_ERRORS: Final = (
     *(OSError, ValueError, KeyError, TypeError, RuntimeError),
-    *(AttributeError, ImportError),
+    *(AttributeError, ImportError, SafetensorError),
+    # What transformers raises for a configuration, where the installed hub library has it.
+    *(error for error in [getattr(hub_errors, "StrictDataclassError", None)] if error),
 )
 
 
@@ -196,25 +204,42 @@ def _check_folder(folder: Path) -> None:
     for name, entry in index.items():
         if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
             continue
-        part = folder / name
-        if not part.is_dir():
-            raise ModelFolderError(
-                f"{folder} lacks the folder {name!r} that model_index.json lists",
-                expected=LAYOUT,
-                remedy="Download the model again",
-            )
-        for path in sorted(part.glob("*.json")):
-            _read_json(path)
-        weights = [p for s in ("*.safetensors", "*.bin") for p in sorted(part.glob(s))]
-        if name in ("transformer", "transformer_2", "vae", "text_encoder") and not weights:
-            raise ModelFolderError(
-                f"{part} has no weights",
-                expected="*.safetensors",
-                got=str(sorted(p.name for p in part.iterdir())),
-                remedy="Download the model again",
-            )
-        for path in weights:
-            _check_weights(path)
+        check_part(folder, name, weights=name in (*_TRANSFORMERS, "vae", "text_encoder"))
+
+
+def check_part(folder: Path, name: str, *, weights: bool) -> None:
+    """Raise a `ModelFolderError` that names what is missing or broken in a part of a pipeline.
+
+    Args:
+        folder: The pipeline folder.
+        name: The part.
+        weights: Whether it has to have some.
+    """
+    part = folder / name
+    if not part.is_dir():
+        raise ModelFolderError(
+            f"{folder} lacks the folder {name!r} that model_index.json lists",
+            expected=LAYOUT,
+            remedy="Download the model again",
+        )
+    if weights and not (part / "config.json").is_file():
+        raise ModelFolderError(
+            f"{part} has no config.json",
+            got=str(sorted(p.name for p in part.iterdir())),
+            remedy="Download the model again",
+        )
+    for path in sorted(part.glob("*.json")):
+        _read_json(path)
+    found = [p for s in ("*.safetensors", "*.bin") for p in sorted(part.glob(s))]
+    if weights and not found:
+        raise ModelFolderError(
+            f"{part} has no weights",
+            expected="*.safetensors",
+            got=str(sorted(p.name for p in part.iterdir())),
+            remedy="Download the model again",
+        )
+    for path in found:
+        _check_weights(path)
 
 
 def pipeline_name(folder: Path) -> str:
@@ -223,6 +248,8 @@ def pipeline_name(folder: Path) -> str:
 
 
 def _check_weights(path: Path) -> None:
+    if not path.exists():
+        raise ModelFolderError(f"{path} is a link to nothing", remedy="Download the model again")
     with path.open("rb") as file:
         head = file.read(len(_LFS_MARK))
     if head == _LFS_MARK:
@@ -232,7 +259,7 @@ def _check_weights(path: Path) -> None:
         )
     if path.suffix != ".safetensors":
         return
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as tensors:
@@ -302,18 +329,56 @@ def _from_pretrained(
             )
         if part is not None:
             part.eval()
-        if (
-            isinstance(folder, Path)
-            and part is not None
-            and (folder / name / EXTRA_FILE).is_file()
-        ):
-            load_extra(part, folder / name, int8=int8)
+        if part is not None and name in _TRANSFORMERS:
+            _attach_extra(part, folder, name, int8=int8)
     return pipe
+
+
+def _attach_extra(transformer: Any, folder: Path | str, name: str, *, int8: bool) -> None:
+    """Attach what lies beside the weights of a converted transformer, here or on the hub."""
+    local = isinstance(folder, Path)
+    place = Path(folder) / name if local else _fetch_extra(transformer, str(folder), name)
+    if (place / EXTRA_FILE).is_file() or folder_proj_l(place):
+        load_extra(transformer, place, int8=int8)
+    mark = mark_of(transformer.config)
+    if isinstance(mark, Mapping) and not held_proj_l(transformer):
+        raise ModelFolderError(
+            f"{folder}: {name}/config.json says that it has SLA, but {name} has no {EXTRA_FILE} "
+            "with its proj_l, and dense attention is not what its weights were trained for",
+            expected="a folder as `python -m turbo_rcm_patch convert` wrote it",
+            got=str(sorted(path.name for path in place.iterdir())),
+            remedy=f"Put {EXTRA_FILE} of the converted folder there; if dense attention is meant, "
+            f'set "{MARK}" to null in {name}/config.json',
+        )
+
+
+def _fetch_extra(transformer: Any, repository: str, name: str) -> Path:
+    """A transformer's folder in the hub's cache, with the extra file if the hub has one: a
+    pipeline's loader fetches only what its classes know."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    place = Path(str(transformer.config.get("_name_or_path", "")))
+    revision = place.parent.name if place.parent.parent.name == "snapshots" else None
+    try:
+        file = hf_hub_download(repository, f"{name}/{EXTRA_FILE}", revision=revision)
+        return Path(file).parent
+    except LocalEntryNotFoundError as error:  # Which is an EntryNotFoundError too.
+        if mark_of(transformer.config):
+            raise ModelFolderError(
+                f"{repository}: {name}/{EXTRA_FILE}, which its config.json asks for, could not be "
+                f"fetched ({first_line(error)})",
+                remedy="Check the connection, or download the folder first",
+            ) from error
+    except EntryNotFoundError:
+        pass
+    return place
 
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Without the loaders' own bars and advice, whose settings are as before afterwards."""
+    """Without the loaders' own bars and advice, whose settings are as before afterwards; so is
+    torch's default dtype, which diffusers leaves changed if it fails."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -322,6 +387,7 @@ def quiet_loading() -> Iterator[None]:
         for log in (diffusers_logging, transformers_logging)
         if getattr(log, "is_progress_bar_enabled", lambda: True)()
     ]
+    dtype = torch.get_default_dtype()
     levels = [(log, log.get_verbosity()) for log in (diffusers_logging, transformers_logging)]
     for log in bars:
         log.disable_progress_bar()
@@ -332,6 +398,7 @@ def quiet_loading() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        torch.set_default_dtype(dtype)
         for log in bars:
             log.enable_progress_bar()
         for log, level in levels:
@@ -389,6 +456,9 @@ def move(pipe: DiffusionPipeline, device: torch.device, offload: Offload) -> Non
 
 
 def first_line(error: BaseException) -> str:
-    """Of another library's message, as much as fits into one of ours."""
+    """Of another library's message, as much as fits into one of ours; not its advice to read files
+    unsafely."""
     text = str(error).strip()
+    if "weights_only" in text:
+        return "it holds more than weights, and was not executed"
     return text.splitlines()[0][:200] if text else "no message"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.sla import attached_proj_l
+from turbo_rcm_patch.patching.sla import attached_proj_l, recovered_proj_l
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
 from turbo_rcm_patch.sampling.measure import PromptResult
 from turbo_rcm_patch.sampling.settings import Settings
@@ -48,7 +48,8 @@ def _weights_digest(network: torch.nn.Module) -> str:
 
 def _sla_digest(network: torch.nn.Module) -> str:
     """Tells a network with SLA's proj_l from one without, and from one with another."""
-    held = [attached_proj_l(module) for module in network.modules()]
+    with recovered_proj_l(network):
+        held = [attached_proj_l(module) for module in network.modules()]
     return " ".join(f"{float(one[0].sum()):.6g}" for one in held if one is not None)
 
 

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from turbo_rcm_patch.checkpoints import EXTRA_FILE
-from turbo_rcm_patch.checkpoints.stored import StoredTensors
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.patching.registry import FAMILIES
 from turbo_rcm_patch.patching.sla import attach_proj_l
+from turbo_rcm_patch.patching.stored import folder_proj_l, mark_of
 from turbo_rcm_patch.sampling.load import quiet_loading, resolve_model
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler
 from turbo_rcm_patch.sampling.settings import folder_defaults
@@ -81,19 +80,25 @@ def _transformer(folder: Path | str, name: str) -> ModelMixin:
             remedy="For another class call find_pairs on the loaded model",
         )
     network = _with_stand_ins(network)
-    extra = Path(folder) / name / EXTRA_FILE
-    if local and extra.is_file():
-        _attach_sla(network, extra)
+    _attach_sla(network, Path(folder) / name if local else None)
     return network
 
 
-def _attach_sla(network: ModelMixin, path: Path) -> None:
-    """Zeros for each proj_l that `load_extra` would attach."""
+def _attach_sla(network: ModelMixin, folder: Path | None) -> None:
+    """Zeros for each proj_l that `load_pipeline` would attach; by the mark where only config.json
+    is at hand."""
     modules = dict(network.named_modules())
-    for key, stored in StoredTensors(path).listing.items():
-        owner = modules.get(key.removesuffix(".proj_l.weight"))
-        if owner is not None:
-            attach_proj_l(owner, torch.zeros(stored.shape), torch.zeros(stored.shape[:1]))
+    if folder is not None:
+        owners = list(folder_proj_l(folder))
+    else:
+        owners = [name for name in modules if name.endswith(".attn1")] * bool(
+            mark_of(network.config)
+        )
+    for name in owners:
+        attention = modules.get(name)
+        if attention is not None:
+            dim = attention.inner_dim // attention.heads
+            attach_proj_l(attention, torch.zeros(dim, dim), torch.zeros(dim))
 
 
 def _with_stand_ins(network: ModelMixin) -> ModelMixin:

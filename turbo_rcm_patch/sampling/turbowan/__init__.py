@@ -12,9 +12,7 @@ from turbo_rcm_patch.sampling.turbowan.arguments import (
     image_to_video_parser,
     parse,
     patch_config,
-    requests,
     run,
-    serve,
     text_to_video_parser,
 )
 from turbo_rcm_patch.sampling.turbowan.image import adapted_size, read_image
@@ -30,6 +28,7 @@ from turbo_rcm_patch.sampling.turbowan.sampling import (
     sample,
     write_video,
 )
+from turbo_rcm_patch.sampling.turbowan.serving import requests, serve
 
 __all__ = [
     "FPS",

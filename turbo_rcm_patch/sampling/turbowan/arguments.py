@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,14 +22,16 @@ from turbo_rcm_patch.sampling.video import ENDINGS, find_ffmpeg
 __all__ = [
     "RESOLUTIONS",
     "base_of",
+    "check_values",
+    "check_video_path",
     "frame_size",
     "image_to_video_parser",
     "parse",
     "patch_config",
-    "requests",
     "run",
-    "serve",
     "text_to_video_parser",
+    "told",
+    "video_path",
 ]
 
 #: Name -> aspect ratio -> (width, height), as the models were distilled.
@@ -47,23 +48,11 @@ RESOLUTIONS: Final[dict[str, dict[str, tuple[int, int]]]] = {
 #: Width and height are multiples of this: eight of the VAE, two of the transformer's patches.
 _STRIDE: Final = 16
 _SIZE: Final = re.compile(r"([1-9]\d*)x([1-9]\d*)")
-#: Arguments of the scripts that have no meaning here -> what is taken instead, and what to do.
-_REFUSED: Final = {
-    "vae_path": (
-        "a VAE of diffusers: it comes with --base",
-        "Leave --vae_path out, and give --base a diffusers folder or hub id of the Wan model",
-    ),
-    "text_encoder_path": (
-        "a text encoder of diffusers: it comes with --base",
-        "Leave --text_encoder_path out, and give --base a diffusers folder or hub id of the Wan "
-        "model",
-    ),
-}
-
 #: What to do about an argument that is missing.
 _MISSING: Final = {
     "prompt": "Pass --prompt TEXT, or --serve to type prompts",
-    "image_path": "Pass --image_path FILE, a picture to start from",
+    "image_path": "Pass --image_path FILE, a picture to start from, or --serve to name one for "
+    "each prompt",
 }
 
 
@@ -139,78 +128,46 @@ def parse(
         ModelFolderError: --base is no folder and cannot be a hub id.
     """
     arguments = parser.parse_args(argv)
-    for name, (expected, remedy) in _REFUSED.items():
+    for name in ("vae_path", "text_encoder_path"):
         value = getattr(arguments, name)
-        if value:
-            raise ConfigError(f"--{name}", expected=expected, got=repr(value), remedy=remedy)
+        if value and not Path(value).expanduser().is_file():
+            raise ConfigError(
+                f"--{name}",
+                expected="a file that Wan's authors publish",
+                got=repr(value),
+                remedy=f"Leave --{name} out: --base has one too",
+            )
     for name in ("prompt", "image_path"):
-        if not getattr(arguments, name, "given") and (name, arguments.serve) != ("prompt", True):
+        if not getattr(arguments, name, "given") and not arguments.serve:
             raise ConfigError(
                 f"--{name}", expected="to be given", got="nothing", remedy=_MISSING[name]
             )
-    for name in ("num_samples", "num_frames"):
-        value = getattr(arguments, name)
-        if value < 1:
-            raise ConfigError(f"--{name}", expected="at least 1", got=str(value))
-    if not -(2**63) <= arguments.seed < 2**64:
-        raise ConfigError("--seed", expected="at most 64 bits", got=str(arguments.seed))
+    check_values(arguments)
     boundary = getattr(arguments, "boundary", 0.0)
     if not 0.0 <= boundary <= 1.0:
         raise ConfigError("--boundary", expected="a time from 0 to 1", got=f"{boundary:g}")
     frame_size(arguments.resolution, arguments.aspect_ratio)
     patch_config(arguments)
-    RCMScheduler(sigma_max=arguments.sigma_max).set_timesteps(arguments.num_steps)
-    _check_writable(_video(arguments.save_path))
+    check_video_path(video_path(arguments.save_path))
     check_offload(arguments.offload, choose_device(arguments.device))
     if arguments.base is not None:
         resolve_model(arguments.base)
     return arguments
 
 
-def requests(arguments: argparse.Namespace) -> Iterator[tuple[str, Path]]:
-    """Prompts and where their videos go: one, or with --serve one a line of standard input."""
-    target = _video(arguments.save_path)
-    if arguments.prompt:
-        yield arguments.prompt, target
-    if not arguments.serve:
-        return
-    numbers = itertools.count(1)
-    while True:
-        print("prompt> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line or line.strip() == "/quit":
-            print(file=sys.stderr)
-            return
-        if line.strip():
-            names = (target.with_stem(f"{target.stem}-{n:03d}") for n in numbers)
-            yield line.strip(), next(path for path in names if not path.exists())
+def check_values(arguments: argparse.Namespace) -> None:
+    """Refuse settings outside their domain, of those that may change between two videos.
 
-
-def serve(arguments: argparse.Namespace, generate: Callable[[str, Path], None]) -> int:
-    """Generate what is asked for.
-
-    With --serve a failure that `run` tells is told at once, and the next prompt is read: the
-    loaded model is not lost. Without, it is raised.
-
-    Args:
-        arguments: Of `parse`.
-        generate: Makes the video of a prompt and writes it to a file.
-
-    Returns:
-        0; 2 if a prompt failed.
+    Raises:
+        ConfigError: The first of them.
     """
-    code = 0
-    for prompt, path in requests(arguments):
-        try:
-            generate(prompt, path)
-            continue
-        except (TurboRCMError, torch.OutOfMemoryError) as error:
-            if not arguments.serve:
-                raise
-            print(_told(error), file=sys.stderr)
-            code = 2
-        torch.cuda.empty_cache()  # Here, where the error no longer holds tensors.
-    return code
+    for name in ("num_samples", "num_frames"):
+        value = getattr(arguments, name)
+        if value < 1:
+            raise ConfigError(f"--{name}", expected="at least 1", got=str(value))
+    if not -(2**63) <= arguments.seed < 2**64:
+        raise ConfigError("--seed", expected="at most 64 bits", got=str(arguments.seed))
+    RCMScheduler(sigma_max=arguments.sigma_max).set_timesteps(arguments.num_steps)
 
 
 def base_of(arguments: argparse.Namespace, checkpoint: str) -> str:
@@ -234,15 +191,14 @@ def run(main: Callable[[], int | None]) -> int:
         try:
             return main() or 0
         except torch.OutOfMemoryError as error:
-            print(_told(error), file=sys.stderr)
+            print(told(error), file=sys.stderr)
             return 2
 
-    return run_command(
-        run, _told, interrupted="Interrupted. What was not finished is not written."
-    )
+    return run_command(run, told, interrupted="Interrupted. What was not finished is not written.")
 
 
-def _told(error: TurboRCMError | torch.OutOfMemoryError) -> str:
+def told(error: TurboRCMError | torch.OutOfMemoryError) -> str:
+    """The line that a person reads."""
     if isinstance(error, TurboRCMError):
         return f"{type(error).__name__}: {error}"
     return f"{error}\nTry --offload model, a smaller --resolution or fewer frames or samples."
@@ -295,14 +251,19 @@ def patch_config(arguments: argparse.Namespace) -> PatchConfig:
     )
 
 
-def _video(save_path: str) -> Path:
+def video_path(save_path: str) -> Path:
     """The file of --save_path, an mp4 if its name does not end."""
     target = Path(save_path).expanduser()
     return target if target.suffix or not target.name else target.with_name(f"{target.name}.mp4")
 
 
-def _check_writable(target: Path) -> None:
-    """Before the model is loaded, not after the video is made."""
+def check_video_path(target: Path) -> None:
+    """Refuse a file that cannot be written, before the model is loaded and not after the video is
+    made.
+
+    Raises:
+        ConfigError: It is of another kind, or in no folder that can be written to.
+    """
     if target.name and target.suffix.lower() not in ENDINGS:
         raise ConfigError(
             "--save_path",
@@ -368,12 +329,12 @@ def _add_shared(
         "here, and a -quant checkpoint without this runs multiplied out")  # fmt: skip
     add("--default_norm", action="store_true",
         help="no effect: norms are fused where blocks are patched")  # fmt: skip
-    add("--vae_path", metavar="PATH", help="refused: the VAE comes with --base")
+    add("--vae_path", metavar="PATH", help="Wan2.1_VAE.pth, in place of the VAE of --base")
     add("--text_encoder_path", metavar="PATH",
-        help="refused: the text encoder comes with --base")  # fmt: skip
+        help="models_t5_umt5-xxl-enc-bf16.pth, in place of that of --base")  # fmt: skip
     add("--serve", action="store_true",
-        help="keep the model loaded and read prompts from standard input, a line each; videos "
-        "are numbered")  # fmt: skip
+        help="keep the model loaded and read prompts from standard input, and settings (/help "
+        "lists the commands); videos are numbered")  # fmt: skip
     ours = parser.add_argument_group("beyond TurboDiffusion's arguments")
     ours.add_argument("--base", metavar="FOLDER_OR_HUB_ID",
         help="a diffusers pipeline of the same Wan version, for VAE, text encoder and tokenizer "

@@ -9,22 +9,25 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 
-from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
+from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra, unload_extra
+from turbo_rcm_patch.checkpoints.distributed import dcp_metadata
 from turbo_rcm_patch.checkpoints.folder import FORMAT
 from turbo_rcm_patch.checkpoints.read import open_width
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
-from turbo_rcm_patch.patching.sla import detach_proj_l
+from turbo_rcm_patch.patching.stored import folder_proj_l, mark_of
 from turbo_rcm_patch.sampling.convert import convert_transformer
 from turbo_rcm_patch.sampling.load import (
     LOAD_ERRORS,
     Offload,
+    check_part,
     choose_device,
     first_line,
     move,
     quiet_loading,
     resolve_model,
 )
+from turbo_rcm_patch.sampling.turbowan.parts import load_text_encoder, load_vae
 
 if TYPE_CHECKING:
     from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
@@ -97,7 +100,8 @@ def transformer_folder(
     file is another one (by its size and time) or is converted in another way.
 
     Args:
-        path: TurboDiffusion's `.pth` file, a transformer folder or a pipeline folder.
+        path: TurboDiffusion's `.pth` file or a DCP folder, a transformer folder or a pipeline
+            folder.
         part: Which transformer of a pipeline folder.
         base: A pipeline folder, or a hub id. Heads that no tensor shows are as many as those of a
             folder's transformer, if that is as wide.
@@ -109,7 +113,8 @@ def transformer_folder(
         OutputExistsError: The folder cannot be written, or something else is in its place.
     """
     given = Path(path).expanduser()
-    if given.is_dir():
+    metadata = dcp_metadata(given) if given.is_dir() else None
+    if given.is_dir() and metadata is None:
         folder = given / part if (given / "model_index.json").is_file() else given
         if not (folder / "config.json").is_file():
             raise CheckpointError(
@@ -117,7 +122,7 @@ def transformer_folder(
                 expected=_EXPECTED,
             )
         return folder
-    if not given.is_file():
+    if not given.exists():
         raise CheckpointError(f"no such file or folder: {given}", expected=_EXPECTED)
     name = f"{given.name.removesuffix('.pth')}-diffusers"
     if cache is None:
@@ -125,7 +130,7 @@ def transformer_folder(
     else:  # Where two experts may come from files of one name.
         origin = hashlib.blake2b(str(given.resolve().parent).encode(), digest_size=4).hexdigest()
         target = Path(cache).expanduser() / f"{name}-{origin}"
-    status = given.stat()
+    status = (metadata or given).stat()
     source = {"format": FORMAT, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
     heads, width = _heads(base, part)
     if _made_of(target) == source and _has_heads(target, heads):
@@ -192,6 +197,8 @@ def load(
     sla: bool = True,
     int8: bool = True,
     model: str | None = None,
+    vae_path: str | Path | None = None,
+    text_encoder_path: str | Path | None = None,
     dtype: torch.dtype = torch.bfloat16,
     vae_dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device | None = None,
@@ -207,6 +214,8 @@ def load(
         int8: Whether the int8 weights of a -quant checkpoint are attached, beside the multiplied
             out ones, for `linear="int8"`.
         model: A name in `SIZES` that the transformers have to be, or None.
+        vae_path: `Wan2.1_VAE.pth`, in place of the base's VAE.
+        text_encoder_path: `models_t5_umt5-xxl-enc-bf16.pth`, in place of the base's text encoder.
         dtype: Of transformers and text encoder; layers that diffusers keeps in fp32 stay in it.
         vae_dtype: Of the VAE.
         device: Where to run; by default a GPU if there is one.
@@ -226,7 +235,15 @@ def load(
         _check_model(folder, network, model, image=image)
     root = resolve_model(base)
     local = isinstance(root, Path)
+    if isinstance(root, Path):
+        for name, own in (("vae", vae_path), ("text_encoder", text_encoder_path)):
+            if not own:
+                check_part(root, name, weights=True)
     parts: dict[str, Any] = dict.fromkeys(_PARTS) | dict(zip(_PARTS, networks, strict=False))
+    if vae_path:
+        parts["vae"] = load_vae(vae_path, dtype=vae_dtype, base=root)
+    if text_encoder_path:
+        parts["text_encoder"] = load_text_encoder(text_encoder_path, dtype=dtype)
     try:
         with quiet_loading():
             pipe = pipeline.from_pretrained(
@@ -265,17 +282,16 @@ def _transformer(
         ) from error
     network.eval()
     has_sla = False
-    if (folder / EXTRA_FILE).is_file() and (int8 or sla):
-        has_sla = bool(load_extra(network, folder, int8=int8).proj_l)
+    if (folder / EXTRA_FILE).is_file() or folder_proj_l(folder):
+        has_sla = bool(load_extra(network, folder, int8=int8, proj_l=sla).proj_l)
     if sla and not has_sla:
         raise CheckpointError(
             f"{folder} has no proj_l, the projection of SLA",
             expected="a checkpoint trained with SLA for --attention_type sla or sagesla",
             remedy="Pass --attention_type original",
         )
-    if not sla:
-        for module in network.modules():
-            detach_proj_l(module)
+    if not sla and mark_of(network.config):
+        unload_extra(network)  # Its proj_l are lost, and dense attention is asked for.
     return network
 
 

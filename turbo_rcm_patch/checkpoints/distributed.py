@@ -1,0 +1,230 @@
+"""A folder that torch.distributed.checkpoint wrote (DCP), read without running what is in it.
+
+torch unpickles such a folder's `.metadata` without restrictions. Here it may only hold what torch
+itself puts there, and files are looked for in the folder alone.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turbo_rcm_patch.checkpoints.archive import LARGEST_PICKLE, check_archive, check_sums
+from turbo_rcm_patch.errors import CheckpointError
+
+__all__ = ["StoredTensor", "dcp_metadata", "list_dcp", "load_dcp"]
+
+_METADATA: Final = ".metadata"
+_CHECKPOINT: Final = "torch.distributed.checkpoint"
+#: Module -> what torch puts into `.metadata` from it.
+_KNOWN: Final[dict[str, set[str]]] = {
+    f"{_CHECKPOINT}.metadata": {
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    f"{_CHECKPOINT}.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(name for name, x in vars(torch).items() if type(x) is torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of such a folder that was not read yet.
+
+    Attributes:
+        shape: Of the whole tensor.
+        dtype: Its own.
+        shards: File, first byte, bytes, offsets and sizes of each.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    shards: tuple[tuple[Path, int, int, torch.Size, torch.Size], ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def dcp_metadata(folder: Path) -> Path | None:
+    """The `.metadata` of a folder, or of the `model` in a folder of one training step."""
+    places = (folder / _METADATA, folder / "model" / _METADATA)
+    return next((path for path in places if path.is_file()), None)
+
+
+def list_dcp(metadata: Path) -> dict[str, object]:
+    """Every entry of such a folder, nested as it was saved: a `StoredTensor`, or None for what is
+    no tensor.
+
+    Args:
+        metadata: What `dcp_metadata` returned.
+
+    Raises:
+        CheckpointError: It is damaged, holds other things than torch puts there, or leads
+            elsewhere.
+    """
+    try:
+        size = metadata.stat().st_size
+        if size > LARGEST_PICKLE:
+            raise CheckpointError(
+                f"{metadata}", expected=f"at most {LARGEST_PICKLE} bytes", got=str(size)
+            )
+        found: Any = _Reader(io.BytesIO(metadata.read_bytes())).load()
+        listed, stored = found.state_dict_metadata, found.storage_data
+        paths = getattr(found, "planner_data", None) or {}
+        result: dict[str, Any] = {}
+        for name, entry in listed.items():
+            *containers, last = paths.get(name) or (name,)
+            inside = result
+            for container in containers:  # Names are of nested dictionaries that were flattened.
+                inside = inside.setdefault(str(container), {})
+            inside[str(last)] = _listed(metadata.parent, name, entry, stored)
+        return result
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{metadata} is not the metadata of a distributed checkpoint, or holds more; it was "
+            "not executed",
+            got=f"one that asks for {str(error)[:120]}",
+            remedy="Copy it again, or save it anew in the program that wrote it",
+        ) from error
+    except CheckpointError:
+        raise
+    except (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{metadata} is not the metadata of a distributed checkpoint, or not all of it "
+            f"({type(error).__name__})",
+            remedy="Copy the folder again",
+        ) from error
+
+
+def _listed(folder: Path, name: str, entry: Any, stored: Any) -> StoredTensor | None:
+    chunks = getattr(entry, "chunks", None)
+    if chunks is None:
+        return None
+    index: Any = _Reader.find_class(_Reader(io.BytesIO()), f"{_CHECKPOINT}.metadata",
+                                    "MetadataIndex")  # fmt: skip
+    shards = []
+    for chunk in chunks:
+        info = stored[index(name, chunk.offsets)]
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{folder}: {name} was written through {info.transform_descriptors}",
+                expected="tensors as torch.distributed.checkpoint writes them by default",
+            )
+        file = str(info.relative_path)
+        if file in ("", ".", "..") or "/" in file or "\\" in file:
+            raise CheckpointError(
+                f"{folder / _METADATA}: file of {name}",
+                expected="a file in the same folder",
+                got=repr(file)[:120],
+                remedy="Do not use this folder unless you know who wrote it, and why",
+            )
+        shards.append((folder / file, int(info.offset), int(info.length), chunk.offsets,
+                       chunk.sizes))  # fmt: skip
+    result = StoredTensor(torch.Size(entry.size), entry.properties.dtype, tuple(shards))
+    _check_whole(folder, name, result)
+    return result
+
+
+def _check_whole(folder: Path, name: str, tensor: StoredTensor) -> None:
+    """The shards of a tensor are disjoint, and all of it."""
+    boxes = [
+        [range(a, a + n) for a, n in zip(offsets, sizes, strict=True)]
+        for *_, offsets, sizes in tensor.shards
+    ]
+    inside = all(
+        side.start >= 0 and side.stop <= length
+        for box in boxes
+        for side, length in zip(box, tensor.shape, strict=True)
+    )
+    overlap = any(
+        all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(one, other, strict=True))
+        for one, other in combinations(boxes, 2)
+    )
+    held = sum(math.prod(map(len, box)) for box in boxes)
+    if not inside or overlap or held != tensor.shape.numel():
+        raise CheckpointError(
+            f"{folder}: {name} is not whole",
+            expected=f"shards that make up {list(tensor.shape)}",
+            got=f"{len(boxes)} shards of {held} elements",
+            remedy="Copy the files of all ranks into one folder",
+        )
+
+
+def load_dcp(
+    folder: Path,
+    tensors: dict[str, StoredTensor],
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Tensor]:
+    """Read some tensors whole, into memory.
+
+    Args:
+        folder: For errors.
+        tensors: Of `list_dcp`, by the names that they get.
+        progress: Called with bytes.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or holds more than tensors.
+    """
+    result: dict[str, Tensor] = {}
+    total, done = sum(tensor.size for tensor in tensors.values()), 0
+    for name, stored in tensors.items():
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        for file, start, length, offsets, sizes in stored.shards:
+            part = _shard(file, start, length, f"{folder}: {name} in {file.name}")
+            if part.shape != sizes or part.dtype != stored.dtype:
+                raise CheckpointError(
+                    f"{folder}: {name} in {file.name}",
+                    expected=f"{stored.dtype} {list(sizes)}, as {_METADATA} says",
+                    got=f"{part.dtype} {list(part.shape)}",
+                )
+            place = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+            whole[place] = part
+        result[name] = whole
+        done += stored.size
+        if progress is not None:
+            progress("read", done, total)
+    return result
+
+
+def _shard(file: Path, start: int, length: int, name: str) -> Tensor:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(start)
+            held = io.BytesIO(stream.read(length))
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} cannot be read ({error.strerror})",
+            remedy="Copy the files of all ranks into one folder",
+        ) from error
+    check_sums(held, name, check_archive(held, name))
+    held.seek(0)
+    try:
+        part = torch.load(held, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(
+            f"{name} is no tensor, or not all of one; nothing of it was executed",
+            remedy="Copy the folder again",
+        ) from error
+    if not isinstance(part, Tensor):
+        raise CheckpointError(name, expected="a tensor", got=f"a {type(part).__name__}")
+    return part.detach()
