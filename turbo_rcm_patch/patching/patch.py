@@ -198,7 +198,7 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
     if plan.config.guard:
         pipe = None if isinstance(model, nn.Module) else model
         steps = PipelineSteps(pipe, target.component) if pipe is not None else None
-        guard = Guard(plan.config, plan.path, log, steps)
+        guard = Guard(plan.config, plan.path, log, steps, plan.model, plan.states)
     record = PatchRecord(plan)
     record.entries += [_entry(plan, installation, guard) for installation in plan.installations]
     plan.installations.clear()  # They hold the modules, and are done with.

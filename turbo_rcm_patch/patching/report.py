@@ -11,7 +11,7 @@ from typing import Final, Literal, Protocol, overload
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS
-from turbo_rcm_patch.patching.state import Step
+from turbo_rcm_patch.patching.state import Step, When
 from turbo_rcm_patch.skip import SkipPair
 
 __all__ = ["Decision", "GuardLog", "GuardRecord", "PairTable", "PatchReport"]
@@ -31,20 +31,34 @@ class GuardRecord:
         path: The pair.
         step: Index of the denoising step, None where nobody said which it was.
         when: "first", "last" or "asked" (by `check_next`).
-        error: Relative L2 of the fused branch, after its output projection, against the exact
-            one, the largest of its residual streams; infinity if it has a non-finite value.
+        error: Relative L2 of the closed pair against its author's code, in units of what the
+            author's code adds to the residual, above the rounding of its dtype: the largest over
+            samples, streams, heads and rows (`measure` says which room each has); infinity if it
+            has a non-finite value.
         budget: Largest error that was accepted.
         verdict: "kept", "given back" to the author's code, or a step towards precision after which
             the pair was compared again: "linears given back" (int8 Linears run as they are),
             "16-bit p and v", "exact attention".
+        where: What the error is of: a sample, rows, a head, the input of the branch, last keys.
+        sample: The sample with the largest error.
+        head: Its worst head, before the output projection; None where there is no attention.
+        head_error: Of that head.
+        rows: Its worst rows, at most eight of them.
+        row_error: Of the worst hundredth of its rows.
     """
 
     path: str
     step: int | None
-    when: Literal["first", "last", "asked"]
+    when: When
     error: float
     budget: float
     verdict: Decision
+    where: str = ""
+    sample: int = 0
+    head: int | None = None
+    head_error: float = 0.0
+    rows: tuple[int, ...] = ()
+    row_error: float = 0.0
 
 
 _MORE_PRECISE: Final = ("16-bit p and v", "exact attention")
@@ -294,8 +308,11 @@ class PatchReport:
             "fused": self.fused,
             "pairs": self.pairs.as_dict(),
             "guard": [
-                # JSON has no infinity: None is a branch with non-finite values.
-                asdict(record) | {"error": record.error if isfinite(record.error) else None}
+                # JSON has no infinity: None is a pair with non-finite values.
+                {
+                    name: None if isinstance(value, float) and not isfinite(value) else value
+                    for name, value in asdict(record).items()
+                }
                 for record in self.guard
             ],
         }

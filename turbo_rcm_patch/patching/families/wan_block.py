@@ -8,6 +8,7 @@ modulation is a subclass, in the file of its family.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.author import Notes, call, nothing, observe, same
+from turbo_rcm_patch.patching.blocks import Mode
 from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
 from turbo_rcm_patch.patching.families.wan_modes import (
     BlockClasses,
@@ -25,7 +28,7 @@ from turbo_rcm_patch.patching.families.wan_modes import (
     plain_layer_norm,
 )
 from turbo_rcm_patch.patching.families.wan_sla import settle, sparse_attention
-from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import autocasting, bare, plain_linear, plain_norm
@@ -37,6 +40,12 @@ __all__ = ["WanBlockForward"]
 
 #: Text tokens that follow the image tokens; the author's processor has the same constant.
 _TEXT_TOKENS: Final = 512
+#: The norm before each branch of a block, and the output projection of the branch.
+_NORMS: Final = {"attn1": "norm1", "attn2": "norm2", "ffn": "norm3"}
+_OUTPUTS: Final = {"attn1": "to_out", "attn2": "to_out"}
+
+#: The author's forward of a block, given what stands for the block and the stream.
+Author = Callable[[Any, Tensor], Tensor]
 
 
 class WanBlockForward:
@@ -116,7 +125,15 @@ class WanBlockForward:
             hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb
         )
         rows = modulation(block.scale_shift_table, temb)
-        return self._run(hidden_states, encoder_hidden_states, rows, rotary_emb, None, guard)
+
+        def author(view: Any, hidden: Tensor) -> Tensor:
+            own: Any = type(block).forward
+            out: Tensor = own(view, hidden, encoder_hidden_states, temb, rotary_emb)
+            return out
+
+        return self._run(
+            hidden_states, encoder_hidden_states, rows, rotary_emb, None, guard, author
+        )
 
     def _as_written(self, *inputs: Any) -> Any:
         """The author's forward of this block."""
@@ -130,7 +147,7 @@ class WanBlockForward:
             return None
         if self._head:
             guard.begin(**inputs)
-        return guard if guard.active else None
+        return guard
 
     def _run(
         self,
@@ -140,6 +157,7 @@ class WanBlockForward:
         rotary: tuple[Tensor, Tensor],
         mask: Tensor | None,
         guard: Guard | None,
+        author: Author,
     ) -> Tensor:
         """The three branches of a block and the skips around them.
 
@@ -149,19 +167,96 @@ class WanBlockForward:
             rows: As `modulation` gives them.
             rotary: (cos, sin), each [1, N, 1, head_dim] fp32.
             mask: What self-attention may see, or None for everything; see `ops.masked_attention`.
-            guard: On a forward that is to be checked.
+            guard: Compares pairs on some forwards, or None.
+            author: The author's forward.
 
         Returns:
             [B, N, C], dtype of hidden.
         """
         block = self._block
         shift, scale, gate, c_shift, c_scale, c_gate = rows
-        x = self._modulated(block.norm1, hidden, scale, shift, self._attn1)
-        hidden = self._self_attention(x, hidden, gate, rotary, mask, guard)
-        x = self._normed(block.norm2, hidden, self._attn2)
-        hidden = self._cross_attention(x, hidden, context, guard)
-        x = self._modulated(block.norm3, hidden, c_scale, c_shift, self._ffn)
-        return self._feed_forward(x, hidden, c_gate, guard)
+
+        def first(hidden: Tensor) -> Tensor:
+            x = self._modulated(block.norm1, hidden, scale, shift, self._attn1)
+            return self._self_attention(x, hidden, gate, rotary, mask)
+
+        def second(hidden: Tensor) -> Tensor:
+            x = self._normed(block.norm2, hidden, self._attn2)
+            return self._cross_attention(x, hidden, context)
+
+        def third(hidden: Tensor) -> Tensor:
+            x = self._modulated(block.norm3, hidden, c_scale, c_shift, self._ffn)
+            return self._feed_forward(x, hidden, c_gate)
+
+        def self_heads(hidden: Tensor) -> Tensor | None:
+            if self._self_mode(self._linear_now()) != "ours":
+                return None
+            x = self._modulated(block.norm1, hidden, scale, shift, self._attn1)
+            return self._attention(self._attn1, block.attn1, x, None, rotary=rotary, mask=mask)
+
+        def cross_heads(hidden: Tensor) -> Tensor | None:
+            if self._cross_mode(context) != "ours":
+                return None
+            x = self._normed(block.norm2, hidden, self._attn2)
+            return self._attention(self._attn2, block.attn2, x, context)
+
+        linear, image = self._linear_now(), self._image
+        of_self = (self._attn1,) if linear is None or not linear.live else (self._attn1, linear)
+        hidden = self._pair(guard, "attn1", of_self, hidden, first, author, self_heads)
+        if guard is not None:
+            self._settle(linear)
+        of_cross = (self._attn2,) if image is None else (self._attn2, image)
+        hidden = self._pair(guard, "attn2", of_cross, hidden, second, author, cross_heads)
+        return self._pair(guard, "ffn", (self._ffn,), hidden, third, author)
+
+    def _pair(
+        self,
+        guard: Guard | None,
+        name: str,
+        states: tuple[PairState, ...],
+        hidden: Tensor,
+        ours: Callable[[Tensor], Tensor],
+        author: Author,
+        heads: Callable[[Tensor], Tensor | None] = lambda hidden: None,
+    ) -> Tensor:
+        """One pair, compared with its author's code where the guard wants that."""
+        if guard is None or not states[0].live or not guard.wants(states):
+            return ours(hidden)
+
+        def written(notes: Notes, x: Any, branch: Callable[..., Any] | None) -> Tensor:
+            return author(self._only(name, notes, branch), x)
+
+        closed = guard.close(
+            Pair(states, hidden, lambda: ours(hidden), written, lambda: heads(hidden))
+        )
+        assert isinstance(closed, Tensor)
+        return closed
+
+    def _only(
+        self, name: str, notes: Notes, branch: Callable[..., Any] | None, **instead: Any
+    ) -> Any:
+        """The block for its author's forward, with one pair in it: the others add nothing."""
+        block = self._block
+        for other, norm in _NORMS.items():
+            if other != name:
+                instead |= {norm: same, other: nothing}
+            elif branch is not None:
+                instead |= {norm: same, other: branch}
+            else:
+                instead[other] = notes.branch(getattr(block, other), _OUTPUTS.get(other, ""))
+        return notes.over(block, **instead)
+
+    def _linear_now(self) -> PairState | None:
+        """The sum of SLA's branches, unless its proj_l was taken away: then attention is dense."""
+        held = self._linear is not None and attached_proj_l(self._block.attn1) is not None
+        return self._linear if held else None
+
+    def _settle(self, linear: PairState | None) -> None:
+        """What became of the attention means something for the sum of its branches."""
+        if linear is not None and linear.live:
+            state = self._attn1
+            exact = self._specs[state.precision].attention == "exact"
+            settle(state, linear, fused=state.live, exact=exact)
 
     def _modulated(
         self, norm: Any, hidden: Tensor, scale: Tensor, shift: Tensor, state: PairState
@@ -169,14 +264,14 @@ class WanBlockForward:
         """The layer norm before a branch and its modulation, in one pass where it is plain."""
         if state.live and plain_layer_norm(norm) and norm.weight is None and norm.bias is None:
             return self._fused_norm(norm, hidden, scale, shift, "modulation", state)
-        x: Tensor = norm(hidden.float())
+        x: Tensor = call(norm, hidden.float())
         return (x * (1 + scale) + shift).type_as(hidden)
 
     def _normed(self, norm: Any, hidden: Tensor, state: PairState) -> Tensor | Normed:
         """The layer norm before cross-attention, with weights of its own."""
         if state.live and plain_layer_norm(norm):
             return self._fused_norm(norm, hidden, norm.weight, norm.bias, "affine", state)
-        x: Tensor = norm(hidden.float())
+        x: Tensor = call(norm, hidden.float())
         return x.type_as(hidden)
 
     def _fused_norm(
@@ -200,81 +295,60 @@ class WanBlockForward:
         gate: Tensor,
         rotary: tuple[Tensor, Tensor],
         mask: Tensor | None,
-        guard: Guard | None,
     ) -> Tensor:
-        attn, linear = self._block.attn1, self._linear
-        if linear is not None and attached_proj_l(attn) is None:
-            linear = None  # It was taken away after patching: attention is dense.
-        mode = attention_mode(attn, self._classes) if self._attn1.live else "as-written"
-        if linear is not None and mode == "ours" and self._spec.attention == "sage":
-            mode = "called"
-
-        def ours(residual: Tensor | None, c_out: Coefficient) -> Tensor:
+        attn, mode = self._block.attn1, self._self_mode(self._linear_now())
+        observe(x)
+        if mode == "ours":
             return self._close(
-                self._attn1, attn, x, None, residual, c_out, "fp32", rotary=rotary, mask=mask
+                self._attn1, attn, x, None, hidden, gate, "fp32", rotary=rotary, mask=mask
             )
-
-        fuse = mode == "ours"
-        if fuse and guard is not None:
-            sparse = linear is not None and linear.live and mask is None
-            fuse = guard.accepts(
-                (self._attn1, linear) if sparse and linear else (self._attn1,),
-                exact=lambda: attn(tensor_of(x), None, mask, rotary),
-                fused=lambda: ours(None, 1.0),
-            )
-            exact = self._specs[self._attn1.precision].attention == "exact"
-            settle(self._attn1, linear, fused=fuse, exact=exact)
-        if fuse:
-            return ours(hidden, gate)
-        branch: Tensor = attn(tensor_of(x), None, mask, rotary)
+        branch: Tensor = call(attn, tensor_of(x), None, mask, rotary)
         if mode == "called":
             return ops.skip(hidden, branch, 1.0, gate, impl=self._spec.impl)
         return gated(hidden, branch, gate)
 
-    def _cross_attention(
-        self, x: Tensor | Normed, hidden: Tensor, context: Tensor, guard: Guard | None
-    ) -> Tensor:
-        attn, image = self._block.attn2, self._image
-        mode = attention_mode(attn, self._classes) if self._attn2.live else "as-written"
+    def _self_mode(self, linear: PairState | None) -> Mode:
+        mode = attention_mode(self._block.attn1, self._classes)
+        if not self._attn1.live:
+            return "as-written"
+        if linear is not None and mode == "ours" and self._spec.attention == "sage":
+            return "called"
+        return mode
+
+    def _cross_mode(self, context: Tensor) -> Mode:
+        mode, image = attention_mode(self._block.attn2, self._classes), self._image
+        if not self._attn2.live:
+            return "as-written"
         if mode == "ours" and image is not None:
             # Both attentions go through one projection, so ours runs for both or for neither.
-            mode = "ours" if image.live and context.shape[1] > _TEXT_TOKENS else "called"
-        fuse = mode == "ours"
-        if fuse and guard is not None:
-            fuse = guard.accepts(
-                (self._attn2,) if image is None else (self._attn2, image),
-                exact=lambda: attn(tensor_of(x), context, None, None),
-                fused=lambda: self._close(self._attn2, attn, x, context, None, 1.0, "model"),
-            )
-        if fuse:
+            return "ours" if image.live and context.shape[1] > _TEXT_TOKENS else "called"
+        return mode
+
+    def _cross_attention(self, x: Tensor | Normed, hidden: Tensor, context: Tensor) -> Tensor:
+        attn, mode = self._block.attn2, self._cross_mode(context)
+        observe(x)
+        if mode == "ours":
             return self._close(self._attn2, attn, x, context, hidden, 1.0, "model")
-        branch: Tensor = attn(tensor_of(x), context, None, None)
+        branch: Tensor = call(attn, tensor_of(x), context, None, None)
         if mode == "called" and branch.dtype == hidden.dtype:
             return ops.skip(hidden, branch, cast="model", impl=self._spec.impl)
         return hidden + branch
 
-    def _feed_forward(
-        self, x: Tensor | Normed, hidden: Tensor, gate: Tensor, guard: Guard | None
-    ) -> Tensor:
+    def _feed_forward(self, x: Tensor | Normed, hidden: Tensor, gate: Tensor) -> Tensor:
         ffn, impl = self._block.ffn, self._spec.impl
         mode = feed_forward_mode(ffn) if self._ffn.live else "as-written"
+        observe(x)
         if mode == "as-written":
-            return gated(hidden, ffn(tensor_of(x)).float(), gate)
+            return gated(hidden, call(ffn, tensor_of(x)).float(), gate)
         if mode == "called":
-            return ops.skip(hidden, ffn(tensor_of(x)), 1.0, gate, impl=impl)
-        if guard is not None and not guard.accepts(
-            (self._ffn,),
-            exact=lambda: ffn(tensor_of(x)),
-            fused=lambda: self._contract(self._expand(x), None, 1.0),
-        ):
-            return gated(hidden, ffn(tensor_of(x)).float(), gate)
+            return ops.skip(hidden, call(ffn, tensor_of(x)), 1.0, gate, impl=impl)
         return self._contract(self._expand(x), hidden, gate)
 
     def _expand(self, x: Tensor | Normed) -> Tensor:
         return expand(self._block.ffn, x, self._linears, "ffn.0", int8=self._ffn.int8)
 
-    def _contract(self, h: Tensor, residual: Tensor | None, gate: Coefficient) -> Tensor:
-        """residual + gate * its last Linear; the branch alone without a residual."""
+    def _contract(self, h: Tensor, residual: Tensor, gate: Coefficient) -> Tensor:
+        """residual + gate * its last Linear."""
         last, impl = self._block.ffn.net[2], self._spec.impl
         closed = self._linears.close(
             "ffn.2", h, last, int8=self._ffn.int8, residual=residual, c_out=gate
@@ -285,8 +359,8 @@ class WanBlockForward:
             return ops.project_skip(
                 h, last.weight, last.bias, residual=residual, c_out=gate, impl=impl
             )
-        branch: Tensor = last(h)
-        return branch if residual is None else ops.skip(residual, branch, 1.0, gate, impl=impl)
+        branch: Tensor = call(last, h)
+        return ops.skip(residual, branch, 1.0, gate, impl=impl)
 
     def _close(
         self,
@@ -294,62 +368,30 @@ class WanBlockForward:
         attn: Any,
         x: Tensor | Normed,
         context: Tensor | None,
-        residual: Tensor | None,
+        residual: Tensor,
         c_out: Coefficient,
         cast: Cast,
         *,
         rotary: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """residual + c_out * attn(x, context); the branch alone without a residual."""
-        image = None
-        if attn.add_k_proj is not None and context is not None:
-            tokens = context.shape[1] - _TEXT_TOKENS
-            image, context = context[:, :tokens], context[:, tokens:]
+        """residual + c_out * attn(x, context)."""
+        image, context = self._split(attn, context)
+        q, k, v, weights, spec = self._heads(state, attn, x, context, mask)
         name = "attn1" if state is self._attn1 else "attn2"
-        q, k, v = self._project(name, attn, x, context, state.int8)
-        asked = self._specs[state.precision]
-        few = context is not None and k.shape[1] < ops.INT8_MIN_KEYS
-        if few and asked.attention == "int8" and self._form != "one-launch":
-            asked = self._specs["exact attention"]
-        norm_q, norm_k = attn.norm_q, attn.norm_k
-        plain_norms = plain_norm(norm_q, q) and plain_norm(norm_k, k)
-        if mask is None and plain_norms and norm_q.eps == norm_k.eps:
-            weights = {"norm_q": norm_q.weight, "norm_k": norm_k.weight}
-            spec = asked
-            if norm_q.eps != spec.eps:
-                spec = replace(spec, eps=norm_q.eps)
-        else:
-            q, k, weights, spec = norm_q(q), norm_k(k), {}, asked
         linear, dropout = attn.to_out[0], attn.to_out[1]
         plain = plain_linear(linear, q) and type(dropout) is nn.Dropout and bare(dropout)
         int8 = plain and state.int8 and runs_int8(linear, q)
         if not state.int8:
             self._linears.forget(f"{name}.out")
-        # A mask that came after patching leaves it dense, as the attention's own forward does.
-        own = self._linear is not None and state is self._attn1 and mask is None
-        sparse = own and attached_proj_l(attn) is not None
-        if plain and image is None and mask is None and not int8 and not sparse:
+        if plain and image is None and mask is None and not int8 and not self._sparse(state, mask):
             return ops.attention_project_skip(
                 q, k, v, linear.weight, linear.bias, spec,
                 residual=residual, c_out=c_out, rotary=rotary, cast=cast,
                 form="two-launch" if spec.attention == "exact" else self._form,
                 **weights,
             )  # fmt: skip
-        if sparse:
-            out = sparse_attention(attn, q, k, v, spec, self._topk, rotary=rotary, **weights)
-        elif mask is None:
-            out = ops.attention_skip(q, k, v, spec, rotary=rotary, **weights)
-        else:
-            out = ops.masked_attention(q, k, v, mask, spec, rotary=rotary)
-        if image is not None:
-            k, v = self._project_image(attn, image, state.int8)
-            norm = attn.norm_added_k
-            if weights and plain_norm(norm, k) and norm.eps == spec.eps:
-                weights = {"norm_q": norm_q.weight, "norm_k": norm.weight}
-            else:
-                q, k, weights = norm_q(q) if weights else q, norm(k), {}
-            out = ops.attention_skip(q, k, v, spec, residual=out, **weights)
+        out = self._attend(state, attn, (q, k, v), weights, spec, image, rotary, mask)
         if int8:
             closed = self._linears.close(
                 f"{name}.out", out, linear, int8=True, residual=residual, c_out=c_out, cast=cast
@@ -361,31 +403,105 @@ class WanBlockForward:
                 out, linear.weight, linear.bias,
                 residual=residual, c_out=c_out, cast=cast, impl=spec.impl,
             )  # fmt: skip
-        branch: Tensor = dropout(linear(out))
-        return (
-            branch
-            if residual is None
-            else ops.skip(residual, branch, 1.0, c_out, cast=cast, impl=spec.impl)
-        )
+        branch: Tensor = call(dropout, call(linear, out))
+        return ops.skip(residual, branch, 1.0, c_out, cast=cast, impl=spec.impl)
+
+    def _attention(
+        self,
+        state: PairState,
+        attn: Any,
+        x: Tensor | Normed,
+        context: Tensor | None,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """What the output projection gets, [B, N, H * D]."""
+        image, context = self._split(attn, context)
+        q, k, v, weights, spec = self._heads(state, attn, x, context, mask)
+        return self._attend(state, attn, (q, k, v), weights, spec, image, rotary, mask)
+
+    def _split(self, attn: Any, context: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The image tokens and the text, where attention has both."""
+        if attn.add_k_proj is None or context is None:
+            return None, context
+        tokens = context.shape[1] - _TEXT_TOKENS
+        return context[:, :tokens], context[:, tokens:]
+
+    def _sparse(self, state: PairState, mask: Tensor | None) -> bool:
+        """Whether it is SLA. A mask that came after patching leaves it dense, as the attention's
+        own forward does."""
+        return state is self._attn1 and mask is None and self._linear_now() is not None
+
+    def _heads(
+        self,
+        state: PairState,
+        attn: Any,
+        x: Tensor | Normed,
+        context: Tensor | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any], ops.AttentionSpec]:
+        """q, k, v, the norms that the attention's prologue does, and how the attention runs."""
+        name = "attn1" if state is self._attn1 else "attn2"
+        q, k, v = self._project(name, attn, x, context, state.int8)
+        spec = self._specs[state.precision]
+        few = context is not None and k.shape[1] < ops.INT8_MIN_KEYS
+        if few and spec.attention == "int8" and self._form != "one-launch":
+            spec = self._specs["exact attention"]
+        norm_q, norm_k = attn.norm_q, attn.norm_k
+        plain_norms = plain_norm(norm_q, q) and plain_norm(norm_k, k)
+        if mask is None and plain_norms and norm_q.eps == norm_k.eps:
+            if norm_q.eps != spec.eps:
+                spec = replace(spec, eps=norm_q.eps)
+            return q, k, v, {"norm_q": norm_q.weight, "norm_k": norm_k.weight}, spec
+        return call(norm_q, q), call(norm_k, k), v, {}, spec
+
+    def _attend(
+        self,
+        state: PairState,
+        attn: Any,
+        heads: tuple[Tensor, Tensor, Tensor],
+        weights: dict[str, Any],
+        spec: ops.AttentionSpec,
+        image: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        q, k, v = heads
+        if self._sparse(state, mask):
+            out = sparse_attention(attn, q, k, v, spec, self._topk, rotary=rotary, **weights)
+        elif mask is None:
+            out = ops.attention_skip(q, k, v, spec, rotary=rotary, **weights)
+        else:
+            out = ops.masked_attention(q, k, v, mask, spec, rotary=rotary)
+        if image is not None:
+            k, v = self._project_image(attn, image, state.int8)
+            norm_q, norm = attn.norm_q, attn.norm_added_k
+            if weights and plain_norm(norm, k) and norm.eps == spec.eps:
+                weights = {"norm_q": norm_q.weight, "norm_k": norm.weight}
+            else:
+                q, k, weights = call(norm_q, q) if weights else q, call(norm, k), {}
+            out = ops.attention_skip(q, k, v, spec, residual=out, **weights)
+        return out
 
     def _project(
         self, name: str, attn: Any, x: Tensor | Normed, context: Tensor | None, int8: bool
     ) -> tuple[Tensor, ...]:
         """q, k, v; views of one tensor where the projections are fused, or int8."""
         project = self._linears.project
-        if not attn.fused_projections:
-            if context is None:
-                three = (attn.to_q, attn.to_k, attn.to_v)
-                return project(f"{name}.qkv", x, three, int8=int8)
-            pair = project(f"{name}.kv", context, (attn.to_k, attn.to_v), int8=int8)
-        elif not attn.is_cross_attention:
+        if attn.fused_projections and not attn.is_cross_attention:
             (fused,) = project(f"{name}.qkv", x, (attn.to_qkv,), int8=int8)
             return fused.chunk(3, dim=-1)
-        else:
-            source = x if context is None else context
-            (fused,) = project(f"{name}.kv", source, (attn.to_kv,), int8=int8)
-            pair = fused.chunk(2, dim=-1)
-        return *project(f"{name}.q", x, (attn.to_q,), int8=int8), *pair
+        if not attn.fused_projections and context is None:
+            three = (attn.to_q, attn.to_k, attn.to_v)
+            return project(f"{name}.qkv", x, three, int8=int8)
+        # In the author's order, in which dropouts of an adapter draw their masks.
+        (q,) = project(f"{name}.q", x, (attn.to_q,), int8=int8)
+        source = x if context is None else context
+        if not attn.fused_projections:
+            return q, *project(f"{name}.kv", source, (attn.to_k, attn.to_v), int8=int8)
+        (fused,) = project(f"{name}.kv", source, (attn.to_kv,), int8=int8)
+        return q, *fused.chunk(2, dim=-1)
 
     def _project_image(self, attn: Any, image: Tensor, int8: bool) -> tuple[Tensor, ...]:
         if attn.fused_projections:

@@ -85,6 +85,14 @@ class SkyReelsBlockForward(WanBlockForward):
         )
         per_token = temb.transpose(1, 2) if temb.ndim == 4 else temb
         rows = modulation(self._block.scale_shift_table, per_token)
+
+        def author(view: Any, hidden: Tensor) -> Tensor:
+            own: Any = type(self._block).forward
+            out: Tensor = own(
+                view, hidden, encoder_hidden_states, temb, rotary_emb, attention_mask
+            )
+            return out
+
         return self._run(
-            hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask, guard
+            hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask, guard, author
         )
