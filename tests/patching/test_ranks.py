@@ -1,4 +1,4 @@
-"""Two real ranks on a CPU: diffusers' context parallelism is refused, each rank has its verdict."""
+"""Two real ranks on a CPU: diffusers' context parallelism is refused, each has its verdict."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ graph is captured and in training, and costs a few attribute look-ups on other f
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
 from turbo_rcm_patch.patching.state import PairState, Step, When
 
 __all__ = ["Guard", "Pair", "PipelineSteps", "StepContext"]
+
+_log = logging.getLogger(__name__)
 
 #: A residual stream, or one tensor each of several.
 Branch = Tensor | tuple[Tensor, ...]
@@ -156,7 +159,9 @@ class Guard:
         self._budget = config.guard_budget
         self._path = path
         self._steps = steps
-        self._model, self._states = model, states
+        self._states = states
+        # A report holds a guard, and must not keep a model's memory.
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
         self._make()
         log.attach(self)
 
@@ -166,10 +171,13 @@ class Guard:
 
     def __getstate__(self) -> dict[str, object]:
         # Neither a lock nor a thread's place can be pickled or means anything in a copy.
-        return {k: v for k, v in vars(self).items() if k not in ("_threads", "_lock")}
+        kept = {k: v for k, v in vars(self).items() if k not in ("_threads", "_lock")}
+        return kept | {"_model": self._model()}
 
-    def __setstate__(self, state: dict[str, object]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        model = state["_model"]
+        self._model = weakref.ref(model) if model is not None else _gone
         self._make()
 
     @property
@@ -183,6 +191,10 @@ class Guard:
         """Check the next forward whatever its step."""
         for state in self._states:
             state.unseen.add("asked")
+
+    def unseen(self) -> list[str]:
+        """Paths of the pairs that run fused and were not compared yet."""
+        return [s.pair.path for s in self._states if s.live and "first" in s.unseen]
 
     # --- where in the denoising loop we are ------------------------------------------------------
 
@@ -219,7 +231,9 @@ class Guard:
     def _is_training(self, inputs: dict[str, Tensor]) -> bool:
         if any(x.requires_grad for x in inputs.values()):
             return True
-        model = self._model
+        model = self._model()
+        if model is None:
+            return False
         if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
             return True
         return any(
@@ -307,11 +321,13 @@ class Guard:
             with self._lock:
                 step = next((one.next_step for one in pair.states if one.next_step), None)
                 self._record(here, pair, found, step or "given back")
+                reason = self._reason(here, _STEPS[step] if step else "given back", found)
                 for state in pair.states:
+                    _log.warning("%s: %s", state.pair.path, reason)
                     if step is None:
-                        state.give_back(self._reason(here, "given back", found))
+                        state.give_back(reason)
                     else:
-                        state.take(step, self._reason(here, _STEPS[step], found))
+                        state.take(step, reason)
             with notes.taken():
                 result = pair.ours()
             if step is None:
@@ -354,7 +370,7 @@ class Guard:
         where = "" if here.step is None else f" (index {here.step})"
         return (
             f"{what} by the guard: relative L2 {found.error:.3g} over the budget "
-            f"{self._budget:g} on the {here.when} step{where}"
+            f"{self._budget:g} on the {here.when} step{where}, in {found.where}"
         )
 
 
@@ -442,6 +458,10 @@ _STEPS: Final[dict[Step, str]] = {
 }
 #: How the path ends of the sum of a sparse and a linear attention: keys have two shares there.
 _SPARSE: Final = (".proj_l", ".local_attn")
+
+
+def _gone() -> None:
+    """A model that is not there."""
 
 
 def _parts(branch: Branch) -> tuple[Tensor, ...]:

@@ -256,6 +256,9 @@ def _report(
                 result += [state.pair for state in states] + boundary
         return result
 
+    def ran() -> list[str]:
+        return [state.ran for _, states, _ in held for state in states]
+
     def device() -> tuple[str, str, str]:
         module = held[0][0]()
         where = execution_device(module) if module is not None else last_device
@@ -263,4 +266,4 @@ def _report(
         pv = ops.describe_pv(config.pv, where) if attention else "as the backend"
         return str(where), ops.resolve_impl(config.impl, where), pv
 
-    return PatchReport(type(model).__name__, config, log, pairs, device)
+    return PatchReport(type(model).__name__, config, log, pairs, ran, device)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
@@ -54,6 +55,11 @@ class PairState:
             # p and v may be in fp8 only where that was not ruled out.
             self._steps += ["16-bit p and v"] if narrow else []
             self._steps += ["exact attention"]
+
+    def note(self, how: str) -> None:
+        """Say how it runs on this forward; a compiled graph would only say how it was traced."""
+        if not torch.compiler.is_compiling():
+            self.ran = how
 
     def give_back(self, reason: str) -> None:
         """Run this pair as its author wrote it from now on."""

@@ -25,11 +25,17 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.author import Notes, call, nothing, observe, same
-from turbo_rcm_patch.patching.blocks import Mode, plain_dropout, refuse_parallel
+from turbo_rcm_patch.patching.blocks import (
+    Mode,
+    autocast_off,
+    note_mode,
+    plain_dropout,
+    refuse_parallel,
+)
 from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
 from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.linears import Linears
-from turbo_rcm_patch.patching.plain import autocasting, bare, drops, plain_linear
+from turbo_rcm_patch.patching.plain import bare, drops, plain_linear
 from turbo_rcm_patch.patching.state import PairState, specs_of
 
 __all__ = [
@@ -60,7 +66,17 @@ class CogVideoXBlockForward:
     It holds the block itself, so that a deep copy of a patched model holds the copied block.
     """
 
-    __slots__ = ("_attn1", "_block", "_ff", "_guard", "_head", "_linears", "_spec", "_specs")
+    __slots__ = (
+        "_attn1",
+        "_block",
+        "_ff",
+        "_guard",
+        "_head",
+        "_linears",
+        "_said",
+        "_spec",
+        "_specs",
+    )
 
     def __init__(
         self,
@@ -74,6 +90,7 @@ class CogVideoXBlockForward:
         self._attn1, self._ff = states["attn1"], states["ff"]
         self._guard = guard
         self._head = head
+        self._said: set[str] = set()
         self._linears = Linears(config.impl)
         self._spec = ops.AttentionSpec(
             heads=block.attn1.heads,
@@ -109,7 +126,8 @@ class CogVideoXBlockForward:
         if attention_kwargs is not None:  # ConsisID's block takes none.
             given += (attention_kwargs,)  # type: ignore[assignment]
         same = hidden_states.dtype == encoder_hidden_states.dtype == temb.dtype
-        if autocasting(hidden_states) or not same:
+        states = (self._attn1, self._ff)
+        if not autocast_off(hidden_states, states, self._said if self._head else None) or not same:
             written: tuple[Tensor, Tensor] = type(self._block).forward(self._block, *given)
             return written
         guard = self._begin(hidden_states, encoder_hidden_states, temb)
@@ -223,6 +241,7 @@ class CogVideoXBlockForward:
     ) -> Streams:
         attn, mode = self._block.attn1, self._mode(attention_kwargs)
         observe(x)
+        note_mode(self._attn1, mode)
         tokens = _lengths(streams)
         if mode == "ours":
             out = self._heads(x, tokens[0], rotary)
@@ -252,6 +271,7 @@ class CogVideoXBlockForward:
         projected = self._linears.project("attn1.qkv", x, modules, int8=int8)
         q, k, v = projected if len(projected) == 3 else projected[0].chunk(3, dim=-1)
         spec = self._specs[self._attn1.precision]
+        self._attn1.note(f"fused with {spec.attention} attention")
         norms: dict[str, Any] = {}
         if norms_of_heads(attn) and _readable(attn.norm_q, q) and _readable(attn.norm_k, k):
             for name in ("norm_q", "norm_k"):
@@ -272,6 +292,7 @@ class CogVideoXBlockForward:
         observe(x)
         tokens = _lengths(streams)
         mode = feed_forward_mode(ff) if state.live else "as-written"
+        note_mode(state, mode)
         if mode == "ours":
             h = expand(ff, x, self._linears, "ff.0", int8=state.int8)
             return self._close("ff.2", h, ff.net[2:], state.int8, tokens, streams, gates)

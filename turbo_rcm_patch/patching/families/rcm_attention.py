@@ -18,9 +18,10 @@ from turbo_rcm_patch.errors import DTypeError, HeadDimError
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.author import Notes, call
+from turbo_rcm_patch.patching.blocks import autocast_off
 from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.linears import Linears, pair_state, runs_int8
-from turbo_rcm_patch.patching.plain import autocasting, plain_linear, why_not_plain
+from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.signature import check_parameters
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState, specs_of
@@ -100,13 +101,14 @@ def _runs(model: nn.Module, config: PatchConfig) -> tuple[Residual, str]:
 class RCMAttentionForward:
     """Stands in for the forward of one module, which it holds."""
 
-    __slots__ = ("_form", "_guard", "_linears", "_module", "_specs", "_state")
+    __slots__ = ("_form", "_guard", "_linears", "_module", "_said", "_specs", "_state")
 
     def __init__(
         self, module: Any, state: PairState, config: PatchConfig, guard: Guard | None
     ) -> None:
         self._module, self._state, self._guard = module, state, guard
         self._form = config.form
+        self._said: set[str] = set()
         self._linears = Linears(config.impl)
         spec = ops.AttentionSpec(
             heads=module.num_heads,
@@ -128,7 +130,10 @@ class RCMAttentionForward:
             [B, N, C], dtype of x.
         """
         module = self._module
-        if not self._state.live or autocasting(x):
+        if not self._state.live:
+            self._state.note("as written")
+            return self._as_written(x, t)
+        if not autocast_off(x, (self._state,), self._said):
             return self._as_written(x, t)
         c_skip, c_out = module.coefficients(x, t)
         guard = self._guard
@@ -140,6 +145,7 @@ class RCMAttentionForward:
 
         def ours() -> Tensor:
             if not self._state.live:
+                self._state.note("as written")
                 return self._as_written(x, t)
             return self._close(x, c_skip, c_out)
 
@@ -185,7 +191,9 @@ class RCMAttentionForward:
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, ops.AttentionSpec]:
         (qkv,) = self._linears.project("qkv", x, (self._module.qkv,), int8=self._state.int8)
         q, k, v = qkv.chunk(3, dim=-1)
-        return q, k, v, self._specs[self._state.precision]
+        spec = self._specs[self._state.precision]
+        self._state.note(f"fused with {spec.attention} attention")
+        return q, k, v, spec
 
     def _attention(self, x: Tensor) -> Tensor:
         """What the output projection gets, [B, N, C]."""

@@ -21,6 +21,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.spec import QMAX
 from turbo_rcm_patch.patching.author import Notes, call, nothing, observe, same
+from turbo_rcm_patch.patching.blocks import autocast_off, note_mode
 from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     is_sparse,
     modulates,
@@ -31,7 +32,7 @@ from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
 )
 from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
-from turbo_rcm_patch.patching.plain import autocasting, plain_linear
+from turbo_rcm_patch.patching.plain import plain_linear
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Coefficient
 
@@ -82,7 +83,17 @@ class RotaryTables:
 class TurboBlockForward:
     """Stands in for the forward of one block, which it holds."""
 
-    __slots__ = ("_block", "_form", "_guard", "_head", "_linears", "_specs", "_states", "_tables")
+    __slots__ = (
+        "_block",
+        "_form",
+        "_guard",
+        "_head",
+        "_linears",
+        "_said",
+        "_specs",
+        "_states",
+        "_tables",
+    )
 
     def __init__(
         self,
@@ -96,6 +107,7 @@ class TurboBlockForward:
         self._block, self._states, self._guard = block, states, guard
         self._form, self._head, self._tables = config.form, head, tables
         self._linears = Linears(config.impl)
+        self._said: set[str] = set()
         self._specs = specs_of(
             ops.AttentionSpec(
                 heads=block.self_attn.num_heads,
@@ -130,7 +142,7 @@ class TurboBlockForward:
             [B, N, C], dtype of x.
         """
         block = self._block
-        if autocasting(x):
+        if not autocast_off(x, self._states.values(), self._said if self._head else None):
             forward: Tensor = type(block).forward(
                 block, x, e, seq_lens, freqs, context, context_lens
             )
@@ -264,6 +276,8 @@ class TurboBlockForward:
         observe(y)
         if self._fuses_self(y):
             return self._close("self_attn", y, None, freqs, x, gate)
+        for name in ("self_attn", "linear"):
+            note_mode(self._states.get(name), "called" if state.live else "as-written")
         return self._after(state, x, call(attn, y, seq_lens, freqs), gate)
 
     def _fuses_self(self, y: Tensor) -> bool:
@@ -288,6 +302,8 @@ class TurboBlockForward:
         observe(y)
         if self._fuses_cross(context):
             return self._close("cross_attn", y, context, None, x, 1.0)
+        for name in ("cross_attn", "image"):
+            note_mode(self._states.get(name), "called" if state.live else "as-written")
         return self._after(state, x, call(attn, y, context, context_lens), 1.0)
 
     def _fuses_cross(self, context: Tensor) -> bool:
@@ -344,6 +360,9 @@ class TurboBlockForward:
         few = text is not None and k.shape[1] < ops.INT8_MIN_KEYS
         if few and spec.attention == "int8" and self._form != "one-launch":
             spec = self._specs["exact attention"]
+        sparse = text is None and is_sparse(attn)
+        state.note(f"fused with {'sparse ' * sparse}{spec.attention} attention")
+        note_mode(self._states.get("linear" if text is None else "image"), "ours")
         norm_q, norm_k = rms_weight(attn.norm_q, q), rms_weight(attn.norm_k, k)
         if norm_q is None or norm_k is None or attn.norm_q.eps != attn.norm_k.eps:
             return call(attn.norm_q, q), call(attn.norm_k, k), v, {}, spec
@@ -409,7 +428,9 @@ class TurboBlockForward:
     def _feed_forward(self, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
         ffn, state = self._block.ffn, self._states["ffn"]
         observe(y)
-        if not state.live or why_feed_forward_called(ffn):
+        called = not state.live or bool(why_feed_forward_called(ffn))
+        note_mode(state, "ours" if not called else "called" if state.live else "as-written")
+        if called:
             return self._after(state, x, call(ffn, y), gate)
         return self._output("ffn", ffn[2], self._expand(y), x, gate)
 

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.author import Notes, call, nothing, observe, same
-from turbo_rcm_patch.patching.blocks import Mode
+from turbo_rcm_patch.patching.blocks import Mode, autocast_off, note_mode, warn_once
 from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
 from turbo_rcm_patch.patching.families.wan_modes import (
     BlockClasses,
     attention_mode,
+    chosen_backend,
     gated,
     modulation,
     plain_layer_norm,
@@ -31,7 +32,7 @@ from turbo_rcm_patch.patching.families.wan_sla import settle, sparse_attention
 from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
-from turbo_rcm_patch.patching.plain import autocasting, bare, plain_linear, plain_norm
+from turbo_rcm_patch.patching.plain import bare, plain_linear, plain_norm
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast, Coefficient
@@ -40,6 +41,10 @@ __all__ = ["WanBlockForward"]
 
 #: Text tokens that follow the image tokens; the author's processor has the same constant.
 _TEXT_TOKENS: Final = 512
+_BACKEND: Final = (
+    "the attention backend {!r} is chosen and not used: the model is patched with "
+    "attention={!r}; with attention='exact' the backend computes the attention"
+)
 #: The norm before each branch of a block, and the output projection of the branch.
 _NORMS: Final = {"attn1": "norm1", "attn2": "norm2", "ffn": "norm3"}
 _OUTPUTS: Final = {"attn1": "to_out", "attn2": "to_out"}
@@ -66,8 +71,10 @@ class WanBlockForward:
         "_image",
         "_linear",
         "_linears",
+        "_said",
         "_spec",
         "_specs",
+        "_states",
         "_topk",
     )
 
@@ -80,7 +87,8 @@ class WanBlockForward:
         head: bool,
         guard: Guard | None,
     ) -> None:
-        self._block, self._classes = block, classes
+        self._block, self._classes, self._states = block, classes, tuple(states.values())
+        self._said: set[str] = set()
         self._attn1, self._attn2, self._ffn = states["attn1"], states["attn2"], states["ffn"]
         self._image, self._linear = states.get("image"), states.get("linear")
         self._form, self._topk = config.form, config.sla_topk
@@ -116,7 +124,7 @@ class WanBlockForward:
             [B, N, C], dtype of hidden_states.
         """
         block = self._block
-        if autocasting(hidden_states):
+        if not self._serves(hidden_states):
             written: Tensor = self._as_written(
                 hidden_states, encoder_hidden_states, temb, rotary_emb
             )
@@ -134,6 +142,16 @@ class WanBlockForward:
         return self._run(
             hidden_states, encoder_hidden_states, rows, rotary_emb, None, guard, author
         )
+
+    def _serves(self, hidden: Tensor) -> bool:
+        """Whether ours may run; what it will not follow is said."""
+        if not autocast_off(hidden, self._states, self._said if self._head else None):
+            return False
+        if self._head and not torch.compiler.is_compiling():
+            backend = chosen_backend(self._block.attn1)
+            if backend and self._spec.attention != "exact":
+                warn_once(self._said, _BACKEND.format(backend, self._spec.attention))
+        return True
 
     def _as_written(self, *inputs: Any) -> Any:
         """The author's forward of this block."""
@@ -298,6 +316,8 @@ class WanBlockForward:
     ) -> Tensor:
         attn, mode = self._block.attn1, self._self_mode(self._linear_now())
         observe(x)
+        note_mode(self._attn1, mode)
+        note_mode(self._linear, mode)
         if mode == "ours":
             return self._close(
                 self._attn1, attn, x, None, hidden, gate, "fp32", rotary=rotary, mask=mask
@@ -311,9 +331,14 @@ class WanBlockForward:
         mode = attention_mode(self._block.attn1, self._classes)
         if not self._attn1.live:
             return "as-written"
-        if linear is not None and mode == "ours" and self._spec.attention == "sage":
+        if mode == "ours" and linear is not None and self._spec.attention == "sage":
             return "called"
-        return mode
+        return self._with_backend(mode, self._block.attn1)
+
+    def _with_backend(self, mode: Mode, attn: Any) -> Mode:
+        """An exact attention is called where somebody chose what computes it."""
+        chosen = mode == "ours" and self._spec.attention == "exact" and chosen_backend(attn)
+        return "called" if chosen else mode
 
     def _cross_mode(self, context: Tensor) -> Mode:
         mode, image = attention_mode(self._block.attn2, self._classes), self._image
@@ -321,12 +346,14 @@ class WanBlockForward:
             return "as-written"
         if mode == "ours" and image is not None:
             # Both attentions go through one projection, so ours runs for both or for neither.
-            return "ours" if image.live and context.shape[1] > _TEXT_TOKENS else "called"
-        return mode
+            mode = "ours" if image.live and context.shape[1] > _TEXT_TOKENS else "called"
+        return self._with_backend(mode, self._block.attn2)
 
     def _cross_attention(self, x: Tensor | Normed, hidden: Tensor, context: Tensor) -> Tensor:
         attn, mode = self._block.attn2, self._cross_mode(context)
         observe(x)
+        note_mode(self._attn2, mode)
+        note_mode(self._image, mode)
         if mode == "ours":
             return self._close(self._attn2, attn, x, context, hidden, 1.0, "model")
         branch: Tensor = call(attn, tensor_of(x), context, None, None)
@@ -338,6 +365,7 @@ class WanBlockForward:
         ffn, impl = self._block.ffn, self._spec.impl
         mode = feed_forward_mode(ffn) if self._ffn.live else "as-written"
         observe(x)
+        note_mode(self._ffn, mode)
         if mode == "as-written":
             return gated(hidden, call(ffn, tensor_of(x)).float(), gate)
         if mode == "called":
@@ -448,6 +476,8 @@ class WanBlockForward:
         few = context is not None and k.shape[1] < ops.INT8_MIN_KEYS
         if few and spec.attention == "int8" and self._form != "one-launch":
             spec = self._specs["exact attention"]
+        how = "exact" if mask is not None else spec.attention
+        state.note(f"fused with {'sparse ' * self._sparse(state, mask)}{how} attention")
         norm_q, norm_k = attn.norm_q, attn.norm_k
         plain_norms = plain_norm(norm_q, q) and plain_norm(norm_k, k)
         if mask is None and plain_norms and norm_q.eps == norm_k.eps:

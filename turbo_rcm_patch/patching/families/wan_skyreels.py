@@ -22,7 +22,6 @@ from turbo_rcm_patch.patching.families.wan_plan import (
     check_signatures,
     plan_blocks,
 )
-from turbo_rcm_patch.patching.plain import autocasting
 from turbo_rcm_patch.patching.state import ModelPlan
 
 __all__ = ["SkyReelsBlockForward", "check", "plan"]
@@ -77,7 +76,7 @@ class SkyReelsBlockForward(WanBlockForward):
             [B, N, C], dtype of hidden_states.
         """
         inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
-        if autocasting(hidden_states):
+        if not self._serves(hidden_states):
             written: Tensor = self._as_written(*inputs)
             return written
         guard = self._begin(

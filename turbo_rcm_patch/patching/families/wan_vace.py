@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.author import Notes, call, observe
+from turbo_rcm_patch.patching.blocks import note_mode
 from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
 from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, modulation
 from turbo_rcm_patch.patching.families.wan_plan import (
@@ -30,7 +31,7 @@ from turbo_rcm_patch.patching.families.wan_plan import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import pair_state
-from turbo_rcm_patch.patching.plain import autocasting, plain_linear, why_not_plain
+from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
@@ -147,7 +148,7 @@ class VACEBlockForward(WanBlockForward):
         Returns:
             The hint [B, N, C], or None without an output projection, and the control stream.
         """
-        if autocasting(hidden_states):
+        if not self._serves(hidden_states):
             written: tuple[Tensor | None, Tensor] = self._as_written(
                 hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
             )
@@ -199,6 +200,7 @@ class VACEBlockForward(WanBlockForward):
     def _added(self, proj_in: Any, control: Tensor, hidden: Tensor) -> Tensor:
         """The video plus the projected control."""
         state, impl = self._proj_in, self._spec.impl
+        note_mode(state, "ours" if state is not None and state.live else "as-written")
         if state is None or not state.live:
             written: Tensor = call(proj_in, control) + hidden
             return written
