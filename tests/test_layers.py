@@ -106,4 +106,4 @@ def test_families_do_not_import_each_other() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=names)
 def test_files_stay_readable(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 440
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 640

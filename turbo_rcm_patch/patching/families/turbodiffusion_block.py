@@ -142,7 +142,9 @@ class TurboBlockForward:
             [B, N, C], dtype of x.
         """
         block = self._block
-        if not autocast_off(x, self._states.values(), self._said if self._head else None):
+        # Blocks share one compiled graph, so none may look at whether it is the first there.
+        said = None if torch.compiler.is_compiling() or not self._head else self._said
+        if not autocast_off(x, self._states.values(), said):
             forward: Tensor = type(block).forward(
                 block, x, e, seq_lens, freqs, context, context_lens
             )

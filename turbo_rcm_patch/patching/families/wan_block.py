@@ -144,13 +144,15 @@ class WanBlockForward:
         )
 
     def _serves(self, hidden: Tensor) -> bool:
-        """Whether ours may run; what it will not follow is said."""
-        if not autocast_off(hidden, self._states, self._said if self._head else None):
+        """Whether ours may run; the first block says what it will not follow."""
+        # Blocks share one compiled graph, so none may look at whether it is the first there.
+        said = None if torch.compiler.is_compiling() or not self._head else self._said
+        if not autocast_off(hidden, self._states, said):
             return False
-        if self._head and not torch.compiler.is_compiling():
+        if said is not None and self._spec.attention != "exact":
             backend = chosen_backend(self._block.attn1)
-            if backend and self._spec.attention != "exact":
-                warn_once(self._said, _BACKEND.format(backend, self._spec.attention))
+            if backend:
+                warn_once(said, _BACKEND.format(backend, self._spec.attention))
         return True
 
     def _as_written(self, *inputs: Any) -> Any:
@@ -219,10 +221,14 @@ class WanBlockForward:
             return self._attention(self._attn2, block.attn2, x, context)
 
         linear, image = self._linear_now(), self._image
-        of_self = (self._attn1,) if linear is None or not linear.live else (self._attn1, linear)
+        of_self: tuple[PairState, ...] = (self._attn1,)
+        if linear is not None and linear.live and mask is None:
+            of_self = (self._attn1, linear)
+        closes = guard is not None and self._attn1.live and guard.wants(of_self)
         hidden = self._pair(guard, "attn1", of_self, hidden, first, author, self_heads)
-        if guard is not None:
-            self._settle(linear)
+        if closes:
+            exact = self._specs[self._attn1.precision].attention == "exact"
+            settle(self._attn1, linear, fused=self._attn1.live, exact=exact)
         of_cross = (self._attn2,) if image is None else (self._attn2, image)
         hidden = self._pair(guard, "attn2", of_cross, hidden, second, author, cross_heads)
         return self._pair(guard, "ffn", (self._ffn,), hidden, third, author)
@@ -268,13 +274,6 @@ class WanBlockForward:
         """The sum of SLA's branches, unless its proj_l was taken away: then attention is dense."""
         held = self._linear is not None and attached_proj_l(self._block.attn1) is not None
         return self._linear if held else None
-
-    def _settle(self, linear: PairState | None) -> None:
-        """What became of the attention means something for the sum of its branches."""
-        if linear is not None and linear.live:
-            state = self._attn1
-            exact = self._specs[state.precision].attention == "exact"
-            settle(state, linear, fused=state.live, exact=exact)
 
     def _modulated(
         self, norm: Any, hidden: Tensor, scale: Tensor, shift: Tensor, state: PairState

@@ -227,7 +227,7 @@ def settle(state: PairState, linear: PairState | None, *, fused: bool, exact: bo
         fused: Whether it was accepted.
         exact: Whether it is exact from now on.
     """
-    if linear is None or (fused and not exact):
+    if linear is None or not linear.live and fused:
         return
     if not fused:
         state.give_back(f"{state.pair.reason}; {_DEFINED}")
