@@ -86,6 +86,19 @@ def test_a_checkpointed_forward_runs_the_same_twice(reentrant: bool, budget: flo
     assert relative(gradient(config), gradient(None)) < 1e-4
 
 
+def test_a_forward_that_is_differentiated_forwards_is_not_checked() -> None:
+    model = wan()
+    report = patch_model(model)
+    with torch.autograd.forward_ad.dual_level():
+        run(model)
+    assert len(report.guard) == 0
+    given = CASES[0].inputs()
+    torch.func.vmap(lambda x: run(model, **given) + x)(torch.zeros(2))
+    assert len(report.guard) == 0
+    run(model)
+    assert len(report.guard) == 6
+
+
 def counted(model: Any, pick: Callable[[Any], bool]) -> Counter[str]:
     """How often hooked modules are called from now on."""
     calls: Counter[str] = Counter()

@@ -23,6 +23,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
@@ -211,9 +212,9 @@ class Guard:
 
         Not in a forward that somebody may differentiate or that draws dropout masks: an input
         requires a gradient, or gradients are on and a parameter requires one, or a dropout is
-        active. There the author's code would draw other masks, and what is kept for the backward
-        pass would be computed twice. Nor while a CUDA graph is captured, where nothing can be
-        read.
+        active, or torch.func or forward-mode differentiation runs it. There the author's code
+        would draw other masks, and what is kept for the backward pass would be computed twice. Nor
+        while a CUDA graph is captured, where nothing can be read.
         """
         here = self._here
         before, here.when, here.inputs = here.when, None, {}
@@ -229,7 +230,7 @@ class Guard:
         here.when, here.inputs = when, inputs
 
     def _is_training(self, inputs: dict[str, Tensor]) -> bool:
-        if any(x.requires_grad for x in inputs.values()):
+        if any(x.requires_grad for x in inputs.values()) or _transformed():
             return True
         model = self._model()
         if model is None:
@@ -466,6 +467,12 @@ def _gone() -> None:
 
 def _parts(branch: Branch) -> tuple[Tensor, ...]:
     return (branch,) if isinstance(branch, Tensor) else branch
+
+
+def _transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation looks on: no value can be read there, or
+    what is computed twice is differentiated twice."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _capturing() -> bool:

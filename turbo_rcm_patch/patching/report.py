@@ -335,7 +335,7 @@ class PatchReport:
             head[1] += "; Linears in int8 where they can"
         guard = str(self.guard) if config.guard else "guard: off"
         ran = ", ".join(f"{count} {how}" for how, count in self.last_forward.items())
-        last = f"last forward: {ran or 'none yet, but in a compiled graph'}"
+        last = f"last forward: {ran or 'none yet outside a compiled graph'}"
         return "\n".join([*head, "", str(self.pairs), "", last, guard])
 
     def as_dict(self) -> dict[str, object]:
