@@ -281,3 +281,54 @@ def test_what_is_whole_is_kept(subject: Subject, dtype: torch.dtype, linear: Any
     assert len(report.guard) >= report.fused
     worst = max(report.guard, key=lambda record: record.error)
     assert worst.error < 0.05 and {record.verdict for record in report.guard} == {"kept"}, worst
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("one-sample", {"sample": 1}),
+        ("one-head-scaled", {"head": 1}),
+        ("gates-of-1-percent", {"rows": (30,)}),
+    ],
+)
+def test_the_record_says_where(
+    name: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given = CASES[0].model(), CASES[0].inputs(2)
+    next(mutant for mutant in MUTANTS if mutant.name == name).mutate(monkeypatch)
+    report = patch_model(model, PatchConfig(attention="exact", kinds=("self",)))
+    output_of(model, given)
+    record = report.guard[0]
+    assert {field: getattr(record, field) for field in expected} == expected
+    for value in expected.values():
+        assert str(value).strip("(,)") in record.where
+        assert record.where in str(report.guard)
+
+
+def test_a_gate_of_zero_that_is_its_author_s_is_kept() -> None:
+    model, given = CASES[0].model(torch.bfloat16), CASES[0].inputs(2, torch.bfloat16)
+    projection = model.condition_embedder.time_proj
+    projection.weight.data.zero_()
+    projection.bias.data.zero_()
+    for block in model.blocks:
+        block.scale_shift_table.data[:, (2, 5)] = 0
+    report = patch_model(model)
+    output_of(model, given)
+    assert {record.verdict for record in report.guard} == {"kept"}
+
+
+def test_turbodiffusion_without_what_its_dense_attention_needs() -> None:
+    """Its own attention is flash-attn's; the comparison does with torch's."""
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        raise TypeError("'NoneType' object is not callable")
+
+    expected = output_of(turbodiffusion.tiny(), turbodiffusion.tiny_inputs())
+    model = turbodiffusion.tiny()
+    for module in model.modules():
+        if hasattr(module, "local_attn"):
+            module.local_attn = attention
+    report = patch_model(model)
+    output = output_of(model, turbodiffusion.tiny_inputs())
+    assert relative(output, expected) < 0.05
+    assert len(report.guard) == 6 and {r.verdict for r in report.guard} == {"kept"}

@@ -200,7 +200,7 @@ def _heads(
         by_head = _finite(_ratio(_above(off, floor * size), size)) / HEAD_ROOM
     if gates is None or weight is None:
         return by_head
-    off, gate = _difference(ours, author), torch.cat(gates, dim=1)
+    off, gate = _difference(ours, author), _whole(gates)
     matrix = weight.float()
     agree = torch.zeros(before.shape[0], heads, device=before.device).double()
     wrong = torch.zeros(before.shape[0], 1, device=before.device).double()
@@ -233,7 +233,7 @@ def _share_of(
 ) -> Tensor:
     """How much of a part of the attention's output [B, N, H * D] ours has too much or too little
     of, at most as much as explains the error: [B]."""
-    off, gate = _difference(ours, author), torch.cat(gates, dim=1)
+    off, gate = _difference(ours, author), _whole(gates)
     agree, size, wrong = torch.zeros(3, part.shape[0], device=part.device).double()
     for rows in _chunks(part):
         adds = F.linear(part[:, rows].float(), weight.float()) * gate[:, rows].float()
@@ -246,8 +246,13 @@ def _share_of(
 
 def _difference(ours: tuple[Tensor, ...], author: tuple[Tensor, ...]) -> Callable[[slice], Tensor]:
     """ours - author over the rows of all streams, in fp32, a few rows at a time."""
-    one, other = (torch.cat(streams, dim=1) for streams in (ours, author))
+    one, other = _whole(ours), _whole(author)
     return lambda rows: one[:, rows].float() - other[:, rows].float()
+
+
+def _whole(streams: tuple[Tensor, ...]) -> Tensor:
+    """The rows of all streams, [B, N, C]."""
+    return streams[0] if len(streams) == 1 else torch.cat(streams, dim=1)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
