@@ -370,14 +370,14 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-guard",
         action="store_true",
-        help="do not check pairs against exact attention while running",
+        help="do not compare pairs with their authors' code while running",
     )
     group.add_argument(
         "--guard-budget",
         type=float,
         default=default.guard_budget,
         metavar="E",
-        help="largest relative L2 error of a branch (default: %(default)s)",
+        help="largest error of a pair, as a share of what it adds (default: %(default)s)",
     )
     group.add_argument(
         "--sla-topk",

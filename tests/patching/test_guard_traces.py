@@ -302,3 +302,20 @@ def test_a_report_says_what_no_forward_showed() -> None:
         assert len(report.guard) == 0 and "all kept" not in str(report)
         run(model)
         assert "all kept" in str(report)
+
+
+def test_a_pair_that_never_runs_does_not_keep_the_others_from_their_last_step() -> None:
+    """Nor does it have them compared on every step of a guided run."""
+    model = wan()
+    report = patch_model(model)
+    kept, model.blocks = model.blocks, torch.nn.ModuleList([model.blocks[0]])
+    for step in range(4):
+        for name in ("cond", "uncond"):
+            with model.cache_context(name, step_index=step, num_inference_steps=4):
+                run(model)
+    model.blocks = kept
+    found = [
+        (record.step, record.when) for record in report.guard if record.path.endswith("attn1")
+    ]
+    assert found == [(0, "first")] * 2 + [(3, "last")] * 2
+    assert len(report.guard.unseen) == 3

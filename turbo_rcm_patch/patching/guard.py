@@ -121,20 +121,21 @@ class _Thread:
         context: What the pipeline announced: name ("cond", "uncond"), step and step count.
         names: Forwards seen of the current step.
         step: Index of the current step.
-        when: What the current forward is checked as, None if it is not.
+        whens: What pairs are checked as on the current forward: a single step is the first and
+            the last, and a pair that missed the first one is seen on a later one.
         inputs: Of the current forward, until a pair of it is compared.
-        single: Whether its step is the first and the last.
-        again: Whether it is another forward of a step that was checked.
+        again: Whether it is another forward of the same step.
+        done: What pairs were compared as on this step, by their states' ids.
         last: Index of the last step.
     """
 
     context: tuple[str, int | None, int | None] | None = None
     names: set[str] = field(default_factory=set)
     step: int | None = None
-    when: When | None = None
+    whens: tuple[When, ...] = ()
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    single: bool = False
     again: bool = False
+    done: dict[int, When] = field(default_factory=dict)
     last: int | None = None
 
 
@@ -217,17 +218,17 @@ class Guard:
         while a CUDA graph is captured, where nothing can be read.
         """
         here = self._here
-        before, here.when, here.inputs = here.when, None, {}
+        before, here.whens, here.inputs = here.whens, (), {}
         unseen = {when for state in self._states if state.live for when in state.unseen}
-        if not unseen and before is None:
+        if not unseen and not before:
             return
-        when = self._label(here, before, unseen)
-        if when is None:
+        whens = self._labels(here, before, unseen)
+        if not whens:
             return
         if self._is_training(inputs) or _capturing():
             here.names = set()
             return
-        here.when, here.inputs = when, inputs
+        here.whens, here.inputs = whens, inputs
 
     def _is_training(self, inputs: dict[str, Tensor]) -> bool:
         if any(x.requires_grad for x in inputs.values()) or _transformed():
@@ -243,28 +244,29 @@ class Guard:
             if isinstance(part, nn.modules.dropout._DropoutNd)
         )
 
-    def _label(self, here: _Thread, before: When | None, unseen: set[When]) -> When | None:
+    def _labels(
+        self, here: _Thread, before: tuple[When, ...], unseen: set[When]
+    ) -> tuple[When, ...]:
         name, step, count = here.context or ("", None, None)
         if step is None and self._steps is not None:
             step = self._steps.index()
-        same = before is not None and here.context is not None
-        if same and step == here.step and name not in here.names:
+        if before and here.context is not None and step == here.step and name not in here.names:
             # The second forward of classifier-free guidance belongs to the same step.
             here.names.add(name)
             here.again = True
             return before
         if step is not None and here.step is not None and step < here.step:
             here.last = None  # Another run, perhaps of another length.
-        here.names, here.step, here.again, here.single = {name}, step, False, False
+        here.names, here.step, here.again, here.done = {name}, step, False, {}
+        whens: list[When] = []
         if "first" in unseen:
             here.last = None
-            here.single = step is not None and step == self._last_step(here, count)
-            return "first"
+            whens.append("first")
         if "asked" in unseen:
-            return "asked"
+            whens.append("asked")
         if "last" in unseen and step is not None and step == self._last_step(here, count):
-            return "last"
-        return None
+            whens.append("last")
+        return tuple(whens)
 
     def _last_step(self, here: _Thread, count: int | None) -> int | None:
         if here.last is None:
@@ -279,7 +281,7 @@ class Guard:
         inputs, here.inputs = here.inputs, {}
         for name, x in inputs.items():
             if not bool(torch.isfinite(x).all()):
-                here.when, here.names = None, set()  # The step has yet to be seen.
+                here.whens, here.names = (), set()  # The step has yet to be seen.
                 raise NonFiniteInputError(
                     f"{name} of the first patched block of {self._path or 'the model'}",
                     expected="finite values",
@@ -293,9 +295,15 @@ class Guard:
     def wants(self, states: tuple[PairState, ...]) -> bool:
         """Whether this forward is to show that these pairs are right."""
         here: _Thread | None = getattr(self._threads, "here", None)
-        if here is None or here.when is None:
-            return False
-        return here.again or any(here.when in state.unseen for state in states)
+        return here is not None and self._shown_as(here, states) is not None
+
+    @staticmethod
+    def _shown_as(here: _Thread, states: tuple[PairState, ...]) -> When | None:
+        for when in here.whens:
+            if any(when in state.unseen for state in states):
+                return when
+        # Guidance's other forward shows what the first one showed.
+        return here.done.get(id(states[0])) if here.whens and here.again else None
 
     def close(self, pair: Pair) -> Branch:
         """Run a pair, compare it with its author's code, and give it back over budget.
@@ -312,6 +320,7 @@ class Guard:
             NonFiniteInputError: An input of the first block has a NaN or an infinity.
         """
         here = self._here
+        when = self._shown_as(here, pair.states) or "asked"
         self._refuse_non_finite(here)
         notes = Notes()
         with notes.taken():
@@ -321,8 +330,9 @@ class Guard:
         while (found := self._measured(reference, result)).error > self._budget:
             with self._lock:
                 step = next((one.next_step for one in pair.states if one.next_step), None)
-                self._record(here, pair, found, step or "given back")
-                reason = self._reason(here, _STEPS[step] if step else "given back", found)
+                self._record(when, here.step, pair, found, step or "given back")
+                what = _STEPS[step] if step else "given back"
+                reason = self._reason(when, here.step, what, found)
                 for state in pair.states:
                     _log.warning("%s: %s", state.pair.path, reason)
                     if step is None:
@@ -335,26 +345,25 @@ class Guard:
                 break
         else:
             with self._lock:
-                self._record(here, pair, found, "kept")
+                self._record(when, here.step, pair, found, "kept")
         for state in pair.states:
-            state.unseen.discard(here.when or "asked")
-            if here.when == "first":
-                state.unseen.discard("asked")
-            if here.single:
-                state.unseen.discard("last")
+            state.unseen.difference_update(here.whens)
+            here.done[id(state)] = when
         return result
 
     @torch.no_grad()
     def _measured(self, reference: _Reference, result: Branch) -> Measure:
         return reference.compare(result, self._budget)
 
-    def _record(self, here: _Thread, pair: Pair, found: Measure, verdict: Decision) -> None:
+    def _record(
+        self, when: When, at: int | None, pair: Pair, found: Measure, verdict: Decision
+    ) -> None:
         for state in pair.states:
             self.log.add(
                 GuardRecord(
                     path=state.pair.path,
-                    step=here.step,
-                    when=here.when or "asked",
+                    step=at,
+                    when=when,
                     error=found.error,
                     budget=self._budget,
                     verdict=verdict,
@@ -367,11 +376,11 @@ class Guard:
                 )
             )
 
-    def _reason(self, here: _Thread, what: str, found: Measure) -> str:
-        where = "" if here.step is None else f" (index {here.step})"
+    def _reason(self, when: When, at: int | None, what: str, found: Measure) -> str:
+        where = "" if at is None else f" (index {at})"
         return (
             f"{what} by the guard: relative L2 {found.error:.3g} over the budget "
-            f"{self._budget:g} on the {here.when} step{where}, in {found.where}"
+            f"{self._budget:g} on the {when} step{where}, in {found.where}"
         )
 
 
