@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default those of the process.
 
     Returns:
-        0 if all is well (for `compare` and `demo`: "unchanged"), 1 if the verdict is "changed", 2
+        0 if all is well (for `compare` and `demo`: "unchanged"), 1 if the verdict is another, 2
         for a mistake in the arguments, the model or the files, 3 for an error nobody foresaw, 130
         if interrupted; see `exit_codes`.
     """
@@ -170,8 +170,8 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Generate every prompt unpatched, patched, and unpatched under another exact "
         "attention backend, from the same noise, and judge whether anything visible changed. "
         "Writes videos, plots, metrics.json and report.html. Stopped half way, the same command "
-        "goes on where it was. Exit code 0: unchanged, 1: changed, 2: a mistake in the arguments, "
-        "the model or the files, 3: an error nobody foresaw, 130: interrupted.",
+        "goes on where it was. Exit code 0: unchanged, 1: changed or undecided, 2: a mistake in "
+        "the arguments, the model or the files, 3: an error nobody foresaw, 130: interrupted.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "compare --prompt 'a red circle moves left' --out outputs/circle",
@@ -198,8 +198,9 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--network-number",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="also measure one network call against fp32, which needs a second "
-        "copy of the transformer (default: for small models)",
+        help="measure one network call against fp32, upcast block by block (default: where the "
+        'transformer is not offloaded; without it the verdict is "undecided", or left out with '
+        "--no-network-number)",
     )
     _add_patch(compare)
     compare.set_defaults(run="compare")
@@ -383,14 +384,14 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-guard",
         action="store_true",
-        help="do not check pairs against exact attention while running",
+        help="do not compare pairs with their authors' code while running",
     )
     group.add_argument(
         "--guard-budget",
         type=float,
         default=default.guard_budget,
         metavar="E",
-        help="largest relative L2 error of a branch (default: %(default)s)",
+        help="largest error of a pair, as a share of what it adds (default: %(default)s)",
     )
     group.add_argument(
         "--sla-topk",

@@ -65,14 +65,16 @@ class PatchConfig:
             "two-launch" or "one-launch"; "auto" reads the measured table.
         kinds: Which kinds of skip pair are fused: "self" and "cross" attention, "image" (I2V's
             second attention), "feed-forward", "control" (VACE's input projection).
-        guard: Compare each pair with the exact branch on the first and the last step and give it
-            back to its author's code when it is over budget.
+        guard: Compare each closed pair with its author's code on the first and the last step of
+            an inference and give it back when it is over budget.
         precision: "fixed" runs every pair as asked for here, or not at all. "auto" lets the guard
             choose for each attention what keeps it within the budget: as asked for, with 16-bit p
             and v, with exact attention and the skip fused after it, or its author's code. It
             needs the guard and attention="int8".
-        guard_budget: Largest relative L2 error of a branch (after its output projection) that the
-            guard accepts.
+        guard_budget: Largest error of a pair that the guard accepts, as a share of what it adds
+            to its residual: relative L2 of each sample; a head, the worst hundredth of the rows
+            and the last keys have more room, the input of a branch has less
+            (`patching/measure.py`).
         sla_topk: Share of the blocks of keys that sparse attention sees, in (0, 1], in a Wan class
             of diffusers whose self-attention holds SLA's `proj_l` (`load_extra` attaches it).
             TurboDiffusion's own class keeps the share of its modules. Without a `proj_l`

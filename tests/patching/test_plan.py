@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.patching.wan import EXACT, INT8, Case, relative, run
+from tests.patching.wan import EXACT, Case, relative, run
 from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.patching.families import wan_block
 from turbo_rcm_patch.patching.plan import PlanSlot, Watch
@@ -226,17 +226,35 @@ def test_a_deep_copy_plans_over_its_own_modules(used: list[int]) -> None:
     assert torch.equal(run(model, **inputs), before)
 
 
-def test_plans_compute_what_the_careful_way_computes(
-    monkeypatch: pytest.MonkeyPatch, used: list[int]
+@pytest.mark.parametrize("options", [{}, {"linear": "int8"}, {"attention": "exact"}], ids=str)
+def test_plans_compute_and_say_what_the_careful_way_does(
+    monkeypatch: pytest.MonkeyPatch, used: list[int], options: dict[str, Any]
 ) -> None:
     case = Case("2.1-t2v")
     model, inputs = case.model(torch.bfloat16), case.inputs(dtype=torch.bfloat16)
-    patch_model(model, INT8)
-    planned = run(model, **inputs)
+    report = patch_model(model, guard=False, **options)
+    planned, said = run(model, **inputs), report.last_forward
     assert len(used) == 2
     monkeypatch.setattr(PlanSlot, "get", lambda *args: None)
     assert torch.equal(run(model, **inputs), planned)
+    assert report.last_forward == said
     assert len(used) == 2
+
+
+def test_a_guarded_forward_compares_the_plan_itself(
+    monkeypatch: pytest.MonkeyPatch, used: list[int]
+) -> None:
+    case = Case("2.1-t2v")
+    model, inputs = case.model(), case.inputs()
+    expected = run(model, **inputs)
+    own = wan_block._WanPlan._third
+    monkeypatch.setattr(wan_block._WanPlan, "_third", lambda self, *args: own(self, *args) * 1.5)
+    report = patch_model(model)
+    assert relative(run(model, **inputs), expected) < 0.02, "the author's code took its place"
+    assert {record.path for record in report.guard if record.verdict == "given back"} == {
+        "blocks.0.ffn",
+        "blocks.1.ffn",
+    }
 
 
 class State:

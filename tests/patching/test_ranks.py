@@ -1,4 +1,4 @@
-"""Two real ranks on a CPU: diffusers' context parallelism is refused, verdicts are shared."""
+"""Two real ranks on a CPU: diffusers' context parallelism is refused, each has its verdict."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from tests.patching.wan import CASES, run, wan
 from turbo_rcm_patch import PatchConfig, errors, patch_model, unpatch_model
 
 
-def shares_verdicts(rank: int) -> None:
+def decides_for_itself(rank: int) -> None:
+    """Only one rank sees an attention that int4 cannot follow, and only it gives it back; the
+    other runs no forward at all."""
+    if rank == 0:
+        return
     model = wan()
-    if rank == 1:
-        # Only this rank sees an attention that int4 cannot follow.
-        model.blocks[0].attn1.norm_q.weight.data.mul_(30)
+    model.blocks[0].attn1.norm_q.weight.data.mul_(30)
     report = patch_model(model, PatchConfig(attention="int4", kinds=("self",), guard_budget=0.3))
     run(model)
-    errors_here = torch.tensor([record.error for record in report.guard])
-    everywhere = [torch.empty_like(errors_here) for _ in range(2)]
-    dist.all_gather(everywhere, errors_here)
-    assert torch.equal(everywhere[0], everywhere[1])
-    assert errors_here[0] > 0.3 > errors_here[1]
+    assert report.guard[0].error > 0.3
     assert [pair.path for pair in report.pairs if pair.fused][0] == "blocks.1.attn1"
 
 
@@ -50,7 +48,7 @@ def rank_main(rank: int, folder: str) -> None:
     store = Path(folder, "store").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     try:
-        shares_verdicts(rank)
+        decides_for_itself(rank)
         refuses_context_parallelism(rank)
     finally:
         dist.destroy_process_group()

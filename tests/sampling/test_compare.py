@@ -331,5 +331,70 @@ def test_what_cannot_be_measured_is_told_at_once(pipe, settings, tmp_path, monke
     monkeypatch.setitem(pipe.transformer.blocks[0].__dict__, "_hf_hook", object())
     with pytest.raises(SamplingError, match="Leave out --network-number"):
         compare(pipe, PROMPTS[0], out=tmp_path, settings=settings, network_number=True)
-    assert not passes.wants_network(pipe, None)
     assert calls == []
+
+
+def test_a_number_that_is_missing_is_not_unchanged(pipe, settings, tmp_path, monkeypatch) -> None:
+    """By default it is measured whatever the size; what cannot be measured is told."""
+    monkeypatch.setattr(passes, "SMALL_NETWORK", 0, raising=False)
+    found = compare(pipe, PROMPTS[0], out=tmp_path / "large", settings=settings)
+    assert found.network is not None and "not measured" not in str(found)
+    monkeypatch.setattr(passes, "why_no_network", lambda pipe, wanted: "an offloaded transformer")
+    found = compare(pipe, PROMPTS[0], out=tmp_path / "offloaded", settings=settings)
+    assert found.verdict == "undecided"
+    assert "not measured: the network number (an offloaded transformer)" in str(found)
+    assert (
+        "not measured: the network number (an offloaded transformer)" in found.report.read_text()
+    )
+
+
+def test_memory_that_runs_out_is_told(pipe, settings, tmp_path, monkeypatch) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(passes, "measure_network", full)
+    found = compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
+    assert found.verdict == "undecided" and "does not fit" in str(found)
+
+
+def test_upcasting_a_block_at_a_time_is_an_fp32_copy(pipe, monkeypatch) -> None:
+    import copy
+
+    from turbo_rcm_patch.sampling.network import upcast
+
+    network = pipe.transformer
+    given = {
+        "hidden_states": torch.randn(1, 4, 2, 4, 4),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 7, network.config.text_dim),
+        "return_dict": False,
+    }
+    before = {name: (x.data_ptr(), x.dtype) for name, x in network.named_parameters()}
+    hooks = [len(module._forward_hooks) for module in network.modules()]
+    wide = 0
+
+    def count(block: torch.nn.Module, *args: object) -> None:
+        nonlocal wide
+        wide = max(
+            wide,
+            sum(all(p.dtype == torch.float32 for p in b.parameters()) for b in network.blocks),
+        )
+
+    with torch.no_grad():
+        expected = copy.deepcopy(network).float()(**given)[0]
+        with upcast(network):
+            handles = [b.register_forward_pre_hook(count) for b in network.blocks]
+            found = network(**given)[0]
+            for handle in handles:
+                handle.remove()
+        with pytest.raises(RuntimeError, match="stopped"), upcast(network):
+            monkeypatch.setattr(type(network.blocks[1].ffn), "forward", _stop)
+            network(**given)
+    assert torch.equal(found, expected) and found.dtype == torch.float32
+    assert wide == 1
+    assert {name: (x.data_ptr(), x.dtype) for name, x in network.named_parameters()} == before
+    assert [len(module._forward_hooks) for module in network.modules()] == hooks
+
+
+def _stop(*args: object) -> None:
+    raise RuntimeError("stopped")

@@ -10,8 +10,10 @@ from turbo_rcm_patch.errors import ControlError, SamplingError
 from turbo_rcm_patch.sampling.metrics import Drift
 from turbo_rcm_patch.sampling.verdict import (
     FUSION_LIMIT,
+    MEDIAN_FLOOR_DB,
     MEDIAN_MARGIN_DB,
     NETWORK_LIMIT,
+    WORST_FRAME_FLOOR_DB,
     WORST_FRAME_MARGIN_DB,
     judge,
 )
@@ -27,6 +29,7 @@ CONTROL = [one(40.0, 38.0), one(41.0), one(45.0)]
 
 def test_margins_are_the_agreed_ones() -> None:
     assert (MEDIAN_MARGIN_DB, WORST_FRAME_MARGIN_DB) == (6.0, 9.0)
+    assert (MEDIAN_FLOOR_DB, WORST_FRAME_FLOOR_DB) == (20.0, 15.0)
     assert (NETWORK_LIMIT, FUSION_LIMIT) == (2.0, 3e-6)
 
 
@@ -79,3 +82,30 @@ def test_runs_must_be_paired() -> None:
         judge(CONTROL, CONTROL[:2])
     with pytest.raises(SamplingError):
         judge([], [])
+
+
+@pytest.mark.parametrize(
+    ("patched", "control", "word"),
+    [
+        pytest.param(one(6.0), one(12.0), "undecided", id="control-12-patched-6"),
+        pytest.param(one(12.0), one(12.0), "undecided", id="no-worse-than-a-control-of-12"),
+        pytest.param(one(25.0), one(12.0), "unchanged", id="near-where-the-control-is-not"),
+        pytest.param(one(5.9), one(12.0), "changed", id="outside-the-margin-too"),
+        pytest.param(one(19.9), one(24.0), "changed", id="median-under-the-floor"),
+        pytest.param(one(20.0), one(24.0), "unchanged", id="median-on-the-floor"),
+        pytest.param(one(30.0, 14.9), one(30.0, 20.0), "changed", id="frame-under-the-floor"),
+        pytest.param(one(30.0, 14.9), one(30.0, 14.0), "undecided", id="frame-like-the-control"),
+        pytest.param(one(math.nan), one(12.0), "changed", id="nan"),
+    ],
+)
+def test_a_floor_that_no_control_excuses(patched: Drift, control: Drift, word: str) -> None:
+    verdict = judge([patched], [control])
+    assert verdict.word == word
+    assert bool(verdict.reasons) == (word != "unchanged")
+
+
+def test_what_is_missing_is_said_and_never_unchanged() -> None:
+    verdict = judge(CONTROL, CONTROL, missing=["the network number (an offloaded transformer)"])
+    assert verdict.word == "undecided" and not verdict.unchanged
+    assert verdict.reasons == ("not measured: the network number (an offloaded transformer)",)
+    assert judge([one(1.0)] * 3, CONTROL, missing=["the network number"]).word == "changed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 
@@ -11,27 +12,78 @@ from torch import Tensor, nn
 from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.errors import ContextParallelError, DTypeError, HeadDimError
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
-from turbo_rcm_patch.patching.plain import bare, why_not_plain
+from turbo_rcm_patch.patching.plain import autocasting, bare, unserved, why_not_plain
 from turbo_rcm_patch.patching.registry import author_class
+from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Residual, SkipPair
 
 __all__ = [
+    "AUTOCAST",
     "Mode",
     "check_head_dim",
     "check_weights",
     "distinct",
     "known_inside",
     "left_by_config",
+    "may_run",
+    "note_mode",
     "plain_dropout",
     "refuse_parallel",
     "same_batch",
     "unknown_pair",
+    "warn_once",
 ]
 
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 #: What may run now: ours in the place of a branch, the skip after it, or nothing of ours.
 Mode = Literal["ours", "called", "as-written"]
+_MODES: Final[dict[Mode, str]] = {
+    "ours": "fused",
+    "called": "fused after a module that was called",
+    "as-written": "as written",
+}
+
+
+#: What pairs say of a forward under autocast.
+AUTOCAST: Final = "as written because of autocast"
+_AUTOCAST: Final = (
+    "autocast is on, so the patched blocks run as their authors wrote them and nothing is fused; "
+    "cast the model instead, e.g. model.to(torch.bfloat16), and run it without autocast"
+)
+_log = logging.getLogger(__name__)
+
+
+def may_run(x: Tensor, states: Iterable[PairState], said: set[str] | None) -> bool:
+    """Whether ours may run: not under autocast, which ours would not follow, and not where
+    `unserved` says so; the pairs say that.
+
+    Args:
+        x: An input of the block.
+        states: The pairs of the block.
+        said: What the model was warned about; None for blocks after its first.
+    """
+    if not unserved(x):
+        return True
+    autocast = autocasting(x)
+    for state in states:
+        state.note(AUTOCAST if autocast else "as written")
+    if said is not None and autocast:
+        warn_once(said, _AUTOCAST)
+    return False
+
+
+def warn_once(said: set[str], message: str) -> None:
+    """Log a warning, the first time; never in a compiled graph."""
+    if not torch.compiler.is_compiling() and message not in said:
+        said.add(message)
+        _log.warning(message)
+
+
+def note_mode(state: PairState | None, mode: Mode) -> None:
+    """Say how a pair without an attention of ours runs on this forward."""
+    if state is not None:
+        state.note(_MODES[mode])
 
 
 def distinct(modules: Iterable[nn.Module]) -> Iterator[tuple[int, Any]]:

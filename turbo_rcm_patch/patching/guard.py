@@ -1,34 +1,45 @@
-"""The guard: compares each fused pair with its author's code on real forwards.
+"""The guard: compares each closed pair with its author's code on real forwards of inference.
 
-It runs on the first and the last step of each expert. A pair over budget, or with a non-finite
-value, goes back to its author's code for good. Which step a forward belongs to is what the
-pipeline says when it enters the model's `cache_context`; in a patched pipeline whose calls do not
-say it, the scheduler knows. Where nobody knows, the first forward is checked and
-`report.guard.check_next()` asks for another.
+It runs on the first and the last step of each expert. A pair (norm, branch, gate and residual)
+over budget, or with a non-finite value, goes back to its author's code for good. Which step a
+forward belongs to is what the pipeline says when it enters the model's `cache_context`; in a
+patched pipeline whose calls do not say it, the scheduler knows. Where nobody knows, the first
+forward is checked and `report.guard.check_next()` asks for another.
 
-The guard does nothing while a compiler traces, and costs one attribute look-up on other forwards.
+What is compared is what the next pair gets: ours runs once and is the result. Nothing that hangs
+on a module is called a second time (`author`). The guard does nothing while a compiler traces or a
+graph is captured and in training, and costs a few attribute look-ups on other forwards.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Literal
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
+from turbo_rcm_patch.patching.author import Notes, nothing, ones
+from turbo_rcm_patch.patching.measure import NORM_SHARE, Measure, measure
+from turbo_rcm_patch.patching.normed import Normed
+from turbo_rcm_patch.patching.plain import drops, plain_linear
 from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
-from turbo_rcm_patch.patching.state import PairState, Step
+from turbo_rcm_patch.patching.state import PairState, Step, When
 
-__all__ = ["Guard", "PipelineSteps", "StepContext"]
+__all__ = ["Guard", "Pair", "PipelineSteps", "StepContext"]
 
-When = Literal["first", "last", "asked"]
-#: A branch, or its rows of each residual stream.
-Branch = torch.Tensor | tuple[torch.Tensor, ...]
+_log = logging.getLogger(__name__)
+
+#: A residual stream, or one tensor each of several.
+Branch = Tensor | tuple[Tensor, ...]
 
 
 class PipelineSteps:
@@ -102,98 +113,175 @@ def _times_of_frames(timestep: object) -> bool:
     return isinstance(timestep, torch.Tensor) and timestep.ndim == 1 and timestep.numel() > 0
 
 
+@dataclass(slots=True)
+class _Thread:
+    """Where one thread is in its denoising loop.
+
+    Attributes:
+        context: What the pipeline announced: name ("cond", "uncond"), step and step count.
+        names: Forwards seen of the current step.
+        step: Index of the current step.
+        whens: What pairs are checked as on the current forward: a single step is the first and
+            the last, and a pair that missed the first one is seen on a later one.
+        inputs: Of the current forward, until a pair of it is compared.
+        again: Whether it is another forward of the same step.
+        done: What pairs were compared as on this step, by their states' ids.
+        last: Index of the last step.
+    """
+
+    context: tuple[str, int | None, int | None] | None = None
+    names: set[str] = field(default_factory=set)
+    step: int | None = None
+    whens: tuple[When, ...] = ()
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    again: bool = False
+    done: dict[int, When] = field(default_factory=dict)
+    last: int | None = None
+
+
 class Guard:
-    """The guard of one model (one expert)."""
+    """The guard of one model (one expert).
+
+    Which forward is checked is a thread's own affair; what a pair still has to show is kept in its
+    state, and is over only once it was compared, so a forward that is interrupted leaves the rest
+    to the next one. Nothing is exchanged with other ranks: each decides for itself, because ranks
+    need not run the same forwards, and a collective that one of them does not join never returns.
+    """
 
     def __init__(
-        self, config: PatchConfig, path: str, log: GuardLog, steps: PipelineSteps | None
+        self,
+        config: PatchConfig,
+        path: str,
+        log: GuardLog,
+        steps: PipelineSteps | None,
+        model: nn.Module,
+        states: list[PairState],
     ) -> None:
-        self.active = False
         self.log = log
         self._budget = config.guard_budget
         self._path = path
         self._steps = steps
-        self._remaining: set[When] = {"first", "last"}
-        self._asked = False
-        self._context: tuple[str, int | None, int | None] | None = None
-        self._names: set[str] = set()
-        self._step: int | None = None
-        self._when: When | None = None
-        self._last: int | None = None
+        self._states = states
+        # A report holds a guard, and must not keep a model's memory.
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self._make()
         log.attach(self)
+
+    def _make(self) -> None:
+        self._threads = threading.local()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, object]:
+        # Neither a lock nor a thread's place can be pickled or means anything in a copy.
+        kept = {k: v for k, v in vars(self).items() if k not in ("_threads", "_lock")}
+        return kept | {"_model": self._model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        model = state["_model"]
+        self._model = weakref.ref(model) if model is not None else _gone
+        self._make()
+
+    @property
+    def _here(self) -> _Thread:
+        here: _Thread | None = getattr(self._threads, "here", None)
+        if here is None:
+            here = self._threads.here = _Thread()
+        return here
 
     def check_next(self) -> None:
         """Check the next forward whatever its step."""
-        self._asked = True
+        for state in self._states:
+            state.unseen.add("asked")
+
+    def unseen(self) -> list[str]:
+        """Paths of the pairs that run fused and were not compared yet."""
+        return [s.pair.path for s in self._states if s.live and "first" in s.unseen]
 
     # --- where in the denoising loop we are ------------------------------------------------------
 
     def enter(self, name: str, step: int | None, count: int | None) -> None:
         """The pipeline announces a forward: its name ("cond", "uncond"), step and step count."""
-        self._context = (name, step, count)
+        self._here.context = (name, step, count)
 
     def leave(self) -> None:
         """The announced forward is over."""
-        self._context = None
+        self._here.context = None
 
-    def begin(self, **inputs: torch.Tensor) -> None:
+    def begin(self, **inputs: Tensor) -> None:
         """A forward reaches the first patched block; decides whether it is checked.
 
-        Raises:
-            NonFiniteInputError: It is checked, and an input of the block has a NaN or an infinity.
+        Not in a forward that somebody may differentiate or that draws dropout masks: an input
+        requires a gradient, or gradients are on and a parameter requires one, or a dropout is
+        active, or torch.func or forward-mode differentiation runs it. There the author's code
+        would draw other masks, and what is kept for the backward pass would be computed twice. Nor
+        while a CUDA graph is captured, where nothing can be read.
         """
-        self.active = False
-        if not self._remaining and not self._asked and self._when is None:
+        here = self._here
+        before, here.whens, here.inputs = here.whens, (), {}
+        unseen = {when for state in self._states if state.live for when in state.unseen}
+        if not unseen and not before:
             return
-        self._when = self._label()
-        if self._when is None:
+        whens = self._labels(here, before, unseen)
+        if not whens:
             return
-        self.active = True
-        self._refuse_non_finite(inputs)
+        if self._is_training(inputs) or _capturing():
+            here.names = set()
+            return
+        here.whens, here.inputs = whens, inputs
 
-    def _label(self) -> When | None:
-        name, step, count = self._context or ("", None, None)
+    def _is_training(self, inputs: dict[str, Tensor]) -> bool:
+        if any(x.requires_grad for x in inputs.values()) or _transformed():
+            return True
+        model = self._model()
+        if model is None:
+            return False
+        if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+            return True
+        return any(
+            drops(part)
+            for part in model.modules()
+            if isinstance(part, nn.modules.dropout._DropoutNd)
+        )
+
+    def _labels(
+        self, here: _Thread, before: tuple[When, ...], unseen: set[When]
+    ) -> tuple[When, ...]:
+        name, step, count = here.context or ("", None, None)
         if step is None and self._steps is not None:
             step = self._steps.index()
-        same = self._when is not None and self._context is not None
-        if same and step == self._step and name not in self._names:
+        if before and here.context is not None and step == here.step and name not in here.names:
             # The second forward of classifier-free guidance belongs to the same step.
-            self._names.add(name)
-            return self._when
-        if step is not None and self._step is not None and step < self._step:
-            self._last = None  # Another run, perhaps of another length.
-        self._names, self._step = {name}, step
-        when: When | None = None
-        if self._asked:
-            self._asked, when = False, "asked"
-        if "first" in self._remaining:
-            self._last = None
-            when = "first"
-        elif "last" in self._remaining and step is not None and step == self._last_step(count):
-            when = "last"
-        if when in ("first", "last"):
-            self._remaining.discard(when)
-        if when == "first" and step is not None and step == self._last_step(count):
-            self._remaining.discard("last")  # A single step is both.
-        return when
+            here.names.add(name)
+            here.again = True
+            return before
+        if step is not None and here.step is not None and step < here.step:
+            here.last = None  # Another run, perhaps of another length.
+        here.names, here.step, here.again, here.done = {name}, step, False, {}
+        whens: list[When] = []
+        if "first" in unseen:
+            here.last = None
+            whens.append("first")
+        if "asked" in unseen:
+            whens.append("asked")
+        if "last" in unseen and step is not None and step == self._last_step(here, count):
+            whens.append("last")
+        return tuple(whens)
 
-    def _last_step(self, count: int | None) -> int | None:
-        if self._last is None:
+    def _last_step(self, here: _Thread, count: int | None) -> int | None:
+        if here.last is None:
             last = self._steps.last() if self._steps is not None else None
             if last is None:
                 return None if count is None else count - 1
-            self._last = last
-        return self._last
-
-    # --- comparing -------------------------------------------------------------------------------
+            here.last = last
+        return here.last
 
     @torch.no_grad()
-    def _refuse_non_finite(self, inputs: dict[str, torch.Tensor]) -> None:
+    def _refuse_non_finite(self, here: _Thread) -> None:
+        inputs, here.inputs = here.inputs, {}
         for name, x in inputs.items():
             if not bool(torch.isfinite(x).all()):
-                self.active = False
-                if self._when in ("first", "last"):
-                    self._remaining.add(self._when)  # The step has yet to be seen.
+                here.whens, here.names = (), set()  # The step has yet to be seen.
                 raise NonFiniteInputError(
                     f"{name} of the first patched block of {self._path or 'the model'}",
                     expected="finite values",
@@ -202,68 +290,174 @@ class Guard:
                     "blocks; guard=False lets such values pass as the author's code would",
                 )
 
-    def accepts(
-        self,
-        states: tuple[PairState, ...],
-        exact: Callable[[], Branch],
-        fused: Callable[[], Branch],
-    ) -> bool:
-        """Compare a branch with its author's code; over budget, the pairs are given back.
+    # --- comparing -------------------------------------------------------------------------------
+
+    def wants(self, states: tuple[PairState, ...]) -> bool:
+        """Whether this forward is to show that these pairs are right."""
+        here: _Thread | None = getattr(self._threads, "here", None)
+        return here is not None and self._shown_as(here, states) is not None
+
+    @staticmethod
+    def _shown_as(here: _Thread, states: tuple[PairState, ...]) -> When | None:
+        for when in here.whens:
+            if any(when in state.unseen for state in states):
+                return when
+        # Guidance's other forward shows what the first one showed.
+        return here.done.get(id(states[0])) if here.whens and here.again else None
+
+    def close(self, pair: Pair) -> Branch:
+        """Run a pair, compare it with its author's code, and give it back over budget.
 
         Before that, what can be made more precise is: Linears that run in int8 are given back
         first, then, with precision="auto", p and v get 16 bits, then the attention is exact. The
-        branch is computed once more after each step.
+        pair runs once more after each step; hooked modules are called again only with another
+        input.
 
-        Args:
-            states: The pairs that the branch closes (cross-attention and its image branch are
-                measured together, after their common output projection).
-            exact: The author's branch, [B, N, C]; of several residual streams, one tensor each.
-            fused: Our branch likewise, as the states' flags say. It may be overwritten.
+        Returns:
+            What the pair comes to, as it was accepted or as its author wrote it.
+
+        Raises:
+            NonFiniteInputError: An input of the first block has a NaN or an infinity.
         """
+        here = self._here
+        when = self._shown_as(here, pair.states) or "asked"
+        self._refuse_non_finite(here)
+        notes = Notes()
+        with notes.taken():
+            result = pair.ours()
         with torch.no_grad():
-            truth = exact()
-        while (error := self._error(truth, fused)) > self._budget:
-            step = next((state.next_step for state in states if state.next_step), None)
+            reference = _Reference(pair, notes)
+        while (found := self._measured(reference, result)).error > self._budget:
+            with self._lock:
+                step = next((one.next_step for one in pair.states if one.next_step), None)
+                self._record(when, here.step, pair, found, step or "given back")
+                what = _STEPS[step] if step else "given back"
+                reason = self._reason(when, here.step, what, found)
+                for state in pair.states:
+                    _log.warning("%s: %s", state.pair.path, reason)
+                    if step is None:
+                        state.give_back(reason)
+                    else:
+                        state.take(step, reason)
+            with notes.taken():
+                result = pair.ours()
             if step is None:
                 break
-            self._record(states, error, step)
-            for state in states:
-                state.take(step, self._reason(_STEPS[step], error))
         else:
-            self._record(states, error, "kept")
-            return True
-        self._record(states, error, "given back")
-        for state in states:
-            state.give_back(self._reason("given back", error))
-        return False
+            with self._lock:
+                self._record(when, here.step, pair, found, "kept")
+        for state in pair.states:
+            state.unseen.difference_update(here.whens)
+            here.done[id(state)] = when
+        return result
 
     @torch.no_grad()
-    def _error(self, truth: Branch, fused: Callable[[], Branch]) -> float:
-        """Relative L2 of our branch, the largest over streams and ranks; infinity where it is not
-        finite."""
-        pairs = zip(_parts(fused()), _parts(truth), strict=True)
-        error = torch.stack([_distance(ours, exact) for ours, exact in pairs]).max()
-        _reduce_max(error)
-        return float(error)
+    def _measured(self, reference: _Reference, result: Branch) -> Measure:
+        return reference.compare(result, self._budget)
 
-    def _record(self, states: tuple[PairState, ...], error: float, verdict: Decision) -> None:
-        for state in states:
+    def _record(
+        self, when: When, at: int | None, pair: Pair, found: Measure, verdict: Decision
+    ) -> None:
+        for state in pair.states:
             self.log.add(
                 GuardRecord(
                     path=state.pair.path,
-                    step=self._step,
-                    when=self._when or "asked",
-                    error=error,
+                    step=at,
+                    when=when,
+                    error=found.error,
                     budget=self._budget,
                     verdict=verdict,
+                    where=found.where,
+                    sample=found.sample,
+                    head=found.head,
+                    head_error=found.head_error,
+                    rows=found.rows,
+                    row_error=found.row_error,
                 )
             )
 
-    def _reason(self, what: str, error: float) -> str:
-        where = "" if self._step is None else f" (index {self._step})"
+    def _reason(self, when: When, at: int | None, what: str, found: Measure) -> str:
+        where = "" if at is None else f" (index {at})"
         return (
-            f"{what} by the guard: relative L2 {error:.3g} over the budget {self._budget:g} on "
-            f"the {self._when} step{where}"
+            f"{what} by the guard: relative L2 {found.error:.3g} over the budget "
+            f"{self._budget:g} on the {when} step{where}, in {found.where}"
+        )
+
+
+@dataclass(slots=True)
+class Pair:
+    """What a block hands over to have a pair checked.
+
+    Attributes:
+        states: The pairs it closes (cross-attention and its image branch go through one output
+            projection, so they are one).
+        residual: [B, N, C], or one tensor a stream.
+        ours: Runs the pair from norm to residual as the states' flags say.
+        author: Runs the author's code of the pair from a residual, with the branch in its place
+            that it is given, or with the author's own, made over the notes.
+        attention: Our attention before the output projection, [B, N, H * D], with the notes of
+            `ours`; it returns None where the branch is none or was called.
+    """
+
+    states: tuple[PairState, ...]
+    residual: Branch
+    ours: Callable[[], Branch]
+    author: Callable[[Notes, Branch, Callable[..., Any] | None], Branch]
+    attention: Callable[[], Tensor | None] = lambda: None
+
+
+class _Reference:
+    """The author's side of a comparison, made once."""
+
+    def __init__(self, pair: Pair, notes: Notes) -> None:
+        self._pair, self._notes = pair, notes
+        self._author = _parts(pair.author(notes, pair.residual, None))
+        self._base = _parts(pair.residual)
+        if any(stream.c_skip != "1" for stream in pair.states[0].pair.streams):
+            self._base = _parts(pair.author(notes, pair.residual, nothing))
+        self._theirs, self._before = notes.theirs, notes.before
+        self._replayed, notes.replayed = notes.replayed, []
+        self._heads = pair.states[0].pair.heads if notes.before is not None else 0
+        self._weight: Tensor | None = None
+        self._gates: tuple[Tensor, ...] | None = None
+        self._last_keys: Tensor | None = None
+        output = notes.output
+        if output is None or self._before is None or not plain_linear(output, self._before):
+            return
+        self._weight = cast("Tensor", output.weight)
+        still = tuple(torch.zeros_like(x) for x in self._base)
+        zero = still if isinstance(pair.residual, tuple) else still[0]
+        self._gates = _parts(pair.author(notes, zero, ones))
+        if not any(state.pair.path.endswith(_SPARSE) for state in pair.states):
+            self._last_keys = notes.last_keys()
+
+    def compare(self, result: Branch, budget: float) -> Measure:
+        notes, pair = self._notes, self._pair
+        inputs = [(one, other, 1.0) for one, other in self._replayed]
+        if notes.ours is not None and self._theirs is not None:
+            ours = notes.ours
+            rows = ours.made_rows() if isinstance(ours, Normed) else None
+            if isinstance(ours, Normed) and rows is None:
+                ours = ours.tensor()
+            if rows is not None:
+                ours = rows.int8[..., : self._theirs.shape[-1]] * rows.scale.unsqueeze(-1)
+            assert isinstance(ours, Tensor)
+            inputs.append((ours, self._theirs, NORM_SHARE if rows is None else 1.0))
+        before = None
+        if self._heads:
+            with notes.taken():
+                before = pair.attention()
+        return measure(
+            _parts(result),
+            self._author,
+            self._base,
+            inputs=inputs,
+            heads=self._heads,
+            before=self._before,
+            ours_before=before,
+            gates=self._gates,
+            weight=self._weight,
+            last_keys=self._last_keys,
         )
 
 
@@ -272,25 +466,26 @@ _STEPS: Final[dict[Step, str]] = {
     "16-bit p and v": "p and v given 16 bits",
     "exact attention": "attention made exact",
 }
+#: How the path ends of the sum of a sparse and a linear attention: keys have two shares there.
+_SPARSE: Final = (".proj_l", ".local_attn")
 
 
-def _parts(branch: Branch) -> tuple[torch.Tensor, ...]:
-    return (branch,) if isinstance(branch, torch.Tensor) else branch
+def _gone() -> None:
+    """A model that is not there."""
 
 
-def _distance(ours: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Relative L2, one number; overwrites ours."""
-    distance = torch.linalg.vector_norm(ours.sub_(exact), dtype=torch.float32)
-    size = torch.linalg.vector_norm(exact, dtype=torch.float32)
-    error = torch.where(distance == 0, distance, distance / size)
-    return torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
+def _parts(branch: Branch) -> tuple[Tensor, ...]:
+    return (branch,) if isinstance(branch, Tensor) else branch
 
 
-def _reduce_max(error: torch.Tensor) -> None:
-    """The largest error over ranks, so that all ranks run the same code afterwards."""
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+def _transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation looks on: no value can be read there, or
+    what is computed twice is differentiated twice."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class StepContext:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.int8_linear import Activation
+from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
@@ -116,14 +117,15 @@ class Linears:
         if len(chosen) < len(modules):
             x = tensor_of(x)
         if not chosen:
-            return tuple(module(x) for module in modules)
+            return tuple(call(module, x) for module in modules)
         weight, scale, bias = self._weights(key, chosen)
         together = ops.int8_linear(
             _rows_or_tensor(x), weight, scale, bias, impl=self.copies.impl, out_dtype=like.dtype
         )
         parts = iter(torch.split(together, [m.out_features for m in chosen], dim=-1))
         return tuple(
-            next(parts) if any(module is c for c in chosen) else module(x) for module in modules
+            next(parts) if any(module is c for c in chosen) else call(module, x)
+            for module in modules
         )
 
     def close(

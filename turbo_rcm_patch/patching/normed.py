@@ -68,6 +68,10 @@ class Normed:
             )
         return self._rows
 
+    def made_rows(self) -> ops.Rows | None:
+        """The int8 rows, if somebody asked for them."""
+        return self._rows
+
     def _wants_gradient(self) -> bool:
         parts = (self.like, self._scale, self._shift)
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in parts)

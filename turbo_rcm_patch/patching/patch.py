@@ -320,7 +320,7 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
     if plan.config.guard:
         pipe = None if isinstance(model, nn.Module) else model
         steps = PipelineSteps(pipe, target.component) if pipe is not None else None
-        guard = Guard(plan.config, plan.path, log, steps)
+        guard = Guard(plan.config, plan.path, log, steps, plan.model, plan.states)
     record = PatchRecord(plan, log)
     distinct = {(id(one.module), one.name): one for one in reversed(plan.installations)}
     for installation in reversed(distinct.values()):  # An attention may be shared by two blocks.
@@ -381,6 +381,9 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
                 result += [state.pair for state in states] + boundary
         return result
 
+    def ran() -> list[str]:
+        return [state.ran for _, states, _ in held for state in states]
+
     def device() -> tuple[str, str, str]:
         module = held[0][0]()
         where = execution_device(module) if module is not None else last_device
@@ -388,4 +391,4 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         pv = ops.describe_pv(config.pv, where) if attention else "as the backend"
         return str(where), ops.resolve_impl(config.impl, where), pv
 
-    return PatchReport(type(model).__name__, config, log, pairs, device)
+    return PatchReport(type(model).__name__, config, log, pairs, ran, device)

@@ -388,6 +388,12 @@ class AttentionPlan:
         """Whether x may come as int8 rows."""
         return self._project.int8
 
+    def attention(self, context: Tensor | None) -> str:
+        """What computes it: "int8", "int4" or "exact"."""
+        few = context is not None and context.shape[1] < INT8_MIN_KEYS
+        numbers = self._exact if few and self._exact is not None else self._spec
+        return str(numbers[1])
+
     def __call__(
         self,
         token: Any,

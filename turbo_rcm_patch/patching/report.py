@@ -11,7 +11,7 @@ from typing import Final, Literal, Protocol, overload
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS
-from turbo_rcm_patch.patching.state import Step
+from turbo_rcm_patch.patching.state import Step, When
 from turbo_rcm_patch.skip import SkipPair
 
 __all__ = ["Decision", "GuardLog", "GuardRecord", "PairTable", "PatchReport"]
@@ -31,27 +31,42 @@ class GuardRecord:
         path: The pair.
         step: Index of the denoising step, None where nobody said which it was.
         when: "first", "last" or "asked" (by `check_next`).
-        error: Relative L2 of the fused branch, after its output projection, against the exact
-            one, the largest of its residual streams; infinity if it has a non-finite value.
+        error: Relative L2 of the closed pair against its author's code, in units of what the
+            author's code adds to the residual, above the rounding of its dtype: the largest over
+            samples, streams, heads and rows (`measure` says which room each has); infinity if it
+            has a non-finite value.
         budget: Largest error that was accepted.
         verdict: "kept", "given back" to the author's code, or a step towards precision after which
             the pair was compared again: "linears given back" (int8 Linears run as they are),
             "16-bit p and v", "exact attention".
+        where: What the error is of: a sample, rows, a head, the input of the branch, last keys.
+        sample: The sample with the largest error.
+        head: Its worst head, before the output projection; None where there is no attention.
+        head_error: Of that head.
+        rows: Its worst rows, at most eight of them.
+        row_error: Of the worst hundredth of its rows.
     """
 
     path: str
     step: int | None
-    when: Literal["first", "last", "asked"]
+    when: When
     error: float
     budget: float
     verdict: Decision
+    where: str = ""
+    sample: int = 0
+    head: int | None = None
+    head_error: float = 0.0
+    rows: tuple[int, ...] = ()
+    row_error: float = 0.0
 
 
 _MORE_PRECISE: Final = ("16-bit p and v", "exact attention")
 
 
-class _Armable(Protocol):
+class _Guard(Protocol):
     def check_next(self) -> None: ...
+    def unseen(self) -> list[str]: ...
 
 
 class GuardLog(Sequence[GuardRecord]):
@@ -59,7 +74,7 @@ class GuardLog(Sequence[GuardRecord]):
 
     def __init__(self) -> None:
         self._records: list[GuardRecord] = []
-        self._guards: list[_Armable] = []
+        self._guards: list[_Guard] = []
 
     @overload
     def __getitem__(self, index: int) -> GuardRecord: ...
@@ -78,7 +93,7 @@ class GuardLog(Sequence[GuardRecord]):
         """Append one comparison."""
         self._records.append(record)
 
-    def attach(self, guard: _Armable) -> None:
+    def attach(self, guard: _Guard) -> None:
         """Let `check_next` reach this guard."""
         self._guards.append(guard)
 
@@ -86,6 +101,14 @@ class GuardLog(Sequence[GuardRecord]):
         """Compare every fused pair on the next forward, whatever step it belongs to."""
         for guard in self._guards:
             guard.check_next()
+
+    @property
+    def unseen(self) -> list[str]:
+        """Paths of the fused pairs that no forward showed to be right yet.
+
+        Forwards that train, that autocast or that run in a compiled graph are not compared.
+        """
+        return [path for guard in self._guards for path in guard.unseen()]
 
     def __str__(self) -> str:
         if not self._records:
@@ -95,19 +118,35 @@ class GuardLog(Sequence[GuardRecord]):
         precise = sum(record.verdict in _MORE_PRECISE for record in back)
         text = (
             f"guard: {len(self._records)} comparisons, largest error {worst.error:.4g} "
-            f"({worst.path}, {_step(worst)}), budget {worst.budget:g}"
+            f"({worst.path}, {_step(worst)}{_place(worst)}), budget {worst.budget:g}"
         )
         counts = {"given back": len(back) - precise, "made more precise": precise}
         text += "".join(f", {n} {what}" for what, n in counts.items() if n)
-        text += "" if back else ", all kept"
-        return "\n".join(
-            [text] + [f"  {r.verdict}: {r.path} at {r.error:.4g}, {_step(r)}" for r in back]
-        )
+        unseen = self.unseen
+        if unseen:
+            text += f", {len(unseen)} pairs are not compared yet: {', '.join(_ranges(unseen))}"
+        elif not back:
+            text += ", all kept"
+        return "\n".join([text, *(f"  {r.verdict}: {_where(r)}" for r in back)])
 
 
 def _step(record: GuardRecord) -> str:
     step = "" if record.step is None else f" (index {record.step})"
     return f"{record.when} step{step}" if record.when != "asked" else f"asked for{step}"
+
+
+def _where(record: GuardRecord) -> str:
+    return f"{record.path} at {record.error:.4g}, {_step(record)}{_place(record)}"
+
+
+def _place(record: GuardRecord) -> str:
+    """What the error is of, with the worst head and rows of that sample."""
+    parts = [record.where] if record.where else []
+    if record.head is not None and not record.where.startswith("head"):
+        parts.append(f"worst head {record.head}")
+    if record.rows and not record.where.startswith("rows"):
+        parts.append(f"worst row {record.rows[0]}")
+    return "".join(f", {part}" for part in parts)
 
 
 class PairTable(Sequence[SkipPair]):
@@ -213,6 +252,14 @@ def _grouped(pairs: Sequence[SkipPair]) -> list[tuple[str, int, SkipPair]]:
     return [(_range([p.path for p in group]), len(group), group[0]) for group in groups.values()]
 
 
+def _ranges(paths: list[str]) -> list[str]:
+    """Paths that differ only in the number of their block as one."""
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(_NUMBER.sub("#", path), []).append(path)
+    return [_range(group) for group in groups.values()]
+
+
 def _range(paths: list[str]) -> str:
     """["blocks.0.a", "blocks.1.a", "blocks.3.a"] -> "blocks.0-1,3.a"."""
     found = [_NUMBER.search(path) for path in paths]
@@ -244,6 +291,7 @@ class PatchReport:
     config: PatchConfig
     guard: GuardLog
     _pairs: Callable[[], list[SkipPair]] = field(repr=False)
+    _ran: Callable[[], list[str]] = field(repr=False)
     _device: Callable[[], tuple[str, str, str]] = field(repr=False)
 
     def __repr__(self) -> str:
@@ -260,6 +308,12 @@ class PatchReport:
     def fused(self) -> int:
         """How many pairs one of our kernels closes now."""
         return self.pairs.fused
+
+    @property
+    def last_forward(self) -> dict[str, int]:
+        """How many pairs really ran how on the last forward, outside a compiled graph: fused with
+        which attention, after a Linear that was called, or as written and why."""
+        return dict(Counter(filter(None, self._ran())))
 
     @property
     def impl(self) -> str:
@@ -288,7 +342,9 @@ class PatchReport:
         if config.linear == "int8":
             head[1] += "; Linears in int8 where they can"
         guard = str(self.guard) if config.guard else "guard: off"
-        return "\n".join([*head, "", str(self.pairs), "", guard])
+        ran = ", ".join(f"{count} {how}" for how, count in self.last_forward.items())
+        last = f"last forward: {ran or 'none yet outside a compiled graph'}"
+        return "\n".join([*head, "", str(self.pairs), "", last, guard])
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -301,9 +357,14 @@ class PatchReport:
             "config": asdict(self.config),
             "fused": self.fused,
             "pairs": self.pairs.as_dict(),
+            "last_forward": self.last_forward,
+            "not_compared": self.guard.unseen,
             "guard": [
-                # JSON has no infinity: None is a branch with non-finite values.
-                asdict(record) | {"error": record.error if isfinite(record.error) else None}
+                # JSON has no infinity: None is a pair with non-finite values.
+                {
+                    name: None if isinstance(value, float) and not isfinite(value) else value
+                    for name, value in asdict(record).items()
+                }
                 for record in self.guard
             ],
         }

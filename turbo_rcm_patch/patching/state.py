@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
@@ -16,10 +17,12 @@ from turbo_rcm_patch.skip import Residual, SkipPair
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.guard import Guard
 
-__all__ = ["Installation", "ModelPlan", "PairState", "Precise", "Step", "specs_of"]
+__all__ = ["Installation", "ModelPlan", "PairState", "Precise", "Step", "When", "specs_of"]
 
 #: How an attention runs.
 Precise = Literal["as asked for", "16-bit p and v", "exact attention"]
+#: Forwards on which the guard compares a pair.
+When = Literal["first", "last", "asked"]
 #: What the guard may do about a pair before it gives it back.
 Step = Literal["linears given back", "16-bit p and v", "exact attention"]
 
@@ -32,9 +35,11 @@ class PairState:
         live: Whether the fused path runs. A plain flag, because a forward reads it on every call.
         int8: Whether its Linears may run in int8; a plain flag too.
         precision: How its attention runs, where the guard may choose.
+        unseen: Forwards on which the guard has yet to compare it.
+        ran: How it ran on the last forward outside a compiled graph, "" before the first.
     """
 
-    __slots__ = ("_reason", "_steps", "int8", "live", "pair", "precision")
+    __slots__ = ("_reason", "_steps", "int8", "live", "pair", "precision", "ran", "unseen")
 
     def __init__(
         self, pair: SkipPair, *, int8: bool = False, auto: bool = False, narrow: bool = True
@@ -43,12 +48,19 @@ class PairState:
         self.live = pair.fused
         self.int8 = int8 and pair.fused
         self.precision: Precise = "as asked for"
+        self.unseen: set[When] = {"first", "last"}
+        self.ran = ""
         self._reason = ""
         self._steps: list[Step] = ["linears given back"] if self.int8 else []
         if auto and pair.fused:
             # p and v may be in fp8 only where that was not ruled out.
             self._steps += ["16-bit p and v"] if narrow else []
             self._steps += ["exact attention"]
+
+    def note(self, how: str) -> None:
+        """Say how it runs on this forward; a compiled graph would only say how it was traced."""
+        if not torch.compiler.is_compiling():
+            self.ran = how
 
     def give_back(self, reason: str) -> None:
         """Run this pair as its author wrote it from now on."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,12 +21,12 @@ from turbo_rcm_patch.sampling.generation import settings_for
 from turbo_rcm_patch.sampling.measure import PromptResult, finish_prompt, read_prompt
 from turbo_rcm_patch.sampling.network import NetworkNumber
 from turbo_rcm_patch.sampling.observer import Observer, as_asked
-from turbo_rcm_patch.sampling.passes import Passes, Progress, wants_network
+from turbo_rcm_patch.sampling.passes import Passes, Progress, why_no_network
 from turbo_rcm_patch.sampling.record import collect_metrics, identity
 from turbo_rcm_patch.sampling.report import write_report
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.store import Store, check_out
-from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT, Verdict, judge
+from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT, Verdict, Word, judge
 from turbo_rcm_patch.sampling.video import find_ffmpeg
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Comparison:
     """What a comparison found.
 
     Attributes:
-        verdict: "unchanged" or "changed".
+        verdict: "unchanged", "changed" or "undecided" (see `Verdict`).
         judgement: The conditions behind it.
         results: One entry a prompt.
         network: Error of the network against fp32 truth, None if it was not measured.
@@ -52,7 +52,7 @@ class Comparison:
         metrics: The JSON file.
     """
 
-    verdict: Literal["unchanged", "changed"]
+    verdict: Word
     judgement: Verdict
     results: tuple[PromptResult, ...]
     network: NetworkNumber | None
@@ -66,6 +66,9 @@ class Comparison:
     def __str__(self) -> str:
         lines = [f"verdict: {self.verdict}"]
         lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
+        lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
+        if self.network is None and not self.judgement.missing:
+            lines += ["  --  left out on request: the network number"]
         seen = [asdict(one.seen) for one in self.results if one.seen]
         if seen:
             found = as_asked(seen)
@@ -109,8 +112,9 @@ def compare(
         seed: Seed of initial noise and re-noising.
         config: How to patch.
         settings: How to sample; by default what the model's folder says.
-        network_number: Whether to measure the network against fp32 truth; None decides by its
-            size.
+        network_number: Whether to measure the network against fp32 truth. None measures it
+            wherever it can be: not offloaded, and with memory for one call in fp32. Where it
+            cannot, the verdict says so and is not "unchanged"; False leaves it out.
         fresh: Start again instead of continuing: what comparisons wrote into `out` is removed,
             as late as possible.
         observer: Says what the videos show; it is reported and has no part in the verdict.
@@ -133,7 +137,7 @@ def compare(
     settings = settings or settings_for(pipe, **overrides)
     check_out(out, fresh=fresh)
     find_ffmpeg()
-    wants_network(pipe, network_number)
+    why_no_network(pipe, network_number)
     with sla_as_defined(pipe, config.sla_topk) as sparse:
         baseline = _baseline(sparse, config)
     with patched(pipe, config):
@@ -150,7 +154,8 @@ def compare(
             )
     run.sample_patched(config)
     backend = run.sample_control(config)
-    network = run.network(config, network_number)
+    network, why = run.network(config, network_number)
+    missing = [f"the network number ({why})"] if why else []
     fusion = run.fusion(config)
 
     results = []
@@ -167,9 +172,11 @@ def compare(
         [one.control for one in results],
         network_ratio=network.ratio if network else None,
         fusion=fusion.fused_vs_unfused if fusion else None,
+        missing=missing,
     )
     metrics = collect_metrics(store, results, judgement, backend, command) | {
         "baseline": baseline,
+        "missing": missing,
         "network": asdict(network) | {"ratio": network.ratio} if network else None,
         "fusion": asdict(fusion) | {"limit": FUSION_LIMIT} if fusion else None,
     }

@@ -7,8 +7,7 @@ Errors are relative L2 of the output, averaged over three timesteps and four see
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -62,8 +61,8 @@ def network_number(
     """Measure a transformer, which is unpatched before and after.
 
     Args:
-        transformer: In bf16, on any device, not offloaded. An fp32 copy of it is made for the time
-            of the measurement.
+        transformer: In bf16, on any device, not offloaded. For the truth it is upcast in place,
+            one block at a time, so a network of any size needs the memory of one block more.
         inputs: See `network_input.network_inputs`.
         config: How to patch. The guard is off here: no pair is given back before it is measured.
     """
@@ -75,9 +74,8 @@ def network_number(
         unpatched = [one.call(transformer).float().cpu() for one in inputs]
     with patched(transformer, config):
         ours = [one.call(transformer).float().cpu() for one in inputs]
-    truth_network = copy.deepcopy(transformer).float()
-    with highest_precision(), sla_as_defined(truth_network, config.sla_topk):
-        truth = [one.upcast().call(truth_network).cpu() for one in inputs]
+    with highest_precision(), sla_as_defined(transformer, config.sla_topk), upcast(transformer):
+        truth = [one.upcast().call(transformer).cpu() for one in inputs]
     return NetworkNumber(unpatched=_mean_error(unpatched, truth), patched=_mean_error(ours, truth))
 
 
@@ -107,6 +105,59 @@ def measure_network(
         settings,
     )
     return network_number(network, inputs, config)
+
+
+@contextmanager
+def upcast(network: torch.nn.Module) -> Iterator[None]:
+    """Run a network in fp32 without a copy of it: a block is upcast when it is called, what is
+    outside its blocks for the whole time. Every tensor is the one it was afterwards.
+
+    Args:
+        network: With its blocks in lists (`ModuleList`), the way every video transformer has them.
+    """
+    blocks = [
+        block
+        for child in network.children()
+        if isinstance(child, torch.nn.ModuleList)
+        for block in child
+    ]
+    inside = {id(x) for block in blocks for x in (*block.parameters(), *block.buffers())}
+    rest = [x for x in (*network.parameters(), *network.buffers()) if id(x) not in inside]
+    held: dict[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def begin(block: torch.nn.Module, *_: object) -> None:
+        if block not in held:
+            held[block] = _widen([*block.parameters(), *block.buffers()])
+
+    def end(block: torch.nn.Module, *_: object) -> None:
+        _narrow(held.pop(block, []))
+
+    hooks: list[Callable[[], None]] = []
+    before = _widen(rest)
+    try:
+        for block in blocks:
+            hooks.append(block.register_forward_pre_hook(begin).remove)
+            hooks.append(block.register_forward_hook(end, always_call=True).remove)
+        yield
+    finally:
+        for remove in hooks:
+            remove()
+        for one in list(held):
+            end(one)
+        _narrow(before)
+
+
+def _widen(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Put fp32 values in the tensors' places; what they held, for `_narrow`."""
+    held = [(x, x.data) for x in tensors if x.is_floating_point() and x.dtype != torch.float32]
+    for x, values in held:
+        x.data = values.float()
+    return held
+
+
+def _narrow(held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for x, values in held:
+        x.data = values
 
 
 @contextmanager

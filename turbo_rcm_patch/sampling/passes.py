@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -27,16 +27,12 @@ from turbo_rcm_patch.sampling.store import Store, from_json
 if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.families import VideoPipeline
 
-__all__ = ["Passes", "Progress", "Variant", "wants_network"]
+__all__ = ["Passes", "Progress", "Variant", "why_no_network"]
 
 Variant = Literal["baseline", "patched", "control"]
 
 #: Called with (what is being done, units done, units in all).
 Progress = Callable[[str, int, int], None]
-
-#: Networks up to this many parameters get their network number without being asked: it needs an
-#: fp32 copy.
-SMALL_NETWORK: Final = 200_000_000
 
 
 class Passes:
@@ -166,20 +162,28 @@ class Passes:
                     remedy="Start again with --fresh; was the model changed since?",
                 )
 
-    def network(self, config: PatchConfig, wanted: bool | None) -> NetworkNumber | None:
-        """The network number, measured once."""
+    def network(
+        self, config: PatchConfig, wanted: bool | None
+    ) -> tuple[NetworkNumber | None, str]:
+        """The network number, measured once; or None and why, "" if it was left out on request."""
         known = self.store.read_json("runs/network.json")
         if known:
-            return NetworkNumber(**{k: from_json(v) for k, v in known.items()})
-        if not wants_network(self.pipe, wanted):
-            return None
+            return NetworkNumber(**{k: from_json(v) for k, v in known.items()}), ""
+        why = why_no_network(self.pipe, wanted)
+        if why or wanted is False:
+            return None, why
         self.progress("network", 0, 1)
         clean = self.store.load_sample(self.keys[0][1], "baseline").latents
         conditioning = self.encoded(self.prompts[0])
-        number = measure_network(self.pipe, conditioning, clean, self.settings, config)
+        try:
+            number = measure_network(self.pipe, conditioning, clean, self.settings, config)
+        except torch.OutOfMemoryError:
+            return None, "one call of it in fp32 does not fit the device's memory"
+        if number.unpatched == 0:
+            return None, "unpatched it has no error: it runs in fp32"
         self.store.write_json("runs/network.json", asdict(number))
         self.progress("network", 1, 1)
-        return number
+        return number, ""
 
     def fusion(self, config: PatchConfig) -> FusionNumber | None:
         """What fusing alone changes, for the model's head shape; None for other people's
@@ -220,19 +224,26 @@ def _unpatched(
         yield
 
 
-def wants_network(pipe: VideoPipeline, wanted: bool | None) -> bool:
-    """Whether the network number is to be measured: if asked for, or if the network is small.
+def why_no_network(pipe: VideoPipeline, wanted: bool | None) -> str:
+    """Why the network number cannot be measured, or "".
+
+    Its truth is the network in fp32, upcast one block at a time, so its size is no reason; that
+    its weights are somewhere else when it does not run is one.
+
+    Args:
+        pipe: The pipeline.
+        wanted: Whether it was asked for; False leaves it out, which is no reason either.
 
     Raises:
         SamplingError: It was asked for, and cannot be measured.
     """
     if wanted is False:
-        return False
+        return ""
     network = pipe.transformer
     reason = ""
     if network is None:
         reason = "a pipeline without a high-noise transformer"
-    elif any("_hf_hook" in module.__dict__ for module in network.modules()):
+    elif any(map(_offloads, network.modules())):
         reason = "an offloaded transformer"
     if reason and wanted:
         raise SamplingError(
@@ -241,6 +252,10 @@ def wants_network(pipe: VideoPipeline, wanted: bool | None) -> bool:
             got=reason,
             remedy="Leave out --network-number, or load without offloading",
         )
-    if reason:
-        return False
-    return bool(wanted) or sum(p.numel() for p in network.parameters()) <= SMALL_NETWORK
+    return reason
+
+
+def _offloads(module: torch.nn.Module) -> bool:
+    """Whether a hook of accelerate's or diffusers' keeps its weights elsewhere."""
+    hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
+    return "_hf_hook" in module.__dict__ or any("offload" in name for name in hooks)

@@ -16,8 +16,10 @@ from turbo_rcm_patch.sampling.observer import as_asked
 from turbo_rcm_patch.sampling.plots import draw_plots
 from turbo_rcm_patch.sampling.store import from_json, reading, to_json
 from turbo_rcm_patch.sampling.verdict import (
+    MEDIAN_FLOOR_DB,
     MEDIAN_MARGIN_DB,
     NETWORK_LIMIT,
+    WORST_FRAME_FLOOR_DB,
     WORST_FRAME_MARGIN_DB,
 )
 
@@ -59,6 +61,8 @@ def write_report(out: Path, metrics: Mapping[str, object]) -> Path:
         facts=_facts(metrics),
         median_margin=MEDIAN_MARGIN_DB,
         worst_margin=WORST_FRAME_MARGIN_DB,
+        median_floor=MEDIAN_FLOOR_DB,
+        worst_floor=WORST_FRAME_FLOOR_DB,
         network_limit=NETWORK_LIMIT,
     )
     target = out / "report.html"

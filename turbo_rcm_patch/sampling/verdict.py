@@ -13,8 +13,10 @@ from turbo_rcm_patch.sampling.metrics import Drift
 
 __all__ = [
     "FUSION_LIMIT",
+    "MEDIAN_FLOOR_DB",
     "MEDIAN_MARGIN_DB",
     "NETWORK_LIMIT",
+    "WORST_FRAME_FLOOR_DB",
     "WORST_FRAME_MARGIN_DB",
     "Verdict",
     "judge",
@@ -24,6 +26,12 @@ __all__ = [
 MEDIAN_MARGIN_DB: Final = 6.0
 #: The worst frame of all prompts may be this much below the control's worst frame.
 WORST_FRAME_MARGIN_DB: Final = 9.0
+#: What the margins may not excuse, however far the control drifts. At 20 dB frames differ by a
+#: tenth of the range of a pixel (root mean square): a layout is the same, details are not. Two
+#: frames that share nothing but brightness and contrast are some 9 to 12 dB apart, so a worst
+#: frame under 15 dB has lost its picture, and a median there compares two videos.
+MEDIAN_FLOOR_DB: Final = 20.0
+WORST_FRAME_FLOOR_DB: Final = 15.0
 #: Error of the patched network against fp32 truth, in units of the unpatched network's own bf16
 #: error.
 NETWORK_LIMIT: Final = 2.0
@@ -55,17 +63,24 @@ class Check:
         return f"{self.name} {self.value:.4g}{self.unit}, {sign} {self.limit:.4g}{self.unit}"
 
 
+Word = Literal["unchanged", "changed", "undecided"]
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether anything visible changed.
 
     Attributes:
-        word: "unchanged" or "changed".
+        word: "unchanged"; "changed"; or "undecided", where nothing failed that was measured and
+            something is missing, or where the control itself is under an absolute floor, so that
+            its margin means nothing.
         checks: The conditions, all of which an "unchanged" model meets.
+        missing: What could not be measured, and why, in words.
     """
 
-    word: Literal["unchanged", "changed"]
+    word: Word
     checks: tuple[Check, ...]
+    missing: tuple[str, ...] = ()
 
     @property
     def unchanged(self) -> bool:
@@ -74,8 +89,9 @@ class Verdict:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The failed conditions in words; empty if unchanged."""
-        return tuple(str(check) for check in self.checks if not check.passed)
+        """The failed conditions in words, and what is missing; empty if unchanged."""
+        failed = tuple(str(check) for check in self.checks if not check.passed)
+        return failed + tuple(f"not measured: {what}" for what in self.missing)
 
 
 def judge(
@@ -84,6 +100,7 @@ def judge(
     *,
     network_ratio: float | None = None,
     fusion: float | None = None,
+    missing: Sequence[str] = (),
 ) -> Verdict:
     """Compare the drift of the patched model with that of the same model under another exact
     attention backend.
@@ -93,9 +110,11 @@ def judge(
         control: Control against baseline, same prompts.
         network_ratio: e(patched)/e(unpatched) of one network call, if it was measured.
         fusion: Relative L2 of fused against unfused, if it was measured.
+        missing: What was to be measured and could not be, and why, in words. A number that was
+            left out on request is not missing.
 
     Returns:
-        "unchanged" if every number is within its margin.
+        "unchanged" if every number is within its margin, and none is missing.
     """
     if not patched or len(patched) != len(control):
         raise SamplingError(
@@ -124,16 +143,31 @@ def judge(
             unit=" dB",
         ),
     ]
+    floors = [
+        (
+            Check(f"{name}, whatever the control", of(patched), floor, at_least=True, unit=" dB"),
+            of(control) >= floor,
+        )
+        for name, of, floor in (
+            ("median PSNR over prompts", _median, MEDIAN_FLOOR_DB),
+            ("worst frame", _worst, WORST_FRAME_FLOOR_DB),
+        )
+    ]
+    checks += [check for check, _ in floors]
     if network_ratio is not None:
         checks.append(
             Check("error of the network, patched / unpatched", network_ratio, NETWORK_LIMIT, False)
         )
     if fusion is not None:
         checks.append(Check("fused against unfused, relative L2", fusion, FUSION_LIMIT, False))
-    word: Literal["unchanged", "changed"] = (
-        "unchanged" if all(check.passed for check in checks) else "changed"
-    )
-    return Verdict(word, tuple(checks))
+    # Where the control is no nearer than that either, the patch is not what changed the video.
+    excused = [check for check, met_by_control in floors if not met_by_control]
+    word: Word = "unchanged"
+    if not all(check.passed for check in checks) or missing:
+        word = "undecided"
+    if any(not check.passed for check in checks if not any(check is one for one in excused)):
+        word = "changed"
+    return Verdict(word, tuple(checks), tuple(missing))
 
 
 def _median(drifts: Sequence[Drift]) -> float:

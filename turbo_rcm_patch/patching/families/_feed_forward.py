@@ -13,6 +13,7 @@ from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
+from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.blocks import Mode, plain_dropout
 from turbo_rcm_patch.patching.linears import Linears
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
@@ -90,7 +91,7 @@ def expand(ff: Any, x: Tensor | Normed, linears: Linears, key: str, *, int8: boo
         h = linears.close(key, x, proj, int8=int8, activation="gelu-tanh")
         if h is None and proj.bias is not None and plain_linear(proj, tensor_of(x)):
             h = ops.linear_gelu(tensor_of(x), proj.weight, proj.bias)
-    dropped: Tensor = dropout(first(tensor_of(x)) if h is None else h)
+    dropped: Tensor = call(dropout, call(first, tensor_of(x)) if h is None else h)
     return dropped
 
 

@@ -9,6 +9,7 @@ the author's rounding between them, with an angle of zero for text.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -23,12 +24,19 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.blocks import Mode, plain_dropout, refuse_parallel
+from turbo_rcm_patch.patching.author import Notes, call, nothing, observe, same
+from turbo_rcm_patch.patching.blocks import (
+    Mode,
+    may_run,
+    note_mode,
+    plain_dropout,
+    refuse_parallel,
+)
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
-from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.linears import Linears
-from turbo_rcm_patch.patching.plain import bare, drops, plain_linear, unserved
+from turbo_rcm_patch.patching.plain import bare, drops, plain_linear
 from turbo_rcm_patch.patching.state import PairState, specs_of
 
 __all__ = [
@@ -42,9 +50,15 @@ __all__ = [
 #: What may compute the attention: with a Linear each for q, k and v, or with one for all.
 PROCESSORS: Final = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
 
+#: The norm before each branch of a block, and the output projection of the branch.
+_NORMS: Final = {"attn1": "norm1", "ff": "norm2"}
+_OUTPUTS: Final = {"attn1": "to_out"}
+
 #: (text, video), the order of the sequence.
 Streams = tuple[Tensor, Tensor]
 Rotary = tuple[Tensor, Tensor]
+#: The author's forward of a block, given what stands for the block and the streams.
+Author = Callable[[Any, Streams], Streams]
 
 
 class CogVideoXBlockForward:
@@ -53,7 +67,17 @@ class CogVideoXBlockForward:
     It holds the block itself, so that a deep copy of a patched model holds the copied block.
     """
 
-    __slots__ = ("_attn1", "_block", "_ff", "_guard", "_head", "_linears", "_spec", "_specs")
+    __slots__ = (
+        "_attn1",
+        "_block",
+        "_ff",
+        "_guard",
+        "_head",
+        "_linears",
+        "_said",
+        "_spec",
+        "_specs",
+    )
 
     def __init__(
         self,
@@ -68,6 +92,8 @@ class CogVideoXBlockForward:
         self._attn1, self._ff = states["attn1"], states["ff"]
         self._guard = guard
         self._head = head
+        self._linears = Linears(copies)
+        self._said: set[str] = set()
         self._linears = Linears(copies)
         self._spec = ops.AttentionSpec(
             heads=block.attn1.heads,
@@ -103,18 +129,70 @@ class CogVideoXBlockForward:
         if attention_kwargs is not None:  # ConsisID's block takes none.
             given += (attention_kwargs,)  # type: ignore[assignment]
         same = hidden_states.dtype == encoder_hidden_states.dtype == temb.dtype
-        if unserved(hidden_states) or not same:
+        states = (self._attn1, self._ff)
+        if not may_run(hidden_states, states, self._said if self._head else None) or not same:
             written: tuple[Tensor, Tensor] = type(self._block).forward(self._block, *given)
             return written
         guard = self._begin(hidden_states, encoder_hidden_states, temb)
         block, streams = self._block, (encoder_hidden_states, hidden_states)
-        x, gates = self._modulated(block.norm1, streams, temb, self._attn1)
-        streams = self._attention(
-            x, streams, gates, image_rotary_emb, attention_kwargs or {}, guard
-        )
-        x, gates = self._modulated(block.norm2, streams, temb, self._ff)
-        text, video = self._feed_forward(x, streams, gates, guard)
+
+        def first(streams: Streams) -> Streams:
+            x, gates = self._modulated(block.norm1, streams, temb, self._attn1)
+            return self._attention(x, streams, gates, image_rotary_emb, attention_kwargs or {})
+
+        def second(streams: Streams) -> Streams:
+            x, gates = self._modulated(block.norm2, streams, temb, self._ff)
+            return self._feed_forward(x, streams, gates)
+
+        def heads(streams: Streams) -> Tensor | None:
+            if self._mode(attention_kwargs or {}) != "ours":
+                return None
+            x, _ = self._modulated(block.norm1, streams, temb, self._attn1)
+            return self._heads(x, _lengths(streams)[0], image_rotary_emb)
+
+        def author(view: Any, streams: Streams) -> Streams:
+            own: Any = type(block).forward
+            video, text = own(view, streams[1], streams[0], *given[2:])
+            return text, video
+
+        streams = self._pair(guard, "attn1", self._attn1, streams, first, author, heads)
+        text, video = self._pair(guard, "ff", self._ff, streams, second, author)
         return video, text
+
+    def _pair(
+        self,
+        guard: Guard | None,
+        name: str,
+        state: PairState,
+        streams: Streams,
+        ours: Callable[[Streams], Streams],
+        author: Author,
+        heads: Callable[[Streams], Tensor | None] = lambda streams: None,
+    ) -> Streams:
+        """One pair, compared with its author's code where the guard wants that."""
+        if guard is None or not state.live or not guard.wants((state,)):
+            return ours(streams)
+
+        def written(notes: Notes, x: Any, branch: Callable[..., Any] | None) -> Streams:
+            return author(self._only(name, notes, branch), x)
+
+        text, video = guard.close(
+            Pair((state,), streams, lambda: ours(streams), written, lambda: heads(streams))
+        )
+        return text, video
+
+    def _only(self, name: str, notes: Notes, branch: Callable[..., Any] | None) -> Any:
+        """The block for its author's forward, with one pair in it: the others add nothing."""
+        instead: dict[str, Any] = {}
+        for other, norm in _NORMS.items():
+            if other != name:
+                instead |= {norm: same, other: nothing}
+            elif branch is not None:
+                instead[other] = branch
+            else:
+                own = getattr(self._block, other)
+                instead[other] = notes.branch(own, _OUTPUTS.get(other, ""))
+        return notes.over(self._block, **instead)
 
     def _begin(self, hidden: Tensor, context: Tensor, temb: Tensor) -> Guard | None:
         """The guard, on a forward that is to be checked."""
@@ -127,7 +205,7 @@ class CogVideoXBlockForward:
             return None
         if self._head:
             guard.begin(hidden_states=hidden, encoder_hidden_states=context, temb=temb)
-        return guard if guard.active else None
+        return guard
 
     def _modulated(
         self, norm: Any, streams: Streams, temb: Tensor, state: PairState
@@ -139,10 +217,10 @@ class CogVideoXBlockForward:
         """
         text, video = streams
         if not (state.live and _plain_zero_norm(norm, video)):
-            x, context, gate, context_gate = norm(video, text, temb)
+            x, context, gate, context_gate = call(norm, video, text, temb)
             return torch.cat([context, x], dim=1), (context_gate, gate)
         # [B, stream, (shift, scale, gate), C], video before text.
-        rows = norm.linear(norm.silu(temb)).unflatten(-1, (2, 3, -1)).flip(1)
+        rows = call(norm.linear, call(norm.silu, temb)).unflatten(-1, (2, 3, -1)).flip(1)
         shift, scale, gates = rows.unsqueeze(3).unbind(2)
         factor, offset = 1 + scale.float(), shift.float()
         inner = norm.norm
@@ -167,48 +245,40 @@ class CogVideoXBlockForward:
         gates: Streams,
         rotary: Rotary | None,
         attention_kwargs: dict[str, Any],
-        guard: Guard | None,
     ) -> Streams:
-        attn, state = self._block.attn1, self._attn1
+        attn, mode = self._block.attn1, self._mode(attention_kwargs)
+        observe(x)
+        note_mode(self._attn1, mode)
         tokens = _lengths(streams)
-
-        def called() -> Streams:
-            text, video = torch.split(x, tokens, dim=1)
-            video, text = attn(
-                hidden_states=video,
-                encoder_hidden_states=text,
-                image_rotary_emb=rotary,
-                **attention_kwargs,
-            )
-            return text, video
-
-        mode = attention_mode(attn) if state.live else "as-written"
-        if mode == "ours" and attention_kwargs:
-            mode = "called"
-        if mode == "ours" and guard is not None:
-            accepted = guard.accepts(
-                (state,),
-                exact=called,
-                fused=lambda: self._attend(x, tokens[0], rotary, None, None),
-            )
-            mode = "ours" if accepted else "as-written"
         if mode == "ours":
-            return self._attend(x, tokens[0], rotary, streams, gates)
-        return self._closed(mode, called(), streams, gates)
+            out = self._heads(x, tokens[0], rotary)
+            return self._close(
+                "attn1.out", out, attn.to_out, self._attn1.int8, tokens, streams, gates
+            )
+        text, video = torch.split(x, tokens, dim=1)
+        video, text = call(
+            attn,
+            hidden_states=video,
+            encoder_hidden_states=text,
+            image_rotary_emb=rotary,
+            **attention_kwargs,
+        )
+        return self._closed(mode, (text, video), streams, gates)
 
-    def _attend(
-        self,
-        x: Tensor,
-        text_tokens: int,
-        rotary: Rotary | None,
-        streams: Streams | None,
-        gates: Streams | None,
-    ) -> Streams:
+    def _mode(self, attention_kwargs: dict[str, Any]) -> Mode:
+        mode = attention_mode(self._block.attn1)
+        if not self._attn1.live:
+            return "as-written"
+        return "called" if mode == "ours" and attention_kwargs else mode
+
+    def _heads(self, x: Tensor, text_tokens: int, rotary: Rotary | None) -> Tensor:
+        """What the attention's output projection gets, [B, T + N, H * D]."""
         attn, int8 = self._block.attn1, self._attn1.int8
         modules = tuple(getattr(attn, name) for name in qkv_names(attn))
         projected = self._linears.project("attn1.qkv", x, modules, int8=int8)
         q, k, v = projected if len(projected) == 3 else projected[0].chunk(3, dim=-1)
         spec = self._specs[self._attn1.precision]
+        self._attn1.note(f"fused with {spec.attention} attention")
         norms: dict[str, Any] = {}
         if norms_of_heads(attn) and _readable(attn.norm_q, q) and _readable(attn.norm_k, k):
             for name in ("norm_q", "norm_k"):
@@ -222,31 +292,19 @@ class CogVideoXBlockForward:
             cos, sin = (table.to(x.device) for table in rotary)
             still = cos.new_ones(text_tokens, cos.shape[-1])
             rotary = torch.cat([still, cos]), torch.cat([torch.zeros_like(still), sin])
-        out = ops.attention_skip(q, k, v, spec, rotary=rotary, **norms)
-        tokens = [text_tokens, x.shape[1] - text_tokens]
-        return self._close("attn1.out", out, attn.to_out, int8, tokens, streams, gates)
+        return ops.attention_skip(q, k, v, spec, rotary=rotary, **norms)
 
-    def _feed_forward(
-        self, x: Tensor, streams: Streams, gates: Streams, guard: Guard | None
-    ) -> Streams:
+    def _feed_forward(self, x: Tensor, streams: Streams, gates: Streams) -> Streams:
         ff, state = self._block.ff, self._ff
+        observe(x)
         tokens = _lengths(streams)
-
-        def called() -> Streams:
-            text, video = ff(x).split(tokens, dim=1)
-            return text, video
-
-        def ours(streams: Streams | None, gates: Streams | None) -> Streams:
+        mode = feed_forward_mode(ff) if state.live else "as-written"
+        note_mode(state, mode)
+        if mode == "ours":
             h = expand(ff, x, self._linears, "ff.0", int8=state.int8)
             return self._close("ff.2", h, ff.net[2:], state.int8, tokens, streams, gates)
-
-        mode = feed_forward_mode(ff) if state.live else "as-written"
-        if mode == "ours" and guard is not None:
-            accepted = guard.accepts((state,), exact=called, fused=lambda: ours(None, None))
-            mode = "ours" if accepted else "as-written"
-        if mode == "ours":
-            return ours(streams, gates)
-        return self._closed(mode, called(), streams, gates)
+        text, video = call(ff, x).split(tokens, dim=1)
+        return self._closed(mode, (text, video), streams, gates)
 
     def _close(
         self,
@@ -255,30 +313,27 @@ class CogVideoXBlockForward:
         modules: Any,
         int8: bool,
         tokens: list[int],
-        streams: Streams | None,
-        gates: Streams | None,
+        streams: Streams,
+        gates: Streams,
     ) -> Streams:
-        """stream + gate * (its rows of what the modules, a Linear and dropouts, make of x); the
-        branch alone without streams."""
+        """stream + gate * (its rows of what the modules, a Linear and dropouts, make of x)."""
         linear, *dropouts = modules
         branch: Tensor | None = None
         if all(map(plain_dropout, dropouts)):
             branch = self._linears.close(key, x, linear, int8=int8)
             if branch is None and plain_linear(linear, x):
                 weight, bias, impl = linear.weight, linear.bias, self._spec.impl
-                if streams is not None and gates is not None and _same_dtype(x, streams, gates):
+                if _same_dtype(x, streams, gates):
                     text, video = ops.project_skip_streams(
                         x, weight, bias, residuals=streams, c_out=gates, cast="model", impl=impl
                     )
                     return text, video
                 branch = ops.project_skip(x, weight, bias, residual=None, impl=impl)
         if branch is None:
-            branch = linear(x)
+            branch = call(linear, x)
             for dropout in dropouts:
-                branch = dropout(branch)
+                branch = call(dropout, branch)
         text, video = torch.split(branch, tokens, dim=1)
-        if streams is None or gates is None:
-            return text, video
         return self._closed("called", (text, video), streams, gates)
 
     def _closed(self, mode: Mode, branch: Streams, streams: Streams, gates: Streams) -> Streams:
@@ -352,7 +407,7 @@ def _normed(norm: Any, x: Tensor, heads: int) -> Tensor:
         # It looks at one head of one token at a time, so the order of heads and tokens is free.
         normed: Tensor = norm(by_head)
         return normed.flatten(2)
-    normed = norm(by_head.transpose(1, 2))
+    normed = call(norm, by_head.transpose(1, 2))
     return normed.transpose(1, 2).flatten(2)
 
 

@@ -5,6 +5,7 @@ Its skip is c_skip(t) * x + c_out(t) * F(x), computed in fp32 and rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -16,10 +17,12 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import DTypeError, HeadDimError
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
+from turbo_rcm_patch.patching.author import Notes, call
+from turbo_rcm_patch.patching.blocks import may_run
 from turbo_rcm_patch.patching.copies import Copies
-from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.linears import Linears, pair_state, runs_int8
-from turbo_rcm_patch.patching.plain import plain_linear, unserved, why_not_plain
+from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.signature import check_parameters
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState, specs_of
@@ -99,7 +102,7 @@ def _runs(model: nn.Module, config: PatchConfig) -> tuple[Residual, str]:
 class RCMAttentionForward:
     """Stands in for the forward of one module, which it holds."""
 
-    __slots__ = ("_form", "_guard", "_linears", "_module", "_specs", "_state")
+    __slots__ = ("_form", "_guard", "_linears", "_module", "_said", "_specs", "_state")
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class RCMAttentionForward:
     ) -> None:
         self._module, self._state, self._guard = module, state, guard
         self._form = config.form
+        self._said: set[str] = set()
         self._linears = Linears(copies)
         spec = ops.AttentionSpec(
             heads=module.num_heads,
@@ -132,51 +136,73 @@ class RCMAttentionForward:
             [B, N, C], dtype of x.
         """
         module = self._module
-        if not self._state.live or unserved(x):
+        if not self._state.live:
+            self._state.note("as written")
+            return self._as_written(x, t)
+        if not may_run(x, (self._state,), self._said):
             return self._as_written(x, t)
         self._linears.begin()
         c_skip, c_out = module.coefficients(x, t)
         guard = self._guard
-        if guard is not None and not torch.compiler.is_compiling():
-            guard.begin(x=x)
-            if guard.active and not guard.accepts(
-                (self._state,),
-                exact=lambda: module.branch(x),
-                fused=lambda: self._close(x, None, 1.0, 1.0),
-            ):
+        if guard is None or torch.compiler.is_compiling():
+            return self._close(x, c_skip, c_out)
+        guard.begin(x=x)
+        if not guard.wants((self._state,)):
+            return self._close(x, c_skip, c_out)
+
+        def ours() -> Tensor:
+            if not self._state.live:
+                self._state.note("as written")
                 return self._as_written(x, t)
-        return self._close(x, x, c_skip, c_out)
+            return self._close(x, c_skip, c_out)
+
+        def author(notes: Notes, x: Any, branch: Callable[..., Any] | None) -> Tensor:
+            output = "proj" if module.proj is not None else ""
+            instead = branch or notes.branch(module, output, run=RCMAttention.branch)
+            view: Any = notes.over(module, branch=instead)
+            out: Tensor = RCMAttention.forward(view, x, t)
+            return out
+
+        closed = guard.close(Pair((self._state,), x, ours, author, lambda: self._attention(x)))
+        assert isinstance(closed, Tensor)
+        return closed
 
     def _as_written(self, x: Tensor, t: float | Tensor) -> Tensor:
         out: Tensor = RCMAttention.forward(self._module, x, t)
         return out
 
-    def _close(
-        self, x: Tensor, residual: Tensor | None, c_skip: Coefficient, c_out: Coefficient
-    ) -> Tensor:
-        """c_skip * residual + c_out * F(x); the branch alone without a residual."""
-        module, spec = self._module, self._specs[self._state.precision]
-        int8, proj = self._state.int8, module.proj
-        (qkv,) = self._linears.project("qkv", x, (module.qkv,), int8=int8)
-        q, k, v = qkv.chunk(3, dim=-1)
+    def _close(self, x: Tensor, c_skip: Coefficient, c_out: Coefficient) -> Tensor:
+        """c_skip * x + c_out * F(x)."""
+        module, int8, proj = self._module, self._state.int8, self._module.proj
+        q, k, v, spec = self._heads(x)
         if proj is None:
-            return ops.attention_skip(q, k, v, spec, residual=residual, c_skip=c_skip, c_out=c_out)
+            return ops.attention_skip(q, k, v, spec, residual=x, c_skip=c_skip, c_out=c_out)
         if not int8:
             self._linears.forget("proj")
         if int8 and runs_int8(proj, q):
             closed = self._linears.close(
                 "proj", ops.attention_skip(q, k, v, spec), proj,
-                int8=True, residual=residual, c_skip=c_skip, c_out=c_out,
+                int8=True, residual=x, c_skip=c_skip, c_out=c_out,
             )  # fmt: skip
             assert closed is not None
             return closed
         if plain_linear(proj, q):
             return ops.attention_project_skip(
-                q, k, v, proj.weight, proj.bias, spec,
-                residual=residual, c_skip=c_skip, c_out=c_out,
+                q, k, v, module.proj.weight, module.proj.bias, spec,
+                residual=x, c_skip=c_skip, c_out=c_out,
                 form="two-launch" if spec.attention == "exact" else self._form,
             )  # fmt: skip
-        branch: Tensor = proj(ops.attention_skip(q, k, v, spec))
-        if residual is None:
-            return branch
-        return ops.skip(residual, branch, c_skip, c_out, impl=spec.impl)
+        branch: Tensor = call(proj, ops.attention_skip(q, k, v, spec))
+        return ops.skip(x, branch, c_skip, c_out, impl=spec.impl)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, ops.AttentionSpec]:
+        (qkv,) = self._linears.project("qkv", x, (self._module.qkv,), int8=self._state.int8)
+        q, k, v = qkv.chunk(3, dim=-1)
+        spec = self._specs[self._state.precision]
+        self._state.note(f"fused with {spec.attention} attention")
+        return q, k, v, spec
+
+    def _attention(self, x: Tensor) -> Tensor:
+        """What the output projection gets, [B, N, C]."""
+        q, k, v, spec = self._heads(x)
+        return ops.attention_skip(q, k, v, spec)

@@ -9,15 +9,19 @@ the output projection.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.spec import QMAX
+from turbo_rcm_patch.patching.author import Notes, call, nothing, observe, same
+from turbo_rcm_patch.patching.blocks import may_run, note_mode
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     is_sparse,
@@ -27,9 +31,9 @@ from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     why_attention_called,
     why_feed_forward_called,
 )
-from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
-from turbo_rcm_patch.patching.plain import plain_linear, unserved
+from turbo_rcm_patch.patching.plain import plain_linear
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Coefficient
 
@@ -37,6 +41,9 @@ __all__ = ["RotaryTables", "TurboBlockForward"]
 
 #: Text tokens that follow the image tokens; the author's module has the same constant.
 _TEXT_TOKENS: Final = 512
+#: The norm before each branch of a block, and the output projection of the branch.
+_NORMS: Final = {"self_attn": "norm1", "cross_attn": "norm3", "ffn": "norm2"}
+_OUTPUTS: Final = {"self_attn": "o", "cross_attn": "o"}
 
 
 class RotaryTables:
@@ -77,7 +84,17 @@ class RotaryTables:
 class TurboBlockForward:
     """Stands in for the forward of one block, which it holds."""
 
-    __slots__ = ("_block", "_form", "_guard", "_head", "_linears", "_specs", "_states", "_tables")
+    __slots__ = (
+        "_block",
+        "_form",
+        "_guard",
+        "_head",
+        "_linears",
+        "_said",
+        "_specs",
+        "_states",
+        "_tables",
+    )
 
     def __init__(
         self,
@@ -92,6 +109,7 @@ class TurboBlockForward:
         self._block, self._states, self._guard = block, states, guard
         self._form, self._head, self._tables = config.form, head, tables
         self._linears = Linears(copies)
+        self._said: set[str] = set()
         self._specs = specs_of(
             ops.AttentionSpec(
                 heads=block.self_attn.num_heads,
@@ -126,7 +144,9 @@ class TurboBlockForward:
             [B, N, C], dtype of x.
         """
         block = self._block
-        if unserved(x):
+        # Blocks share one compiled graph, so none may look at whether it is the first there.
+        said = None if torch.compiler.is_compiling() or not self._head else self._said
+        if not may_run(x, self._states.values(), said):
             forward: Tensor = type(block).forward(
                 block, x, e, seq_lens, freqs, context, context_lens
             )
@@ -134,13 +154,86 @@ class TurboBlockForward:
         guard = self._begin(x, context, e)
         rows = (block.modulation + e).chunk(6, dim=1)
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = rows
+        states = self._states
 
-        y = self._modulated(block.norm1, x, scale, shift, self._states["self_attn"])
-        x = self._self_attention(y, x, gate, seq_lens, freqs, guard)
-        y = self._normed(block.norm3, x, self._states["cross_attn"])
-        x = self._cross_attention(y, x, context, context_lens, guard)
-        y = self._modulated(block.norm2, x, ffn_scale, ffn_shift, self._states["ffn"])
-        return self._feed_forward(y, x, ffn_gate, guard)
+        def first(x: Tensor) -> Tensor:
+            y = self._modulated(block.norm1, x, scale, shift, states["self_attn"])
+            return self._self_attention(y, x, gate, seq_lens, freqs)
+
+        def second(x: Tensor) -> Tensor:
+            y = self._normed(block.norm3, x, states["cross_attn"])
+            return self._cross_attention(y, x, context, context_lens)
+
+        def third(x: Tensor) -> Tensor:
+            y = self._modulated(block.norm2, x, ffn_scale, ffn_shift, states["ffn"])
+            return self._feed_forward(y, x, ffn_gate)
+
+        def self_heads(x: Tensor) -> Tensor | None:
+            y = self._modulated(block.norm1, x, scale, shift, states["self_attn"])
+            if not self._fuses_self(y):
+                return None
+            return self._attention("self_attn", y, None, freqs)
+
+        def cross_heads(x: Tensor) -> Tensor | None:
+            if not self._fuses_cross(context):
+                return None
+            y = self._normed(block.norm3, x, states["cross_attn"])
+            return self._attention("cross_attn", y, context, None)
+
+        def author(view: Any, x: Tensor) -> Tensor:
+            own: Any = type(block).forward
+            out: Tensor = own(view, x, e, seq_lens, freqs, context, context_lens)
+            return out
+
+        x = self._pair(guard, "self_attn", "linear", x, first, author, self_heads)
+        if guard is not None and is_sparse(block.self_attn):
+            state = states["self_attn"]
+            if not self._runs_sparse(state) and states["linear"].live:
+                states["linear"].give_back(state.pair.reason)
+        x = self._pair(guard, "cross_attn", "image", x, second, author, cross_heads)
+        return self._pair(guard, "ffn", "", x, third, author)
+
+    def _pair(
+        self,
+        guard: Guard | None,
+        name: str,
+        inner: str,
+        x: Tensor,
+        ours: Callable[[Tensor], Tensor],
+        author: Callable[[Any, Tensor], Tensor],
+        heads: Callable[[Tensor], Tensor | None] = lambda x: None,
+    ) -> Tensor:
+        """One pair, with the one inside it, compared with its author's code where the guard wants
+        that."""
+        states = tuple(self._states[one] for one in (name, inner) if one in self._states)
+        if guard is None or not states[0].live or not guard.wants(states):
+            return ours(x)
+
+        def written(notes: Notes, x: Any, branch: Callable[..., Any] | None) -> Tensor:
+            return author(self._only(name, notes, branch), x)
+
+        closed = guard.close(Pair(states, x, lambda: ours(x), written, lambda: heads(x)))
+        assert isinstance(closed, Tensor)
+        return closed
+
+    def _only(self, name: str, notes: Notes, branch: Callable[..., Any] | None) -> Any:
+        """The block for its author's forward, with one pair in it: the others add nothing."""
+        block = self._block
+        instead: dict[str, Any] = {}
+        for other, norm in _NORMS.items():
+            module: Any = getattr(block, other)
+            if other != name:
+                instead |= {norm: same, other: nothing}
+            elif branch is not None:
+                instead |= {norm: same, other: branch}
+            elif other == "ffn":
+                instead[other] = notes.branch(module)
+            else:
+                # A dense attention may need a package for what torch has too.
+                operators = () if is_sparse(module) else ("attn_op", "attn_op_image")
+                exact = {part: _exact for part in operators if hasattr(module, part)}
+                instead[other] = notes.branch(module, _OUTPUTS[other], **exact)
+        return notes.over(block, **instead)
 
     def _begin(self, x: Tensor, context: Tensor, e: Tensor) -> Guard | None:
         """The guard, on a forward that is to be checked."""
@@ -153,7 +246,7 @@ class TurboBlockForward:
             return None
         if self._head:
             guard.begin(x=x, context=context, e=e)
-        return guard if guard.active else None
+        return guard
 
     @property
     def _impl(self) -> Any:
@@ -165,7 +258,7 @@ class TurboBlockForward:
         """The layer norm before a branch and its modulation, in one pass where it is plain."""
         if state.live and modulates(norm, affine=False):
             return ops.norm_modulate(x, scale=scale, shift=shift, eps=norm.eps, impl=self._impl)
-        y: Tensor = norm(x)
+        y: Tensor = call(norm, x)
         return (y.float() * (1 + scale) + shift).type_as(x)
 
     def _normed(self, norm: Any, x: Tensor, state: PairState) -> Tensor:
@@ -174,7 +267,7 @@ class TurboBlockForward:
             return ops.norm_modulate(
                 x, scale=norm.weight, shift=norm.bias, form="affine", eps=norm.eps, impl=self._impl
             )
-        y: Tensor = norm(x)
+        y: Tensor = call(norm, x)
         return y
 
     # --- attention -------------------------------------------------------------------------------
@@ -186,32 +279,21 @@ class TurboBlockForward:
         gate: Tensor,
         seq_lens: Tensor,
         freqs: Tensor,
-        guard: Guard | None,
     ) -> Tensor:
         attn, state = self._block.self_attn, self._states["self_attn"]
-        states = tuple(self._states[n] for n in ("self_attn", "linear") if n in self._states)
-        fuse = state.live and not why_attention_called(attn, "self")
-        sparse = is_sparse(attn)
-        if sparse:
-            fuse = fuse and self._runs_sparse(state) and not _wants_gradient(attn, y)
-
-        def called() -> Tensor:
-            branch: Tensor = attn(y, seq_lens, freqs)
-            return branch
-
-        def fused() -> Tensor:
-            if sparse and not self._runs_sparse(state):
-                return called()
-            return self._close("self_attn", y, None, freqs, None, 1.0)
-
-        if fuse and guard is not None:
-            fuse = guard.accepts(states, exact=called, fused=fused)
-            if sparse and fuse and not self._runs_sparse(state):
-                fuse = False
-                self._states["linear"].give_back(state.pair.reason)
-        if fuse:
+        observe(y)
+        if self._fuses_self(y):
             return self._close("self_attn", y, None, freqs, x, gate)
-        return self._after(state, x, called(), gate)
+        for name in ("self_attn", "linear"):
+            note_mode(self._states.get(name), "called" if state.live else "as-written")
+        return self._after(state, x, call(attn, y, seq_lens, freqs), gate)
+
+    def _fuses_self(self, y: Tensor) -> bool:
+        attn, state = self._block.self_attn, self._states["self_attn"]
+        fuse = state.live and not why_attention_called(attn, "self")
+        if is_sparse(attn):
+            fuse = fuse and self._runs_sparse(state) and not _wants_gradient(attn, y)
+        return fuse
 
     def _runs_sparse(self, state: PairState) -> bool:
         """Whether a sparse attention is ours: exact ones are left to their author."""
@@ -223,28 +305,23 @@ class TurboBlockForward:
         x: Tensor,
         context: Tensor,
         context_lens: Tensor | None,
-        guard: Guard | None,
     ) -> Tensor:
+        attn, state = self._block.cross_attn, self._states["cross_attn"]
+        observe(y)
+        if self._fuses_cross(context):
+            return self._close("cross_attn", y, context, None, x, 1.0)
+        for name in ("cross_attn", "image"):
+            note_mode(self._states.get(name), "called" if state.live else "as-written")
+        return self._after(state, x, call(attn, y, context, context_lens), 1.0)
+
+    def _fuses_cross(self, context: Tensor) -> bool:
         attn, state = self._block.cross_attn, self._states["cross_attn"]
         image = self._states.get("image")
         fuse = state.live and not why_attention_called(attn, "cross")
         if image is not None:
             # Both attentions go through one projection, so ours runs for both or for neither.
             fuse = fuse and image.live and context.shape[1] > _TEXT_TOKENS
-
-        def called() -> Tensor:
-            branch: Tensor = attn(y, context, context_lens)
-            return branch
-
-        if fuse and guard is not None:
-            fuse = guard.accepts(
-                (state,) if image is None else (state, image),
-                exact=called,
-                fused=lambda: self._close("cross_attn", y, context, None, None, 1.0),
-            )
-        if fuse:
-            return self._close("cross_attn", y, context, None, x, 1.0)
-        return self._after(state, x, called(), 1.0)
+        return fuse
 
     def _after(self, state: PairState, x: Tensor, branch: Tensor, gate: Coefficient) -> Tensor:
         """The skip after a branch that was called."""
@@ -258,44 +335,71 @@ class TurboBlockForward:
         y: Tensor,
         context: Tensor | None,
         freqs: Tensor | None,
-        residual: Tensor | None,
+        residual: Tensor,
         gate: Coefficient,
     ) -> Tensor:
-        """residual + gate * attention; the branch alone without a residual."""
+        """residual + gate * attention."""
         attn: Any = getattr(self._block, name)
-        state, image = self._states[name], None
-        if context is not None and "image" in self._states:
-            tokens = context.shape[1] - _TEXT_TOKENS
-            image, context = context[:, :tokens], context[:, tokens:]
-        q, k, v = self._project(name, attn, y, context, state.int8)
+        state = self._states[name]
+        # Another branch is added to the attention before its projection.
+        added = is_sparse(attn) if context is None else "image" in self._states
+        if added:
+            out = self._attention(name, y, context, freqs)
+            return self._output(name, attn.o, out, residual, gate)
+        q, k, v, norms, spec = self._heads(name, y, context)
+        rotary = None if freqs is None else self._tables.of(freqs)
+        if plain_linear(attn.o, q) and not (state.int8 and runs_int8(attn.o, q)):
+            return ops.attention_project_skip(
+                q, k, v, attn.o.weight, attn.o.bias, spec,
+                residual=residual, c_out=gate, rotary=rotary, cast="model",
+                form="two-launch" if spec.attention == "exact" else self._form, **norms,
+            )  # fmt: skip
+        out = ops.attention_skip(q, k, v, spec, rotary=rotary, **norms)
+        return self._output(name, attn.o, out, residual, gate)
+
+    def _heads(
+        self, name: str, y: Tensor, text: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any], ops.AttentionSpec]:
+        """q, k, v, the norms that the attention's prologue does, and how the attention runs."""
+        attn: Any = getattr(self._block, name)
+        state = self._states[name]
+        q, k, v = self._project(name, attn, y, text, state.int8)
         spec = self._specs[state.precision]
-        few = context is not None and k.shape[1] < ops.INT8_MIN_KEYS
+        few = text is not None and k.shape[1] < ops.INT8_MIN_KEYS
         if few and spec.attention == "int8" and self._form != "one-launch":
             spec = self._specs["exact attention"]
+        sparse = text is None and is_sparse(attn)
+        state.note(f"fused with {'sparse ' * sparse}{spec.attention} attention")
+        note_mode(self._states.get("linear" if text is None else "image"), "ours")
         norm_q, norm_k = rms_weight(attn.norm_q, q), rms_weight(attn.norm_k, k)
         if norm_q is None or norm_k is None or attn.norm_q.eps != attn.norm_k.eps:
-            q, k, norm_q, norm_k = attn.norm_q(q), attn.norm_k(k), None, None
-        elif attn.norm_q.eps != spec.eps:
+            return call(attn.norm_q, q), call(attn.norm_k, k), v, {}, spec
+        if attn.norm_q.eps != spec.eps:
             spec = replace(spec, eps=attn.norm_q.eps)
+        return q, k, v, {"norm_q": norm_q, "norm_k": norm_k}, spec
+
+    def _attention(
+        self, name: str, y: Tensor, context: Tensor | None, freqs: Tensor | None
+    ) -> Tensor:
+        """What the output projection gets, [B, N, H * D]."""
+        attn: Any = getattr(self._block, name)
+        image, text = None, context
+        if context is not None and "image" in self._states:
+            tokens = context.shape[1] - _TEXT_TOKENS
+            image, text = context[:, :tokens], context[:, tokens:]
+        q, k, v, norms, spec = self._heads(name, y, text)
         rotary = None if freqs is None else self._tables.of(freqs)
         if name == "self_attn" and is_sparse(attn):
             proj_l = attn.attn_op.local_attn.proj_l
-            out = ops.sparse_linear_attention(
+            return ops.sparse_linear_attention(
                 q, k, v, proj_l.weight, proj_l.bias, spec, sparsity_of(attn, q.device),
-                norm_q=norm_q, norm_k=norm_k, rotary=rotary,
+                rotary=rotary, **norms,
             )  # fmt: skip
-            return self._output(name, attn.o, out, residual, gate)
-        int8 = state.int8 and runs_int8(attn.o, q)
-        if plain_linear(attn.o, q) and image is None and not int8:
-            return ops.attention_project_skip(
-                q, k, v, attn.o.weight, attn.o.bias, spec,
-                residual=residual, c_out=gate, norm_q=norm_q, norm_k=norm_k, rotary=rotary,
-                cast="model", form="two-launch" if spec.attention == "exact" else self._form,
-            )  # fmt: skip
-        out = ops.attention_skip(q, k, v, spec, norm_q=norm_q, norm_k=norm_k, rotary=rotary)
+        out = ops.attention_skip(q, k, v, spec, rotary=rotary, **norms)
         if image is not None:
-            out = self._add_image(attn, image, q, norm_q, out, spec, state.int8)
-        return self._output(name, attn.o, out, residual, gate)
+            norm_q, int8 = norms.get("norm_q"), self._states[name].int8
+            out = self._add_image(attn, image, q, norm_q, out, spec, int8)
+        return out
 
     def _add_image(
         self,
@@ -312,8 +416,8 @@ class TurboBlockForward:
         k, v = self._linears.project("image", image, pair, int8=int8)
         norm_k = rms_weight(attn.norm_k_img, k)
         if norm_q is None or norm_k is None or attn.norm_k_img.eps != spec.eps:
-            q = q if norm_q is None else attn.norm_q(q)
-            k, norm_q, norm_k = attn.norm_k_img(k), None, None
+            q = q if norm_q is None else call(attn.norm_q, q)
+            k, norm_q, norm_k = call(attn.norm_k_img, k), None, None
         return ops.attention_skip(q, k, v, spec, residual=out, norm_q=norm_q, norm_k=norm_k)
 
     def _project(
@@ -323,22 +427,19 @@ class TurboBlockForward:
         project = self._linears.project
         if context is None:
             return project(f"{name}.qkv", y, (attn.q, attn.k, attn.v), int8=int8)
-        pair = project(f"{name}.kv", context, (attn.k, attn.v), int8=int8)
-        return *project(f"{name}.q", y, (attn.q,), int8=int8), *pair
+        # In the author's order, in which dropouts of an adapter draw their masks.
+        (q,) = project(f"{name}.q", y, (attn.q,), int8=int8)
+        return q, *project(f"{name}.kv", context, (attn.k, attn.v), int8=int8)
 
     # --- feed-forward ----------------------------------------------------------------------------
 
-    def _feed_forward(self, y: Tensor, x: Tensor, gate: Tensor, guard: Guard | None) -> Tensor:
+    def _feed_forward(self, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
         ffn, state = self._block.ffn, self._states["ffn"]
-        fuse = state.live and not why_feed_forward_called(ffn)
-        if fuse and guard is not None:
-            fuse = guard.accepts(
-                (state,),
-                exact=lambda: ffn(y),
-                fused=lambda: self._output("ffn", ffn[2], self._expand(y), None, 1.0),
-            )
-        if not fuse:
-            return self._after(state, x, ffn(y), gate)
+        observe(y)
+        called = not state.live or bool(why_feed_forward_called(ffn))
+        note_mode(state, "ours" if not called else "called" if state.live else "as-written")
+        if called:
+            return self._after(state, x, call(ffn, y), gate)
         return self._output("ffn", ffn[2], self._expand(y), x, gate)
 
     def _expand(self, y: Tensor) -> Tensor:
@@ -350,7 +451,7 @@ class TurboBlockForward:
             return h
         if plain_linear(first, y) and first.bias is not None:
             return ops.linear_gelu(y, first.weight, first.bias)
-        wide: Tensor = gelu(first(y))
+        wide: Tensor = call(gelu, call(first, y))
         return wide
 
     # --- both ------------------------------------------------------------------------------------
@@ -360,10 +461,10 @@ class TurboBlockForward:
         name: str,
         linear: nn.Module,
         h: Tensor,
-        residual: Tensor | None,
+        residual: Tensor,
         gate: Coefficient,
     ) -> Tensor:
-        """residual + gate * the last Linear of a branch; the branch alone without a residual."""
+        """residual + gate * the last Linear of a branch."""
         closed = self._linears.close(
             f"{name}.out", h, linear, int8=self._states[name].int8,
             residual=residual, c_out=gate, cast="model",
@@ -376,10 +477,14 @@ class TurboBlockForward:
                 h, own.weight, own.bias,
                 residual=residual, c_out=gate, cast="model", impl=self._impl,
             )  # fmt: skip
-        branch: Tensor = linear(h)
-        if residual is None:
-            return branch
+        branch: Tensor = call(linear, h)
         return ops.skip(residual, branch, 1.0, gate, cast="model", impl=self._impl)
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The author's dense attention, [B, N, H, D] to [B, N, H * D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def _wants_gradient(attn: nn.Module, y: Tensor) -> bool:

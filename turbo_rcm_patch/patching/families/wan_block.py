@@ -8,6 +8,7 @@ modulation is a subclass, in the file of its family.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final, Literal
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.batches import MAX_BATCH
-from turbo_rcm_patch.patching.blocks import same_batch
+from turbo_rcm_patch.patching.author import Notes, call, nothing, observe, same
+from turbo_rcm_patch.patching.blocks import Mode, may_run, note_mode, same_batch, warn_once
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families._feed_forward import (
     expand,
@@ -28,20 +30,20 @@ from turbo_rcm_patch.patching.families._feed_forward import (
 from turbo_rcm_patch.patching.families.wan_modes import (
     BlockClasses,
     attention_mode,
+    chosen_backend,
     gated,
     modulation,
     plain_layer_norm,
     plan_attention,
 )
 from turbo_rcm_patch.patching.families.wan_sla import settle, sparse_attention
-from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.linears import Linears, runs_int8
 from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import (
     bare,
     plain_linear,
     plain_norm,
-    unserved,
 )
 from turbo_rcm_patch.patching.plan import (
     FeedForwardPlan,
@@ -59,6 +61,16 @@ __all__ = ["WanBlockForward"]
 
 #: Text tokens that follow the image tokens; the author's processor has the same constant.
 _TEXT_TOKENS: Final = 512
+_BACKEND: Final = (
+    "the attention backend {!r} is chosen and not used: the model is patched with "
+    "attention={!r}; with attention='exact' the backend computes the attention"
+)
+#: The norm before each branch of a block, and the output projection of the branch.
+_NORMS: Final = {"attn1": "norm1", "attn2": "norm2", "ffn": "norm3"}
+_OUTPUTS: Final = {"attn1": "to_out", "attn2": "to_out"}
+
+#: The author's forward of a block, given what stands for the block and the stream.
+Author = Callable[[Any, Tensor], Tensor]
 
 
 #: Where self-attention and cross-attention sum: see the module's text.
@@ -118,18 +130,79 @@ class _WanPlan:
         rotary: tuple[Tensor, Tensor],
     ) -> Tensor:
         """As `WanBlockForward._run`."""
-        shift, scale, gate, c_shift, c_scale, c_gate = rows
-        cos, sin = (table.reshape(-1, self._head_dim) for table in rotary)
-        token = signature(hidden, context, shift, cos, sin)
-        norm1, norm2, norm3 = self._norm1, self._norm2, self._norm3
-        modulate = norm1.modulated_rows if self._attn1.int8 else norm1.modulated
-        x: Tensor | ops.Rows = modulate(token, hidden, scale, shift)
-        hidden = self._attn1(token, x, None, hidden, gate, cos, sin)
-        x = norm2.affine_rows(token, hidden) if self._attn2.int8 else norm2.affine(token, hidden)
-        hidden = self._attn2(token, x, context, hidden, None, None, None)
-        modulate = norm3.modulated_rows if self._ffn.int8 else norm3.modulated
-        x = modulate(token, hidden, c_scale, c_shift)
-        return self._ffn(token, x, hidden, c_gate)
+        cos, sin = self._tables(rotary)
+        token = signature(hidden, context, rows[0], cos, sin)
+        hidden = self._first(token, hidden, rows, cos, sin)
+        hidden = self._second(token, hidden, context)
+        return self._third(token, hidden, rows)
+
+    def _tables(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary
+        return cos.reshape(-1, self._head_dim), sin.reshape(-1, self._head_dim)
+
+    def _first(
+        self, token: Any, hidden: Tensor, rows: tuple[Tensor, ...], cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        norm, attn = self._norm1, self._attn1
+        modulate = norm.modulated_rows if attn.int8 else norm.modulated
+        x: Tensor | ops.Rows = modulate(token, hidden, rows[1], rows[0])
+        observe(x)
+        closed: Tensor = attn(token, x, None, hidden, rows[2], cos, sin)
+        return closed
+
+    def _second(self, token: Any, hidden: Tensor, context: Tensor) -> Tensor:
+        norm, attn = self._norm2, self._attn2
+        x = norm.affine_rows(token, hidden) if attn.int8 else norm.affine(token, hidden)
+        observe(x)
+        closed: Tensor = attn(token, x, context, hidden, None, None, None)
+        return closed
+
+    def _third(self, token: Any, hidden: Tensor, rows: tuple[Tensor, ...]) -> Tensor:
+        norm, ffn = self._norm3, self._ffn
+        modulate = norm.modulated_rows if ffn.int8 else norm.modulated
+        x: Tensor | ops.Rows = modulate(token, hidden, rows[4], rows[3])
+        observe(x)
+        return ffn(token, x, hidden, rows[5])
+
+    # --- one pair, for the guard -----------------------------------------------------------------
+
+    def self_attention(
+        self,
+        hidden: Tensor,
+        context: Tensor,
+        rows: tuple[Tensor, ...],
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """The first pair alone; arguments as for the whole block."""
+        cos, sin = self._tables(rotary)
+        token = signature(hidden, context, rows[0], cos, sin)
+        return self._first(token, hidden, rows, cos, sin)
+
+    def cross_attention(
+        self,
+        hidden: Tensor,
+        context: Tensor,
+        rows: tuple[Tensor, ...],
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """The second pair alone."""
+        token = signature(hidden, context, rows[0], *self._tables(rotary))
+        return self._second(token, hidden, context)
+
+    def feed_forward(
+        self,
+        hidden: Tensor,
+        context: Tensor,
+        rows: tuple[Tensor, ...],
+        rotary: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """The third pair alone."""
+        token = signature(hidden, context, rows[0], *self._tables(rotary))
+        return self._third(token, hidden, rows)
+
+    def attentions(self, context: Tensor) -> tuple[str, str]:
+        """What computes self-attention and cross-attention, for the report."""
+        return self._attn1.attention(None), self._attn2.attention(context)
 
 
 class WanBlockForward:
@@ -151,8 +224,10 @@ class WanBlockForward:
         "_linear",
         "_linears",
         "_slot",
+        "_said",
         "_spec",
         "_specs",
+        "_states",
         "_topk",
     )
 
@@ -166,7 +241,8 @@ class WanBlockForward:
         head: bool,
         guard: Guard | None,
     ) -> None:
-        self._block, self._classes = block, classes
+        self._block, self._classes, self._states = block, classes, tuple(states.values())
+        self._said: set[str] = set()
         self._attn1, self._attn2, self._ffn = states["attn1"], states["attn2"], states["ffn"]
         self._image, self._linear = states.get("image"), states.get("linear")
         self._form, self._topk = config.form, config.sla_topk
@@ -203,7 +279,7 @@ class WanBlockForward:
             [B, N, C], dtype of hidden_states.
         """
         block = self._block
-        if unserved(hidden_states):
+        if not self._serves(hidden_states):
             written: Tensor = self._as_written(
                 hidden_states, encoder_hidden_states, temb, rotary_emb
             )
@@ -212,7 +288,27 @@ class WanBlockForward:
             hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb
         )
         rows = modulation(block.scale_shift_table, temb)
-        return self._run(hidden_states, encoder_hidden_states, rows, rotary_emb, None, guard)
+
+        def author(view: Any, hidden: Tensor) -> Tensor:
+            own: Any = type(block).forward
+            out: Tensor = own(view, hidden, encoder_hidden_states, temb, rotary_emb)
+            return out
+
+        return self._run(
+            hidden_states, encoder_hidden_states, rows, rotary_emb, None, guard, author
+        )
+
+    def _serves(self, hidden: Tensor) -> bool:
+        """Whether ours may run; the first block says what it will not follow."""
+        # Blocks share one compiled graph, so none may look at whether it is the first there.
+        said = None if torch.compiler.is_compiling() or not self._head else self._said
+        if not may_run(hidden, self._states, said):
+            return False
+        if said is not None and self._spec.attention != "exact":
+            backend = chosen_backend(self._block.attn1)
+            if backend:
+                warn_once(said, _BACKEND.format(backend, self._spec.attention))
+        return True
 
     def _as_written(self, *inputs: Any) -> Any:
         """The author's forward of this block."""
@@ -230,7 +326,7 @@ class WanBlockForward:
             return None
         if self._head:
             guard.begin(**inputs)
-        return guard if guard.active else None
+        return guard
 
     def _run(
         self,
@@ -240,6 +336,7 @@ class WanBlockForward:
         rotary: tuple[Tensor, Tensor],
         mask: Tensor | None,
         guard: Guard | None,
+        author: Author,
     ) -> Tensor:
         """The three branches of a block and the skips around them.
 
@@ -249,24 +346,140 @@ class WanBlockForward:
             rows: As `modulation` gives them.
             rotary: (cos, sin), each [1, N, 1, head_dim] fp32.
             mask: What self-attention may see, or None for everything; see `ops.masked_attention`.
-            guard: On a forward that is to be checked.
+            guard: Compares pairs on some forwards, or None.
+            author: The author's forward.
 
         Returns:
             [B, N, C], dtype of hidden.
         """
-        if guard is None and mask is None and plain_inference(hidden, context, rows[0]):
-            plan = self._slot.get(self._plan, self._watch)
-            if plan is not None and plan.serves(hidden, context, rows, rotary):
-                return plan(hidden, context, rows, rotary)
+        plan = self._planned(hidden, context, rows, rotary, mask)
+        if plan is not None and (guard is None or not guard.wants(self._states)):
+            self._note_plan(plan, context)
+            return plan(hidden, context, rows, rotary)
         block = self._block
         hidden, context = same_batch(hidden, context)
         shift, scale, gate, c_shift, c_scale, c_gate = rows
-        x = self._modulated(block.norm1, hidden, scale, shift, self._attn1)
-        hidden = self._self_attention(x, hidden, gate, rotary, mask, guard)
-        x = self._normed(block.norm2, hidden, self._attn2)
-        hidden = self._cross_attention(x, hidden, context, guard)
-        x = self._modulated(block.norm3, hidden, c_scale, c_shift, self._ffn)
-        return self._feed_forward(x, hidden, c_gate, guard)
+
+        # A guarded forward compares what the others run. Asked for each pair, because a step of
+        # the guard makes another plan; int8 rows are compared as the careful way makes them.
+        def plan_for(state: PairState) -> _WanPlan | None:
+            now = self._planned(hidden, context, rows, rotary, mask)
+            if now is None or state.int8:
+                return None
+            self._note_plan(now, context)
+            return now
+
+        def first(hidden: Tensor) -> Tensor:
+            if (plan := plan_for(self._attn1)) is not None:
+                return plan.self_attention(hidden, context, rows, rotary)
+            x = self._modulated(block.norm1, hidden, scale, shift, self._attn1)
+            return self._self_attention(x, hidden, gate, rotary, mask)
+
+        def second(hidden: Tensor) -> Tensor:
+            if (plan := plan_for(self._attn2)) is not None:
+                return plan.cross_attention(hidden, context, rows, rotary)
+            x = self._normed(block.norm2, hidden, self._attn2)
+            return self._cross_attention(x, hidden, context)
+
+        def third(hidden: Tensor) -> Tensor:
+            if (plan := plan_for(self._ffn)) is not None:
+                return plan.feed_forward(hidden, context, rows, rotary)
+            x = self._modulated(block.norm3, hidden, c_scale, c_shift, self._ffn)
+            return self._feed_forward(x, hidden, c_gate)
+
+        def self_heads(hidden: Tensor) -> Tensor | None:
+            if self._self_mode(self._linear_now()) != "ours":
+                return None
+            x = self._modulated(block.norm1, hidden, scale, shift, self._attn1)
+            return self._attention(self._attn1, block.attn1, x, None, rotary=rotary, mask=mask)
+
+        def cross_heads(hidden: Tensor) -> Tensor | None:
+            if self._cross_mode(context) != "ours":
+                return None
+            x = self._normed(block.norm2, hidden, self._attn2)
+            return self._attention(self._attn2, block.attn2, x, context)
+
+        linear, image = self._linear_now(), self._image
+        of_self: tuple[PairState, ...] = (self._attn1,)
+        if linear is not None and linear.live and mask is None:
+            of_self = (self._attn1, linear)
+        closes = guard is not None and self._attn1.live and guard.wants(of_self)
+        hidden = self._pair(guard, "attn1", of_self, hidden, first, author, self_heads)
+        if closes:
+            exact = self._specs[self._attn1.precision].attention == "exact"
+            settle(self._attn1, linear, fused=self._attn1.live, exact=exact)
+        of_cross = (self._attn2,) if image is None else (self._attn2, image)
+        hidden = self._pair(guard, "attn2", of_cross, hidden, second, author, cross_heads)
+        return self._pair(guard, "ffn", (self._ffn,), hidden, third, author)
+
+    def _pair(
+        self,
+        guard: Guard | None,
+        name: str,
+        states: tuple[PairState, ...],
+        hidden: Tensor,
+        ours: Callable[[Tensor], Tensor],
+        author: Author,
+        heads: Callable[[Tensor], Tensor | None] = lambda hidden: None,
+    ) -> Tensor:
+        """One pair, compared with its author's code where the guard wants that."""
+        if guard is None or not states[0].live or not guard.wants(states):
+            return ours(hidden)
+
+        def written(notes: Notes, x: Any, branch: Callable[..., Any] | None) -> Tensor:
+            return author(self._only(name, notes, branch), x)
+
+        closed = guard.close(
+            Pair(states, hidden, lambda: ours(hidden), written, lambda: heads(hidden))
+        )
+        assert isinstance(closed, Tensor)
+        return closed
+
+    def _only(
+        self, name: str, notes: Notes, branch: Callable[..., Any] | None, **instead: Any
+    ) -> Any:
+        """The block for its author's forward, with one pair in it: the others add nothing."""
+        block = self._block
+        for other, norm in _NORMS.items():
+            if other != name:
+                instead |= {norm: same, other: nothing}
+            elif branch is not None:
+                instead |= {norm: same, other: branch}
+            else:
+                instead[other] = notes.branch(getattr(block, other), _OUTPUTS.get(other, ""))
+        return notes.over(block, **instead)
+
+    def _linear_now(self) -> PairState | None:
+        """The sum of SLA's branches, unless its proj_l was taken away: then attention is dense."""
+        held = self._linear is not None and attached_proj_l(self._block.attn1) is not None
+        return self._linear if held else None
+
+    def _planned(
+        self,
+        hidden: Tensor,
+        context: Tensor,
+        rows: tuple[Tensor, ...],
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+    ) -> _WanPlan | None:
+        """The plan of the block, if it serves this forward."""
+        if mask is not None or not plain_inference(hidden, context, rows[0]):
+            return None
+        plan = self._slot.get(self._plan, self._watch)
+        if plan is None or not plan.serves(hidden, context, rows, rotary):
+            return None
+        if self._spec.attention == "exact" and any(
+            map(chosen_backend, (self._block.attn1, self._block.attn2))
+        ):
+            return None  # Somebody chose what computes the attention.
+        return plan
+
+    def _note_plan(self, plan: _WanPlan, context: Tensor) -> None:
+        """Say how the pairs run by the plan, as the careful way says it."""
+        own, cross = plan.attentions(context)
+        self._attn1.ran = f"fused with {own} attention"
+        self._attn2.ran = f"fused with {cross} attention"
+        self._ffn.ran = "fused"
 
     def _watch(self, plan: _WanPlan | None) -> Watch:
         states = (self._attn1, self._attn2, self._ffn)
@@ -310,14 +523,14 @@ class WanBlockForward:
         """The layer norm before a branch and its modulation, in one pass where it is plain."""
         if state.live and plain_layer_norm(norm) and norm.weight is None and norm.bias is None:
             return self._fused_norm(norm, hidden, scale, shift, "modulation", state)
-        x: Tensor = norm(hidden.float())
+        x: Tensor = call(norm, hidden.float())
         return (x * (1 + scale) + shift).type_as(hidden)
 
     def _normed(self, norm: Any, hidden: Tensor, state: PairState) -> Tensor | Normed:
         """The layer norm before cross-attention, with weights of its own."""
         if state.live and plain_layer_norm(norm):
             return self._fused_norm(norm, hidden, norm.weight, norm.bias, "affine", state)
-        x: Tensor = norm(hidden.float())
+        x: Tensor = call(norm, hidden.float())
         return x.type_as(hidden)
 
     def _fused_norm(
@@ -341,81 +554,70 @@ class WanBlockForward:
         gate: Tensor,
         rotary: tuple[Tensor, Tensor],
         mask: Tensor | None,
-        guard: Guard | None,
     ) -> Tensor:
-        attn, linear = self._block.attn1, self._linear
-        if linear is not None and attached_proj_l(attn) is None:
-            linear = None  # It was taken away after patching: attention is dense.
-        mode = attention_mode(attn, self._classes) if self._attn1.live else "as-written"
-        if linear is not None and mode == "ours" and self._spec.attention == "sage":
-            mode = "called"
-
-        def ours(residual: Tensor | None, c_out: Coefficient) -> Tensor:
+        attn, mode = self._block.attn1, self._self_mode(self._linear_now())
+        observe(x)
+        note_mode(self._attn1, mode)
+        note_mode(self._linear, mode)
+        if mode == "ours":
             return self._close(
-                self._attn1, attn, x, None, residual, c_out, "fp32", rotary=rotary, mask=mask
+                self._attn1, attn, x, None, hidden, gate, "fp32", rotary=rotary, mask=mask
             )
-
-        fuse = mode == "ours"
-        if fuse and guard is not None:
-            sparse = linear is not None and linear.live and mask is None
-            fuse = guard.accepts(
-                (self._attn1, linear) if sparse and linear else (self._attn1,),
-                exact=lambda: attn(tensor_of(x), None, mask, rotary),
-                fused=lambda: ours(None, 1.0),
-            )
-            exact = self._specs[self._attn1.precision].attention == "exact"
-            settle(self._attn1, linear, fused=fuse, exact=exact)
-        if fuse:
-            return ours(hidden, gate)
-        branch: Tensor = attn(tensor_of(x), None, mask, rotary)
+        branch: Tensor = call(attn, tensor_of(x), None, mask, rotary)
         if mode == "called":
             return ops.skip(hidden, branch, 1.0, gate, impl=self._spec.impl)
         return gated(hidden, branch, gate)
 
-    def _cross_attention(
-        self, x: Tensor | Normed, hidden: Tensor, context: Tensor, guard: Guard | None
-    ) -> Tensor:
-        attn, image = self._block.attn2, self._image
-        mode = attention_mode(attn, self._classes) if self._attn2.live else "as-written"
+    def _self_mode(self, linear: PairState | None) -> Mode:
+        mode = attention_mode(self._block.attn1, self._classes)
+        if not self._attn1.live:
+            return "as-written"
+        if mode == "ours" and linear is not None and self._spec.attention == "sage":
+            return "called"
+        return self._with_backend(mode, self._block.attn1)
+
+    def _with_backend(self, mode: Mode, attn: Any) -> Mode:
+        """An exact attention is called where somebody chose what computes it."""
+        chosen = mode == "ours" and self._spec.attention == "exact" and chosen_backend(attn)
+        return "called" if chosen else mode
+
+    def _cross_mode(self, context: Tensor) -> Mode:
+        mode, image = attention_mode(self._block.attn2, self._classes), self._image
+        if not self._attn2.live:
+            return "as-written"
         if mode == "ours" and image is not None:
             # Both attentions go through one projection, so ours runs for both or for neither.
             mode = "ours" if image.live and context.shape[1] > _TEXT_TOKENS else "called"
-        fuse = mode == "ours"
-        if fuse and guard is not None:
-            fuse = guard.accepts(
-                (self._attn2,) if image is None else (self._attn2, image),
-                exact=lambda: attn(tensor_of(x), context, None, None),
-                fused=lambda: self._close(self._attn2, attn, x, context, None, 1.0, "model"),
-            )
-        if fuse:
+        return self._with_backend(mode, self._block.attn2)
+
+    def _cross_attention(self, x: Tensor | Normed, hidden: Tensor, context: Tensor) -> Tensor:
+        attn, mode = self._block.attn2, self._cross_mode(context)
+        observe(x)
+        note_mode(self._attn2, mode)
+        note_mode(self._image, mode)
+        if mode == "ours":
             return self._close(self._attn2, attn, x, context, hidden, 1.0, "model")
-        branch: Tensor = attn(tensor_of(x), context, None, None)
+        branch: Tensor = call(attn, tensor_of(x), context, None, None)
         if mode == "called" and branch.dtype == hidden.dtype:
             return ops.skip(hidden, branch, cast="model", impl=self._spec.impl)
         return hidden + branch
 
-    def _feed_forward(
-        self, x: Tensor | Normed, hidden: Tensor, gate: Tensor, guard: Guard | None
-    ) -> Tensor:
+    def _feed_forward(self, x: Tensor | Normed, hidden: Tensor, gate: Tensor) -> Tensor:
         ffn, impl = self._block.ffn, self._spec.impl
         mode = feed_forward_mode(ffn) if self._ffn.live else "as-written"
+        observe(x)
+        note_mode(self._ffn, mode)
         if mode == "as-written":
-            return gated(hidden, ffn(tensor_of(x)).float(), gate)
+            return gated(hidden, call(ffn, tensor_of(x)).float(), gate)
         if mode == "called":
-            return ops.skip(hidden, ffn(tensor_of(x)), 1.0, gate, impl=impl)
-        if guard is not None and not guard.accepts(
-            (self._ffn,),
-            exact=lambda: ffn(tensor_of(x)),
-            fused=lambda: self._contract(self._expand(x), None, 1.0),
-        ):
-            return gated(hidden, ffn(tensor_of(x)).float(), gate)
+            return ops.skip(hidden, call(ffn, tensor_of(x)), 1.0, gate, impl=impl)
         return self._contract(self._expand(x), hidden, gate)
 
     def _expand(self, x: Tensor | Normed) -> Tensor:
         return expand(self._block.ffn, x, self._linears, "ffn.0", int8=self._ffn.int8)
 
-    def _contract(self, h: Tensor, residual: Tensor | None, gate: Coefficient) -> Tensor:
-        """residual + gate * its last Linear; the branch alone without a residual."""
+    def _contract(self, h: Tensor, residual: Tensor, gate: Coefficient) -> Tensor:
+        """residual + gate * its last Linear."""
         last, impl = self._block.ffn.net[2], self._spec.impl
         closed = self._linears.close(
             "ffn.2", h, last, int8=self._ffn.int8, residual=residual, c_out=gate
@@ -426,8 +628,8 @@ class WanBlockForward:
             return ops.project_skip(
                 h, last.weight, last.bias, residual=residual, c_out=gate, impl=impl
             )
-        branch: Tensor = last(h)
-        return branch if residual is None else ops.skip(residual, branch, 1.0, gate, impl=impl)
+        branch: Tensor = call(last, h)
+        return ops.skip(residual, branch, 1.0, gate, impl=impl)
 
     def _close(
         self,
@@ -435,62 +637,30 @@ class WanBlockForward:
         attn: Any,
         x: Tensor | Normed,
         context: Tensor | None,
-        residual: Tensor | None,
+        residual: Tensor,
         c_out: Coefficient,
         cast: Cast,
         *,
         rotary: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """residual + c_out * attn(x, context); the branch alone without a residual."""
-        image = None
-        if attn.add_k_proj is not None and context is not None:
-            tokens = context.shape[1] - _TEXT_TOKENS
-            image, context = context[:, :tokens], context[:, tokens:]
+        """residual + c_out * attn(x, context)."""
+        image, context = self._split(attn, context)
+        q, k, v, weights, spec = self._heads(state, attn, x, context, mask)
         name = "attn1" if state is self._attn1 else "attn2"
-        q, k, v = self._project(name, attn, x, context, state.int8)
-        asked = self._specs[state.precision]
-        few = context is not None and k.shape[1] < ops.INT8_MIN_KEYS
-        if few and asked.attention == "int8" and self._form != "one-launch":
-            asked = self._specs["exact attention"]
-        norm_q, norm_k = attn.norm_q, attn.norm_k
-        plain_norms = plain_norm(norm_q, q) and plain_norm(norm_k, k)
-        if mask is None and plain_norms and norm_q.eps == norm_k.eps:
-            weights = {"norm_q": norm_q.weight, "norm_k": norm_k.weight}
-            spec = asked
-            if norm_q.eps != spec.eps:
-                spec = replace(spec, eps=norm_q.eps)
-        else:
-            q, k, weights, spec = norm_q(q), norm_k(k), {}, asked
         linear, dropout = attn.to_out[0], attn.to_out[1]
         plain = plain_linear(linear, q) and type(dropout) is nn.Dropout and bare(dropout)
         int8 = plain and state.int8 and runs_int8(linear, q)
         if not state.int8:
             self._linears.forget(f"{name}.out")
-        # A mask that came after patching leaves it dense, as the attention's own forward does.
-        own = self._linear is not None and state is self._attn1 and mask is None
-        sparse = own and attached_proj_l(attn) is not None
-        if plain and image is None and mask is None and not int8 and not sparse:
+        if plain and image is None and mask is None and not int8 and not self._sparse(state, mask):
             return ops.attention_project_skip(
                 q, k, v, linear.weight, linear.bias, spec,
                 residual=residual, c_out=c_out, rotary=rotary, cast=cast,
                 form="two-launch" if spec.attention == "exact" else self._form,
                 **weights,
             )  # fmt: skip
-        if sparse:
-            out = sparse_attention(attn, q, k, v, spec, self._topk, rotary=rotary, **weights)
-        elif mask is None:
-            out = ops.attention_skip(q, k, v, spec, rotary=rotary, **weights)
-        else:
-            out = ops.masked_attention(q, k, v, mask, spec, rotary=rotary)
-        if image is not None:
-            k, v = self._project_image(attn, image, state.int8)
-            norm = attn.norm_added_k
-            if weights and plain_norm(norm, k) and norm.eps == spec.eps:
-                weights = {"norm_q": norm_q.weight, "norm_k": norm.weight}
-            else:
-                q, k, weights = norm_q(q) if weights else q, norm(k), {}
-            out = ops.attention_skip(q, k, v, spec, residual=out, **weights)
+        out = self._attend(state, attn, (q, k, v), weights, spec, image, rotary, mask)
         if int8:
             closed = self._linears.close(
                 f"{name}.out", out, linear, int8=True, residual=residual, c_out=c_out, cast=cast
@@ -502,31 +672,107 @@ class WanBlockForward:
                 out, linear.weight, linear.bias,
                 residual=residual, c_out=c_out, cast=cast, impl=spec.impl,
             )  # fmt: skip
-        branch: Tensor = dropout(linear(out))
-        return (
-            branch
-            if residual is None
-            else ops.skip(residual, branch, 1.0, c_out, cast=cast, impl=spec.impl)
-        )
+        branch: Tensor = call(dropout, call(linear, out))
+        return ops.skip(residual, branch, 1.0, c_out, cast=cast, impl=spec.impl)
+
+    def _attention(
+        self,
+        state: PairState,
+        attn: Any,
+        x: Tensor | Normed,
+        context: Tensor | None,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """What the output projection gets, [B, N, H * D]."""
+        image, context = self._split(attn, context)
+        q, k, v, weights, spec = self._heads(state, attn, x, context, mask)
+        return self._attend(state, attn, (q, k, v), weights, spec, image, rotary, mask)
+
+    def _split(self, attn: Any, context: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The image tokens and the text, where attention has both."""
+        if attn.add_k_proj is None or context is None:
+            return None, context
+        tokens = context.shape[1] - _TEXT_TOKENS
+        return context[:, :tokens], context[:, tokens:]
+
+    def _sparse(self, state: PairState, mask: Tensor | None) -> bool:
+        """Whether it is SLA. A mask that came after patching leaves it dense, as the attention's
+        own forward does."""
+        return state is self._attn1 and mask is None and self._linear_now() is not None
+
+    def _heads(
+        self,
+        state: PairState,
+        attn: Any,
+        x: Tensor | Normed,
+        context: Tensor | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any], ops.AttentionSpec]:
+        """q, k, v, the norms that the attention's prologue does, and how the attention runs."""
+        name = "attn1" if state is self._attn1 else "attn2"
+        q, k, v = self._project(name, attn, x, context, state.int8)
+        spec = self._specs[state.precision]
+        few = context is not None and k.shape[1] < ops.INT8_MIN_KEYS
+        if few and spec.attention == "int8" and self._form != "one-launch":
+            spec = self._specs["exact attention"]
+        how = "exact" if mask is not None else spec.attention
+        state.note(f"fused with {'sparse ' * self._sparse(state, mask)}{how} attention")
+        norm_q, norm_k = attn.norm_q, attn.norm_k
+        plain_norms = plain_norm(norm_q, q) and plain_norm(norm_k, k)
+        if mask is None and plain_norms and norm_q.eps == norm_k.eps:
+            if norm_q.eps != spec.eps:
+                spec = replace(spec, eps=norm_q.eps)
+            return q, k, v, {"norm_q": norm_q.weight, "norm_k": norm_k.weight}, spec
+        return call(norm_q, q), call(norm_k, k), v, {}, spec
+
+    def _attend(
+        self,
+        state: PairState,
+        attn: Any,
+        heads: tuple[Tensor, Tensor, Tensor],
+        weights: dict[str, Any],
+        spec: ops.AttentionSpec,
+        image: Tensor | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        q, k, v = heads
+        if self._sparse(state, mask):
+            out = sparse_attention(attn, q, k, v, spec, self._topk, rotary=rotary, **weights)
+        elif mask is None:
+            out = ops.attention_skip(q, k, v, spec, rotary=rotary, **weights)
+        else:
+            out = ops.masked_attention(q, k, v, mask, spec, rotary=rotary)
+        if image is not None:
+            k, v = self._project_image(attn, image, state.int8)
+            norm_q, norm = attn.norm_q, attn.norm_added_k
+            if weights and plain_norm(norm, k) and norm.eps == spec.eps:
+                weights = {"norm_q": norm_q.weight, "norm_k": norm.weight}
+            else:
+                q, k, weights = call(norm_q, q) if weights else q, call(norm, k), {}
+            out = ops.attention_skip(q, k, v, spec, residual=out, **weights)
+        return out
 
     def _project(
         self, name: str, attn: Any, x: Tensor | Normed, context: Tensor | None, int8: bool
     ) -> tuple[Tensor, ...]:
         """q, k, v; views of one tensor where the projections are fused, or int8."""
         project = self._linears.project
-        if not attn.fused_projections:
-            if context is None:
-                three = (attn.to_q, attn.to_k, attn.to_v)
-                return project(f"{name}.qkv", x, three, int8=int8)
-            pair = project(f"{name}.kv", context, (attn.to_k, attn.to_v), int8=int8)
-        elif not attn.is_cross_attention:
+        if attn.fused_projections and not attn.is_cross_attention:
             (fused,) = project(f"{name}.qkv", x, (attn.to_qkv,), int8=int8)
             return fused.chunk(3, dim=-1)
-        else:
-            source = x if context is None else context
-            (fused,) = project(f"{name}.kv", source, (attn.to_kv,), int8=int8)
-            pair = fused.chunk(2, dim=-1)
-        return *project(f"{name}.q", x, (attn.to_q,), int8=int8), *pair
+        if not attn.fused_projections and context is None:
+            three = (attn.to_q, attn.to_k, attn.to_v)
+            return project(f"{name}.qkv", x, three, int8=int8)
+        # In the author's order, in which dropouts of an adapter draw their masks.
+        (q,) = project(f"{name}.q", x, (attn.to_q,), int8=int8)
+        source = x if context is None else context
+        if not attn.fused_projections:
+            return q, *project(f"{name}.kv", source, (attn.to_k, attn.to_v), int8=int8)
+        (fused,) = project(f"{name}.kv", source, (attn.to_kv,), int8=int8)
+        return q, *fused.chunk(2, dim=-1)
 
     def _project_image(self, attn: Any, image: Tensor, int8: bool) -> tuple[Tensor, ...]:
         if attn.fused_projections:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.normalization import FP32LayerNorm
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from turbo_rcm_patch.skip import Cast
 __all__ = [
     "BlockClasses",
     "attention_mode",
+    "chosen_backend",
     "gated",
     "modulation",
     "plain_layer_norm",
@@ -60,6 +62,16 @@ def attention_mode(attn: Any, classes: BlockClasses) -> Mode:
     if drops(attn.to_out[1]):
         return "as-written"
     return "ours" if runs_itself(attn) else "called"
+
+
+def chosen_backend(attn: Any) -> str:
+    """The attention backend that somebody chose (`set_attention_backend`, `attention_backend`), or
+    "" for torch's own."""
+    chosen = attn.processor._attention_backend
+    if chosen is None:
+        chosen = _AttentionBackendRegistry._active_backend
+    name: str = getattr(chosen, "value", chosen)
+    return "" if name == AttentionBackendName.NATIVE.value else name
 
 
 def plain_layer_norm(norm: Any) -> bool:

@@ -22,7 +22,6 @@ from turbo_rcm_patch.patching.families.wan_plan import (
     check_signatures,
     plan_blocks,
 )
-from turbo_rcm_patch.patching.plain import unserved
 from turbo_rcm_patch.patching.state import ModelPlan
 
 __all__ = ["SkyReelsBlockForward", "check", "plan"]
@@ -77,7 +76,7 @@ class SkyReelsBlockForward(WanBlockForward):
             [B, N, C], dtype of hidden_states.
         """
         inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
-        if unserved(hidden_states):
+        if not self._serves(hidden_states):
             written: Tensor = self._as_written(*inputs)
             return written
         guard = self._begin(
@@ -85,6 +84,14 @@ class SkyReelsBlockForward(WanBlockForward):
         )
         per_token = temb.transpose(1, 2) if temb.ndim == 4 else temb
         rows = modulation(self._block.scale_shift_table, per_token)
+
+        def author(view: Any, hidden: Tensor) -> Tensor:
+            own: Any = type(self._block).forward
+            out: Tensor = own(
+                view, hidden, encoder_hidden_states, temb, rotary_emb, attention_mask
+            )
+            return out
+
         return self._run(
-            hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask, guard
+            hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask, guard, author
         )

@@ -45,13 +45,21 @@ class SLAForward:
     It holds the attention, so that a deep copy of a patched model holds the copied one.
     """
 
-    __slots__ = ("_attn", "_processor", "_spec", "_topk")
+    __slots__ = ("_attn", "_class", "_processor", "_spec", "_topk")
 
     def __init__(
         self, attn: Any, processor: type, config: PatchConfig, guard: Guard | None
     ) -> None:
         self._attn, self._processor, self._topk = attn, processor, config.sla_topk
+        self._class: Any = type(attn)
         self._spec = ops.AttentionSpec(heads=attn.heads, attention="exact")
+
+    def over(self, attn: Any) -> SLAForward:
+        """The same over what stands for the attention."""
+        other = SLAForward.__new__(SLAForward)
+        other._attn, other._class, other._processor = attn, self._class, self._processor
+        other._spec, other._topk = self._spec, self._topk
+        return other
 
     def __call__(
         self,
@@ -80,8 +88,7 @@ class SLAForward:
         attn = self._attn
         sparse = encoder_hidden_states is None and attention_mask is None
         if not sparse or not _serves(attn, self._processor):
-            author: Any = type(attn).forward
-            written: Tensor = author(
+            written: Tensor = self._class.forward(
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
             )
             return written

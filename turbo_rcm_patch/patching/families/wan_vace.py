@@ -8,6 +8,7 @@ others. Written against diffusers 0.42.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from diffusers.models.transformers import transformer_wan_vace as author
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.blocks import distinct, known_inside, unknown_pair
+from turbo_rcm_patch.patching.author import Notes, call, observe
+from turbo_rcm_patch.patching.blocks import distinct, known_inside, note_mode, unknown_pair
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
 from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, modulation
@@ -30,7 +32,7 @@ from turbo_rcm_patch.patching.families.wan_plan import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import pair_state
-from turbo_rcm_patch.patching.plain import plain_linear, unserved, why_not_plain
+from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
@@ -152,7 +154,7 @@ class VACEBlockForward(WanBlockForward):
         Returns:
             The hint [B, N, C], or None without an output projection, and the control stream.
         """
-        if unserved(hidden_states):
+        if not self._serves(hidden_states):
             written: tuple[Tensor | None, Tensor] = self._as_written(
                 hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
             )
@@ -165,43 +167,57 @@ class VACEBlockForward(WanBlockForward):
         )
         block = self._block
         control = control_hidden_states
+        own: Any = type(block).forward
+
+        def added(view: Any, hidden: Tensor) -> Tensor:
+            out: Tensor = own(
+                view, hidden, encoder_hidden_states, control_hidden_states, temb, rotary_emb
+            )[1]
+            return out
+
+        def author(view: Any, control: Tensor) -> Tensor:
+            out: Tensor = own(view, control, encoder_hidden_states, control, temb, rotary_emb)[1]
+            return out
+
         if block.proj_in is not None:
-            control = self._added(block.proj_in, control, hidden_states, guard)
+            assert self._proj_in is not None
+            control = self._pair(
+                guard,
+                "proj_in",
+                (self._proj_in,),
+                hidden_states,
+                lambda hidden: self._added(block.proj_in, control_hidden_states, hidden),
+                added,
+            )
         rows = modulation(block.scale_shift_table.to(temb.device), temb)
-        control = self._run(control, encoder_hidden_states, rows, rotary_emb, None, guard)
+        control = self._run(control, encoder_hidden_states, rows, rotary_emb, None, guard, author)
         hint = None if block.proj_out is None else block.proj_out(control)
         return hint, control
 
-    def _added(
-        self, proj_in: nn.Module, control: Tensor, hidden: Tensor, guard: Guard | None
-    ) -> Tensor:
-        """The video plus the projected control."""
-        state = self._proj_in
-        if state is not None and state.live and guard is not None:
-            guard.accepts(
-                (state,),
-                exact=lambda: proj_in(control),
-                fused=lambda: self._projected(state, proj_in, control, None),
-            )
-        if state is None or not state.live:
-            written: Tensor = proj_in(control) + hidden
-            return written
-        return self._projected(state, proj_in, control, hidden)
+    def _only(
+        self, name: str, notes: Notes, branch: Callable[..., Any] | None, **instead: Any
+    ) -> Any:
+        block = self._block
+        project = None
+        if name == "proj_in":
+            project = branch or notes.branch(block.proj_in)
+        return super()._only(name, notes, branch, proj_in=project, proj_out=None, **instead)
 
-    def _projected(
-        self, state: PairState, proj_in: Any, control: Tensor, residual: Tensor | None
-    ) -> Tensor:
-        impl = self._spec.impl
+    def _added(self, proj_in: Any, control: Tensor, hidden: Tensor) -> Tensor:
+        """The video plus the projected control."""
+        state, impl = self._proj_in, self._spec.impl
+        note_mode(state, "ours" if state is not None and state.live else "as-written")
+        if state is None or not state.live:
+            written: Tensor = call(proj_in, control) + hidden
+            return written
+        observe(control)
         closed = self._linears.close(
-            "proj_in", control, proj_in, int8=state.int8, residual=residual, cast="model"
+            "proj_in", control, proj_in, int8=state.int8, residual=hidden, cast="model"
         )
         if closed is not None:
             return closed
         if plain_linear(proj_in, control):
             return ops.project_skip(
-                control, proj_in.weight, proj_in.bias, residual=residual, cast="model", impl=impl
+                control, proj_in.weight, proj_in.bias, residual=hidden, cast="model", impl=impl
             )
-        branch: Tensor = proj_in(control)
-        if residual is None:
-            return branch
-        return ops.skip(residual, branch, cast="model", impl=impl)
+        return ops.skip(hidden, call(proj_in, control), cast="model", impl=impl)
