@@ -72,6 +72,14 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks go the careful way, through the public operations, which a test may replace."""
+    from turbo_rcm_patch.patching.plan import PlanSlot
+
+    monkeypatch.setattr(PlanSlot, "get", lambda *args: None)
+
+
+@pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Uninitialised memory is NaN (int8: -128), so that reading it cannot go unnoticed."""
 

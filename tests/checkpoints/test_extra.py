@@ -87,6 +87,7 @@ def test_attaching_changes_nothing_until_int8_is_asked_for(folder: Path) -> None
         assert torch.equal(run(model), as_is)
 
 
+@pytest.mark.usefixtures("no_plans")
 def test_the_checkpoints_own_integers_are_multiplied(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_over_budget_goes_back_to_the_author_s_code() -> None:
     assert torch.equal(run(model), expected)
 
 
+@pytest.mark.usefixtures("no_plans")
 def test_only_the_pair_that_fails_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wan()
     from turbo_rcm_patch.patching.families import wan_block
@@ -282,6 +283,7 @@ def test_auto_precision_keeps_what_is_within_the_budget() -> None:
     assert {record.verdict for record in report.guard} == {"kept"}
 
 
+@pytest.mark.usefixtures("no_plans")
 def test_the_first_half_of_a_feed_forward_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from turbo_rcm_patch import ops
 

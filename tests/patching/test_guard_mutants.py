@@ -1,7 +1,8 @@
 """The guard has to see what is wrong in a pair: every family runs with one thing broken at a time.
 
 A mutant breaks our operations, which all families call, and nothing of their authors' code. The
-guard has to give back what it broke, so the network's output is its author's again.
+guard has to give back what it broke, so the network's output is its author's again. Blocks go the
+careful way here, operation by operation; `test_plan.py` breaks their plans.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from turbo_rcm_patch import PatchConfig, ops, patch_model
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 
 Tensor = torch.Tensor
+pytestmark = pytest.mark.usefixtures("no_plans")
 #: Operations that close a skip with a gate, and those that norm and modulate.
 CLOSING = ("attention_project_skip", "project_skip", "skip", "project_skip_streams", "int8_linear")
 ATTENTION = ("attention_skip", "attention_project_skip", "masked_attention")

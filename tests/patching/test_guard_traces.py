@@ -149,6 +149,7 @@ def test_what_a_hook_changes_reaches_the_output_and_both_sides_of_the_comparison
     assert {record.verdict for record in report.guard} == {"kept"}
 
 
+@pytest.mark.usefixtures("no_plans")
 def test_a_wrong_attention_before_a_hooked_projection_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,8 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.patching import test_guard_mutants as mutants
 from tests.patching.wan import EXACT, Case, relative, run
 from turbo_rcm_patch import patch_model
+from turbo_rcm_patch.ops.elementwise import norm_forward
+from turbo_rcm_patch.ops.projection import project_forward
+from turbo_rcm_patch.ops.registry import attention_forward
 from turbo_rcm_patch.patching.families import wan_block
 from turbo_rcm_patch.patching.plan import PlanSlot, Watch
 
@@ -292,3 +296,77 @@ def test_a_look_sees_what_the_guard_decided() -> None:
     assert watch.holds()
     state.live = False
     assert not watch.holds()
+
+
+def _no_shift(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = norm_forward.body
+
+    def body(x: Any, factor: Any, offset: Any, one: float, *rest: Any) -> Any:
+        return own(x, factor, None if one else offset, one, *rest)
+
+    monkeypatch.setattr(norm_forward, "body", body)
+
+
+def _gates(change: Callable[..., torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        own = project_forward.body
+
+        def body(
+            x: Any, weight: Any, bias: Any, like: Any, skip: Any, gate: Any, *rest: Any
+        ) -> Any:
+            gate = torch.ones(like.shape[0], 1, like.shape[-1]) if gate is None else gate
+            return own(x, weight, bias, like, skip, change(gate, like).contiguous(), *rest)
+
+        monkeypatch.setattr(project_forward, "body", body)
+
+    return mutate
+
+
+def _heads(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        own = attention_forward.body
+
+        def body(*args: Any) -> Any:
+            out, lse = own(*args)
+            return change(out.unflatten(-1, (args[15], -1))).flatten(-2), lse
+
+        monkeypatch.setattr(attention_forward, "body", body)
+
+    return mutate
+
+
+def _fewer_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = attention_forward.body
+
+    def body(*args: Any) -> Any:
+        seen = torch.full((args[1].shape[0],), args[1].shape[1] - 4, dtype=torch.int32)
+        return own(*args[:12], seen, *args[13:])
+
+    monkeypatch.setattr(attention_forward, "body", body)
+
+
+BROKEN = {
+    "gate-0": (_gates(mutants.no_gate), ("attn1", "attn2", "ffn")),
+    "shift-dropped": (_no_shift, ("attn1", "ffn")),
+    "gates-of-1-percent": (_gates(mutants.gates_of_other_channels), ("attn1", "ffn")),
+    "one-sample": (_gates(mutants.one_sample), ("attn1", "attn2", "ffn")),
+    "one-head-scaled": (_heads(mutants.scaled), ("attn1", "attn2")),
+    "two-heads-swapped": (_heads(mutants.swapped), ("attn1", "attn2")),
+    "last-keys-dropped": (_fewer_keys, ("attn1",)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_in_a_plan_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    mutate, pairs = BROKEN[name]
+    case = Case("2.1-t2v")
+    model, inputs = case.model(), case.inputs(batch=2)
+    expected = run(model, **inputs)
+    mutate(monkeypatch)
+    report = patch_model(model, attention="exact")
+    output = run(model, **inputs)
+    back = {record.path for record in report.guard if record.verdict == "given back"}
+    assert {f"blocks.{i}.{pair}" for i in (0, 1) for pair in pairs} <= back
+    assert relative(output, expected) < 0.02

@@ -43,9 +43,9 @@ def calls_of(function: Callable[[], object]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("options", "python", "builtin", "launches"),
     [
-        ({}, 190, 240, 11),
-        ({"attention": "exact"}, 190, 240, 10),
-        ({"linear": "int8"}, 580, 520, 19),
+        ({}, 220, 245, 11),
+        ({"attention": "exact"}, 220, 245, 10),
+        ({"linear": "int8"}, 600, 520, 19),
     ],
     ids=["int8", "exact", "int8-linears"],
 )

@@ -131,6 +131,8 @@ class Watch:
         self._attributes = []
         for own in map(vars, objects):
             names = [name for name in own if name not in _CONTAINERS]
+            if own is vars(block):  # Its forward is ours, or around ours, and holds this watch.
+                names = [name for name in names if name != "forward"]
             if len(names) > 1:
                 values_of = itemgetter(*names)
                 self._attributes.append((own, len(own), values_of, values_of(own)))
