@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from turbo_rcm_patch.benchmarks import attention, block, forward, peers
+from turbo_rcm_patch.benchmarks import attention, block, forward, length, peers
 from turbo_rcm_patch.benchmarks.__main__ import main
 from turbo_rcm_patch.benchmarks.cases import AIMS, REFERENCE, attention_cases
 from turbo_rcm_patch.benchmarks.clock import calls_within, group_of, input_sets, rotating
@@ -334,3 +334,19 @@ def test_a_cpu_has_no_clock_and_no_data_sheet() -> None:
     assert watch.since(0.0) == {"sm_clock_mhz": "unknown"}
     watch.stop()
     assert ceilings(CPU) == {} and exponential_ceiling(CPU, 128, 1500.0) is None
+
+
+def test_time_over_length_has_a_row_for_every_method(tmp_path: Path) -> None:
+    assert main(["length", *MICRO_CPU, "--out", str(tmp_path)]) == 0
+    cases = read(tmp_path / "length.json")["cases"]
+    assert list(cases) == ["780", "1950"]
+    for case in cases.values():
+        methods = case["methods"]
+        assert list(methods) == list(length.METHODS)
+        for name, found in methods.items():
+            assert found["status"] == "timed", (name, found)
+            assert found["cpu_milliseconds"]["median"] > 0
+        assert methods["patched"]["in_int8"] == 1.0
+        assert methods["patched exact"]["in_int8"] == 0.0
+        assert methods["patched exact"]["error"]["relative_l2"] < 0.02
+    assert (tmp_path / "time_over_length.png").stat().st_size > 10_000

@@ -37,6 +37,12 @@ COMPARISONS: Final = {
         "1.3b,14b,cogvideox-2b",
         '"eager,patched,patched compiled"',
     ),
+    "length": (
+        "length",
+        "one forward of Wan over the number of tokens: queued, on the CPU, as a CUDA graph",
+        "780,7800,32760",
+        '"eager,patched,patched int8 Linears"',
+    ),
     "sparse": (
         "sparse",
         "sparse-linear attention (SLA) against our dense int8 attention",

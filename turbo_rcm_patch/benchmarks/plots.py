@@ -302,6 +302,36 @@ def _forward(axes: Axes, document: Json) -> bool:
     return True
 
 
+def _over_length(axes: Axes, document: Json) -> bool:
+    """Time of a forward over its tokens: queued, and as a CUDA graph."""
+    looks = ("#111827", "#6b7280", "#1d4ed8", "#10b981", "#f59e0b")
+    names: dict[str, str] = {}
+    lengths = sorted(map(int, _map(document["cases"])))
+    for tokens in lengths:
+        for name in _map(_map(_map(document["cases"])[str(tokens)])["methods"]):
+            names.setdefault(name, looks[len(names) % len(looks)])
+    for name, colour in names.items():
+        for key, style in (("milliseconds", "-"), ("graph_milliseconds", ":")):
+            found = [
+                (tokens, _get(document["cases"], str(tokens), "methods", name, key, "median"))
+                for tokens in lengths
+            ]
+            points = [(tokens, value) for tokens, value in found if value is not None]
+            if points:
+                label = name if style == "-" else f"{name}, CUDA graph"
+                axes.plot(*zip(*points, strict=True), style, color=colour, marker="o",
+                          markersize=3, label=label)  # fmt: skip
+    if not axes.lines:
+        return False
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _token_ticks(axes, lengths)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("ms a forward")
+    axes.legend(fontsize=7)
+    return True
+
+
 def _traffic(axes: Axes, document: Json) -> bool:
     cases = list(_named(document, "forms"))
     names = [name for name in _FORMS if any(name in forms for _, forms in cases)]
@@ -349,6 +379,7 @@ _DRAWINGS: Final[dict[str, dict[str, tuple[tuple[float, float], Fill]]]] = {
     },
     "block": {"block_write_ups.png": ((7.0, 3.6), _write_ups)},
     "network": {"network_forward.png": ((8.0, 4.2), _forward)},
+    "length": {"time_over_length.png": ((7.0, 4.4), _over_length)},
     "network_turbo": {"network_turbo_forward.png": ((8.0, 5.0), _forward)},
     "hbm": {"hbm_traffic.png": ((8.4, 4.4), _traffic)},
 }

@@ -293,7 +293,7 @@ def _gelu_forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if x.is_cuda and x.dtype != torch.float32 and torch.version.hip is None:
         # cuBLASLt's epilogue: GELU in its tanh form, on the sum in fp32.
         flat = torch._addmm_activation(bias, x.flatten(0, 1), weight.t(), use_gelu=True)
-        return flat.view(x.shape[0], x.shape[1], -1)
+        return flat.view(x.shape[0], x.shape[1], weight.shape[0])
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
 
