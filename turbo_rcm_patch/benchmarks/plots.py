@@ -304,13 +304,15 @@ def _forward(axes: Axes, document: Json) -> bool:
 
 def _over_length(axes: Axes, document: Json) -> bool:
     """Time of a forward over its tokens: queued, and as a CUDA graph."""
-    looks = ("#111827", "#6b7280", "#1d4ed8", "#10b981", "#f59e0b")
-    names: dict[str, str] = {}
+    looks = {
+        "eager": "#111827",
+        "compiled": "#9ca3af",
+        "patched": "#1d4ed8",
+        "patched exact": "#10b981",
+        "patched int8 Linears": "#f59e0b",
+    }
     lengths = sorted(map(int, _map(document["cases"])))
-    for tokens in lengths:
-        for name in _map(_map(_map(document["cases"])[str(tokens)])["methods"]):
-            names.setdefault(name, looks[len(names) % len(looks)])
-    for name, colour in names.items():
+    for name, colour in looks.items():
         for key, style in (("milliseconds", "-"), ("graph_milliseconds", ":")):
             found = [
                 (tokens, _get(document["cases"], str(tokens), "methods", name, key, "median"))

@@ -154,7 +154,7 @@ class _Launch(NamedTuple):
     metadata: object
     arguments: list[Any]
     holes: tuple[_Hole, ...]
-    descriptors: tuple[tuple[_Hole, Any, dict[int, Any]], ...]
+    descriptors: tuple[tuple[_Hole, Callable[[int], Any], dict[int, Any]], ...]
 
 
 class _Buffer(NamedTuple):
@@ -249,28 +249,71 @@ class Program:
             arguments = template.copy()
             for index, slot, offset in holes:
                 arguments[index] = addresses[slot] + offset
-            for (index, slot, offset), like, cache in descriptors:
+            for (index, slot, offset), make, cache in descriptors:
                 address = addresses[slot] + offset
                 descriptor = cache.get(address)
                 if descriptor is None:
                     if len(cache) >= 64:
                         cache.clear()
-                    descriptor = cache[address] = _Descriptor(like, address)
+                    descriptor = cache[address] = make(address)
                 arguments[index] = descriptor
             start(*grid, stream, function, *between, meta, None, None, None, *arguments)
         return self._result(tensors, made)
 
 
-def _starter(run: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What starts a compiled kernel, and what it takes between the function and its metadata.
+class _Opened(NamedTuple):
+    """What starts a compiled kernel.
 
-    Triton's launcher object allocates scratch memory for kernels that want it. In the releases
-    whose launcher is known, a kernel that wants none is started by the function behind it.
+    Attributes:
+        start: The function.
+        between: What it takes between the kernel's handle and its metadata.
+        metas: What the compiler decided of each tensor descriptor, where those are made before
+            `start`; empty where it takes them as they are.
     """
-    known = triton.__version__.startswith("3.6.") and type(run).__name__ == "CudaLauncher"
-    if known and not run.global_scratch_size and not run.profile_scratch_size:
-        return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
-    return run, ()
+
+    start: Callable[..., None]
+    between: tuple[Any, ...]
+    metas: list[Any]
+
+
+def _opened(run: Any) -> _Opened:
+    """The shortest way to start a compiled kernel.
+
+    Triton's launcher object allocates scratch memory for kernels that want it, and makes tensor
+    descriptors on every call. In the release whose launcher is known, a kernel that wants no
+    scratch is started by the function behind it, with descriptors that are kept by address.
+    """
+    closed = _Opened(run, (), [])
+    if not triton.__version__.startswith("3.6.") or type(run).__name__ != "CudaLauncher":
+        return closed
+    if run.global_scratch_size or run.profile_scratch_size:
+        return closed
+    start, metas = run.launch, []
+    if getattr(start, "__closure__", None):
+        free = dict(zip(start.__code__.co_freevars, start.__closure__, strict=True))
+        start = free["launcher"].cell_contents
+        metas = list(free["tensordesc_meta"].cell_contents)
+    if None in metas:  # Descriptors that are taken apart, on targets without hardware copies.
+        return closed
+    return _Opened(start, (run.launch_cooperative_grid, run.launch_pdl, None, None), metas)
+
+
+def _descriptor_maker(like: Any, meta: Any | None) -> tuple[Callable[[int], Any], list[Any]]:
+    """What a kernel takes for a tensor descriptor over other memory, made from its address, and
+    the numbers that follow it, which stay.
+
+    Args:
+        like: The descriptor that was recorded.
+        meta: What the compiler decided of it, where Triton's wrapper is passed by; else None.
+    """
+    if meta is None:
+        return functools.partial(_Descriptor, like), []
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    def make(address: int) -> Any:
+        return make_tensordesc_arg(_Descriptor(like, address), meta)[0]
+
+    return make, make_tensordesc_arg(like, meta)[1:]
 
 
 def _raw_stream(index: int) -> int:
@@ -342,9 +385,11 @@ class Recorder(TorchDispatchMode):
         for kernel, grid, arguments, compiled in self._launches:
             template: list[Any] = []
             holes: list[_Hole] = []
-            descriptors: list[tuple[_Hole, Any, dict[int, Any]]] = []
-            for i, name in enumerate(kernel.arg_names):
+            descriptors: list[tuple[_Hole, Callable[[int], Any], dict[int, Any]]] = []
+            start, between, metas = _opened(compiled.run)
+            for name in kernel.arg_names:
                 value = arguments[name]
+                i = len(template)
                 base = getattr(value, "base", None)
                 tensor = value if isinstance(value, torch.Tensor) else base
                 if not isinstance(tensor, torch.Tensor):
@@ -355,16 +400,21 @@ class Recorder(TorchDispatchMode):
                     return None
                 slot, offset = at
                 template.append(None)
-                if slot < 0:
-                    template[i] = offset if tensor is value else value
-                elif tensor is value:
-                    holes.append(_Hole(i, slot, offset))
+                if tensor is not value:
+                    if slot < 0:
+                        return None  # No constant of ours is read through a descriptor.
+                    make, numbers = _descriptor_maker(value, metas.pop(0) if metas else None)
+                    descriptors.append((_Hole(i, slot, offset), make, {}))
+                    template += numbers
+                elif slot < 0:
+                    template[i] = offset
                 else:
-                    descriptors.append((_Hole(i, slot, offset), value, {}))
+                    holes.append(_Hole(i, slot, offset))
             wide = (*grid, 1, 1)[:3]
             launches.append(
                 _Launch(
-                    *_starter(compiled.run),
+                    start,
+                    between,
                     wide,
                     compiled.function,
                     compiled.packed_metadata,
