@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,15 @@ Author = Callable[[Any, Tensor], Tensor]
 _CASTS: Final[tuple[Cast, Cast]] = ("fp32", "model")
 
 
+class _Given(NamedTuple):
+    """What a block gets beside the video: text [B, T, C], the rows of `modulation`, and the rotary
+    tables (cos, sin), each [1, N, 1, head_dim]."""
+
+    context: Tensor
+    rows: tuple[Tensor, ...]
+    rotary: tuple[Tensor, Tensor]
+
+
 class _WanPlan:
     """A block of which every module is plain: its three branches, each with its skip."""
 
@@ -99,14 +108,9 @@ class _WanPlan:
         parts = (self._norm1, self._attn1, self._norm2, self._attn2, self._norm3, self._ffn)
         return [x for part in parts for x in part.read]
 
-    def serves(
-        self,
-        hidden: Tensor,
-        context: Tensor,
-        rows: tuple[Tensor, ...],
-        rotary: tuple[Tensor, Tensor],
-    ) -> bool:
+    def serves(self, hidden: Tensor, given: _Given) -> bool:
         """Whether the inputs fit each other as the operations want them: nothing broadcasts."""
+        context, rows, rotary = given
         batch, tokens, channels = hidden.shape
         table = tokens * self._head_dim
         return (
@@ -122,23 +126,17 @@ class _WanPlan:
             and rotary[0].numel() == table == rotary[1].numel()
         )
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        context: Tensor,
-        rows: tuple[Tensor, ...],
-        rotary: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, given: _Given) -> Tensor:
         """As `WanBlockForward._run`."""
-        cos, sin = self._tables(rotary)
-        token = signature(hidden, context, rows[0], cos, sin)
-        hidden = self._first(token, hidden, rows, cos, sin)
-        hidden = self._second(token, hidden, context)
-        return self._third(token, hidden, rows)
+        token, cos, sin = self._token(hidden, given)
+        hidden = self._first(token, hidden, given.rows, cos, sin)
+        hidden = self._second(token, hidden, given.context)
+        return self._third(token, hidden, given.rows)
 
-    def _tables(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        cos, sin = rotary
-        return cos.reshape(-1, self._head_dim), sin.reshape(-1, self._head_dim)
+    def _token(self, hidden: Tensor, given: _Given) -> tuple[Any, Tensor, Tensor]:
+        """The signature of the inputs, and the rotary tables [N, D]."""
+        cos, sin = (table.reshape(-1, self._head_dim) for table in given.rotary)
+        return signature(hidden, given.context, given.rows[0], cos, sin), cos, sin
 
     def _first(
         self, token: Any, hidden: Tensor, rows: tuple[Tensor, ...], cos: Tensor, sin: Tensor
@@ -166,39 +164,18 @@ class _WanPlan:
 
     # --- one pair, for the guard -----------------------------------------------------------------
 
-    def self_attention(
-        self,
-        hidden: Tensor,
-        context: Tensor,
-        rows: tuple[Tensor, ...],
-        rotary: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """The first pair alone; arguments as for the whole block."""
-        cos, sin = self._tables(rotary)
-        token = signature(hidden, context, rows[0], cos, sin)
-        return self._first(token, hidden, rows, cos, sin)
+    def self_attention(self, hidden: Tensor, given: _Given) -> Tensor:
+        """The first pair alone."""
+        token, cos, sin = self._token(hidden, given)
+        return self._first(token, hidden, given.rows, cos, sin)
 
-    def cross_attention(
-        self,
-        hidden: Tensor,
-        context: Tensor,
-        rows: tuple[Tensor, ...],
-        rotary: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def cross_attention(self, hidden: Tensor, given: _Given) -> Tensor:
         """The second pair alone."""
-        token = signature(hidden, context, rows[0], *self._tables(rotary))
-        return self._second(token, hidden, context)
+        return self._second(self._token(hidden, given)[0], hidden, given.context)
 
-    def feed_forward(
-        self,
-        hidden: Tensor,
-        context: Tensor,
-        rows: tuple[Tensor, ...],
-        rotary: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def feed_forward(self, hidden: Tensor, given: _Given) -> Tensor:
         """The third pair alone."""
-        token = signature(hidden, context, rows[0], *self._tables(rotary))
-        return self._third(token, hidden, rows)
+        return self._third(self._token(hidden, given)[0], hidden, given.rows)
 
     def attentions(self, context: Tensor) -> tuple[str, str]:
         """What computes self-attention and cross-attention, for the report."""
@@ -352,10 +329,11 @@ class WanBlockForward:
         Returns:
             [B, N, C], dtype of hidden.
         """
-        plan = self._planned(hidden, context, rows, rotary, mask)
+        given = _Given(context, rows, rotary)
+        plan = None if mask is not None else self._planned(hidden, given)
         if plan is not None and (guard is None or not guard.wants(self._states)):
             self._note_plan(plan, context)
-            return plan(hidden, context, rows, rotary)
+            return plan(hidden, given)
         block = self._block
         hidden, context = same_batch(hidden, context)
         shift, scale, gate, c_shift, c_scale, c_gate = rows
@@ -363,27 +341,27 @@ class WanBlockForward:
         # A guarded forward compares what the others run. Asked for each pair, because a step of
         # the guard makes another plan; int8 rows are compared as the careful way makes them.
         def plan_for(state: PairState) -> _WanPlan | None:
-            now = self._planned(hidden, context, rows, rotary, mask)
-            if now is None or state.int8:
+            now = None if mask is not None or state.int8 else self._planned(hidden, given)
+            if now is None:
                 return None
             self._note_plan(now, context)
             return now
 
         def first(hidden: Tensor) -> Tensor:
             if (plan := plan_for(self._attn1)) is not None:
-                return plan.self_attention(hidden, context, rows, rotary)
+                return plan.self_attention(hidden, given)
             x = self._modulated(block.norm1, hidden, scale, shift, self._attn1)
             return self._self_attention(x, hidden, gate, rotary, mask)
 
         def second(hidden: Tensor) -> Tensor:
             if (plan := plan_for(self._attn2)) is not None:
-                return plan.cross_attention(hidden, context, rows, rotary)
+                return plan.cross_attention(hidden, given)
             x = self._normed(block.norm2, hidden, self._attn2)
             return self._cross_attention(x, hidden, context)
 
         def third(hidden: Tensor) -> Tensor:
             if (plan := plan_for(self._ffn)) is not None:
-                return plan.feed_forward(hidden, context, rows, rotary)
+                return plan.feed_forward(hidden, given)
             x = self._modulated(block.norm3, hidden, c_scale, c_shift, self._ffn)
             return self._feed_forward(x, hidden, c_gate)
 
@@ -454,19 +432,12 @@ class WanBlockForward:
         held = self._linear is not None and attached_proj_l(self._block.attn1) is not None
         return self._linear if held else None
 
-    def _planned(
-        self,
-        hidden: Tensor,
-        context: Tensor,
-        rows: tuple[Tensor, ...],
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-    ) -> _WanPlan | None:
+    def _planned(self, hidden: Tensor, given: _Given) -> _WanPlan | None:
         """The plan of the block, if it serves this forward."""
-        if mask is not None or not plain_inference(hidden, context, rows[0]):
+        if not plain_inference(hidden, given.context, given.rows[0]):
             return None
         plan = self._slot.get(self._plan, self._watch)
-        if plan is None or not plan.serves(hidden, context, rows, rotary):
+        if plan is None or not plan.serves(hidden, given):
             return None
         if self._spec.attention == "exact" and any(
             map(chosen_backend, (self._block.attn1, self._block.attn2))
