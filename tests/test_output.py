@@ -123,6 +123,7 @@ ALONE = {
     "checkpoints/staging.py": "folders of its own, whole or not at all",
     "checkpoints/folder.py": "into a folder of staging",
     "checkpoints/stored.py": "into a file of staging",
+    "patching/stored.py": "beside the old file, then swapped",
     "tiny/build.py": "into a folder of `merged`",
     "tiny/run.py": "beside the old state, then swapped",
 }

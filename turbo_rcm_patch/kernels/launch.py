@@ -50,7 +50,6 @@ LENGTHS = (
     "chunk_tokens",
     "chunks",
     "count",
-    "columns",
     "k_blocks",
     "k_group",
     "k_parts",

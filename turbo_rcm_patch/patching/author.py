@@ -219,7 +219,10 @@ class Notes:
         self, project: Callable[[Tensor], Tensor], name: str, centre: Tensor
     ) -> Callable[..., Any]:
         def run(x: Tensor) -> Tensor:
-            made = project(x).clone()
+            made = project(x)
+            if made.shape[0] == 1:  # A text of one sample may stand for every sample's.
+                made = made.expand(centre.shape[0], -1, -1)
+            made = made.clone()
             values = made.chunk(_SHARES[name], dim=-1)[-1]
             last = _last(values.shape[1])
             kept = values[:, -last:] - centre
@@ -248,7 +251,7 @@ class Author:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
-        if not _own(module):
+        if not quiet(module):  # Ours may have called it whole for what hangs on a part of it.
             known, returned = self._notes.replay(module, args, kwargs)
             if known:
                 return returned

@@ -183,6 +183,8 @@ class Linears:
             like: Of the dtype and on the device of their input.
             int8: Whether int8 is wanted.
         """
+        if not int8:
+            self.forget(key)
         if not all(plain_linear(module, like) for module in modules):
             return None
         x = like.view(1, 1, -1) if like.dim() == 1 else like.unsqueeze(0)

@@ -9,6 +9,7 @@ inference; everything else takes the careful way, module by module.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
@@ -88,7 +89,7 @@ class Watch:
 
     It sees a hook, an instance forward, another class, a replaced module, parameter or processor,
     and an attribute, dtype or device that changed. What is written into a parameter it need not
-    see, because a plan holds the parameter and no copy of it.
+    see, because a plan reads the parameter and holds no copy of it.
 
     Args:
         block: Its modules, and the processors that its attentions hold, are watched.
@@ -100,11 +101,11 @@ class Watch:
     """
 
     __slots__ = (
+        "_alive",
         "_attributes",
         "_classes",
         "_devices",
         "_dtypes",
-        "_held",
         "_hooked",
         "_hooks",
         "_identities",
@@ -146,16 +147,20 @@ class Watch:
             for name in ("_parameters", "_buffers", "_modules")
             if m.__dict__[name]
         ]
-        self._held = list(chain.from_iterable(self._owned))  # so that no identity is used again
-        self._identities = list(map(id, self._held))
-        tensors = [x for x in self._held if isinstance(x, Tensor)]
-        self._read = tensors if read is None else list(read)
-        self._objects = [*objects, *tensors]
-        self._classes = list(map(type, self._objects))
-        self._dtypes = list(map(_dtype, self._read))
-        self._devices = list(map(_device, self._read))
-        self._strides = list(map(_stride, self._read))
-        self._shapes = list(map(_shape, self._read))
+        held = list(chain.from_iterable(self._owned))
+        self._identities = list(map(id, held))
+        self._objects = objects
+        self._classes = list(map(type, [*objects, *held]))
+        tensors = [x for x in held if isinstance(x, Tensor)]
+        # Weakly, or a weight that was replaced would keep its memory until the next look. While
+        # they live, no identity is used again.
+        self._alive = list(map(weakref.ref, [x for x in held if x is not None]))
+        looked_at = tensors if read is None else list(read)
+        self._read = list(map(weakref.ref, looked_at))
+        self._dtypes = list(map(_dtype, looked_at))
+        self._devices = list(map(_device, looked_at))
+        self._strides = list(map(_stride, looked_at))
+        self._shapes = list(map(_shape, looked_at))
         self._states, self._key = tuple(states), key
         self._seen = [key(state) for state in self._states]
 
@@ -163,7 +168,8 @@ class Watch:
         """Whether everything is as it was."""
         if list(map(len, self._hooks)) != self._hooked:
             return False
-        if list(map(type, self._objects)) != self._classes:
+        owned = list(chain.from_iterable(self._owned))
+        if list(map(type, [*self._objects, *owned])) != self._classes:
             return False
         try:
             for own, count, values_of, values in self._attributes:
@@ -171,12 +177,14 @@ class Watch:
                     return False
         except (KeyError, RuntimeError, ValueError):
             return False  # a name is gone, or two tensors or arrays are not the same one
+        read = [reference() for reference in self._read]
         return (
-            list(map(id, chain.from_iterable(self._owned))) == self._identities
-            and list(map(_dtype, self._read)) == self._dtypes
-            and list(map(_device, self._read)) == self._devices
-            and list(map(_stride, self._read)) == self._strides
-            and list(map(_shape, self._read)) == self._shapes
+            list(map(id, owned)) == self._identities
+            and None not in [reference() for reference in self._alive]
+            and list(map(_dtype, read)) == self._dtypes
+            and list(map(_device, read)) == self._devices
+            and list(map(_stride, read)) == self._strides
+            and list(map(_shape, read)) == self._shapes
             and list(map(self._key, self._states)) == self._seen
         )
 
@@ -222,18 +230,16 @@ class PlanSlot(Generic[_T]):
 class NormPlan:
     """A layer norm with a factor and an offset, in one pass."""
 
-    __slots__ = ("_eps", "_impl", "_offset", "_rows", "_step", "_weight")
+    __slots__ = ("_eps", "_impl", "_parameters", "_rows", "_step")
 
-    def __init__(
-        self, eps: float, impl: str, weight: Tensor | None = None, offset: Tensor | None = None
-    ) -> None:
-        self._eps, self._impl, self._weight, self._offset = eps, impl, weight, offset
+    def __init__(self, norm: Any, impl: str) -> None:
+        self._eps, self._impl, self._parameters = norm.eps, impl, norm._parameters
         self._step, self._rows = Step(norm_forward), Step(rows_forward)
 
     @property
     def read(self) -> list[Tensor]:
         """The tensors that a kernel reads."""
-        return [x for x in (self._weight, self._offset) if x is not None]
+        return _tensors(self._parameters)
 
     def modulated(self, token: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """layer_norm(x) * (1 + scale) + shift, both [B or 1, N or 1, C]."""
@@ -242,7 +248,7 @@ class NormPlan:
 
     def affine(self, token: Any, x: Tensor) -> Tensor:
         """layer_norm(x) * weight + bias with the norm's own."""
-        weight, offset = _row(self._weight), _row(self._offset)
+        weight, offset = self._rows_of_channels()
         y: Tensor = self._step(token, x, weight, offset, 0.0, self._eps, self._impl)
         return y
 
@@ -252,12 +258,21 @@ class NormPlan:
 
     def affine_rows(self, token: Any, x: Tensor) -> Rows:
         """`affine` as int8 rows."""
-        weight, offset = _row(self._weight), _row(self._offset)
+        weight, offset = self._rows_of_channels()
         return Rows(*self._rows(token, x, weight, offset, 0.0, self._eps, self._impl))
+
+    def _rows_of_channels(self) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        return _row(weight), _row(bias)
 
 
 def _row(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.view(1, 1, -1)
+
+
+def _tensors(*parameters: dict[str, Any]) -> list[Tensor]:
+    """The tensors of some modules that hold their parameters so."""
+    return [x for own in parameters for x in own.values() if x is not None]
 
 
 class Product:
@@ -279,7 +294,7 @@ class Product:
         key: tuple[int, str] = (0, ""),
     ) -> None:
         self._key = key
-        self._weights = [(linear.weight, linear.bias) for linear in linears]
+        self._weights: list[dict[str, Any]] = [linear._parameters for linear in linears]
         self._linears, self._copies = list(linears), copies
         self._parts = [linear.out_features for linear in linears]
         self._step, self._rows = Step(int8_forward), Step(rows_linear_forward)
@@ -293,7 +308,7 @@ class Product:
         """What each Linear makes of x [B, N, K]."""
         if not self.int8:
             assert isinstance(x, Tensor)
-            return tuple([F.linear(x, weight, bias) for weight, bias in self._weights])
+            return tuple([F.linear(x, own["weight"], own["bias"]) for own in self._weights])
         together = self.closed(token, x, None, None, "", "fp32", dtype)
         return torch.split(together, self._parts, -1) if len(self._parts) > 1 else (together,)
 
@@ -339,8 +354,8 @@ class AttentionPlan:
     Args:
         project: Gives q, k and v from x; for cross-attention q from x.
         of_context: For cross-attention gives k and v from the context, else None.
-        norm_q: RMSNorm weight of q.
-        norm_k: RMSNorm weight of k.
+        norm_q: RMSNorm of q.
+        norm_k: RMSNorm of k.
         out: The output projection.
         out_int8: It in int8, or None.
         spec: How the attention is computed; its eps is the norms'.
@@ -356,8 +371,8 @@ class AttentionPlan:
         self,
         project: Product,
         of_context: Product | None,
-        norm_q: Tensor,
-        norm_k: Tensor,
+        norm_q: Any,
+        norm_k: Any,
         out: nn.Linear,
         out_int8: Product | None,
         spec: AttentionSpec,
@@ -366,8 +381,8 @@ class AttentionPlan:
     ) -> None:
         head_dim = out.in_features // spec.heads
         self._project, self._of_context = project, of_context
-        self._norm_q, self._norm_k = norm_q, norm_k
-        self._out, self._cast, self._impl = (out.weight, out.bias), cast, spec.impl
+        self._norm_q, self._norm_k = norm_q._parameters, norm_k._parameters
+        self._out, self._cast, self._impl = out._parameters, cast, spec.impl
         self._out_int8 = out_int8
         self._spec = _numbers(spec, head_dim)
         self._exact = None if exact is None else _numbers(exact, head_dim)
@@ -376,14 +391,14 @@ class AttentionPlan:
         # Tokens in the place of x: of which only the channels are asked.
         like = out.weight
         self._one_pass = resolve_impl(spec.impl, like.device) == "triton" and all(
-            in_one_pass(like, weight, None, spec.heads) for weight in (norm_q, norm_k)
+            in_one_pass(like, norm.weight, None, spec.heads) for norm in (norm_q, norm_k)
         )
 
     @property
     def read(self) -> list[Tensor]:
         """The tensors that a kernel reads."""
-        out = () if self._out_int8 is not None else self._out
-        return [x for x in (self._norm_q, self._norm_k, *out) if x is not None]
+        out = [] if self._out_int8 is not None else [self._out]
+        return _tensors(self._norm_q, self._norm_k, *out)
 
     @property
     def int8(self) -> bool:
@@ -426,14 +441,15 @@ class AttentionPlan:
         numbers = self._spec
         if self._exact is not None and k.shape[1] < INT8_MIN_KEYS:
             numbers = self._exact
+        norm_q, norm_k = self._norm_q["weight"], self._norm_k["weight"]
         heads, attention, *_, sm_scale, eps, _ = numbers
         if attention == "exact" and self._one_pass:
             # The same as the operation below, whose two passes are ours and can be replayed.
             qh, kh = (
                 split_heads(step(token, x, heads, weight, None, cos, sin, eps), heads)
                 for step, x, weight in (
-                    (self._rotate_q, q, self._norm_q),
-                    (self._rotate_k, k, self._norm_k),
+                    (self._rotate_q, q, norm_q),
+                    (self._rotate_k, k, norm_k),
                 )
             )
             out = sdpa_attention(
@@ -442,14 +458,14 @@ class AttentionPlan:
             branch = out.transpose(1, 2).flatten(2).contiguous()
         else:
             branch, _ = self._attend(
-                token, q, k, v, None, None, None, self._norm_q, self._norm_k, None, None, cos,
-                sin, None, 1.0, 1.0, *numbers, dtype, False,
+                token, q, k, v, None, None, None, norm_q, norm_k, None, None, cos, sin, None,
+                1.0, 1.0, *numbers, dtype, False,
             )  # fmt: skip
         if self._out_int8 is not None:
             return self._out_int8.closed(token, branch, residual, c_out, "", self._cast, dtype)
         closed: Tensor = self._close(
-            token, branch, *self._out, residual, None, c_out, 1.0, 1.0, self._cast, self._impl,
-            dtype,
+            token, branch, self._out["weight"], self._out["bias"], residual, None, c_out, 1.0,
+            1.0, self._cast, self._impl, dtype,
         )  # fmt: skip
         return closed
 
@@ -484,14 +500,14 @@ class FeedForwardPlan:
         impl: str,
         cast: Cast,
     ) -> None:
-        self._first, self._last = (first.weight, first.bias), (last.weight, last.bias)
+        self._first, self._last = first._parameters, last._parameters
         self._int8, self._impl, self._cast = int8, impl, cast
         self._close = Step(project_forward)
 
     @property
     def read(self) -> list[Tensor]:
         """The tensors that a kernel reads."""
-        return [x for x in self._last if x is not None and self._int8 is None]
+        return [] if self._int8 is not None else _tensors(self._last)
 
     @property
     def int8(self) -> bool:
@@ -506,8 +522,10 @@ class FeedForwardPlan:
             first, last = self._int8
             h = first.closed(token, x, None, None, "gelu-tanh", "fp32", dtype)
             return last.closed(token, h, residual, c_out, "", self._cast, dtype)
-        h = gelu_forward.body(x, *self._first)  # a library's product, nothing of ours to replay
+        # A library's product, of which there is nothing to replay.
+        h = gelu_forward.body(x, self._first["weight"], self._first["bias"])
         closed: Tensor = self._close(
-            token, h, *self._last, residual, None, c_out, 1.0, 1.0, self._cast, self._impl, dtype
-        )
+            token, h, self._last["weight"], self._last["bias"], residual, None, c_out, 1.0, 1.0,
+            self._cast, self._impl, dtype,
+        )  # fmt: skip
         return closed

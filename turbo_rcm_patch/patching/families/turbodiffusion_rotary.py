@@ -51,6 +51,10 @@ class RotaryForward:
     def __init__(self, attn: Any, guard: Guard | None) -> None:
         self._attn = attn
 
+    def over(self, attn: Any) -> RotaryForward:
+        """The same over what stands for the attention."""
+        return RotaryForward(attn, None)
+
     def __call__(self, x: Tensor, seq_lens: Tensor, freqs: Tensor) -> Tensor:
         """The author's attention.
 

@@ -98,9 +98,9 @@ class _WanPlan:
         self._channels = weight.shape[1]
         self._head_dim = weight.shape[0] // block.attn1.heads
         (self._attn1, self._attn2), self._ffn = attention, ffn
-        self._norm1 = NormPlan(block.norm1.eps, impl)
-        self._norm2 = NormPlan(block.norm2.eps, impl, block.norm2.weight, block.norm2.bias)
-        self._norm3 = NormPlan(block.norm3.eps, impl)
+        self._norm1, self._norm2, self._norm3 = (
+            NormPlan(norm, impl) for norm in (block.norm1, block.norm2, block.norm3)
+        )
 
     @property
     def read(self) -> list[Tensor]:

@@ -142,6 +142,6 @@ def plan_attention(
     project, *of_context, out = products
     assert project is not None
     return AttentionPlan(
-        project, of_context[0] if cross else None, norms[0].weight, norms[1].weight,
+        project, of_context[0] if cross else None, *norms,
         attn.to_out[0], out if int8 else None, asked, exact if few else None, cast,
     )  # fmt: skip
