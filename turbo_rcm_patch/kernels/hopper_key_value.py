@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from turbo_rcm_patch.kernels.hopper_tokens import copy_async
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.kernels.linear_branch import KeySums, chunks_of, empty_sums
 from turbo_rcm_patch.kernels.replay import replayed
@@ -41,7 +42,7 @@ def _copy(rings, slot, pointers, strides, rows, left, D: gl.constexpr, wide: gl.
     mask = (rows < left)[:, None]
     for i in gl.static_range(2):
         at = pointers[i] + (rows[:, None] * strides[i] + offs_d)
-        async_copy.async_copy_global_to_shared(rings[i].index(slot), at, mask=mask)
+        copy_async(rings[i].index(slot), at, mask=mask)
     async_copy.commit_group()
 
 

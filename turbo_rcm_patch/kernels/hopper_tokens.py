@@ -19,6 +19,7 @@ from turbo_rcm_patch.kernels.dependent import wait_for_previous
 
 __all__ = [
     "allocate",
+    "copy_async",
     "copy_rows",
     "keep_tables",
     "own_layout",
@@ -28,6 +29,13 @@ __all__ = [
     "token_block",
     "wide_layout",
 ]
+
+# Renamed in Triton 3.9.
+copy_async = (
+    async_copy.async_load
+    if hasattr(async_copy, "async_load")
+    else async_copy.async_copy_global_to_shared
+)
 
 _TINY = gl.constexpr(2.0**-100)  # as `heads.TINY`
 _MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
@@ -96,7 +104,7 @@ def copy_rows(tile, ptr, rows, count, stride, D: gl.constexpr):
     """Start to copy rows [T] of D 16-bit channels, 0 from row `count` on, into shared memory."""
     offs_d = gl.arange(0, D, gl.SliceLayout(0, wide_layout(D, 2)))
     at = rows[:, None] * stride + offs_d[None, :]
-    async_copy.async_copy_global_to_shared(tile, ptr + at, mask=(rows < count)[:, None])
+    copy_async(tile, ptr + at, mask=(rows < count)[:, None])
     async_copy.commit_group()
 
 
