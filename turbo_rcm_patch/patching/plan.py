@@ -177,10 +177,12 @@ class Watch:
                     return False
         except (KeyError, RuntimeError, ValueError):
             return False  # a name is gone, or two tensors or arrays are not the same one
+        for reference in self._alive:
+            if reference() is None:  # `in` would compare tensors
+                return False
         read = [reference() for reference in self._read]
         return (
             list(map(id, owned)) == self._identities
-            and None not in [reference() for reference in self._alive]
             and list(map(_dtype, read)) == self._dtypes
             and list(map(_device, read)) == self._devices
             and list(map(_stride, read)) == self._strides
