@@ -277,7 +277,8 @@ def save_products(ctx: Any, function: Any, *args: Any, **kwargs: Any) -> Checkpo
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "frozen-linears"])
 @pytest.mark.parametrize("linear", ["as-is", "int8"])
-def test_training_with_selective_checkpointing(linear: Any, frozen: bool) -> None:
+@pytest.mark.parametrize("guard", [False, True], ids=["", "guard"])
+def test_training_with_selective_checkpointing(linear: Any, frozen: bool, guard: bool) -> None:
     """What looks after int8 copies in a forward is not replayed in the backward."""
 
     def gradients(config: PatchConfig | None) -> list[torch.Tensor]:
@@ -294,7 +295,7 @@ def test_training_with_selective_checkpointing(linear: Any, frozen: bool) -> Non
             model(**tiny_inputs()).square().mean().backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
-    config = PatchConfig(attention="exact", linear=linear, guard=False)
+    config = PatchConfig(attention="exact", linear=linear, guard=guard)
     expected, found = gradients(None), gradients(config)
     worst = max(relative(a, b) for a, b in zip(found, expected, strict=True))
     assert worst < (0.1 if frozen and linear == "int8" else 1e-4)
