@@ -8,6 +8,7 @@ by the memory they lie in.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -300,3 +301,26 @@ def test_an_error_while_recording_is_raised_and_nothing_is_kept(log: Log) -> Non
             failing(tokens(8))
     assert len(runs) == 3
     assert replay.recorder() is None
+
+
+def test_a_recording_keeps_no_memory_of_the_call_it_was_made_from(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither arguments nor scratch, nor views of them: of a long video, they are gigabytes."""
+    places: set[int] = set()
+    own = replay.Recorder.program
+
+    def program(self: Any, result: Any) -> Any:
+        places.update(x.untyped_storage().data_ptr() for x in (*self._made, *self._inputs))
+        return own(self, result)
+
+    monkeypatch.setattr(replay.Recorder, "program", program)
+    inputs = [tokens(n) for n in (96, 160, 160)]
+    attention()(inputs)  # in fp8, whose kernel reads through descriptors
+    assert len(places) > 6
+    inputs.clear()
+    log.clear()
+    gc.collect()
+    alive = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    assert not [x.shape for x in alive if x.untyped_storage().data_ptr() in places]
+    compare(log, attention(), lambda: [tokens(n) for n in (96, 160, 160)])

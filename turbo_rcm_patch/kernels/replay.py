@@ -95,18 +95,13 @@ def replay_generation() -> int | None:
     return _generation
 
 
-def record(
-    launcher: Callable[..., _R], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-) -> tuple[_R, Program | None]:
+def record(launcher: Callable[..., _R], args: tuple[Any, ...]) -> tuple[_R, Program | None]:
     """Run a launcher, and give what it launched beside its result: None where it cannot be
     recorded."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    for value in (kwargs or {}).values():
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
     if not tensors or not _on_gpu(tensors[0]):
-        return launcher(*args, **(kwargs or {})), None
-    return _recorded(launcher, args, kwargs or {}, tensors)
+        return launcher(*args), None
+    return _recorded(launcher, args, {}, tensors)
 
 
 def _recorded(
@@ -306,6 +301,8 @@ def _descriptor_maker(like: Any, meta: Any | None) -> tuple[Callable[[int], Any]
         like: The descriptor that was recorded.
         meta: What the compiler decided of it, where Triton's wrapper is passed by; else None.
     """
+    # Without its memory, which would live as long as the program.
+    like = _Descriptor(like, like.base.data_ptr())
     if meta is None:
         return functools.partial(_Descriptor, like), []
     from triton.backends.nvidia.driver import make_tensordesc_arg
