@@ -29,7 +29,7 @@ test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card
 	$(BIN)/python -m pytest -v -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
 
 record: $(VENV)/.installed ## Measure the proofs of the README on one card and write results/gpu.json
-	$(BIN)/python -m turbo_rcm_patch.benchmarks record --out results/gpu.json
+	$(BIN)/python -m benchmarks record --out results/gpu.json
 
 lint: $(VENV)/.installed-dev ## Lint, formatting and types
 	$(BIN)/ruff check .

@@ -124,17 +124,20 @@ ALONE = {
     "checkpoints/folder.py": "into a folder of staging",
     "checkpoints/stored.py": "into a file of staging",
     "patching/stored.py": "beside the old file, then swapped",
-    "tiny/build.py": "into a folder of `merged`",
-    "tiny/run.py": "beside the old state, then swapped",
+    "training/build.py": "into a folder of `merged`",
+    "training/run.py": "beside the old state, then swapped",
 }
 
 
 def test_every_place_that_writes_or_removes_is_known() -> None:
     package = Path(turbo_rcm_patch.__file__).parent
+    around = [package.parent / name for name in ("benchmarks", "training")]
     removes = re.compile(r"\.(unlink|rmdir|rmtree|rename)\(|os\.(remove|replace)")
     writes = re.compile(r"\.(write_text|write_bytes|savefig|save_file)\(|\.save\((?!\))|open\(.w")
-    for path in package.rglob("*.py"):
-        name, text = str(path.relative_to(package)), path.read_text(encoding="utf-8")
+    for path in (path for folder in (package, *around) for path in folder.rglob("*.py")):
+        inside = path.is_relative_to(package)
+        name = path.relative_to(package if inside else package.parent).as_posix()
+        text = path.read_text(encoding="utf-8")
         if name in ALONE:
             continue
         assert not removes.search(text), f"{name} removes or moves something"

@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OURS = {"turbo_rcm_patch", "benchmarks", "training"}
 DISTRIBUTION_OF = {"PIL": "pillow", "sklearn": "scikit-learn", "skimage": "scikit-image"}
 
 
@@ -46,7 +47,7 @@ def third_party(folder: Path) -> dict[str, str]:
                 names = [node.module or ""]
             for name in names:
                 top = name.split(".")[0]
-                if top not in sys.stdlib_module_names and top != "turbo_rcm_patch":
+                if top not in sys.stdlib_module_names and top not in OURS:
                     found[canonicalize_name(DISTRIBUTION_OF.get(top, top))] = str(path)
     return found
 
@@ -73,6 +74,18 @@ def test_ci_calls_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "make test" in script.read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_a_source_distribution_holds_everything_that_is_tracked() -> None:
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
+    included = {name.strip("/") for name in hatch["build"]["targets"]["sdist"]["include"]}
+    done = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    tracked = {name.split("/")[0] for name in done.stdout.splitlines()}
+    # hatchling adds these two by itself.
+    assert tracked - {"pyproject.toml", ".gitignore"} == included
 
 
 def test_a_wheel_holds_both_shipped_models() -> None:

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from turbo_rcm_patch.benchmarks import attention, block, forward, length, peers
-from turbo_rcm_patch.benchmarks.__main__ import main
-from turbo_rcm_patch.benchmarks.cases import AIMS, REFERENCE, attention_cases
-from turbo_rcm_patch.benchmarks.clock import calls_within, group_of, input_sets, rotating
-from turbo_rcm_patch.benchmarks.contest import Method, reason_of
-from turbo_rcm_patch.benchmarks.journal import Plan
-from turbo_rcm_patch.benchmarks.machine import ClockWatch, ceilings, exponential_ceiling
-from turbo_rcm_patch.benchmarks.network import build_network
-from turbo_rcm_patch.benchmarks.pairs import inputs_of, pair_methods, truth_of
-from turbo_rcm_patch.benchmarks.setup import MICRO, Shape, Timing, errors_of
-from turbo_rcm_patch.benchmarks.variants import variants
+from benchmarks import attention, block, forward, length, peers
+from benchmarks.__main__ import main
+from benchmarks.cases import AIMS, REFERENCE, attention_cases
+from benchmarks.clock import calls_within, group_of, input_sets, rotating
+from benchmarks.contest import Method, reason_of
+from benchmarks.journal import Plan
+from benchmarks.machine import ClockWatch, ceilings, exponential_ceiling
+from benchmarks.network import build_network
+from benchmarks.pairs import inputs_of, pair_methods, truth_of
+from benchmarks.setup import MICRO, Shape, Timing, errors_of
+from benchmarks.variants import variants
 from turbo_rcm_patch.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def test_attention_writes_tables_and_plots(
     for key in ("command", "date", "machine", "versions", "code", "observed", "about"):
         assert document[key], key
     assert document["finished"] and not document["left_out"]
-    assert document["command"].startswith("python -m turbo_rcm_patch.benchmarks attention")
+    assert document["command"].startswith("python -m benchmarks attention")
     assert list(document["cases"]) == [case.name for case in attention_cases(micro=True)]
     first = document["cases"]["H1-N40-D64"]
     ours = first["methods"]["ours bf16"]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from turbo_rcm_patch.benchmarks import counters, hbm
-from turbo_rcm_patch.benchmarks.__main__ import main
-from turbo_rcm_patch.benchmarks.pairs import FORMS
-from turbo_rcm_patch.benchmarks.setup import Shape
-from turbo_rcm_patch.benchmarks.traffic import paper_bytes, tensor_bytes, write_ups_share
+from benchmarks import counters, hbm
+from benchmarks.__main__ import main
+from benchmarks.pairs import FORMS
+from benchmarks.setup import Shape
+from benchmarks.traffic import paper_bytes, tensor_bytes, write_ups_share
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 
 MICRO_CPU = ["--micro", "--device", "cpu"]
@@ -120,7 +120,7 @@ def test_every_graph_is_measured_with_clocks_and_caches_left_alone(
     for words in ("--clock-control none", "--cache-control none", "--graph-profiling graph"):
         assert words in calls.read_text()
     assert f"--inside {CASE} two-pass,one-pass,one-launch" in calls.read_text()
-    assert " -P -m turbo_rcm_patch.benchmarks hbm" in calls.read_text()
+    assert " -P -m benchmarks hbm" in calls.read_text()
 
 
 def test_a_graph_too_few_is_no_measurement(

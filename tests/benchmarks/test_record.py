@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from turbo_rcm_patch.benchmarks import accuracy, one_launch
-from turbo_rcm_patch.benchmarks.__main__ import main
-from turbo_rcm_patch.benchmarks.network import GATE_ROWS, build_network, setting
-from turbo_rcm_patch.benchmarks.record import PARTS, format_table, record
-from turbo_rcm_patch.benchmarks.setup import (
+from benchmarks import accuracy, one_launch
+from benchmarks.__main__ import main
+from benchmarks.network import GATE_ROWS, build_network, setting
+from benchmarks.record import PARTS, format_table, record
+from benchmarks.setup import (
     MICRO,
     Deadline,
     Options,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from turbo_rcm_patch.benchmarks import tune as tuning
-from turbo_rcm_patch.benchmarks.__main__ import main
-from turbo_rcm_patch.benchmarks.candidates import Work, candidates, work_for
+from benchmarks import tune as tuning
+from benchmarks.__main__ import main
+from benchmarks.candidates import Work, candidates, work_for
 from turbo_rcm_patch.errors import TableError
 from turbo_rcm_patch.kernels import launch
 from turbo_rcm_patch.kernels.launch import (

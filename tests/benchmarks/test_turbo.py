@@ -19,17 +19,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.benchmarks.turbo_checkout import write_checkout
-from turbo_rcm_patch import ops
-from turbo_rcm_patch.benchmarks import turbo, turbo_model
-from turbo_rcm_patch.benchmarks.__main__ import main
-from turbo_rcm_patch.benchmarks.turbo_diffusers import DiffusersShape
-from turbo_rcm_patch.benchmarks.turbo_exact import (
+from benchmarks import turbo, turbo_model
+from benchmarks.__main__ import main
+from benchmarks.turbo_diffusers import DiffusersShape
+from benchmarks.turbo_exact import (
     block_weights,
     exact_sla,
     projection,
     quantised_blocks,
 )
+from tests.benchmarks.turbo_checkout import write_checkout
+from turbo_rcm_patch import ops
 from turbo_rcm_patch.checkpoints.blocks import dequantise
 from turbo_rcm_patch.ops.sparse_reference import (
     block_map,
@@ -198,7 +198,7 @@ def test_the_real_class(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     path = pytestconfig.getoption("--turbodiffusion")
     if path is None:
         pytest.skip("needs --turbodiffusion PATH, a checkout of thu-ml/TurboDiffusion")
-    command = [sys.executable, "-m", "turbo_rcm_patch.benchmarks", *TURBO]
+    command = [sys.executable, "-m", "benchmarks", *TURBO]
     done = subprocess.run(
         [*command, "--turbodiffusion", path, "--out", str(tmp_path)],
         env=os.environ | {"TRITON_INTERPRET": "0"},

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from turbo_rcm_patch.benchmarks.__main__ import main
-from turbo_rcm_patch.benchmarks.clock import graph_of, kernel_milliseconds, rotating
+from benchmarks.__main__ import main
+from benchmarks.clock import graph_of, kernel_milliseconds, rotating
 from turbo_rcm_patch.kernels.launch import forget_tiles
 from turbo_rcm_patch.kernels.tile_table import VARIABLE, read_table
 

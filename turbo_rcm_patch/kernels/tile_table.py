@@ -52,7 +52,7 @@ def read_table(path: Path) -> Table:
         TableError: The file cannot be read or does not hold such a table.
     """
     remedy = (
-        f"Write a new one with `python -m turbo_rcm_patch.benchmarks tune`, delete the file, or "
+        f"Write a new one with `python -m benchmarks tune`, delete the file, or "
         f"unset {VARIABLE} if it names this file"
     )
     try:

@@ -1,7 +1,11 @@
-"""A deterministic judge of colour, shape and motion: thresholds, moments, templates."""
+"""A deterministic judge of colour, shape and motion: thresholds, moments, templates.
+
+The outlines and paths of the tiny world are defined here; training renders its videos from them.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -10,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turbo_rcm_patch.tiny.data import motion_path, signed_distance
 from turbo_rcm_patch.tiny.prompts import COLOURS, MOTIONS, SHAPES, Clip
 
-__all__ = ["Detection", "accuracy", "detect"]
+__all__ = ["Detection", "accuracy", "detect", "motion_path", "signed_distance"]
 
 UNKNOWN: Final = "none"
 _BRIGHT: Final = 0.58  # between the brightest background (0.28) and the darkest object (0.9)
@@ -25,6 +28,63 @@ _MIN_COSINE: Final = 0.85
 _MIN_SWING: Final = 0.05  # root mean square of a path, in picture widths
 _MIN_GROWTH: Final = 0.6  # |log| of the area ratio between the last and the first frames
 _MAX_COLOUR_DISTANCE: Final = 0.35
+#: Factors on the radius between which an object grows or shrinks.
+_GROWTH: Final = (0.6, 1.4)
+
+
+def motion_path(frames: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets and scale of every motion over time.
+
+    Returns:
+        dx, dy: [motions, frames] fp32 in units of the travel; scale: the same, factor on the
+        radius.
+    """
+    u = torch.linspace(0, 1, frames, device=device)
+    zero, one = torch.zeros_like(u), torch.ones_like(u)
+    hop = 0.7 * (0.5 - torch.sin(2 * math.pi * u).abs())
+    low, high = _GROWTH
+    paths = {
+        "right": (u - 0.5, zero, one),
+        "left": (0.5 - u, zero, one),
+        "up": (zero, 0.5 - u, one),
+        "down": (zero, u - 0.5, one),
+        "grow": (zero, zero, low + (high - low) * u),
+        "shrink": (zero, zero, high - (high - low) * u),
+        "circle": (0.42 * torch.sin(2 * math.pi * u), -0.42 * torch.cos(2 * math.pi * u), one),
+        "bounce": (zero, hop, one),
+    }
+    dx, dy, scale = zip(*(paths[name] for name in MOTIONS), strict=True)
+    return torch.stack(dx), torch.stack(dy), torch.stack(scale)
+
+
+def signed_distance(shape: int, x: Tensor, y: Tensor) -> Tensor:
+    """Distance to the outline of a shape of radius 1 around the origin; y points down.
+
+    Negative inside; exact along the edges, which is where a pixel is neither inside nor outside.
+    """
+    name = SHAPES[shape]
+    if name == "circle":
+        return torch.hypot(x, y) - 1.0
+    if name == "ring":
+        return (torch.hypot(x, y) - 0.82).abs() - 0.26
+    if name == "square":
+        return torch.maximum(x.abs(), y.abs()) - 0.9
+    if name == "cross":
+        ax, ay = x.abs(), y.abs()
+        return torch.minimum(
+            torch.maximum(ax - 1.1, ay - 0.36), torch.maximum(ax - 0.36, ay - 1.1)
+        )
+    if name == "triangle":
+        half, slope = 0.6, math.sqrt(3) / 2
+        return torch.maximum(y - half, x.abs() * slope - y * 0.5 - half)
+    # star: fold the plane into half a point, then one straight edge from the tip to the notch
+    tip, notch, fold = 1.25, 0.55, math.pi / 5
+    rho, angle = torch.hypot(x, y), torch.atan2(x, -y)
+    angle = (torch.remainder(angle + fold, 2 * fold) - fold).abs()
+    px, py = rho * torch.cos(angle), rho * torch.sin(angle)
+    ex, ey = notch * math.cos(fold) - tip, notch * math.sin(fold)
+    length = math.hypot(ex, ey)
+    return ((px - tip) * (-ey) + py * ex) / -length
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,295 @@
+"""`tune`: measure the tiles of each kernel variant on this card and keep the best for later runs.
+
+What decides is written once, to a file, so that no run depends on measurements made meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from benchmarks.candidates import Work, candidates, work_for
+from benchmarks.clock import calls_within
+from benchmarks.contest import reason_of
+from benchmarks.journal import chosen
+from benchmarks.setup import Deadline, Options, Timing, call_times, errors_of
+from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.kernels.launch import (
+    Target,
+    Tile,
+    forget_tiles,
+    shipped_tiles,
+    target_of,
+    trying_tile,
+    watching_launches,
+)
+from turbo_rcm_patch.kernels.tile_table import VARIABLE, Table, read_table, table_path
+from turbo_rcm_patch.output import atomic, check_writable
+from turbo_rcm_patch.sampling.environment import device_name
+
+__all__ = ["Found", "tune", "write_table"]
+
+#: A tile is wrong when its error against fp64 is more than this times the shipped tile's.
+_ERROR_MARGIN: Final = 1.05
+#: A tile replaces the shipped one only if it is faster by more than measurements scatter.
+_GAIN: Final = 1.01
+#: How many of the fastest are timed again, longer and in turns with the shipped one.
+_FINALISTS: Final = 3
+_ROUNDS: Final = 2
+#: Head dims whose variants are tuned unless others are asked for: those of the models we know.
+_USUAL_HEADS: Final = ("64", "128")
+#: Errors below this are rounding, whose ratio means nothing.
+_ROUNDING: Final = 2e-4
+
+
+class _NotAskedError(Exception):
+    """The call did not read the tile that was tried, so its time says nothing about it."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What was found for a kernel variant.
+
+    Attributes:
+        kernel: As in the table.
+        variant: Likewise.
+        tile: The best; the shipped one unless another is faster.
+        shipped: The shipped one.
+        gain: Time of the shipped tile over that of the best.
+        refused: Tile -> why it was not timed.
+    """
+
+    kernel: str
+    variant: str
+    tile: Tile
+    shipped: Tile
+    gain: float
+    refused: dict[Tile, str]
+
+
+def tune(
+    *,
+    device: str,
+    only: Sequence[str] = (),
+    out: Path | None = None,
+    quick: bool = False,
+    micro: bool = False,
+    calls: int | None = None,
+    limit: float = 600.0,
+    dry_run: bool = False,
+) -> int:
+    """Measure, show, and write the table; 0 if every variant that was asked for was measured.
+
+    Args:
+        device: "cuda", "cuda:1", or "cpu" with `micro`.
+        only: Kernels, or kernel.variant, with * for any; empty for the usual ones.
+        out: File to write; None is where the kernels look for it.
+        quick: Smaller inputs, fewer candidates.
+        micro: Toy sizes, to try the command itself.
+        calls: Most timed calls of a candidate.
+        limit: Seconds after which no further variant begins.
+        dry_run: Write nothing.
+    """
+    if calls is not None and calls < 1:
+        raise ConfigError("--calls", expected="1 or more", got=str(calls))
+    where = Options(device=device).torch_device()
+    if where.type != "cuda" and not (micro and (out is not None or dry_run)):
+        raise ConfigError(
+            "--device",
+            expected="a GPU: the table holds what a card is fastest with",
+            got=device,
+            remedy="To try the command itself, add --micro and --out FILE or --dry-run",
+        )
+    if where.index is not None and where.type == "cuda":
+        torch.cuda.set_device(where)
+    target = target_of(where) if where.type == "cuda" else Target("interpreter", 0)
+    key = target.key if where.type == "cuda" else "cpu"
+    path = table_path() if out is None else out
+    before = read_table(path) if path.exists() else {}  # a corrupt file is refused up front
+    if not dry_run:
+        check_writable(path)
+    shipped = shipped_tiles(target)
+    wanted = _wanted(only, shipped)
+    print(f"{device_name(where)} ({key}), {len(wanted)} kernel variants; table: {path}")
+    deadline, found, left = Deadline(limit), [], []
+    scale = 1 / 1024 if micro else 0.5 if quick else 1.0
+    for kernel, variant in wanted:
+        if deadline.passed:
+            left.append(f"{kernel}.{variant}")
+            continue
+        with torch.no_grad():
+            work = work_for(kernel, variant, where, scale=scale)
+            if work is None:
+                print(f"{kernel}.{variant}: no candidates are known, its tile stays")
+                continue
+            tiles = candidates(kernel, variant)
+            try:
+                one = _best(
+                    kernel,
+                    variant,
+                    shipped[kernel][variant],
+                    tiles[: 2 if micro else 4 if quick else None],
+                    work,
+                    where,
+                    calls or (1 if micro else 20 if quick else 50),
+                )
+            except _NotAskedError:
+                print(f"{kernel}.{variant}: this card runs another kernel here, its tile stays")
+                continue
+        found.append(one)
+        _show(one, work.words)
+        del work
+    for name in left:
+        print(f"left out, no time: {name}")
+    if dry_run:
+        print(f"not written (--dry-run):\n{_text(_merged(before, key, found))}", end="")
+    else:
+        write_table(path, _merged(before, key, found))
+        forget_tiles()
+        default = out is None or path == table_path()
+        print(f"written: {path}" + ("" if default else f"; read with {VARIABLE}={path}"))
+    return 1 if left else 0
+
+
+def write_table(path: Path, table: Table) -> None:
+    """Write a table of tiles, whole or not at all."""
+    with atomic(path) as temporary:
+        temporary.write_text(_text(table), encoding="utf-8")
+
+
+def _text(table: Table) -> str:
+    """JSON with a tile on one line, as in the shipped table."""
+    text = json.dumps(table, indent=2)
+    return re.sub(r"\[\s+([^\]]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text) + "\n"
+
+
+def _merged(before: Table, key: str, found: Sequence[Found]) -> Table:
+    """The table before with what was found; a shipped tile is not repeated."""
+    table: Table = {
+        target: {kernel: dict(variants) for kernel, variants in kernels.items()}
+        for target, kernels in before.items()
+    }
+    own = table.setdefault(key, {})
+    for one in found:
+        variants = own.setdefault(one.kernel, {})
+        if one.tile == one.shipped:
+            variants.pop(one.variant, None)
+        else:
+            variants[one.variant] = list(one.tile)
+        if not variants:
+            del own[one.kernel]
+    return table
+
+
+def _wanted(
+    only: Sequence[str], shipped: Mapping[str, Mapping[str, Tile]]
+) -> list[tuple[str, str]]:
+    known = [(kernel, variant) for kernel, variants in shipped.items() for variant in variants]
+    names = [f"{kernel}.{variant}" for kernel, variant in known]
+
+    def fits(pattern: str, kernel: str, name: str) -> bool:
+        return pattern == kernel or fnmatchcase(name, pattern)
+
+    if not only:
+        return [
+            (kernel, variant)
+            for kernel, variant in known
+            if not (last := variant.split("_")[-1]).isdigit() or last in _USUAL_HEADS
+        ]
+    lost = [
+        pattern
+        for pattern in only
+        if not any(fits(pattern, k, name) for (k, _), name in zip(known, names, strict=True))
+    ]
+    chosen("--only", lost, [*shipped, *names])
+    return [
+        pair
+        for pair, name in zip(known, names, strict=True)
+        if any(fits(pattern, pair[0], name) for pattern in only)
+    ]
+
+
+def _best(
+    kernel: str,
+    variant: str,
+    shipped: Tile,
+    tiles: Sequence[tuple[int, int, int, int]],
+    work: Work,
+    device: torch.device,
+    calls: int,
+) -> Found:
+    refused: dict[Tile, str] = {}
+    # The shipped tile comes first: it says which error and which spills are the kernel's own.
+    error, spills = _check(kernel, variant, shipped, work)
+    times: dict[Tile, float] = {shipped: _time(kernel, variant, shipped, work, device, calls, 60)}
+    for tile in dict.fromkeys(Tile(*one) for one in tiles):
+        if tile == shipped:
+            continue
+        try:
+            own_error, own_spills = _check(kernel, variant, tile, work)
+            if not own_error <= _ERROR_MARGIN * error + _ROUNDING:
+                refused[tile] = f"wrong (relL2 {own_error:.3g}, shipped {error:.3g})"
+            elif own_spills > spills:
+                refused[tile] = f"spills {own_spills} registers a thread, shipped {spills}"
+            else:
+                times[tile] = _time(kernel, variant, tile, work, device, calls, 60)
+        except Exception as failure:  # does not compile or launch on this card
+            refused[tile] = reason_of(failure)
+    finalists = [*sorted(times, key=lambda one: times[one])[:_FINALISTS]]
+    if shipped not in finalists:
+        finalists.append(shipped)
+    final = dict.fromkeys(finalists, float("inf"))
+    for _ in range(_ROUNDS):
+        for one in finalists:
+            again = _time(kernel, variant, one, work, device, 2 * calls, 100)
+            final[one] = min(final[one], again)
+    best = min(final, key=lambda one: final[one])
+    if final[shipped] / final[best] < _GAIN:
+        best = shipped
+    return Found(kernel, variant, best, shipped, final[shipped] / final[best], refused)
+
+
+def _check(kernel: str, variant: str, tile: Tile, work: Work) -> tuple[float, int]:
+    """Relative L2 to fp64 (infinite if not finite everywhere), and the most registers that a
+    kernel of the call spills."""
+    with trying_tile(kernel, variant, tile) as asked, watching_launches() as launched:
+        output = work.call()
+        if not asked and output.device.type == "cuda":
+            raise _NotAskedError
+        value = errors_of(output[:, work.rows], work.truth)["relative_l2"]
+        finite = bool(output.isfinite().all())
+    spills = max((getattr(one, "n_spills", 0) or 0 for one in launched), default=0)
+    return (value if finite else float("inf")), spills
+
+
+def _time(
+    kernel: str,
+    variant: str,
+    tile: Tile,
+    work: Work,
+    device: torch.device,
+    calls: int,
+    budget: float,
+) -> float:
+    with trying_tile(kernel, variant, tile):
+        count = calls_within(work.call, device, budget, min(3, calls), calls)
+        return Timing.of(call_times(work.call, device, count, warmup=1)).median
+
+
+def _show(one: Found, words: str) -> None:
+    tile, shipped = list(one.tile), list(one.shipped)
+    what = (
+        f"the shipped {shipped} is best"
+        if one.tile == one.shipped
+        else f"{tile} is {one.gain:.3f}x the shipped {shipped}"
+    )
+    print(f"{one.kernel}.{one.variant} ({words}): {what}", flush=True)
+    for refused, why in one.refused.items():
+        print(f"  {list(refused)}: {why}")

@@ -1,0 +1,124 @@
+"""Procedural videos and the detector that judges them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from training.data import Scenes, render, sample_scenes
+from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.tiny.detector import UNKNOWN, accuracy, detect
+from turbo_rcm_patch.tiny.prompts import (
+    COLOURS,
+    DEMO_PROMPTS,
+    MOTIONS,
+    SHAPES,
+    Clip,
+    caption,
+    clips,
+    parse,
+)
+
+
+def _scenes(count: int, seed: int = 0, *, held_out: bool = False) -> Scenes:
+    return sample_scenes(count, torch.Generator().manual_seed(seed), held_out=held_out)
+
+
+def _combinations(held_out: bool) -> set[tuple[str, str, str]]:
+    return {(c.shape, c.colour, c.motion) for c in clips(held_out=held_out)}
+
+
+def test_world_is_large_enough() -> None:
+    assert len(SHAPES) >= 6 and len(COLOURS) >= 8 and len(MOTIONS) >= 8
+
+
+def test_held_out_share_and_coverage() -> None:
+    seen, unseen = _combinations(False), _combinations(True)
+    assert not seen & unseen
+    assert len(unseen) >= 0.2 * len(seen | unseen)
+    for axis, values in enumerate((SHAPES, COLOURS, MOTIONS)):
+        assert {c[axis] for c in seen} == set(values)
+        assert {c[axis] for c in unseen} == set(values)
+
+
+def test_training_never_draws_a_held_out_combination() -> None:
+    drawn = {(c.shape, c.colour, c.motion) for c in _scenes(5000).clips()}
+    assert not drawn & _combinations(True)
+
+
+def test_demo_prompts_are_held_out() -> None:
+    assert len(DEMO_PROMPTS) >= 8
+    for prompt in DEMO_PROMPTS:
+        clip = parse(prompt)
+        assert (clip.shape, clip.colour, clip.motion) in _combinations(True)
+
+
+def test_every_caption_reads_back() -> None:
+    for clip in clips(held_out=True) + clips(held_out=False):
+        assert parse(caption(clip)) == clip
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a purple cow", "a large red circle flying on a black background"]
+)
+def test_foreign_sentences_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="caption"):
+        parse(text)
+
+
+def test_same_seed_same_videos() -> None:
+    first, second = (render(_scenes(3, 5), frames=5, size=32) for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, render(_scenes(3, 6), frames=5, size=32))
+
+
+def test_shape_and_range() -> None:
+    videos = render(_scenes(2), frames=17, size=128)
+    assert videos.shape == (2, 3, 17, 128, 128) and videos.dtype == torch.float32
+    assert videos.min() >= 0 and videos.max() <= 1
+
+
+def test_window_is_a_crop_of_the_whole() -> None:
+    scenes = _scenes(2)
+    corner = torch.tensor([16.0, 32.0])
+    whole = render(scenes, frames=5)
+    part = render(scenes, frames=5, window=(corner, corner, 64))
+    for i, start in enumerate((16, 32)):
+        cut = whole[i, :, :, start : start + 64, start : start + 64]
+        torch.testing.assert_close(part[i], cut, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("held_out", [False, True], ids=["training", "held-out"])
+def test_detector_reads_rendered_videos(held_out: bool) -> None:
+    scenes = _scenes(160, 1, held_out=held_out)
+    found = detect(render(scenes).permute(0, 2, 3, 4, 1))
+    result = accuracy(found, scenes.clips())
+    assert min(result.values()) >= 0.99, result
+    shuffled = random.Random(0).sample(scenes.clips(), len(scenes))
+    chance = accuracy(found, shuffled)
+    assert max(chance[name] for name in ("colour", "shape", "motion")) < 0.3, chance
+
+
+def test_detector_tolerates_blur_and_noise() -> None:
+    scenes = _scenes(64, 2)
+    videos = render(scenes).permute(0, 2, 1, 3, 4).flatten(0, 1)
+    blurred = torch.nn.functional.avg_pool2d(videos, 3, stride=1, padding=1)
+    blurred = blurred + 0.03 * torch.randn(
+        blurred.shape, generator=torch.Generator().manual_seed(0)
+    )
+    frames = blurred.unflatten(0, (64, 17)).permute(0, 1, 3, 4, 2)
+    assert min(accuracy(detect(frames), scenes.clips()).values()) >= 0.99
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0], ids=["black", "white"])
+def test_detector_sees_nothing_where_nothing_is(value: float) -> None:
+    (found,) = detect(torch.full((17, 64, 64, 3), value))
+    assert found.motion == UNKNOWN and (value == 1.0 or found.colour == UNKNOWN)
+
+
+def test_accuracy_counts() -> None:
+    clip = Clip("ring", "red", "up", "small", "black")
+    found = detect(torch.zeros(2, 17, 64, 64, 3))
+    assert accuracy(found, [clip, clip]) == {"colour": 0, "shape": 0, "motion": 0, "all": 0}

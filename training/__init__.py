@@ -1,0 +1,1 @@
+"""Training of the shipped tiny models: `python -m training` from a checkout."""

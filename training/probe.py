@@ -1,0 +1,114 @@
+"""Looking at a model while it trains: accuracy on held-out prompts, a sheet, a folder."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from training.build import TinyConfig, build_tokenizer
+from training.data import render, sample_scenes
+from training.family import Family
+from training.plots import loss_curves, sheet
+from training.run import Stage, batches
+from training.train_vae import decode_frames
+from turbo_rcm_patch.output import merged
+from turbo_rcm_patch.tiny.detector import accuracy, detect
+
+__all__ = ["Sampler", "export", "probe_flow", "sharpness"]
+
+# (text [B, L, D], text of the empty caption, noise [B, C, F, H, W], generator) -> latents
+Sampler = Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]
+
+
+def sharpness(frames: Tensor) -> float:
+    """Root mean square difference of neighbouring pixels of frames [B, F, H, W, 3]."""
+    across = frames.diff(dim=2).square().mean() + frames.diff(dim=3).square().mean()
+    return float(across.sqrt())
+
+
+@torch.no_grad()
+def probe_flow(
+    stage: Stage,
+    family: Family,
+    config: TinyConfig,
+    vae: nn.Module,
+    encoder: nn.Module,
+    samplers: dict[str, Sampler],
+    transformer: nn.Module,
+    *,
+    count: int,
+    batch: int = 64,
+) -> None:
+    """Export `<family>_<stage>`, generate from held-out prompts, judge, log and draw."""
+    run, began = stage.run, time.monotonic()
+    # First: what interrupts the drawing takes no weights with it.
+    export(run.out / f"{family.NAME}_{stage.name}", family, config, vae, encoder, transformer)
+    scenes, noises = run.generators(90)
+    wanted = sample_scenes(count, scenes, held_out=True)
+    tokens = build_tokenizer(config)(
+        [*wanted.captions(), ""],
+        padding="max_length",
+        max_length=config.max_sequence_length,
+        return_tensors="pt",
+    ).to(run.device)
+    text = family.encode_text(encoder, tokens.input_ids, tokens.attention_mask)
+    noise = torch.randn((count, *config.latent_shape), generator=noises, device=run.device)
+    real = render(wanted.to(run.device), frames=config.frames, size=config.size).permute(
+        0, 2, 3, 4, 1
+    )
+    record: dict[str, float] = {}
+    for suffix, sampler in samplers.items():
+        latents = torch.cat(
+            [
+                sampler(
+                    text[:-1][part],
+                    text[-1:].expand(len(noise[part]), -1, -1),
+                    noise[part],
+                    noises,
+                )
+                for part in batches(count, batch)
+            ]
+        )
+        frames = decode_frames(vae, latents, run)
+        found = accuracy(
+            [d for part in batches(count, 64) for d in detect(frames[part])], wanted.clips()
+        )
+        record |= {key + suffix: round(value, 4) for key, value in found.items()}
+        record["sharpness" + suffix] = round(sharpness(frames) / sharpness(real), 3)
+        sheet(frames, run.out / "sheets" / f"{stage.name}{suffix}_{stage.step:06d}.png")
+    run.log(
+        stage=stage.name,
+        step=stage.step,
+        probe_seconds=round(time.monotonic() - began, 1),
+        **record,
+    )
+    loss_curves(run.out / "log.jsonl", run.out / "curves.png")
+
+
+def export(
+    folder: Path,
+    family: Family,
+    config: TinyConfig,
+    vae: nn.Module,
+    encoder: nn.Module,
+    transformer: nn.Module,
+) -> None:
+    """Write a pipeline folder from copies on the CPU."""
+    parts = []
+    for model, build in ((vae, family.VAE), (transformer, family.TRANSFORMER)):
+        fresh = build.from_config(model.config)
+        fresh.load_state_dict({k: v.cpu().contiguous() for k, v in model.state_dict().items()})
+        parts.append(fresh)
+    with merged(folder) as made:
+        family.save_pipeline(
+            made,
+            config,
+            vae=parts[0],
+            text_encoder=copy.deepcopy(encoder).cpu(),
+            transformer=parts[1],
+        )

@@ -1,0 +1,292 @@
+"""Train a tiny model from nothing: `python -m training train --out DIR`.
+
+Four stages, each with its own budget in minutes (or in steps, which is repeatable): the VAE, a
+flow-matching teacher with its text encoder, the few-step student that ships, and once more the
+VAE's decoder. The default budgets are 20.5 minutes of training on an H200 in all. DIR receives
+log.jsonl, curves.png, sheets/*.png and the pipeline folders wan_teacher and wan_student.
+
+`--family cogvideox` trains the tiny CogVideoX instead, on the latents of the tiny Wan: its VAE
+learns them from Wan's (and needs no fourth stage), then teacher and student as above, in 12.3
+minutes in all. DIR receives cogvideox_teacher and cogvideox_student. Its defaults are those of
+the run that made what ships (`RECIPE` in `training/family_cogvideox.py`).
+
+In pieces: state is written to DIR/state every minute, in files of at most 16 MiB, and the same
+command with `--resume` continues where the last one stopped. Where the state cannot be kept, a
+pipeline folder is enough: `--start DIR/wan_teacher` takes its VAE as it is and starts the teacher
+from its weights; `--stage decoder --start DIR/wan_student` trains only that folder's decoder and
+writes it again (`--stage vae --start DIR/cogvideox_student` the whole VAE). `--stage install`
+copies DIR/wan_student, or that of the family, to where the package looks for it.
+With `--limit MINUTES` the run ends by itself, wherever it is, and leaves folders that can be used.
+
+While it runs, DIR/control.json ({"teacher": {"minutes": 9, "lr": 0.0005}, ...}) is read every few
+steps and changes budget or peak learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from diffusers import AutoencoderKLWan
+from torch import nn
+
+from training.build import SETTINGS_FILE, TinyConfig
+from training.family import FAMILIES, Family, family_of
+from training.probe import export
+from training.run import Run
+from training.train_decoder import train_decoder
+from training.train_flow import build_corpus, train_student, train_teacher
+from training.train_twin import train_twin
+from training.train_vae import train_vae, use_layout
+from turbo_rcm_patch.errors import ModelFolderError
+from turbo_rcm_patch.output import atomic, merged
+from turbo_rcm_patch.tiny import TINY_WAN
+
+__all__ = ["install", "main"]
+
+_STAGES: Final = ("vae", "teacher", "student", "decoder", "install", "all")
+_MOST_BYTES: Final = 16 * 2**20
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m training train", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for state, logs, sheets and pipeline folders",
+    )
+    add("--family", choices=tuple(FAMILIES), default="wan")
+    add("--stage", choices=_STAGES, default="all")
+    add("--limit", type=float, metavar="MINUTES", help="stop after this long, with what there is")
+    add(
+        "--start",
+        type=Path,
+        help="pipeline folder: take its VAE as it is, and start the teacher from it",
+    )
+    add("--resume", action="store_true", help="continue a folder that has state already")
+    add("--seed", type=int, default=0)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add(
+        "--precision",
+        choices=("bf16", "fp32"),
+        help="autocast; default bf16 on a GPU, fp32 on a CPU",
+    )
+    add(
+        "--cudnn-benchmark",
+        action="store_true",
+        help="let cuDNN try out algorithms (slow to start)",
+    )
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile the transformer blocks; default on a GPU",
+    )
+    add("--micro", action="store_true", help="a network for smoke tests")
+    for stage, batch, lr in (
+        ("vae", 16, 1e-3),
+        ("teacher", 128, 1e-3),
+        ("student", 128, 5e-4),
+        ("decoder", 16, 6e-4),
+    ):
+        add(f"--minutes-{stage}", type=float, help="budget; the default is the family's")
+        add(f"--steps-{stage}", type=int, help="budget in steps instead of minutes")
+        add(f"--batch-{stage}", type=int, default=batch)
+        add(f"--lr-{stage}", type=float, default=lr)
+    add("--clips", type=int, default=49152, help="encoded training clips")
+    add("--corpus-seconds", type=float, default=75.0, help="stop encoding after this long")
+    add("--guidance", type=float, default=1.5, help="of the teacher, t > 0.6 only")
+    add("--fill", type=int, default=48, help="teacher batches before the student's first step")
+    add("--refresh", type=int, default=6, help="student steps per new teacher batch")
+    add("--probe-count", type=int, default=128, help="videos per probe")
+    return parser
+
+
+def polish_folder(run: Run, family: Family, config: Any, args: argparse.Namespace) -> None:
+    """Write the pipeline folder `--start` again, with a better VAE, under its own name.
+
+    Of Wan's only the decoder is trained: what the transformer has learnt is its encoder's. The
+    tiny CogVideoX's latents are Wan's, so that all of its VAE can go on learning.
+    """
+    if args.stage == "decoder":
+        vae = train_decoder(
+            run, config, _load_vae(family, args.start, run.device), **_budget(args, "decoder")
+        )
+    else:
+        original = _load_vae(family_of("wan"), TINY_WAN, run.device)
+        vae = train_twin(run, config, original, **_budget(args, "vae"), start=args.start)
+    pipe = family.PIPELINE.from_pretrained(args.start, dtype=torch.float32)
+    export(run.out / args.start.name, family, config, vae, pipe.text_encoder, pipe.transformer)
+    run.log(event="finished")
+
+
+def install(student: Path, target: Path = TINY_WAN) -> Path:
+    """Put a trained pipeline folder where the package looks for it; the model card stays.
+
+    Raises:
+        ModelFolderError: There is no such folder, or with the card it exceeds 16 MiB.
+    """
+    if not (student / SETTINGS_FILE).exists():
+        raise ModelFolderError(
+            "model",
+            expected=f"a folder with {SETTINGS_FILE}",
+            got=str(student),
+            remedy="Train it first",
+        )
+    files = [path for path in student.rglob("*") if path.is_file()]
+    kept = [path for path in target.glob("*.md") if not (student / path.name).exists()]
+    size = sum(path.stat().st_size for path in files + kept)
+    if size > _MOST_BYTES:
+        raise ModelFolderError(
+            "size of the model", expected=f"at most {_MOST_BYTES} bytes", got=str(size)
+        )
+    with merged(target) as made:
+        shutil.copytree(student, made, dirs_exist_ok=True)
+    return target
+
+
+def _budget(args: argparse.Namespace, stage: str) -> dict[str, Any]:
+    """What a stage may spend, as its function's arguments."""
+    return {name: getattr(args, f"{name}_{stage}") for name in ("minutes", "steps", "batch", "lr")}
+
+
+def _load_vae(family: Family, folder: Path, device: torch.device) -> Any:
+    """A finished VAE, frozen, in fp32."""
+    vae = family.VAE.from_pretrained(folder, subfolder="vae", dtype=torch.float32).to(device)
+    vae.eval().requires_grad_(False)
+    use_layout(vae, "channels-last")
+    return vae
+
+
+def _autoencoders(
+    run: Run, family: Family, config: Any, args: argparse.Namespace
+) -> tuple[AutoencoderKLWan, Any]:
+    """The VAE that encodes the corpus, and the one that ships; for Wan they are one."""
+    vae = None if args.start is None else _load_vae(family, args.start, run.device)
+    if family.NAME == "wan":
+        vae = vae or train_vae(run, config, **_budget(args, "vae"))
+        return vae, vae
+    original = _load_vae(family_of("wan"), TINY_WAN, run.device)
+    return original, vae or train_twin(run, config, original, **_budget(args, "vae"))
+
+
+def _flow(
+    run: Run, family: Family, config: TinyConfig, vaes: tuple[Any, Any], args: argparse.Namespace
+) -> tuple[nn.Module, nn.Module, nn.Module] | None:
+    """Text encoder, teacher and student; None if the student was not asked for, or came too late
+    to be one.
+    """
+    encoding, vae = vaes
+    corpus = build_corpus(run, config, encoding, count=args.clips, seconds=args.corpus_seconds)
+    common = {
+        "guidance": args.guidance,
+        "compiled": args.compile,
+        "probe_count": args.probe_count,
+    }
+    teacher, encoder = train_teacher(
+        run,
+        family,
+        config,
+        vae,
+        corpus,
+        **_budget(args, "teacher"),
+        **common,
+        start=args.start,
+    )
+    if args.stage == "teacher" or run.late:
+        return None
+    student = train_student(
+        run,
+        family,
+        config,
+        vae,
+        corpus,
+        teacher,
+        encoder,
+        **_budget(args, "student"),
+        **common,
+        fill=args.fill,
+        refresh=args.refresh,
+    )
+    return encoder, teacher, student
+
+
+def _is_run(out: Path) -> bool:
+    """Whether a folder may be a run's: it has no config.json, or one that a run wrote."""
+    path = out / "config.json"
+    if not path.exists():
+        return True
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.keys() >= {"family", "stage", "out"}
+
+
+def _prepare(args: argparse.Namespace, family: Family) -> Run:
+    """Settle what depends on family and device, and open the run's folder."""
+    for stage, minutes in family.MINUTES.items():
+        if getattr(args, f"minutes_{stage}") is None:
+            setattr(args, f"minutes_{stage}", minutes)
+    device = torch.device(args.device)
+    torch.backends.cudnn.benchmark = args.cudnn_benchmark
+    if args.compile is None:
+        args.compile = device.type == "cuda"
+    torch.set_float32_matmul_precision("high")
+    precision = args.precision or ("bf16" if device.type == "cuda" else "fp32")
+    run = Run(args.out, device, args.seed, autocast=precision == "bf16")
+    if args.limit is not None:
+        run.limit = 60 * args.limit
+    run.log(event="start", torch=torch.__version__, **{k: str(v) for k, v in vars(args).items()})
+    with atomic(run.out / "config.json") as path:
+        path.write_text(json.dumps({k: str(v) for k, v in vars(args).items()}, indent=2))
+    return run
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the stages that were asked for, after loading those before them."""
+    parser = _arguments()
+    family = family_of(parser.parse_args(arguments).family)
+    parser.set_defaults(**family.RECIPE)
+    args = parser.parse_args(arguments)
+    if args.stage == "install":
+        print(f"installed {install(args.out / f'{family.NAME}_student', family.SHIPPED)}")
+        return
+    if args.stage == "decoder" and args.start is None:
+        parser.error(
+            "--stage decoder needs --start FOLDER, the pipeline whose decoder is to be trained on"
+        )
+    if args.stage not in {*family.MINUTES, "all"}:
+        parser.error(f"--family {family.NAME} has no stage {args.stage!r}")
+    if args.stage == "vae" and args.start is not None and "decoder" in family.MINUTES:
+        parser.error("the VAE of --start is finished; --stage decoder trains its decoder on")
+    if (args.out / "state").exists() and not args.resume:
+        parser.error(f"{args.out} has state of an earlier run: pass --resume, or another --out")
+    if not _is_run(args.out):
+        parser.error(f"{args.out}/config.json is not that of a training run: pass another --out")
+    run = _prepare(args, family)
+    config = family.config().small() if args.micro else family.config()
+    if args.start is not None and args.stage in ("decoder", "vae"):
+        polish_folder(run, family, config, args)
+        return
+    vaes = _autoencoders(run, family, config, args)
+    if args.stage == "vae":
+        return
+    found = _flow(run, family, config, vaes, args)
+    if found is None or args.stage == "student":
+        return
+    encoder, teacher, student = found
+    vae = vaes[1]
+    if "decoder" in family.MINUTES:
+        vae = train_decoder(run, config, vae, **_budget(args, "decoder"))
+    export(run.out / f"{family.NAME}_teacher", family, config, vae, encoder, teacher)
+    export(run.out / f"{family.NAME}_student", family, config, vae, encoder, student)
+    run.log(event="finished")

@@ -1,0 +1,117 @@
+"""The CogVideoX autoencoder: another network for the latents that the tiny Wan's already has.
+
+Nothing has to be found here, only learnt: the encoder repeats what Wan's encoder says, normalised,
+and the decoder draws the video that those latents came from. So the transformer can be trained on
+Wan's latents before, after or beside this stage. As in `train_decoder`, the decoder sees latents
+that are off by a little, as those of a transformer are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
+from torch import Tensor
+
+from training.data import render, sample_scenes
+from training.family_cogvideox import CogVideoXConfig, build_vae
+from training.plots import sheet
+from training.run import Run, Stage, batches
+from training.train_vae import decode_frames, encode
+
+__all__ = ["train_twin"]
+
+_EDGE: Final = 0.5
+_SHAKE: Final = 0.05  # of a latent channel's standard deviation
+_SALT: Final = 6
+_LOGVAR: Final = -6.0  # a posterior that hardly spreads: nobody samples from it
+
+
+def train_twin(
+    run: Run,
+    config: CogVideoXConfig,
+    original: AutoencoderKLWan,
+    *,
+    minutes: float,
+    steps: int | None = None,
+    batch: int = 16,
+    lr: float = 1e-3,
+    start: Path | None = None,
+) -> AutoencoderKLCogVideoX:
+    """Train (or continue, or just load) the autoencoder.
+
+    Args:
+        run: Where and how.
+        config: Sizes.
+        original: The tiny Wan's autoencoder; left as it is.
+        minutes: Budget in training minutes, or
+        steps: in steps.
+        batch: Whole pictures a step; group norms see whole pictures in use as well.
+        lr: Peak learning rate.
+        start: Pipeline folder to begin from, instead of from random weights.
+
+    Returns:
+        The averaged weights, in fp32.
+    """
+    torch.manual_seed(run.seed + 2)
+    vae = build_vae(config)
+    if start is not None:
+        vae = AutoencoderKLCogVideoX.from_pretrained(start, subfolder="vae", dtype=torch.float32)
+    vae.to(run.device).train()
+    stage = Stage(
+        run, "vae", {"vae": vae}, salt=_SALT, lr=lr, minutes=minutes, steps=steps, weight_decay=0.0
+    )
+    stage.load()
+
+    def videos_of(count: int, generator: torch.Generator, *, held_out: bool) -> Tensor:
+        scenes = sample_scenes(count, generator, held_out=held_out).to(run.device)
+        return render(scenes, frames=config.frames, size=config.size)
+
+    def losses() -> dict[str, Tensor]:
+        videos = videos_of(batch, stage.scenes, held_out=False)
+        target = videos * 2 - 1
+        with run.precision():
+            latents = encode(original, videos)
+            posterior = vae.encode(target).latent_dist
+            noise = torch.randn(latents.shape, generator=stage.noise, device=run.device)
+            found = vae.decode(latents + _SHAKE * noise).sample.float()
+        space = F.mse_loss(posterior.mean.float(), latents)
+        spread = F.mse_loss(posterior.logvar.float(), torch.full_like(latents, _LOGVAR))
+        error = found - target
+        pixel = error.abs().mean() + error.square().mean()  # as in `train_vae`
+        edge = torch.stack([error.diff(dim=axis).abs().mean() for axis in (2, 3, 4)]).mean()
+        loss = pixel + _EDGE * edge + space + 0.01 * spread
+        return {"loss": loss, "pixel": pixel, "edge": edge, "space": space}
+
+    @torch.no_grad()
+    def probe(stage: Stage) -> None:
+        average = stage.ema["vae"]
+        scenes, _ = run.generators(98)
+        videos = videos_of(2 * batch, scenes, held_out=True)
+        with run.precision():
+            parts = [
+                (encode(original, videos[p]), encode(average, videos[p]))
+                for p in batches(2 * batch, batch)
+            ]
+        latents, own = (torch.cat(each) for each in zip(*parts, strict=True))
+        frames = videos.permute(0, 2, 3, 4, 1)
+        found = decode_frames(average, latents, run, batch=batch)
+        error = F.mse_loss(found, frames, reduction="none").mean((1, 2, 3, 4)).clamp(min=1e-9)
+        both = decode_frames(average, own, run, batch=batch)
+        run.log(
+            stage="vae",
+            step=stage.step,
+            psnr=round(float(-10 * error.log10().mean()), 2),
+            psnr_worst=round(float(-10 * error.log10().max()), 2),
+            psnr_own_latents=round(float(-10 * F.mse_loss(both, frames).log10()), 2),
+        )
+        pairs = torch.stack([frames, found], 1).flatten(0, 1)
+        sheet(pairs, run.out / "sheets" / f"vae_{stage.step:06d}.png")
+
+    stage.train(losses, probe)
+    average = stage.ema["vae"]
+    assert isinstance(average, AutoencoderKLCogVideoX)
+    return average

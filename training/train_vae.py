@@ -1,0 +1,267 @@
+"""Stage one: the video autoencoder, on crops first and on whole pictures last."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
+from torch import Tensor
+
+from training.build import TinyConfig, build_vae
+from training.data import REFERENCE_SIZE, Scenes, render, sample_scenes
+from training.plots import sheet
+from training.run import Run, Stage, batches
+from turbo_rcm_patch.output import atomic
+
+__all__ = ["decode", "decode_frames", "encode", "statistics", "train_vae", "use_layout"]
+
+_CROP_PHASE: Final = 0.65  # share of the budget spent on crops of half the side
+_KL: Final = 3e-4
+_EDGE: Final = 0.5
+_SALT: Final = 1
+
+
+def decode(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
+    """Decode as `AutoencoderKLWan.decode`, without its clamp, whose gradient is zero outside.
+
+    Args:
+        vae: The autoencoder.
+        latents: [B, C, F, H, W], not normalised.
+
+    Returns:
+        [B, 3, 4F-3, 4H, 4W] in about -1..1.
+    """
+    vae.clear_cache()
+    x = vae.post_quant_conv(latents)
+    chunks = []
+    for i in range(x.shape[2]):
+        vae._conv_idx = [0]
+        chunks.append(
+            vae.decoder(
+                x[:, :, i : i + 1],
+                feat_cache=vae._feat_map,
+                feat_idx=vae._conv_idx,
+                first_chunk=i == 0,
+            )
+        )
+    vae.clear_cache()
+    return torch.cat(chunks, 2)
+
+
+def statistics(
+    vae: AutoencoderKLWan | AutoencoderKLCogVideoX, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the latents, each [1, C, 1, 1, 1] fp32.
+
+    CogVideoX has one number for all channels, the inverse of their standard deviation.
+    """
+    shape = (1, -1, 1, 1, 1)
+    if vae.config.latents_mean is None:
+        std = torch.full((1, 1, 1, 1, 1), 1 / vae.config.scaling_factor, device=device)
+        return torch.zeros_like(std), std
+    mean = torch.tensor(vae.config.latents_mean, device=device).view(shape)
+    return mean, torch.tensor(vae.config.latents_std, device=device).view(shape)
+
+
+@torch.no_grad()
+def encode(vae: AutoencoderKLWan, videos: Tensor) -> Tensor:
+    """Normalised latents [B, C, F, H, W] fp32 (posterior means) of [B, 3, F, H, W] in 0..1."""
+    mean, std = statistics(vae, videos.device)
+    latents: Tensor = vae.encode(videos * 2 - 1).latent_dist.mode()
+    return (latents.float() - mean) / std
+
+
+@torch.no_grad()
+def decode_frames(
+    vae: AutoencoderKLWan | AutoencoderKLCogVideoX, latents: Tensor, run: Run, *, batch: int = 16
+) -> Tensor:
+    """Frames [B, F, H, W, 3] fp32 in 0..1 of normalised latents."""
+    mean, std = statistics(vae, latents.device)
+    parts = []
+    for part in batches(len(latents), batch):
+        with run.precision():
+            parts.append(vae.decode(latents[part] * std + mean).sample.float())
+    return (torch.cat(parts).permute(0, 2, 3, 4, 1) / 2 + 0.5).clamp(0, 1)
+
+
+def _crop(
+    scenes: Scenes, side: int, size: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, int]:
+    """A random square of each picture that is likely to contain the object."""
+    scale = size / REFERENCE_SIZE
+    corners = []
+    for middle in (scenes.y, scenes.x):
+        shift = (2 * torch.rand(len(scenes), generator=generator) - 1) * size / 4
+        corner = (middle * scale - side / 2 + shift).clamp(0, size - side)
+        corners.append((corner / 4).floor() * 4)  # on the latent grid, as in whole pictures
+    return corners[0], corners[1], side
+
+
+def _losses(
+    vae: AutoencoderKLWan, videos: Tensor, generator: torch.Generator, run: Run
+) -> dict[str, Tensor]:
+    target = videos * 2 - 1
+    with run.precision():
+        posterior = vae.encode(target).latent_dist
+        mean, logvar = posterior.mean.float(), posterior.logvar.float()
+        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
+        found = decode(vae, mean + (0.5 * logvar).exp() * noise).float()
+    error = found - target
+    pixel = error.abs().mean() + error.square().mean()  # L1 alone is slow to find the objects
+    edge = sum(error.diff(dim=axis).abs().mean() for axis in (2, 3, 4)) / 3
+    kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+    return {"loss": pixel + _EDGE * edge + _KL * kl, "pixel": pixel, "edge": edge, "kl": kl}
+
+
+def use_layout(vae: AutoencoderKLWan, layout: str) -> None:
+    formats = {
+        "channels-first": {4: torch.contiguous_format, 5: torch.contiguous_format},
+        "channels-last": {4: torch.channels_last, 5: torch.channels_last_3d},
+    }
+    for parameter in vae.parameters():
+        if parameter.ndim in (4, 5):
+            parameter.data = parameter.data.contiguous(
+                memory_format=formats[layout][parameter.ndim]
+            )
+
+
+def _fastest_layout(vae: AutoencoderKLWan, videos: Tensor, run: Run) -> str:
+    """Time both memory layouts on this device for a few steps and keep the faster one."""
+    seconds = {}
+    for layout in ("channels-last", "channels-first"):
+        use_layout(vae, layout)
+        generator = torch.Generator(run.device).manual_seed(0)
+        for attempt in range(4):
+            if attempt == 2:
+                torch.cuda.synchronize()
+                began = time.monotonic()
+            batch = (
+                videos
+                if layout == "channels-first"
+                else videos.to(memory_format=torch.channels_last_3d)
+            )
+            _losses(vae, batch, generator, run)["loss"].backward()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        seconds[layout] = (time.monotonic() - began) / 2
+    vae.zero_grad(set_to_none=True)
+    best = min(seconds, key=lambda name: seconds[name])
+    use_layout(vae, best)
+    run.log(
+        stage="vae", event="layout", chosen=best, **{k: round(v, 4) for k, v in seconds.items()}
+    )
+    return best
+
+
+def train_vae(
+    run: Run,
+    config: TinyConfig,
+    *,
+    minutes: float,
+    steps: int | None = None,
+    batch: int = 16,
+    lr: float = 1e-3,
+) -> AutoencoderKLWan:
+    """Train (or continue, or just load) the autoencoder and set its latent statistics.
+
+    L1 (with a square, which finds the objects first) keeps edges sharp, the L1 of differences
+    along height, width and time sharpens them, and the small KL keeps latents bounded; sampling
+    the posterior in training makes the decoder tolerant of a transformer's small errors.
+
+    Args:
+        run: Where and how.
+        config: Sizes.
+        minutes: Budget in training minutes, or
+        steps: in steps.
+        batch: Whole pictures a step; four times as many crops, of a quarter of the pixels.
+        lr: Peak learning rate.
+
+    Returns:
+        The averaged weights with `latents_mean` and `latents_std` in its config, in fp32.
+    """
+    torch.manual_seed(run.seed)
+    vae = build_vae(config).to(run.device)
+    layout = run.out / "layout.txt"
+    if run.device.type == "cuda" and layout.exists():
+        use_layout(vae, layout.read_text())
+    elif run.device.type == "cuda":
+        scenes, _ = run.generators(99)
+        warm = render(
+            sample_scenes(batch, scenes).to(run.device), frames=config.frames, size=config.size
+        )
+        weights = {key: value.clone() for key, value in vae.state_dict().items()}
+        fastest = _fastest_layout(vae, warm, run)
+        with atomic(layout) as path:
+            path.write_text(fastest)
+        vae.load_state_dict(weights)
+    stage = Stage(
+        run, "vae", {"vae": vae}, salt=_SALT, lr=lr, minutes=minutes, steps=steps, weight_decay=0.0
+    )
+    stage.load()
+
+    def losses() -> dict[str, Tensor]:
+        crops = stage.progress < _CROP_PHASE
+        scenes = sample_scenes(batch * 4 if crops else batch, stage.scenes)
+        window = _crop(scenes, config.size // 2, config.size, stage.scenes) if crops else None
+        if window is not None:
+            window = (window[0].to(run.device), window[1].to(run.device), window[2])
+        videos = render(
+            scenes.to(run.device), frames=config.frames, size=config.size, window=window
+        )
+        return _losses(vae, videos, stage.noise, run)
+
+    def probe(stage: Stage) -> None:
+        average = stage.ema["vae"]
+        assert isinstance(average, AutoencoderKLWan)
+        _set_statistics(average, config, run, batch)
+        scenes, _ = run.generators(98)
+        videos = render(
+            sample_scenes(2 * batch, scenes, held_out=True).to(run.device),
+            frames=config.frames,
+            size=config.size,
+        )
+        with run.precision():
+            latents = torch.cat(
+                [encode(average, videos[part]) for part in batches(2 * batch, batch)]
+            )
+        found = decode_frames(average, latents, run, batch=batch)
+        frames = videos.permute(0, 2, 3, 4, 1)
+        error = F.mse_loss(found, frames, reduction="none").mean((1, 2, 3, 4)).clamp(min=1e-9)
+        noisy = decode_frames(average, latents + 0.1 * torch.randn_like(latents), run, batch=batch)
+        run.log(
+            stage="vae",
+            step=stage.step,
+            psnr=round(float(-10 * error.log10().mean()), 2),
+            psnr_worst=round(float(-10 * error.log10().max()), 2),
+            psnr_noisy_latents=round(float(-10 * F.mse_loss(noisy, frames).log10()), 2),
+        )
+        pairs = torch.stack([frames, found], 1).flatten(0, 1)
+        sheet(pairs, run.out / "sheets" / f"vae_{stage.step:06d}.png")
+
+    stage.train(losses, probe)
+    average = stage.ema["vae"]
+    assert isinstance(average, AutoencoderKLWan)
+    _set_statistics(average, config, run, batch)
+    return average
+
+
+@torch.no_grad()
+def _set_statistics(vae: AutoencoderKLWan, config: TinyConfig, run: Run, batch: int) -> None:
+    vae.register_to_config(
+        latents_mean=[0.0] * config.latent_channels, latents_std=[1.0] * config.latent_channels
+    )
+    scenes, _ = run.generators(97)
+    parts = []
+    for _ in range(8):
+        videos = render(
+            sample_scenes(batch, scenes).to(run.device), frames=config.frames, size=config.size
+        )
+        with run.precision():
+            parts.append(encode(vae, videos))
+    latents = torch.cat(parts)
+    vae.register_to_config(
+        latents_mean=[round(v, 5) for v in latents.mean((0, 2, 3, 4)).tolist()],
+        latents_std=[round(v, 5) for v in latents.std((0, 2, 3, 4)).clamp(min=1e-3).tolist()],
+    )

@@ -1,1 +1,0 @@
-"""Measurements, run with `python -m turbo_rcm_patch.benchmarks`."""
