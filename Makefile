@@ -54,7 +54,7 @@ $(BIN)/python:
 
 # A stamp says that the environment holds what these two files ask for, so that a second run starts at once.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[all]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python

@@ -22,6 +22,20 @@ sys.meta_path.insert(0, Refuse())
 """
 
 
+#: Hides packages as if they were not installed: they are found nowhere, so nobody refuses them.
+HIDE = """
+import importlib.machinery
+import sys
+from turbo_rcm_patch.extras import EXTRAS
+HIDDEN = {"sageattention", "peft", *EXTRAS["video"], *EXTRAS["report"]}
+HIDDEN -= {"numpy", "PIL"}  # diffusers brings these
+real = importlib.machinery.PathFinder.find_spec
+def find_spec(name, path=None, target=None):
+    return None if name.split(".")[0] in HIDDEN else real(name, path, target)
+importlib.machinery.PathFinder.find_spec = find_spec
+"""
+
+
 def run(code: str, *, blocked: tuple[str, ...] = ()) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", BLOCK.format(blocked=blocked) + code],
@@ -68,6 +82,62 @@ out = ops.attention_skip(q, k, v, ops.AttentionSpec(heads=1), residual=x, c_out=
 assert out.shape == x.shape and out.isfinite().all()
 """
     run(code, blocked=("triton", "diffusers"))
+
+
+def test_the_base_install_patches_a_model() -> None:
+    """torch, triton and diffusers, with what diffusers brings; sageattention is not imported."""
+    code = """
+import torch
+from diffusers import WanTransformer3DModel
+from turbo_rcm_patch import patch_model, unpatch_model
+model = WanTransformer3DModel(
+    num_attention_heads=1, attention_head_dim=64, in_channels=4, out_channels=4, text_dim=16,
+    freq_dim=16, ffn_dim=64, num_layers=1, cross_attn_norm=True, rope_max_seq_len=16,
+).eval()
+inputs = torch.randn(1, 4, 1, 8, 8), torch.tensor([500]), torch.randn(1, 5, 16)
+with torch.no_grad():
+    before = model(*inputs, return_dict=False)[0]
+    report = patch_model(model)
+    assert report.fused > 0
+    after = model(*inputs, return_dict=False)[0]
+assert 0 < (after - before).norm() < 0.05 * before.norm()
+unpatch_model(model)
+assert not HIDDEN & {name.split(".")[0] for name in sys.modules}
+"""
+    run(HIDE + code)
+
+
+def test_a_missing_extra_is_a_typed_error_that_names_it() -> None:
+    code = """
+import contextlib, io
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.errors import MissingPackageError
+from turbo_rcm_patch.sampling import compare, load_pipeline
+for call, extra in ((lambda: load_pipeline("tiny"), "video"),
+                    (lambda: compare(None, "a", out="nowhere"), "report")):
+    try:
+        call()
+    except MissingPackageError as error:
+        assert f"pip install 'turbo_rcm_patch[{extra}]'" in str(error), error
+    else:
+        raise AssertionError(extra)
+for command, extra in (
+    (["generate", "--prompt", "a"], "video"),
+    (["pairs"], "video"),
+    (["convert", "a.pth", "b"], "video"),
+    (["compare", "--prompt", "a"], "report"),
+    (["demo"], "report"),
+):
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        assert main(command) == 2, command
+    assert f"turbo_rcm_patch[{extra}]" in told.getvalue(), (command, told.getvalue())
+told = io.StringIO()
+with contextlib.redirect_stdout(told):
+    assert main(["doctor"]) == 0
+assert "turbo_rcm_patch[video]" in told.getvalue()
+"""
+    run(HIDE + code)
 
 
 def test_import_is_quick() -> None:

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "turbo_rcm_patch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-WORDS = {"errors", "config", "skip", "boundary", "exit_codes", "output"}
+WORDS = {"errors", "extras", "config", "skip", "boundary", "exit_codes", "output"}
 BELOW_SAMPLING = WORDS | {"ops", "models", "patching", "checkpoints"}
 #: Which parts of the package a part may import (itself always).
 MAY_IMPORT = {
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "config": {"errors"},
     "skip": {"errors", "config"},
     "boundary": {"errors", "config", "skip"},
+    "extras": {"errors"},
     "exit_codes": {"errors"},
     "output": {"errors"},
     "kernels": {"errors"},

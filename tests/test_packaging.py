@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from turbo_rcm_patch.extras import EXTRAS
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OURS = {"turbo_rcm_patch", "benchmarks", "training"}
@@ -21,11 +23,13 @@ DISTRIBUTION_OF = {"PIL": "pillow", "sklearn": "scikit-learn", "skimage": "sciki
 
 
 def declared(*extras: str) -> dict[str, Requirement]:
-    texts = list(PROJECT["dependencies"])
+    """The base and some extras, with the extras that these name in turn."""
+    requirements = [Requirement(text) for text in PROJECT["dependencies"]]
     for extra in extras:
-        texts += PROJECT["optional-dependencies"][extra]
-    requirements = [Requirement(text) for text in texts]
-    return {canonicalize_name(one.name): one for one in requirements}
+        requirements += [Requirement(t) for t in PROJECT["optional-dependencies"][extra]]
+    found = {canonicalize_name(one.name): one for one in requirements}
+    own = found.pop("turbo-rcm-patch", None)
+    return found | declared(*own.extras) if own else found
 
 
 def pins() -> dict[str, str]:
@@ -53,9 +57,34 @@ def third_party(folder: Path) -> dict[str, str]:
 
 
 def test_what_the_package_imports_is_declared() -> None:
-    known = declared("sage", "dev")
+    known = declared("all")
     for name, path in third_party(ROOT / "turbo_rcm_patch").items():
         assert name in known, f"{path} imports {name}, which pyproject.toml does not list"
+    # FlashAttention and xFormers are peers that a user may have, imported by name.
+    for folder in ("benchmarks", "training", "examples"):
+        for name, path in third_party(ROOT / folder).items():
+            assert name in declared("dev"), f"{path} imports {name}"
+
+
+def test_the_base_install_is_what_patching_needs() -> None:
+    """What these parts import at all is in the base."""
+    base = declared()
+    assert set(base) == {
+        *("torch", "triton", "diffusers", "safetensors", "sageattention", "huggingface-hub")
+    }
+    for part in ("kernels", "ops", "models", "patching", "checkpoints"):
+        for name, path in third_party(ROOT / "turbo_rcm_patch" / part).items():
+            assert name in base, f"{path} imports {name}"
+
+
+def test_the_error_for_a_missing_package_knows_every_extra() -> None:
+    base = declared()
+    before: set[str] = set()
+    for extra, modules in EXTRAS.items():
+        names = {canonicalize_name(DISTRIBUTION_OF.get(one, one)) for one in modules}
+        assert names | before == set(declared(extra)) - set(base)
+        before |= names
+    assert before == set(declared("all")) - set(base)
 
 
 def test_every_dependency_is_pinned_within_its_range() -> None:

@@ -15,7 +15,7 @@ from turbo_rcm_patch.exit_codes import TABLE, USAGE, run_command
 __all__ = ["main"]
 
 #: What `pip install .` brings, whose absence deserves a line and not a traceback.
-NEEDED = ("torch", "triton", "diffusers", "transformers", "safetensors", "numpy")
+NEEDED = ("torch", "triton", "diffusers", "safetensors")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.generation import settings_for
 from turbo_rcm_patch.sampling.kernel_check import run_kernel_check
@@ -41,6 +42,7 @@ def demo(
     """
     from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
+    require("report", "demo")
     start = time.perf_counter()
     check_out(out, fresh=fresh)
     find_ffmpeg()

@@ -51,7 +51,7 @@ def sage_attention(
             'attention="sage"',
             expected="the sageattention package",
             got=f"{type(error).__name__}: {error}",
-            remedy='Install turbo_rcm_patch[sage] or use attention="int8"',
+            remedy='pip install sageattention, or use attention="int8"',
         ) from error
     if q.shape[-1] not in _HEAD_DIMS:
         raise HeadDimError(

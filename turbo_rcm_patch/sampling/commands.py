@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.exit_codes import CHANGED, INTERRUPTED, OK
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.output import check_writable
 from turbo_rcm_patch.sampling.settings import Settings
 
@@ -100,6 +101,7 @@ def compare(arguments: argparse.Namespace) -> int:
     from turbo_rcm_patch.sampling.video import find_ffmpeg
 
     prompts, config = _prompts(arguments), _config(arguments)
+    require("report", "compare")
     check_out(arguments.out, fresh=arguments.fresh)
     find_ffmpeg()
     pipe = _load(arguments)

@@ -16,6 +16,7 @@ import torch
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.sampling.fusion import FusionNumber
 from turbo_rcm_patch.sampling.generation import settings_for
 from turbo_rcm_patch.sampling.measure import PromptResult, finish_prompt, read_prompt
@@ -128,6 +129,7 @@ def compare(
     from turbo_rcm_patch import patched
     from turbo_rcm_patch.patching import sla_as_defined
 
+    require("report", "compare")
     config = config or PatchConfig()
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts or any(not prompt.strip() for prompt in prompts):

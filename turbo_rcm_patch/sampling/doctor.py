@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal
 
@@ -16,6 +17,7 @@ import torch
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import TurboRCMError
+from turbo_rcm_patch.extras import EXTRAS
 from turbo_rcm_patch.ops import describe_pv, resolve_impl
 
 __all__ = ["Examination", "Finding", "examine"]
@@ -73,10 +75,12 @@ def _packages() -> Iterator[Finding]:
     python = sys.version.split()[0]
     yield Finding("python", "ok", python)
     yield Finding("torch", "ok", torch.__version__)
-    needed = ("triton", "diffusers", "transformers", "accelerate", "safetensors")
-    for name in needed:
+    for name in ("triton", "diffusers", "safetensors", "transformers", "accelerate"):
         version = _version(name)
-        if version is None:
+        if version is None and name in EXTRAS["video"]:
+            remedy = "pip install 'turbo_rcm_patch[video]'"
+            yield Finding(name, "note", "not installed; only pipelines need it", remedy)
+        elif version is None:
             yield Finding(name, "missing", "not installed", f"pip install {name}")
         elif name == "diffusers" and not version.startswith("0.42"):
             yield Finding(
@@ -93,6 +97,10 @@ def _packages() -> Iterator[Finding]:
         if sage
         else Finding("sageattention", "note", "not installed; only attention='sage' needs it")
     )
+    if find_spec("imageio_ffmpeg") is None:
+        remedy = "pip install 'turbo_rcm_patch[video]'"
+        yield Finding("imageio-ffmpeg", "note", "not installed; only mp4 needs it", remedy)
+        return
     try:
         import imageio_ffmpeg
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.patching.stored import MARK, folder_proj_l, mark_of
 from turbo_rcm_patch.sampling.families import FAMILIES
@@ -96,6 +97,7 @@ def load_pipeline(
         A `WanPipeline` or `CogVideoXPipeline`, ready to run. A transformer whose folder was
         converted from a checkpoint with int8 weights or SLA has them attached (`load_extra`).
     """
+    require("video", "load_pipeline")
     if offload not in get_args(Offload):
         raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))
     target = choose_device(device)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.sampling.passes import Progress
 
 __all__ = ["bars"]
@@ -26,6 +27,7 @@ _WORDS: Final = {
 @contextmanager
 def bars() -> Iterator[Progress]:
     """One bar for each stage, drawn on stderr as stages begin."""
+    require("video", "progress bars")
     from rich.console import Console
     from rich.progress import (
         BarColumn,

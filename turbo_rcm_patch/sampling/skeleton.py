@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from turbo_rcm_patch.errors import ModelFolderError
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching.registry import FAMILIES
 from turbo_rcm_patch.patching.sla import attach_proj_l
 from turbo_rcm_patch.patching.stored import folder_proj_l, mark_of
@@ -32,6 +33,7 @@ def load_skeleton(model: str | Path) -> WanPipeline:
         A pipeline that cannot generate. Its scheduler is the rCM sampler if the model's folder
         asks for it, so that the skip pair of the whole network is listed.
     """
+    require("video", "a diffusers pipeline")
     from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 
     folder = resolve_model(model)

@@ -13,6 +13,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from turbo_rcm_patch.errors import MissingPackageError, OutputError, SamplingError
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.output import atomic
 
 __all__ = [
@@ -109,6 +110,7 @@ def find_ffmpeg() -> str:
     Raises:
         MissingPackageError: There is none.
     """
+    require("video", "writing mp4")
     try:
         import imageio_ffmpeg
 

@@ -12,6 +12,7 @@ from turbo_rcm_patch.checkpoints.original import Part, read_text_encoder, read_v
 from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.extras import require
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
@@ -68,6 +69,7 @@ def load_text_encoder(path: str | Path, *, dtype: torch.dtype) -> UMT5EncoderMod
     Raises:
         CheckpointError: It is another file.
     """
+    require("video", "the text encoder")
     from transformers import UMT5Config, UMT5EncoderModel
 
     part = read_text_encoder(path)
