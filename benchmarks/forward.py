@@ -1,36 +1,60 @@
-"""`network`: one forward of Wan or CogVideoX: as written, compiled, patched; where time goes."""
+"""`network` and `length`: one forward of Wan or CogVideoX, and Wan's over the number of tokens.
+
+Short sequences are bound by the CPU: a forward of Wan2.1-1.3B over 780 tokens is ten milliseconds
+of kernels. So a row of `length` has the time of forwards queued one after another, the CPU's time
+of one with the GPU idle, and the time of the same forward as a CUDA graph, in which no CPU takes
+part.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
-from typing import TYPE_CHECKING, Any, Final
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 
 from benchmarks import turbo
-from benchmarks.cases import (
-    NETWORK_AIMS,
-    NETWORK_REFERENCE,
-    NETWORKS,
-    REFERENCE_SOURCE,
+from benchmarks.attention import REFERENCE_SOURCE
+from benchmarks.networks import (
+    COGVIDEOX,
+    Enter,
+    as_written,
+    build_cogvideox,
+    build_wan,
+    cogvideox_call,
+    compiled,
+    patched_with,
+    sizes_of,
+    time_variant,
+    variants,
+    wan_call,
 )
-from benchmarks.clock import Call
-from benchmarks.cogvideox import build_cogvideox, cogvideox_call, is_cogvideox
-from benchmarks.contest import Effort
-from benchmarks.journal import Journal, Plan, chosen
-from benchmarks.network import build_network
-from benchmarks.setup import MICRO, Sizes, errors_of, generator
-from benchmarks.variants import time_variant, variants
+from benchmarks.runner import Journal, Plan, Record, chosen, graph_of, run_cases
+from turbo_rcm_patch import PatchReport
+from turbo_rcm_patch.bench import Call, errors_of, reason_of
 
-if TYPE_CHECKING:
-    from diffusers import WanTransformer3DModel
-
-__all__ = ["run"]
+__all__ = ["BROKEN", "LENGTHS", "METHODS", "run", "run_length"]
 
 #: Relative L2 to the unpatched eager output from which a variant is broken and is not timed.
 BROKEN: Final = 0.2
-_SETS: Final = 2
+
+#: What differs from Wan2.1-T2V-1.3B, the network of `Sizes`.
+_WAN: Final[dict[str, dict[str, Any]]] = {
+    "1.3b": {},
+    "14b": {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+}
+#: compile with sageattention 2.2 on an H200, ms of one forward at 480p and 81 frames (CogVideoX:
+#: 49), there with a graph break per attention.
+_REFERENCE: Final = {
+    "1.3b": 430.0, "14b": 2445.0, "cogvideox-2b": 231.0, "cogvideox-5b": 600.0,
+}  # fmt: skip
+#: Wanted ratio to it where one is set: with 16-bit linears, and with int8 linears.
+_AIMS: Final = {"1.3b": (1.26, 1.48), "14b": (1.14, 1.44)}
 _COLUMNS: Final = (
     ("network", 12), ("variant", 22), ("ms", 9), ("p20", 9), ("p80", 9), ("of eager", 8),
     ("peak GiB", 8), ("relL2", 9),
@@ -40,83 +64,51 @@ _COLUMNS: Final = (
 def run(plan: Plan) -> int:
     """Measure and write `network.json` (turbo-1.3b: `network_turbo.json`); 0 if everything of ours
     was right."""
-    only = chosen("--only", plan.only or ("1.3b",), [*NETWORKS, turbo.CASE])
-    good = True
-    if turbo.CASE in only:
-        only.remove(turbo.CASE)
-        good = turbo.run(plan) == 0
-        if not only:
-            return 0 if good else 1
-    wanted = chosen("--peers", plan.peers, [variant.name for variant in variants()])
-    journal = Journal(
+    names = [*_WAN, *COGVIDEOX]
+    only = chosen("--only", plan.only or ("1.3b",), [*names, turbo.CASE])
+    code = turbo.run(plan) if turbo.CASE in only else 0
+    only = [name for name in only if name != turbo.CASE]
+    if not only:
+        return code
+    about = {
+        "network": "Wan2.1 with seeded random weights in bf16, batch 1, 480p, 81 frames; "
+        "CogVideoX likewise, 480 x 720, 49 frames",
+        "error": "to the unpatched eager output, which is exact attention in bf16",
+        "groups": "milliseconds in kernels of one forward, grouped by their names",
+        "compiled": "every block with fullgraph=True",
+        "reference": f"compile + sageattention 2.2, ms on an H200, {REFERENCE_SOURCE}",
+    }
+    methods = [variant.name for variant in variants()]
+    return code | run_cases(
+        dataclasses.replace(plan, only=tuple(only)),
         "network",
-        plan,
         _COLUMNS,
-        about={
-            "network": "Wan2.1 with seeded random weights in bf16, batch 1, 480p, 81 frames; "
-            "CogVideoX likewise, 480 x 720, 49 frames",
-            "error": "to the unpatched eager output, which is exact attention in bf16",
-            "groups": "milliseconds in kernels of one forward, grouped by their names",
-            "compiled": "every block with fullgraph=True",
-            "reference": f"compile + sageattention 2.2, ms on an H200, {REFERENCE_SOURCE}",
-        },
+        about,
+        {name: name for name in names},
+        _network,
+        methods=methods,
     )
-    with journal.running():
-        for name in only:
-            if not journal.late(_title(name)):
-                good &= _network(name, wanted, journal)
-                gc.collect()  # the next network needs the memory
-                if journal.device.type == "cuda":
-                    torch.cuda.empty_cache()
-    return 0 if good else 1
-
-
-def _effort(plan: Plan) -> Effort:
-    if plan.micro:
-        return Effort(budget=5.0, least=2, most=plan.calls or 2)
-    most = plan.calls or (3 if plan.quick else 7)
-    return Effort(budget=math.inf, least=1, most=most)
-
-
-def _build(config: dict[str, object], device: torch.device, seed: int) -> WanTransformer3DModel:
-    """As `build_network`, but made in bf16 from the start: 14 billion parameters in fp32 would
-    leave no room."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        network = build_network(config, device, seed)
-    finally:
-        torch.set_default_dtype(before)
-    kept = set(network._keep_in_fp32_modules)
-    for name, parameter in network.named_parameters():
-        if not kept.isdisjoint(name.split(".")):
-            parameter.data = parameter.data.float()
-    return network
-
-
-def _title(name: str) -> str:
-    return name if is_cogvideox(name) else f"Wan2.1-{name}"
 
 
 @torch.no_grad()
 def _network(name: str, wanted: list[str], journal: Journal) -> bool:
-    plan, device = journal.plan, journal.device
-    seeds = [plan.seed + i for i in range(_SETS)]
+    plan, device, sizes = journal.plan, journal.device, sizes_of(journal.plan)
+    seeds = (plan.seed, plan.seed + 1)
     network: Any
-    if is_cogvideox(name):
+    if name in COGVIDEOX:
         network = build_cogvideox(name, device, plan.seed, micro=plan.micro)
         config = {key: value for key, value in network.config.items() if key[0] != "_"}
         calls = [cogvideox_call(network, device, seed) for seed in seeds]
-        about: dict[str, object] = {"config": config}
+        about: Record = {"config": config}
     else:
-        sizes = MICRO if plan.micro else Sizes()
-        config = sizes.network | ({} if plan.micro else NETWORKS[name])
-        network = (build_network if name == "1.3b" else _build)(config, device, plan.seed)
-        calls = [_call(network, sizes, device, seed) for seed in seeds]
+        config = sizes.network | ({} if plan.micro else _WAN[name])
+        network = build_wan(config, device, plan.seed, narrow=name != "1.3b")
+        size = sizes.latents, sizes.text_tokens
+        calls = [wan_call(network, *size, device, seed) for seed in seeds]
         about = {"config": config, "latents": list(sizes.latents)}
     eager = calls[0]()
-    found: dict[str, object] = {}
-    record: dict[str, object] = {
+    found: dict[str, Record] = {}
+    record: Record = {
         "parameters": sum(p.numel() for p in network.parameters()),
         **about,
         "finite": bool(eager.isfinite().all()),
@@ -124,76 +116,37 @@ def _network(name: str, wanted: list[str], journal: Journal) -> bool:
     }
     good = True
     for variant in variants():
-        if variant.name not in wanted or journal.late(f"{_title(name)}, {variant.name}"):
+        if variant.name not in wanted or journal.late(f"{name}, {variant.name}"):
             continue
-        numbers = time_variant(
+        found[variant.name] = one = time_variant(
             variant,
             network,
             calls,
             lambda y: errors_of(y, eager),
             BROKEN,
             journal,
-            _effort(plan),
+            plan.effort(math.inf, 7, quick=(math.inf, 3), least=1),
         )
-        found[variant.name] = numbers
-        good &= numbers["status"] == "timed" or not variant.ours
-        _show(name, variant.name, found, journal)
+        good &= one["status"] == "timed" or not variant.ours
+        before, own, peak = _median(found, "eager"), _median(found, variant.name), "peak_bytes"
+        more = (
+            f"{own / before:.3f}" if before and own else "",
+            f"{one[peak] / 2**30:.2f}" if peak in one else "",
+        )
+        journal.show(name, variant.name, one, more, digits=2)
         journal.case(name, record)
     record |= _compare(name, found, micro=plan.micro)
-    same = torch.equal(calls[0](), eager)
-    record["equal_afterwards"] = same
+    record["equal_afterwards"] = same = torch.equal(calls[0](), eager)
     journal.case(name, record)
     return good and same
 
 
-def _call(network: WanTransformer3DModel, sizes: Sizes, device: torch.device, seed: int) -> Call:
-    random = generator(device, seed)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=random, device=device).bfloat16()
-
-    latents = normal(*sizes.latents)
-    text = normal(1, sizes.text_tokens, int(str(sizes.network["text_dim"])))
-    timestep = torch.tensor([988.0], device=device)
-
-    def call() -> torch.Tensor:
-        output: torch.Tensor = network(
-            hidden_states=latents,
-            timestep=timestep,
-            encoder_hidden_states=text,
-            return_dict=False,
-        )[0]
-        return output
-
-    return call
+def _median(found: dict[str, Record], name: str, clock: str = "milliseconds") -> float | None:
+    timing = found.get(name, {}).get(clock)
+    return None if timing is None else float(timing["median"])
 
 
-def _median(found: dict[str, object], name: str) -> float | None:
-    record = found.get(name)
-    timing = record.get("milliseconds") if isinstance(record, dict) else None
-    return float(timing["median"]) if isinstance(timing, dict) else None
-
-
-def _show(network: str, name: str, found: dict[str, object], journal: Journal) -> None:
-    record = found[name]
-    assert isinstance(record, dict)
-    if "milliseconds" not in record:
-        journal.show((network, name, record["reason"]))
-        return
-    timing, eager, peak = record["milliseconds"], _median(found, "eager"), record.get("peak_bytes")
-    journal.show(
-        (
-            network,
-            name,
-            *(f"{timing[one]:.2f}" for one in ("median", "p20", "p80")),
-            "" if eager is None else f"{timing['median'] / eager:.3f}",
-            "" if peak is None else f"{peak / 2**30:.2f}",
-            f"{record['error']['relative_l2']:.5f}",
-        )
-    )
-
-
-def _compare(name: str, found: dict[str, object], *, micro: bool) -> dict[str, object]:
+def _compare(name: str, found: dict[str, Record], *, micro: bool) -> Record:
     """Our fastest with 16-bit and with int8 linears, against the fastest other and the aims."""
     ours: dict[str, list[float]] = {"16-bit linears": [], "int8 linears": []}
     others: dict[str, float] = {}
@@ -205,24 +158,158 @@ def _compare(name: str, found: dict[str, object], *, micro: bool) -> dict[str, o
             others[variant.name] = median
         else:
             ours["int8 linears" if "int8" in variant.name else "16-bit linears"].append(median)
-    reference = NETWORK_REFERENCE[name]
-    comparison: dict[str, object] = {}
-    aims: tuple[float | None, ...] = NETWORK_AIMS.get(name, (None, None))
+    reference = _REFERENCE[name]
+    comparison: Record = {}
+    aims: tuple[float | None, ...] = _AIMS.get(name, (None, None))
     for (kind, times), aim in zip(ours.items(), aims, strict=True):
         if not times:
             continue
         best = min(times)
-        one: dict[str, object] = {"milliseconds": best}
+        one: Record = {"milliseconds": best}
         one["over"] = {other: median / best for other, median in others.items()}
         if not micro:
-            one["over_reference"] = reference / best
-            text = (
-                f"{_title(name)}, {kind}: {best:.0f} ms, {reference / best:.2f}x compile + sage "
-                f"2.2 ({REFERENCE_SOURCE})"
-            )
+            one["over_reference"] = ratio = reference / best
+            text = f"{name}, {kind}: {best:.0f} ms, {ratio:.2f}x compile + sage 2.2"
+            text += f" ({REFERENCE_SOURCE})"
             if aim is not None:
-                one |= {"aim": aim, "met": reference / best >= aim}
+                one |= {"aim": aim, "met": ratio >= aim}
                 text += f"; aim {aim:.2f}x"
             print(text)
         comparison[kind] = one
     return {"comparison": comparison, "reference_milliseconds": reference}
+
+
+# --- over the number of tokens -------------------------------------------------------------------
+
+#: Tokens -> latent frames, height and width.
+LENGTHS: Final = {
+    "780": (1, 60, 52),
+    "1950": (5, 30, 52),
+    "7800": (5, 60, 104),
+    "17160": (11, 60, 104),
+    "32760": (21, 60, 104),
+    "75600": (21, 90, 160),
+}
+_MICRO_LENGTHS: Final = {"780": (1, 8, 8), "1950": (3, 8, 8)}
+METHODS: Final[dict[str, Enter]] = {
+    "eager": as_written,
+    "patched": patched_with(),
+    "patched exact": patched_with(attention="exact"),
+    "patched int8 Linears": patched_with(linear="int8"),
+    "compiled": compiled,  # last: it takes longest to begin with
+}
+_LENGTH_COLUMNS: Final = (
+    ("tokens", 8), ("method", 22), ("ms", 9), ("CPU ms", 8), ("graph ms", 8), ("of eager", 8),
+    ("first s", 8), ("in int8", 7), ("relL2", 9),
+)  # fmt: skip
+
+
+def run_length(plan: Plan) -> int:
+    """Measure and write `length.json`; 0 if every patched forward was near the eager one."""
+    wanted = chosen("--peers", plan.peers, list(METHODS))
+    latents = _MICRO_LENGTHS if plan.micro else LENGTHS
+    lengths = chosen("--only", plan.only, list(latents))
+    journal = Journal(
+        "length",
+        plan,
+        _LENGTH_COLUMNS,
+        about={
+            "network": "Wan2.1-T2V-1.3B with seeded random weights in bf16, batch 1, no guard",
+            "milliseconds": "of forwards queued one after another, median of several rounds",
+            "cpu_milliseconds": "until the call returns, the GPU idle before it; median",
+            "graph_milliseconds": "of replays of the forward as one CUDA graph",
+            "first_seconds": "the first forward of this length with this method in this process",
+            "in_int8": "share of the self-attentions whose products ran in int8",
+            "compiled": "every block with fullgraph=True",
+        },
+    )
+    good = True
+    with journal.running(), torch.no_grad():
+        sizes, device = sizes_of(plan), journal.device
+        network = build_wan(sizes.network, device, plan.seed)
+        for name in wanted:
+            for tokens in lengths:
+                if journal.late(f"{tokens} tokens, {name}"):
+                    continue
+                case = journal.cases.get(tokens, {"methods": {}})
+                size = (1, 16, *latents[tokens]), sizes.text_tokens
+                call = wan_call(network, *size, device, plan.seed)
+                case["methods"][name] = found = _measure(network, name, call, journal)
+                good &= found["status"] == "timed" or not name.startswith("patched")
+                _show(tokens, name, case["methods"], journal)
+                journal.case(tokens, case)
+    return 0 if good else 1
+
+
+def _measure(network: Any, name: str, call: Call, journal: Journal) -> Record:
+    """One method at one length."""
+    plan, device = journal.plan, journal.device
+    eager = call()
+    record: Record = {}
+    try:
+        with METHODS[name](network, plan.compiler) as report:
+            begin = time.perf_counter()
+            output = call()
+            _wait(device)
+            record["first_seconds"] = time.perf_counter() - begin
+            record["error"] = errors_of(output, eager)
+            if not record["error"]["relative_l2"] < BROKEN:
+                return record | {"status": "wrong", "reason": "too far from the eager forward"}
+            call()
+            rounds = plan.calls or (3 if plan.quick else 7)
+            record["milliseconds"] = _milliseconds(call, device, rounds, 3)
+            record["cpu_milliseconds"] = _milliseconds(call, device, 2 * rounds, 0)
+            if isinstance(report, PatchReport):
+                own = sum(pair.kind == "self" for pair in report.pairs)
+                record["last_forward"] = ran = report.last_forward
+                record["in_int8"] = ran.get("fused with int8 attention", 0) / own
+            if device.type == "cuda":
+                replay = graph_of([call])
+                record["graph_milliseconds"] = _milliseconds(replay, device, rounds, 3)
+                del replay
+            record["status"] = "timed"
+    except Exception as error:  # one that cannot run here says why, and the others go on
+        record |= {"status": "missing", "reason": reason_of(error)}
+    gc.collect()
+    return record
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _milliseconds(
+    call: Callable[[], object], device: torch.device, rounds: int, queued: int
+) -> dict[str, float]:
+    """Of one of several queued calls; with 0, until one returns when the GPU has nothing to do."""
+    times = []
+    for _ in range(rounds):
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(max(1, queued)):
+            call()
+        if queued:
+            _wait(device)
+        times.append((time.perf_counter() - begin) / max(1, queued) * 1e3)
+    _wait(device)
+    return {"median": statistics.median(times), "least": min(times), "most": max(times)}
+
+
+def _show(tokens: str, name: str, methods: dict[str, Record], journal: Journal) -> None:
+    record = methods[name]
+    if record["status"] != "timed":
+        journal.line((tokens, name, record["reason"]))
+        return
+    own, eager = _median(methods, name), _median(methods, "eager")
+    numbers = (
+        (own, 2),
+        (_median(methods, name, "cpu_milliseconds"), 2),
+        (_median(methods, name, "graph_milliseconds"), 2),
+        (own / eager if own and eager else None, 3),
+        (record["first_seconds"], 2),
+        (record.get("in_int8"), 2),
+        (record["error"]["relative_l2"], 5),
+    )
+    cells = ("" if value is None else f"{value:.{digits}f}" for value, digits in numbers)
+    journal.line((tokens, name, *cells))

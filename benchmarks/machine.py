@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from turbo_rcm_patch.bench import time_call
 from turbo_rcm_patch.sampling.environment import device_name
 
 __all__ = [
@@ -152,23 +153,19 @@ class ClockWatch:
             self._process = None
 
 
-def measured_ceilings(
-    device: torch.device, time_call: Callable[[Callable[[], torch.Tensor]], float]
-) -> dict[str, float]:
-    """What plain calls reach on this card: 1e12 operations or bytes a second.
+def measured_ceilings(device: torch.device) -> dict[str, float]:
+    """What plain calls reach on this GPU: 1e12 operations or bytes a second."""
 
-    Args:
-        device: A GPU.
-        time_call: Milliseconds of a call.
-    """
+    def rate(work: float, call: Callable[[], torch.Tensor]) -> float:
+        return work / time_call(call, device, 10).median / 1e9
+
     size = 8192
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    found = {"bf16 product of cuBLAS": 2 * size**3 / time_call(lambda: a @ a) / 1e9}
     eight = (16 * a).clamp(-127, 127).to(torch.int8)
-    found["int8 product of cuBLAS"] = (
-        2 * size**3 / time_call(lambda: torch._int_mm(eight, eight.t())) / 1e9
-    )
     source = torch.empty(2**30, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    found["copy of memory"] = 2 * 2**30 / time_call(lambda: target.copy_(source)) / 1e9
-    return found
+    return {
+        "bf16 product of cuBLAS": rate(2 * size**3, lambda: a @ a),
+        "int8 product of cuBLAS": rate(2 * size**3, lambda: torch._int_mm(eight, eight.t())),
+        "copy of memory": rate(2 * 2**30, lambda: target.copy_(source)),
+    }

@@ -1,4 +1,4 @@
-"""The write-ups' operation: attention, output projection and the skip of a few-step model.
+"""`block`: attention + output projection + rCM skip as the write-ups have it, and one Wan block.
 
     y = c_skip(t) * x + c_out(t) * (softmax(q k^T / sqrt(D)) v W^T + b)
 
@@ -8,7 +8,9 @@ torch.compile, and in our two forms; `block` times them and `hbm` counts their m
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -16,17 +18,55 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.accuracy import attention_fp64
-from benchmarks.clock import Call
-from benchmarks.contest import Method
-from benchmarks.peers import BACKENDS, backend_context, split_heads
-from benchmarks.setup import Shape, generator
+from benchmarks.attention import BACKENDS, backend_context, split_heads
+from benchmarks.networks import (
+    build_wan,
+    setting,
+    sizes_of,
+    time_variant,
+    variants,
+    wan_call,
+)
+from benchmarks.runner import (
+    Effort,
+    Journal,
+    Method,
+    Plan,
+    Record,
+    Shape,
+    chosen,
+    compete,
+    errors_to,
+    input_sets,
+)
 from turbo_rcm_patch import ops
+from turbo_rcm_patch.bench import Call, attention_fp64, errors_of, generator, some_rows
 from turbo_rcm_patch.boundary import EDM
 from turbo_rcm_patch.config import Form
+from turbo_rcm_patch.sampling.network import highest_precision
 
-__all__ = ["FORMS", "OURS", "SIGMA_DATA", "inputs_of", "pair_methods", "truth_of"]
+__all__ = [
+    "FORMS",
+    "OURS",
+    "WRONG",
+    "inputs_of",
+    "pair_methods",
+    "run",
+    "truth_of",
+    "write_ups_shapes",
+]
 
+#: Relative L2 to fp64 of c_skip * x + c_out * branch from which an output is wrong, and to fp32 of
+#: what a Wan block adds to its input.
+WRONG: Final = 0.1
+_WRONG_BLOCK: Final = 0.2
+_ROWS: Final = 64
+#: Name on the command line -> in words; "linear" has the linear of q, k and v as part of it.
+_SERIES: Final = {"given": "q, k, v given", "linear": "with the linear of q, k, v"}
+_COLUMNS: Final = (
+    ("case", 18), ("method", 20), ("ms", 9), ("p20", 9), ("p80", 9), ("speed-up", 8),
+    ("relL2", 9),
+)  # fmt: skip
 SIGMA_DATA: Final = 0.5
 #: As in tables and on the command line; "two-pass" stands for each of torch's backends.
 FORMS: Final = ("two-pass", "one-pass", "two-launch", "one-launch")
@@ -45,6 +85,179 @@ _ANY_EXACT: Final = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+
+
+def write_ups_shapes(*, micro: bool) -> list[Shape]:
+    """The attentions of the write-ups' own table."""
+    if micro:
+        return [Shape.square(2, n, 64, batch=2) for n in (48, 80)]
+    return [Shape.square(12, n, 64, batch=4) for n in (1024, 2048, 4096, 8192)]
+
+
+def run(plan: Plan) -> int:
+    """Measure and write `block.json`; 0 if everything of ours was right."""
+    only = chosen("--only", plan.only, [*_SERIES, "wan"])
+    forms = chosen("--peers", plan.peers, tuple(dict.fromkeys((*FORMS, *OURS))))
+    shapes = write_ups_shapes(micro=plan.micro)
+    journal = Journal(
+        "block",
+        plan,
+        _COLUMNS,
+        about={
+            "operation": "c_skip(t) x + c_out(t) (softmax(q k^T / sqrt(D)) v W^T + b)",
+            "coefficients": f"EDM with sigma_data {SIGMA_DATA}, t a sample; bf16 in and out",
+            "milliseconds": "inside a CUDA graph over several input sets (on a CPU: one by one)",
+            "baseline": "two-pass torch with the exact backend that is fastest at this size",
+            "speedup": "baseline / method; inf, nan: not measured",
+            "truth": f"fp64, {_ROWS} rows a sample",
+            "wan": "blocks[0] of a one-layer Wan2.1-1.3B at 480p and 81 frames; calls one by one",
+        },
+    )
+    effort = plan.effort(400.0, 60, quick=(100.0, 20), least=5)
+    good = True
+    with journal.running():
+        for series, words in _SERIES.items():
+            if series not in only:
+                continue
+            for shape in shapes[::2] if plan.quick and not plan.micro else shapes:
+                if not journal.late(f"{words}, {shape.q_tokens} tokens"):
+                    good &= _case(shape, series, forms, effort, journal)
+            _geometric_mean(series, words, journal)
+        if "wan" in only and not journal.late("Wan block"):
+            good &= _wan_block(effort, journal)
+    return 0 if good else 1
+
+
+def _case(shape: Shape, series: str, forms: list[str], effort: Effort, journal: Journal) -> bool:
+    plan, device, linear = journal.plan, journal.device, series == "linear"
+    bytes_a_set = 4 * 2 * shape.batch * shape.q_tokens * shape.channels
+    sets = [
+        inputs_of(shape, device, plan.seed + i, linear=linear)
+        for i in range(min(6, input_sets(bytes_a_set)))
+    ]
+    rows = some_rows(shape.q_tokens, _ROWS, device)
+    clock = "graph_milliseconds"
+    torch._dynamo.reset()  # one compilation a size: dynamic shapes would be another kernel
+    with torch.no_grad():
+        entrants = compete(
+            pair_methods(shape.heads, linear=linear, compiler=plan.compiler, forms=forms),
+            sets,
+            errors_to(truth_of(sets[0], shape, rows, linear=linear), rows),
+            journal,
+            effort,
+            str(shape),
+            wrong=WRONG,
+            clocks=(clock,),
+        )
+    name = f"{series}-N{shape.q_tokens}"
+    record: Record = {
+        "series": series,
+        "shape": shape.record,
+        "tokens": shape.q_tokens,
+        "methods": {entrant.name: entrant.record for entrant in entrants},
+    }
+    times = {entrant.name: ms for entrant in entrants if (ms := entrant.median(clock))}
+    two_pass = {one: ms for one, ms in times.items() if one.startswith("two-pass")}
+    baseline = min(two_pass.values(), default=math.nan)
+    if two_pass:
+        record["baseline"] = min(two_pass, key=lambda one: two_pass[one])
+        record["speedup"] = {
+            one: baseline / ms for one, ms in times.items() if one not in two_pass
+        }
+    for entrant in entrants:
+        ratio = f"{baseline / times.get(entrant.name, math.nan):.2f}"
+        journal.show(name, entrant.name, entrant.record, (ratio,), clock=clock)
+    journal.case(name, record)
+    return all(entrant.calls for entrant in entrants if entrant.name in OURS)
+
+
+def _geometric_mean(series: str, words: str, journal: Journal) -> None:
+    """Over the sizes that were measured: each of ours, and the better one of each size."""
+    found: dict[str, list[float]] = {}
+    for record in journal.cases.values():
+        if record.get("series") != series or "speedup" not in record:
+            continue
+        speedup = record["speedup"]
+        for name, value in speedup.items():
+            found.setdefault(name, []).append(value)
+        ours = [value for name, value in speedup.items() if name in OURS]
+        if ours:
+            found.setdefault("better of ours", []).append(max(ours))
+    journal.summary[series] = summary = {
+        name: {
+            "geometric_mean": math.exp(sum(map(math.log, values)) / len(values)),
+            "least": min(values),
+            "sizes": len(values),
+        }
+        for name, values in found.items()
+    }
+    for name, one in summary.items():
+        print(
+            f"{words}: {name} is {one['geometric_mean']:.2f}x the two-pass baseline in the "
+            f"geometric mean of {one['sizes']} sizes, {one['least']:.2f}x at least"
+        )
+
+
+@torch.no_grad()
+def _wan_block(effort: Effort, journal: Journal) -> bool:
+    """Time blocks[0] of a one-layer network and keep it as the case "wan-block"; whether ours was
+    right."""
+    plan, device = journal.plan, journal.device
+    sizes = sizes_of(plan)
+    network: Any = build_wan(sizes.network | {"num_layers": 1}, device, plan.seed)
+    block = network.blocks[0]
+
+    def inputs(seed: int) -> tuple[Any, ...]:
+        """What the block gets in a forward of the network."""
+        seen: list[tuple[Any, ...]] = []
+        hook = block.register_forward_pre_hook(lambda _, args: seen.append(args))
+        with hook:
+            wan_call(network, sizes.latents, sizes.text_tokens, device, seed, timestep=900.0)()
+        return seen[0]
+
+    def upcast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.float()
+        return tuple(map(upcast, value)) if isinstance(value, tuple) else value
+
+    good = True
+    # Live gates, so that what self-attention and feed-forward compute shows in the output.
+    with setting(network, live=True, sharp=False):
+        sets = [inputs(plan.seed + i) for i in range(2)]
+        calls: list[Call] = [functools.partial(block, *one) for one in sets]
+        hidden = sets[0][0].double()
+        with highest_precision():
+            added = copy.deepcopy(block).float()(*upcast(sets[0])).double() - hidden
+        found: Record = {}
+        record: Record = {
+            "tokens": int(hidden.shape[1]),
+            "truth": "the same block in fp32, of what it adds to its input; gates +0.3",
+            "variants": found,
+        }
+        for variant in variants():
+            name = variant.name
+            if "sage" in name or "cuDNN" in name or journal.late(f"Wan block, {name}"):
+                continue
+            found[name] = one = time_variant(
+                variant,
+                network,
+                calls,
+                lambda y: errors_of(y.double() - hidden, added),
+                _WRONG_BLOCK,
+                journal,
+                effort,
+            )
+            good &= one["status"] == "timed" or not variant.ours
+            ratio = ""
+            if "milliseconds" in one and "milliseconds" in found.get("eager", {}):
+                eager = found["eager"]["milliseconds"]["median"]
+                ratio = f"{eager / one['milliseconds']['median']:.2f}"
+            journal.show("wan-block", name, one, (ratio,))
+            journal.case("wan-block", record)
+    return good
+
+
+# --- the operation -------------------------------------------------------------------------------
 
 
 def inputs_of(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.clock import GROUPS
+from benchmarks.runner import GROUPS, Record
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.sampling.plots import STYLE
 
@@ -45,8 +46,6 @@ _FORMS: Final = {
     "one-launch": ("#1d4ed8", "ours, one launch"),
 }
 
-Json = Mapping[str, object]
-
 
 def plots_of(path: Path, benchmark: str) -> list[Path]:
     """The PNG files that `draw` may write for a benchmark whose JSON file is `path`."""
@@ -57,21 +56,20 @@ def draw(path: Path) -> list[Path]:
     """Draw what a JSON file of a benchmark holds, beside it.
 
     Args:
-        path: Written by `attention`, `block`, `network` or `hbm`; other files have no plots.
+        path: Written by a comparison; not every one has plots.
 
     Returns:
         The PNG files; a plot for which there is nothing yet is left out.
     """
+    require("report", "plots")
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    document = _map(json.loads(path.read_text(encoding="utf-8")))
-    drawings = _DRAWINGS.get(str(document["benchmark"]), {})
+    document = json.loads(path.read_text(encoding="utf-8"))
     paths = []
     with matplotlib.rc_context(STYLE):
-        for name, (size, fill) in drawings.items():
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-
+        for name, (size, fill) in _DRAWINGS.get(document["benchmark"], {}).items():
             figure = Figure(figsize=size, layout="constrained")
             FigureCanvasAgg(figure)
             axes = figure.add_subplot()
@@ -84,11 +82,6 @@ def draw(path: Path) -> list[Path]:
     return paths
 
 
-def _map(value: object) -> Json:
-    assert isinstance(value, Mapping), "the benchmarks write objects here"
-    return value
-
-
 def _get(value: object, *keys: str) -> float | None:
     """A number deep in a document, None if there is none."""
     for key in keys:
@@ -98,12 +91,11 @@ def _get(value: object, *keys: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _named(document: Json, name: str) -> Iterator[tuple[str, Json]]:
+def _named(document: Record, name: str) -> Iterator[tuple[str, Record]]:
     """(case, its entry `name`), for cases that have it."""
-    for case, record in _map(document["cases"]).items():
-        found = _map(record).get(name)
-        if isinstance(found, Mapping):
-            yield str(case), found
+    for case, record in document["cases"].items():
+        if name in record:
+            yield case, record[name]
 
 
 def _best(record: object) -> float | None:
@@ -112,18 +104,18 @@ def _best(record: object) -> float | None:
     return max((one for one in found if one), default=None)
 
 
-def _scaling(axes: Axes, document: Json) -> bool:
+def _scaling(axes: Axes, document: Record) -> bool:
     lines: dict[str, list[tuple[float, float]]] = {}
-    sizes = [_map(record)["shape"] for record in _map(document["cases"]).values()]
-    shapes = [(_get(s, "B"), _get(s, "H"), _get(s, "D")) for s in sizes]
+    cases = document["cases"].values()
+    shapes = [tuple(case["shape"][key] for key in "BHD") for case in cases]
     if not shapes:
         return False
     common = max(set(shapes), key=shapes.count)
-    for (_, methods), size, shape in zip(_named(document, "methods"), sizes, shapes, strict=True):
-        for name, record in methods.items():
-            tops, tokens = _best(record), _get(size, "N")
-            if shape == common and tops and tokens:
-                lines.setdefault(name, []).append((tokens, tops))
+    for case, shape in zip(cases, shapes, strict=True):
+        for name, record in case["methods"].items():
+            tops = _best(record)
+            if shape == common and tops:
+                lines.setdefault(name, []).append((case["shape"]["N"], tops))
     if not lines:
         return False
     for name, points in lines.items():
@@ -137,29 +129,30 @@ def _scaling(axes: Axes, document: Json) -> bool:
     axes.set_ylim(bottom=0)
     _, heads, dim = common
     axes.set(
-        title=f"Attention, {heads:.0f} heads of {dim:.0f}: everything counted",
+        title=f"Attention, {heads} heads of {dim}: everything counted",
         ylabel="$10^{12}$ operations a second",
     )
+    return _legend(axes)
+
+
+def _legend(axes: Axes) -> bool:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return True
-
-
-def _short(tokens: float) -> str:
-    return f"{tokens / 1000:.0f}k" if tokens >= 1000 else f"{tokens:.0f}"
 
 
 def _token_ticks(axes: Axes, tokens: Iterable[float]) -> None:
     """A logarithmic axis with a tick a size; of two that are close the larger is labelled."""
     ticks = sorted(set(tokens))
     crowded = [after < 1.4 * tick for tick, after in zip(ticks, ticks[1:], strict=False)]
-    labels = ["" if hide else _short(t) for t, hide in zip(ticks, [*crowded, False], strict=True)]
+    words = [f"{one / 1000:.0f}k" if one >= 1000 else f"{one:.0f}" for one in ticks]
+    labels = ["" if hide else w for w, hide in zip(words, [*crowded, False], strict=True)]
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, labels, minor=False)
     axes.minorticks_off()
     axes.set_xlabel("tokens")
 
 
-def _accuracy(axes: Axes, document: Json) -> bool:
+def _accuracy(axes: Axes, document: Record) -> bool:
     """One case: the one with most methods that were timed."""
     best: tuple[str, dict[str, tuple[float, float]]] = ("", {})
     for case, methods in _named(document, "methods"):
@@ -185,17 +178,16 @@ def _accuracy(axes: Axes, document: Json) -> bool:
         xlabel="$10^{12}$ operations a second (more is faster)",
         ylabel="relative L1 to fp64 (less is better)",
     )
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return True
+    return _legend(axes)
 
 
-def _roofline(axes: Axes, document: Json) -> bool:
+def _roofline(axes: Axes, document: Record) -> bool:
     points: dict[str, list[tuple[float, float]]] = {}
     for case, methods in _named(document, "methods"):
-        intensity = _get(_map(document["cases"])[case], "intensity")
+        intensity = document["cases"][case]["intensity"]
         for name, record in methods.items():
             tops = _get(record, "kernel_tops") or _best(record)
-            if intensity and tops and name in ("ours fp8", "ours bf16", "torch cuDNN"):
+            if tops and name in ("ours fp8", "ours bf16", "torch cuDNN"):
                 points.setdefault(name, []).append((intensity, tops))
     if not points:
         return False
@@ -205,12 +197,9 @@ def _roofline(axes: Axes, document: Json) -> bool:
     xs = [x for some in points.values() for x, _ in some]
     ys = [y for some in points.values() for _, y in some]
     low, high = min(xs) / 8, max(xs) * 2
-    sheet = _map(_map(document["ceilings"]).get("data sheet", {}))
-    memory = _get(sheet, "memory")
-    for name in sheet:
-        peak = _get(sheet, name)
-        if peak is None or name == "memory":
-            continue
+    sheet: dict[str, float] = dict(document["ceilings"].get("data sheet", {}))
+    memory = sheet.pop("memory", None)
+    for name, peak in sheet.items():
         knee = low if memory is None else max(low, peak / memory)
         axes.plot([knee, high], [peak, peak], color="#dc2626", linewidth=1.2, linestyle="--")
         axes.annotate(
@@ -218,7 +207,7 @@ def _roofline(axes: Axes, document: Json) -> bool:
             textcoords="offset points", color="#dc2626", fontsize=8.5,
         )  # fmt: skip
     if memory is not None:
-        top = max((_get(sheet, name) or 0.0) for name in sheet)
+        top = max(sheet.values())
         ridge = min(high, top / memory)
         axes.plot([low, ridge], [low * memory, ridge * memory], color="#dc2626", linewidth=1.2)
         axes.annotate(
@@ -239,18 +228,16 @@ def _roofline(axes: Axes, document: Json) -> bool:
     return True
 
 
-def _write_ups(axes: Axes, document: Json) -> bool:
+def _write_ups(axes: Axes, document: Record) -> bool:
     """Speed-up of each form over the two-pass baseline, over tokens, for q, k, v given."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for case, found in _named(document, "speedup"):
-        record = _map(_map(document["cases"])[case])
-        if record.get("series") != "given":
+        record = document["cases"][case]
+        if record["series"] != "given":
             continue
-        tokens = _get(record, "tokens")
-        for name in found:
-            value = _get(found, name)
-            if tokens and value and name in _FORMS:
-                lines.setdefault(name, []).append((tokens, value))
+        for name, value in found.items():
+            if name in _FORMS:
+                lines.setdefault(name, []).append((record["tokens"], value))
     if not lines:
         return False
     for name, points in lines.items():
@@ -265,24 +252,23 @@ def _write_ups(axes: Axes, document: Json) -> bool:
         title="Attention + projection + rCM skip, in CUDA graphs",
         ylabel="times as fast as two-pass torch",
     )
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return True
+    return _legend(axes)
 
 
-def _forward(axes: Axes, document: Json) -> bool:
-    bars: list[tuple[str, Json]] = []
+def _forward(axes: Axes, document: Record) -> bool:
+    bars: list[tuple[str, Record]] = []
     for case, variants in _named(document, "variants"):
-        several = len(_map(document["cases"])) > 1
+        several = len(document["cases"]) > 1
         for name, record in variants.items():
-            groups = _map(record).get("groups")
-            if isinstance(groups, Mapping):
+            groups = record.get("groups")
+            if groups is not None:
                 bars.append((f"{case}: {name}" if several else name, groups))
     if not bars:
         return False
     places = range(len(bars))
     left = [0.0] * len(bars)
     for group in GROUPS:
-        widths = [_get(groups, group) or 0.0 for _, groups in bars]
+        widths = [groups.get(group, 0.0) for _, groups in bars]
         if any(widths):
             axes.barh(
                 places, widths, left=left, color=_GROUP_COLOURS[group], label=group, height=0.62
@@ -302,7 +288,7 @@ def _forward(axes: Axes, document: Json) -> bool:
     return True
 
 
-def _over_length(axes: Axes, document: Json) -> bool:
+def _over_length(axes: Axes, document: Record) -> bool:
     """Time of a forward over its tokens: queued, and as a CUDA graph."""
     looks = {
         "eager": "#111827",
@@ -311,7 +297,7 @@ def _over_length(axes: Axes, document: Json) -> bool:
         "patched exact": "#10b981",
         "patched int8 Linears": "#f59e0b",
     }
-    lengths = sorted(map(int, _map(document["cases"])))
+    lengths = sorted(map(int, document["cases"]))
     for name, colour in looks.items():
         for key, style in (("milliseconds", "-"), ("graph_milliseconds", ":")):
             found = [
@@ -334,7 +320,7 @@ def _over_length(axes: Axes, document: Json) -> bool:
     return True
 
 
-def _traffic(axes: Axes, document: Json) -> bool:
+def _traffic(axes: Axes, document: Record) -> bool:
     cases = list(_named(document, "forms"))
     names = [name for name in _FORMS if any(name in forms for _, forms in cases)]
     if not names:
@@ -345,14 +331,14 @@ def _traffic(axes: Axes, document: Json) -> bool:
         colour, label = _FORMS[name]
         places = [i + (index - (len(names) - 1) / 2) * width for i in range(len(cases))]
         paper = [_get(forms, name, "paper_bytes") or 0.0 for _, forms in cases]
-        scale = [_tensor_bytes(document, case) for case, _ in cases]
-        axes.bar(
-            places, _divide(paper, scale), width, edgecolor=colour, facecolor="none",
-            linewidth=1.2,
-        )  # fmt: skip
         measured = [_get(forms, name, "measured", "bytes") or 0.0 for _, forms in cases]
         measured_any |= any(measured)
-        axes.bar(places, _divide(measured, scale), 0.8 * width, color=colour, label=label)
+        scale = [document["cases"][case]["tensor_bytes"] for case, _ in cases]
+        paper, measured = (
+            [a / b for a, b in zip(values, scale, strict=True)] for values in (paper, measured)
+        )
+        axes.bar(places, paper, width, edgecolor=colour, facecolor="none", linewidth=1.2)
+        axes.bar(places, measured, 0.8 * width, color=colour, label=label)
     axes.set_xticks(range(len(cases)), [case.replace("-N", "\nN", 1) for case, _ in cases])
     axes.grid(axis="x", visible=False)
     how = "filled: measured, outline: on paper" if measured_any else "on paper; not measured"
@@ -364,15 +350,7 @@ def _traffic(axes: Axes, document: Json) -> bool:
     return True
 
 
-def _tensor_bytes(document: Json, case: str) -> float:
-    return _get(_map(document["cases"])[case], "tensor_bytes") or 1.0
-
-
-def _divide(values: Sequence[float], by: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(values, by, strict=True)]
-
-
-Fill = Callable[["Axes", Json], bool]
+Fill = Callable[["Axes", Record], bool]
 _DRAWINGS: Final[dict[str, dict[str, tuple[tuple[float, float], Fill]]]] = {
     "attention": {
         "attention_scaling.png": ((7.6, 4.0), _scaling),

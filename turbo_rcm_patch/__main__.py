@@ -64,6 +64,23 @@ def _run(arguments: argparse.Namespace) -> int:
             fresh=not arguments.resume,
             command=arguments.command_line,
         )
+    if arguments.run == "bench":
+        from turbo_rcm_patch.bench import bench
+
+        return bench(device=arguments.device, calls=arguments.calls, micro=arguments.micro)
+    if arguments.run == "tune":
+        from turbo_rcm_patch.tune import tune
+
+        return tune(
+            device=arguments.device,
+            only=[name.strip() for name in arguments.only.split(",") if name.strip()],
+            out=arguments.out,
+            quick=arguments.quick,
+            micro=arguments.micro,
+            calls=arguments.calls,
+            limit=arguments.limit,
+            dry_run=arguments.dry_run,
+        )
     from turbo_rcm_patch.sampling import commands
 
     code: int = getattr(commands, arguments.run)(arguments)
@@ -135,7 +152,59 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="keep what an earlier, interrupted demo has finished"
     )
     demo.set_defaults(run="demo")
+    _add_bench_and_tune(commands)
     return parser
+
+
+def _add_bench_and_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="check the attention on this card and time it",
+        description="Check our attention against exact attention in fp64 at a few sizes, time it "
+        "beside torch's, and print one line to paste into an issue. Exit code 1 if an output is "
+        "wrong.",
+    )
+    bench.add_argument("--calls", type=int, default=50, metavar="N", help="most timed calls")
+    bench.set_defaults(run="bench")
+    tune = commands.add_parser(
+        "tune",
+        help="measure tile shapes on this card and keep the best for later runs",
+        description="Measure the tile shapes of each kernel on the present card and write a table "
+        "that the kernels read instead of the shipped one.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_examples(
+            "tune --dry-run",
+            "tune --only attention.fp8_128,project",
+            "tune --out my-tiles.json    (read with TURBO_RCM_PATCH_TILES=my-tiles.json)",
+        ),
+    )
+    tune.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSON to write (default: the user's own table)"
+    )
+    tune.add_argument(
+        "--only",
+        default="",
+        metavar="KERNEL[.VARIANT],...",
+        help="what to tune, * for any (default: all of 64 and 128 channels a head)",
+    )
+    tune.add_argument("--quick", action="store_true", help="fewer calls and smaller inputs")
+    tune.add_argument("--calls", type=int, metavar="N", help="most timed calls of a candidate")
+    tune.add_argument(
+        "--limit",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="begin no measurement after this, and say what was left out (default: %(default)s)",
+    )
+    tune.add_argument("--dry-run", action="store_true", help="show what would be written")
+    tune.set_defaults(run="tune")
+    for one in (bench, tune):
+        one.add_argument(
+            "--device", default="cuda", help='"cuda", "cuda:1", or "cpu" with --micro'
+        )
+        one.add_argument(
+            "--micro", action="store_true", help="toy sizes, to try the command itself"
+        )
 
 
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

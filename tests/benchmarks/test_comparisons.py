@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import attention, block, forward, length, peers
+from benchmarks import attention, forward
 from benchmarks.__main__ import main
-from benchmarks.cases import AIMS, REFERENCE, attention_cases
-from benchmarks.clock import calls_within, group_of, input_sets, rotating
-from benchmarks.contest import Method, reason_of
-from benchmarks.journal import Plan
+from benchmarks.attention import AIMS, REFERENCE, attention_cases, attention_methods
 from benchmarks.machine import ClockWatch, ceilings, exponential_ceiling
-from benchmarks.network import build_network
-from benchmarks.pairs import inputs_of, pair_methods, truth_of
-from benchmarks.setup import MICRO, Shape, Timing, errors_of
-from benchmarks.variants import variants
+from benchmarks.networks import MICRO, build_wan, variants
+from benchmarks.pairs import OURS, inputs_of, pair_methods, truth_of
+from benchmarks.runner import Method, Plan, Shape, group_of, input_sets, rotating
+from turbo_rcm_patch.bench import Timing, calls_within, errors_of, reason_of
 from turbo_rcm_patch.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -52,7 +49,7 @@ def test_attention_writes_tables_and_plots(
         assert document[key], key
     assert document["finished"] and not document["left_out"]
     assert document["command"].startswith("python -m benchmarks attention")
-    assert list(document["cases"]) == [case.name for case in attention_cases(micro=True)]
+    assert list(document["cases"]) == list(attention_cases(micro=True))
     first = document["cases"]["H1-N40-D64"]
     ours = first["methods"]["ours bf16"]
     assert ours["status"] == "timed" and ours["error"]["relative_l2"] < 0.02
@@ -67,7 +64,7 @@ def test_attention_writes_tables_and_plots(
     assert missing["status"] == "missing" and "flash_attn_interface" in missing["reason"]
     assert "flash_attn_interface" in screen
     # A case without peers has only ours and cuDNN.
-    assert set(document["cases"]["H1-N64-D64"]["methods"]) == {*peers.OURS, "torch cuDNN"}
+    assert set(document["cases"]["H1-N64-D64"]["methods"]) == {*attention.OURS, "torch cuDNN"}
     for name in ("scaling", "accuracy", "roofline"):
         assert (tmp_path / f"attention_{name}.png").stat().st_size > 5_000
 
@@ -77,7 +74,7 @@ def zeros(inputs: Sequence[torch.Tensor]) -> Any:
 
 
 def undefined(inputs: Sequence[torch.Tensor]) -> Any:
-    real = peers.attention_methods(1)[1].make(inputs)
+    real = attention_methods(1)[1].make(inputs)
 
     def call() -> torch.Tensor:
         out = real().clone()
@@ -90,7 +87,7 @@ def undefined(inputs: Sequence[torch.Tensor]) -> Any:
 def test_a_wrong_peer_is_reported_and_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = peers.attention_methods
+    real = attention_methods
 
     def with_liars(heads: int) -> list[Method]:
         return [*real(heads), Method("liar", zeros), Method("undefined", undefined)]
@@ -121,7 +118,7 @@ def test_an_interrupted_run_leaves_what_it_had(
     real, names = attention._case, []
 
     def case(one: Any, *args: Any) -> bool:
-        names.append(one.name)
+        names.append(one.shape.name)
         if len(names) == 2:
             raise KeyboardInterrupt
         return real(one, *args)
@@ -154,8 +151,8 @@ def test_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = read(tmp_path / "block.json")
     first = document["cases"]["given-N48"]
     assert first["baseline"] == "two-pass, flash"  # the only exact backend of a CPU
-    assert set(first["speedup"]) == {"one-pass", *block.OURS}
-    assert all(first["methods"][name]["status"] == "timed" for name in block.OURS)
+    assert set(first["speedup"]) == {"one-pass", *OURS}
+    assert all(first["methods"][name]["status"] == "timed" for name in OURS)
     mean = document["summary"]["given"]["better of ours"]
     assert mean["sizes"] == 2 and mean["least"] <= mean["geometric_mean"]
     assert "geometric mean" in capsys.readouterr().out
@@ -211,8 +208,8 @@ def test_a_broken_network_is_not_timed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_large_network_is_made_in_bf16_and_keeps_what_must_be_fp32() -> None:
-    narrow = forward._build(MICRO.network, CPU, 0)
-    wide = build_network(MICRO.network, CPU, 0)
+    narrow = build_wan(MICRO.network, CPU, 0, narrow=True)
+    wide = build_wan(MICRO.network, CPU, 0)
     want = {name: p.dtype for name, p in wide.named_parameters()}
     assert {name: p.dtype for name, p in narrow.named_parameters()} == want
     assert torch.get_default_dtype() == torch.float32
@@ -222,7 +219,7 @@ def test_a_large_network_is_made_in_bf16_and_keeps_what_must_be_fp32() -> None:
 
 @pytest.mark.parametrize("variant", variants(), ids=lambda variant: variant.name)
 def test_a_variant_leaves_the_network_as_it_was(variant: Any) -> None:
-    network = build_network(MICRO.network, CPU, 0)
+    network = build_wan(MICRO.network, CPU, 0)
     before = [dict(vars(module)) for module in network.modules()]
     try:
         with variant.enter(network, "eager"):
@@ -286,9 +283,9 @@ def test_a_place_that_cannot_be_written_is_told_before_measuring(
 
 
 def test_aims_name_cases_and_methods_that_exist() -> None:
-    cases = {case.name: case for case in attention_cases(micro=False)}
+    cases = attention_cases(micro=False)
     assert set(AIMS) == set(REFERENCE) <= set(cases)
-    names = {method.name for method in peers.attention_methods(1)}
+    names = {method.name for method in attention_methods(1)}
     assert {peer for peer, _ in AIMS.values()} <= names
     assert cases["H12-N4096-D128"].operations == 4 * 4096**2 * 1536
     assert cases["H12-N4096-D128"].intensity == 4096 / 2
@@ -343,7 +340,7 @@ def test_time_over_length_has_a_row_for_every_method(tmp_path: Path) -> None:
     assert list(cases) == ["780", "1950"]
     for case in cases.values():
         methods = case["methods"]
-        assert list(methods) == list(length.METHODS)
+        assert list(methods) == list(forward.METHODS)
         for name, found in methods.items():
             assert found["status"] == "timed", (name, found)
             assert found["cpu_milliseconds"]["median"] > 0

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import counters, hbm
+from benchmarks import traffic
 from benchmarks.__main__ import main
 from benchmarks.pairs import FORMS
-from benchmarks.setup import Shape
+from benchmarks.runner import Plan, Shape
 from benchmarks.traffic import paper_bytes, tensor_bytes, write_ups_share
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 
@@ -31,7 +31,7 @@ def line(number: int, kernel: str, metric: str, unit: str, value: str) -> str:
     )
 
 
-READ, WRITE = counters.METRICS
+READ, WRITE = traffic.METRICS
 CASE = "B2-H2-N48-D64"
 SAID = "\n".join(
     [
@@ -53,7 +53,7 @@ SAID = "\n".join(
 
 
 def test_graphs_are_read_in_any_unit() -> None:
-    assert counters.parse(SAID) == [{READ: 1.2e6, WRITE: 6e5}, {READ: 1.5e6, WRITE: 5e5}]
+    assert traffic.parse(SAID) == [{READ: 1.2e6, WRITE: 6e5}, {READ: 1.5e6, WRITE: 5e5}]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_graphs_are_read_in_any_unit() -> None:
 )
 def test_what_cannot_be_read_is_a_typed_error(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        counters.parse(text)
+        traffic.parse(text)
     assert words in str(caught.value)
 
 
@@ -77,12 +77,12 @@ def test_what_cannot_be_read_is_a_typed_error(text: str, words: str) -> None:
 def no_ncu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(counters, "_USUAL", ())
-    monkeypatch.setattr(counters.Path, "glob", lambda self, pattern: iter(()))
+    monkeypatch.setattr(traffic.Path, "glob", lambda self, pattern: iter(()))
 
 
 def test_a_missing_profiler_says_how_to_get_it(no_ncu: None) -> None:
     with pytest.raises(MissingPackageError, match="nsight-compute"):
-        counters.find_ncu()
+        traffic.find_ncu()
 
 
 def fake_ncu(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str, status: int = 0) -> Path:
@@ -97,15 +97,9 @@ def fake_ncu(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str, status: i
     return folder / "calls"
 
 
-class Asked:
-    """What `_measured` needs of a journal."""
-
-    def __init__(self, out: Path) -> None:
-        self.plan = hbm.Plan(out=out, device="cuda", micro=True)
-
-
 def measured(out: Path) -> Any:
-    return hbm._measured(CASE, ["two-pass", "one-pass", "one-launch"], Asked(out))  # type: ignore[arg-type]
+    plan = Plan(out=out, device="cuda", micro=True)
+    return traffic._measured(CASE, ["two-pass", "one-pass", "one-launch"], plan)
 
 
 def test_every_graph_is_measured_with_clocks_and_caches_left_alone(
@@ -161,7 +155,7 @@ def test_the_measured_process_checks_and_runs_every_form(
     assert main(given) == 0
     said = capsys.readouterr().out
     for form in FORMS:
-        assert f"counted: {CASE} {form} {hbm._sets(Shape(2, 48, 48, 2, 64))}\n" in said
+        assert f"counted: {CASE} {form} {traffic._sets(Shape(2, 48, 48, 2, 64))}\n" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -9,20 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accuracy, one_launch
+from benchmarks import record as recording
 from benchmarks.__main__ import main
-from benchmarks.network import GATE_ROWS, build_network, setting
-from benchmarks.record import PARTS, format_table, record
-from benchmarks.setup import (
-    MICRO,
-    Deadline,
-    Options,
-    Result,
-    Shape,
-    Sizes,
-    errors_of,
-    time_call,
-)
+from benchmarks.networks import GATE_ROWS, MICRO, Sizes, build_wan, setting
+from benchmarks.record import PARTS, Options, Result, format_table, record
+from benchmarks.runner import Deadline, Shape, random_normal
+from turbo_rcm_patch.bench import attention_fp64, errors_of, time_call
 from turbo_rcm_patch.errors import ConfigError, DeviceError
 
 CPU = torch.device("cpu")
@@ -52,10 +44,10 @@ def test_records_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_failing_part_is_recorded_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(options: Options, deadline: Deadline) -> Result:
+    def broken(options: Options, result: Result) -> None:
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(accuracy, "measure", broken)
+    monkeypatch.setattr(recording, "accuracy", broken)
     out = tmp_path / "cpu.json"
     assert main([*MICRO_CPU, "--only", "ops,one-launch", "--out", str(out)]) == 1
     document = json.loads(out.read_text())
@@ -68,10 +60,10 @@ def test_a_failing_part_is_recorded_and_the_others_run(
 def test_an_interrupted_run_leaves_what_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(options: Options, deadline: Deadline) -> Result:
+    def interrupted(options: Options, result: Result) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(accuracy, "measure", interrupted)
+    monkeypatch.setattr(recording, "accuracy", interrupted)
     out = tmp_path / "cpu.json"
     assert main([*MICRO_CPU, "--only", "one-launch,ops", "--out", str(out)]) == 130
     document = json.loads(out.read_text())
@@ -94,15 +86,16 @@ def test_a_run_that_differs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def flaky(shape: Shape, options: Options, device: torch.device) -> object:
         return lambda form: torch.full((2,), 1.0 + (next(calls) == 2), dtype=torch.bfloat16)
 
-    monkeypatch.setattr(one_launch, "_case", flaky)
-    result = one_launch.measure(Options(sizes=MICRO, device="cpu", repeats=5), Deadline(60))
+    monkeypatch.setattr(recording, "_one_launch_call", flaky)
+    result = Result(Deadline(60))
+    recording.one_launch(Options(sizes=MICRO, device="cpu", repeats=5), result)
     assert result.rows[0][2] == "1"
     assert any("1 of 5 runs" in failure for failure in result.failures)
 
 
 def test_memory_is_poisoned_only_inside() -> None:
     before = torch.empty, torch.Tensor.new_empty
-    with one_launch.poisoned_memory():
+    with recording.poisoned_memory():
         assert torch.empty(3).isnan().all()
         assert torch.zeros(1).new_empty(3).isnan().all()
         assert (torch.empty(3, dtype=torch.int8) == -128).all()
@@ -114,15 +107,15 @@ def test_truth_of_the_accuracy_table() -> None:
     q, k, v = (torch.randn(2, n, 32, dtype=torch.float64) for n in (5, 7, 7))
     heads = [x.view(2, -1, 2, 16).transpose(1, 2) for x in (q, k, v)]
     want = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(accuracy.attention_fp64(q, k, v, 2), want)
+    torch.testing.assert_close(attention_fp64(q, k, v, 2), want)
 
 
 def test_outliers_are_harder_than_random_inputs() -> None:
     shape = Shape(1, 64, 64, 1, 64)
-    for make in (accuracy.random_normal, accuracy.outliers):
+    for make in (random_normal, recording.outliers):
         one, again = make(shape, CPU, 0), make(shape, CPU, 0)
         assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
-    _, k, _ = accuracy.outliers(shape, CPU, 0)
+    _, k, _ = recording.outliers(shape, CPU, 0)
     assert k.float().abs().max() > 8
 
 
@@ -144,19 +137,19 @@ def test_timing_counts_calls() -> None:
 def test_network_is_kept_in_fp32_where_from_pretrained_keeps_it(tmp_path: Path) -> None:
     from diffusers import WanTransformer3DModel
 
-    network = build_network(MICRO.network, CPU, 0)
+    network = build_wan(MICRO.network, CPU, 0)
     network.save_pretrained(tmp_path)
     loaded = WanTransformer3DModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     want = {name: p.dtype for name, p in loaded.named_parameters()}
     assert {name: p.dtype for name, p in network.named_parameters()} == want
-    again = build_network(MICRO.network, CPU, 0)
+    again = build_wan(MICRO.network, CPU, 0)
     assert all(
         torch.equal(a, b) for a, b in zip(network.parameters(), again.parameters(), strict=True)
     )
 
 
 def test_settings_change_the_weights_and_give_them_back() -> None:
-    network = build_network(MICRO.network, CPU, 0)
+    network = build_wan(MICRO.network, CPU, 0)
     before = {name: p.clone() for name, p in network.named_parameters()}
     block = network.blocks[0]
     with setting(network, live=True, sharp=True):

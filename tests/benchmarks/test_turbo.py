@@ -19,15 +19,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import turbo, turbo_model
+from benchmarks import turbo
 from benchmarks.__main__ import main
-from benchmarks.turbo_diffusers import DiffusersShape
-from benchmarks.turbo_exact import (
-    block_weights,
-    exact_sla,
-    projection,
-    quantised_blocks,
-)
+from benchmarks.runner import Plan
+from benchmarks.turbo import block_weights, exact_sla, projection, quantised_blocks
 from tests.benchmarks.turbo_checkout import write_checkout
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.checkpoints.blocks import dequantise
@@ -94,8 +89,7 @@ def test_attention_of_another_kind_fails(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full attention is not passed off as SLA."""
-    shape = turbo.WanModelShape
-    monkeypatch.setattr(shape, "_sparse", lambda *_: lambda *_: nullcontext())
+    monkeypatch.setattr(turbo.WanModelClass, "_entering", lambda *_: lambda *_: nullcontext())
     given = ["--peers", "patched SLA", "--turbodiffusion", str(checkout)]
     assert main([*TURBO, *given, "--out", str(tmp_path)]) == 1
     case = read(tmp_path / "network_turbo.json")["cases"]["WanModel"]
@@ -123,7 +117,7 @@ def test_without_a_checkout_it_is_left_out_in_words(
 def test_in_diffusers_too_attention_of_another_kind_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DiffusersShape, "_attached", lambda *_: nullcontext())
+    monkeypatch.setattr(turbo.DiffusersClass, "_attached", lambda *_: nullcontext())
     assert main([*TURBO, "--peers", "patched SageSLA", "--out", str(tmp_path)]) == 1
     case = read(tmp_path / "network_turbo.json")["cases"]["diffusers"]
     assert case["variants"]["patched SageSLA"]["status"] == "wrong"
@@ -136,12 +130,12 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
     assert "wan2pt1.py" in case["reason"]
 
 
-def test_the_attention_of_a_shape_is_put_back(checkout: Path) -> None:
-    shape = turbo_model.Checkout(checkout)
+def test_the_attention_of_its_class_is_put_back(checkout: Path, tmp_path: Path) -> None:
+    shape = turbo.WanModelClass(Plan(out=tmp_path, turbodiffusion=checkout))
     model = shape.build(CPU, 0, micro=True)
     before = [dict(vars(module)) for module in model.modules()]
     for layout in ("SLA", "SageSLA"):
-        with pytest.raises(KeyError), shape.exact(model, layout, 0.5):
+        with pytest.raises(KeyError), shape.truth(model, layout, 0.5):
             raise KeyError
     after = [dict(vars(module)) for module in model.modules()]
     assert before == after

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.clock import graph_of, kernel_milliseconds, rotating
+from benchmarks.runner import graph_of, kernel_milliseconds, rotating
+from turbo_rcm_patch.__main__ import main as command
 from turbo_rcm_patch.kernels.launch import forget_tiles
 from turbo_rcm_patch.kernels.tile_table import VARIABLE, read_table
 
@@ -56,11 +57,17 @@ def test_attention_times_graphs_and_kernels(tmp_path: Path) -> None:
     assert ours["graph_milliseconds"]["median"] < ours["milliseconds"]["median"]
 
 
+def test_bench_checks_and_times(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["bench", *MICRO]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert torch.cuda.get_device_name() in line and "H1-N40-D64" in line
+
+
 def test_a_tuned_table_is_read_by_the_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "tiles.json"
-    assert main(["tune", *MICRO, "--only", "skip", "--out", str(out)]) == 0
+    assert command(["tune", *MICRO, "--only", "skip", "--out", str(out)]) == 0
     read_table(out)
     monkeypatch.setenv(VARIABLE, str(out))
     forget_tiles()

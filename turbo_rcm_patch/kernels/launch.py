@@ -176,7 +176,7 @@ def _tile_for(kernel: str, variant: str, target: Target) -> Tile:
     if not known and target.backend != "interpreter":
         warnings.warn(
             f"turbo_rcm_patch has no tile table for {target.key}: safe default tiles. "
-            "`python -m benchmarks tune` measures and keeps better ones.",
+            "`turbo-rcm-patch tune` measures and keeps better ones.",
             stacklevel=3,
         )
     return shipped_tiles(target)[kernel][variant]

@@ -1,4 +1,4 @@
-"""The user's own table of tiles, which `benchmarks tune` writes and `tile_for` reads first.
+"""The user's own table of tiles, which `tune` writes and `tile_for` reads first.
 
 Format, as of the shipped tiles.json: {"sm_90": {"attention": {"fp8_128": [64, 128, 4, 2]}}}, block
 of rows, block of columns, warps, stages.
@@ -52,7 +52,7 @@ def read_table(path: Path) -> Table:
         TableError: The file cannot be read or does not hold such a table.
     """
     remedy = (
-        f"Write a new one with `python -m benchmarks tune`, delete the file, or "
+        f"Write a new one with `turbo-rcm-patch tune`, delete the file, or "
         f"unset {VARIABLE} if it names this file"
     )
     try:

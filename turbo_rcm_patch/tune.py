@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,12 +15,21 @@ from pathlib import Path
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 
-from benchmarks.candidates import Work, candidates, work_for
-from benchmarks.clock import calls_within
-from benchmarks.contest import reason_of
-from benchmarks.journal import chosen
-from benchmarks.setup import Deadline, Options, Timing, call_times, errors_of
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.bench import (
+    Call,
+    attention_fp64,
+    calls_within,
+    device_of,
+    errors_of,
+    generator,
+    reason_of,
+    some_rows,
+    time_call,
+)
+from turbo_rcm_patch.config import PVDType
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.kernels.launch import (
     Target,
@@ -34,7 +44,7 @@ from turbo_rcm_patch.kernels.tile_table import VARIABLE, Table, read_table, tabl
 from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.environment import device_name
 
-__all__ = ["Found", "tune", "write_table"]
+__all__ = ["Found", "Work", "candidates", "tune", "work_for", "write_table"]
 
 #: A tile is wrong when its error against fp64 is more than this times the shipped tile's.
 _ERROR_MARGIN: Final = 1.05
@@ -47,6 +57,32 @@ _ROUNDS: Final = 2
 _USUAL_HEADS: Final = ("64", "128")
 #: Errors below this are rounding, whose ratio means nothing.
 _ROUNDING: Final = 2e-4
+
+
+#: Factor on the residual where one is closed: about as large as an attention over 8,192 keys, so
+#: that a wrong attention shows.
+_SMALL: Final = 2.0**-6
+
+_Tiles = Sequence[tuple[int, int, int, int]]
+_FP8: Final[_Tiles] = (
+    (64, 128, 4, 2), (64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 3), (64, 64, 4, 3),
+    (128, 64, 4, 2), (128, 64, 8, 2), (128, 128, 8, 3),
+)  # fmt: skip
+_SIXTEEN: Final[_Tiles] = (
+    (64, 64, 4, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 2),
+    (64, 128, 4, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 32, 8, 2), (64, 32, 4, 2),
+)  # fmt: skip
+_OTHERS: Final[dict[str, _Tiles]] = {
+    "project": (
+        (64, 64, 4, 2), (128, 128, 8, 3), (128, 128, 8, 4), (64, 64, 4, 3), (64, 128, 4, 3),
+        (128, 64, 4, 3), (128, 128, 4, 3), (128, 256, 8, 3), (256, 128, 8, 3),
+    ),
+    # The rows are the scale block's; what is tried is the width of the pass that sums squares.
+    "prologue": tuple((128, w, warps, 1) for warps in (16, 8, 4) for w in (512, 128)),
+    "skip": tuple(
+        (*size, warps, 1) for size in ((16, 256), (8, 512), (4, 1024)) for warps in (4, 8)
+    ),
+}  # fmt: skip
 
 
 class _NotAskedError(Exception):
@@ -74,6 +110,23 @@ class Found:
     refused: dict[Tile, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A call that spends its time in one kernel.
+
+    Attributes:
+        words: Its shape, for a reader.
+        call: The call.
+        truth: fp64 on some rows.
+        rows: Which rows of the output, int64.
+    """
+
+    words: str
+    call: Call
+    truth: torch.Tensor
+    rows: torch.Tensor
+
+
 def tune(
     *,
     device: str,
@@ -99,7 +152,7 @@ def tune(
     """
     if calls is not None and calls < 1:
         raise ConfigError("--calls", expected="1 or more", got=str(calls))
-    where = Options(device=device).torch_device()
+    where = device_of(device)
     if where.type != "cuda" and not (micro and (out is not None or dry_run)):
         raise ConfigError(
             "--device",
@@ -107,8 +160,6 @@ def tune(
             got=device,
             remedy="To try the command itself, add --micro and --out FILE or --dry-run",
         )
-    if where.index is not None and where.type == "cuda":
-        torch.cuda.set_device(where)
     target = target_of(where) if where.type == "cuda" else Target("interpreter", 0)
     key = target.key if where.type == "cuda" else "cpu"
     path = table_path() if out is None else out
@@ -118,10 +169,10 @@ def tune(
     shipped = shipped_tiles(target)
     wanted = _wanted(only, shipped)
     print(f"{device_name(where)} ({key}), {len(wanted)} kernel variants; table: {path}")
-    deadline, found, left = Deadline(limit), [], []
+    end, found, left = time.monotonic() + limit, [], []
     scale = 1 / 1024 if micro else 0.5 if quick else 1.0
     for kernel, variant in wanted:
-        if deadline.passed:
+        if time.monotonic() >= end:
             left.append(f"{kernel}.{variant}")
             continue
         with torch.no_grad():
@@ -208,7 +259,9 @@ def _wanted(
         for pattern in only
         if not any(fits(pattern, k, name) for (k, _), name in zip(known, names, strict=True))
     ]
-    chosen("--only", lost, [*shipped, *names])
+    if lost:
+        known_names = ", ".join([*shipped, *names])
+        raise ConfigError("--only", expected=f"some of {known_names}", got=", ".join(lost))
     return [
         pair
         for pair, name in zip(known, names, strict=True)
@@ -280,7 +333,7 @@ def _time(
 ) -> float:
     with trying_tile(kernel, variant, tile):
         count = calls_within(work.call, device, budget, min(3, calls), calls)
-        return Timing.of(call_times(work.call, device, count, warmup=1)).median
+        return time_call(work.call, device, count, warmup=1).median
 
 
 def _show(one: Found, words: str) -> None:
@@ -293,3 +346,95 @@ def _show(one: Found, words: str) -> None:
     print(f"{one.kernel}.{one.variant} ({words}): {what}", flush=True)
     for refused, why in one.refused.items():
         print(f"  {list(refused)}: {why}")
+
+
+# --- what is tried: tiles, and a call that spends its time in the kernel -------------------------
+
+
+def candidates(kernel: str, variant: str) -> _Tiles:
+    """Tiles to try for a kernel variant; none for one that is not known here."""
+    if kernel in ("attention", "one_launch"):
+        return _FP8 if variant.startswith("fp8") else _SIXTEEN
+    return _OTHERS.get(kernel, ())
+
+
+def work_for(
+    kernel: str, variant: str, device: torch.device, *, scale: float, seed: int = 0
+) -> Work | None:
+    """What is timed for a kernel variant; None for one that is not known here.
+
+    Args:
+        kernel: As in the table of tiles.
+        variant: Likewise.
+        device: Where.
+        scale: Factor on the number of tokens; 1 is the real size.
+        seed: Of the inputs.
+    """
+    real = {"attention": 8192, "one_launch": 8192, "prologue": 65536, "skip": 32760,
+            "project": 32760 if variant.endswith("wide") else 4096}  # fmt: skip
+    if kernel not in real:
+        return None
+    tokens = max(64, int(real[kernel] * scale))
+    rows = some_rows(tokens, 64, device)
+    random = generator(device, seed)
+    dtype = torch.float32 if variant == "fp32" else torch.bfloat16
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=random, device=device).to(dtype)
+
+    if kernel == "skip":
+        x, branch, gate = normal(1, tokens, 1536), normal(1, tokens, 1536), normal(1, 1, 1536)
+        gate = gate.float()
+        truth = x[:, rows].double() + gate.double() * branch[:, rows].double()
+        return Work(f"N{tokens} C1536", lambda: ops.skip(x, branch, 1.0, gate), truth, rows)
+    if kernel == "project":
+        x, residual = normal(1, tokens, 1536), normal(1, tokens, 1536)
+        square = normal(1536, 1536) * 1536**-0.5
+        truth = _SMALL * residual[:, rows].double()
+        truth += F.linear(x[:, rows].double(), square.double())
+        words = f"N{tokens} C1536 {str(dtype).removeprefix('torch.')}"
+        return Work(
+            words,
+            lambda: ops.project_skip(x, square, residual=residual, c_skip=_SMALL),
+            truth,
+            rows,
+        )
+    head_dim = int(variant.split("_")[-1])
+    heads = max(1, 1536 // head_dim)
+    channels = heads * head_dim
+    # Many queries against few keys spend their time in the prologue.
+    keys = 128 if kernel == "prologue" else tokens
+    pv: PVDType = "fp8" if kernel == "prologue" or variant.startswith("fp8") else "bf16"
+    spec = ops.AttentionSpec(heads=heads, pv=pv)
+    q, k, v = (normal(1, n, channels) for n in (tokens, keys, keys))
+    words = f"H{heads} N{tokens}x{keys} D{head_dim} {pv}"
+    q64, k64 = q[:, rows].double(), k.double()
+    if kernel == "prologue":
+        # A norm of weight 1 over inputs that are normal already: its work without its error.
+        ones = torch.ones(channels, device=device, dtype=torch.bfloat16)
+        q64, k64 = (x * (x.square().mean(-1, keepdim=True) + spec.eps).rsqrt() for x in (q64, k64))
+        return Work(
+            f"{words} with norm",
+            lambda: ops.attention_skip(q, k, v, spec, norm_q=ones, norm_k=ones),
+            attention_fp64(q64, k64, v, heads),
+            rows,
+        )
+    truth = attention_fp64(q64, k64, v, heads)
+    if kernel == "attention":
+        # Closing a skip: an attention without one may have a kernel of its own, without tiles.
+        truth += _SMALL * q64
+        return Work(
+            words,
+            lambda: ops.attention_skip(q, k, v, spec, residual=q, c_skip=_SMALL),
+            truth,
+            rows,
+        )
+    weight = normal(channels, channels) * channels**-0.5
+    return Work(
+        words,
+        lambda: ops.attention_project_skip(
+            q, k, v, weight, None, spec, residual=None, form="one-launch"
+        ),
+        F.linear(truth, weight.double()),
+        rows,
+    )

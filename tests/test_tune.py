@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import tune as tuning
-from benchmarks.__main__ import main
-from benchmarks.candidates import Work, candidates, work_for
+from turbo_rcm_patch import tune as tuning
+from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import TableError
 from turbo_rcm_patch.kernels import launch
 from turbo_rcm_patch.kernels.launch import (
@@ -25,6 +24,7 @@ from turbo_rcm_patch.kernels.launch import (
     watching_launches,
 )
 from turbo_rcm_patch.kernels.tile_table import VARIABLE, read_table, table_path
+from turbo_rcm_patch.tune import Work, candidates, work_for
 
 CPU = torch.device("cpu")
 SM_90 = Target("cuda", 90)
@@ -105,7 +105,7 @@ def test_a_tile_is_one_line_and_a_shipped_one_is_not_repeated() -> None:
 
 def test_an_unknown_card_warns_until_it_is_tuned(nobodys_table: Path) -> None:
     unknown = Target("cuda", 77)
-    with pytest.warns(UserWarning, match="benchmarks tune"):
+    with pytest.warns(UserWarning, match="turbo-rcm-patch tune"):
         assert tile_for("skip", "any", unknown) == shipped_tiles(unknown)["skip"]["any"]
     tuning.write_table(nobodys_table, {"sm_77": {}})
     forget_tiles()
@@ -150,7 +150,7 @@ def test_a_corrupt_table_is_not_overwritten(
     out = tmp_path / "tiles.json"
     out.write_text("mine")
     assert main([*MICRO_CPU, "--out", str(out)]) == 2
-    assert out.read_text() == "mine" and "error: table of tiles" in capsys.readouterr().err
+    assert out.read_text() == "mine" and "TableError: table of tiles" in capsys.readouterr().err
 
 
 def test_the_shipped_table_passes_as_a_users_table() -> None:
