@@ -39,21 +39,6 @@ from turbo_rcm_patch.bench import Call, attention_fp64, some_rows
 from turbo_rcm_patch.config import PVDType
 from turbo_rcm_patch.errors import Fp8UnsupportedError, MissingPackageError
 
-__all__ = [
-    "AIMS",
-    "BACKENDS",
-    "OURS",
-    "REFERENCE",
-    "REFERENCE_SOURCE",
-    "AttentionCase",
-    "attention_cases",
-    "attention_methods",
-    "backend_context",
-    "run",
-    "sage_major",
-    "split_heads",
-]
-
 #: Relative L2 to fp64 from which an output is wrong and not inaccurate: int8 with fp8 PV has 0.05.
 WRONG: Final = 0.1
 #: Rows of the output that are compared with fp64.

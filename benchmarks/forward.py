@@ -38,8 +38,6 @@ from benchmarks.runner import Journal, Plan, Record, chosen, graph_of, run_cases
 from turbo_rcm_patch import PatchReport
 from turbo_rcm_patch.bench import Call, errors_of, reason_of
 
-__all__ = ["BROKEN", "LENGTHS", "METHODS", "run", "run_length"]
-
 #: Relative L2 to the unpatched eager output from which a variant is broken and is not timed.
 BROKEN: Final = 0.2
 

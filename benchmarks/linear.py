@@ -27,8 +27,6 @@ from benchmarks.turbo import quantised_blocks
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call, generator
 
-__all__ = ["run"]
-
 #: Relative L2 to the product in fp32 from which an output is wrong and not inaccurate.
 _WRONG: Final = 0.05
 _BASE: Final = "torch bf16"

@@ -13,15 +13,6 @@ import torch
 from turbo_rcm_patch.bench import time_call
 from turbo_rcm_patch.sampling.environment import device_name
 
-__all__ = [
-    "SPEC_SHEETS",
-    "ClockWatch",
-    "ceilings",
-    "exponential_ceiling",
-    "machine",
-    "measured_ceilings",
-]
-
 #: Dense peaks from the vendor's data sheets, by a part of the device name: 1e12 operations a
 #: second of 8-bit and 16-bit matrix products, and 1e12 bytes a second of memory.
 SPEC_SHEETS: Final = {

@@ -34,29 +34,6 @@ from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 if TYPE_CHECKING:
     from diffusers import CogVideoXTransformer3DModel, WanTransformer3DModel
 
-__all__ = [
-    "COGVIDEOX",
-    "GATE_ROWS",
-    "LIVE_GATE",
-    "MICRO",
-    "Enter",
-    "Sizes",
-    "Variant",
-    "as_written",
-    "build_cogvideox",
-    "build_wan",
-    "cogvideox_call",
-    "compiled",
-    "in_turn",
-    "patched_with",
-    "setting",
-    "sizes_of",
-    "time_variant",
-    "tokens_of",
-    "variants",
-    "wan_call",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:

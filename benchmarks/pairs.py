@@ -45,17 +45,6 @@ from turbo_rcm_patch.boundary import EDM
 from turbo_rcm_patch.config import Form
 from turbo_rcm_patch.sampling.network import highest_precision
 
-__all__ = [
-    "FORMS",
-    "OURS",
-    "WRONG",
-    "inputs_of",
-    "pair_methods",
-    "run",
-    "truth_of",
-    "write_ups_shapes",
-]
-
 #: Relative L2 to fp64 of c_skip * x + c_out * branch from which an output is wrong, and to fp32 of
 #: what a Wan block adds to its input.
 WRONG: Final = 0.1

@@ -15,7 +15,6 @@ from turbo_rcm_patch.sampling.plots import STYLE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw"]
 
 #: Colour and marker of a method: ours in blue, torch's in greys, packages in warm colours.
 _LOOKS: Final = {

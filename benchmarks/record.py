@@ -35,19 +35,6 @@ from turbo_rcm_patch.sampling.network import highest_precision
 from turbo_rcm_patch.sampling.store import to_json
 from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT
 
-__all__ = [
-    "PARTS",
-    "Options",
-    "Result",
-    "accuracy",
-    "format_table",
-    "fusion",
-    "one_launch",
-    "outliers",
-    "poisoned_memory",
-    "record",
-]
-
 #: Name on the command line -> (module, function of options and result).
 PARTS: Final = {
     "ops": ("benchmarks.record", "accuracy"),

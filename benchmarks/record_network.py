@@ -22,7 +22,6 @@ from turbo_rcm_patch.sampling.verdict import NETWORK_LIMIT
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
 
-__all__ = ["network"]
 
 #: A patched forward further than this from the unpatched one is broken and is not timed.
 BROKEN: Final = 0.2

@@ -38,34 +38,6 @@ from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
 from turbo_rcm_patch.sampling.store import to_json
 
-__all__ = [
-    "GROUPS",
-    "Columns",
-    "Deadline",
-    "Effort",
-    "Entrant",
-    "Errors",
-    "Journal",
-    "Method",
-    "Plan",
-    "Record",
-    "Shape",
-    "admit",
-    "chosen",
-    "compete",
-    "errors_to",
-    "free",
-    "graph_of",
-    "group_of",
-    "input_sets",
-    "kernel_milliseconds",
-    "peak_bytes",
-    "random_normal",
-    "rotating",
-    "run_cases",
-    "speed_ups",
-]
-
 #: What goes to a JSON file.
 Record = dict[str, Any]
 #: Numbers of an output against the truth.

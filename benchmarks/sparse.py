@@ -33,8 +33,6 @@ from turbo_rcm_patch.ops import sparse_reference as reference
 from turbo_rcm_patch.ops.gradients import prepare
 from turbo_rcm_patch.ops.reference import split_heads
 
-__all__ = ["run"]
-
 #: Relative L2 to exact mathematics from which an output is wrong and not inaccurate.
 _WRONG: Final = 0.1
 #: Blocks of queries of every head that are compared with it.

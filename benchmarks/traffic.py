@@ -38,18 +38,6 @@ from turbo_rcm_patch.bench import some_rows
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 from turbo_rcm_patch.sampling.environment import python_command
 
-__all__ = [
-    "METRICS",
-    "find_ncu",
-    "inside",
-    "paper_bytes",
-    "parse",
-    "profile",
-    "run",
-    "tensor_bytes",
-    "write_ups_share",
-]
-
 _ROWS: Final = 32
 #: The exact backend of the two-pass form here; any of them moves the same tensors.
 _BASELINE: Final = "two-pass, flash"

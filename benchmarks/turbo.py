@@ -45,18 +45,6 @@ from turbo_rcm_patch.ops.sparse_reference import block_map, linear_branch
 from turbo_rcm_patch.patching.int8_weights import attach_int8, detach_int8
 from turbo_rcm_patch.patching.sla import attach_proj_l, detach_proj_l
 
-__all__ = [
-    "AIMS",
-    "CASE",
-    "DiffusersClass",
-    "WanModelClass",
-    "block_weights",
-    "exact_sla",
-    "projection",
-    "quantised_blocks",
-    "run",
-]
-
 CASE: Final = "turbo-1.3b"
 #: Wanted milliseconds of a forward on an H200 at 32,760 tokens and top-k 0.1.
 AIMS: Final = {"16-bit linears": 190.0, "int8 linears": 150.0}

@@ -20,19 +20,6 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from turbo_rcm_patch.tiny.prompts import words
 
-__all__ = [
-    "SETTINGS_FILE",
-    "TinyConfig",
-    "build_text_encoder",
-    "build_tokenizer",
-    "build_transformer",
-    "build_vae",
-    "encode_text",
-    "half",
-    "save_pipeline",
-    "write_settings",
-]
-
 SETTINGS_FILE: Final = "turbo_rcm.json"
 _SPECIAL: Final = ("<pad>", "</s>", "<unk>")
 _FP32_PARTS: Final = tuple(WanTransformer3DModel._keep_in_fp32_modules)

@@ -25,8 +25,6 @@ from turbo_rcm_patch.tiny.prompts import (
     clips,
 )
 
-__all__ = ["REFERENCE_SIZE", "Scenes", "render", "sample_scenes"]
-
 REFERENCE_SIZE: Final = 128  # every length below is in pixels of a video of this size
 _RADIUS: Final = {"small": (16.0, 18.0), "large": (24.0, 26.5)}
 _TRAVEL: Final = (44.0, 52.0)

@@ -33,8 +33,6 @@ from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.load import TINY, resolve_model
 from turbo_rcm_patch.tiny.detector import accuracy, detect
 
-__all__ = ["Evaluation", "evaluate", "main", "zeroed"]
-
 _TEACHER_STEPS = 24
 
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from training.build import TinyConfig
 from training.flow import Velocity
 
-__all__ = ["FAMILIES", "Family", "family_of", "family_of_folder"]
-
 #: Name -> module. The name also begins those of the folders that a training writes.
 FAMILIES: Final = {"wan": "family_wan", "cogvideox": "family_cogvideox"}
 

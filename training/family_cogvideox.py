@@ -31,32 +31,6 @@ from training.build import TinyConfig, build_tokenizer, half, write_settings
 from training.flow import Velocity
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
 
-__all__ = [
-    "ATTENTIONS",
-    "JITTER",
-    "MINUTES",
-    "NAME",
-    "PIPELINE",
-    "RECIPE",
-    "RENOISES",
-    "SHIPPED",
-    "TEXT_ENCODER",
-    "TRANSFORMER",
-    "VAE",
-    "CogVideoXConfig",
-    "blocks",
-    "build_text_encoder",
-    "build_transformer",
-    "build_vae",
-    "config",
-    "encode_text",
-    "flow_times",
-    "save_pipeline",
-    "scheduler",
-    "times",
-    "velocity",
-]
-
 NAME: Final = "cogvideox"
 SHIPPED: Final = TINY_COGVIDEOX
 PIPELINE: Final = CogVideoXPipeline

@@ -10,35 +10,9 @@ from transformers import UMT5EncoderModel
 
 from training.build import (
     TinyConfig,
-    build_text_encoder,
-    build_transformer,
-    encode_text,
-    save_pipeline,
 )
 from training.flow import Velocity, rcm_times
 from turbo_rcm_patch.tiny import TINY_WAN
-
-__all__ = [
-    "ATTENTIONS",
-    "JITTER",
-    "MINUTES",
-    "NAME",
-    "PIPELINE",
-    "RECIPE",
-    "RENOISES",
-    "SHIPPED",
-    "TEXT_ENCODER",
-    "TRANSFORMER",
-    "VAE",
-    "blocks",
-    "build_text_encoder",
-    "build_transformer",
-    "config",
-    "encode_text",
-    "save_pipeline",
-    "times",
-    "velocity",
-]
 
 NAME: Final = "wan"
 SHIPPED: Final = TINY_WAN

@@ -9,17 +9,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ODE_SHIFT",
-    "Velocity",
-    "few_step",
-    "guided",
-    "ode",
-    "rcm_times",
-    "sample_times",
-    "shifted",
-]
-
 ODE_SHIFT: Final = 3.0
 _TRIG_TIMES: Final = (1.5, 1.4, 1.0)  # after atan(sigma_max); what TurboDiffusion's sampler uses
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from turbo_rcm_patch.output import atomic
 
-__all__ = ["loss_curves", "sheet"]
-
 _SMOOTH: Final = 15
 # label, keys of a probe's record, line style; what coincides at 1.0 stays visible
 _PROBES: Final = {

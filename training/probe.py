@@ -19,8 +19,6 @@ from training.train_vae import decode_frames
 from turbo_rcm_patch.output import merged
 from turbo_rcm_patch.tiny.detector import accuracy, detect
 
-__all__ = ["Sampler", "export", "probe_flow", "sharpness"]
-
 # (text [B, L, D], text of the empty caption, noise [B, C, F, H, W], generator) -> latents
 Sampler = Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]
 

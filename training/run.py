@@ -16,8 +16,6 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Run", "Stage", "batches"]
-
 _CONTROL: Final = "control.json"
 _PIECE: Final = 15 * 2**20  # bytes of a state file
 Probe = Callable[["Stage"], None]

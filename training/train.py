@@ -47,8 +47,6 @@ from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.output import atomic, merged
 from turbo_rcm_patch.tiny import TINY_WAN
 
-__all__ = ["install", "main"]
-
 _STAGES: Final = ("vae", "teacher", "student", "decoder", "install", "all")
 _MOST_BYTES: Final = 16 * 2**20
 

@@ -21,8 +21,6 @@ from training.plots import sheet
 from training.run import Run, Stage, batches
 from training.train_vae import decode, decode_frames, encode, statistics
 
-__all__ = ["train_decoder"]
-
 _EDGE: Final = 1.0
 _SHAKE: Final = 0.05  # of a latent channel's standard deviation
 _SALT: Final = 5

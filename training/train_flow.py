@@ -36,15 +36,6 @@ from training.probe import probe_flow
 from training.run import Run, Stage, batches
 from training.train_vae import encode
 
-__all__ = [
-    "Corpus",
-    "build_corpus",
-    "compile_blocks",
-    "train_student",
-    "train_teacher",
-    "velocity_of",
-]
-
 _DROPOUT: Final = 0.1  # of captions, for classifier-free guidance
 _HUBER: Final = 0.1
 _TEACHER_SALT, _STUDENT_SALT, _CORPUS_SALT = 2, 3, 4

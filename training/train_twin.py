@@ -22,8 +22,6 @@ from training.plots import sheet
 from training.run import Run, Stage, batches
 from training.train_vae import decode_frames, encode
 
-__all__ = ["train_twin"]
-
 _EDGE: Final = 0.5
 _SHAKE: Final = 0.05  # of a latent channel's standard deviation
 _SALT: Final = 6

@@ -16,8 +16,6 @@ from training.plots import sheet
 from training.run import Run, Stage, batches
 from turbo_rcm_patch.output import atomic
 
-__all__ = ["decode", "decode_frames", "encode", "statistics", "train_vae", "use_layout"]
-
 _CROP_PHASE: Final = 0.65  # share of the budget spent on crops of half the side
 _KL: Final = 3e-4
 _EDGE: Final = 0.5

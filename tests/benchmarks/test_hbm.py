@@ -76,7 +76,7 @@ def test_what_cannot_be_read_is_a_typed_error(text: str, words: str) -> None:
 @pytest.fixture
 def no_ncu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(counters, "_USUAL", ())
+    monkeypatch.setattr(traffic, "_USUAL", ())
     monkeypatch.setattr(traffic.Path, "glob", lambda self, pattern: iter(()))
 
 
