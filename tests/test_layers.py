@@ -27,14 +27,10 @@ MAY_IMPORT = {
     "models": WORDS | {"ops"},
     "patching": WORDS | {"ops", "models"},
     "checkpoints": WORDS | {"ops", "patching"},
-    "sampling": BELOW_SAMPLING,
-    "tiny": {"errors"},
-}
-#: (folder, name): where the shipped model lies is a path in the package, not a layer.
-EXCEPTIONS = {
-    ("sampling", "turbo_rcm_patch.tiny"),
-    ("sampling", "turbo_rcm_patch.tiny.TINY_WAN"),
-    ("sampling", "turbo_rcm_patch.tiny.TINY_COGVIDEOX"),
+    "tiny": {"errors"},  # where the shipped weights lie, and their world
+    "sampling": BELOW_SAMPLING | {"tiny"},
+    "bench": BELOW_SAMPLING | {"sampling"},
+    "tune": BELOW_SAMPLING | {"sampling", "bench", "kernels"},
 }
 #: Packages that only some parts may import.
 ONLY_IN = {
@@ -79,8 +75,6 @@ def test_imports_point_down(path: Path) -> None:
         return
     allowed = MAY_IMPORT[part] | {part}
     for name in imported(path):
-        if (path.parent.name, name) in EXCEPTIONS:
-            continue
         head, *rest = name.split(".")
         ours = head == "turbo_rcm_patch" and rest
         if ours and any((PACKAGE / (rest[0] + end)).exists() for end in ("", ".py")):
