@@ -96,8 +96,8 @@ class _Work:
         self, given: tuple[torch.Tensor, torch.Tensor]
     ) -> Callable[[Sequence[torch.Tensor]], Call]:
         def prepare(inputs: Sequence[torch.Tensor]) -> Call:
-            from turbo_rcm_patch.kernels.int8_linear import BLOCK_K, int8_linear
-            from turbo_rcm_patch.kernels.rows import quantize_rows
+            from turbo_rcm_patch.kernels.portable.int8_linear import BLOCK_K, int8_linear
+            from turbo_rcm_patch.kernels.portable.rows import quantize_rows
 
             return lambda: int8_linear(
                 quantize_rows(inputs[0]), *given, self.bias, None, 1.0, 1.0,
