@@ -107,8 +107,8 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
         def make(inputs: Sequence[torch.Tensor]) -> Call:
             if hopper:
                 return lambda: ops.int8_linear(inputs[0], *given, bias)
-            from turbo_rcm_patch.kernels.int8_linear import BLOCK_K, int8_linear
-            from turbo_rcm_patch.kernels.rows import quantize_rows
+            from turbo_rcm_patch.kernels.portable.int8_linear import BLOCK_K, int8_linear
+            from turbo_rcm_patch.kernels.portable.rows import quantize_rows
 
             return lambda: int8_linear(
                 quantize_rows(inputs[0]), *given, bias, None, 1.0, 1.0,

@@ -15,9 +15,10 @@ from turbo_rcm_patch.kernels.launch import Target
 from turbo_rcm_patch.ops import Fingerprints
 
 MODULES = (
-    "attention", "block_map", "hopper", "hopper_key_value", "hopper_linear", "hopper_prologue",
-    "int8_linear", "linear_branch", "norm", "norm_rows", "one_launch", "project", "prologue",
-    "quantize", "rows", "skip", "sparse_attention", "sparse_tokens",
+    "hopper.attention", "hopper.int8_linear", "hopper.linear_branch", "hopper.prologue",
+    "portable.attention", "portable.int8_linear", "portable.norm", "portable.one_launch",
+    "portable.project", "portable.prologue", "portable.rows", "portable.skip",
+    "portable.sparse_attention",
 )  # fmt: skip
 
 #: Name, grid and arguments of each launch.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch import errors, ops
-from turbo_rcm_patch.kernels import attention as kernels
+from turbo_rcm_patch.kernels.portable import attention as kernels
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.linears import Linears
 from turbo_rcm_patch.sampling.scheduler import _fingerprint

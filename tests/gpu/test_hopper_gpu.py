@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turbo_rcm_patch.kernels.attention import attention
+from tests.inputs import attention_inputs
 from turbo_rcm_patch.kernels.launch import target_of, tile_for, watching_launches
-from turbo_rcm_patch.kernels.quantize import quantize
+from turbo_rcm_patch.kernels.portable.attention import attention
+from turbo_rcm_patch.kernels.portable.prologue import quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -46,30 +47,12 @@ def test_the_hopper_kernel_equals_the_portable_one(
     q = torch.randn(batch, n_q, heads * head_dim, device=device, dtype=torch.bfloat16)
     k = torch.randn(batch, n_kv, heads * head_dim, device=device, dtype=torch.bfloat16)
     v = torch.randn(batch, n_kv, heads * head_dim, device=device, dtype=torch.bfloat16)
-    common = {
-        "heads": heads,
-        "residual": None,
-        "c_skip": 1.0,
-        "c_out": 1.0,
-        "norm_q": None,
-        "norm_k": None,
-        "cos": None,
-        "sin": None,
-        "kv_lengths": None
-        if lengths is None
-        else torch.tensor(lengths, device=device, dtype=torch.int32),
-        "pv": "fp8",
-        "qmax": 127,
-        "smooth_k": True,
-        "causal": False,
-        "sm_scale": head_dim**-0.5,
-        "eps": 1e-6,
-        "out_dtype": torch.bfloat16,
-        "want_lse": True,
-    }
-    own, own_lse = attention(q, k, v, **common)
+    if lengths is not None:
+        lengths = torch.tensor(lengths, device=device, dtype=torch.int32)
+    inputs = attention_inputs(q, k, v, heads=heads, kv_lengths=lengths, want_lse=True)
+    own, own_lse = attention(inputs)
     tile = tile_for("attention", f"fp8_{head_dim}", target_of(device))
-    portable, portable_lse = attention(q, k, v, tile=tile, **common)
+    portable, portable_lse = attention(inputs, tile=tile)
     assert torch.isfinite(own).all()
     if head_dim == 128:
         assert torch.equal(own, portable)
@@ -128,17 +111,15 @@ def test_the_hopper_prologue_equals_the_portable_one(
         if lengths
         else None,
         "pv": pv,
-        "qmax": qmax,
-        "smooth_k": True,
-        "sm_scale": head_dim**-0.5,
-        "eps": 1e-6,
+        "attention": {127: "int8", 7: "int4"}[qmax],
         "want_lse": True,
     }
+    inputs = attention_inputs(q, k, v, **common)
     with watching_launches() as launched:
-        own = quantize(q, k, v, **common)
+        own = quantize(inputs)
     assert len(launched) == 2
     assert all("hopper" in kernel.name for kernel in launched)
-    portable = quantize(q, k, v, portable=True, **common)
+    portable = quantize(inputs, portable=True)
     one, other = own.queries, portable.queries
     seen = slice(0, n_q)
     almost_equal(one.int8[:, :, seen], other.int8[:, :, seen])
@@ -162,10 +143,7 @@ def test_the_hopper_prologue_keeps_nan_and_zero() -> None:
     q = torch.randn(1, 256, 256, device=hopper(), dtype=torch.bfloat16)
     k, v = torch.zeros_like(q), torch.randn_like(q)
     q[0, 3, 5] = float("nan")
-    operands = quantize(
-        q, k, v, heads=2, norm_q=None, norm_k=None, cos=None, sin=None, kv_lengths=None,
-        pv="fp8", qmax=127, smooth_k=True, sm_scale=0.1, eps=1e-6,
-    )  # fmt: skip
+    operands = quantize(attention_inputs(q, k, v, heads=2, sm_scale=0.1))
     assert torch.isnan(operands.queries.scale).nonzero().tolist() == [[0, 0, 3]]
     assert not operands.keys.int8.any()
     assert torch.isfinite(operands.keys.scale).all()
@@ -176,12 +154,9 @@ def test_rows_that_cannot_be_copied_by_sixteen_bytes_take_the_portable_prologue(
     device = hopper()
     wide = torch.randn(1, 512, 3 * 128 + 4, device=device, dtype=torch.bfloat16)
     q, k, v = (wide[..., 4 + 128 * i : 4 + 128 * (i + 1)] for i in range(3))
-    common = {
-        "heads": 1, "norm_q": None, "norm_k": None, "cos": None, "sin": None, "kv_lengths": None,
-        "pv": "fp8", "qmax": 127, "smooth_k": True, "sm_scale": 0.1, "eps": 1e-6,
-    }  # fmt: skip
     with watching_launches() as launched:
-        off = quantize(q, k, v, **common)
+        off = quantize(attention_inputs(q, k, v, heads=1, sm_scale=0.1))
     assert not any("hopper" in kernel.name for kernel in launched)
-    dense = quantize(q.contiguous(), k.contiguous(), v.contiguous(), **common)
+    rows = (x.contiguous() for x in (q, k, v))
+    dense = quantize(attention_inputs(*rows, heads=1, sm_scale=0.1))
     almost_equal(off.queries.int8, dense.queries.int8)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from tests.patching.wan import CASES, relative, run
 from turbo_rcm_patch import PatchConfig, patched
-from turbo_rcm_patch.kernels import int8_linear as kernel
 from turbo_rcm_patch.kernels.gluon import hopper_module
 from turbo_rcm_patch.kernels.launch import Tile
-from turbo_rcm_patch.kernels.norm_rows import norm_modulate_rows
-from turbo_rcm_patch.kernels.rows import quantize_rows
+from turbo_rcm_patch.kernels.portable import int8_linear as kernel
+from turbo_rcm_patch.kernels.portable.norm import norm_modulate_rows
+from turbo_rcm_patch.kernels.portable.rows import quantize_rows
 from turbo_rcm_patch.ops import int8_linear, quantize_weight
 from turbo_rcm_patch.ops.quantize import quantized_rows
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 #: value in a million to the other neighbour, a step of 0.026 standard deviations away.
 TIGHT = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-4}
 BF16 = torch.bfloat16
-FORMS = ("turns-128x128", "shared-192x256", "shared-128x256")
+SCHEDULES = ("ping-pong-128x128", "cooperative-192x256", "cooperative-128x256")
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -113,10 +113,10 @@ def test_kernel_equals_the_emulation(
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["one-tile", "persistent"])
-@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize("epilogue_subtile", [False, True], ids=["whole", "halves"])
 @pytest.mark.parametrize("tile", [(128, 256, 8, 3), (128, 128, 8, 3), (64, 64, 4, 4)], ids=str)
 def test_every_form_gives_the_same(
-    tile: tuple[int, int, int, int], halves: bool, persistent: bool
+    tile: tuple[int, int, int, int], epilogue_subtile: bool, persistent: bool
 ) -> None:
     """However the work is cut, the integers are exact and the epilogue is the same arithmetic."""
     if torch.cuda.get_device_capability() != (9, 0):
@@ -132,8 +132,8 @@ def test_every_form_gives_the_same(
             gelu=False, cast="fp32", out_dtype=BF16, **more,
         )  # fmt: skip
 
-    plain = form(tile=Tile(64, 64, 4, 2), halves=False, persistent=False)
-    out = form(tile=Tile(*tile), halves=halves, persistent=persistent)
+    plain = form(tile=Tile(64, 64, 4, 2), epilogue_subtile=False, persistent=False)
+    out = form(tile=Tile(*tile), epilogue_subtile=epilogue_subtile, persistent=persistent)
     assert relative(out, plain) < 1e-5
 
 
@@ -207,13 +207,13 @@ def test_network_error_in_bf16(case) -> None:
 @pytest.fixture
 def own():
     """The module of Hopper's own kernel."""
-    module = hopper_module("hopper_linear", "int8 linear")
+    module = hopper_module("int8_linear", "int8 linear")
     if torch.cuda.get_device_capability() != (9, 0) or module is None:
         pytest.skip("needs a Hopper GPU and a Triton that can build its kernel")
     return module
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("batch", "tokens", "channels", "features", "options"),
     [
@@ -225,7 +225,7 @@ def own():
     ],
 )
 def test_hopper_s_own_kernel_gives_the_same_bits(
-    own, form: str, batch: int, tokens: int, channels: int, features: int, options: dict
+    own, schedule: str, batch: int, tokens: int, channels: int, features: int, options: dict
 ) -> None:
     x, residual = random(batch, tokens, channels), random(batch, tokens, features)
     weight, scale = quantize_weight(random(features, channels))
@@ -238,11 +238,11 @@ def test_hopper_s_own_kernel_gives_the_same_bits(
         rows, weight, scale, bias, skip, 0.5, c_out,
         out_dtype=torch.float32, tile=Tile(128, 128, 8, 3), **more,
     )  # fmt: skip
-    for eights in [False, True] if features % 32 == 0 else [False]:
+    for permuted in [False, True] if features % 32 == 0 else [False]:
         out = torch.full_like(expected, float("nan"))
         own.hopper_linear(
             out, rows, weight, scale, bias, skip, 0.5, c_out,
-            form=own.FORMS[form], eights=eights, **more,
+            schedule=own.SCHEDULES[schedule], permuted=permuted, **more,
         )  # fmt: skip
         assert torch.equal(out, expected)
 
@@ -261,8 +261,6 @@ def test_hopper_s_own_kernel_gives_the_same_bits(
 def test_hopper_s_own_kernel_for_blocks_gives_the_same_bits(
     own, batch: int, tokens: int, channels: int, features: int, options: dict
 ) -> None:
-    blocks = hopper_module("hopper_linear_blocks", "int8 linear")
-    assert blocks is not None
     x, residual = random(batch, tokens, channels), random(batch, tokens, features)
     weight, _ = quantize_weight(random(features, channels))
     shape = (-(-features // 128), -(-channels // 128))
@@ -276,11 +274,11 @@ def test_hopper_s_own_kernel_for_blocks_gives_the_same_bits(
         rows, weight, scale, bias, skip, 0.5, c_out,
         out_dtype=torch.float32, tile=Tile(128, 128, 8, 3), **more,
     )  # fmt: skip
-    for eights in [False, True] if features % 32 == 0 else [False]:
+    for permuted in [False, True] if features % 32 == 0 else [False]:
         out = torch.full_like(expected, float("nan"))
-        blocks.hopper_linear_blocks(
+        own.hopper_linear(
             out, rows, weight, scale, bias, skip, 0.5, c_out,
-            eights=eights, **more,
+            permuted=permuted, **more,
         )  # fmt: skip
         assert torch.equal(out, expected)
 

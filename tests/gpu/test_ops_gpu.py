@@ -28,9 +28,9 @@ from turbo_rcm_patch.ops import (
     resolve_pv,
     skip,
 )
-from turbo_rcm_patch.ops.emulation import mixed
+from turbo_rcm_patch.ops.emulation import hadamard
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, split_heads
-from turbo_rcm_patch.ops.spec import mix_width
+from turbo_rcm_patch.ops.spec import hadamard_width
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +82,7 @@ def floor(
     if smooth:
         mean = k.sum(2, keepdim=True) / count.view(-1, 1, 1, 1)
         k = (k - mean).masked_fill(~seen, 0.0)
-    q, k = (mixed(x) / mix_width(x.shape[-1]) ** 0.5 for x in (q, k))
+    q, k = (hadamard(x) / hadamard_width(x.shape[-1]) ** 0.5 for x in (q, k))
     q_step = q.abs().amax(-1) / 127  # a scale per row
     k_step = k.abs().amax((-1, -2)) / 127  # a scale per block of keys, at most this
     k_square = k.square().sum((1, 2, 3)) / (count * k.shape[1] * k.shape[3])

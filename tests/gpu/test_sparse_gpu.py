@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.inputs import attention_inputs
 from tests.patching.sla import with_sla
 from tests.patching.turbodiffusion import tiny, tiny_inputs, with_fast_norms, with_sparse
 from tests.patching.wan import INT8, Case, relative
@@ -97,16 +98,13 @@ def chosen_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, sparsity: Sparsity
 ) -> torch.Tensor:
     """The kernels' block map, after comparing it with the reference's."""
-    from turbo_rcm_patch.kernels.block_map import largest_scores
-    from turbo_rcm_patch.kernels.linear_branch import linear_branch as branch_of
-    from turbo_rcm_patch.kernels.sparse_tokens import prepare_tokens
+    from turbo_rcm_patch.kernels.portable.sparse_attention import largest_scores, prepare_tokens
+    from turbo_rcm_patch.kernels.portable.sparse_attention import linear_branch as branch_of
 
     geometry = {"block_q": sparsity.block_q, "block_k": sparsity.block_k}
     dim, count = q.shape[2] // heads, sparsity.count(k.shape[1])
-    tokens = prepare_tokens(
-        q, k, heads=heads, norm_q=None, norm_k=None, cos=None, sin=None, eps=0.0,
-        block_q=sparsity.block_q,
-    )  # fmt: skip
+    inputs = attention_inputs(q, k, v, heads=heads)
+    tokens = prepare_tokens(inputs, block_q=sparsity.block_q)
     eye = torch.eye(dim, device="cuda")
     branch = branch_of(k, v, tokens.k_mean, eye, None, heads=heads, block_k=sparsity.block_k)
     chosen = largest_scores(tokens.q_pooled @ branch.k_pooled.transpose(-1, -2), count)
@@ -132,7 +130,8 @@ def test_the_pass_over_keys_on_hopper_equals_the_portable_one(
     batch: int, heads: int, tokens: int, dim: int, block_k: int, dtype: torch.dtype,
     strided: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from turbo_rcm_patch.kernels import hopper_key_value, linear_branch
+    from turbo_rcm_patch.kernels.hopper import linear_branch as hopper
+    from turbo_rcm_patch.kernels.portable import sparse_attention
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not a Hopper GPU")
@@ -141,15 +140,15 @@ def test_the_pass_over_keys_on_hopper_equals_the_portable_one(
     if not strided:
         k, v = k.contiguous(), v.contiguous()
     mean = k.float().mean(1).view(batch, heads, dim).to(dtype)
-    assert hopper_key_value.serves(k, v, heads=heads, block_k=block_k)
-    own = hopper_key_value.hopper_key_sums(k, v, mean, heads=heads, block_k=block_k)
-    monkeypatch.setattr(linear_branch, "ran_on_hopper", lambda *_: False)
-    portable = linear_branch._key_sums(k, v, mean, heads=heads, block_k=block_k)
+    assert hopper.serves(k, v, heads=heads, block_k=block_k)
+    own = hopper.hopper_key_sums(k, v, mean, heads=heads, block_k=block_k)
+    monkeypatch.setattr(sparse_attention, "ran_on_hopper", lambda *_: False)
+    portable = sparse_attention._key_sums(k, v, mean, heads=heads, block_k=block_k)
     # Sums in another order; a mean of a block may then round the other way.
     assert relative(own.matrix.sum(2), portable.matrix.sum(2)) < 1e-4
     assert relative(own.total.sum(2), portable.total.sum(2)) < 1e-5
     assert relative(own.k_pooled, portable.k_pooled) < 1e-3
-    again = hopper_key_value.hopper_key_sums(k, v, mean, heads=heads, block_k=block_k)
+    again = hopper.hopper_key_sums(k, v, mean, heads=heads, block_k=block_k)
     assert all(torch.equal(one, other) for one, other in zip(own, again, strict=True))
 
 

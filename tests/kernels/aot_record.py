@@ -19,13 +19,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.kernels.gluon import ran_on_hopper
 from turbo_rcm_patch.kernels.launch import Target, Tile
+from turbo_rcm_patch.kernels.operands import AttentionInputs
 
-MODULES = (
-    "prologue", "hopper_prologue", "quantize", "attention", "hopper", "project", "one_launch",
-    "skip", "rows", "norm_rows", "int8_linear", "hopper_linear", "hopper_linear_blocks", "denoise",
-    "block_map", "fingerprint", "linear_branch", "hopper_key_value", "norm", "sparse_attention",
-    "sparse_tokens",
+PORTABLE = (
+    "attention", "denoise", "fingerprint", "int8_linear", "norm", "one_launch", "project",
+    "prologue", "rows", "skip", "sparse_attention",
 )  # fmt: skip
+HOPPER = ("attention", "int8_linear", "linear_branch", "prologue")
+#: The portable modules by their names, Hopper's as "hopper.attention" and so on.
+MODULES = {name: f"portable.{name}" for name in PORTABLE} | {
+    f"hopper.{name}": f"hopper.{name}" for name in HOPPER
+}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
     torch.float64: "fp64",
@@ -73,7 +77,8 @@ def record(case: dict[str, object]) -> list[dict[str, object]]:
     target = Target(case["backend"], case["arch"])
     launches: list[dict[str, object]] = []
     modules: dict[str, types.ModuleType] = {
-        name: importlib.import_module(f"turbo_rcm_patch.kernels.{name}") for name in MODULES
+        name: importlib.import_module(f"turbo_rcm_patch.kernels.{path}")
+        for name, path in MODULES.items()
     }
 
     def recording(kernel, grid, device, **arguments):
@@ -90,7 +95,7 @@ def record(case: dict[str, object]) -> list[dict[str, object]]:
         assert not arguments, f"{kernel.__name__} got unknown arguments {sorted(arguments)}"
         launches.append(
             {
-                "module": kernel.__module__.rsplit(".", 1)[1],
+                "module": kernel.__module__.removeprefix("turbo_rcm_patch.kernels."),
                 "kernel": kernel.__name__,
                 "gluon": kernel.is_gluon(),
                 "arguments": described,
@@ -127,6 +132,8 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     table = table if case.get("rope", True) else None
     common = {
         "heads": heads,
+        "attention": "int8",
+        "impl": "triton",
         "norm_q": {"across": empty(channels), "head": empty(dim), "layer": empty(dim)}.get(norm),
         "norm_k": {"across": empty(channels), "head": empty(dim), "layer": empty(dim)}.get(norm),
         "norm_q_bias": empty(dim) if norm == "layer" else None,
@@ -135,29 +142,31 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
         "sin": table,
         "kv_lengths": lengths,
         "pv": case["pv"],
-        "qmax": 127,
         "smooth_k": True,
         "causal": case.get("causal", False),
         "sm_scale": dim**-0.5,
         "eps": 1e-6,
         "out_dtype": dtype,
         "residual": residual,
-        "c_skip": 1.0,
+        "c_skip": None,
+        "c_skip_value": 1.0,
         "c_out": gate,
+        "c_out_value": 1.0,
+        "want_lse": bool(case.get("lse")),
     }
+    inputs = AttentionInputs(q=q, k=k, v=v, **common)
     weight, bias = empty(channels, channels), empty(channels)
     operation = case["operation"]
     if operation == "attention":
-        modules["attention"].attention(q, k, v, want_lse=bool(case.get("lse")), **common)
+        modules["attention"].attention(inputs)
     elif operation == "plain-attention":
-        common |= {"residual": None, "c_out": 1.0}
-        modules["attention"].attention(q, k, v, want_lse=bool(case.get("lse")), **common)
+        modules["attention"].attention(inputs._replace(residual=None, c_out=None))
     elif operation == "denoise":
         x, c = residual.double(), empty(3, dtype=torch.float64)
         for noise in (None, residual.float()):
             modules["denoise"].denoise_step(x, residual, noise, c)
     elif operation == "one-launch":
-        modules["one_launch"].attention_project_skip(q, k, v, weight, bias, cast="fp32", **common)
+        modules["one_launch"].attention_project_skip(inputs, weight, bias, cast="fp32")
     elif operation == "project":
         residual = residual[:, :8192]  # more is cuBLAS's
         for cast in ("fp32", "model"):
@@ -168,10 +177,8 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     elif operation == "sparse":
         block_q, block_k = case["blocks"]
         modules["sparse_attention"].sparse_linear_attention(
-            q, k, v, empty(dim, dim, dtype=torch.float32), empty(dim), heads=heads,
-            norm_q=common["norm_q"], norm_k=common["norm_k"], cos=table, sin=table, eps=1e-6,
-            count=max(1, tokens // block_k // 10), block_q=block_q, block_k=block_k, qmax=127,
-            pv=case["pv"], smooth_k=True, sm_scale=dim**-0.5, out_dtype=dtype,
+            inputs.alone(), empty(dim, dim, dtype=torch.float32), empty(dim),
+            count=max(1, tokens // block_k // 10), block_q=block_q, block_k=block_k,
         )  # fmt: skip
     elif operation == "int8-linear":
         int8_linears(case, modules, residual, gate)
@@ -192,7 +199,7 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
 def norm_rows(modules, residual, gate) -> None:
     """The norms before a block's products, with a modulation of the batch and of every token."""
     for factor in (gate, gate.expand(residual.shape).contiguous(), None):
-        modules["norm_rows"].norm_modulate_rows(residual, factor, factor, one=1.0, eps=1e-6)
+        modules["norm"].norm_modulate_rows(residual, factor, factor, one=1.0, eps=1e-6)
 
 
 def int8_linears(case, modules, residual, gate) -> None:
@@ -222,19 +229,18 @@ def int8_linears(case, modules, residual, gate) -> None:
 
 
 def hopper_linears(case, modules, residual, gate) -> None:
-    """With GELU, plain, and with the skip; a scale per row in the form of the case."""
+    """With GELU, plain, and with the skip; a scale per row in the schedule of the case."""
     channels, blocks = residual.shape[2], case["operation"] == "hopper-linear-blocks"
-    own = modules["hopper_linear_blocks" if blocks else "hopper_linear"]
-    run = own.hopper_linear_blocks if blocks else own.hopper_linear
-    form = {} if blocks else {"form": own.FORMS[case["form"]]}
+    own = modules["hopper.int8_linear"]
+    schedule = None if blocks else own.SCHEDULES[case["schedule"]]
     rows = modules["rows"].quantize_rows(residual)
     groups = -(-channels // 128)
     scale = residual.new_empty((groups, groups) if blocks else channels, dtype=torch.float32)
     weight, y = residual.new_empty(channels, channels, dtype=torch.int8), residual.clone()
     for gelu, skip, c_out in ((True, None, 1.0), (False, None, 1.0), (False, residual, gate)):
-        run(
+        own.hopper_linear(
             y, rows, weight, scale, residual[0, 0], skip, 1.0, c_out,
-            gelu=gelu, cast="fp32", eights=case.get("eights"), **form,
+            gelu=gelu, cast="fp32", permuted=case.get("permuted"), schedule=schedule,
         )  # fmt: skip
 
 

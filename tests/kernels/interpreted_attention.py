@@ -16,7 +16,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from turbo_rcm_patch.kernels.quantize import quantize
+from tests.inputs import attention_inputs
+from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.ops import AttentionSpec, attention_lse, attention_skip
 from turbo_rcm_patch.ops.reference import norm_rope
 
@@ -154,11 +155,12 @@ def test_the_bias_of_a_layer_norm_is_for_tokens_that_are_there(smooth: bool, rop
     cos, sin = angles(300, 64) if rope else (None, None)
     normed = norm_rope(k, 1, weight=weight, bias=bias, cos=cos, sin=sin, eps=1e-6)
     for seen in (0, 200):
-        operands = quantize(
+        inputs = attention_inputs(
             k, k, k, heads=1, norm_q=weight, norm_k=weight, norm_q_bias=bias, norm_k_bias=bias,
             cos=cos, sin=sin, kv_lengths=torch.tensor([seen], dtype=torch.int32), pv="fp16",
-            qmax=127, smooth_k=smooth, sm_scale=0.125, eps=1e-6, want_lse=True,
+            smooth_k=smooth, sm_scale=0.125, want_lse=True,
         )  # fmt: skip
+        operands = quantize(inputs)
         assert not operands.keys.int8[:, :, seen:].any()
         assert torch.isfinite(operands.keys.scale).all()
         assert (operands.keys.scale[:, :, -(-seen // 128) :] == 1 / 127).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turbo_rcm_patch.kernels import fingerprint as kernel
+from turbo_rcm_patch.kernels.portable import fingerprint as kernel
 from turbo_rcm_patch.ops import Fingerprints
 from turbo_rcm_patch.ops.fingerprint import CHUNK, _multipliers
 

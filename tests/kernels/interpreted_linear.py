@@ -11,10 +11,10 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from turbo_rcm_patch.kernels import int8_linear as kernel
 from turbo_rcm_patch.kernels.launch import Target, Tile
-from turbo_rcm_patch.kernels.norm_rows import norm_modulate_rows
-from turbo_rcm_patch.kernels.rows import quantize_rows
+from turbo_rcm_patch.kernels.portable import int8_linear as kernel
+from turbo_rcm_patch.kernels.portable.norm import norm_modulate_rows
+from turbo_rcm_patch.kernels.portable.rows import quantize_rows
 from turbo_rcm_patch.ops import int8_linear, quantize_weight
 from turbo_rcm_patch.ops.quantize import quantized_rows
 
@@ -110,10 +110,10 @@ def test_linear(
 
 
 @pytest.mark.parametrize(
-    ("persistent", "halves"), [(False, False), (True, True), (True, False)], ids=str
+    ("persistent", "epilogue_subtile"), [(False, False), (True, True), (True, False)], ids=str
 )
 def test_descriptors_and_persistent_programs(
-    monkeypatch: pytest.MonkeyPatch, persistent: bool, halves: bool
+    monkeypatch: pytest.MonkeyPatch, persistent: bool, epilogue_subtile: bool
 ) -> None:
     """What runs on Hopper, with tiles that leave a rest everywhere: 15 tiles for 4 programs."""
     monkeypatch.setattr(kernel, "target_of", lambda device: Target("cuda", 90))
@@ -130,7 +130,8 @@ def test_descriptors_and_persistent_programs(
     out = kernel.int8_linear(
         quantize_rows(x), weight, scale, bias, residual, 1.0, gate,
         gelu=False, cast="fp32", out_dtype=torch.float32,
-        tile=Tile(16, 32, 4, 2), block_k=64, persistent=persistent, halves=halves,
+        tile=Tile(16, 32, 4, 2), block_k=64, persistent=persistent,
+        epilogue_subtile=epilogue_subtile,
     )  # fmt: skip
     assert made == [[16, 64], [32, 64]]
     expected = int8_linear(x, weight, scale, bias, residual=residual, c_out=gate, impl="reference")

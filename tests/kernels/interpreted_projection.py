@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from turbo_rcm_patch.kernels import project as project_file
+from turbo_rcm_patch.kernels.portable import project as project_file
 from turbo_rcm_patch.ops import (
     AttentionSpec,
     attention_project_skip,

@@ -12,8 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from turbo_rcm_patch.kernels.block_map import largest_scores
-from turbo_rcm_patch.kernels.quantize import quantize
+from tests.inputs import attention_inputs
+from turbo_rcm_patch.kernels.portable.prologue import quantize
+from turbo_rcm_patch.kernels.portable.sparse_attention import largest_scores
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
 
 TIGHT = 1e-3
@@ -120,9 +121,6 @@ def test_features_that_no_key_has_stay_finite_in_fp16() -> None:
 
 def test_the_layout_of_the_prologue_is_the_one_the_kernel_reads() -> None:
     q = torch.randn(1, 130, 64)
-    operands = quantize(
-        q, q, q, heads=1, norm_q=None, norm_k=None, cos=None, sin=None, kv_lengths=None,
-        pv="fp16", qmax=127, smooth_k=True, sm_scale=1.0, eps=0.0,
-    )  # fmt: skip
+    operands = quantize(attention_inputs(q, q, q, heads=1, pv="fp16", sm_scale=1.0))
     assert operands.keys.int8.shape == operands.queries.int8.shape == (1, 1, 256, 64)
     assert operands.keys.scale.shape == (1, 1, 2)

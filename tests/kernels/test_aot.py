@@ -287,24 +287,30 @@ def test_the_hopper_linear_is_the_default_there(
         assert {r["kernel"] for r in results} == {"quantize_rows_kernel", own}
 
 
-#: Groups and matrix instructions of a step over K in one group, by form.
-_FORMS = {"turns-128x128": (2, 8), "shared-128x256": (2, 8), "shared-192x256": (3, 8)}
+#: Groups and matrix instructions of a step over K in one group, by schedule.
+_SCHEDULES = {
+    "ping-pong-128x128": (2, 8),
+    "cooperative-128x256": (2, 8),
+    "cooperative-192x256": (3, 8),
+}
 
 
 @pytest.mark.slow
 def test_hopper_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """No spills in their loops over K; what the skip keeps in local memory is outside them."""
     target = ("cuda", 90)
-    cases = [case("hopper-linear", target, 128, "fp8", form=form) for form in _FORMS]
-    cases += [case("hopper-linear", target, 128, "fp8", form="turns-128x128", eights=False)]
+    cases = [case("hopper-linear", target, 128, "fp8", schedule=name) for name in _SCHEDULES]
+    cases += [
+        case("hopper-linear", target, 128, "fp8", schedule="ping-pong-128x128", permuted=False)
+    ]
     for i, one in enumerate(cases):
-        one["name"] = f"{one['form']} {i}"
+        one["name"] = f"{one['schedule']} {i}"
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         own = [result for result in results if result["kernel"] == "hopper_linear_kernel"]
         assert len(own) == 3 * len(cases) and not any("error" in result for result in own), own
         for result in own:
-            groups, products = _FORMS[result["case"].split()[0]]
+            groups, products = _SCHEDULES[result["case"].split()[0]]
             assert result["shared"] <= SHARED[target], line(result)
             assert result["igmma"] == groups * products, line(result)
             # The loops over K come first; the one over tiles may count where the assembler lets
@@ -320,7 +326,7 @@ def test_the_hopper_linear_with_blocks_compiles(
     """Two sums a value in each of three groups, and nothing spilled."""
     target = ("cuda", 90)
     operation = "hopper-linear-blocks"
-    cases = [case(operation, target, 128, "fp8", eights=eights) for eights in (True, False)]
+    cases = [case(operation, target, 128, "fp8", permuted=permuted) for permuted in (True, False)]
     for python in pythons(pytestconfig):
         results = resources(python, cases, tmp_path)
         own = [result for result in results if result["kernel"] == "hopper_linear_blocks_kernel"]

@@ -21,7 +21,7 @@ def fresh():
     gluon._failed.clear()
 
 
-@pytest.mark.parametrize("name", ["hopper", "hopper_linear", "hopper_linear_blocks"])
+@pytest.mark.parametrize("name", ["attention", "int8_linear", "linear_branch", "prologue"])
 def test_this_release_can(name: str) -> None:
     assert hopper_module(name, "attention") is not None
 
@@ -29,7 +29,7 @@ def test_this_release_can(name: str) -> None:
 def test_an_older_release_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.5.1")
     with pytest.warns(UserWarning, match=r"3\.5\.1 lacks what a faster attention .* 3\.6"):
-        assert hopper_module("hopper", "attention") is None
+        assert hopper_module("attention", "attention") is None
 
 
 def test_names_that_are_gone_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,12 +54,12 @@ def test_what_does_not_compile_warns_once_and_runs_on_portable_kernels(error: Ex
         raise error
 
     with pytest.warns(UserWarning, match=r"cannot compile a faster attention .* portable"):
-        assert not ran_on_hopper("hopper", "attention", fails)
+        assert not ran_on_hopper("attention", "attention", fails)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not ran_on_hopper("hopper", "attention", fails)
+        assert not ran_on_hopper("attention", "attention", fails)
     assert len(tried) == 1
-    assert ran_on_hopper("hopper_linear", "int8 linear", lambda own: None), "others still run"
+    assert ran_on_hopper("int8_linear", "int8 linear", lambda own: None), "others still run"
 
 
 def test_a_launch_that_fails_is_no_compiler_error() -> None:
@@ -67,9 +67,9 @@ def test_a_launch_that_fails_is_no_compiler_error() -> None:
         raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory"):
-        ran_on_hopper("hopper", "attention", fails)
-    assert ran_on_hopper("hopper", "attention", lambda own: None)
+        ran_on_hopper("attention", "attention", fails)
+    assert ran_on_hopper("attention", "attention", lambda own: None)
 
 
 def test_kernels_that_do_not_serve_a_call() -> None:
-    assert not ran_on_hopper("hopper", "attention", lambda own: False)
+    assert not ran_on_hopper("attention", "attention", lambda own: False)

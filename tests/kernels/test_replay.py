@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.inputs import attention_inputs
 from tests.launches import Log, write_down_launches
 from turbo_rcm_patch.kernels import replay
 from turbo_rcm_patch.kernels.replay import keep_for_replay, replayed, without_replay
@@ -107,23 +108,12 @@ def tokens(n: int, channels: int = CHANNELS) -> torch.Tensor:
 
 
 def attention(**options: Any) -> Call:
-    from turbo_rcm_patch.kernels.attention import attention as launcher
+    from turbo_rcm_patch.kernels.portable.attention import attention as launcher
 
     def call(x: list[torch.Tensor]) -> Any:
-        numbers = {
-            "heads": HEADS, "c_skip": 1.0, "kv_lengths": None, "pv": "fp8", "qmax": 127,
-            "smooth_k": True, "causal": False, "sm_scale": 0.125, "eps": 1e-6,
-            "out_dtype": torch.bfloat16, "want_lse": False,
-        }  # fmt: skip
-        tensors = {
-            "residual": x[3] if len(x) > 3 else None,
-            "c_out": x[4] if len(x) > 4 else 1.0,
-            "norm_q": x[5] if len(x) > 5 else None,
-            "norm_k": x[6] if len(x) > 6 else None,
-            "cos": x[7] if len(x) > 7 else None,
-            "sin": x[8] if len(x) > 8 else None,
-        }
-        return launcher(*x[:3], **(numbers | tensors | options))
+        names = ("residual", "c_out", "norm_q", "norm_k", "cos", "sin")
+        tensors = dict(zip(names, x[3:], strict=False))
+        return launcher(attention_inputs(*x[:3], heads=HEADS, **tensors, **options))
 
     return call
 
@@ -173,7 +163,7 @@ def test_one_tensor_in_two_places_is_told_from_two_tensors(log: Log) -> None:
 
 
 def test_another_alignment_is_another_signature(log: Log) -> None:
-    from turbo_rcm_patch.kernels.norm import norm_modulate
+    from turbo_rcm_patch.kernels.portable.norm import norm_modulate
 
     def at(offset: int) -> Callable[[], list[torch.Tensor]]:
         def make() -> list[torch.Tensor]:
@@ -196,7 +186,7 @@ def test_another_alignment_is_another_signature(log: Log) -> None:
 
 
 def test_other_strides_are_another_signature(log: Log) -> None:
-    from turbo_rcm_patch.kernels.norm import norm_modulate
+    from turbo_rcm_patch.kernels.portable.norm import norm_modulate
 
     def call(x: list[torch.Tensor]) -> Any:
         return norm_modulate(x[0], None, None, one=1.0, eps=1e-6, out_dtype=torch.bfloat16)
@@ -207,11 +197,14 @@ def test_other_strides_are_another_signature(log: Log) -> None:
 
 
 def test_operations_around_attention_are_replayed(log: Log) -> None:
-    from turbo_rcm_patch.kernels.norm import norm_modulate, norm_rotate
-    from turbo_rcm_patch.kernels.norm_rows import norm_modulate_rows
-    from turbo_rcm_patch.kernels.project import project_skip
-    from turbo_rcm_patch.kernels.rows import quantize_rows
-    from turbo_rcm_patch.kernels.skip import skip
+    from turbo_rcm_patch.kernels.portable.norm import (
+        norm_modulate,
+        norm_modulate_rows,
+        norm_rotate,
+    )
+    from turbo_rcm_patch.kernels.portable.project import project_skip
+    from turbo_rcm_patch.kernels.portable.rows import quantize_rows
+    from turbo_rcm_patch.kernels.portable.skip import skip
 
     half = torch.bfloat16
     rows = [tokens(33), torch.randn(2, 1, CHANNELS), torch.randn(2, 1, CHANNELS)]
@@ -245,7 +238,7 @@ def test_operations_around_attention_are_replayed(log: Log) -> None:
 
 def test_what_else_a_launcher_does_is_never_left_out(log: Log) -> None:
     """A torch operation inside makes a launcher run as it is, every time."""
-    from turbo_rcm_patch.kernels.skip import skip
+    from turbo_rcm_patch.kernels.portable.skip import skip
 
     runs = []
 
@@ -267,7 +260,7 @@ def test_what_else_a_launcher_does_is_never_left_out(log: Log) -> None:
 
 
 def test_memory_that_nobody_declared_is_not_held(log: Log) -> None:
-    from turbo_rcm_patch.kernels.skip import skip
+    from turbo_rcm_patch.kernels.portable.skip import skip
 
     hidden = tokens(8)
     runs = []

@@ -23,13 +23,13 @@ def hopper_module(name: str, what: str) -> ModuleType | None:
     of Triton cannot build them: the portable kernel runs then.
 
     Args:
-        name: Of the module, in this package.
+        name: Of the module, in `hopper`.
         what: What is faster with it, for the warning.
     """
     try:
         if tuple(map(int, triton.__version__.split(".")[:2])) < _SINCE:
             raise ImportError(f"it came with {'.'.join(map(str, _SINCE))}")
-        return import_module(f"turbo_rcm_patch.kernels.{name}")
+        return import_module(f"turbo_rcm_patch.kernels.hopper.{name}")
     except (ImportError, AttributeError) as error:  # Gluon is experimental: names come and go
         warnings.warn(
             f"Triton {triton.__version__} lacks what a faster {what} for Hopper needs ({error}): "
@@ -39,8 +39,8 @@ def hopper_module(name: str, what: str) -> ModuleType | None:
         return None
 
 
-#: Names of modules whose kernels did not compile.
-_failed: set[str] = set()
+#: Modules, and what is in them, whose kernels did not compile.
+_failed: set[tuple[str, str]] = set()
 
 
 def ran_on_hopper(name: str, what: str, run: Callable[[ModuleType], bool | None]) -> bool:
@@ -49,14 +49,14 @@ def ran_on_hopper(name: str, what: str, run: Callable[[ModuleType], bool | None]
     warns once, and is not tried again.
 
     Args:
-        name: Of the module, in this package.
+        name: Of the module, in `hopper`.
         what: What is faster with it, for the warning.
         run: Launches its kernels; False says that they do not serve this call.
 
     Returns:
         Whether it ran; else the portable kernel has to.
     """
-    module = None if name in _failed else hopper_module(name, what)
+    module = None if (name, what) in _failed else hopper_module(name, what)
     if module is None:
         return False
     try:
@@ -64,7 +64,7 @@ def ran_on_hopper(name: str, what: str, run: Callable[[ModuleType], bool | None]
     except (TritonError, RuntimeError) as error:
         if not isinstance(error, TritonError) and "PassManager" not in str(error):
             raise  # the launch failed, not the compiler
-        _failed.add(name)
+        _failed.add((name, what))
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         warnings.warn(
             f"Triton {triton.__version__} cannot compile a faster {what} for Hopper ({first}): "

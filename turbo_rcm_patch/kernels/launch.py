@@ -106,12 +106,12 @@ class Tile(NamedTuple):
 
 class Coefficient(NamedTuple):
     """A coefficient as kernels take it: tensor or None, value, strides over [B, N, C], and
-    form."""
+    kind."""
 
     tensor: torch.Tensor | None
     value: float
     strides: tuple[int, int, int]
-    form: int
+    kind: int
 
 
 @cache
@@ -251,18 +251,23 @@ def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> Coefficien
         0 if own == 1 else stride for own, stride in zip(value.shape, wide.stride(), strict=True)
     )
     if stride_n == 0 and stride_c == 0:
-        form = PER_BATCH
+        kind = PER_BATCH
     elif stride_n == 0:
-        form = PER_CHANNEL
+        kind = PER_CHANNEL
     else:
-        form = PER_ELEMENT
-    return Coefficient(wide, 1.0, (stride_b, stride_n, stride_c), form)
+        kind = PER_ELEMENT
+    return Coefficient(wide, 1.0, (stride_b, stride_n, stride_c), kind)
 
 
 def skip_arguments(
-    residual: torch.Tensor | None, c_skip: Coefficient, c_out: Coefficient
+    residual: torch.Tensor | None,
+    skip_factor: float | torch.Tensor,
+    out_factor: float | torch.Tensor,
+    shape: Sequence[int],
 ) -> dict[str, object]:
-    """What `epilogue.close_skip` takes, by the names every kernel with a skip uses."""
+    """What `portable.skip.close_skip` takes, by the names every kernel with a skip uses; the
+    factors broadcast to `shape` [B, N, C]."""
+    c_skip, c_out = coefficient(skip_factor, shape), coefficient(out_factor, shape)
     residual = None if residual is None else dense_rows(residual)
     return {
         "residual_ptr": residual,
@@ -279,8 +284,8 @@ def skip_arguments(
         "out_stride_n": c_out.strides[1],
         "out_stride_c": c_out.strides[2],
         "HAS_RESIDUAL": residual is not None,
-        "SKIP_FORM": c_skip.form,
-        "OUT_FORM": c_out.form,
+        "SKIP_KIND": c_skip.kind,
+        "OUT_KIND": c_out.kind,
     }
 
 

@@ -1,4 +1,7 @@
-"""The operands of the attention kernels: q, k and v quantised."""
+"""What goes into an attention: its inputs, and its operands, which are q, k and v quantised.
+
+This module loads no triton.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,110 @@ __all__ = [
     "NORM_ACROSS",
     "NORM_PER_HEAD",
     "NO_NORM",
+    "QMAX",
+    "AttentionInputs",
     "Keys",
     "Operands",
     "Prologue",
     "Queries",
     "Values",
-    "norm_form",
+    "norm_kind",
 ]
 
 MEAN_SAMPLES = 256  # tokens whose mean is taken out of k
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
+#: Largest magnitude of a quantised q or k, by the name of the attention.
+QMAX = {"int8": 127, "int4": 7}
+
+
+class AttentionInputs(NamedTuple):
+    """One attention with its prologue and its skip: all that a call of it says.
+
+    y = c_skip * residual + c_out * softmax(sm_scale * norm(q) norm(k)^T) v
+
+    The fields are the arguments of the registered operation, in its order: `operation(*inputs)`
+    flattens, `AttentionInputs(*arguments)` makes it again.
+
+    Attributes:
+        q: [B, Nq, H*D].
+        k: [B, Nk, H*D].
+        v: [B, Nk, H*D].
+        residual: [B, Nq, H*D] or None.
+        c_skip: Broadcasts to [B, Nq, H*D]; None for the number `c_skip_value`.
+        c_out: Likewise, with `c_out_value`.
+        norm_q: RMSNorm weight of q: [H*D] across all heads, or [D] per head; None for no norm.
+        norm_k: Likewise for k.
+        norm_q_bias: [D], which makes the norm of q a layer norm of each head.
+        norm_k_bias: Likewise for k.
+        cos: [N, D] of the rotary embedding, or None.
+        sin: Likewise.
+        kv_lengths: int [B]: how many keys are seen, or None for all.
+        c_skip_value: Stands for `c_skip` where that is None.
+        c_out_value: Likewise for `c_out`.
+        heads: H.
+        attention: "int8", "int4", "exact", "sage" or "auto".
+        pv: "fp8", "bf16", "fp16" or "auto": the type of probabilities and values.
+        smooth_k: Whether k loses its mean before it is quantised.
+        causal: Whether query i sees keys 0..i alone.
+        sm_scale: Factor on the logits, over 0.
+        eps: Of the norms.
+        impl: "triton", "reference" or "auto".
+        out_dtype: dtype of y.
+        want_lse: Whether the logsumexp of the logits is wanted too.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    residual: torch.Tensor | None
+    c_skip: torch.Tensor | None
+    c_out: torch.Tensor | None
+    norm_q: torch.Tensor | None
+    norm_k: torch.Tensor | None
+    norm_q_bias: torch.Tensor | None
+    norm_k_bias: torch.Tensor | None
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    kv_lengths: torch.Tensor | None
+    c_skip_value: float
+    c_out_value: float
+    heads: int
+    attention: str
+    pv: str
+    smooth_k: bool
+    causal: bool
+    sm_scale: float
+    eps: float
+    impl: str
+    out_dtype: torch.dtype
+    want_lse: bool
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.q.shape[2] // self.heads
+
+    @property
+    def skip_factor(self) -> float | torch.Tensor:
+        """c_skip, tensor or number."""
+        return self.c_skip_value if self.c_skip is None else self.c_skip
+
+    @property
+    def out_factor(self) -> float | torch.Tensor:
+        """c_out, tensor or number."""
+        return self.c_out_value if self.c_out is None else self.c_out
+
+    @property
+    def closes_skip(self) -> bool:
+        """Whether y is more than the attention."""
+        return self.residual is not None or self.c_out is not None or self.c_out_value != 1.0
+
+    def alone(self, **changes: object) -> AttentionInputs:
+        """The attention without its skip, in q's dtype."""
+        return self._replace(
+            residual=None, c_skip=None, c_out=None, c_skip_value=1.0, c_out_value=1.0,
+            out_dtype=self.q.dtype, **changes,
+        )  # fmt: skip
 
 
 class Queries(NamedTuple):
@@ -49,7 +146,7 @@ class Values(NamedTuple):
 class Operands(NamedTuple):
     """What the prologue made of q, k and v: `values` for fp8, else 16-bit `v` [B, Nk, H*D].
 
-    Queries have sm_scale * log2(e) in their scales, and what spreading q and k has multiplied
+    Queries have sm_scale * log2(e) in their scales, and what the Hadamard matrices have multiplied
     logits by divided out; their shift is sm_scale * q · mean(k). Keys that are not seen are 0.
     """
 
@@ -65,27 +162,11 @@ class Operands(NamedTuple):
 class Prologue(NamedTuple):
     """What a prologue reads and where it writes.
 
-    q [B, Nq, H*D], k and v [B, Nk, H*D] with contiguous channels; weights [H*D] (NORM_ACROSS) or
-    [D] (NORM_PER_HEAD, LAYER_NORM_PER_HEAD) or None; biases [D] (LAYER_NORM_PER_HEAD) or None;
-    cos, sin [N, D] or None; lengths [B] int32 or None. values is None where v stays 16-bit.
+    inputs: q, k, v with contiguous channels, all else dense. values is None where v stays 16-bit.
     counters [B, n] int32, zeroed for the kernel that counts: one for counter_rows rows of q.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    heads: int
-    q_weight: torch.Tensor | None
-    k_weight: torch.Tensor | None
-    q_bias: torch.Tensor | None
-    k_bias: torch.Tensor | None
-    cos: torch.Tensor | None
-    sin: torch.Tensor | None
-    lengths: torch.Tensor | None
-    eps: float
-    sm_scale: float
-    qmax: int
-    smooth_k: bool
+    inputs: AttentionInputs
     queries: Queries
     keys: Keys
     values: Values | None
@@ -93,27 +174,22 @@ class Prologue(NamedTuple):
     counter_rows: int
 
     @property
-    def head_dim(self) -> int:
-        """Channels of a head."""
-        return self.q.shape[2] // self.heads
-
-    @property
     def step(self) -> int:
         """Every how many tokens of k one is averaged."""
-        return -(-self.k.shape[1] // MEAN_SAMPLES)
+        return -(-self.inputs.k.shape[1] // MEAN_SAMPLES)
 
     @property
     def q_norm(self) -> int:
-        """The form of the norm of q."""
-        return norm_form(self.q_weight, self.q_bias, self.q.shape[2])
+        """The kind of the norm of q."""
+        return norm_kind(self.inputs.norm_q, self.inputs.norm_q_bias, self.inputs.q.shape[2])
 
     @property
     def k_norm(self) -> int:
-        """The form of the norm of k."""
-        return norm_form(self.k_weight, self.k_bias, self.k.shape[2])
+        """The kind of the norm of k."""
+        return norm_kind(self.inputs.norm_k, self.inputs.norm_k_bias, self.inputs.k.shape[2])
 
 
-def norm_form(weight: torch.Tensor | None, bias: torch.Tensor | None, channels: int) -> int:
+def norm_kind(weight: torch.Tensor | None, bias: torch.Tensor | None, channels: int) -> int:
     """None, RMSNorm over all of a token's channels or per head, or, with a bias, layer norm per
     head."""
     if weight is None:

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "Program",
+    "Recordings",
     "forget_programs",
     "keep_for_replay",
-    "record",
     "recorder",
     "replay_generation",
     "replayed",
@@ -63,7 +63,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 _local = threading.local()
 #: Tensors that live as long as the process and may be read by any recording, by storage address.
 _kept: dict[int, torch.Tensor] = {}
-_caches: list[dict[Any, Any]] = []
+_caches: list[Recordings] = []
 _off = 0
 _generation = 0
 
@@ -95,21 +95,14 @@ def replay_generation() -> int | None:
     return _generation
 
 
-def record(launcher: Callable[..., _R], args: tuple[Any, ...]) -> tuple[_R, Program | None]:
-    """Run a launcher, and give what it launched beside its result: None where it cannot be
-    recorded."""
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    if not tensors or not _on_gpu(tensors[0]):
-        return launcher(*args), None
-    return _recorded(launcher, args, {}, tensors)
-
-
 def _recorded(
     launcher: Callable[..., _R],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tensors: list[torch.Tensor],
 ) -> tuple[_R, Program | None]:
+    """Run a launcher, and give what it launched beside its result: None where it cannot be
+    recorded."""
     recording = Recorder(tensors)
     _local.recorder = recording
     try:
@@ -118,6 +111,63 @@ def _recorded(
     finally:
         _local.recorder = None
     return result, recording.program(result)
+
+
+class Recordings:
+    """What was recorded of one launcher, by signature.
+
+    Args:
+        most: Signatures that are kept; past that the oldest goes.
+    """
+
+    __slots__ = ("_found", "_most")
+
+    def __init__(self, most: int) -> None:
+        #: Signature -> its programs, one for each way its arguments are aligned and share memory;
+        #: a number while it has been tried in vain, None where it cannot be recorded.
+        self._found: dict[Any, list[Program] | int | None] = {}
+        self._most = most
+
+    def clear(self) -> None:
+        """Record every signature again."""
+        self._found.clear()
+
+    def run(
+        self,
+        signature: Any,
+        tensors: list[torch.Tensor],
+        launcher: Callable[..., _R],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> _R:
+        """The launcher's result for these arguments: by a recording that fits, else by the
+        launcher, which is recorded.
+
+        Args:
+            signature: The same for the same shapes, strides, dtypes, devices and numbers.
+            tensors: The tensors among the arguments, in order.
+            launcher: What runs and is recorded.
+            args: What it takes.
+            kwargs: Likewise.
+        """
+        found = self._found.get(signature, 0)
+        if found is None or not tensors or not _on_gpu(tensors[0]):
+            return launcher(*args, **kwargs)
+        if found.__class__ is list:
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            for program in cast("list[Program]", found):
+                if program.fits(addresses):
+                    return cast("_R", program(tensors, addresses))
+        result, program = _recorded(launcher, args, kwargs, tensors)
+        found = self._found.get(signature, 0)
+        if program is not None:
+            self._found[signature] = [*(found if isinstance(found, list) else []), program]
+        elif not isinstance(found, list):
+            tried = (found or 0) + 1
+            self._found[signature] = tried if tried < _ATTEMPTS else None
+        while len(self._found) > self._most:
+            del self._found[next(iter(self._found))]
+        return result
 
 
 @contextmanager
@@ -361,14 +411,14 @@ class Recorder(TorchDispatchMode):
         shape = self._result(result, owners, returned)
         if shape is None:
             return None
-        buffers, places = _buffers(made, returned)
+        buffers, slots = _buffers(made, returned)
         first = len(self._inputs)
         constants: list[torch.Tensor] = []
 
-        def place(tensor: torch.Tensor) -> tuple[int, int] | None:
+        def locate(tensor: torch.Tensor) -> tuple[int, int] | None:
             storage, address = _storage(tensor), tensor.data_ptr()
             if storage in owners:
-                slot, offset = places[owners[storage]]
+                slot, offset = slots[owners[storage]]
                 return first + slot, offset + address - made[owners[storage]].data_ptr()
             if storage in inputs:
                 slot = inputs[storage][0]
@@ -392,7 +442,7 @@ class Recorder(TorchDispatchMode):
                 if not isinstance(tensor, torch.Tensor):
                     template.append(value)
                     continue
-                at = place(tensor)
+                at = locate(tensor)
                 if at is None:
                     return None
                 slot, offset = at
@@ -427,7 +477,7 @@ class Recorder(TorchDispatchMode):
         )
         return Program(
             self._inputs[0].device, [x.data_ptr() & 15 for x in self._inputs], aliases, buffers,
-            tuple(launches), _builder(shape, places), tuple(constants),
+            tuple(launches), _builder(shape, slots), tuple(constants),
         )  # fmt: skip
 
     def _result(
@@ -476,28 +526,28 @@ def _buffers(
     """The allocations of a program, and where each of those that were recorded is: (buffer,
     offset). Small scratch shares one."""
     buffers: list[_Buffer] = []
-    places: list[tuple[int, int]] = []
+    slots: list[tuple[int, int]] = []
     shared = 0
     sharing: list[int] = []
     for i, tensor in enumerate(made):
         size = tensor.untyped_storage().nbytes()
         if i not in returned and size < _SHARED_BELOW:
-            places.append((-1, shared))
+            slots.append((-1, shared))
             sharing.append(i)
             shared += -(-size // _ALIGNED_TO) * _ALIGNED_TO
             continue
-        places.append((len(buffers), 0))
+        slots.append((len(buffers), 0))
         stride = None if tensor.is_contiguous() else tensor.stride()
         buffers.append(_Buffer(tuple(tensor.shape), stride, tensor.dtype))
     if sharing:
         for i in sharing:
-            places[i] = (len(buffers), places[i][1])
+            slots[i] = (len(buffers), slots[i][1])
         buffers.append(_Buffer((shared,), None, torch.uint8))
-    return tuple(buffers), places
+    return tuple(buffers), slots
 
 
 def _builder(
-    shape: tuple[Any, ...], places: list[tuple[int, int]]
+    shape: tuple[Any, ...], slots: list[tuple[int, int]]
 ) -> Callable[[list[torch.Tensor], list[torch.Tensor]], Any]:
     """Builds what a launcher returns from its arguments and the buffers of a program."""
     kind, value = shape[:2]
@@ -506,9 +556,9 @@ def _builder(
     if kind == "input":
         return lambda inputs, made: inputs[value]
     if kind == "made":
-        index = places[value][0]
+        index = slots[value][0]
         return lambda inputs, made: made[index]
-    parts = [_builder(part, places) for part in shape[2]]
+    parts = [_builder(part, slots) for part in shape[2]]
     make = getattr(value, "_make", value)  # a NamedTuple's takes an iterable, as tuple does
     return lambda inputs, made: make([part(inputs, made) for part in parts])
 
@@ -531,70 +581,31 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     them; what it allocates comes from `torch.empty` and its like. On a CPU, while something
     watches launches, and inside another recording it runs as it is.
     """
-    #: Signature -> its programs, one for each way its arguments are aligned and share memory; a
-    #: number while it has been tried in vain, None where it cannot be recorded.
-    programs: dict[tuple[Any, ...], list[Program] | int | None] = {}
-    _caches.append(programs)
+    recordings = Recordings(_MOST_PROGRAMS)
+    _caches.append(recordings)
 
     @functools.wraps(launcher)
     def launch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if replay_generation() is None:
+            return launcher(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         key: list[Any] = []
         for value in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(value)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                tensor = cast("torch.Tensor", value)
-                tensors.append(tensor)
-                key += (tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device())
-            elif kind in _PLAIN:
-                key.append(value)
-            elif isinstance(value, tuple):
-                key.append(kind)
-                for part in value:
-                    if type(part) is torch.Tensor:
-                        tensors.append(part)
-                        key += (part.dtype, part.shape, part.stride(), part.get_device())
-                    elif type(part) in _PLAIN:
-                        key.append(part)
-                    else:
-                        return launcher(*args, **kwargs)
-            else:
-                return launcher(*args, **kwargs)
-        if not tensors or not _on_gpu(tensors[0]) or replay_generation() is None:
-            return launcher(*args, **kwargs)
-        addresses = [tensor.data_ptr() for tensor in tensors]
+            parts: tuple[Any, ...] = (value,)
+            if isinstance(value, tuple):
+                parts = value
+                key.append(type(value))
+            for part in parts:
+                kind = type(part)
+                if kind is torch.Tensor or kind is torch.nn.Parameter:
+                    tensors.append(part)
+                    key += (part.dtype, part.shape, part.stride(), part.get_device())
+                elif kind in _PLAIN:
+                    key.append(part)
+                else:
+                    return launcher(*args, **kwargs)
         if kwargs:
             key.append(tuple(kwargs))
-        signature = tuple(key)
-        found = programs.get(signature, 0)
-        if found is None:
-            return launcher(*args, **kwargs)
-        if isinstance(found, list):
-            for program in found:
-                if program.fits(addresses):
-                    result: _R = program(tensors, addresses)
-                    return result
-        return _record(launcher, args, kwargs, tensors, programs, signature)
+        return recordings.run(tuple(key), tensors, launcher, args, kwargs)
 
     return launch
-
-
-def _record(
-    launcher: Callable[..., _R],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[torch.Tensor],
-    programs: dict[tuple[Any, ...], list[Program] | int | None],
-    signature: tuple[Any, ...],
-) -> _R:
-    """Run a launcher and keep what it launched."""
-    result, program = _recorded(launcher, args, kwargs, tensors)
-    found = programs.get(signature, 0)
-    if program is not None:
-        programs[signature] = [*(found if isinstance(found, list) else []), program]
-    elif not isinstance(found, list):
-        tried = (found or 0) + 1
-        programs[signature] = tried if tried < _ATTEMPTS else None
-    while len(programs) > _MOST_PROGRAMS:
-        del programs[next(iter(programs))]
-    return result

@@ -7,9 +7,24 @@ first launched.
 
 from turbo_rcm_patch.ops.attention import attention_lse, attention_skip, masked_attention
 from turbo_rcm_patch.ops.denoise import denoise_step
+from turbo_rcm_patch.ops.dispatch import (
+    FP8_MIN_KEYS,
+    INT8_MIN_KEYS,
+    attention_name,
+    choose_form,
+    describe_pv,
+    dispatch_path,
+    dispatch_rows,
+    keep_dispatch,
+    measure_dispatch,
+    quantises,
+    resolve_impl,
+    resolve_pv,
+    resolved,
+)
 from turbo_rcm_patch.ops.elementwise import linear_gelu, norm_modulate, norm_modulate_rows
 from turbo_rcm_patch.ops.fingerprint import Fingerprints
-from turbo_rcm_patch.ops.fused import attention_project_skip, choose_form
+from turbo_rcm_patch.ops.fused import attention_project_skip
 from turbo_rcm_patch.ops.int8_linear import int8_linear
 from turbo_rcm_patch.ops.projection import project_skip, skip
 from turbo_rcm_patch.ops.quantize import MAX_CHANNELS, Rows, quantize_weight
@@ -19,14 +34,7 @@ from turbo_rcm_patch.ops.sparse_linear import (
     Sparsity,
     sparse_linear_attention,
 )
-from turbo_rcm_patch.ops.spec import (
-    FP8_MIN_KEYS,
-    INT8_MIN_KEYS,
-    AttentionSpec,
-    describe_pv,
-    resolve_impl,
-    resolve_pv,
-)
+from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.ops.streams import norm_modulate_streams, project_skip_streams
 
 __all__ = [
@@ -40,22 +48,29 @@ __all__ = [
     "Rows",
     "Sparsity",
     "attention_lse",
+    "attention_name",
     "attention_project_skip",
     "attention_skip",
     "choose_form",
     "denoise_step",
     "describe_pv",
+    "dispatch_path",
+    "dispatch_rows",
     "int8_linear",
+    "keep_dispatch",
     "linear_gelu",
     "masked_attention",
+    "measure_dispatch",
     "norm_modulate",
     "norm_modulate_rows",
     "norm_modulate_streams",
     "project_skip",
     "project_skip_streams",
+    "quantises",
     "quantize_weight",
     "resolve_impl",
     "resolve_pv",
+    "resolved",
     "skip",
     "sparse_linear_attention",
 ]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_rcm_patch.errors import GradientError, MaskError, OpError
+from turbo_rcm_patch.kernels.operands import AttentionInputs
 from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_attention,
@@ -23,13 +24,15 @@ from turbo_rcm_patch.ops.checks import (
     rotary_parts,
 )
 from turbo_rcm_patch.ops.modes import transformed, without_autocast
-from turbo_rcm_patch.ops.plain import plain_attention
 from turbo_rcm_patch.ops.reference import apart, norm_rope, split_heads
-from turbo_rcm_patch.ops.registry import attention_forward
+from turbo_rcm_patch.ops.registry import attention_forward, plain_attention
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
-__all__ = ["attention_lse", "attention_skip", "masked_attention"]
+__all__ = ["attention_lse", "attention_skip", "describe", "masked_attention"]
+
+#: norm_q, norm_k, norm_q_bias and norm_k_bias.
+Norms = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def attention_skip(
@@ -80,24 +83,9 @@ def attention_skip(
         OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `HeadDimError`,
             `MaskError`), or has a gradient that is not computed (`GradientError`).
     """
-    out, _ = _call(
-        q,
-        k,
-        v,
-        spec,
-        residual,
-        c_skip,
-        c_out,
-        norm_q,
-        norm_k,
-        norm_q_bias,
-        norm_k_bias,
-        rotary,
-        kv_lengths,
-        out_dtype,
-        False,
-    )
-    return out
+    skip, norms = (residual, c_skip, c_out), (norm_q, norm_k, norm_q_bias, norm_k_bias)
+    inputs = describe(q, k, v, spec, skip, norms, rotary, kv_lengths, out_dtype)
+    return _run(inputs)[0]
 
 
 def attention_lse(
@@ -129,23 +117,10 @@ def attention_lse(
         raise OpError(
             'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
         )
-    return _call(
-        q,
-        k,
-        v,
-        spec,
-        None,
-        1.0,
-        1.0,
-        norm_q,
-        norm_k,
-        norm_q_bias,
-        norm_k_bias,
-        rotary,
-        kv_lengths,
-        out_dtype,
-        True,
-    )
+    norms = (norm_q, norm_k, norm_q_bias, norm_k_bias)
+    none = (None, 1.0, 1.0)
+    inputs = describe(q, k, v, spec, none, norms, rotary, kv_lengths, out_dtype, want_lse=True)
+    return _run(inputs)
 
 
 def masked_attention(
@@ -219,38 +194,40 @@ def with_positive_scale(
     return q, norm_q * sign, None if norm_q_bias is None else norm_q_bias * sign, sm_scale
 
 
-def _call(
+def describe(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     spec: AttentionSpec,
-    residual: torch.Tensor | None,
-    c_skip: Coefficient,
-    c_out: Coefficient,
-    norm_q: torch.Tensor | None,
-    norm_k: torch.Tensor | None,
-    norm_q_bias: torch.Tensor | None,
-    norm_k_bias: torch.Tensor | None,
+    skip: tuple[torch.Tensor | None, Coefficient, Coefficient],
+    norms: Norms,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
     kv_lengths: torch.Tensor | None,
     out_dtype: torch.dtype | None,
-    want_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *,
+    want_lse: bool = False,
+    features: int | None = None,
+) -> AttentionInputs:
+    """Check what an attention was given, and put it together.
+
+    Args:
+        q: As in `attention_skip`, as all that follows.
+        k: Likewise.
+        v: Likewise.
+        spec: Likewise.
+        skip: residual, c_skip and c_out.
+        norms: norm_q, norm_k, norm_q_bias and norm_k_bias.
+        rotary: Likewise.
+        kv_lengths: Likewise.
+        out_dtype: Likewise.
+        want_lse: Whether the logsumexp is wanted.
+        features: Channels of the residual, where a projection follows; those of q else.
+    """
     check_attention(q, k, v, spec)
     batch, n_q, channels = q.shape
-    if batch > batches.MAX_BATCH:
-        each = (q, k, v, residual, c_skip, c_out, kv_lengths)
-
-        def run(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-            q, k, v, residual, c_skip, c_out, kv_lengths = batches.of_batch(each, part, batch)
-            return _call(
-                q, k, v, spec, residual, c_skip, c_out, norm_q, norm_k, norm_q_bias, norm_k_bias,
-                rotary, kv_lengths, out_dtype, want_lse,
-            )  # fmt: skip
-
-        out, lse = batches.in_parts(batch, run)
-        return out, lse
-    shape = (batch, n_q, channels)
+    shape = (batch, n_q, channels if features is None else features)
+    residual, c_skip, c_out = skip
+    norm_q, norm_k, norm_q_bias, norm_k_bias = norms
     check_norm("norm_q", norm_q, norm_q_bias, channels, spec.heads)
     check_norm("norm_k", norm_k, norm_k_bias, channels, spec.heads)
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], channels // spec.heads)
@@ -268,55 +245,33 @@ def _call(
     if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
         raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
     check_same_device(
-        q.device,
-        residual=residual,
-        c_skip=c_skip_tensor,
-        c_out=c_out_tensor,
-        norm_q=norm_q,
-        norm_k=norm_k,
-        norm_q_bias=norm_q_bias,
-        norm_k_bias=norm_k_bias,
-        cos=cos,
-        sin=sin,
+        q.device, residual=residual, c_skip=c_skip_tensor, c_out=c_out_tensor, norm_q=norm_q,
+        norm_k=norm_k, norm_q_bias=norm_q_bias, norm_k_bias=norm_k_bias, cos=cos, sin=sin,
         kv_lengths=kv_lengths,
-    )
+    )  # fmt: skip
     q, norm_q, norm_q_bias, sm_scale = with_positive_scale(
         q, norm_q, norm_q_bias, spec.scale_of(channels // spec.heads)
     )
-    if transformed() or not batch:  # no kernel has to know of an empty batch
-        return plain_attention(
-            q, k, v, residual,
-            c_skip_value if c_skip_tensor is None else c_skip_tensor,
-            c_out_value if c_out_tensor is None else c_out_tensor,
-            (norm_q, norm_k, norm_q_bias, norm_k_bias), cos, sin, kv_lengths,
-            heads=spec.heads, causal=spec.causal, sm_scale=sm_scale,
-            eps=spec.eps, out_dtype=q.dtype if out_dtype is None else out_dtype,
-        )  # fmt: skip
-    out, lse = attention_forward(
-        q,
-        k,
-        v,
-        residual,
-        c_skip_tensor if residual is not None else None,
-        c_out_tensor,
-        norm_q,
-        norm_k,
-        norm_q_bias,
-        norm_k_bias,
-        cos,
-        sin,
-        kv_lengths,
-        c_skip_value,
-        c_out_value,
-        spec.heads,
-        spec.attention,
-        spec.pv,
-        spec.smooth_k,
-        spec.causal,
-        sm_scale,
-        spec.eps,
-        spec.impl,
-        q.dtype if out_dtype is None else out_dtype,
-        want_lse,
-    )
+    return AttentionInputs(
+        q, k, v, residual, c_skip_tensor if residual is not None else None, c_out_tensor,
+        norm_q, norm_k, norm_q_bias, norm_k_bias, cos, sin, kv_lengths, c_skip_value, c_out_value,
+        spec.heads, spec.attention, spec.pv, spec.smooth_k, spec.causal, sm_scale, spec.eps,
+        spec.impl, q.dtype if out_dtype is None else out_dtype, want_lse,
+    )  # fmt: skip
+
+
+def _run(a: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = a.q.shape[0]
+    if batch > batches.MAX_BATCH:
+        of_samples = ("q", "k", "v", "residual", "c_skip", "c_out", "kv_lengths")
+
+        def run(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            own = {name: batches.of_batch(getattr(a, name), part, batch) for name in of_samples}
+            return _run(a._replace(**own))
+
+        out, lse = batches.in_parts(batch, run)
+    elif transformed() or not batch:  # no kernel has to know of an empty batch
+        out, lse = plain_attention(a)
+    else:
+        out, lse = attention_forward(*a)
     return out, lse

@@ -14,9 +14,9 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, GradientError, ShapeError
 from turbo_rcm_patch.ops.checks import check_impl, check_tensor
+from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.modes import transformed
 from turbo_rcm_patch.ops.operation import Operation
-from turbo_rcm_patch.ops.spec import resolve_impl
 
 __all__ = ["denoise_step"]
 
@@ -25,7 +25,7 @@ def _forward(
     x: Tensor, branch: Tensor, noise: Tensor | None, coefficients: Tensor, impl: str
 ) -> Tensor:
     if resolve_impl(cast("Impl", impl), x.device) == "triton":
-        from turbo_rcm_patch.kernels.denoise import denoise_step as launch
+        from turbo_rcm_patch.kernels.portable.denoise import denoise_step as launch
 
         return launch(x, branch, noise, coefficients)
     c_skip, c_out, c_noise = coefficients.unbind()

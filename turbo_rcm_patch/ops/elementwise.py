@@ -23,6 +23,7 @@ from turbo_rcm_patch.ops.checks import (
     check_weight,
     one_for_form,
 )
+from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.modes import (
     as_documented,
     refuse_derivative,
@@ -31,7 +32,6 @@ from turbo_rcm_patch.ops.modes import (
 )
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.quantize import Rows, padded_channels, quantized_rows
-from turbo_rcm_patch.ops.spec import resolve_impl
 
 __all__ = ["linear_gelu", "norm_modulate", "norm_modulate_rows"]
 
@@ -44,7 +44,7 @@ def _norm_forward(
     x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
 ) -> Tensor:
     if resolve_impl(cast("Impl", impl), x.device) == "triton":
-        from turbo_rcm_patch.kernels.norm import norm_modulate as launch
+        from turbo_rcm_patch.kernels.portable.norm import norm_modulate as launch
 
         return launch(x, factor, offset, one=one, eps=eps, out_dtype=x.dtype)
     return norm_in_plain_torch(x, factor, offset, one, eps)
@@ -207,7 +207,7 @@ def _rows_forward(
     x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
 ) -> tuple[Tensor, Tensor]:
     if resolve_impl(cast("Impl", impl), x.device) == "triton":
-        from turbo_rcm_patch.kernels.norm_rows import norm_modulate_rows as launch
+        from turbo_rcm_patch.kernels.portable.norm import norm_modulate_rows as launch
 
         rows = launch(x, factor, offset, one=one, eps=eps)
         return rows.int8, rows.scale

@@ -5,9 +5,9 @@ Numeric contract, which the kernels follow too:
 
 1. q and k are normalised and rotated in fp32. k loses its mean over at most `MEAN_SAMPLES` evenly
    spaced tokens.
-2. Channels of q and k are mixed by a Hadamard matrix (`mixed`), which leaves q k^T alone and takes
-   the outliers out of single channels. q is quantised with one scale per row and k with one scale
-   per `key_block` tokens, symmetric, round half to even.
+2. Channels of q and k are mixed by a Hadamard matrix (`hadamard`), which leaves q k^T alone and
+   takes the outliers out of single channels. q is quantised with one scale per row and k with one
+   scale per `key_block` tokens, symmetric, round half to even.
 3. Logits are exact integers times the two scales. The online softmax runs over blocks of
    `key_block` keys.
 4. P is rounded against the *running* maximum of its block, to e4m3 (scaled so that its maximum is
@@ -23,7 +23,7 @@ from typing import Final, Literal
 import torch
 
 from turbo_rcm_patch.ops.reference import key_mask
-from turbo_rcm_patch.ops.spec import key_block, mix_width
+from turbo_rcm_patch.ops.spec import hadamard_width, key_block
 
 __all__ = [
     "E4M3_MAX",
@@ -32,7 +32,7 @@ __all__ = [
     "MEAN_SAMPLES",
     "P_SHIFT",
     "emulated_attention",
-    "mixed",
+    "hadamard",
     "quantized",
     "rounded_v",
     "sample_mean",
@@ -69,14 +69,14 @@ def sample_mean(k: torch.Tensor, kv_lengths: torch.Tensor | None) -> torch.Tenso
     return sample.masked_fill(~seen, 0.0).sum(2, keepdim=True) / count
 
 
-def mixed(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] fp32, D padded with zeros to a multiple of `mix_width(D)`, times one Hadamard
-    matrix per so many channels.
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] fp32, D padded with zeros to a multiple of `hadamard_width(D)`, times one
+    Hadamard matrix per so many channels.
 
-    The matrix is not normalised: products of two mixed vectors are `mix_width` times those of the
-    vectors.
+    The matrix is not normalised: products of two such vectors are `hadamard_width` times
+    those of the vectors.
     """
-    width = mix_width(x.shape[-1])
+    width = hadamard_width(x.shape[-1])
     x = torch.nn.functional.pad(x, (0, -x.shape[-1] % width))
     half = 1
     while half < width:
@@ -157,9 +157,9 @@ def emulated_attention(
         pad = (0, 0, 0, blocks * block - n_kv)
         k, v = torch.nn.functional.pad(k, pad), torch.nn.functional.pad(v, pad)
 
-    q_mixed, k_mixed = mixed(q), mixed(k)
+    q_mixed, k_mixed = hadamard(q), hadamard(k)
     q_int, q_scale = quantized(q_mixed, q_mixed.abs().amax(-1, keepdim=True), qmax)
-    q_scale = q_scale.squeeze(-1) * (sm_scale * LOG2_E / mix_width(dim))
+    q_scale = q_scale.squeeze(-1) * (sm_scale * LOG2_E / hadamard_width(dim))
     k_blocks = k_mixed.view(batch, heads, blocks, block, -1)
     k_int, k_scale = quantized(k_blocks, k_blocks.abs().amax((-1, -2), keepdim=True), qmax)
     k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)  # [B, H, Nk, D], [B, H, blocks]

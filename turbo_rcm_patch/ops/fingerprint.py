@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.ops.spec import resolve_impl
+from turbo_rcm_patch.ops.dispatch import resolve_impl
 
 if TYPE_CHECKING:
-    from turbo_rcm_patch.kernels.fingerprint import Table
+    from turbo_rcm_patch.kernels.portable.fingerprint import Table
 
 __all__ = ["Fingerprints"]
 
@@ -62,7 +62,7 @@ class Fingerprints:
         self._by_kernel = [wide and _serves(tensor) for tensor in tensors]
         self._table: Table | None = None
         if any(self._by_kernel):
-            from turbo_rcm_patch.kernels.fingerprint import Table
+            from turbo_rcm_patch.kernels.portable.fingerprint import Table
 
             chosen = zip(tensors, self._by_kernel, strict=True)
             self._table = Table([tensor for tensor, ours in chosen if ours])
@@ -72,7 +72,7 @@ class Fingerprints:
         with torch.no_grad():
             if self._table is None:
                 return torch.cat([_checksums(tensor) for tensor in self._tensors])
-            from turbo_rcm_patch.kernels.fingerprint import fingerprint
+            from turbo_rcm_patch.kernels.portable.fingerprint import fingerprint
 
             ours = fingerprint(self._table)
             if all(self._by_kernel):

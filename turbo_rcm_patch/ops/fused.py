@@ -2,168 +2,71 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
-from importlib import resources
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, cast, get_args
 
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.config import Form, Impl, PVDType
+from turbo_rcm_patch.config import Form
 from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
 from turbo_rcm_patch.ops import batches
-from turbo_rcm_patch.ops.attention import attention_skip, with_positive_scale
-from turbo_rcm_patch.ops.checks import (
-    check_attention,
-    check_lengths,
-    check_norm,
-    check_out_dtype,
-    check_residual,
-    check_same_device,
-    check_spec,
-    check_weight,
-    coefficient_parts,
-    rotary_parts,
-)
+from turbo_rcm_patch.ops.attention import attention_skip, describe
+from turbo_rcm_patch.ops.checks import check_attention, check_weight
+from turbo_rcm_patch.ops.dispatch import FORMS_MEASURED, choose_form, choose_inputs, quantises
 from turbo_rcm_patch.ops.modes import as_documented, transformed
-from turbo_rcm_patch.ops.operation import Operation
+from turbo_rcm_patch.ops.operation import Operation, flattened
 from turbo_rcm_patch.ops.projection import project_forward, project_gradients, project_skip
 from turbo_rcm_patch.ops.registry import attention_forward, gradients_of
-from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, resolve_impl, resolve_pv
+from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.skip import Cast, Coefficient
 
-__all__ = ["attention_project_skip", "choose_form"]
+__all__ = ["attention_project_skip"]
+
+_FIELDS: Final = AttentionInputs._fields
+#: The schema: the fields of an attention, the projection after q, k and v, how both are closed
+#: before the result's dtype.
+_ORDER: Final = (
+    *_FIELDS[:3], "weight", "bias", *_FIELDS[3:22], "cast_policy", "form", *_FIELDS[22:24]
+)  # fmt: skip
+#: The first of them are tensors or None.
+_TENSORS: Final = _ORDER.index("c_skip_value")
 
 
-#: Measured rows per device name: the form that was faster for a shape. Read at import, because a
-#: traced call cannot open files.
-_FORMS: Final[dict[str, list[dict[str, int | str]]]] = json.loads(
-    resources.files("turbo_rcm_patch.ops").joinpath("forms.json").read_text(encoding="utf-8")
-)
+def _flat(a: AttentionInputs, weight: Tensor, bias: Tensor | None, cast: str, form: str) -> Any:
+    return (*a[:3], weight, bias, *a[3:22], cast, form, *a[22:24])
 
 
-@cache
-def _device_name(index: int) -> str:
-    return torch.cuda.get_device_name(index)
-
-
-def choose_form(
-    batch: int,
-    n_q: int,
-    n_kv: int,
-    heads: int,
-    head_dim: int,
-    c_out_features: int,
-    device: torch.device,
-) -> Literal["one-launch", "two-launch"]:
-    """The form that was measured to be faster for a shape on this device; "two-launch" where
-    nothing was measured.
-
-    A row of the table covers shapes with its heads, head_dim and features whose query and key
-    lengths lie within its bounds.
-    """
-    if device.type != "cuda" or not _FORMS:
-        return "two-launch"
-    rows = _FORMS.get(_device_name(device.index or 0), [])
-    for row in rows:
-        same = (row["heads"], row["head_dim"], row["features"]) == (
-            heads,
-            head_dim,
-            c_out_features,
-        )
-        inside = int(row["min_rows"]) <= batch * n_q <= int(row["max_rows"]) and int(
-            row["min_keys"]
-        ) <= n_kv <= int(row["max_keys"])
-        if same and inside:
-            return "one-launch" if row["form"] == "one-launch" else "two-launch"
-    return "two-launch"
+def _whole(args: tuple[Any, ...]) -> tuple[AttentionInputs, Tensor, Tensor | None, str, str]:
+    a = AttentionInputs(*args[:3], *args[5:24], *args[26:28], want_lse=False)
+    return a, args[3], args[4], args[24], args[25]
 
 
 @as_documented
-def _one_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    c_skip: Tensor | None,
-    c_out: Tensor | None,
-    norm_q: Tensor | None,
-    norm_k: Tensor | None,
-    norm_q_bias: Tensor | None,
-    norm_k_bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    kv_lengths: Tensor | None,
-    c_skip_value: float,
-    c_out_value: float,
-    heads: int,
-    attention: str,
-    pv: str,
-    smooth_k: bool,
-    causal: bool,
-    sm_scale: float,
-    eps: float,
-    cast_policy: str,
-    form: str,
-    impl: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
+@flattened(
+    _ORDER, Tensor, AttentionInputs,
+    {"weight": Tensor, "bias": Tensor | None, "cast_policy": str, "form": str},
+)  # fmt: skip
+def _one_launch(*args: Any) -> Tensor:
+    a, weight, bias, cast_policy, form = _whole(args)
+    if form == "one-launch" and a.attention == "auto":
+        a = a._replace(attention="int8")
+    a = choose_inputs(a)
     if form == "auto":
+        batch, n_q, _ = a.q.shape
         form = choose_form(
-            q.shape[0], q.shape[1], k.shape[1], heads, q.shape[2] // heads, weight.shape[0],
-            q.device,
-        )  # fmt: skip
-    if form == "one-launch" and resolve_impl(cast("Impl", impl), q.device) == "triton":
-        from turbo_rcm_patch.kernels.one_launch import attention_project_skip as launch
-
-        return launch(
-            q,
-            k,
-            v,
-            weight,
-            bias,
-            heads=heads,
-            residual=residual,
-            c_skip=c_skip_value if c_skip is None else c_skip,
-            c_out=c_out_value if c_out is None else c_out,
-            norm_q=norm_q,
-            norm_k=norm_k,
-            norm_q_bias=norm_q_bias,
-            norm_k_bias=norm_k_bias,
-            cos=cos,
-            sin=sin,
-            kv_lengths=kv_lengths,
-            pv=resolve_pv(cast("PVDType", pv), q.device, k.shape[1]),
-            qmax=QMAX[attention],
-            smooth_k=smooth_k,
-            causal=causal,
-            sm_scale=sm_scale,
-            eps=eps,
-            cast=cast("Cast", cast_policy),
-            out_dtype=out_dtype,
+            batch, n_q, a.k.shape[1], a.heads, a.head_dim, weight.shape[0], a.q.device
         )
+    if form == "one-launch" and a.impl == "triton" and a.attention in QMAX:
+        from turbo_rcm_patch.kernels.portable.one_launch import attention_project_skip as launch
+
+        return launch(a, weight, bias, cast=cast_policy)
     # Two launches; the reference has none to save.
-    branch, _ = attention_forward(
-        q, k, v, None, None, None, norm_q, norm_k, norm_q_bias, norm_k_bias, cos, sin,
-        kv_lengths, 1.0, 1.0, heads, attention, pv, smooth_k, causal, sm_scale, eps, impl,
-        q.dtype, False,
-    )  # fmt: skip
+    branch, _ = attention_forward(*a.alone())
     out: Tensor = project_forward(
-        branch,
-        weight,
-        bias,
-        residual,
-        c_skip,
-        c_out,
-        c_skip_value,
-        c_out_value,
-        cast_policy,
-        impl,
-        out_dtype,
-    )
+        branch, weight, bias, a.residual, a.c_skip, a.c_out, a.c_skip_value, a.c_out_value,
+        cast_policy, a.impl, a.out_dtype,
+    )  # fmt: skip
     return out
 
 
@@ -171,54 +74,37 @@ one_launch = Operation("turbo_rcm_patch::attention_project_skip", _one_launch)
 
 
 @one_launch.register_fake
-def _one_launch_fake(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *args: object) -> Tensor:
-    out_dtype = args[-1]
-    assert isinstance(out_dtype, torch.dtype)
-    return q.new_empty((q.shape[0], q.shape[1], weight.shape[0]), dtype=out_dtype)
+def _one_launch_fake(*args: Any) -> Tensor:
+    a, weight, *_ = _whole(args)
+    return a.q.new_empty((*a.q.shape[:2], weight.shape[0]), dtype=a.out_dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*cast("tuple[Tensor | None, ...]", inputs[:15]))
-    ctx.numbers = inputs[15:]
+    ctx.save_for_backward(*cast("tuple[Tensor | None, ...]", inputs[:_TENSORS]))
+    ctx.numbers = inputs[_TENSORS:]
 
 
 def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, weight, bias, residual, c_skip, c_out, *prologue = ctx.saved_tensors
-    c_skip_value, c_out_value, heads, _, _, _, causal, sm_scale, eps = ctx.numbers[:9]
+    a, weight, bias, _, _ = _whole((*ctx.saved_tensors, *ctx.numbers))
     needs = ctx.needs_input_grad
     # The attention output was never kept: the exact one takes its place, as everywhere in our
     # gradients.
-    branch = q
+    alone = a.alone(attention="exact", pv="auto", smooth_k=False, impl="reference")
+    branch = a.q
     if needs[3] or needs[7]:
-        branch, _ = attention_forward(
-            q, k, v, None, None, None, *prologue, 1.0, 1.0, heads,
-            "exact", "auto", False, causal, sm_scale, eps, "reference", q.dtype, False,
-        )  # fmt: skip
-    attention_needs = [*needs[:3], *needs[8:12]]
-    d_branch, d_weight, d_bias, d_residual, d_c_skip, d_c_out = project_gradients(
-        d_out,
-        branch,
-        weight,
-        bias,
-        residual,
-        c_skip,
-        c_out,
-        c_skip_value,
-        c_out_value,
-        [any(attention_needs), *needs[3:8]],
-    )
-    dq = dk = dv = None
+        branch, _ = attention_forward(*alone)
+    of_norms = needs[8:12]
+    d_branch, *d_projection = project_gradients(
+        d_out, branch, weight, bias, a.residual, a.c_skip, a.c_out, a.c_skip_value, a.c_out_value,
+        [any((*needs[:3], *of_norms)), *needs[3:8]],
+    )  # fmt: skip
+    d_qkv: list[Tensor | None] = [None] * 3
     d_norms: list[Tensor | None] = [None] * 4
     if d_branch is not None:
-        flags = [*needs[:3], False, False, False, *needs[8:12]]
-        grads = gradients_of(
-            d_branch, None, q, k, v, None, None, None, *prologue,
-            1.0, 1.0, heads, causal, sm_scale, eps, flags,
-        )  # fmt: skip
-        dq, dk, dv, _, _, _, *d_norms = (
-            g if need else None for g, need in zip(grads, flags, strict=True)
-        )
-    return (dq, dk, dv, d_weight, d_bias, d_residual, d_c_skip, d_c_out, *d_norms) + (None,) * 16
+        flags = [*needs[:3], False, False, False, *of_norms]
+        grads = gradients_of(d_branch, None, alone, flags)
+        d_qkv, d_norms = grads[:3], grads[6:]
+    return (*d_qkv, *d_projection, *d_norms, *[None] * (len(_ORDER) - 12))
 
 
 one_launch.register_autograd(_autograd, setup_context=_setup)
@@ -278,92 +164,29 @@ def attention_project_skip(
     """
     if form not in get_args(Form):
         raise ConfigError("form", expected=f"one of {get_args(Form)}", got=repr(form))
-    check_spec(spec)
-    quantised = spec.attention in QMAX
-    if form == "one-launch" and not quantised:
+    check_attention(q, k, v, spec)
+    if form == "one-launch" and not quantises(spec.attention):
         raise ConfigError(
             'form="one-launch"',
             expected='attention="int8" or "int4"',
             got=repr(spec.attention),
             remedy='Use form="two-launch"',
         )
-    check_attention(q, k, v, spec)
-    batch, n_q, channels = q.shape
-    head_dim = channels // spec.heads
-    if form == "auto" and not (quantised and _FORMS and q.device.type == "cuda"):
-        form = "two-launch"  # else the operation reads the table: tracing asks no device
-    if transformed() or not 0 < batch <= batches.MAX_BATCH:
-        form = "two-launch"  # in plain torch, which has none to save
-    if form == "two-launch":
+    skip, norms = (residual, c_skip, c_out), (norm_q, norm_k, norm_q_bias, norm_k_bias)
+    # On a GPU the operation reads the table: tracing asks no device.
+    looks = FORMS_MEASURED and quantises(spec.attention) and q.device.type == "cuda"
+    two = form == "auto" and not looks
+    if two or form == "two-launch" or transformed() or not 0 < q.shape[0] <= batches.MAX_BATCH:
         branch = attention_skip(
             q, k, v, spec, norm_q=norm_q, norm_k=norm_k, norm_q_bias=norm_q_bias,
             norm_k_bias=norm_k_bias, rotary=rotary, kv_lengths=kv_lengths,
         )  # fmt: skip
         return project_skip(
-            branch,
-            weight,
-            bias,
-            residual=residual,
-            c_skip=c_skip,
-            c_out=c_out,
-            cast=cast,
-            impl=spec.impl,
-            out_dtype=out_dtype,
-        )
+            branch, weight, bias, residual=residual, c_skip=c_skip, c_out=c_out, cast=cast,
+            impl=spec.impl, out_dtype=out_dtype,
+        )  # fmt: skip
     check_weight(q, weight, bias)
-    shape = (batch, n_q, weight.shape[0])
-    check_residual("residual", residual, shape)
-    check_norm("norm_q", norm_q, norm_q_bias, channels, spec.heads)
-    check_norm("norm_k", norm_k, norm_k_bias, channels, spec.heads)
-    cos, sin = rotary_parts(rotary, n_q, k.shape[1], head_dim)
-    check_lengths(kv_lengths, batch)
-    c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
-    c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
-    check_out_dtype(out_dtype)
-    check_same_device(
-        q.device,
-        residual=residual,
-        c_skip=c_skip_tensor,
-        c_out=c_out_tensor,
-        norm_q=norm_q,
-        norm_k=norm_k,
-        norm_q_bias=norm_q_bias,
-        norm_k_bias=norm_k_bias,
-        cos=cos,
-        sin=sin,
-        kv_lengths=kv_lengths,
-    )
-    q, norm_q, norm_q_bias, sm_scale = with_positive_scale(
-        q, norm_q, norm_q_bias, spec.scale_of(head_dim)
-    )
-    out: Tensor = one_launch(
-        q,
-        k,
-        v,
-        weight,
-        bias,
-        residual,
-        c_skip_tensor if residual is not None else None,
-        c_out_tensor,
-        norm_q,
-        norm_k,
-        norm_q_bias,
-        norm_k_bias,
-        cos,
-        sin,
-        kv_lengths,
-        c_skip_value,
-        c_out_value,
-        spec.heads,
-        spec.attention,
-        spec.pv,
-        spec.smooth_k,
-        spec.causal,
-        sm_scale,
-        spec.eps,
-        cast,
-        form,
-        spec.impl,
-        q.dtype if out_dtype is None else out_dtype,
-    )
+    features = weight.shape[0]
+    a = describe(q, k, v, spec, skip, norms, rotary, kv_lengths, out_dtype, features=features)
+    out: Tensor = one_launch(*_flat(a, weight, bias, cast, form))
     return out

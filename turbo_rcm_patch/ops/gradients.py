@@ -12,7 +12,7 @@ import torch
 
 from turbo_rcm_patch.ops.reference import key_mask, norm_rope, row_chunks, split_heads
 
-__all__ = ["attention_gradients", "norm_rope_gradients"]
+__all__ = ["attention_gradients", "norm_rope_gradients", "prepare", "sum_to"]
 
 
 def norm_rope_gradients(
@@ -135,3 +135,8 @@ def prepare(
     if weight is None and cos is None:
         return split_heads(x, heads).float()
     return norm_rope(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
+
+
+def sum_to(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The gradient of a tensor that was broadcast, from that of what it was broadcast to."""
+    return x.sum_to_size(like.shape).to(like.dtype)

@@ -29,6 +29,8 @@ from turbo_rcm_patch.ops.checks import (
     check_tensor,
     coefficient_parts,
 )
+from turbo_rcm_patch.ops.dispatch import resolve_impl
+from turbo_rcm_patch.ops.gradients import sum_to
 from turbo_rcm_patch.ops.modes import (
     as_documented,
     refuse_derivative,
@@ -44,7 +46,6 @@ from turbo_rcm_patch.ops.quantize import (
     quantized_rows,
 )
 from turbo_rcm_patch.ops.reference import close_skip
-from turbo_rcm_patch.ops.spec import resolve_impl
 from turbo_rcm_patch.skip import Cast, Coefficient
 
 __all__ = ["GROUP", "Activation", "int8_linear", "scales_of_rows"]
@@ -81,7 +82,7 @@ def _linear_forward(
 
 def _rows_of(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     if resolve_impl(cast("Impl", impl), x.device) == "triton":
-        from turbo_rcm_patch.kernels.rows import quantize_rows
+        from turbo_rcm_patch.kernels.portable.rows import quantize_rows
 
         return quantize_rows(x)
     return quantized_rows(x)
@@ -108,8 +109,8 @@ def _rows_forward(
     c_out_either = c_out_value if c_out is None else c_out
     policy = cast("Cast", cast_policy)
     if resolve_impl(cast("Impl", impl), int8.device) == "triton":
-        from turbo_rcm_patch.kernels.int8_linear import int8_linear as launch
-        from turbo_rcm_patch.kernels.rows import Rows as KernelRows
+        from turbo_rcm_patch.kernels.portable.int8_linear import int8_linear as launch
+        from turbo_rcm_patch.kernels.portable.rows import Rows as KernelRows
 
         return launch(
             KernelRows(int8.contiguous(), scale.contiguous()),
@@ -182,10 +183,6 @@ def _setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
     ctx.c_skip_value, ctx.c_out_value, ctx.activation = inputs[7:10]
 
 
-def _sum_to(x: Tensor, like: Tensor) -> Tensor:
-    return x.sum_to_size(like.shape).to(like.dtype)
-
-
 def _activation_gradient(g: Tensor, pre: Tensor) -> Tensor:
     """g times the derivative of gelu-tanh at `pre`; written out, because this runs below
     autograd."""
@@ -204,7 +201,7 @@ def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
             residual.dtype
         )
     if residual is not None and needs[5]:
-        grads[5] = _sum_to(g * residual.float(), c_skip)
+        grads[5] = sum_to(g * residual.float(), c_skip)
     if not any(needs[i] for i in (0, 3, 6)):
         return tuple(grads)
     # Straight through the rounding of x: the exact linear with the weight that was multiplied.
@@ -214,7 +211,7 @@ def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         pre = F.linear(x.float(), real, None if bias is None else bias.float())
     if needs[6]:
         assert pre is not None
-        grads[6] = _sum_to(g * _activated(pre, ctx.activation), c_out)
+        grads[6] = sum_to(g * _activated(pre, ctx.activation), c_out)
     g = g * (ctx.c_out_value if c_out is None else c_out.float())
     if ctx.activation:
         assert pre is not None

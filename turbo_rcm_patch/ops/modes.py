@@ -25,7 +25,7 @@ __all__ = [
     "as_documented",
     "is_capturing",
     "refuse_derivative",
-    "settle",
+    "synchronize",
     "transformed",
     "without_autocast",
 ]
@@ -100,7 +100,7 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def settle(device: torch.device, *, every_stream: bool = False) -> None:
+def synchronize(device: torch.device, *, every_stream: bool = False) -> None:
     """Wait until what this stream (or every stream) was asked to do on a device is done.
 
     For what is made in one call and read in later ones, which may come from another stream.

@@ -7,16 +7,17 @@ a forward. Eager inference on plain tensors is none of that.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 import torch
 
 from turbo_rcm_patch.ops.modes import transformed
 
-__all__ = ["Operation", "Step", "replay_token", "runs_directly"]
+__all__ = ["Operation", "Step", "flattened", "replay_token", "runs_directly"]
 
 #: Types of arguments that can neither want a gradient nor hold a tensor.
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, torch.dtype})
@@ -77,6 +78,33 @@ class Operation:
         self.registered.register_autograd(backward, setup_context=setup_context)
 
 
+def flattened(
+    order: tuple[str, ...], returns: object, *types: object
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a body that takes `*args` the signature of an operation's schema.
+
+    Args:
+        order: The names of the arguments.
+        returns: The type of the result.
+        *types: Where the arguments' types are: named tuples, or mappings from names.
+    """
+    known: dict[str, Any] = {}
+    for kind in types:
+        known |= kind if isinstance(kind, dict) else get_type_hints(kind)
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=known[name])
+        for name in order
+    ]
+
+    signature = inspect.Signature(parameters, return_annotation=returns)
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        body.__signature__ = signature  # type: ignore[attr-defined]
+        return body
+
+    return decorate
+
+
 def replay_token() -> int | None:
     """What a `Step` needs beside the signature of its inputs: changes when recordings are void;
     None where nothing may be replayed."""
@@ -102,14 +130,14 @@ class Step:
     cannot be recorded, and everything on a CPU, runs the operation's body.
     """
 
-    __slots__ = ("_body", "_found")
+    __slots__ = ("_body", "_recordings")
 
     #: Tokens that a step remembers; a forward of another length is another token.
     MOST_TOKENS: Final = 64
 
     def __init__(self, operation: Operation | Callable[..., Any]) -> None:
         self._body = operation.body if isinstance(operation, Operation) else operation
-        self._found: dict[Any, list[Any] | int | None] = {}
+        self._recordings: Any = None
 
     def __call__(self, token: Any, *args: Any) -> Any:
         """The operation of these arguments.
@@ -120,27 +148,9 @@ class Step:
         """
         if token is None:
             return self._body(*args)
-        found = self._found.get(token, 0)
-        if found is None:
-            return self._body(*args)
-        if found.__class__ is list:
-            tensors = [x for x in args if x.__class__ in _TENSORS]
-            addresses = [x.data_ptr() for x in tensors]
-            for program in found:
-                if program.fits(addresses):
-                    return program(tensors, addresses)
-        return self._record(token, args)
-
-    def _record(self, token: Any, args: tuple[Any, ...]) -> Any:
-        replay = _replay()
-        assert replay is not None
-        result, program = replay.record(self._body, args)
-        found = self._found.get(token, 0)
-        if program is not None:
-            self._found[token] = [*(found if isinstance(found, list) else []), program]
-        elif not isinstance(found, list):
-            # The first call may make constants that the next one finds.
-            self._found[token] = 1 if found == 0 else None
-        while len(self._found) > self.MOST_TOKENS:
-            del self._found[next(iter(self._found))]
-        return result
+        if self._recordings is None:
+            replay = _replay()
+            assert replay is not None
+            self._recordings = replay.Recordings(self.MOST_TOKENS)
+        tensors = [x for x in args if x.__class__ in _TENSORS]
+        return self._recordings.run(token, tensors, self._body, args, {})

@@ -25,10 +25,11 @@ from turbo_rcm_patch.ops.checks import (
     check_weight,
     coefficient_parts,
 )
+from turbo_rcm_patch.ops.dispatch import resolve_impl
+from turbo_rcm_patch.ops.gradients import sum_to
 from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import close_skip, project
-from turbo_rcm_patch.ops.spec import resolve_impl
 from turbo_rcm_patch.skip import Cast, Coefficient
 
 __all__ = ["project_skip", "skip"]
@@ -58,7 +59,7 @@ def _skip_forward(
     c_out_either = c_out_value if c_out is None else c_out
     policy = cast("Cast", cast_policy)
     if resolve_impl(cast("Impl", impl), residual.device) == "triton":
-        from turbo_rcm_patch.kernels.skip import skip as launch
+        from turbo_rcm_patch.kernels.portable.skip import skip as launch
 
         return launch(
             residual, branch, c_skip_either, c_out_either, cast=policy, out_dtype=out_dtype
@@ -101,10 +102,6 @@ def _skip_setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
     ctx.dtypes = residual.dtype, branch.dtype
 
 
-def _sum_to(x: Tensor, like: Tensor) -> Tensor:
-    return x.sum_to_size(like.shape).to(like.dtype)
-
-
 def _skip_autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     residual, branch, c_skip, c_out = ctx.saved_tensors
     c_skip_value, c_out_value = ctx.values
@@ -117,9 +114,9 @@ def _skip_autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     if needs[1]:
         grads[1] = (g * (c_out_value if c_out is None else c_out.float())).to(dtypes[1])
     if needs[2]:
-        grads[2] = _sum_to(g * residual.float(), c_skip)
+        grads[2] = sum_to(g * residual.float(), c_skip)
     if needs[3]:
-        grads[3] = _sum_to(g * branch.float(), c_out)
+        grads[3] = sum_to(g * branch.float(), c_out)
     return tuple(grads)
 
 
@@ -211,7 +208,7 @@ def _project_forward(
     c_out_either = c_out_value if c_out is None else c_out
     policy = cast("Cast", cast_policy)
     if resolve_impl(cast("Impl", impl), x.device) == "triton":
-        from turbo_rcm_patch.kernels.project import project_skip as launch
+        from turbo_rcm_patch.kernels.portable.project import project_skip as launch
 
         return launch(
             x,
@@ -268,9 +265,9 @@ def project_gradients(
     if residual is not None and needs[3]:
         grads[3] = (g * (c_skip_value if c_skip is None else c_skip.float())).to(residual.dtype)
     if residual is not None and c_skip is not None and needs[4]:
-        grads[4] = _sum_to(g * residual.float(), c_skip)
+        grads[4] = sum_to(g * residual.float(), c_skip)
     if c_out is not None and needs[5]:
-        grads[5] = _sum_to(g * project(x, weight, bias), c_out)
+        grads[5] = sum_to(g * project(x, weight, bias), c_out)
     if not any(needs[:3]):
         return grads
     d_branch = g * (c_out_value if c_out is None else c_out.float())

@@ -19,8 +19,8 @@ from torch import Tensor
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.ops.checks import check_float, check_impl, check_same_device
+from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.operation import Operation
-from turbo_rcm_patch.ops.spec import resolve_impl
 
 __all__ = [
     "MAX_CHANNELS",
@@ -84,7 +84,7 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
 
 def _quantize_weights(weights: list[Tensor], impl: str) -> tuple[Tensor, Tensor]:
     if resolve_impl(cast("Impl", impl), weights[0].device) == "triton":
-        from turbo_rcm_patch.kernels.rows import quantize_stacked as launch
+        from turbo_rcm_patch.kernels.portable.rows import quantize_stacked as launch
 
         rows = launch(weights)
         # Rows may be padded.

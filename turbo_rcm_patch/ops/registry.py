@@ -1,157 +1,125 @@
 """The attention custom operations: schema, fake and autograd. Importing this loads neither triton
 nor diffusers.
 
-The public functions in `attention.py` check their arguments and call these with plain tensors and
-numbers, which is what an operation schema can hold. Which implementation runs is decided inside,
-on the real device.
+A schema holds plain tensors and numbers: the fields of `AttentionInputs`, in their order. The
+public functions in `attention.py` check what they are given and flatten it here; below, it goes
+on whole. Which implementation runs is decided inside, on the real device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.config import Impl, PVDType
 from turbo_rcm_patch.errors import GradientError
-from turbo_rcm_patch.ops.gradients import attention_gradients, norm_rope_gradients, prepare
+from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
+from turbo_rcm_patch.ops.dispatch import choose_inputs
+from turbo_rcm_patch.ops.gradients import attention_gradients, norm_rope_gradients, prepare, sum_to
 from turbo_rcm_patch.ops.modes import as_documented, transformed
-from turbo_rcm_patch.ops.operation import Operation
+from turbo_rcm_patch.ops.operation import Operation, flattened
 from turbo_rcm_patch.ops.reference import close_skip, exact_attention, sdpa_attention, split_heads
 from turbo_rcm_patch.ops.sage import sage_attention
-from turbo_rcm_patch.ops.spec import QMAX, resolve_impl, resolve_pv
 
 __all__ = [
     "attention_backward",
     "attention_forward",
     "gradients_of",
     "in_one_pass",
+    "plain_attention",
     "rotated",
 ]
 
 #: q, k, v, residual, c_skip, c_out, norm_q, norm_k and the norms' biases: the first of the schema.
-_DIFFERENTIABLE = 10
+_DIFFERENTIABLE: Final = 10
+_FIELDS: Final = AttentionInputs._fields
+#: The first of them are tensors or None.
+_TENSORS: Final = _FIELDS.index("c_skip_value")
 
 
 @as_documented
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    residual: Tensor | None,
-    c_skip: Tensor | None,
-    c_out: Tensor | None,
-    norm_q: Tensor | None,
-    norm_k: Tensor | None,
-    norm_q_bias: Tensor | None,
-    norm_k_bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    kv_lengths: Tensor | None,
-    c_skip_value: float,
-    c_out_value: float,
-    heads: int,
-    attention: str,
-    pv: str,
-    smooth_k: bool,
-    causal: bool,
-    sm_scale: float,
-    eps: float,
-    impl: str,
-    out_dtype: torch.dtype,
-    want_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    implementation = resolve_impl(cast(Impl, impl), q.device)
-    skip_factor = c_skip_value if c_skip is None else c_skip
-    out_factor = c_out_value if c_out is None else c_out
-    no_lse = q.new_empty(0, dtype=torch.float32)
-    if attention in QMAX and implementation == "triton":
-        from turbo_rcm_patch.kernels.attention import attention as launch
+@flattened(_FIELDS, tuple[Tensor, Tensor], AttentionInputs)
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    a = choose_inputs(AttentionInputs(*args))
+    no_lse = a.q.new_empty(0, dtype=torch.float32)
+    if a.attention in QMAX and a.impl == "triton":
+        from turbo_rcm_patch.kernels.portable.attention import attention as launch
 
-        out, lse = launch(
-            q,
-            k,
-            v,
-            heads=heads,
-            residual=residual,
-            c_skip=skip_factor,
-            c_out=out_factor,
-            norm_q=norm_q,
-            norm_k=norm_k,
-            norm_q_bias=norm_q_bias,
-            norm_k_bias=norm_k_bias,
-            cos=cos,
-            sin=sin,
-            kv_lengths=kv_lengths,
-            pv=resolve_pv(cast(PVDType, pv), q.device, k.shape[1]),
-            qmax=QMAX[attention],
-            smooth_k=smooth_k,
-            causal=causal,
-            sm_scale=sm_scale,
-            eps=eps,
-            out_dtype=out_dtype,
-            want_lse=want_lse,
-        )
+        out, lse = launch(a)
         return out, no_lse if lse is None else lse
-
-    vh = split_heads(v, heads)
-    lse = None
-    norms = ((q, norm_q, norm_q_bias), (k, norm_k, norm_k_bias))
-    one_pass = all(in_one_pass(x, weight, bias, heads) for x, weight, bias in norms)
-    if implementation == "triton" and one_pass and not want_lse:
-        # q and k in their own dtype are all that exact attention takes, so one pass makes them.
-        qh, kh = (
-            split_heads(rotated(x, heads, weight, bias, cos, sin, eps), heads)
-            for x, weight, bias in norms
-        )
+    branch, lse = _branch(a)
+    if not a.closes_skip:
+        out = branch.to(a.out_dtype)
     else:
-        qh, kh = (prepare(x, heads, weight, bias, cos, sin, eps) for x, weight, bias in norms)
-    if attention in QMAX:
-        from turbo_rcm_patch.ops.emulation import emulated_attention
-
-        branch, lse = emulated_attention(
-            qh,
-            kh,
-            vh,
-            sm_scale=sm_scale,
-            pv=resolve_pv(cast(PVDType, pv), q.device, k.shape[1]),
-            qmax=QMAX[attention],
-            smooth_k=smooth_k,
-            causal=causal,
-            kv_lengths=kv_lengths,
-            want_lse=want_lse,
-        )
-    elif want_lse:
-        exact, lse = exact_attention(
-            qh, kh, vh.float(), sm_scale=sm_scale, causal=causal, kv_lengths=kv_lengths
-        )
-        branch = exact.transpose(1, 2).flatten(2)
-    else:
-        qh, kh = qh.to(v.dtype), kh.to(v.dtype)
-        if attention == "sage":
-            branch = sage_attention(
-                qh, kh, vh, sm_scale=sm_scale, causal=causal, smooth_k=smooth_k
-            )
-        else:
-            branch = sdpa_attention(
-                qh, kh, vh, sm_scale=sm_scale, causal=causal, kv_lengths=kv_lengths
-            )
-        branch = branch.transpose(1, 2).flatten(2)
-    if residual is None and c_out is None and c_out_value == 1.0:
-        out = branch.to(out_dtype)
-    elif implementation == "triton":
-        from turbo_rcm_patch.kernels.skip import skip as launch_skip
-
-        out = launch_skip(
-            residual, branch, skip_factor, out_factor, cast="fp32", out_dtype=out_dtype
-        )
-    else:
-        out = close_skip(
-            residual, branch, skip_factor, out_factor, cast="fp32", out_dtype=out_dtype
+        close: Callable[..., Tensor] = close_skip
+        if a.impl == "triton":
+            from turbo_rcm_patch.kernels.portable.skip import skip as close
+        out = close(
+            a.residual, branch, a.skip_factor, a.out_factor, cast="fp32", out_dtype=a.out_dtype
         )
     return out.contiguous(), no_lse if lse is None else lse
+
+
+def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+    """The attention alone in torch, [B, Nq, H*D], and its logsumexp where that is wanted."""
+    vh = split_heads(a.v, a.heads)
+    of_q, of_k = (a.q, a.norm_q, a.norm_q_bias), (a.k, a.norm_k, a.norm_k_bias)
+    one_pass = all(in_one_pass(*norm, a.heads) for norm in (of_q, of_k))
+    if a.impl == "triton" and one_pass and not a.want_lse:
+        # q and k in their own dtype are all that exact attention takes, so one pass makes them.
+        qh, kh = (
+            split_heads(rotated(x, a.heads, weight, bias, a.cos, a.sin, a.eps), a.heads)
+            for x, weight, bias in (of_q, of_k)
+        )
+    else:
+        qh, kh = prepared(a)
+    if a.attention in QMAX:
+        from turbo_rcm_patch.ops.emulation import emulated_attention
+
+        return emulated_attention(
+            qh, kh, vh, sm_scale=a.sm_scale, pv=cast("Any", a.pv), qmax=QMAX[a.attention],
+            smooth_k=a.smooth_k, causal=a.causal, kv_lengths=a.kv_lengths, want_lse=a.want_lse,
+        )  # fmt: skip
+    lse = None
+    masks = {"sm_scale": a.sm_scale, "causal": a.causal, "kv_lengths": a.kv_lengths}
+    if a.want_lse:
+        branch, lse = exact_attention(qh, kh, vh.float(), **masks)
+    elif a.attention == "sage":
+        branch = sage_attention(
+            qh.to(a.v.dtype), kh.to(a.v.dtype), vh,
+            sm_scale=a.sm_scale, causal=a.causal, smooth_k=a.smooth_k,
+        )  # fmt: skip
+    else:
+        branch = sdpa_attention(qh.to(a.v.dtype), kh.to(a.v.dtype), vh, **masks)
+    return branch.transpose(1, 2).flatten(2), lse
+
+
+def prepared(a: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """q and k [B, H, N, D] fp32, normalised and rotated."""
+    return (
+        prepare(a.q, a.heads, a.norm_q, a.norm_q_bias, a.cos, a.sin, a.eps),
+        prepare(a.k, a.heads, a.norm_k, a.norm_k_bias, a.cos, a.sin, a.eps),
+    )
+
+
+def plain_attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Exact attention in fp32, closed by a skip, and its logsumexp, in plain torch: what int8 and
+    int4 approximate, for where a transform looks (see `modes`).
+
+    Its forward derivative takes the memory of a few chunks of logits. A gradient that torch.func
+    takes keeps all of them; the registered operation's own, outside torch.func, keeps none.
+    """
+    branch, lse = exact_attention(
+        *prepared(a), split_heads(a.v, a.heads).float(),
+        sm_scale=a.sm_scale, causal=a.causal, kv_lengths=a.kv_lengths,
+    )  # fmt: skip
+    out = close_skip(
+        a.residual, branch.transpose(1, 2).flatten(2), a.skip_factor, a.out_factor,
+        cast="fp32", out_dtype=a.out_dtype,
+    )  # fmt: skip
+    return out, lse
 
 
 def rotated(
@@ -166,7 +134,7 @@ def rotated(
     """q or k [B, N, H*D] after its norm and rotary embedding, in its dtype, by one kernel."""
     if weight is None and cos is None:
         return x
-    from turbo_rcm_patch.kernels.norm import norm_rotate
+    from turbo_rcm_patch.kernels.portable.norm import norm_rotate
 
     return norm_rotate(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
 
@@ -183,73 +151,47 @@ attention_forward = Operation("turbo_rcm_patch::attention_forward", _forward)
 
 
 @attention_forward.register_fake
-def _forward_fake(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    a = AttentionInputs(*args)
     # With dynamic=True a compiler makes a symbol even of the number of heads.
-    heads, out_dtype, want_lse = cast("int", args[14]), args[22], args[23]
-    assert isinstance(out_dtype, torch.dtype)
-    lse_shape = (q.shape[0], heads, q.shape[1]) if want_lse else (0,)
-    return q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
-
-
-def _sum_to(x: Tensor, like: Tensor) -> Tensor:
-    return x.sum_to_size(like.shape).to(like.dtype)
+    lse_shape = (a.q.shape[0], a.heads, a.q.shape[1]) if a.want_lse else (0,)
+    return (
+        a.q.new_empty(a.q.shape, dtype=a.out_dtype),
+        a.q.new_empty(lse_shape, dtype=torch.float32),
+    )
 
 
 @as_documented
-def _backward(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    residual: Tensor | None,
-    c_skip: Tensor | None,
-    c_out: Tensor | None,
-    norm_q: Tensor | None,
-    norm_k: Tensor | None,
-    norm_q_bias: Tensor | None,
-    norm_k_bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    kv_lengths: Tensor | None,
-    c_skip_value: float,
-    c_out_value: float,
-    heads: int,
-    causal: bool,
-    sm_scale: float,
-    eps: float,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    grads = [q.new_empty(0) for _ in range(_DIFFERENTIABLE)]
+@flattened(
+    ("d_out", "d_lse", *_FIELDS, "needs"), list[Tensor], AttentionInputs,
+    {"d_out": Tensor, "d_lse": Tensor | None, "needs": Sequence[bool]},
+)  # fmt: skip
+def _backward(d_out: Tensor, d_lse: Tensor | None, *args: Any) -> list[Tensor]:
+    *fields, needs = args
+    a = AttentionInputs(*fields)
+    grads = [a.q.new_empty(0) for _ in range(_DIFFERENTIABLE)]
     d_out = d_out.float()
-    if residual is not None and needs[3]:
-        grads[3] = (d_out * (c_skip_value if c_skip is None else c_skip.float())).to(
-            residual.dtype
-        )
-    if residual is not None and c_skip is not None and needs[4]:
-        grads[4] = _sum_to(d_out * residual.float(), c_skip)
+    if a.residual is not None and needs[3]:
+        grads[3] = (d_out * _fp32(a.skip_factor)).to(a.residual.dtype)
+    if a.residual is not None and a.c_skip is not None and needs[4]:
+        grads[4] = sum_to(d_out * a.residual.float(), a.c_skip)
     if not any(needs[:3]) and not any(needs[5:]):
         return grads
-    qh = prepare(q, heads, norm_q, norm_q_bias, cos, sin, eps)
-    kh = prepare(k, heads, norm_k, norm_k_bias, cos, sin, eps)
-    vh = split_heads(v, heads).float()
-    if c_out is not None and needs[5]:
-        out, _ = exact_attention(
-            qh, kh, vh, sm_scale=sm_scale, causal=causal, kv_lengths=kv_lengths
-        )
-        grads[5] = _sum_to(d_out * out.transpose(1, 2).flatten(2), c_out)
-    d_branch = split_heads(d_out * (c_out_value if c_out is None else c_out.float()), heads)
-    dq, dk, dv = attention_gradients(
-        d_branch, d_lse, qh, kh, vh, sm_scale=sm_scale, causal=causal, kv_lengths=kv_lengths
-    )
+    masks = {"sm_scale": a.sm_scale, "causal": a.causal, "kv_lengths": a.kv_lengths}
+    heads = (*prepared(a), split_heads(a.v, a.heads).float())
+    if a.c_out is not None and needs[5]:
+        out, _ = exact_attention(*heads, **masks)
+        grads[5] = sum_to(d_out * out.transpose(1, 2).flatten(2), a.c_out)
+    d_branch = split_heads(d_out * _fp32(a.out_factor), a.heads)
+    dq, dk, dv = attention_gradients(d_branch, d_lse, *heads, **masks)
     for i, x, weight, bias, dx in (
-        (0, q, norm_q, norm_q_bias, dq),
-        (1, k, norm_k, norm_k_bias, dk),
+        (0, a.q, a.norm_q, a.norm_q_bias, dq),
+        (1, a.k, a.norm_k, a.norm_k_bias, dk),
     ):
         if not (needs[i] or needs[6 + i] or needs[8 + i]):
             continue
         d_input, d_weight, d_bias = norm_rope_gradients(
-            dx, x, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps
+            dx, x, weight=weight, bias=bias, cos=a.cos, sin=a.sin, eps=a.eps
         )
         if needs[i]:
             grads[i] = d_input.to(x.dtype)
@@ -258,8 +200,12 @@ def _backward(
         if bias is not None and d_bias is not None and needs[8 + i]:
             grads[8 + i] = d_bias.to(bias.dtype)
     if needs[2]:
-        grads[2] = dv.transpose(1, 2).flatten(2).to(v.dtype)
+        grads[2] = dv.transpose(1, 2).flatten(2).to(a.v.dtype)
     return [g.contiguous() for g in grads]
+
+
+def _fp32(factor: float | Tensor) -> float | Tensor:
+    return factor.float() if isinstance(factor, Tensor) else factor
 
 
 attention_backward = Operation("turbo_rcm_patch::attention_backward", _backward)
@@ -277,50 +223,26 @@ def _backward_fake(d_out: Tensor, d_lse: Tensor | None, *args: object) -> list[T
     ]
 
 
-def _setup(
-    ctx: Any,
-    inputs: tuple[object, ...],
-    output: tuple[Tensor, Tensor],
-) -> None:
-    ctx.save_for_backward(*cast("tuple[Tensor | None, ...]", inputs[:13]))
-    names = (
-        "c_skip_value",
-        "c_out_value",
-        "heads",
-        "attention",
-        "pv",
-        "smooth_k",
-        "causal",
-        "sm_scale",
-        "eps",
-    )
-    ctx.numbers = dict(zip(names, inputs[13:22], strict=True))
-    ctx.want_lse = inputs[24]
+def _setup(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*cast("tuple[Tensor | None, ...]", inputs[:_TENSORS]))
+    ctx.numbers = inputs[_TENSORS:]
 
 
-def gradients_of(*arguments: Any) -> list[Tensor]:
-    """`attention_backward`, also for several cotangents at once: those come through vmap, which
-    has no rule for an operation of ours."""
+def gradients_of(
+    d_out: Tensor, d_lse: Tensor | None, inputs: AttentionInputs, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """`attention_backward`, None where no gradient is needed; also for several cotangents at once:
+    those come through vmap, which has no rule for an operation of ours."""
     run: Callable[..., list[Tensor]] = _backward if transformed() else attention_backward
-    return run(*arguments)
+    grads = run(d_out, d_lse, *inputs, list(needs))
+    return [g if need else None for g, need in zip(grads, needs, strict=True)]
 
 
 def _autograd(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:_DIFFERENTIABLE])
-    numbers = ctx.numbers
-    grads = gradients_of(
-        d_out,
-        d_lse if ctx.want_lse else None,
-        *ctx.saved_tensors,
-        numbers["c_skip_value"],
-        numbers["c_out_value"],
-        numbers["heads"],
-        numbers["causal"],
-        numbers["sm_scale"],
-        numbers["eps"],
-        needs,
-    )
-    return tuple(g if need else None for g, need in zip(grads, needs, strict=True)) + (None,) * 15
+    a = AttentionInputs(*ctx.saved_tensors, *ctx.numbers)
+    needs = ctx.needs_input_grad[:_DIFFERENTIABLE]
+    grads = gradients_of(d_out, d_lse if a.want_lse else None, a, needs)
+    return (*grads, *[None] * (len(_FIELDS) - _DIFFERENTIABLE))
 
 
 attention_forward.register_autograd(_autograd, setup_context=_setup)

@@ -15,8 +15,9 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.config import Impl, PVDType, is_number
+from turbo_rcm_patch.config import is_number
 from turbo_rcm_patch.errors import ConfigError, GradientError, HeadDimError, ShapeError
+from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
 from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_attention,
@@ -26,11 +27,12 @@ from turbo_rcm_patch.ops.checks import (
     check_same_device,
     rotary_parts,
 )
-from turbo_rcm_patch.ops.gradients import prepare
+from turbo_rcm_patch.ops.dispatch import choose_inputs
 from turbo_rcm_patch.ops.modes import as_documented, refuse_derivative
-from turbo_rcm_patch.ops.operation import Operation
+from turbo_rcm_patch.ops.operation import Operation, flattened
 from turbo_rcm_patch.ops.reference import split_heads
-from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, resolve_impl, resolve_pv
+from turbo_rcm_patch.ops.registry import prepared
+from turbo_rcm_patch.ops.spec import AttentionSpec
 
 __all__ = ["MAX_SPARSE_HEAD_DIM", "SPARSE_BLOCKS", "Sparsity", "sparse_linear_attention"]
 
@@ -81,76 +83,54 @@ class Sparsity:
         return max(1, int(self.topk * -(-n_kv // self.block_k)))
 
 
-@as_documented
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_q: Tensor | None,
-    norm_k: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    heads: int,
-    attention: str,
-    pv: str,
-    smooth_k: bool,
-    sm_scale: float,
-    eps: float,
-    count: int,
-    block_q: int,
-    block_k: int,
-    impl: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    own_pv = resolve_pv(cast("PVDType", pv), q.device, k.shape[1])
-    if attention in QMAX and resolve_impl(cast("Impl", impl), q.device) == "triton":
-        from turbo_rcm_patch.kernels.sparse_attention import sparse_linear_attention as launch
+#: The schema: the fields of an attention that these kernels have, and which keys are seen.
+_ORDER: Final = (
+    "q", "k", "v", "weight", "bias", "norm_q", "norm_k", "cos", "sin", "heads", "attention", "pv",
+    "smooth_k", "sm_scale", "eps", "count", "block_q", "block_k", "impl", "out_dtype",
+)  # fmt: skip
+_GEOMETRY: Final = {"count": int, "block_q": int, "block_k": int}
+#: What else an attention has: no skip, no mask.
+_PLAIN: Final = dict.fromkeys(AttentionInputs._fields) | {
+    "c_skip_value": 1.0, "c_out_value": 1.0, "causal": False, "want_lse": False,
+}  # fmt: skip
 
-        out: Tensor = launch(
-            q,
-            k,
-            v,
-            weight,
-            bias,
-            heads=heads,
-            norm_q=norm_q,
-            norm_k=norm_k,
-            cos=cos,
-            sin=sin,
-            eps=eps,
-            count=count,
-            block_q=block_q,
-            block_k=block_k,
-            pv=own_pv,
-            qmax=QMAX[attention],
-            smooth_k=smooth_k,
-            sm_scale=sm_scale,
-            out_dtype=out_dtype,
+
+@as_documented
+@flattened(_ORDER, Tensor, AttentionInputs, {"weight": Tensor, "bias": Tensor | None}, _GEOMETRY)
+def _forward(*args: Any) -> Tensor:
+    given = dict(zip(_ORDER, args, strict=True))
+    weight, bias = given.pop("weight"), given.pop("bias")
+    geometry = {name: given.pop(name) for name in _GEOMETRY}
+    if given["attention"] == "auto":  # over few keys of many there is nothing exact to be fast
+        given["attention"] = "int8"
+    a = choose_inputs(AttentionInputs(**_PLAIN | given))
+    if a.attention in QMAX and a.impl == "triton":
+        from turbo_rcm_patch.kernels.portable.sparse_attention import (
+            sparse_linear_attention as launch,
         )
-        return out
+
+        return launch(a, weight, bias, **geometry)
     from turbo_rcm_patch.ops import sparse_reference as reference
 
-    qh = prepare(q, heads, norm_q, None, cos, sin, eps).to(q.dtype)
-    kh = prepare(k, heads, norm_k, None, cos, sin, eps).to(k.dtype)
-    vh = split_heads(v, heads)
-    out = torch.empty(qh.shape, dtype=out_dtype, device=q.device)
-    geometry = {"block_q": block_q, "block_k": block_k}
-    for head in range(heads):  # One at a time: all of a video's in fp32 would be gigabytes.
+    dtype = a.q.dtype
+    qh, kh = (x.to(dtype) for x in prepared(a))
+    vh = split_heads(a.v, a.heads)
+    out = torch.empty(qh.shape, dtype=a.out_dtype, device=a.q.device)
+    count = geometry.pop("count")
+    for head in range(a.heads):  # One at a time: all of a video's in fp32 would be gigabytes.
         one = slice(head, head + 1)
         qf, kf, vf = (x[:, one].float() for x in (qh, kh, vh))
-        blocks = reference.block_map(qf, kf, count=count, dtype=q.dtype, **geometry)
-        if attention == "exact":
+        blocks = reference.block_map(qf, kf, count=count, dtype=dtype, **geometry)
+        if a.attention == "exact":
             sparse = reference.exact_sparse_attention(
-                qf, kf, vf, blocks, sm_scale=sm_scale, **geometry
+                qf, kf, vf, blocks, sm_scale=a.sm_scale, **geometry
             )
         else:
             sparse = reference.emulated_sparse_attention(
-                qf, kf, vf, blocks,
-                sm_scale=sm_scale, pv=own_pv, qmax=QMAX[attention], smooth_k=smooth_k, **geometry,
+                qf, kf, vf, blocks, sm_scale=a.sm_scale, pv=cast("Any", a.pv),
+                qmax=QMAX[a.attention], smooth_k=a.smooth_k, **geometry,
             )  # fmt: skip
-        out[:, one] = sparse + reference.linear_branch(qf, kf, vf, weight, bias, dtype=q.dtype)
+        out[:, one] = sparse + reference.linear_branch(qf, kf, vf, weight, bias, dtype=dtype)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -159,7 +139,7 @@ sparse_linear_forward = Operation("turbo_rcm_patch::sparse_linear_attention", _f
 
 @sparse_linear_forward.register_fake
 def _fake(q: Tensor, *args: object) -> Tensor:
-    out_dtype = args[18]
+    out_dtype = args[-1]
     assert isinstance(out_dtype, torch.dtype)
     return q.new_empty(q.shape, dtype=out_dtype)
 
@@ -259,27 +239,10 @@ def sparse_linear_attention(
     if not batch:
         return q.new_empty(q.shape, dtype=q.dtype if out_dtype is None else out_dtype)
     out: Tensor = sparse_linear_forward(
-        q,
-        k,
-        v,
-        weight,
-        bias,
-        norm_q,
-        norm_k,
-        cos,
-        sin,
-        spec.heads,
-        spec.attention,
-        spec.pv,
-        spec.smooth_k,
-        spec.scale_of(dim),
-        spec.eps,
-        sparsity.count(k.shape[1]),
-        sparsity.block_q,
-        sparsity.block_k,
-        spec.impl,
-        q.dtype if out_dtype is None else out_dtype,
-    )
+        q, k, v, weight, bias, norm_q, norm_k, cos, sin, spec.heads, spec.attention, spec.pv,
+        spec.smooth_k, spec.scale_of(dim), spec.eps, sparsity.count(k.shape[1]), sparsity.block_q,
+        sparsity.block_k, spec.impl, q.dtype if out_dtype is None else out_dtype,
+    )  # fmt: skip
     return out
 
 

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 
 from turbo_rcm_patch.ops.emulation import (
     LOG2_E,
-    mixed,
+    hadamard,
     quantized,
     rounded_v,
     sample_mean,
     softmax_pv,
 )
-from turbo_rcm_patch.ops.spec import key_block, mix_width
+from turbo_rcm_patch.ops.spec import hadamard_width, key_block
 
 __all__ = [
     "LINEAR_EPS",
@@ -211,9 +211,9 @@ def emulated_sparse_attention(
         k = k - sample_mean(k, None)
     whole = -(-n_kv // 128) * 128
     k, v = (F.pad(x.float(), (0, 0, 0, whole - n_kv)) for x in (k, v))
-    q, k = mixed(q), mixed(k)
+    q, k = hadamard(q), hadamard(k)
     q_int, q_scale = quantized(q, q.abs().amax(-1, keepdim=True), qmax)
-    q_scale = q_scale * (sm_scale * LOG2_E / mix_width(dim))
+    q_scale = q_scale * (sm_scale * LOG2_E / hadamard_width(dim))
     groups = k.view(*k.shape[:2], -1, group, k.shape[3])
     k_int, k_scale = quantized(groups, groups.abs().amax((-1, -2), keepdim=True), qmax)
     k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)

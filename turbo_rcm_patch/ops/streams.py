@@ -27,12 +27,12 @@ from turbo_rcm_patch.ops.checks import (
     check_weight,
     one_for_form,
 )
+from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.elementwise import norm_gradients, norm_in_plain_torch
 from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.projection import check_cast, project_gradients
 from turbo_rcm_patch.ops.reference import close_skip, project
-from turbo_rcm_patch.ops.spec import resolve_impl
 from turbo_rcm_patch.skip import Cast
 
 __all__ = ["norm_modulate_streams", "project_skip_streams"]
@@ -122,7 +122,7 @@ def _norm_streams(
             for x, factor, offset in zip(streams, factors, offsets, strict=True)
         ]
         return torch.cat(parts, dim=1)
-    from turbo_rcm_patch.kernels.norm import norm_modulate as launch
+    from turbo_rcm_patch.kernels.portable.norm import norm_modulate as launch
 
     together = first.new_empty(first.shape[0], sum(_lengths(streams)), first.shape[-1])
     rows = torch.split(together, _lengths(streams), dim=1)
@@ -242,7 +242,7 @@ def _project_streams(
 ) -> list[Tensor]:
     policy = cast("Cast", cast_policy)
     if resolve_impl(cast("Impl", impl), x.device) == "triton":
-        from turbo_rcm_patch.kernels.project import project_skip_streams as launch
+        from turbo_rcm_patch.kernels.portable.project import project_skip_streams as launch
 
         return launch(x, weight, bias, residuals, c_out, cast=policy)
     branch = torch.split(project(x, weight, bias), _lengths(residuals), dim=1)

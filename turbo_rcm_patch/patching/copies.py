@@ -36,7 +36,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.ops import Fingerprints
 from turbo_rcm_patch.ops.int8_linear import GROUP, scales_of_rows
-from turbo_rcm_patch.ops.modes import is_capturing, settle
+from turbo_rcm_patch.ops.modes import is_capturing, synchronize
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 
 __all__ = ["Copies"]
@@ -103,7 +103,7 @@ class _Copy:
     def release(self) -> None:
         """Give the memory back, once no stream reads it any more."""
         if self.made is not None and not is_capturing(self.made[0].device):
-            settle(self.made[0].device, every_stream=True)
+            synchronize(self.made[0].device, every_stream=True)
         self.made = self.checksums = self.prints = None
 
 
@@ -309,7 +309,7 @@ class Copies:
             checksums = None if prints is None else prints.take()
             made = self.fresh(linears)
             if keep:
-                settle(made[0].device)  # The next forward may be another stream's.
+                synchronize(made[0].device)  # The next forward may be another stream's.
         self._copies[key] = _Copy(
             made if keep else None,
             checksums,

@@ -7,12 +7,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.epilogue import close_skip
 from turbo_rcm_patch.kernels.launch import (
     LENGTHS,
     Tile,
     cdiv,
-    coefficient,
     dense_rows,
     launch,
     round_to,
@@ -20,8 +18,8 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
+from turbo_rcm_patch.kernels.portable.skip import close_skip, skip
 from turbo_rcm_patch.kernels.replay import replayed
-from turbo_rcm_patch.kernels.skip import skip
 
 __all__ = [
     "LIBRARY",
@@ -85,7 +83,7 @@ def project_kernel(
     n_tokens, c_in, c_out,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     ROUND_TO: tl.constexpr,
 ):  # fmt: skip
     """y = c_skip * residual + c_out * (x W^T + bias).
@@ -113,7 +111,7 @@ def project_kernel(
         mask_m, mask_c,
         skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
         out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
-        HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO,
+        HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
     )  # fmt: skip
     rows = (b.to(tl.int64) * n_tokens + offs_m.to(tl.int64)) * c_out
     tl.store(
@@ -182,7 +180,7 @@ def project_skip(
         EVEN_K=c_in % block_k == 0,
         PRECISION="ieee",
         ROUND_TO=round_to(cast, out_dtype if residual is None else residual.dtype),
-        **skip_arguments(residual, coefficient(c_skip, y.shape), coefficient(c_out, y.shape)),
+        **skip_arguments(residual, c_skip, c_out, y.shape),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

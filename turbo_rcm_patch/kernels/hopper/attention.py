@@ -1,14 +1,46 @@
-"""int8 attention for Hopper: warps that load and warps that compute, in Gluon.
+"""int8 attention for Hopper, in Gluon: one warp loads, three groups of four warps compute.
 
-The same arithmetic as `attention.attention_kernel`, bit for bit, for the case that matters most:
-e4m3 probabilities, no skip in the epilogue. What Triton cannot say and Gluon can: one warp loads,
-three groups of four warps take 64 rows each and share every block of k and v, so that the L2 is
-read a third as often and no load is ever waited for; sum and product of the probabilities are in
-flight together. On an H200 that is 973 TOPS where the other kernel has 828 (12 heads of 128,
-32,760 tokens). An order among the groups (FlashAttention-3's ping-pong, arXiv 2407.08608), a
+    y = softmax(q k^T) v
+
+The arithmetic is that of `portable.attention.attention_kernel`, bit for bit, for the case that
+matters most: e4m3 probabilities, no skip in the epilogue. Each group takes 64 rows, and all three
+share every block of k and v, so that the L2 is read a third as often and no load is ever waited
+for; a group's sum and product of the probabilities are in flight together. On an H200 that is
+973 TOPS where the portable kernel does 828 (12 heads of 128, 32,760 tokens).
+
+Warps, over time (k0: the first block of 128 keys; a slot has a block of k and the block of v
+before it, because both are needed at the same time):
+
+    producer   q | k0 | k1 v0 | k2 v1 | k3 v2 | ...                          STAGES slots ahead
+    group g    wait q, slot 0 | q k0 | softmax 0 | wait slot 1 | p0 ones, p0 v0 | q k1 | ...
+                                     release 0                                  release 1
+
+The three groups run free of each other; their exponentials overlap the others' products.
+
+Shared memory, for heads of D channels:
+
+    q      int8 [3, 64, D]          192 * D bytes
+    k      int8 [STAGES, 128, D]    512 * D, swizzled by min(D, 128) bytes
+    v      e4m3 [STAGES, D, 128]    512 * D, transposed, swizzled by 128 bytes
+    ones   e4m3 [8, 128]            1,024: the product with it sums rows of p
+    q_ready [1], ready [STAGES], empty [STAGES]: barriers of 8 bytes
+
+Together 154 KiB for D = 128, 77 KiB for 64: one program a multiprocessor, by its registers.
+
+Barriers:
+
+    name         arrivals   who arrives         who waits   phase of the n-th wait
+    q_ready      1 + bytes  producer, copies    groups      0, once
+    ready[slot]  1 + bytes  producer, copies    groups      n % 2
+    empty[slot]  3          groups, one each    producer    (n % 2) ^ 1: the first passes
+
+n counts the uses of that slot. A group releases slot j after q k_j: p v_(j-1), which reads the
+same slot, was complete before.
+
+Tried and not faster: an order among the groups (FlashAttention-3's ping-pong, arXiv 2407.08608), a
 second block of logits in flight, and, for 128 channels, polynomials in the place of a share of the
-exponentials were tried: none was faster. For 64 channels an eighth as polynomials is; with a
-16-bit output it is done, and not bit for bit then.
+exponentials. For 64 channels polynomials for an eighth of them are faster; they are used where the
+output has 16 bits, and the result is not bit for bit the portable kernel's then.
 """
 
 from __future__ import annotations
@@ -22,24 +54,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from turbo_rcm_patch.kernels.dependent import wait_for_previous
+from turbo_rcm_patch.kernels.hopper.common import cta_barrier, grid_dependency_wait, tma_load
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
-from turbo_rcm_patch.kernels.operands import Operands
+from turbo_rcm_patch.kernels.operands import AttentionInputs, Operands
 
-__all__ = ["HEAD_DIMS", "ROWS", "hopper_attention", "hopper_kernel"]
+__all__ = ["HEAD_DIMS", "ROWS", "hopper_attention", "hopper_kernel", "serves"]
 
 #: Head dimensions that the kernel is built for.
 HEAD_DIMS = (64, 128)
-
-# Renamed in Triton 3.8 and 3.7.
-_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 _GROUPS = gl.constexpr(3)  # groups of four warps that compute
@@ -49,7 +76,7 @@ _ONES = gl.constexpr(8)  # columns of the product that sums rows: the narrowest 
 #: 3 * 160 and the loading warp's 24 are what a multiprocessor has for 16 warps. The compiler
 #: gives the first group what is left, 168.
 _REGISTERS = gl.constexpr(160)
-_LOADER_REGISTERS = gl.constexpr(24)
+_PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 def _float(value: float) -> str:
@@ -57,7 +84,7 @@ def _float(value: float) -> str:
     return "0f" + struct.pack(">f", value).hex()
 
 
-def _exp2_by_eights() -> str:
+def _exp2_partly_polynomial() -> str:
     """PTX: 2**x of eight numbers, seven by the exponential unit and one by the FMA units.
 
     x = n + f with n whole and |f| <= 1/2, by adding and taking away 1.5 * 2**23; 2**f is a cubic
@@ -81,8 +108,8 @@ def _exp2_by_eights() -> str:
     return "\n".join(lines)
 
 
-_EXP2_BY_EIGHTS = gl.constexpr(_exp2_by_eights())
-_EIGHT_AND_EIGHT = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
+_EXP2_ASM = gl.constexpr(_exp2_partly_polynomial())
+_EXP2_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 8 + ["f"] * 8))
 
 #: Rows of a program.
 ROWS = _GROUPS.value * _BLOCK_M.value
@@ -90,7 +117,7 @@ STAGES = 4
 
 
 @gluon.jit
-def _loader(
+def _producer(
     q_desc, k_desc, v_desc, shared, bh, start_m, blocks, n_q_padded, n_kv_padded,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -103,16 +130,16 @@ def _loader(
     mbarrier.expect(q_ready, _GROUPS * _BLOCK_M * HEAD_DIM)
     for group in gl.static_range(_GROUPS):
         row = bh * n_q_padded + start_m + group * _BLOCK_M
-        _load(q_desc, [row, 0], q_ready, q_smem.index(group))
+        tma_load(q_desc, [row, 0], q_ready, q_smem.index(group))
     for j in range(0, blocks + 1):
         slot = j % STAGES
         # The phase before the first counts as complete, so the first round waits for nobody.
         mbarrier.wait(empty.index(slot), ((j // STAGES) % 2) ^ 1)
         mbarrier.expect(ready.index(slot), 2 * _BLOCK_N * HEAD_DIM)
         k_row = bh * n_kv_padded + gl.minimum(j, blocks - 1) * _BLOCK_N
-        _load(k_desc, [k_row, 0], ready.index(slot), k_smem.index(slot))
+        tma_load(k_desc, [k_row, 0], ready.index(slot), k_smem.index(slot))
         v_column = gl.maximum(j - 1, 0) * _BLOCK_N
-        _load(v_desc, [bh * HEAD_DIM, v_column], ready.index(slot), v_smem.index(slot))
+        tma_load(v_desc, [bh * HEAD_DIM, v_column], ready.index(slot), v_smem.index(slot))
 
 
 @gluon.jit
@@ -135,7 +162,7 @@ def _softmax(
         p = qk.to(gl.float32) * scale[:, None] - (m_new - P_MAX_LOG2)[:, None]
         if SHARE:
             p = gl.inline_asm_elementwise(
-                _EXP2_BY_EIGHTS, _EIGHT_AND_EIGHT, [p], dtype=gl.float32, is_pure=True, pack=8
+                _EXP2_ASM, _EXP2_CONSTRAINTS, [p], dtype=gl.float32, is_pure=True, pack=8
             )
         else:
             p = gl.exp2(p)
@@ -163,8 +190,8 @@ def _accumulate(acc, l_i, p, alpha, v_tile, ones):
 
 
 @gluon.jit
-def _group(
-    y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared, place, sizes,
+def _consumer(
+    y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared, program, sizes,
     GROUP: gl.constexpr, P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr, WANT_LSE: gl.constexpr, HAS_SHIFT: gl.constexpr,
 ):  # fmt: skip
@@ -176,7 +203,7 @@ def _group(
     # Few channels leave the exponential unit the narrowest. fp32 is for those who compare.
     share: gl.constexpr = HEAD_DIM == 64 and y_ptr.dtype.element_ty != gl.float32
     q_smem, k_smem, v_smem, ones, q_ready, ready, empty = shared
-    b, h, start_m, limit = place
+    b, h, start_m, limit = program
     n_q, n_q_padded, n_kv_padded, heads = sizes
     bh = b * heads + h
     start_m = start_m + GROUP * _BLOCK_M
@@ -284,26 +311,26 @@ def hopper_kernel(
         mbarrier.init(ready.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=_GROUPS)
     fence_async_shared()
-    _barrier()
-    wait_for_previous()
+    cta_barrier()
+    grid_dependency_wait()
     bh = b * heads + h
     blocks = (limit + _BLOCK_N - 1) // _BLOCK_N
     shared = (q_smem, k_smem, v_smem, ones, q_ready, ready, empty)
-    place = (b, h, start_m, limit)
+    program = (b, h, start_m, limit)
     sizes = (n_q, n_q_padded, n_kv_padded, heads)
     gl.warp_specialize(
         [
-            (_group, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared,
-                      place, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
-            (_group, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared,
-                      place, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
-            (_group, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared,
-                      place, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
-            (_loader, (q_desc, k_desc, v_desc, shared, bh, start_m, blocks,
+            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared,
+                      program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
+            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared,
+                      program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
+            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared,
+                      program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
+            (_producer, (q_desc, k_desc, v_desc, shared, bh, start_m, blocks,
                        n_q_padded, n_kv_padded, HEAD_DIM, STAGES)),
         ],
         [4, 4, 1],
-        [_REGISTERS, _REGISTERS, _LOADER_REGISTERS],
+        [_REGISTERS, _REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
@@ -314,6 +341,11 @@ def _layout(block: tuple[int, int], kind: str) -> gl.NVMMASharedLayout:
 
 def _descriptor(x: torch.Tensor, block: tuple[int, int], kind: str) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, list(block), _layout(block, kind))
+
+
+def serves(a: AttentionInputs) -> bool:
+    """Whether this kernel can do it: e4m3 probabilities, no skip, no causal mask."""
+    return a.pv == "fp8" and a.head_dim in HEAD_DIMS and not (a.causal or a.closes_skip)
 
 
 def hopper_attention(

@@ -1,9 +1,31 @@
-"""The linear branch's pass over the keys, for Hopper, in Gluon.
+"""The linear branch's pass over the keys for Hopper, in Gluon.
 
-The arithmetic of `linear_branch.key_value_kernel`. Tiles are copied while others are computed; a
-thread has 32 channels of a key, so that the features need two exchanges and not eight; and what is
-summed over keys, the features and k without its mean, is a product with ones, beside the product
-with v, so that nothing crosses warps in the loop.
+    matrix = phi(k)^T v,  total = sum of phi(k),  means of blocks of k without its mean
+
+The arithmetic is that of `portable.sparse_attention.key_value_kernel`. A thread has 32 channels of
+a key, so that phi, a softmax over a head's channels, needs two exchanges and not eight. What is
+summed over keys (phi, and k without its mean) is a product with ones, beside the product with v,
+so that nothing crosses warps in the loop.
+
+No warp is specialised: all D / 16 warps of a program do the same. Over time, in steps of 64 keys:
+
+    copies         k, v of step i + 3 (three steps ahead)
+    CUDA cores     phi and smoothed k of step i, while the tensor cores are at step i - 1
+    tensor cores   phi^T v, phi^T ones, smooth^T ones of step i
+
+Shared memory, for heads of D channels in 16 bits:
+
+    k_ring       [STAGES, 64, D], swizzled in pieces of 16 bytes
+    v_ring       [STAGES, 64, D], swizzled for the tensor cores
+    phi_tile     [64, D], the same
+    smooth_tile  [64, D], the same: k without its mean
+    ones         [8, 64]
+
+Together 161 KiB for D = 128 and 81 KiB for 64, with four stages.
+
+Barriers: no mbarrier. In a step `async_copy.wait_group(STAGES - 2)` waits for a thread's copies of
+its keys; `warpgroup_mma_wait(0)` for the products of the step before; the first barrier of the
+program says that nobody reads phi_tile and smooth_tile any more, the second that both are written.
 """
 
 from __future__ import annotations
@@ -19,9 +41,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from turbo_rcm_patch.kernels.hopper_tokens import copy_async
+from turbo_rcm_patch.kernels.hopper.common import copy_async, cta_barrier
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
-from turbo_rcm_patch.kernels.linear_branch import KeySums, chunks_of, empty_sums
+from turbo_rcm_patch.kernels.portable.sparse_attention import KeySums, chunks_of, empty_sums
 from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = ["hopper_key_sums", "hopper_key_value_kernel", "serves"]
@@ -31,8 +53,6 @@ _PROGRAMS = 132  # one a multiprocessor of an H100 or H200
 _STAGES = 4
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _ONES = gl.constexpr(8)  # columns of a product that sums: the narrowest there is
-
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -63,7 +83,7 @@ def hopper_key_value_kernel(
 ):  # fmt: skip
     """phi(k)^T v and the sum of phi(k) over a chunk of keys, and k's means over its blocks.
 
-    Grid: (chunks, heads, batch). Arguments as in `linear_branch.key_value_kernel`.
+    Grid: (chunks, heads, batch). Arguments as in `sparse_attention.key_value_kernel`.
     """
     chunk = gl.program_id(0)
     h = gl.program_id(1)
@@ -71,7 +91,7 @@ def hopper_key_value_kernel(
     warps: gl.constexpr = D // 16
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [warps, 1], [1, 0])
-    # As `hopper_tokens.own_layout`, for fewer warps.
+    # As `prologue.own_layout`, for fewer warps.
     own: gl.constexpr = gl.BlockedLayout([1, 32], [1024 // D, D // 32], [warps, 1], [0, 1])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, D, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, _ONES, 16])
@@ -126,14 +146,14 @@ def hopper_key_value_kernel(
             if part == 0:  # noqa: SIM102 (decided when compiled)
                 if block > first:
                     _store_pooled(pooled, k_pooled_ptr, block - 1, n_kv, BLOCK_K)
-            _barrier()
+            cta_barrier()
             phi_tile.store(phi)
             smooth_tile.store(smooth)
             ahead = step + STAGES - 1
             slot = ahead % STAGES
             _copy(rings, slot, pointers, strides, ahead * T + rows, left, D, wide)
             fence_async_shared()
-            _barrier()
+            cta_barrier()
             features = phi_tile.permute((1, 0))
             column = ones.permute((1, 0))
             matrix = warpgroup_mma(features, v_ring.index(stage), matrix, is_async=True)

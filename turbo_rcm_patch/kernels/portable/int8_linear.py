@@ -12,13 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.epilogue import close_skip, gelu_tanh
 from turbo_rcm_patch.kernels.gluon import ran_on_hopper
 from turbo_rcm_patch.kernels.launch import (
     LENGTHS,
     Tile,
     cdiv,
-    coefficient,
     descriptor,
     launch,
     round_to,
@@ -26,8 +24,9 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
+from turbo_rcm_patch.kernels.portable.rows import ALIGNED, Rows
+from turbo_rcm_patch.kernels.portable.skip import close_skip, gelu_tanh
 from turbo_rcm_patch.kernels.replay import replayed
-from turbo_rcm_patch.kernels.rows import ALIGNED, Rows
 
 __all__ = ["WIDE", "int8_linear", "int8_linear_kernel"]
 
@@ -96,7 +95,7 @@ def _product_tile(
 
 
 @triton.jit
-def _finish(
+def _epilogue(
     acc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
     residual_stride_b, residual_stride_n,
     skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
@@ -104,7 +103,7 @@ def _finish(
     b, start_m, start_c, n_tokens, c_out,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     ROUND_TO: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Scale a tile of products (GROUPED: the weight's scales are in them), add the bias, activate,
@@ -128,7 +127,7 @@ def _finish(
         mask_m, mask_c,
         skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
         out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
-        HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO,
+        HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
     )  # fmt: skip
     rows = (first + offs_m) * c_out
     tl.store(
@@ -146,9 +145,9 @@ def int8_linear_kernel(
     out_value, out_stride_b, out_stride_n, out_stride_c,
     n_tokens, channels, c_out, tiles, w_scale_stride_c, w_scale_stride_k,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    HALVES: tl.constexpr, PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    EPILOGUE_SUBTILE: tl.constexpr, PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     ROUND_TO: tl.constexpr, GROUPED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """y = c_skip * residual + c_out * gelu((x W^T) * x_scale * w_scale + bias).
@@ -159,10 +158,10 @@ def int8_linear_kernel(
     y [B, N, Cout] dense; x int8 [B * N, K], weight int8 [Cout, K]: pointers to dense memory, or
     descriptors (DESCRIPTORS); x_scale [B, N] and w_scale [Cout] fp32, or [Cout, groups
     of BLOCK_K channels] (GROUPED), or [groups of BLOCK_K rows, groups of BLOCK_K channels]
-    (BLOCKS too); bias [Cout]; residual [B, N, Cout]. HALVES: columns are finished in two halves,
-    which need fewer registers.
+    (BLOCKS too); bias [Cout]; residual [B, N, Cout]. EPILOGUE_SUBTILE: columns are finished in
+    two halves, which need fewer registers.
     """
-    WIDTH: tl.constexpr = BLOCK_C // 2 if HALVES else BLOCK_C
+    WIDTH: tl.constexpr = BLOCK_C // 2 if EPILOGUE_SUBTILE else BLOCK_C
     blocks_m, blocks_c = tl.cdiv(n_tokens, BLOCK_M), tl.cdiv(c_out, BLOCK_C)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
         b = tile // (blocks_m * blocks_c)
@@ -178,16 +177,16 @@ def int8_linear_kernel(
             BLOCK_M, BLOCK_C, BLOCK_K, EVEN_K, DESCRIPTORS, GROUPED, BLOCKS,
         )  # fmt: skip
         parts = (acc,)
-        if HALVES:
+        if EPILOGUE_SUBTILE:
             parts = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, WIDTH]), [0, 2, 1]))
         for part in tl.static_range(BLOCK_C // WIDTH):
-            _finish(
+            _epilogue(
                 parts[part], y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
                 residual_ptr, skip_ptr, out_ptr, residual_stride_b, residual_stride_n,
                 skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
                 out_value, out_stride_b, out_stride_n, out_stride_c,
                 b, start_m, start_c + part * WIDTH, n_tokens, c_out, BLOCK_M, WIDTH,
-                HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO, GROUPED,
+                HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO, GROUPED,
             )  # fmt: skip
 
 
@@ -219,14 +218,14 @@ def int8_linear(
     out_dtype: torch.dtype,
     tile: Tile | None = None,
     block_k: int | None = None,
-    halves: bool | None = None,
+    epilogue_subtile: bool | None = None,
     persistent: bool = False,
 ) -> torch.Tensor:
     """x [B, N, K] in int8 rows, weight int8 [Cout, K], its scale [Cout] or [Cout, groups of 128
     channels] or [groups of 128 rows, groups of 128 channels], residual [B, N, Cout].
 
-    `tile`, `block_k`, `halves` and `persistent` override what was chosen, for tuning, and keep
-    to the portable kernel.
+    `tile`, `block_k`, `epilogue_subtile` and `persistent` override what was chosen, for tuning,
+    and keep to the portable kernel.
     """
     batch, n_tokens, channels = x.int8.shape  # channels are padded
     features = weight.shape[0]
@@ -242,25 +241,25 @@ def int8_linear(
         return y  # A descriptor of no rows is refused.
     # A hardware copy wants memory that begins at a multiple of 16 bytes; a slice may not.
     descriptors = target.descriptors and weight.data_ptr() % ALIGNED == 0
-    untouched = tile is None and block_k is None and halves is None and not persistent
-    name = "hopper_linear_blocks" if blocks else "hopper_linear"
+    untouched = tile is None and block_k is None and epilogue_subtile is None and not persistent
 
     def on_hopper(own: ModuleType) -> None:
-        getattr(own, name)(
+        own.hopper_linear(
             y, x, weight, weight_scale.contiguous(), None if bias is None else bias.contiguous(),
             residual, c_skip, c_out, gelu=gelu, cast=cast,
         )  # fmt: skip
 
     hopper = untouched and wide and grouped == blocks and descriptors and target == ("cuda", 90)
-    if hopper and ran_on_hopper(name, "int8 linear", on_hopper):
+    what = "int8 linear with a scale per block" if blocks else "int8 linear"
+    if hopper and ran_on_hopper("int8_linear", what, on_hopper):
         return y
     if tile is None:
         tile = tile_for("int8_linear", "wide" if wide else "small", target)
         if grouped and _crowded(tile):  # Two sums a value: the integers' and their scaled total.
             tile = tile._replace(warps=2 * tile.warps)
     block_k = BLOCK_K if block_k is None or grouped else block_k
-    if halves is None:
-        halves = residual is not None and _crowded(tile)
+    if epilogue_subtile is None:
+        epilogue_subtile = residual is not None and _crowded(tile)
     if not grouped:
         weight_scale = weight_scale.contiguous()
     elif not blocks:  # The scales of a group side by side, as they are read.
@@ -290,7 +289,7 @@ def int8_linear(
         BLOCK_C=tile.block_n,
         BLOCK_K=block_k,
         GROUP_M=8,
-        HALVES=halves,
+        EPILOGUE_SUBTILE=epilogue_subtile,
         PERSISTENT=persistent,
         DESCRIPTORS=descriptors,
         EVEN_K=channels % block_k == 0,
@@ -299,7 +298,7 @@ def int8_linear(
         GROUPED=grouped,
         BLOCKS=blocks,
         ROUND_TO=round_to(cast, out_dtype if residual is None else residual.dtype),
-        **skip_arguments(residual, coefficient(c_skip, y.shape), coefficient(c_out, y.shape)),
+        **skip_arguments(residual, c_skip, c_out, y.shape),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -15,13 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.epilogue import close_skip
 from turbo_rcm_patch.kernels.gluon import ran_on_hopper
 from turbo_rcm_patch.kernels.launch import (
     LENGTHS,
     Tile,
     cdiv,
-    coefficient,
     descriptor,
     launch,
     pad_head,
@@ -30,8 +28,9 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.kernels.operands import Operands
-from turbo_rcm_patch.kernels.quantize import quantize
+from turbo_rcm_patch.kernels.operands import AttentionInputs, Operands
+from turbo_rcm_patch.kernels.portable.prologue import quantize
+from turbo_rcm_patch.kernels.portable.skip import close_skip
 from turbo_rcm_patch.kernels.replay import keep_for_replay, replayed
 
 __all__ = [
@@ -43,6 +42,7 @@ __all__ = [
     "ones_for",
     "over_block",
     "over_keys",
+    "variant_of",
 ]
 
 #: log2 of the largest P: e4m3 uses its whole range, fp16 stays clear of its subnormals.
@@ -53,7 +53,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _permute_keys(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Reorder keys within groups of 32 as `values.value_block` stored v."""
+    """Reorder keys within groups of 32 as `prologue.value_block` stored v."""
     p = tl.reshape(p, [BLOCK_M, BLOCK_N // 32, 2, 2, 4, 2])
     p = tl.permute(p, [0, 1, 2, 4, 3, 5])
     return tl.reshape(p, [BLOCK_M, BLOCK_N])
@@ -231,7 +231,7 @@ def attention_kernel(
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     WANT_LSE: tl.constexpr, HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
     """y = c_skip * residual + c_out * softmax(q k^T) v.
@@ -262,7 +262,7 @@ def attention_kernel(
         out, residual_ptr, residual_stride_b, residual_stride_n, b, offs_m, offs_c, mask_m, mask_d,
         skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
         out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
-        HAS_RESIDUAL, SKIP_FORM, OUT_FORM, None,
+        HAS_RESIDUAL, SKIP_KIND, OUT_KIND, None,
     )  # fmt: skip
     rows = (b.to(tl.int64) * n_q + offs_m.to(tl.int64)) * (heads * HEAD_DIM)
     tl.store(
@@ -294,12 +294,15 @@ def ones_for(device: torch.device) -> torch.Tensor:
     return kept
 
 
-def attention_arguments(
-    operands: Operands, tile: Tile, *, head_dim: int, pv: str, causal: bool
-) -> dict[str, object]:
+def variant_of(a: AttentionInputs) -> str:
+    """The name of an attention in the tables of tiles."""
+    return f"{'fp8' if a.pv == 'fp8' else '16bit'}_{pad_head(a.head_dim)}"
+
+
+def attention_arguments(a: AttentionInputs, operands: Operands, tile: Tile) -> dict[str, object]:
     """What `attend` takes by name."""
     queries, keys, values, v = operands[:4]
-    keys_a_scale = scale_block(head_dim)
+    keys_a_scale = scale_block(a.head_dim)
     block_n = min(tile.block_n, keys_a_scale)
     # Only the e4m3 path has every operand in a layout of ours.
     q_src, k_src = queries.int8, keys.int8
@@ -328,15 +331,15 @@ def attention_arguments(
         "n_q_padded": n_q_padded,
         "n_kv_padded": n_kv_padded,
         "heads": heads,
-        "P_MAX_LOG2": P_SHIFT[pv],
-        "HEAD_DIM": head_dim,
+        "P_MAX_LOG2": P_SHIFT[a.pv],
+        "HEAD_DIM": a.head_dim,
         "HEAD_PAD": head_pad,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": block_n,
         "SCALE_BLOCK": keys_a_scale,
         "FP8": values is not None,
         "DESCRIPTORS": descriptors,
-        "CAUSAL": causal,
+        "CAUSAL": a.causal,
         "HAS_LENGTHS": operands.lengths is not None,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
@@ -345,78 +348,45 @@ def attention_arguments(
 
 @replayed
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    heads: int,
-    residual: torch.Tensor | None,
-    c_skip: float | torch.Tensor,
-    c_out: float | torch.Tensor,
-    norm_q: torch.Tensor | None,
-    norm_k: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    kv_lengths: torch.Tensor | None,
-    pv: str,
-    qmax: int,
-    smooth_k: bool,
-    causal: bool,
-    sm_scale: float,
-    eps: float,
-    out_dtype: torch.dtype,
-    want_lse: bool,
-    norm_q_bias: torch.Tensor | None = None,
-    norm_k_bias: torch.Tensor | None = None,
-    tile: Tile | None = None,
+    inputs: AttentionInputs, *, tile: Tile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """c_skip * residual + c_out * softmax(sm_scale * q k^T) v, and the logsumexp if wanted.
+    """The attention with its skip, and the logsumexp if wanted.
 
-    q [B, Nq, H*D], k and v [B, Nk, H*D], residual [B, Nq, H*D]; see `ops.attention_skip`. `tile`
-    overrides the table, for tuning.
+    Args:
+        inputs: With "int8" or "int4", and its pv chosen.
+        tile: In the place of the table's, for tuning: the portable kernel's then.
     """
-    batch, n_q, channels = q.shape
-    head_dim = channels // heads
-    target = target_of(q.device)
-    operands = quantize(
-        q, k, v, heads=heads, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin,
-        kv_lengths=kv_lengths, pv=pv, qmax=qmax, smooth_k=smooth_k, sm_scale=sm_scale, eps=eps,
-        norm_q_bias=norm_q_bias, norm_k_bias=norm_k_bias,
-        want_lse=want_lse,
-    )  # fmt: skip
-    y = torch.empty(batch, n_q, channels, dtype=out_dtype, device=q.device)
+    a = inputs
+    batch, n_q, channels = a.q.shape
+    target = target_of(a.q.device)
+    operands = quantize(a)
+    y = torch.empty(batch, n_q, channels, dtype=a.out_dtype, device=a.q.device)
     lse = None
-    if want_lse:
-        lse = torch.empty(batch, heads, n_q, dtype=torch.float32, device=q.device)
-    plain = tile is None and residual is None and not causal and _is_one(c_out)
+    if a.want_lse:
+        lse = torch.empty(batch, a.heads, n_q, dtype=torch.float32, device=a.q.device)
 
     def on_hopper(own: ModuleType) -> bool:
-        if head_dim not in own.HEAD_DIMS:
+        if not own.serves(a):
             return False
-        own.hopper_attention(y, lse, operands, P_SHIFT[pv])
+        own.hopper_attention(y, lse, operands, P_SHIFT[a.pv])
         return True
 
-    hopper = plain and pv == "fp8" and target == ("cuda", 90)
-    if hopper and ran_on_hopper("hopper", "attention", on_hopper):
+    hopper = target == ("cuda", 90) and tile is None
+    if hopper and ran_on_hopper("attention", "attention", on_hopper):
         return y, lse
     if tile is None:
-        variant = f"{'fp8' if pv == 'fp8' else '16bit'}_{pad_head(head_dim)}"
-        tile = tile_for("attention", variant, target)
+        tile = tile_for("attention", variant_of(a), target)
     shift = operands.queries.shift
     launch(
         attention_kernel,
-        (cdiv(n_q, tile.block_m), heads, batch),
-        q.device,
+        (cdiv(n_q, tile.block_m), a.heads, batch),
+        a.q.device,
         y_ptr=y,
         lse_ptr=lse,
         shift_ptr=shift,
-        WANT_LSE=want_lse,
+        WANT_LSE=a.want_lse,
         HAS_SHIFT=shift is not None,
-        **skip_arguments(residual, coefficient(c_skip, y.shape), coefficient(c_out, y.shape)),
-        **attention_arguments(operands, tile, head_dim=head_dim, pv=pv, causal=causal),
+        **skip_arguments(a.residual, a.skip_factor, a.out_factor, y.shape),
+        **attention_arguments(a, operands, tile),
     )
     return y, lse
-
-
-def _is_one(value: float | torch.Tensor) -> bool:
-    return not isinstance(value, torch.Tensor) and value == 1.0

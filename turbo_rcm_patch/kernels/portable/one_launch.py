@@ -18,22 +18,21 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_rcm_patch.kernels.attention import attend, attention_arguments
-from turbo_rcm_patch.kernels.epilogue import close_skip
 from turbo_rcm_patch.kernels.launch import (
     LENGTHS,
     Tile,
-    coefficient,
     dense_rows,
     launch,
-    pad_head,
     round_to,
     skip_arguments,
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.kernels.project import project_tile
-from turbo_rcm_patch.kernels.quantize import quantize
+from turbo_rcm_patch.kernels.operands import AttentionInputs
+from turbo_rcm_patch.kernels.portable.attention import attend, attention_arguments, variant_of
+from turbo_rcm_patch.kernels.portable.project import project_tile
+from turbo_rcm_patch.kernels.portable.prologue import quantize
+from turbo_rcm_patch.kernels.portable.skip import close_skip
 from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = ["attention_project_skip", "one_launch_kernel"]
@@ -54,7 +53,7 @@ def one_launch_kernel(
     BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SKIP_FORM: tl.constexpr, OUT_FORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     ROUND_TO: tl.constexpr,
 ):  # fmt: skip
     """y = c_skip * residual + c_out * (softmax(q k^T) v W^T + bias).
@@ -101,7 +100,7 @@ def one_launch_kernel(
                 mask_m, mask_c,
                 skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
                 out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
-                HAS_RESIDUAL, SKIP_FORM, OUT_FORM, ROUND_TO,
+                HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
             )  # fmt: skip
             tl.store(
                 y_ptr + row * c_out + rows * c_out + offs_c[None, :],
@@ -112,59 +111,33 @@ def one_launch_kernel(
 
 @replayed
 def attention_project_skip(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    inputs: AttentionInputs,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
-    heads: int,
-    residual: torch.Tensor | None,
-    c_skip: float | torch.Tensor,
-    c_out: float | torch.Tensor,
-    norm_q: torch.Tensor | None,
-    norm_k: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    kv_lengths: torch.Tensor | None,
-    pv: str,
-    qmax: int,
-    smooth_k: bool,
-    causal: bool,
-    sm_scale: float,
-    eps: float,
     cast: str,
-    out_dtype: torch.dtype,
-    norm_q_bias: torch.Tensor | None = None,
-    norm_k_bias: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """See `ops.attention_project_skip`; `tile` overrides the table, for tuning."""
-    batch, n_q, channels = q.shape
+    """The attention, its projection by weight [Cout, H*D] and bias [Cout], and the skip
+    [B, Nq, Cout]; `tile` overrides the table, for tuning."""
+    a = inputs
+    batch, n_q, channels = a.q.shape
     features = weight.shape[0]
-    target = target_of(q.device)
+    target = target_of(a.q.device)
     if tile is None:
-        variant = f"{'fp8' if pv == 'fp8' else '16bit'}_{pad_head(channels // heads)}"
-        tile = tile_for("one_launch", variant, target)
+        tile = tile_for("one_launch", variant_of(a), target)
     blocks = triton.cdiv(n_q, tile.block_m)
-    counters = torch.empty(batch, blocks, dtype=torch.int32, device=q.device)
-    operands = quantize(
-        q, k, v, heads=heads, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin,
-        kv_lengths=kv_lengths, pv=pv, qmax=qmax, smooth_k=smooth_k, sm_scale=sm_scale, eps=eps,
-        norm_q_bias=norm_q_bias, norm_k_bias=norm_k_bias,
-        counters=counters, counter_rows=tile.block_m,
-    )  # fmt: skip
-    arguments = attention_arguments(
-        operands, tile, head_dim=channels // heads, pv=pv, causal=causal
-    )
+    counters = torch.empty(batch, blocks, dtype=torch.int32, device=a.q.device)
+    operands = quantize(a, counters=counters, counter_rows=tile.block_m)
+    arguments = attention_arguments(a, operands, tile)
     weight = dense_rows(weight)
-    block_k = 32 if q.dtype == torch.float32 else 64
-    attended = torch.empty(batch, n_q, channels, dtype=q.dtype, device=q.device)
-    y = torch.empty(batch, n_q, features, dtype=out_dtype, device=q.device)
+    block_k = 32 if a.q.dtype == torch.float32 else 64
+    attended = torch.empty(batch, n_q, channels, dtype=a.q.dtype, device=a.q.device)
+    y = torch.empty(batch, n_q, features, dtype=a.out_dtype, device=a.q.device)
     launch(
         one_launch_kernel,
-        (heads, blocks, batch),
-        q.device,
+        (a.heads, blocks, batch),
+        a.q.device,
         y_ptr=y,
         attended_ptr=attended,
         counter_ptr=counters,
@@ -177,8 +150,8 @@ def attention_project_skip(
         HAS_BIAS=bias is not None,
         EVEN_K=channels % block_k == 0,
         PRECISION="ieee",
-        ROUND_TO=round_to(cast, out_dtype if residual is None else residual.dtype),
-        **skip_arguments(residual, coefficient(c_skip, y.shape), coefficient(c_out, y.shape)),
+        ROUND_TO=round_to(cast, a.out_dtype if a.residual is None else a.residual.dtype),
+        **skip_arguments(a.residual, a.skip_factor, a.out_factor, y.shape),
         **arguments,
     )
     return y

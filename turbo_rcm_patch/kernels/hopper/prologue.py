@@ -1,7 +1,29 @@
-"""What stands before the attention kernel, for Hopper, in Gluon: the same two launches.
+"""The prologue of the attention for Hopper, in Gluon: q and k as int8, v as e4m3, in two launches.
 
-The arithmetic of `prologue`, for 16-bit rows that begin at multiples of 16 bytes and heads of 64
-or 128 channels; see `hopper_tokens` for what is different.
+The arithmetic is that of `portable.prologue`, for 16-bit rows that begin at multiples of 16 bytes
+and heads of 64 or 128 channels. Memory wants neighbouring threads at neighbouring addresses; norm,
+rotary pairs and the Hadamard matrix want 32 neighbouring channels in one thread. So a tile is
+copied to shared memory as memory wants it, read from there as the arithmetic wants it, and goes
+back the same way as int8. The portable kernels read with a thread's share in mind, at a stride of
+64 bytes, and pay for it with four times the transactions.
+
+`hopper_statistics_kernel` writes partial sums of a sample of k and channel maxima of v;
+`hopper_prologue_kernel` is its dependent launch (PDL) and waits for them only where it reads them.
+No warp is specialised: all eight warps of a program do the same. Over time, per head:
+
+    copies     head 0 | head 1       | head 2       | ...          asynchronous, one head ahead
+    warps             | head 0: norm, rotate, (wait for the mean), Hadamard, int8 | head 1 ...
+
+Shared memory of a program, for T tokens (128 of k, 8,192 / D of q) of D channels:
+
+    tile      16 bits [T, D], swizzled in pieces of 16 bytes: a head as read
+    out       int8 [T, D], the same: a head as written
+    cos, sin  fp32 [T, D / 2] each, with a rotary embedding: the same for every head
+
+At most 112 KiB (D = 128 with a rotary embedding), so that two programs share a multiprocessor.
+
+Barriers: none of its own. `async_copy.wait_group(0)` waits for a thread's copies; Gluon puts a
+barrier of the program between a write to shared memory and another thread's read of it.
 """
 
 from __future__ import annotations
@@ -13,38 +35,269 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.core import PropagateNan
 
-from turbo_rcm_patch.kernels.dependent import let_next_begin, wait_for_previous
-from turbo_rcm_patch.kernels.heads import spread_width
-from turbo_rcm_patch.kernels.hopper_tokens import (
-    allocate,
-    copy_rows,
-    keep_tables,
-    own_layout,
-    read_rows,
-    rotated,
-    row_rms,
-    token_block,
-    wide_layout,
+from turbo_rcm_patch.kernels.hopper.common import (
+    copy_async,
+    grid_dependency_wait,
+    launch_dependents,
 )
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
-from turbo_rcm_patch.kernels.operands import NORM_ACROSS, Prologue
-from turbo_rcm_patch.kernels.prologue import AMAX_CHUNKS, LOG2_E
+from turbo_rcm_patch.kernels.operands import NORM_ACROSS, QMAX, Prologue
+from turbo_rcm_patch.kernels.portable.prologue import AMAX_CHUNKS, LOG2_E, hadamard_width
 
 __all__ = [
     "HEAD_DIMS",
+    "allocate",
+    "copy_async",
+    "copy_rows",
     "hopper_prologue_kernel",
     "hopper_statistics_kernel",
+    "keep_tables",
+    "own_layout",
+    "read_rows",
+    "rotated",
+    "row_rms",
     "run_hopper_prologue",
     "serves",
+    "token_block",
+    "wide_layout",
 ]
+
+
+_TINY = gl.constexpr(2.0**-100)  # as `portable.prologue.TINY`
+_MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
+_ALL = gl.constexpr(PropagateNan.ALL)
+
+
+@gluon.jit
+def read_rows(ptr, rows, count, stride, D: gl.constexpr, layout: gl.constexpr):
+    """Rows [T] of D channels, 0 from row `count` on, in `layout`.
+
+    Rows are counted from ptr, so that 32 bits hold what is added to it.
+    """
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    at = rows[:, None] * stride + offs_d[None, :]
+    return gl.load(ptr + at, mask=(rows < count)[:, None], other=0.0)
+
+
+@gluon.jit
+def _squares(x, T: gl.constexpr, D: gl.constexpr):
+    """Sums of squares [T, D / 8]: of what a thread has of a row."""
+    x = x.to(gl.float32)
+    return gl.sum((x * x).reshape([T, D // 8, 8]), axis=2)
+
+
+@gluon.jit
+def row_rms(
+    ptr, rows, count, stride, eps,
+    CHANNELS: gl.constexpr, T: gl.constexpr, D: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """1 / rms of whole rows, [T]. Two heads are under way at a time."""
+    heads: gl.constexpr = CHANNELS // D
+    total = _squares(read_rows(ptr, rows, count, stride, D, layout), T, D)
+    for pair in range(0, (heads - 1) // 2):
+        at = ptr + (2 * pair + 1) * D
+        one = read_rows(at, rows, count, stride, D, layout)
+        other = read_rows(at + D, rows, count, stride, D, layout)
+        total += _squares(one, T, D)
+        total += _squares(other, T, D)
+    if heads % 2 == 0:
+        total += _squares(read_rows(ptr + (heads - 1) * D, rows, count, stride, D, layout), T, D)
+    return 1.0 / gl.sqrt(gl.sum(total, axis=1) / CHANNELS + eps)
+
+
+@gluon.constexpr_function
+def own_layout(D):
+    """32 neighbouring channels a thread; the threads of a row are 8 (or 16) lanes apart, so that
+    neighbouring lanes, in different rows, meet different banks of swizzled shared memory."""
+    return gl.BlockedLayout([1, 32], [1024 // D, D // 32], [8, 1], [0, 1])
+
+
+@gluon.constexpr_function
+def wide_layout(D, bytes_each):
+    """16 bytes a thread, neighbours at neighbouring addresses."""
+    each = 16 // bytes_each
+    return gl.BlockedLayout([1, each], [32 * each // D, D // each], [8, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _swizzled(bytes_each):
+    """Shared memory in which pieces of 16 bytes change places with the row."""
+    return gl.SwizzledSharedLayout(16 // bytes_each, 1, 8, [1, 0])
+
+
+@gluon.jit
+def copy_rows(tile, ptr, rows, count, stride, D: gl.constexpr):
+    """Start to copy rows [T] of D 16-bit channels, 0 from row `count` on, into shared memory."""
+    offs_d = gl.arange(0, D, gl.SliceLayout(0, wide_layout(D, 2)))
+    at = rows[:, None] * stride + offs_d[None, :]
+    copy_async(tile, ptr + at, mask=(rows < count)[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def keep_tables(cos_ptr, sin_ptr, count, stride, tables, T: gl.constexpr, D: gl.constexpr):
+    """cos of even and sin of odd channels of T tokens into shared memory, for every head."""
+    layout: gl.constexpr = wide_layout(D, 4)
+    rows = gl.arange(0, T, gl.SliceLayout(1, layout))
+    cos, _ = read_rows(cos_ptr, rows, count, stride, D, layout).reshape([T, D // 2, 2]).split()
+    tables[0].slice(0, T).store(cos.to(gl.float32))
+    _, sin = read_rows(sin_ptr, rows, count, stride, D, layout).reshape([T, D // 2, 2]).split()
+    tables[1].slice(0, T).store(sin.to(gl.float32))
+
+
+@gluon.jit
+def rotated(
+    x, rms, weight_ptr, bias_ptr, h, left, tables, eps,
+    T: gl.constexpr, D: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
+):  # fmt: skip
+    """x [T, D] in fp32, one head, normalised and rotated; rms [T] (NORM 1).
+
+    Rows from `left` on, 0 in x and in the tables, stay 0. NORM as in `operands`.
+    """
+    own: gl.constexpr = x.type.layout
+    x = x.to(gl.float32)
+    if NORM == 3:  # layer norm
+        x = x - (gl.sum(x, axis=1) / D)[:, None]
+    if NORM >= 2:  # per head
+        rms = 1.0 / gl.sqrt(gl.sum(x * x, axis=1) / D + eps)
+    if NORM != 0:
+        offs_d = gl.arange(0, D, gl.SliceLayout(0, own))
+        first = h * D if NORM == 1 else 0
+        w = gl.load(weight_ptr + first + offs_d)
+        x = x * rms[:, None] * w.to(gl.float32)[None, :]
+        if NORM == 3:
+            x = x + gl.load(bias_ptr + offs_d).to(gl.float32)[None, :]
+            if not ROPE:
+                rows = gl.arange(0, T, gl.SliceLayout(1, own))
+                x = gl.where((rows < left)[:, None], x, 0.0)
+    if ROPE:
+        even, odd = x.reshape([T, D // 2, 2]).split()
+        cos = tables[0].slice(0, T).load(even.type.layout)
+        sin = tables[1].slice(0, T).load(even.type.layout)
+        x = gl.join(even * cos - odd * sin, even * sin + odd * cos).reshape([T, D])
+        x = gl.convert_layout(x, own, assert_trivial=True)
+    return x
+
+
+@gluon.jit
+def _hadamard(x, T: gl.constexpr, D: gl.constexpr):
+    """`portable.prologue.hadamard`, stage for stage."""
+    own: gl.constexpr = x.type.layout
+    x = x.reshape([T, D // 32, 2, 2, 2, 2, 2])
+    for _ in gl.static_range(5):
+        one, other = x.split()
+        x = gl.join(one + other, one - other).permute([0, 1, 6, 2, 3, 4, 5])
+    if D == 64:
+        x = x.reshape([T, 2, 32])
+        total = gl.sum(x, axis=1)[:, None, :]
+        second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout)))
+        x = gl.where(second[None, :, None] == 1, total - 2.0 * x, total + 0.0 * x)
+    return gl.convert_layout(x.reshape([T, D]), own, assert_trivial=True)
+
+
+@gluon.jit
+def _larger(x, y):
+    """The larger, or NaN: a NaN in x becomes a NaN scale, not a zero."""
+    return gl.maximum(x, y, propagate_nan=_ALL)
+
+
+@gluon.jit
+def _mean(mean_ptr, bh, count, D: gl.constexpr, MEANS: gl.constexpr, layout: gl.constexpr):
+    """The mean of a head of k, [D] in `layout`, from MEANS partial sums over `count` tokens."""
+    at = mean_ptr + bh * (MEANS * D) + gl.arange(0, D, gl.BlockedLayout([1], [32], [8], [0]))
+    total = gl.load(at)
+    for i in gl.static_range(1, MEANS):
+        total += gl.load(at + i * D)
+    return gl.convert_layout(total / count, layout)
+
+
+@gluon.jit
+def allocate(dtype: gl.constexpr, T: gl.constexpr, D: gl.constexpr, ROPE: gl.constexpr):
+    """Shared memory of a program: a tile as read, a tile of int8, cos and sin."""
+    tile = gl.allocate_shared_memory(dtype, [T, D], _swizzled(2))
+    out = gl.allocate_shared_memory(gl.int8, [T, D], _swizzled(1))
+    cos, sin = tile, tile
+    if ROPE:
+        cos = gl.allocate_shared_memory(gl.float32, [T, D // 2], _swizzled(4))
+        sin = gl.allocate_shared_memory(gl.float32, [T, D // 2], _swizzled(4))
+    return tile, out, cos, sin
+
+
+@gluon.jit
+def token_block(
+    block, part, group, b, limit, count, shared,
+    x_ptr, int8_ptr, scale_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr,
+    stride_b, stride_n, n_padded, eps, factor, shift_factor,
+    T: gl.constexpr, CHANNELS: gl.constexpr, D: gl.constexpr, QMAX: gl.constexpr,
+    MEANS: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
+    KEYS: gl.constexpr, SUBTRACT: gl.constexpr, SHIFT: gl.constexpr,
+):  # fmt: skip
+    """T tokens of `group` heads as int8: `key_block` (KEYS) or `query_block`."""
+    heads: gl.constexpr = CHANNELS // D
+    wide: gl.constexpr = wide_layout(D, 2)
+    own: gl.constexpr = own_layout(D)
+    narrow: gl.constexpr = wide_layout(D, 1)
+    tile = shared[0].slice(0, T)
+    out = shared[1].slice(0, T)
+    tables = (shared[2], shared[3])
+    rows = gl.arange(0, T, gl.SliceLayout(1, wide))
+    own_rows = gl.arange(0, T, gl.SliceLayout(1, own))
+    start = block * T
+    left = limit - start
+    out_rows = gl.arange(0, T, gl.SliceLayout(1, narrow))[:, None] * D
+    out_rows += gl.arange(0, D, gl.SliceLayout(0, narrow))[None, :]
+    base = x_ptr + b.to(gl.int64) * stride_b + start.to(gl.int64) * stride_n
+    first = part * group
+    last = gl.minimum(first + group, heads) - 1
+    copy_rows(tile, base + first * D, rows, left, stride_n, D)
+    if ROPE:
+        at = start.to(gl.int64) * D
+        keep_tables(cos_ptr + at, sin_ptr + at, left, D, tables, T, D)
+    rms = 0.0
+    if NORM == 1:
+        rms = row_rms(base, rows, left, stride_n, eps, CHANNELS, T, D, wide)
+        rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
+    if SUBTRACT or SHIFT:
+        grid_dependency_wait()  # the mean
+    for h in range(first, last + 1):
+        async_copy.wait_group(0)
+        x = tile.load(own)
+        # The next head is copied while this one is computed.
+        following = gl.where(h < last, left, 0)
+        copy_rows(tile, base + (h + 1) * D, rows, following, stride_n, D)
+        x = rotated(x, rms, weight_ptr, bias_ptr, h, left, tables, eps, T, D, NORM, ROPE)
+        bh = b.to(gl.int64) * heads + h
+        if SUBTRACT:
+            mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
+            x = gl.where((own_rows < left)[:, None], x - mean[None, :], 0.0)
+        if SHIFT:
+            mean = _mean(mean_ptr, bh, count, D, MEANS, gl.SliceLayout(0, own))
+            shift = gl.sum(x * mean[None, :], axis=1) * shift_factor
+            gl.store(shift_ptr + bh * n_padded + start + own_rows, shift)
+        x = _hadamard(x, T, D)
+        amax = gl.reduce(gl.abs(x), 1, _larger)
+        if KEYS:
+            amax = gl.reduce(amax, 0, _larger)
+            amax = gl.where(amax <= _TINY, 1.0, amax)
+            gl.store(scale_ptr + bh * (n_padded // T) + block, amax / QMAX)
+            x = x * gl.div_rn(gl.to_tensor(QMAX * 1.0), amax)
+        else:
+            amax = gl.where(amax <= _TINY, 1.0, amax)
+            gl.store(scale_ptr + bh * n_padded + start + own_rows, amax / QMAX * factor)
+            x = x * gl.div_rn(gl.full_like(amax, QMAX), amax)[:, None]
+        out.store((x + _MAGIC).to(gl.int32, bitcast=True).to(gl.int8))
+        gl.store(int8_ptr + (bh * n_padded + start) * D + out_rows, out.load(narrow))
+    async_copy.wait_group(0)
+
 
 #: Head dimensions that the kernels are built for.
 HEAD_DIMS = (64, 128)
 
 _SLOTS = 132  # programs of q, and of k, at a time, on an H100 or H200
 _E4M3_MAX = gl.constexpr(448.0)
-_LEAST_V = gl.constexpr(2.0**-117)  # as `values.LEAST_V`
+_LEAST_V = gl.constexpr(2.0**-117)  # as `portable.prologue.LEAST_V`
 _K_ROWS = gl.constexpr(128)  # keys that share a scale
 
 
@@ -54,14 +307,14 @@ def _values(
     v_ptr, amax_ptr, out_ptr, scale_ptr, stride_b, stride_n, n_padded, chunks, tiles,
     CHANNELS: gl.constexpr, D: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """`values.value_block`, `tiles` times: a thread reads eight channels of the tokens that become
+    """`value_block`, `tiles` times: a thread reads eight channels of the tokens that become
     neighbours, so that what it writes to shared memory is four or eight bytes wide."""
     T: gl.constexpr = 128
     layout: gl.constexpr = gl.BlockedLayout([D // 16, 8], [256 // D, D // 8], [8, 1], [1, 0])
     out_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
     partial_layout: gl.constexpr = wide_layout(D, 4)
     bh = b.to(gl.int64) * (CHANNELS // D) + h
-    # Position (h, t, f, e) of a group of 32 holds token (h, f, t, e): see `values.value_block`.
+    # Position (h, t, f, e) of a group of 32 holds token (h, f, t, e): see `value_block`.
     p = gl.arange(0, T, gl.SliceLayout(1, layout))
     token = (p & ~31) + (p & 16) + ((p >> 1) & 1) * 8 + ((p >> 2) & 3) * 2 + (p & 1)
     start = part * (tiles * T)
@@ -69,7 +322,7 @@ def _values(
     base += start.to(gl.int64) * stride_n
     left = limit - start
     following = read_rows(base, token, left, stride_n, D, layout)
-    wait_for_previous()  # the maxima
+    grid_dependency_wait()  # the maxima
     offs_c = gl.arange(0, CHUNKS, gl.SliceLayout(1, partial_layout))
     partial = read_rows(amax_ptr + bh * (chunks * D), offs_c, chunks, D, D, partial_layout)
     amax = gl.max(partial, axis=0)
@@ -121,7 +374,7 @@ def hopper_prologue_kernel(
     batch).
     Arguments as in `prologue.prologue_kernel`, but mean [B, H, MEANS, D]: partial sums.
     """
-    let_next_begin()
+    launch_dependents()
     at = gl.program_id(0)
     b = gl.program_id(1)
     limit = n_kv
@@ -198,7 +451,7 @@ def _channel_amax(
     v_ptr, amax_ptr, stride_b, stride_n, chunk_tokens, chunks,
     CHANNELS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """`values.channel_amax`."""
+    """`channel_amax`."""
     T: gl.constexpr = 128
     layout: gl.constexpr = wide_layout(D, 2)
     start = chunk * chunk_tokens
@@ -229,7 +482,7 @@ def hopper_statistics_kernel(
     Grid: (heads * MEANS with SMOOTH + heads * chunks with FP8, batch). Arguments as in
     `prologue.statistics_kernel`, but mean [B, H, MEANS, D].
     """
-    let_next_begin()
+    launch_dependents()
     at = gl.program_id(0)
     b = gl.program_id(1)
     heads: gl.constexpr = CHANNELS // HEAD_DIM
@@ -255,14 +508,14 @@ def serves(job: Prologue) -> bool:
     """Whether these kernels can do a job: 16-bit rows that can be copied 16 bytes at a time."""
     dense = all(
         x.element_size() == 2
-        and x.dtype == job.k.dtype
+        and x.dtype == job.inputs.k.dtype
         and x.stride(1) % 16 == 0
         and x.stride(1) < 2**22
         and (x.shape[0] == 1 or x.stride(0) % 16 == 0)
         and (x.device.type == "meta" or x.data_ptr() % 16 == 0)
-        for x in (job.q, job.k, job.v)
+        for x in job.inputs[:3]
     )
-    return dense and job.head_dim in HEAD_DIMS
+    return dense and job.inputs.head_dim in HEAD_DIMS
 
 
 @cache
@@ -281,10 +534,10 @@ def _heads_a_program(heads: int, blocks: int, start: float) -> int:
 
 def run_hopper_prologue(job: Prologue) -> None:
     """Fill the operands of a job."""
-    q, k, v, heads = job.q, job.k, job.v, job.heads
+    a, queries, keys, values, counters, counter_rows = job
+    q, k, v, heads, head_dim = a.q, a.k, a.v, a.heads, a.head_dim
     (batch, n_q, channels), n_kv, device = q.shape, k.shape[1], q.device
-    queries, keys, values = job.queries, job.keys, job.values
-    head_dim, fp8 = job.head_dim, values is not None
+    fp8, smooth = values is not None, a.smooth_k
     q_rows = 8192 // head_dim
 
     def empty(count: int) -> torch.Tensor:
@@ -292,7 +545,7 @@ def run_hopper_prologue(job: Prologue) -> None:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     means = cdiv(cdiv(n_kv, job.step), q_rows)
-    mean = empty(means) if job.smooth_k else None
+    mean = empty(means) if smooth else None
     # As many programs as run at a time, beside those of the mean.
     most = max(1, min(AMAX_CHUNKS, 200 * 128 // (head_dim * heads * batch)))
     chunk_tokens = cdiv(cdiv(n_kv, most), 128) * 128
@@ -301,11 +554,11 @@ def run_hopper_prologue(job: Prologue) -> None:
     common = {
         "k_ptr": k,
         "mean_ptr": mean,
-        "cos_ptr": job.cos,
-        "sin_ptr": job.sin,
+        "cos_ptr": a.cos,
+        "sin_ptr": a.sin,
         "v_ptr": v,
         "amax_ptr": amax,
-        "lengths_ptr": job.lengths,
+        "lengths_ptr": a.kv_lengths,
         "k_stride_b": 0 if batch == 1 else k.stride(0),
         "k_stride_n": k.stride(1),
         "v_stride_b": 0 if batch == 1 else v.stride(0),
@@ -313,26 +566,26 @@ def run_hopper_prologue(job: Prologue) -> None:
         "n_kv": n_kv,
         "step": job.step,
         "chunks": chunks,
-        "eps": job.eps,
+        "eps": a.eps,
         "CHANNELS": channels,
         "HEAD_DIM": head_dim,
         "MEANS": means,
-        "ROPE": job.cos is not None,
-        "HAS_LENGTHS": job.lengths is not None,
+        "ROPE": a.cos is not None,
+        "HAS_LENGTHS": a.kv_lengths is not None,
         "FP8": fp8,
         "num_warps": 8,
     }
-    dependent = job.smooth_k or fp8
+    dependent = smooth or fp8
     if dependent:
         launch(
             hopper_statistics_kernel,
-            (heads * (means * job.smooth_k + chunks * fp8), batch),
+            (heads * (means * smooth + chunks * fp8), batch),
             device,
-            weight_ptr=job.k_weight,
-            bias_ptr=job.k_bias,
+            weight_ptr=a.norm_k,
+            bias_ptr=a.norm_k_bias,
             chunk_tokens=chunk_tokens,
             NORM=job.k_norm,
-            SMOOTH=job.smooth_k,
+            SMOOTH=smooth,
             **common,
         )
     n_q_padded, n_kv_padded = queries.int8.shape[2], keys.int8.shape[2]
@@ -352,14 +605,14 @@ def run_hopper_prologue(job: Prologue) -> None:
         q_ptr=q,
         q_int8_ptr=queries.int8,
         q_scale_ptr=queries.scale,
-        q_weight_ptr=job.q_weight,
-        q_bias_ptr=job.q_bias,
+        q_weight_ptr=a.norm_q,
+        q_bias_ptr=a.norm_q_bias,
         shift_ptr=queries.shift,
-        counter_ptr=job.counters,
+        counter_ptr=counters,
         k_int8_ptr=keys.int8,
         k_scale_ptr=keys.scale,
-        k_weight_ptr=job.k_weight,
-        k_bias_ptr=job.k_bias,
+        k_weight_ptr=a.norm_k,
+        k_bias_ptr=a.norm_k_bias,
         v_out_ptr=None if values is None else values.e4m3,
         v_scale_ptr=None if values is None else values.scale,
         q_stride_b=0 if batch == 1 else q.stride(0),
@@ -367,7 +620,7 @@ def run_hopper_prologue(job: Prologue) -> None:
         n_q=n_q,
         n_q_padded=n_q_padded,
         n_kv_padded=n_kv_padded,
-        n_counters=0 if job.counters is None else job.counters.shape[1],
+        n_counters=0 if counters is None else counters.shape[1],
         q_programs=q_programs,
         k_programs=k_programs,
         q_blocks=q_blocks,
@@ -375,16 +628,16 @@ def run_hopper_prologue(job: Prologue) -> None:
         q_group=q_group,
         k_group=k_group,
         tiles=tiles,
-        factor=job.sm_scale * LOG2_E / spread_width(head_dim),
-        shift_factor=job.sm_scale,
-        QMAX=job.qmax,
-        COUNTER_ROWS=job.counter_rows,
+        factor=a.sm_scale * LOG2_E / hadamard_width(head_dim),
+        shift_factor=a.sm_scale,
+        QMAX=QMAX[a.attention],
+        COUNTER_ROWS=counter_rows,
         CHUNKS=AMAX_CHUNKS,
         Q_NORM=job.q_norm,
         K_NORM=job.k_norm,
-        SUBTRACT=job.smooth_k,
+        SUBTRACT=smooth,
         SHIFT=queries.shift is not None,
-        COUNTERS=job.counters is not None,
+        COUNTERS=counters is not None,
         maxnreg=128,  # two programs a multiprocessor
         launch_pdl=dependent,
         **common,

@@ -1,0 +1,669 @@
+"""The int8 linear for Hopper, in Gluon: one warp loads, groups of four warps multiply.
+
+    y = c_skip * residual + c_out * gelu((x W^T) * x_scale * w_scale + bias)
+
+The arithmetic is that of `portable.int8_linear.int8_linear_kernel`, bit for bit. A weight has a
+scale per row (`hopper_linear_kernel`) or per block of 128 x 128 (`hopper_linear_blocks_kernel`,
+where a step over K is one block, whose integer product is scaled and added in fp32).
+
+A program takes every so many tiles of y. Its groups share a tile, and every group has its rows
+(cooperative, CUTLASS's word), or they take tiles in turn, so that one group finishes a tile while
+the other multiplies (ping-pong).
+
+Warps, over time (k: a step of 128 channels; cooperative):
+
+    producer   load 0 | load 1 | ... STAGES ahead of the slowest group, across the borders of tiles
+    group 0    wait 0, multiply 0 | wait 1, multiply 1, release 0 | ... | release last, epilogue
+    group 1    the same with the next rows of the tile and the same slots of the weight
+
+and ping-pong, where slots belong to one group's tile:
+
+    group 0    multiply tile 0            | epilogue of tile 0       | multiply tile 2 | ...
+    group 1    wait for its turn          | multiply tile 1          | epilogue of tile 1 | ...
+
+Shared memory (PARTS: groups, or 1 for ping-pong):
+
+    x      int8 [STAGES * PARTS, BLOCK_M, 128], swizzled by 128 bytes
+    w      int8 [STAGES, BLOCK_N, 128], the same
+    ready  [STAGES], empty [STAGES], order [GROUPS]: barriers of 8 bytes
+
+That is 192 KiB (ping-pong and cooperative of 128 rows), 224 KiB (192 rows), 200 KiB (blocks).
+
+Barriers:
+
+    name         arrivals   who arrives            who waits   phase of the n-th wait
+    ready[slot]  1 + bytes  producer, copies       groups      n % 2
+    empty[slot]  PARTS      groups, one each       producer    (n % 2) ^ 1: the first passes
+    order[g]     1          group before g         group g     n % 2; for group 0 (n % 2) ^ 1
+
+n counts the uses of that slot, or a group's tiles. `order` is for ping-pong alone.
+
+A thread has pairs of neighbouring columns of a product of the tensor cores. Where the features
+divide by 32, the weight's rows are loaded in an order that makes eight neighbours of them
+(PERMUTED, `describe_weight`): whole 16-byte words are stored, and the residual is loaded so,
+without an exchange.
+
+With a scale per block an H200 does 833 to 1,017 * 10^12 op/s at 32,760 rows of 1,536 channels,
+where the portable kernel does 475 to 561. Two groups of 128 rows (650 to 1,013), two or three
+groups in ping-pong (737 to 974) and two programs on a multiprocessor (568 to 989) were slower,
+except for the two programs at 8,960 features: 975 against 952.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from turbo_rcm_patch.kernels.hopper.common import cta_barrier, tma_load
+from turbo_rcm_patch.kernels.launch import (
+    LENGTHS,
+    cdiv,
+    launch,
+    round_to,
+    skip_arguments,
+)
+from turbo_rcm_patch.kernels.portable.rows import Rows
+from turbo_rcm_patch.kernels.portable.skip import gelu_tanh, load_coefficient, scaled, skipped
+
+__all__ = [
+    "SCHEDULES",
+    "Schedule",
+    "hopper_linear",
+    "hopper_linear_blocks_kernel",
+    "hopper_linear_kernel",
+    "schedule_for",
+]
+
+
+@gluon.jit
+def _pieces(acc, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """acc [ROWS, COLUMNS] in pieces of 64 x 32, row by row; no data moves."""
+    if ROWS > 64:
+        upper, lower = gl.split(acc.reshape([2, ROWS // 2, COLUMNS]).permute([1, 2, 0]))
+        return _pieces(upper, ROWS // 2, COLUMNS) + _pieces(lower, ROWS // 2, COLUMNS)
+    elif COLUMNS > 32:
+        left, right = gl.split(acc.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]))
+        return _pieces(left, ROWS, COLUMNS // 2) + _pieces(right, ROWS, COLUMNS // 2)
+    else:
+        return (acc,)
+
+
+@gluon.jit
+def _unpermuted(part, PERMUTED: gl.constexpr):
+    """A piece [64, 32] with its columns where they belong: undoes the order of
+    `describe_weight`."""
+    if PERMUTED:
+        part = part.reshape([64, 4, 4, 2]).permute([0, 2, 1, 3]).reshape([64, 32])
+        # The same values in the same threads, eight neighbours in successive registers.
+        words: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [8, 0]],
+            [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            [[16, 0], [32, 0]],
+            [],
+            [64, 32],
+        )
+        part = gl.convert_layout(part, words, assert_trivial=True)
+    return part
+
+
+@gluon.jit
+def prefetch_residual(
+    memory, b, start_m, start_c, n_tokens, c_out,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Ask for a tile of the residual to be in L2 when it is read, a product later."""
+    residual_ptr, stride_b, stride_n = memory[4:]
+    LINE: gl.constexpr = 1024 // residual_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: gl.constexpr = 256 // LINE
+    layout: gl.constexpr = gl.BlockedLayout([1, LINES], [32, 1], [4, 1], [1, 0])
+    rows = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    rows = gl.minimum(rows, n_tokens - 1).to(gl.int64) * stride_n
+    columns = gl.arange(0, LINES, gl.SliceLayout(0, layout)) * LINE
+    columns = gl.minimum(start_c + gl.minimum(columns, COLUMNS - 1), c_out - 1)
+    lines = residual_ptr + b.to(gl.int64) * stride_b + rows[:, None] + columns[None, :]
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def _residual(base, stride_n, offs_m, offs_c, n_tokens, c_out):
+    """A piece of the residual."""
+    return gl.load(
+        base + (offs_m.to(gl.int64) * stride_n)[:, None] + offs_c[None, :],
+        mask=(offs_m < n_tokens)[:, None] & (offs_c < c_out)[None, :],
+        other=0.0,
+    )
+
+
+@gluon.jit
+def epilogue(
+    acc, memory, skip, out, skip_stride_c, out_stride_c, b, start_m, start_c, n_tokens, c_out,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, PERMUTED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
+    ROUND_TO: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Scale a product [ROWS, COLUMNS], add the bias, activate, close the skip, store.
+
+    The product is of integers, or in fp32 with the weight's scales in it (SCALED).
+    """
+    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr = memory[:5]
+    residual_stride_b, residual_stride_n = memory[5:]
+    ACROSS: gl.constexpr = COLUMNS // 32
+    PIECES: gl.constexpr = ROWS // 64 * ACROSS
+    pieces = _pieces(acc, ROWS, COLUMNS)
+    like = _unpermuted(pieces[0], PERMUTED)
+    layout: gl.constexpr = like.type.layout
+    first = b.to(gl.int64) * n_tokens
+    skip_base = residual_ptr
+    if HAS_RESIDUAL:
+        skip_base = residual_ptr + b.to(gl.int64) * residual_stride_b
+    lanes_m = start_m + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    lanes_c = start_c + gl.arange(0, 32, gl.SliceLayout(0, layout))
+    for i in gl.static_range(PIECES):
+        offs_m, offs_c = lanes_m + i // ACROSS * 64, lanes_c + i % ACROSS * 32
+        mask_m, mask_c = offs_m < n_tokens, offs_c < c_out
+        if i % ACROSS == 0:
+            x_scale = gl.load(x_scale_ptr + first + offs_m, mask=mask_m, other=0.0)
+        if not SCALED:
+            w_scale = gl.load(w_scale_ptr + offs_c, mask=mask_c, other=0.0)
+        if HAS_BIAS:
+            bias = gl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(gl.float32)
+        if HAS_RESIDUAL:
+            if i == 0:
+                residual = _residual(skip_base, residual_stride_n, offs_m, offs_c, n_tokens, c_out)
+            now = residual
+            if i + 1 < PIECES:  # before the store, which a load may not pass
+                residual = _residual(
+                    skip_base, residual_stride_n,
+                    lanes_m + (i + 1) // ACROSS * 64, lanes_c + (i + 1) % ACROSS * 32,
+                    n_tokens, c_out,
+                )  # fmt: skip
+        branch = _unpermuted(pieces[i], PERMUTED).to(gl.float32)
+        branch = branch * x_scale[:, None]
+        if not SCALED:
+            branch = branch * w_scale[None, :]
+        if HAS_BIAS:
+            branch += bias[None, :]
+        if GELU:
+            branch = gelu_tanh(branch)
+        factor = load_coefficient(
+            out[0], out[1], out[2], out[3], out_stride_c, b, offs_m, offs_c, mask_m, mask_c,
+            OUT_KIND, ROUND_TO,
+        )  # fmt: skip
+        y = scaled(branch, factor, ROUND_TO)
+        if HAS_RESIDUAL:
+            keep = load_coefficient(
+                skip[0], skip[1], skip[2], skip[3], skip_stride_c, b, offs_m, offs_c,
+                mask_m, mask_c, SKIP_KIND, ROUND_TO,
+            )  # fmt: skip
+            y = skipped(y, now, keep, ROUND_TO)
+        gl.store(
+            y_ptr + ((first + offs_m) * c_out)[:, None] + offs_c[None, :],
+            y.to(y_ptr.dtype.element_ty),
+            mask=mask_m[:, None] & mask_c[None, :],
+        )
+
+
+#: Channels of one step: the width of a hardware copy's swizzle.
+BLOCK_K = gl.constexpr(128)
+#: Blocks of rows that share the weight in L2.
+_GROUP_M = gl.constexpr(8)
+#: What a multiprocessor has for 12 or 16 warps, less the loading warp's; see `hopper.attention`.
+PRODUCER_REGISTERS = gl.constexpr(24)
+REGISTERS_2 = gl.constexpr(240)
+REGISTERS_3 = gl.constexpr(160)
+
+
+class Schedule(NamedTuple):
+    """How the work is cut.
+
+    A group multiplies block_m rows by block_n columns. With `turns` that is a tile, and
+    groups take tiles in turn; without, a tile has the rows of all groups.
+    """
+
+    groups: int  # 2 or 3
+    block_m: int  # 64 or 128
+    block_n: int
+    stages: int
+    ping_pong: bool
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.block_m * (1 if self.ping_pong else self.groups), self.block_n
+
+
+#: Forms by name; slots are what fits into 227 KiB.
+SCHEDULES = {
+    "cooperative-128x256": Schedule(2, 64, 256, 4, False),
+    "cooperative-192x256": Schedule(3, 64, 256, 4, False),
+    "ping-pong-128x128": Schedule(2, 128, 128, 6, True),
+}
+#: Channels up to which what follows the product is a large share of it, and from which it is not.
+_SHORT, _LONG = 3072, 8192
+#: Columns up to which a row of tiles is few.
+_NARROW = 2048
+
+
+def schedule_for(channels: int, features: int, *, finished: bool) -> Schedule:
+    """The schedule that was fastest on an H200 at 32,760 tokens.
+
+    Where K is short, groups take turns, so that one multiplies while another finishes its tile;
+    where it is long, or nothing follows the product, larger tiles read the L2 less often.
+
+    Args:
+        channels: K.
+        features: Cout.
+        finished: Whether GELU or a skip follows.
+    """
+    if channels <= _SHORT:
+        return SCHEDULES["cooperative-128x256" if features <= _NARROW else "ping-pong-128x128"]
+    if finished and channels < _LONG:
+        return SCHEDULES["ping-pong-128x128"]
+    return SCHEDULES["cooperative-192x256"]
+
+
+@gluon.jit
+def tile_offsets(tile, n_tokens, c_out, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """Batch entry, first row and first column of a tile."""
+    blocks_m, blocks_c = gl.cdiv(n_tokens, TILE_M), gl.cdiv(c_out, TILE_N)
+    b = tile // (blocks_m * blocks_c)
+    inside = tile % (blocks_m * blocks_c)
+    first_m = inside // (_GROUP_M * blocks_c) * _GROUP_M
+    rows_here = gl.minimum(blocks_m - first_m, _GROUP_M)
+    inside = inside % (_GROUP_M * blocks_c)
+    return b, (first_m + inside % rows_here) * TILE_M, inside // rows_here * TILE_N
+
+
+@gluon.jit
+def allocate_pipeline(
+    x_desc, w_desc, PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """STAGES slots for PARTS blocks of x and one of the weight, and their barriers: a slot is
+    ready, and as many groups as there are blocks of x are done with it."""
+    x_smem = gl.allocate_shared_memory(gl.int8, [STAGES * PARTS, BLOCK_M, BLOCK_K], x_desc.layout)
+    if PERMUTED:
+        w_smem = gl.allocate_shared_memory(
+            gl.int8, [STAGES, BLOCK_N // 32, 4, 4, 2, BLOCK_K], w_desc.layout
+        )
+    else:
+        w_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=PARTS)
+    return x_smem, w_smem, ready, empty
+
+
+@gluon.jit
+def fence_barriers():
+    """Show new barriers to every warp and to the hardware copies."""
+    fence_async_shared()
+    cta_barrier()
+
+
+@gluon.jit
+def producer(
+    x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+    PARTS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PERMUTED: gl.constexpr,
+):  # fmt: skip
+    """Fill the slots in turn: PARTS blocks of x and all columns of the weight, a step over K."""
+    x_smem, w_smem, ready, empty = shared
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
+        row = b * n_tokens + start_m
+        for start_k in range(0, channels, BLOCK_K):
+            slot = step % STAGES
+            full = ready.index(slot)
+            # The phase before the first counts as complete: the first round waits for nobody.
+            mbarrier.wait(empty.index(slot), ((step // STAGES) % 2) ^ 1)
+            mbarrier.expect(full, (PARTS * BLOCK_M + BLOCK_N) * BLOCK_K)
+            for part in gl.static_range(PARTS):
+                x_tile = x_smem.index(slot * PARTS + part)
+                tma_load(x_desc, [row + part * BLOCK_M, start_k], full, x_tile)
+            if PERMUTED:
+                tma_load(w_desc, [start_c // 32, 0, 0, 0, start_k], full, w_smem.index(slot))
+            else:
+                tma_load(w_desc, [start_c, start_k], full, w_smem.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _consumer(
+    shared, order, memory, skip, out, skip_stride_c, out_stride_c,
+    n_tokens, channels, c_out, tiles,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
+    ROUND_TO: gl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows of every tile, or, with PING_PONG, every GROUPS-th tile of the program."""
+    # The widest int8 instruction that Triton knows how to write and that divides a power of two.
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    PARTS: gl.constexpr = 1 if PING_PONG else GROUPS
+    PART: gl.constexpr = 0 if PING_PONG else GROUP
+    FIRST: gl.constexpr = 1 if GROUP == 0 else 0
+    EVERY: gl.constexpr = GROUPS if PING_PONG else 1
+    x_smem, w_smem, ready, empty = shared
+    steps = gl.cdiv(channels, BLOCK_K)
+    step = 0
+    taken = 0
+    first = gl.program_id(0)
+    if PING_PONG:
+        step = steps * GROUP
+        first = first + GROUP * gl.num_programs(0)
+    for tile in range(first, tiles, gl.num_programs(0) * EVERY):
+        b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
+        start_m += PART * BLOCK_M
+        if HAS_RESIDUAL:
+            prefetch_residual(
+                memory, b, start_m, start_c, n_tokens, c_out, BLOCK_M, BLOCK_N
+            )  # fmt: skip
+        if PING_PONG:
+            # A slot says only whether its fills so far are odd or even: nobody may wait for one
+            # while the fill before it is to come. (The first group begins.)
+            mbarrier.wait(order.index(GROUP), (taken % 2) ^ FIRST)
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.int32, layout)
+        for k in range(0, steps):
+            slot = (step + k) % STAGES
+            mbarrier.wait(ready.index(slot), ((step + k) // STAGES) % 2)
+            x_tile = x_smem.index(slot * PARTS + PART)
+            w_tile = w_smem.index(slot).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+            acc = warpgroup_mma(x_tile, w_tile, acc, use_acc=k > 0, is_async=True)
+            # One step stays in flight; the one before it is done with its slot.
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((step + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        if PING_PONG:
+            mbarrier.arrive(order.index((GROUP + 1) % GROUPS), count=1)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((step + steps - 1) % STAGES), count=1)
+        step += steps * EVERY
+        taken += 1  # noqa: SIM113
+        epilogue(
+            acc, memory, skip, out, skip_stride_c, out_stride_c,
+            b, start_m, start_c, n_tokens, c_out,
+            BLOCK_M, BLOCK_N, PERMUTED, HAS_BIAS, GELU,
+            HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO, False,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def hopper_linear_kernel(
+    y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr, residual_ptr,
+    skip_ptr, out_ptr,
+    residual_stride_b, residual_stride_n,
+    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+    out_value, out_stride_b, out_stride_n, out_stride_c,
+    n_tokens, channels, c_out, tiles,
+    GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
+    ROUND_TO: gl.constexpr,
+):  # fmt: skip
+    """y = c_skip * residual + c_out * gelu((x W^T) * x_scale * w_scale + bias).
+
+    Grid: as many programs as the card has multiprocessors, which take every so many tiles.
+    Arguments as in `int8_linear.int8_linear_kernel`; descriptors have blocks of BLOCK_M rows of
+    x int8 [B * N, K], and of BLOCK_N rows of the weight int8 [Cout, K], with PERMUTED in
+    the order of `describe_weight`. GROUPS, PING_PONG, BLOCK_M, BLOCK_N: see `Schedule`.
+    """
+    PARTS: gl.constexpr = 1 if PING_PONG else GROUPS
+    shared = allocate_pipeline(x_desc, w_desc, PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)
+    order = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(order.index(group), count=1)
+    fence_barriers()
+    memory = (
+        y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
+        residual_stride_b, residual_stride_n,
+    )  # fmt: skip
+    # Strides of channels stay apart: a 1 in a tuple would no longer be a constant.
+    skip = (skip_ptr, skip_value, skip_stride_b, skip_stride_n)
+    out = (out_ptr, out_value, out_stride_b, out_stride_n)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (shared, order, memory, skip, out, skip_stride_c, out_stride_c,
+                          n_tokens, channels, c_out, tiles, 0, GROUPS,
+                          PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU,
+                          HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
+                (_consumer, (shared, order, memory, skip, out, skip_stride_c, out_stride_c,
+                          n_tokens, channels, c_out, tiles, 1, GROUPS,
+                          PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU,
+                          HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
+                (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+                           PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)),
+            ],
+            [4, 1],
+            [REGISTERS_2, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (shared, order, memory, skip, out, skip_stride_c, out_stride_c,
+                          n_tokens, channels, c_out, tiles, 0, GROUPS,
+                          PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU,
+                          HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
+                (_consumer, (shared, order, memory, skip, out, skip_stride_c, out_stride_c,
+                          n_tokens, channels, c_out, tiles, 1, GROUPS,
+                          PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU,
+                          HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
+                (_consumer, (shared, order, memory, skip, out, skip_stride_c, out_stride_c,
+                          n_tokens, channels, c_out, tiles, 2, GROUPS,
+                          PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU,
+                          HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
+                (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+                           PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)),
+            ],
+            [4, 4, 1],
+            [REGISTERS_3, REGISTERS_3, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+@cache
+def _layout(block: tuple[int, ...]) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(block, gl.int8)
+
+
+def describe_rows(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """x int8 [R, K] in blocks of `rows` rows."""
+    block = [rows, BLOCK_K.value]
+    return TensorDescriptor.from_tensor(x, block, _layout(tuple(block)))
+
+
+def describe_weight(weight: torch.Tensor, rows: int) -> TensorDescriptor:
+    """int8 [Cout, K] in blocks of `rows` rows, row 8q + 2j + e of every 32 at place 8j + 2q + e.
+
+    Thread q of four has columns 2q and 2q + 1 of every eight columns j of a product: with this
+    order, those are eight neighbours. Cout divides by 32.
+    """
+    features, channels = weight.shape
+    block = [rows // 32, 4, 4, 2, BLOCK_K.value]
+    strides = [32 * channels, 2 * channels, 8 * channels, channels, 1]
+    shape = [features // 32, 4, 4, 2, channels]
+    return TensorDescriptor(weight, shape, strides, block, _layout(tuple(block)))
+
+
+def programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # a recording of launches
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+#: With a scale per block: a group has the rows of one instruction, so that integers and sums fit;
+#: a tile's columns are a block's; slots are what fits into 227 KiB.
+_BLOCK_SCALED = Schedule(3, 64, 128, 5, False)
+_GROUPS = gl.constexpr(_BLOCK_SCALED.groups)
+_BLOCK_M = gl.constexpr(_BLOCK_SCALED.block_m)
+_BLOCK_N = gl.constexpr(_BLOCK_SCALED.block_n)
+_STAGES = gl.constexpr(_BLOCK_SCALED.stages)
+
+
+@gluon.jit
+def _block_scaled_consumer(
+    shared, memory, skip, out, skip_stride_c, out_stride_c,
+    w_scale_ptr, n_tokens, channels, c_out, tiles,
+    GROUP: gl.constexpr, PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
+    ROUND_TO: gl.constexpr,
+):  # fmt: skip
+    """64 rows of every tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    x_smem, w_smem, ready, empty = shared
+    steps = gl.cdiv(channels, BLOCK_K)
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, _GROUPS * _BLOCK_M, _BLOCK_N)
+        start_m += GROUP * _BLOCK_M
+        if HAS_RESIDUAL:
+            prefetch_residual(memory, b, start_m, start_c, n_tokens, c_out, _BLOCK_M, _BLOCK_N)
+        scale_ptr = w_scale_ptr + start_c // _BLOCK_N * steps
+        scale = gl.load(scale_ptr)
+        acc = gl.zeros([_BLOCK_M, _BLOCK_N], gl.float32, layout)
+        for k in range(0, steps):
+            slot = (step + k) % _STAGES
+            following = gl.load(scale_ptr + gl.minimum(k + 1, steps - 1))  # a product ahead
+            mbarrier.wait(ready.index(slot), ((step + k) // _STAGES) % 2)
+            x_tile = x_smem.index(slot * _GROUPS + GROUP)
+            w_tile = w_smem.index(slot).reshape([_BLOCK_N, BLOCK_K]).permute((1, 0))
+            part = gl.zeros([_BLOCK_M, _BLOCK_N], gl.int32, layout)
+            part = warpgroup_mma(x_tile, w_tile, part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            mbarrier.arrive(empty.index(slot), count=1)
+            acc += part.to(gl.float32) * scale
+            scale = following
+        step += steps
+        epilogue(
+            acc, memory, skip, out, skip_stride_c, out_stride_c,
+            b, start_m, start_c, n_tokens, c_out, _BLOCK_M, _BLOCK_N,
+            PERMUTED, HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO, True,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def hopper_linear_blocks_kernel(
+    y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr, residual_ptr,
+    skip_ptr, out_ptr,
+    residual_stride_b, residual_stride_n,
+    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
+    out_value, out_stride_b, out_stride_n, out_stride_c,
+    n_tokens, channels, c_out, tiles,
+    PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
+    ROUND_TO: gl.constexpr,
+):  # fmt: skip
+    """y = c_skip * residual + c_out * gelu((x (W * w_scale)^T) * x_scale + bias).
+
+    Grid: as many programs as the card has multiprocessors, which take every so many tiles.
+    Arguments as in `hopper_linear_kernel`, but w_scale fp32
+    [ceil(Cout / 128), ceil(K / 128)].
+    """
+    shared = allocate_pipeline(x_desc, w_desc, _GROUPS, _BLOCK_M, _BLOCK_N, _STAGES, PERMUTED)
+    fence_barriers()
+    memory = (
+        y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
+        residual_stride_b, residual_stride_n,
+    )  # fmt: skip
+    # Strides of channels stay apart: a 1 in a tuple would no longer be a constant.
+    skip = (skip_ptr, skip_value, skip_stride_b, skip_stride_n)
+    out = (out_ptr, out_value, out_stride_b, out_stride_n)
+    gl.warp_specialize(
+        [
+            (_block_scaled_consumer, (shared, memory, skip, out, skip_stride_c, out_stride_c,
+                w_scale_ptr, n_tokens, channels, c_out, tiles, 0, PERMUTED, HAS_BIAS, GELU,
+                      HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
+            (_block_scaled_consumer, (shared, memory, skip, out, skip_stride_c, out_stride_c,
+                w_scale_ptr, n_tokens, channels, c_out, tiles, 1, PERMUTED, HAS_BIAS, GELU,
+                      HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
+            (_block_scaled_consumer, (shared, memory, skip, out, skip_stride_c, out_stride_c,
+                w_scale_ptr, n_tokens, channels, c_out, tiles, 2, PERMUTED, HAS_BIAS, GELU,
+                      HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
+            (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
+                      _GROUPS, _BLOCK_M, _BLOCK_N, _STAGES, PERMUTED)),
+        ],
+        [4, 4, 1],
+        [REGISTERS_3, REGISTERS_3, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def hopper_linear(
+    y: torch.Tensor,
+    x: Rows,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    c_skip: float | torch.Tensor,
+    c_out: float | torch.Tensor,
+    *,
+    gelu: bool,
+    cast: str,
+    schedule: Schedule | None = None,
+    permuted: bool | None = None,
+) -> None:
+    """The linear into y [B, N, Cout] dense; x [B, N, K] in int8 rows; weight int8 [Cout, K] dense,
+    aligned to 16 bytes, its K padded as x's; weight_scale [Cout], or dense
+    [ceil(Cout / 128), ceil(K / 128)]; residual [B, N, Cout].
+
+    `schedule` and `permuted`, the order of columns, override what was chosen, for tuning.
+    """
+    batch, n_tokens, channels = x.int8.shape
+    features = weight.shape[0]
+    blocks = weight_scale.dim() == 2
+    if blocks:
+        schedule, arguments = _BLOCK_SCALED, {}
+    else:
+        finished = gelu or residual is not None
+        schedule = schedule or schedule_for(channels, features, finished=finished)
+        arguments = {
+            "GROUPS": schedule.groups,
+            "PING_PONG": schedule.ping_pong,
+            "BLOCK_M": schedule.block_m,
+            "BLOCK_N": schedule.block_n,
+            "STAGES": schedule.stages,
+        }
+    if permuted is None:
+        permuted = features % 32 == 0
+    tile_m, tile_n = schedule.tile
+    tiles = batch * cdiv(n_tokens, tile_m) * cdiv(features, tile_n)
+    describe = describe_weight if permuted else describe_rows
+    launch(
+        hopper_linear_blocks_kernel if blocks else hopper_linear_kernel,
+        (min(tiles, programs(y.device)),),
+        y.device,
+        y_ptr=y,
+        x_desc=describe_rows(x.int8.view(-1, channels), schedule.block_m),
+        x_scale_ptr=x.scale,
+        w_desc=describe(weight, schedule.block_n),
+        w_scale_ptr=weight_scale,
+        bias_ptr=bias,
+        n_tokens=n_tokens,
+        channels=channels,
+        c_out=features,
+        tiles=tiles,
+        PERMUTED=permuted,
+        HAS_BIAS=bias is not None,
+        GELU=gelu,
+        ROUND_TO=round_to(cast, y.dtype if residual is None else residual.dtype),
+        **arguments,
+        **skip_arguments(residual, c_skip, c_out, y.shape),
+        num_warps=4,
+    )
