@@ -21,7 +21,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from turbo_rcm_patch.patching.normed import Normed
 from turbo_rcm_patch.patching.plain import bare
 
 __all__ = ["Author", "Notes", "call", "nothing", "observe", "ones", "same"]
@@ -47,7 +46,7 @@ def call(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def observe(x: Any) -> None:
-    """Tell the guard the input of a branch, after its norm: [B, N, C], or what will be."""
+    """Tell the guard the input of a branch, after its norm: [B, N, C], or int8 rows of it."""
     if torch.compiler.is_compiling():
         return
     notes: Notes | None = getattr(_local, "notes", None)
@@ -86,7 +85,7 @@ class Notes:
     """What one pair called and made while the guard compares it.
 
     Attributes:
-        ours: The input of our branch, after its norm.
+        ours: The input of our branch, after its norm; or int8 rows of it, and their scales.
         theirs: The author's.
         before: What the author's output projection gets, [B, N, H * D].
         output: The author's output projection.
@@ -94,7 +93,7 @@ class Notes:
     """
 
     def __init__(self) -> None:
-        self.ours: Tensor | Normed | None = None
+        self.ours: Tensor | tuple[Tensor, Tensor] | None = None
         self.theirs: Tensor | None = None
         self.before: Tensor | None = None
         self.output: nn.Module | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -19,6 +20,7 @@ from turbo_rcm_patch.skip import Residual, SkipPair
 
 __all__ = [
     "AUTOCAST",
+    "KeptTables",
     "Mode",
     "check_head_dim",
     "check_weights",
@@ -177,6 +179,48 @@ def left_by_config(kind: Kind, config: PatchConfig) -> tuple[Residual, str] | No
     if kind in config.kinds:
         return None
     return "as-written", f"PatchConfig.kinds leaves out {kind!r}"
+
+
+class KeptTables:
+    """Rotary tables of a forward, made once for all blocks, which are given the same tensors.
+
+    Nothing is kept while a compiler traces. A copy (deepcopy, pickle) starts empty.
+    """
+
+    __slots__ = ("_facts", "_made", "_sources", "_versions")
+
+    def __init__(self) -> None:
+        self._sources: list[weakref.ref[Tensor]] = []
+        self._versions: list[int] = []
+        self._facts: object = None
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def __reduce__(self) -> tuple[type[KeptTables], tuple[()]]:
+        return KeptTables, ()
+
+    def of(
+        self,
+        sources: Sequence[Tensor],
+        make: Callable[[], tuple[Tensor, Tensor]],
+        facts: object = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(cos, sin).
+
+        Args:
+            sources: What they are made from.
+            make: Makes them.
+            facts: What decides about them besides.
+        """
+        # What was made in inference mode has no version, and nothing shows that it changed.
+        if torch.compiler.is_compiling() or any([x.is_inference() for x in sources]):
+            return make()
+        same = self._facts == facts and len(self._sources) == len(sources)
+        same = same and all([a() is b for a, b in zip(self._sources, sources, strict=True)])
+        versions = [x._version for x in sources]
+        if self._made is None or not same or self._versions != versions:
+            self._made, self._facts, self._versions = make(), facts, versions
+            self._sources = list(map(weakref.ref, sources))
+        return self._made
 
 
 def plain_dropout(module: nn.Module) -> bool:

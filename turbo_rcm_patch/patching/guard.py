@@ -29,7 +29,6 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.patching.author import Notes, nothing, ones
 from turbo_rcm_patch.patching.measure import NORM_SHARE, Measure, measure
-from turbo_rcm_patch.patching.normed import Normed
 from turbo_rcm_patch.patching.plain import drops, plain_linear
 from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
 from turbo_rcm_patch.patching.state import PairState, Step, When
@@ -435,14 +434,11 @@ class _Reference:
         notes, pair = self._notes, self._pair
         inputs = [(one, other, 1.0) for one, other in self._replayed]
         if notes.ours is not None and self._theirs is not None:
-            ours = notes.ours
-            rows = ours.made_rows() if isinstance(ours, Normed) else None
-            if isinstance(ours, Normed) and rows is None:
-                ours = ours.tensor()
-            if rows is not None:
-                ours = rows.int8[..., : self._theirs.shape[-1]] * rows.scale.unsqueeze(-1)
-            assert isinstance(ours, Tensor)
-            inputs.append((ours, self._theirs, NORM_SHARE if rows is None else 1.0))
+            ours, room = notes.ours, NORM_SHARE
+            if not isinstance(ours, Tensor):
+                int8, scale = ours
+                ours, room = int8[..., : self._theirs.shape[-1]] * scale.unsqueeze(-1), 1.0
+            inputs.append((ours, self._theirs, room))
         before = None
         if self._heads:
             with notes.taken():

@@ -12,20 +12,39 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops.int8_linear import Activation
+from turbo_rcm_patch.config import Impl, PatchConfig
+from turbo_rcm_patch.ops.int8_linear import Activation, rows_linear_forward
+from turbo_rcm_patch.ops.int8_linear import linear_forward as int8_forward
+from turbo_rcm_patch.ops.operation import Step
+from turbo_rcm_patch.ops.projection import project_forward, skip_forward
+from turbo_rcm_patch.ops.streams import project_streams
 from turbo_rcm_patch.patching.author import call
+from turbo_rcm_patch.patching.blocks import plain_dropout
 from turbo_rcm_patch.patching.copies import Copies
-from turbo_rcm_patch.patching.normed import Normed, tensor_of
 from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
-from turbo_rcm_patch.patching.plan import Product
+from turbo_rcm_patch.patching.plan import Token, after_call
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
 
-__all__ = ["Linears", "pair_state", "runs_int8"]
+__all__ = [
+    "Close",
+    "Input",
+    "Linears",
+    "Projection",
+    "StreamsClose",
+    "holder",
+    "pair_state",
+    "runs_int8",
+    "skip_streams",
+    "tensors_of",
+]
+
+#: An activation [B, N, K], or int8 rows of it: `ops.Rows`, or a plain pair of the same.
+Input = Tensor | tuple[Tensor, Tensor]
 
 
 def runs_int8(module: nn.Module, x: Tensor) -> bool:
@@ -96,110 +115,301 @@ class Linears:
         if not torch.compiler.is_compiling():
             self.copies.begin()
 
-    def project(
-        self, key: str, x: Tensor | Normed, modules: tuple[nn.Module, ...], *, int8: bool
-    ) -> tuple[Tensor, ...]:
-        """What each module makes of x; those that run in int8 share one product.
-
-        Args:
-            key: A name for these modules within the block.
-            x: [B, N, K], or what will be.
-            modules: Linears, or whatever stands in their places.
-            int8: Whether int8 is wanted.
-
-        Returns:
-            One [B, N, Cout] each, views of one tensor where they share a product.
-        """
-        like = x.like if isinstance(x, Normed) else x
-        chosen: list[Any] = [m for m in modules if int8 and runs_int8(m, like)]
-        if not int8:
-            self.forget(key)
-        if len(chosen) < len(modules):
-            x = tensor_of(x)
-        if not chosen:
-            return tuple(call(module, x) for module in modules)
-        weight, scale, bias = self._weights(key, chosen)
-        together = ops.int8_linear(
-            _rows_or_tensor(x), weight, scale, bias, impl=self.copies.impl, out_dtype=like.dtype
-        )
-        parts = iter(torch.split(together, [m.out_features for m in chosen], dim=-1))
-        return tuple(
-            next(parts) if any(module is c for c in chosen) else call(module, x)
-            for module in modules
-        )
-
-    def close(
-        self,
-        key: str,
-        x: Tensor | Normed,
-        module: nn.Module,
-        *,
-        int8: bool,
-        activation: Activation | None = None,
-        residual: Tensor | None = None,
-        c_skip: Coefficient = 1.0,
-        c_out: Coefficient = 1.0,
-        cast: Cast = "fp32",
-    ) -> Tensor | None:
-        """c_skip * residual + c_out * activation(module(x)) in int8; None where it is not so run.
-
-        Args:
-            key: A name for this module within the block.
-            x: [B, N, K], or what will be.
-            module: A Linear, or whatever stands in its place.
-            int8: Whether int8 is wanted.
-            activation: As in `ops.int8_linear`.
-            residual: [B, N, Cout] or None.
-            c_skip: Float or tensor [B], [B, 1, Cout] or [B, N, Cout].
-            c_out: Likewise.
-            cast: As in `ops.int8_linear`.
-        """
-        if not int8:
-            self.forget(key)
-        like = x.like if isinstance(x, Normed) else x
-        if not (int8 and runs_int8(module, like)):
-            return None
-        weight, scale, bias = self._weights(key, [module])
-        return ops.int8_linear(
-            _rows_or_tensor(x), weight, scale, bias,
-            activation=activation, residual=residual, c_skip=c_skip, c_out=c_out, cast=cast,
-            impl=self.copies.impl, out_dtype=like.dtype,
-        )  # fmt: skip
-
     def forget(self, key: str) -> None:
         """Drop an int8 weight: the guard gave its Linear back."""
         if not torch.compiler.is_compiling():
             self.copies.forget((self._block, key))
 
-    def product(
-        self, key: str, modules: Sequence[Any], like: Tensor, *, int8: bool
-    ) -> Product | None:
-        """The product of plain Linears for a plan; None where one of them has to be called, or
-        some run in int8 and others do not.
+    def weights(self, key: str, modules: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The int8 weight of some plain Linears over one input, its scales and the bias.
 
         Args:
             key: A name for these modules within the block.
-            modules: Linears, or whatever stands in their places.
-            like: Of the dtype and on the device of their input.
-            int8: Whether int8 is wanted.
+            modules: The Linears.
         """
-        if not int8:
-            self.forget(key)
-        if not all(plain_linear(module, like) for module in modules):
-            return None
-        x = like.view(1, 1, -1) if like.dim() == 1 else like.unsqueeze(0)
-        chosen = [int8 and runs_int8(module, x) for module in modules]
-        if any(chosen) != all(chosen):
-            return None
-        return Product(modules, self.copies if all(chosen) else None, (self._block, key))
-
-    def _weights(self, key: str, modules: list[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         if torch.compiler.is_compiling():  # Not even the block's number, or each has a graph.
             return self.copies.fresh(modules)
         return self.copies.of((self._block, key), modules)
 
 
-def _rows_or_tensor(x: Tensor | Normed) -> Tensor | ops.Rows:
-    """What an int8 product takes: rows straight from the norm where that can be."""
-    rows = x.rows() if isinstance(x, Normed) else None
-    return tensor_of(x) if rows is None else rows
+def holder(module: Any) -> dict[str, Any]:
+    """Where a module keeps its weight and bias: a look there costs less than an attribute, and
+    sees a tensor that was replaced."""
+    held: dict[str, Any] = module._parameters
+    return held if "weight" in held else module._buffers  # type: ignore[no-any-return]
+
+
+def tensors_of(*held: dict[str, Any] | None) -> list[Tensor]:
+    """The weights and biases in some of what `holder` gives."""
+    pairs = [(own.get("weight"), own.get("bias")) for own in held if own is not None]
+    return [x for pair in pairs for x in pair if x is not None]
+
+
+class Projection:
+    """Linears over one input: their weights are read where they are plain, as one int8 product
+    where that is wanted, and what is not plain is called.
+
+    Args:
+        linears: Keeps the int8 copies of the block's weights.
+        key: A name for these modules within the block.
+        modules: Linears, or whatever stands in their places.
+        like: Of the dtype and on the device of the input [B, N, K].
+        int8: Whether int8 is wanted.
+        activation: In the epilogue of an int8 product.
+    """
+
+    __slots__ = ("_activation", "_chosen", "_key", "_linears", "_modules", "_on_rows", "_step",
+                 "_weights", "_widths", "int8", "plain")  # fmt: skip
+
+    def __init__(
+        self,
+        linears: Linears,
+        key: str,
+        modules: Sequence[Any],
+        like: Tensor,
+        *,
+        int8: bool,
+        activation: Activation | None = None,
+    ) -> None:
+        if not int8:
+            linears.forget(key)
+        self._linears, self._key, self._modules = linears, key, modules
+        self._chosen = [module for module in modules if int8 and runs_int8(module, like)]
+        self._activation = activation
+        #: Whether one int8 product is all of it, so that the input may come as int8 rows.
+        self.int8 = len(self._chosen) == len(modules)
+        #: Whether nothing has to be called.
+        self.plain = self.int8 or (
+            not self._chosen and all([plain_linear(module, like) for module in modules])
+        )
+        self._weights = [module._parameters for module in modules]
+        self._widths = [getattr(module, "out_features", -1) for module in modules]
+        self._step, self._on_rows = Step(int8_forward), Step(rows_linear_forward)
+
+    def __call__(self, token: Token, x: Input, like: Tensor) -> tuple[Sequence[Tensor], Token]:
+        """What each module makes of x, and the token behind them.
+
+        Args:
+            token: See `plan.signature`.
+            x: [B, N, K], or int8 rows of it.
+            like: Of the dtype of the result.
+        """
+        chosen, parts = self._chosen, ()  # type: ignore[var-annotated]
+        if chosen:
+            weight, scale, bias = self._linears.weights(self._key, chosen)
+            impl, dtype = self._linears.copies.impl, like.dtype
+            if token is None or not self.int8:
+                y = ops.int8_linear(
+                    x if isinstance(x, Tensor) else ops.Rows(*x), weight, scale, bias,
+                    activation=self._activation, impl=impl, out_dtype=dtype,
+                )  # fmt: skip
+            else:
+                # An int8 weight that a checkpoint brought along has scales of another shape.
+                step_token = (token, scale.shape, scale.stride())
+                rest = (
+                    weight, scale, bias, None, None, None, 1.0, 1.0, self._activation or "",
+                    "fp32", impl, dtype,
+                )  # fmt: skip
+                if isinstance(x, Tensor):
+                    y = self._step(step_token, x, *rest)
+                else:
+                    y = self._on_rows(step_token, *x, *rest)
+            if len(chosen) == len(self._modules) == 1:
+                return (y,), token
+            parts = torch.split(y, [m.out_features for m in chosen], -1)
+            if self.int8:
+                return parts, token
+        assert isinstance(x, Tensor)
+        if token is not None and self.plain:
+            return [F.linear(x, own["weight"], own["bias"]) for own in self._weights], token
+        products = iter(parts)
+        made = [
+            next(products) if any([module is c for c in chosen]) else call(module, x)
+            for module in self._modules
+        ]
+        return made, after_call(token, like, made, self._widths, x.shape[1])
+
+
+class Close:
+    """residual + c_out * linear(x), where dropouts may follow the Linear.
+
+    Args:
+        linears: Keeps the int8 copies of the block's weights.
+        key: A name for the Linear within the block.
+        modules: The Linear, or whatever stands in its place, and the dropouts.
+        like: Of the dtype and on the device of x [B, N, K].
+        int8: Whether int8 is wanted.
+        cast: Of the skip.
+        impl: "triton", "reference" or "auto".
+    """
+
+    __slots__ = ("_impl", "_key", "_linears", "_modules", "_step", "_weights", "cast", "int8",
+                 "plain")  # fmt: skip
+
+    def __init__(
+        self,
+        linears: Linears,
+        key: str,
+        modules: Sequence[Any],
+        like: Tensor,
+        *,
+        int8: bool,
+        cast: Cast,
+        impl: Impl,
+    ) -> None:
+        if not int8:
+            linears.forget(key)
+        self._linears, self._key, self._modules = linears, key, modules
+        linear, *dropouts = modules
+        #: Whether the weight can be read.
+        self.plain = plain_linear(linear, like) and all(map(plain_dropout, dropouts))
+        self.int8 = self.plain and int8 and runs_int8(linear, like)
+        self._weights = linear._parameters
+        self.cast, self._impl = cast, impl
+        self._step = Step(int8_forward if self.int8 else project_forward)
+
+    @property
+    def read(self) -> list[Tensor]:
+        """The tensors that a kernel reads."""
+        return tensors_of(self._weights) if self.plain and not self.int8 else []
+
+    @property
+    def weight(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, to be read."""
+        return self._weights["weight"], self._weights["bias"]
+
+    def __call__(
+        self,
+        token: Token,
+        x: Tensor,
+        residual: Tensor,
+        c_out: Coefficient | None,
+        c_skip: Coefficient = 1.0,
+    ) -> Tensor:
+        """c_skip * residual + c_out * linear(x); a c_out of None is 1."""
+        dtype, cast, impl = x.dtype, self.cast, self._impl
+        if not self.plain or (token is None and dtype != self._modules[0].weight.dtype):
+            branch = self._called(x)
+            return ops.skip(
+                residual, branch, c_skip, 1.0 if c_out is None else c_out, cast=cast, impl=impl
+            )
+        if self.int8:
+            weight, scale, bias = self._linears.weights(self._key, self._modules[:1])
+            if token is not None:
+                return self._step(
+                    (token, scale.shape, scale.stride()), x, weight, scale, bias, residual, None,
+                    c_out, 1.0, 1.0, "", cast, self._linears.copies.impl, dtype,
+                )  # type: ignore[no-any-return] # fmt: skip
+            return ops.int8_linear(
+                x, weight, scale, bias, residual=residual, c_skip=c_skip,
+                c_out=1.0 if c_out is None else c_out, cast=cast, impl=self._linears.copies.impl,
+                out_dtype=dtype,
+            )  # fmt: skip
+        weight, bias = self._weights["weight"], self._weights["bias"]
+        if token is not None:
+            return self._step(
+                token, x, weight, bias, residual, None, c_out, 1.0, 1.0, cast, impl, dtype
+            )  # type: ignore[no-any-return]
+        return ops.project_skip(
+            x, weight, bias, residual=residual, c_skip=c_skip,
+            c_out=1.0 if c_out is None else c_out, cast=cast, impl=impl,
+        )  # fmt: skip
+
+    def _called(self, x: Tensor) -> Tensor:
+        for module in self._modules:
+            x = call(module, x)
+        return x
+
+
+class StreamsClose(Close):
+    """The same for several residual streams, whose rows follow each other in x."""
+
+    __slots__ = ("_close_both", "_skip")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._close_both = Step(_project_two)
+        self._skip = Step(skip_forward), Step(skip_forward)
+
+    def __call__(  # type: ignore[override]
+        self, token: Token, x: Tensor, streams: tuple[Tensor, ...], gates: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """stream + gate * (its rows of linear(x)) for each stream."""
+        if not self.plain or (token is None and x.dtype != self._modules[0].weight.dtype):
+            branch, token = self._called(x), None
+        elif self.int8:
+            weight, scale, bias = self._linears.weights(self._key, self._modules[:1])
+            impl = self._linears.copies.impl
+            if token is None:
+                branch = ops.int8_linear(x, weight, scale, bias, impl=impl, out_dtype=x.dtype)
+            else:
+                branch = self._step(
+                    (token, scale.shape, scale.stride()), x, weight, scale, bias, None, None, None,
+                    1.0, 1.0, "", "fp32", impl, x.dtype,
+                )  # fmt: skip
+        else:
+            weight, bias = self.weight
+            if token is not None and _one_dtype(x, streams, gates):
+                both: tuple[Tensor, ...] = self._close_both(
+                    token, x, weight, bias, *streams, *gates, self.cast, self._impl
+                )
+                return both
+            if _one_dtype(x, streams, gates):
+                return ops.project_skip_streams(
+                    x, weight, bias, residuals=streams, c_out=gates, cast=self.cast,
+                    impl=self._impl,
+                )  # fmt: skip
+            branch = ops.project_skip(x, weight, bias, residual=None, impl=self._impl)
+        parts = torch.split(branch, [stream.shape[1] for stream in streams], dim=1)
+        if token is None or not _one_dtype(x, streams, gates):
+            return skip_streams(parts, streams, gates, cast=self.cast, impl=self._impl)
+        return tuple(
+            [
+                step(token, x, y, None, g, 1.0, 1.0, self.cast, self._impl, x.dtype)
+                for step, x, y, g in zip(self._skip, streams, parts, gates, strict=True)
+            ]
+        )
+
+
+def skip_streams(
+    parts: Sequence[Tensor],
+    streams: tuple[Tensor, ...],
+    gates: tuple[Tensor, ...],
+    *,
+    cast: Cast,
+    impl: Impl,
+) -> tuple[Tensor, ...]:
+    """stream + gate * part for each stream: a pass each, or the author's sum where torch would
+    promote one of them."""
+    if not _one_dtype(parts[0], streams, gates):
+        return tuple([x + g * y for x, y, g in zip(streams, parts, gates, strict=True)])
+    return tuple(
+        [
+            ops.skip(x, y, 1.0, g, cast=cast, impl=impl)
+            for x, y, g in zip(streams, parts, gates, strict=True)
+        ]
+    )
+
+
+def _one_dtype(x: Tensor, streams: tuple[Tensor, ...], gates: tuple[Tensor, ...]) -> bool:
+    """Whether the author's sum is in one dtype throughout."""
+    return all([other.dtype == x.dtype for other in (*streams, *gates)])
+
+
+def _project_two(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    first: Tensor,
+    second: Tensor,
+    first_gate: Tensor,
+    second_gate: Tensor,
+    cast: str,
+    impl: str,
+) -> tuple[Tensor, ...]:
+    """`project_skip_streams` of two streams with flat arguments, as `Step` takes them."""
+    return tuple(
+        project_streams.body(
+            x, weight, bias, [first, second], [first_gate, second_gate], cast, impl
+        )
+    )

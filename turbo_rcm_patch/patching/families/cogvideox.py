@@ -20,6 +20,7 @@ from torch import nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.patching.blocks import (
+    KeptTables,
     check_head_dim,
     check_weights,
     distinct,
@@ -88,6 +89,7 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     """The pairs of every block, how each would run, and the block forwards to install."""
     network: Any = model
     result = ModelPlan(model, path, config, states=[])
+    tables = KeptTables()
     for index, child in distinct(network.transformer_blocks):
         inner, block = known_inside(child, _BLOCKS)
         place = f"{path}.transformer_blocks.{index}.{inner}".strip(".")
@@ -98,8 +100,10 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
         states = _block_states(block, place, config, whole)
         result.states += states.values()
         if any(state.live for state in states.values()):
-            head = not result.installations
-            make = partial(CogVideoXBlockForward, block, states, config, result.copies, head)
+            first = not result.installations
+            make = partial(
+                CogVideoXBlockForward, block, tables, states, config, result.copies, first
+            )
             result.installations.append(Installation(block, "forward", make))
     result.states += [PairState(pair) for pair in _face_pairs(network, path)]
     return result

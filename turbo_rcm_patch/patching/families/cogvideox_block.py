@@ -9,8 +9,7 @@ the author's rounding between them, with an angle of zero for text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -22,22 +21,29 @@ from diffusers.models.attention_processor import (
 from diffusers.models.normalization import CogVideoXLayerNormZero
 from torch import Tensor, nn
 
-from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.author import Notes, call, nothing, observe, same
-from turbo_rcm_patch.patching.blocks import (
-    Mode,
-    may_run,
-    note_mode,
-    plain_dropout,
-    refuse_parallel,
+from turbo_rcm_patch.ops.batches import MAX_BATCH
+from turbo_rcm_patch.patching.author import call
+from turbo_rcm_patch.patching.block import BlockForward, Branch
+from turbo_rcm_patch.patching.blocks import KeptTables, Mode, refuse_parallel
+from turbo_rcm_patch.patching.branches import (
+    AttentionModules,
+    CalledNorm,
+    FeedForwardModules,
+    Given,
+    Norm,
+    StreamsNorm,
 )
 from turbo_rcm_patch.patching.copies import Copies
-from turbo_rcm_patch.patching.families._feed_forward import expand, feed_forward_mode
-from turbo_rcm_patch.patching.guard import Guard, Pair
-from turbo_rcm_patch.patching.linears import Linears
+from turbo_rcm_patch.patching.families._feed_forward import (
+    feed_forward_mode,
+    feed_forward_modules,
+)
+from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.linears import skip_streams
 from turbo_rcm_patch.patching.plain import bare, drops, plain_linear
-from turbo_rcm_patch.patching.state import PairState, specs_of
+from turbo_rcm_patch.patching.plan import Token, signature
+from turbo_rcm_patch.patching.state import PairState
 
 __all__ = [
     "PROCESSORS",
@@ -50,59 +56,34 @@ __all__ = [
 #: What may compute the attention: with a Linear each for q, k and v, or with one for all.
 PROCESSORS: Final = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
 
-#: The norm before each branch of a block, and the output projection of the branch.
-_NORMS: Final = {"attn1": "norm1", "ff": "norm2"}
-_OUTPUTS: Final = {"attn1": "to_out"}
-
 #: (text, video), the order of the sequence.
 Streams = tuple[Tensor, Tensor]
 Rotary = tuple[Tensor, Tensor]
-#: The author's forward of a block, given what stands for the block and the streams.
-Author = Callable[[Any, Streams], Streams]
 
 
-class CogVideoXBlockForward:
-    """Stands in for the forward of one block.
+class CogVideoXBlockForward(BlockForward):
+    """Stands in for the forward of one block."""
 
-    It holds the block itself, so that a deep copy of a patched model holds the copied block.
-    """
+    __slots__ = ("_tables", "_width")
 
-    __slots__ = (
-        "_attn1",
-        "_block",
-        "_ff",
-        "_guard",
-        "_head",
-        "_linears",
-        "_said",
-        "_spec",
-        "_specs",
+    branches = (
+        Branch(name="attn1", kind="self", norm="norm1", output="to_out"),
+        Branch(name="ff", kind="feed-forward", norm="norm2"),
     )
+    streams = True
 
     def __init__(
         self,
         block: Any,
+        tables: KeptTables,
         states: dict[str, PairState],
         config: PatchConfig,
         copies: Copies,
-        head: bool,
+        first: bool,
         guard: Guard | None,
     ) -> None:
-        self._block = block
-        self._attn1, self._ff = states["attn1"], states["ff"]
-        self._guard = guard
-        self._head = head
-        self._linears = Linears(copies)
-        self._said: set[str] = set()
-        self._linears = Linears(copies)
-        self._spec = ops.AttentionSpec(
-            heads=block.attn1.heads,
-            attention=config.attention,
-            pv=config.pv,
-            smooth_k=config.smooth_k,
-            impl=config.impl,
-        )
-        self._specs = specs_of(self._spec)
+        self._tables, self._width = tables, block.attn1.inner_dim
+        super().__init__(block, block.attn1.heads, 1e-6, states, config, copies, first, guard)
 
     def __call__(
         self,
@@ -125,238 +106,144 @@ class CogVideoXBlockForward:
         Returns:
             Video [B, N, C] and text [B, T, C], dtype of hidden_states.
         """
-        given = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
+        inputs: tuple[Any, ...] = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
         if attention_kwargs is not None:  # ConsisID's block takes none.
-            given += (attention_kwargs,)  # type: ignore[assignment]
+            inputs += (attention_kwargs,)
         same = hidden_states.dtype == encoder_hidden_states.dtype == temb.dtype
-        states = (self._attn1, self._ff)
-        if not may_run(hidden_states, states, self._said if self._head else None) or not same:
-            written: tuple[Tensor, Tensor] = type(self._block).forward(self._block, *given)
+        if not self._serves(hidden_states) or not same:
+            written: tuple[Tensor, Tensor] = self._as_written(*inputs)
             return written
-        guard = self._begin(hidden_states, encoder_hidden_states, temb)
-        block, streams = self._block, (encoder_hidden_states, hidden_states)
+        guard = self._begin(
+            hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb
+        )
 
-        def first(streams: Streams) -> Streams:
-            x, gates = self._modulated(block.norm1, streams, temb, self._attn1)
-            return self._attention(x, streams, gates, image_rotary_emb, attention_kwargs or {})
-
-        def second(streams: Streams) -> Streams:
-            x, gates = self._modulated(block.norm2, streams, temb, self._ff)
-            return self._feed_forward(x, streams, gates)
-
-        def heads(streams: Streams) -> Tensor | None:
-            if self._mode(attention_kwargs or {}) != "ours":
-                return None
-            x, _ = self._modulated(block.norm1, streams, temb, self._attn1)
-            return self._heads(x, _lengths(streams)[0], image_rotary_emb)
-
-        def author(view: Any, streams: Streams) -> Streams:
-            own: Any = type(block).forward
-            video, text = own(view, streams[1], streams[0], *given[2:])
+        def author(name: str, view: Any, streams: Streams) -> Streams:
+            own: Any = type(self._block).forward
+            video, text = own(view, streams[1], streams[0], *inputs[2:])
             return text, video
 
-        streams = self._pair(guard, "attn1", self._attn1, streams, first, author, heads)
-        text, video = self._pair(guard, "ff", self._ff, streams, second, author)
+        rotary = None
+        if image_rotary_emb is not None:
+            tokens, device = encoder_hidden_states.shape[1], hidden_states.device
+            rotary = self._tables.of(
+                image_rotary_emb, lambda: _with_text(image_rotary_emb, tokens, device),
+                (tokens, device),
+            )  # fmt: skip
+        given = Given(None, (temb,), rotary, more=(image_rotary_emb, attention_kwargs or {}))
+        text, video = self._run((encoder_hidden_states, hidden_states), given, guard, author)
         return video, text
 
-    def _pair(
-        self,
-        guard: Guard | None,
-        name: str,
-        state: PairState,
-        streams: Streams,
-        ours: Callable[[Streams], Streams],
-        author: Author,
-        heads: Callable[[Streams], Tensor | None] = lambda streams: None,
-    ) -> Streams:
-        """One pair, compared with its author's code where the guard wants that."""
-        if guard is None or not state.live or not guard.wants((state,)):
-            return ours(streams)
+    def _facts(self, hidden: Streams, given: Given) -> tuple[Any, ...]:
+        return hidden[1].dtype, hidden[1].get_device(), bool(given.more[1])
 
-        def written(notes: Notes, x: Any, branch: Callable[..., Any] | None) -> Streams:
-            return author(self._only(name, notes, branch), x)
-
-        text, video = guard.close(
-            Pair((state,), streams, lambda: ours(streams), written, lambda: heads(streams))
-        )
-        return text, video
-
-    def _only(self, name: str, notes: Notes, branch: Callable[..., Any] | None) -> Any:
-        """The block for its author's forward, with one pair in it: the others add nothing."""
-        instead: dict[str, Any] = {}
-        for other, norm in _NORMS.items():
-            if other != name:
-                instead |= {norm: same, other: nothing}
-            elif branch is not None:
-                instead[other] = branch
-            else:
-                own = getattr(self._block, other)
-                instead[other] = notes.branch(own, _OUTPUTS.get(other, ""))
-        return notes.over(self._block, **instead)
-
-    def _begin(self, hidden: Tensor, context: Tensor, temb: Tensor) -> Guard | None:
-        """The guard, on a forward that is to be checked."""
-        if torch.compiler.is_compiling():
+    def _token(self, hidden: Streams, given: Given) -> Token:
+        (text, video), temb = hidden, given.rows[0]
+        batch, tokens, channels = video.shape
+        table = (text.shape[1] + tokens) * (channels // self._specs["as asked for"].heads)
+        rotary = given.rotary or ()
+        if not (
+            video.device == text.device == temb.device
+            and channels == self._width
+            and text.dim() == 3
+            and text.shape[::2] == (batch, channels)
+            and temb.shape[0] == batch
+            and 0 < batch <= MAX_BATCH
+            and text.shape[1]
+            and all([part.numel() == table for part in rotary])
+        ):
             return None
-        if self._head:
-            self._linears.begin()
-        guard = self._guard
-        if guard is None:
-            return None
-        if self._head:
-            guard.begin(hidden_states=hidden, encoder_hidden_states=context, temb=temb)
-        return guard
+        return signature(video, text, temb, *rotary)
 
-    def _modulated(
-        self, norm: Any, streams: Streams, temb: Tensor, state: PairState
-    ) -> tuple[Tensor, Streams]:
+    # --- the modules -----------------------------------------------------------------------------
+
+    def _mode(self, branch: Branch, hidden: Streams, given: Given) -> Mode:
+        if branch.kind == "feed-forward":
+            return feed_forward_mode(self._block.ff)
+        mode = attention_mode(self._block.attn1)
+        return "called" if mode == "ours" and given.more[1] else mode
+
+    def _attention(self, branch: Branch, like: Tensor, given: Given) -> AttentionModules:
+        attn = self._block.attn1
+        norms, readable = (attn.norm_q, attn.norm_k), None
+        if norms_of_heads(attn) and all([_readable(norm, like) for norm in norms]):
+            readable = (norms[0]._parameters, norms[1]._parameters, norms[0].eps)
+        return AttentionModules(
+            heads=attn.heads, head_dim=attn.inner_dim // attn.heads,
+            qkv=tuple([getattr(attn, name) for name in qkv_names(attn)]),
+            norms=norms, readable=readable, out=attn.to_out,
+            call_norm=lambda norm, x: _normed(norm, x, attn.heads),
+        )  # fmt: skip
+
+    def _feed_forward(self, module: Any) -> FeedForwardModules:
+        return feed_forward_modules(module)
+
+    def _norm(
+        self, branch: Branch, state: PairState, hidden: Streams, given: Given, *, as_rows: bool
+    ) -> Norm:
         """Both streams as one sequence after layer norm and modulation, and their gates.
 
         The weights of the layer norm and the modulation of a stream are one factor and one offset
         a channel, so that a single pass does both, in fp32.
         """
-        text, video = streams
-        if not (state.live and _plain_zero_norm(norm, video)):
-            x, context, gate, context_gate = call(norm, video, text, temb)
+        norm = getattr(self._block, branch.norm)
+        if state.live and _plain_zero_norm(norm, hidden[1]):
+            plain = plain_linear(norm.linear, given.rows[0]) and bare(norm.silu)
+            return StreamsNorm(
+                lambda given: _coefficients(norm, given.rows[0]), norm.norm.eps,
+                self._config.impl, plain=plain,
+            )  # fmt: skip
+
+        def called(streams: Streams, given: Given) -> tuple[Tensor, Streams]:
+            text, video = streams
+            x, context, gate, context_gate = call(norm, video, text, given.rows[0])
             return torch.cat([context, x], dim=1), (context_gate, gate)
-        # [B, stream, (shift, scale, gate), C], video before text.
-        rows = call(norm.linear, call(norm.silu, temb)).unflatten(-1, (2, 3, -1)).flip(1)
-        shift, scale, gates = rows.unsqueeze(3).unbind(2)
-        factor, offset = 1 + scale.float(), shift.float()
-        inner = norm.norm
-        if inner.bias is not None:
-            offset = torch.addcmul(offset, factor, inner.bias.float())
-        if inner.weight is not None:
-            factor = factor * inner.weight.float()
-        x = ops.norm_modulate_streams(
-            streams,
-            scale=factor.unbind(1),
-            shift=offset.unbind(1),
-            form="affine",
-            eps=inner.eps,
-            impl=self._spec.impl,
-        )
-        return x, gates.unbind(1)
 
-    def _attention(
-        self,
-        x: Tensor,
-        streams: Streams,
-        gates: Streams,
-        rotary: Rotary | None,
-        attention_kwargs: dict[str, Any],
-    ) -> Streams:
-        attn, mode = self._block.attn1, self._mode(attention_kwargs)
-        observe(x)
-        note_mode(self._attn1, mode)
-        tokens = _lengths(streams)
-        if mode == "ours":
-            out = self._heads(x, tokens[0], rotary)
-            return self._close(
-                "attn1.out", out, attn.to_out, self._attn1.int8, tokens, streams, gates
-            )
+        return CalledNorm(called)
+
+    def _call(self, branch: Branch, x: Tensor, hidden: Streams, given: Given) -> Streams:
+        module, tokens = getattr(self._block, branch.name), [s.shape[1] for s in hidden]
+        if branch.kind == "feed-forward":
+            text, video = call(module, x).split(tokens, dim=1)
+            return text, video
         text, video = torch.split(x, tokens, dim=1)
+        rotary, more = given.more
         video, text = call(
-            attn,
-            hidden_states=video,
-            encoder_hidden_states=text,
-            image_rotary_emb=rotary,
-            **attention_kwargs,
-        )
-        return self._closed(mode, (text, video), streams, gates)
+            module, hidden_states=video, encoder_hidden_states=text, image_rotary_emb=rotary,
+            **more,
+        )  # fmt: skip
+        return text, video
 
-    def _mode(self, attention_kwargs: dict[str, Any]) -> Mode:
-        mode = attention_mode(self._block.attn1)
-        if not self._attn1.live:
-            return "as-written"
-        return "called" if mode == "ours" and attention_kwargs else mode
-
-    def _heads(self, x: Tensor, text_tokens: int, rotary: Rotary | None) -> Tensor:
-        """What the attention's output projection gets, [B, T + N, H * D]."""
-        attn, int8 = self._block.attn1, self._attn1.int8
-        modules = tuple(getattr(attn, name) for name in qkv_names(attn))
-        projected = self._linears.project("attn1.qkv", x, modules, int8=int8)
-        q, k, v = projected if len(projected) == 3 else projected[0].chunk(3, dim=-1)
-        spec = self._specs[self._attn1.precision]
-        self._attn1.note(f"fused with {spec.attention} attention")
-        norms: dict[str, Any] = {}
-        if norms_of_heads(attn) and _readable(attn.norm_q, q) and _readable(attn.norm_k, k):
-            for name in ("norm_q", "norm_k"):
-                norm = getattr(attn, name)
-                norms |= {name: norm.weight, f"{name}_bias": norm.bias}
-            if attn.norm_q.eps != spec.eps:
-                spec = replace(spec, eps=attn.norm_q.eps)
-        else:
-            q, k = _normed(attn.norm_q, q, attn.heads), _normed(attn.norm_k, k, attn.heads)
-        if rotary is not None:
-            cos, sin = (table.to(x.device) for table in rotary)
-            still = cos.new_ones(text_tokens, cos.shape[-1])
-            rotary = torch.cat([still, cos]), torch.cat([torch.zeros_like(still), sin])
-        return ops.attention_skip(q, k, v, spec, rotary=rotary, **norms)
-
-    def _feed_forward(self, x: Tensor, streams: Streams, gates: Streams) -> Streams:
-        ff, state = self._block.ff, self._ff
-        observe(x)
-        tokens = _lengths(streams)
-        mode = feed_forward_mode(ff) if state.live else "as-written"
-        note_mode(state, mode)
-        if mode == "ours":
-            h = expand(ff, x, self._linears, "ff.0", int8=state.int8)
-            return self._close("ff.2", h, ff.net[2:], state.int8, tokens, streams, gates)
-        text, video = call(ff, x).split(tokens, dim=1)
-        return self._closed(mode, (text, video), streams, gates)
-
-    def _close(
-        self,
-        key: str,
-        x: Tensor,
-        modules: Any,
-        int8: bool,
-        tokens: list[int],
-        streams: Streams,
-        gates: Streams,
+    def _summed(
+        self, branch: Branch, mode: Mode, made: Streams, hidden: Streams, gate: Streams
     ) -> Streams:
-        """stream + gate * (its rows of what the modules, a Linear and dropouts, make of x)."""
-        linear, *dropouts = modules
-        branch: Tensor | None = None
-        if all(map(plain_dropout, dropouts)):
-            branch = self._linears.close(key, x, linear, int8=int8)
-            if branch is None and plain_linear(linear, x):
-                weight, bias, impl = linear.weight, linear.bias, self._spec.impl
-                if _same_dtype(x, streams, gates):
-                    text, video = ops.project_skip_streams(
-                        x, weight, bias, residuals=streams, c_out=gates, cast="model", impl=impl
-                    )
-                    return text, video
-                branch = ops.project_skip(x, weight, bias, residual=None, impl=impl)
-        if branch is None:
-            branch = call(linear, x)
-            for dropout in dropouts:
-                branch = call(dropout, branch)
-        text, video = torch.split(branch, tokens, dim=1)
-        return self._closed("called", (text, video), streams, gates)
-
-    def _closed(self, mode: Mode, branch: Streams, streams: Streams, gates: Streams) -> Streams:
-        """The skip after a branch that was called: one pass a stream, or the author's sum."""
-        if mode == "called" and _same_dtype(branch[0], streams, gates):
-            text, video = (
-                ops.skip(x, part, 1.0, gate, cast="model", impl=self._spec.impl)
-                for x, part, gate in zip(streams, branch, gates, strict=True)
+        if mode == "called":
+            text, video = skip_streams(
+                made, hidden, gate, cast=branch.cast, impl=self._config.impl
             )
         else:
-            text, video = (
-                x + gate * part for x, part, gate in zip(streams, branch, gates, strict=True)
-            )
+            text, video = (x + g * y for x, y, g in zip(hidden, made, gate, strict=True))
         return text, video
 
 
-def _lengths(streams: Streams) -> list[int]:
-    return [stream.shape[1] for stream in streams]
+def _with_text(rotary: Rotary, text_tokens: int, device: torch.device) -> Rotary:
+    """Tables of video tokens behind text tokens, which are not turned."""
+    cos, sin = (table.to(device) for table in rotary)
+    still = cos.new_ones(text_tokens, cos.shape[-1])
+    return torch.cat([still, cos]), torch.cat([torch.zeros_like(still), sin])
 
 
-def _same_dtype(branch: Tensor, streams: Streams, gates: Streams) -> bool:
-    """Whether the author's sum is in one dtype throughout; torch promotes where it is not."""
-    return all(x.dtype == branch.dtype for x in (*streams, *gates))
+def _coefficients(norm: Any, temb: Tensor) -> tuple[Sequence[Tensor], ...]:
+    """Factors, offsets and gates of text and video, [B, 1, C] each."""
+    # [B, stream, (shift, scale, gate), C], video before text.
+    rows = call(norm.linear, call(norm.silu, temb)).unflatten(-1, (2, 3, -1)).flip(1)
+    shift, scale, gates = rows.unsqueeze(3).unbind(2)
+    factor, offset = 1 + scale.float(), shift.float()
+    inner = norm.norm
+    if inner.bias is not None:
+        offset = torch.addcmul(offset, factor, inner.bias.float())
+    if inner.weight is not None:
+        factor = factor * inner.weight.float()
+    return factor.unbind(1), offset.unbind(1), gates.unbind(1)
 
 
 def _plain_layer_norm(norm: Any) -> bool:

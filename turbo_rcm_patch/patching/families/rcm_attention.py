@@ -17,12 +17,12 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import DTypeError, HeadDimError
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
-from turbo_rcm_patch.patching.author import Notes, call
+from turbo_rcm_patch.patching.author import Notes
 from turbo_rcm_patch.patching.blocks import may_run
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard, Pair
-from turbo_rcm_patch.patching.linears import Linears, pair_state, runs_int8
-from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
+from turbo_rcm_patch.patching.linears import Close, Linears, Projection, pair_state
+from turbo_rcm_patch.patching.plain import why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.signature import check_parameters
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState, specs_of
@@ -102,7 +102,7 @@ def _runs(model: nn.Module, config: PatchConfig) -> tuple[Residual, str]:
 class RCMAttentionForward:
     """Stands in for the forward of one module, which it holds."""
 
-    __slots__ = ("_form", "_guard", "_linears", "_module", "_said", "_specs", "_state")
+    __slots__ = ("_form", "_guard", "_linears", "_module", "_warned", "_specs", "_state")
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class RCMAttentionForward:
     ) -> None:
         self._module, self._state, self._guard = module, state, guard
         self._form = config.form
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._linears = Linears(copies)
         spec = ops.AttentionSpec(
             heads=module.num_heads,
@@ -139,7 +139,7 @@ class RCMAttentionForward:
         if not self._state.live:
             self._state.note("as written")
             return self._as_written(x, t)
-        if not may_run(x, (self._state,), self._said):
+        if not may_run(x, (self._state,), self._warned):
             return self._as_written(x, t)
         self._linears.begin()
         c_skip, c_out = module.coefficients(x, t)
@@ -173,30 +173,21 @@ class RCMAttentionForward:
 
     def _close(self, x: Tensor, c_skip: Coefficient, c_out: Coefficient) -> Tensor:
         """c_skip * x + c_out * F(x)."""
-        module, int8, proj = self._module, self._state.int8, self._module.proj
+        proj, int8 = self._module.proj, self._state.int8
         q, k, v, spec = self._heads(x)
         if proj is None:
             return ops.attention_skip(q, k, v, spec, residual=x, c_skip=c_skip, c_out=c_out)
-        if not int8:
-            self._linears.forget("proj")
-        if int8 and runs_int8(proj, q):
-            closed = self._linears.close(
-                "proj", ops.attention_skip(q, k, v, spec), proj,
-                int8=True, residual=x, c_skip=c_skip, c_out=c_out,
-            )  # fmt: skip
-            assert closed is not None
-            return closed
-        if plain_linear(proj, q):
+        close = Close(self._linears, "proj", (proj,), q, int8=int8, cast="fp32", impl=spec.impl)
+        if close.plain and not close.int8:
             return ops.attention_project_skip(
-                q, k, v, module.proj.weight, module.proj.bias, spec,
-                residual=x, c_skip=c_skip, c_out=c_out,
+                q, k, v, *close.weight, spec, residual=x, c_skip=c_skip, c_out=c_out,
                 form="two-launch" if spec.attention == "exact" else self._form,
             )  # fmt: skip
-        branch: Tensor = call(proj, ops.attention_skip(q, k, v, spec))
-        return ops.skip(x, branch, c_skip, c_out, impl=spec.impl)
+        return close(None, ops.attention_skip(q, k, v, spec), x, c_out, c_skip)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, ops.AttentionSpec]:
-        (qkv,) = self._linears.project("qkv", x, (self._module.qkv,), int8=self._state.int8)
+        project = Projection(self._linears, "qkv", (self._module.qkv,), x, int8=self._state.int8)
+        (qkv,), _ = project(None, x, x)
         q, k, v = qkv.chunk(3, dim=-1)
         spec = self._specs[self._state.precision]
         self._state.note(f"fused with {spec.attention} attention")

@@ -16,9 +16,9 @@ from torch import nn
 from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.errors import DTypeError, HeadDimError
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, QMAX
-from turbo_rcm_patch.patching.blocks import distinct
+from turbo_rcm_patch.patching.blocks import KeptTables, distinct
 from turbo_rcm_patch.patching.families._sla import linear_pair
-from turbo_rcm_patch.patching.families.turbodiffusion_block import RotaryTables, TurboBlockForward
+from turbo_rcm_patch.patching.families.turbodiffusion_block import TurboBlockForward
 from turbo_rcm_patch.patching.families.turbodiffusion_rotary import (
     RotaryForward,
     lacks_rotary,
@@ -104,14 +104,14 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     """The pairs of every block, how each would run, and the block forwards to install."""
     network: Any = model
     result = ModelPlan(model, path, config, states=[])
-    tables = RotaryTables()
+    tables = KeptTables()
     for index, block in distinct(map(unwrapped, network.blocks)):
         whole = "" if record_of(model) is not None else _foreign(block)
         states = _block_states(block, f"{path}.blocks.{index}".lstrip("."), config, whole)
         result.states += states.values()
         if any(state.live for state in states.values()):
-            head = not result.installations
-            make = partial(TurboBlockForward, block, states, config, result.copies, head, tables)
+            first = not result.installations
+            make = partial(TurboBlockForward, block, tables, states, config, result.copies, first)
             result.installations.append(Installation(block, "forward", make))
             if lacks_rotary(block.self_attn) and innermost(block.self_attn):
                 rotary = partial(RotaryForward, block.self_attn)

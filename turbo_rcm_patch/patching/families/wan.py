@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.families.wan_modes import BlockClasses
+from turbo_rcm_patch.patching.families.wan_block import BlockClasses
 from turbo_rcm_patch.patching.families.wan_plan import check_blocks, check_signatures, plan_blocks
 from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import ModelPlan, PairState

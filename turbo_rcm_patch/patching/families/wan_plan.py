@@ -28,8 +28,11 @@ from turbo_rcm_patch.patching.families._feed_forward import (
     feed_forward_linears,
     feed_forward_runs,
 )
-from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
-from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, attention_mode
+from turbo_rcm_patch.patching.families.wan_block import (
+    BlockClasses,
+    WanBlockForward,
+    attention_mode,
+)
 from turbo_rcm_patch.patching.families.wan_sla import (
     SLAForward,
     check_sla,
@@ -148,8 +151,8 @@ def install_block(
     """Add the pairs of one block to a plan, and its forward if any of them is fused."""
     result.states += states.values()
     if any(state.live for state in states.values()):
-        head = not result.installations
-        forward = partial(make, block, classes, states, result.config, result.copies, head)
+        first = not result.installations
+        forward = partial(make, block, classes, states, result.config, result.copies, first)
         result.installations.append(Installation(block, "forward", forward))
     attn: Any = block.attn1
     if "linear" in states:

@@ -14,8 +14,13 @@ from diffusers.models.transformers import transformer_skyreels_v2 as author
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
-from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, modulation
+from turbo_rcm_patch.patching.blocks import same_batch
+from turbo_rcm_patch.patching.branches import Given
+from turbo_rcm_patch.patching.families.wan_block import (
+    BlockClasses,
+    WanBlockForward,
+    modulation,
+)
 from turbo_rcm_patch.patching.families.wan_plan import (
     BLOCK,
     check_blocks,
@@ -85,13 +90,14 @@ class SkyReelsBlockForward(WanBlockForward):
         per_token = temb.transpose(1, 2) if temb.ndim == 4 else temb
         rows = modulation(self._block.scale_shift_table, per_token)
 
-        def author(view: Any, hidden: Tensor) -> Tensor:
+        def author(name: str, view: Any, hidden: Tensor) -> Tensor:
             own: Any = type(self._block).forward
             out: Tensor = own(
                 view, hidden, encoder_hidden_states, temb, rotary_emb, attention_mask
             )
             return out
 
-        return self._run(
-            hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask, guard, author
-        )
+        hidden, context = same_batch(hidden_states, encoder_hidden_states)
+        given = Given(context, rows, rotary_emb, attention_mask)
+        made: Tensor = self._run(hidden, given, guard, author)
+        return made

@@ -27,11 +27,11 @@ from turbo_rcm_patch.skip import Residual, SkipPair
 
 __all__ = [
     "SLAForward",
+    "attached",
     "check_sla",
+    "give_back_linear",
     "replaceable",
     "runs_itself",
-    "settle",
-    "sparse_attention",
     "with_linear",
 ]
 
@@ -110,10 +110,10 @@ class SLAForward:
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        return sparse_attention(self._attn, q, k, v, self._spec, self._topk, rotary=rotary)
+        return _sparse_attention(self._attn, q, k, v, self._spec, self._topk, rotary=rotary)
 
 
-def sparse_attention(
+def _sparse_attention(
     attn: nn.Module,
     q: Tensor,
     k: Tensor,
@@ -141,13 +141,18 @@ def sparse_attention(
     Returns:
         [B, N, H*D], dtype of q.
     """
-    attached = attached_proj_l(attn)
-    assert attached is not None
-    weight, bias = (x.to(q.device) for x in attached)
+    weight, bias = attached(attn, q.device)
     sparsity = ops.Sparsity.sage(topk, q.device)
     return ops.sparse_linear_attention(
         q, k, v, weight, bias, spec, sparsity, norm_q=norm_q, norm_k=norm_k, rotary=rotary
     )
+
+
+def attached(attn: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the attached proj_l on a device, which the block may be offloaded to."""
+    held = attached_proj_l(attn)
+    assert held is not None
+    return held[0].to(device), held[1].to(device)
 
 
 def _serves(attn: Any, processor: type) -> bool:
@@ -218,18 +223,16 @@ def with_linear(
     return pair, linear_pair(pair, path, "as-written", pair.reason)
 
 
-def settle(state: PairState, linear: PairState | None, *, fused: bool, exact: bool) -> None:
+def give_back_linear(state: PairState, linear: PairState, *, exact: bool) -> None:
     """What the guard's decision about an attention means for the sum of its branches.
 
     Args:
         state: The self-attention, after it was compared.
-        linear: The sum of its branches, or None for dense attention.
-        fused: Whether it was accepted.
-        exact: Whether it is exact from now on.
+        linear: The sum of its branches.
+        exact: Whether the attention is exact from now on.
     """
-    if linear is None or not linear.live and fused:
+    if state.live and not (linear.live and exact):
         return
-    if not fused:
+    if not state.live:
         state.give_back(f"{state.pair.reason}; {_DEFINED}")
-    if not fused or exact:
-        linear.give_back(f"{state.pair.reason}; {_DEFINED}" if fused else state.pair.reason)
+    linear.give_back(f"{state.pair.reason}; {_DEFINED}" if state.live else state.pair.reason)

@@ -14,13 +14,16 @@ from typing import Any, Final
 from diffusers.models.transformers import transformer_wan_vace as author
 from torch import Tensor, nn
 
-from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.author import Notes, call, observe
-from turbo_rcm_patch.patching.blocks import distinct, known_inside, note_mode, unknown_pair
-from turbo_rcm_patch.patching.copies import Copies
-from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
-from turbo_rcm_patch.patching.families.wan_modes import BlockClasses, modulation
+from turbo_rcm_patch.patching.author import Notes
+from turbo_rcm_patch.patching.block import Branch
+from turbo_rcm_patch.patching.blocks import distinct, known_inside, same_batch, unknown_pair
+from turbo_rcm_patch.patching.branches import Given, LinearRun, Run
+from turbo_rcm_patch.patching.families.wan_block import (
+    BlockClasses,
+    WanBlockForward,
+    modulation,
+)
 from turbo_rcm_patch.patching.families.wan_plan import (
     block_states,
     check_blocks,
@@ -30,14 +33,15 @@ from turbo_rcm_patch.patching.families.wan_plan import (
     left_alone,
     plan_blocks,
 )
-from turbo_rcm_patch.patching.guard import Guard
-from turbo_rcm_patch.patching.linears import pair_state
-from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
+from turbo_rcm_patch.patching.linears import Close, pair_state
+from turbo_rcm_patch.patching.plain import why_not_plain
+from turbo_rcm_patch.patching.plan import Token
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import Residual, SkipPair, Stream
 
 __all__ = ["VACEBlockForward", "check", "plan"]
 
+_PROJ_IN: Final = Branch(name="proj_in", kind="control", norm="")
 _CONTROL_BLOCK: Final = (
     *("self", "hidden_states", "encoder_hidden_states", "control_hidden_states"),
     *("temb", "rotary_emb"),
@@ -119,20 +123,7 @@ def _control_pair(path: str, c_out: str, runs: Residual, reason: str) -> SkipPai
 class VACEBlockForward(WanBlockForward):
     """Stands in for the forward of one control block."""
 
-    __slots__ = ("_proj_in",)
-
-    def __init__(
-        self,
-        block: Any,
-        classes: BlockClasses,
-        states: dict[str, PairState],
-        config: PatchConfig,
-        copies: Copies,
-        head: bool,
-        guard: Guard | None,
-    ) -> None:
-        super().__init__(block, classes, states, config, copies, head, guard)
-        self._proj_in = states.get("proj_in")
+    __slots__ = ()
 
     def __call__(  # type: ignore[override]
         self,
@@ -166,58 +157,43 @@ class VACEBlockForward(WanBlockForward):
             temb=temb,
         )
         block = self._block
-        control = control_hidden_states
-        own: Any = type(block).forward
 
-        def added(view: Any, hidden: Tensor) -> Tensor:
-            out: Tensor = own(
-                view, hidden, encoder_hidden_states, control_hidden_states, temb, rotary_emb
-            )[1]
+        def author(name: str, view: Any, hidden: Tensor) -> Tensor:
+            control = control_hidden_states if name == "proj_in" else hidden
+            own: Any = type(block).forward
+            out: Tensor = own(view, hidden, encoder_hidden_states, control, temb, rotary_emb)[1]
             return out
 
-        def author(view: Any, control: Tensor) -> Tensor:
-            out: Tensor = own(view, control, encoder_hidden_states, control, temb, rotary_emb)[1]
-            return out
-
-        if block.proj_in is not None:
-            assert self._proj_in is not None
-            control = self._pair(
-                guard,
-                "proj_in",
-                (self._proj_in,),
-                hidden_states,
-                lambda hidden: self._added(block.proj_in, control_hidden_states, hidden),
-                added,
-            )
         rows = modulation(block.scale_shift_table.to(temb.device), temb)
-        control = self._run(control, encoder_hidden_states, rows, rotary_emb, None, guard, author)
-        hint = None if block.proj_out is None else block.proj_out(control)
-        return hint, control
+        stream = control_hidden_states if block.proj_in is None else hidden_states
+        stream, context = same_batch(stream, encoder_hidden_states)
+        given = Given(context, rows, rotary_emb, more=(control_hidden_states,))
+        control: Tensor = self._run(stream, given, guard, author)
+        return None if block.proj_out is None else block.proj_out(control), control
 
-    def _only(
-        self, name: str, notes: Notes, branch: Callable[..., Any] | None, **instead: Any
-    ) -> Any:
-        block = self._block
-        project = None
-        if name == "proj_in":
-            project = branch or notes.branch(block.proj_in)
-        return super()._only(name, notes, branch, proj_in=project, proj_out=None, **instead)
+    def _branches(self) -> tuple[Branch, ...]:
+        return self.branches if self._block.proj_in is None else (_PROJ_IN, *self.branches)
 
-    def _added(self, proj_in: Any, control: Tensor, hidden: Tensor) -> Tensor:
-        """The video plus the projected control."""
-        state, impl = self._proj_in, self._spec.impl
-        note_mode(state, "ours" if state is not None and state.live else "as-written")
-        if state is None or not state.live:
-            written: Tensor = call(proj_in, control) + hidden
-            return written
-        observe(control)
-        closed = self._linears.close(
-            "proj_in", control, proj_in, int8=state.int8, residual=hidden, cast="model"
-        )
-        if closed is not None:
-            return closed
-        if plain_linear(proj_in, control):
-            return ops.project_skip(
-                control, proj_in.weight, proj_in.bias, residual=hidden, cast="model", impl=impl
-            )
-        return ops.skip(hidden, call(proj_in, control), cast="model", impl=impl)
+    def _run_of(self, branch: Branch, hidden: Tensor, given: Given) -> Run:
+        if branch is not _PROJ_IN:
+            return super()._run_of(branch, hidden, given)
+        state, proj_in = self._states[branch.name], self._block.proj_in
+        close = Close(
+            self._linears, branch.name, (proj_in,), given.more[0],
+            int8=state.int8, cast="model", impl=self._config.impl,
+        )  # fmt: skip
+        return LinearRun(state, proj_in, close, lambda given: given.more[0])
+
+    def _token(self, hidden: Tensor, given: Given) -> Token:
+        token, control = super()._token(hidden, given), given.more[0]
+        same = control.shape == hidden.shape and control.dtype is hidden.dtype
+        if token is None or not same or control.device != hidden.device:
+            return None
+        return (token, control.stride())
+
+    def _only(self, name: str, notes: Notes, instead: Callable[..., Any] | None) -> Any:
+        view = super()._only(name, notes, instead)
+        members = view._instead | {"proj_out": None}
+        if name != "proj_in":
+            members["proj_in"] = None
+        return notes.over(self._block, **members)

@@ -1,0 +1,366 @@
+"""The forward that stands in for a transformer block's own: describe, resolve, run.
+
+A family describes its block: a tuple of `Branch`, and what is its own in methods of a subclass of
+`BlockForward`. `resolve` asks the modules what they are, once, and makes a plan: one run of
+`branches` for each branch. In eager inference the plan is kept for as long as a look says that it
+is true (`plan.Watch`); elsewhere it is made anew on every forward, where a compiler traces it. On
+a forward that the guard checks, each branch of the plan is compared with the author's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.author import Notes, nothing, same
+from turbo_rcm_patch.patching.blocks import Mode, may_run
+from turbo_rcm_patch.patching.branches import (
+    AttentionModules,
+    AttentionRun,
+    CalledNorm,
+    CalledRun,
+    FeedForwardModules,
+    FeedForwardRun,
+    FusedNorm,
+    Given,
+    Hidden,
+    Norm,
+    Run,
+)
+from turbo_rcm_patch.patching.copies import Copies
+from turbo_rcm_patch.patching.guard import Guard, Pair
+from turbo_rcm_patch.patching.linears import Close, Linears, StreamsClose
+from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference
+from turbo_rcm_patch.patching.state import PairState, specs_of
+from turbo_rcm_patch.skip import Cast
+
+__all__ = ["BlockForward", "Branch"]
+
+#: What of a pair's state decides how it runs.
+_decides = attrgetter("live", "int8", "precision")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """One branch of a block.
+
+    Attributes:
+        name: Of its module in the block, and of its pair.
+        kind: "self", "cross" or "feed-forward".
+        norm: Name of the norm before it.
+        at: Where its shift, scale and gate begin in the rows of the modulation; None where the
+            norm has weights of its own and the gate is 1.
+        cast: Where its skip is summed.
+        inner: Name of the pair inside it: another attention that is added before the projection.
+        output: Name of its output projection.
+    """
+
+    name: str
+    kind: Literal["self", "cross", "feed-forward", "control"]
+    norm: str
+    at: int | None = None
+    cast: Cast = "model"
+    inner: str = ""
+    output: str = ""
+
+
+class BlockForward:
+    """Stands in for the forward of one block.
+
+    It holds the block itself, so that a deep copy of a patched model holds the copied block.
+
+    Args:
+        block: The block.
+        heads: Of its attention.
+        eps: Of the norms of q and k, where they have none of their own.
+        states: Its pairs, by the names of their branches.
+        config: How the model is patched.
+        copies: The int8 copies of the model's weights.
+        first: Whether it is the first block of the model.
+        guard: Compares pairs on some forwards, or None.
+    """
+
+    __slots__ = ("_block", "_config", "_first", "_guard", "_linears", "_slot", "_specs", "_states",
+                 "_warned")  # fmt: skip
+
+    #: In the order in which they run.
+    branches: ClassVar[tuple[Branch, ...]]
+    #: Whether a norm may give int8 rows.
+    int8_rows: ClassVar[bool] = False
+    #: Whether text and video are residual streams of their own: (text, video).
+    streams: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        block: Any,
+        heads: int,
+        eps: float,
+        states: dict[str, PairState],
+        config: PatchConfig,
+        copies: Copies,
+        first: bool,
+        guard: Guard | None,
+    ) -> None:
+        self._block, self._states, self._config = block, states, config
+        self._first, self._guard = first, guard
+        self._linears = Linears(copies)
+        self._warned: set[str] = set()
+        self._specs = specs_of(
+            ops.AttentionSpec(
+                heads=heads, attention=config.attention, pv=config.pv, smooth_k=config.smooth_k,
+                eps=eps, impl=config.impl,
+            )
+        )  # fmt: skip
+        self._slot: PlanSlot[tuple[Run, ...]] = PlanSlot()
+
+    # --- what a family says of its own -----------------------------------------------------------
+
+    def _mode(self, branch: Branch, hidden: Hidden, given: Given) -> Mode:
+        """What may run now in the place of a branch's module, whatever its pair's state."""
+        raise NotImplementedError
+
+    def _attention(self, branch: Branch, like: Tensor, given: Given) -> AttentionModules:
+        """The modules of an attention whose mode is "ours"."""
+        raise NotImplementedError
+
+    def _feed_forward(self, module: Any) -> FeedForwardModules:
+        """The modules of a feed-forward whose mode is "ours"."""
+        raise NotImplementedError
+
+    def _fused_norm(self, branch: Branch, like: Tensor) -> bool:
+        """Whether the norm before a branch is exactly a layer norm in fp32."""
+        raise NotImplementedError
+
+    def _called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
+        """The norm before a branch, called, before its modulation."""
+        raise NotImplementedError
+
+    def _call(self, branch: Branch, x: Any, hidden: Hidden, given: Given) -> Any:
+        """The module of a branch, called as the block's author calls it."""
+        raise NotImplementedError
+
+    def _facts(self, hidden: Hidden, given: Given) -> tuple[Any, ...]:
+        """What decides about the plan beside the modules: a plan is for forwards where it is the
+        same."""
+        raise NotImplementedError
+
+    def _token(self, hidden: Hidden, given: Given) -> Token:
+        """The signature of the inputs; None where they do not fit each other as the bodies of the
+        operations want them, which check nothing."""
+        raise NotImplementedError
+
+    # --- resolve ---------------------------------------------------------------------------------
+
+    def _resolve(self, hidden: Hidden, given: Given) -> tuple[Run, ...]:
+        """The plan of the block as it is now."""
+        return tuple([self._run_of(branch, hidden, given) for branch in self._branches()])
+
+    def _branches(self) -> tuple[Branch, ...]:
+        return self.branches
+
+    def _run_of(self, branch: Branch, hidden: Hidden, given: Given) -> Run:
+        name, config = branch.name, self._config
+        state, inner = self._states[name], self._states.get(branch.inner)
+        like: Tensor = hidden[1] if self.streams else hidden
+        mode: Mode = self._mode(branch, hidden, given) if state.live else "as-written"
+        if mode != "ours":
+            norm = self._norm(branch, state, hidden, given, as_rows=False)
+            return CalledRun(
+                (state, inner), mode, norm,
+                lambda x, hidden, given: self._call(branch, x, hidden, given),
+                lambda made, hidden, gate: self._summed(branch, mode, made, hidden, gate),
+            )  # fmt: skip
+        module = getattr(self._block, name)
+
+        def norm_of(as_rows: bool) -> Norm:
+            return self._norm(branch, state, hidden, given, as_rows=as_rows)
+
+        kind = StreamsClose if self.streams else Close
+        if branch.kind == "feed-forward":
+            parts = self._feed_forward(module)
+            close = kind(
+                self._linears, f"{name}.2", parts.last, like,
+                int8=state.int8, cast=branch.cast, impl=config.impl,
+            )  # fmt: skip
+            return FeedForwardRun(self._linears, name, parts, state, norm_of, like, close)
+        modules = self._attention(branch, like, given)
+        close = kind(
+            self._linears, f"{name}.out", modules.out, like,
+            int8=state.int8, cast=branch.cast, impl=config.impl,
+        )  # fmt: skip
+        asked, few = self._specs[state.precision], None
+        if branch.kind == "cross" and asked.attention == "int8" and config.form != "one-launch":
+            few = self._specs["exact attention"]
+        return AttentionRun(
+            self._linears, name, modules, (state, inner), norm_of, (asked, few), like, given,
+            close, "two-launch" if self.streams else config.form,
+        )  # fmt: skip
+
+    def _norm(
+        self, branch: Branch, state: PairState, hidden: Hidden, given: Given, *, as_rows: bool
+    ) -> Norm:
+        """The norm before a branch, and its modulation."""
+        norm, at = getattr(self._block, branch.norm), branch.at
+        if state.live and self._fused_norm(branch, hidden):
+            parts = (hidden, *given.rows, *(() if at is not None else (norm.weight, norm.bias)))
+            as_rows = as_rows and self.int8_rows and not _wants_gradient(parts)
+            return FusedNorm(norm, at, self._config.impl, as_rows=as_rows)
+
+        def called(hidden: Tensor, given: Given) -> tuple[Tensor, Any]:
+            x = self._called_norm(norm, hidden)
+            if at is None:
+                return x.type_as(hidden), None
+            shift, scale, gate = given.rows[at : at + 3]
+            return (x.float() * (1 + scale) + shift).type_as(hidden), gate
+
+        return CalledNorm(called)
+
+    def _summed(self, branch: Branch, mode: Mode, made: Any, hidden: Any, gate: Any) -> Hidden:
+        """The skip after a branch that was called: ours, or the author's sum."""
+        cast = branch.cast
+        if mode == "called" and (cast == "fp32" or made.dtype == hidden.dtype):
+            c_out = 1.0 if gate is None else gate
+            return ops.skip(hidden, made, 1.0, c_out, cast=cast, impl=self._config.impl)
+        if gate is None:
+            return hidden + made
+        if cast == "fp32":
+            return (hidden.float() + made.float() * gate).type_as(hidden)
+        return hidden + made * gate.type_as(hidden)
+
+    # --- run -------------------------------------------------------------------------------------
+
+    def _serves(self, hidden: Tensor) -> bool:
+        """Whether ours may run; the first block says what it will not follow."""
+        return may_run(hidden, self._states.values(), self._warned if self._speaks else None)
+
+    @property
+    def _speaks(self) -> bool:
+        # Blocks share one compiled graph, so none may look at whether it is the first there.
+        return not torch.compiler.is_compiling() and self._first
+
+    def _as_written(self, *inputs: Any) -> Any:
+        """The author's forward of this block."""
+        author: Any = type(self._block).forward
+        return author(self._block, *inputs)
+
+    def _begin(self, **inputs: Tensor) -> Guard | None:
+        """The guard, on a forward that may be checked."""
+        if torch.compiler.is_compiling():
+            return None
+        guard = self._guard
+        if self._first:
+            self._linears.begin()
+            if guard is not None:
+                guard.begin(**inputs)
+        return guard
+
+    def _planned(self, hidden: Hidden, given: Given) -> tuple[tuple[Run, ...], Token]:
+        """The plan that serves this forward, and the token of its inputs: None where public
+        operations have to run."""
+        inputs = hidden if self.streams else (hidden, given.context)
+        if plain_inference((*inputs, *given.rows[:1])):
+            facts = self._facts(hidden, given)
+            plan = self._slot.get(facts, lambda: self._resolve(hidden, given), self._watch)
+            if plan is not None:
+                return plan, self._token(hidden, given)
+        return self._resolve(hidden, given), None
+
+    def _watch(self, plan: tuple[Run, ...]) -> Watch:
+        read: list[Tensor] | None = []
+        for run in plan:
+            own = run.read
+            # What is called now may be read once its dtype or device is another.
+            read = None if read is None or own is None else read + own
+        return Watch(self._block, self._states.values(), _decides, read)
+
+    def _run(
+        self,
+        hidden: Hidden,
+        given: Given,
+        guard: Guard | None,
+        author: Callable[[str, Any, Hidden], Hidden],
+    ) -> Hidden:
+        """The branches of the block and the skips around them.
+
+        Args:
+            hidden: [B, N, C], or one tensor a stream.
+            given: What else the block gets.
+            guard: Compares pairs on some forwards, or None.
+            author: The author's forward, given the name of the only branch that it is to run, what
+                stands for the block, and the streams.
+        """
+        if guard is None or not guard.wants(tuple(self._states.values())):
+            plan, token = self._planned(hidden, given)
+            for run in plan:
+                hidden, token = run(token, hidden, given)
+            return hidden
+        for index, branch in enumerate(self._branches()):
+            hidden = self._compared(guard, index, branch, hidden, given, author)
+        return hidden
+
+    def _compared(
+        self,
+        guard: Guard,
+        index: int,
+        branch: Branch,
+        hidden: Hidden,
+        given: Given,
+        author: Callable[[str, Any, Hidden], Hidden],
+    ) -> Hidden:
+        """One pair, compared with its author's code where the guard wants that."""
+
+        def ours() -> Hidden:
+            plan, token = self._planned(hidden, given)  # A step of the guard makes another one.
+            return plan[index](token, hidden, given)[0]
+
+        states = self._closed_together(branch, given)
+        if not states or not states[0].live or not guard.wants(states):
+            return ours()
+
+        def written(notes: Notes, x: Any, instead: Callable[..., Any] | None) -> Hidden:
+            return author(branch.name, self._only(branch.name, notes, instead), x)
+
+        def attention() -> Tensor | None:
+            return self._planned(hidden, given)[0][index].attention(hidden, given)
+
+        closed = guard.close(Pair(states, hidden, ours, written, attention))
+        self._after_comparing(branch)
+        return closed
+
+    def _closed_together(self, branch: Branch, given: Given) -> tuple[PairState, ...]:
+        """The pairs that one output projection closes."""
+        names = (branch.name, branch.inner)
+        return tuple([self._states[name] for name in names if name in self._states])
+
+    def _after_comparing(self, branch: Branch) -> None:
+        """What the guard's decision about a pair means for the one inside it."""
+
+    def _only(self, name: str, notes: Notes, instead: Callable[..., Any] | None) -> Any:
+        """The block for its author's forward, with one pair in it: the others add nothing."""
+        members: dict[str, Any] = {}
+        for branch in self._branches():
+            if branch.name != name:
+                members |= {branch.norm: same, branch.name: nothing}  # A norm "" is none.
+            elif instead is None:
+                members[name] = self._watched(branch, notes)
+            else:
+                members[name] = instead
+                if not self.streams:  # There the norm makes the gates, too.
+                    members[branch.norm] = same
+        return notes.over(self._block, **members)
+
+    def _watched(self, branch: Branch, notes: Notes) -> Callable[..., Any]:
+        """The author's own branch, whose input is noted."""
+        return notes.branch(getattr(self._block, branch.name), branch.output)
+
+
+def _wants_gradient(parts: tuple[Any, ...]) -> bool:
+    """Whether a gradient is wanted that int8 rows do not have."""
+    return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in parts])

@@ -1,0 +1,714 @@
+"""The branches of a block as they run: norm, Linears, attention or GELU, projection and skip.
+
+Each piece is made from the modules of one block, which it asks once what they are: plain, so that
+their weights can be read; in int8; or something that has to be called. It then runs in one of two
+ways. With a token (`plan.signature`), which stands for eager inference on plain tensors, it calls
+the bodies of operations through `Step`, which replays what they launched. Without one (a compiler,
+a gradient, a transform, a dispatch mode) it calls the public operations, which check their
+arguments. A module that has to be called adds what it returned to the token, because it may return
+other strides tomorrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.config import Form, Impl
+from turbo_rcm_patch.ops.elementwise import gelu_forward, norm_forward, rows_forward
+from turbo_rcm_patch.ops.operation import Step
+from turbo_rcm_patch.ops.projection import skip_forward
+from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
+from turbo_rcm_patch.ops.registry import attention_forward, in_one_pass, rotated
+from turbo_rcm_patch.ops.sparse_linear import sparse_linear_forward
+from turbo_rcm_patch.ops.streams import norm_streams
+from turbo_rcm_patch.patching.author import call, observe
+from turbo_rcm_patch.patching.blocks import Mode, note_mode
+from turbo_rcm_patch.patching.linears import (
+    Close,
+    Input,
+    Linears,
+    Projection,
+    holder,
+    tensors_of,
+)
+from turbo_rcm_patch.patching.plan import Token, after_call
+from turbo_rcm_patch.patching.state import PairState
+
+__all__ = [
+    "TEXT_TOKENS",
+    "AttentionModules",
+    "AttentionRun",
+    "CalledNorm",
+    "CalledRun",
+    "FeedForwardModules",
+    "FeedForwardRun",
+    "FusedNorm",
+    "Given",
+    "LinearRun",
+    "Norm",
+    "Run",
+    "StreamsNorm",
+]
+
+#: Text tokens that follow the image tokens where attention has both; the authors' modules have the
+#: same constant.
+TEXT_TOKENS: Final = 512
+
+#: A residual stream [B, N, C], or one tensor for each of several.
+Hidden = Any
+
+
+class Given(NamedTuple):
+    """What the branches of a block get beside the residual stream.
+
+    Attributes:
+        context: [B, T, C] text, with the image tokens in front for image-to-video, or None.
+        rows: Shift, scale and gate of the modulated branches, [B, 1 or N, C] each.
+        rotary: (cos, sin) as the operations take them, or None.
+        mask: What self-attention may see, or None for everything.
+        more: What a family's own calls take besides.
+    """
+
+    context: Tensor | None
+    rows: tuple[Tensor, ...] = ()
+    rotary: tuple[Tensor, Tensor] | None = None
+    mask: Tensor | None = None
+    more: tuple[Any, ...] = ()
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+class Norm(Protocol):
+    """What stands before a branch.
+
+    Attributes:
+        read: The tensors that a kernel reads; None where a module is called.
+    """
+
+    @property
+    def read(self) -> list[Tensor] | None: ...
+
+    def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Input, Any, Token]:
+        """The input of the branch, its gate (None for 1), and the token behind it."""
+
+
+class FusedNorm:
+    """A layer norm with a factor and an offset, in one pass.
+
+    Args:
+        norm: The module.
+        at: Where its shift, scale and gate begin in the rows of the block's modulation; None for
+            its own weight and bias.
+        impl: "triton", "reference" or "auto".
+        as_rows: Whether it comes out as int8 rows.
+    """
+
+    __slots__ = ("_at", "_held", "_impl", "_norm", "_step", "as_rows")
+
+    def __init__(self, norm: Any, at: int | None, impl: Impl, *, as_rows: bool) -> None:
+        self._norm, self._at, self._impl = norm, at, impl
+        self._held = holder(norm)
+        self._step = Step(rows_forward if as_rows else norm_forward)
+        self.as_rows = as_rows
+
+    @property
+    def read(self) -> list[Tensor]:
+        return [] if self._at is not None else tensors_of(self._held)
+
+    def __call__(self, token: Token, hidden: Tensor, given: Given) -> tuple[Input, Any, Token]:
+        at, eps, impl, gate = self._at, self._norm.eps, self._impl, None
+        if token is not None:
+            if at is None:
+                scale, shift = _row(self._held["weight"]), _row(self._held["bias"])
+                return self._step(token, hidden, scale, shift, 0.0, eps, impl), None, token
+            shift, scale, gate = given.rows[at : at + 3]
+            return self._step(token, hidden, scale, shift, 1.0, eps, impl), gate, token
+        norm = ops.norm_modulate_rows if self.as_rows else ops.norm_modulate
+        if at is None:
+            scale, shift = self._norm.weight, self._norm.bias
+            x = norm(hidden, scale=scale, shift=shift, form="affine", eps=eps, impl=impl)
+        else:
+            shift, scale, gate = given.rows[at : at + 3]
+            x = norm(hidden, scale=scale, shift=shift, eps=eps, impl=impl)
+        return x, gate, None
+
+
+def _row(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.view(1, 1, -1)
+
+
+class StreamsNorm:
+    """The layer norms of two streams with a factor and an offset each, as one sequence.
+
+    Args:
+        coefficients: Gives (factor, offset, gate) of each stream.
+        eps: Of the norm.
+        impl: "triton", "reference" or "auto".
+        plain: Whether they come from modules that are what their classes say.
+    """
+
+    __slots__ = ("_coefficients", "_eps", "_impl", "_plain", "_step", "read")
+
+    def __init__(
+        self,
+        coefficients: Callable[[Given], Sequence[Sequence[Tensor]]],
+        eps: float,
+        impl: Impl,
+        *,
+        plain: bool,
+    ) -> None:
+        self._coefficients, self._eps, self._impl = coefficients, eps, impl
+        self._plain = plain
+        self._step = Step(_norm_two)
+        self.read: list[Tensor] = []
+
+    def __call__(
+        self, token: Token, hidden: tuple[Tensor, ...], given: Given
+    ) -> tuple[Input, Any, Token]:
+        scale, shift, gates = self._coefficients(given)
+        if gates[0].dtype != hidden[0].dtype:
+            token = None  # torch will promote the streams.
+        elif token is not None and not self._plain:
+            token = (token, *[(x[0].shape, x[0].stride()) for x in (scale, shift, gates)])
+        if token is not None:
+            x = self._step(token, *hidden, *scale, *shift, 0.0, self._eps, self._impl)
+        else:
+            x = ops.norm_modulate_streams(
+                hidden, scale=scale, shift=shift, form="affine", eps=self._eps, impl=self._impl
+            )
+        return x, gates, token
+
+
+def _norm_two(
+    first: Tensor,
+    second: Tensor,
+    first_factor: Tensor,
+    second_factor: Tensor,
+    first_offset: Tensor,
+    second_offset: Tensor,
+    one: float,
+    eps: float,
+    impl: str,
+) -> Tensor:
+    """`norm_modulate_streams` of two streams with flat arguments, as `Step` takes them."""
+    together: Tensor = norm_streams.body(
+        [first, second], [first_factor, second_factor], [first_offset, second_offset], one, eps,
+        impl,
+    )  # fmt: skip
+    return together
+
+
+class CalledNorm:
+    """A norm that is called, with its modulation as the author writes it.
+
+    Args:
+        run: Gives the input of the branch and its gate.
+    """
+
+    __slots__ = ("_run",)
+    read = None
+
+    def __init__(self, run: Callable[[Hidden, Given], tuple[Tensor, Any]]) -> None:
+        self._run = run
+
+    def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Input, Any, Token]:
+        x, gate = self._run(hidden, given)
+        like = hidden if isinstance(hidden, Tensor) else hidden[1]
+        return x, gate, after_call(token, like, (x,), (like.shape[2],), x.shape[1])
+
+
+# --- branches ------------------------------------------------------------------------------------
+
+
+class Run(Protocol):
+    """One branch of a block with the skip around it.
+
+    Attributes:
+        read: The tensors that kernels read; None where a module is called.
+    """
+
+    @property
+    def read(self) -> list[Tensor] | None: ...
+
+    def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
+        """The residual stream behind the branch, and the token there."""
+
+    def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
+        """What the output projection gets, [B, N, H * D]; None where the branch is no attention
+        of ours. For the guard."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionModules:
+    """The modules of an attention that ours runs in the place of.
+
+    Attributes:
+        heads: H.
+        head_dim: D.
+        qkv: One Linear for q, k and v or three; of cross-attention the one for q.
+        kv: Of cross-attention: one Linear for k and v, or two.
+        norms: What normalises q and k.
+        readable: Where the weights of these norms are and their epsilon; None where they have to
+            be called.
+        call_norm: Calls a norm of q or k.
+        out: The output projection and the dropouts after it.
+        image: One Linear or two for k and v of the image tokens; none without them.
+        image_norm: What normalises those k.
+        image_readable: Where its weight is; None where it has to be called.
+        sparse: Gives weight and bias of SLA's projection on a device; None for dense attention.
+        sparsity: Which blocks of keys a query sees.
+    """
+
+    heads: int
+    head_dim: int
+    qkv: tuple[Any, ...]
+    kv: tuple[Any, ...] = ()
+    norms: tuple[Any, Any]
+    readable: tuple[dict[str, Any], dict[str, Any], float] | None
+    call_norm: Callable[[Any, Tensor], Tensor] = call
+    out: Sequence[Any]
+    image: tuple[Any, ...] = ()
+    image_norm: Any = None
+    image_readable: dict[str, Any] | None = None
+    sparse: Callable[[torch.device], tuple[Tensor, Tensor | None]] | None = None
+    sparsity: ops.Sparsity | None = None
+
+
+class _Way:
+    """One way to compute an attention: as asked for, or exact because there are few keys."""
+
+    __slots__ = ("how", "numbers", "one_pass", "spec")
+
+    def __init__(self, spec: ops.AttentionSpec, head_dim: int, how: str) -> None:
+        self.spec, self.how = spec, how
+        #: What `attention_forward` takes of a spec, in its order.
+        self.numbers = (
+            spec.heads, spec.attention, spec.pv, spec.smooth_k, spec.causal,
+            spec.scale_of(head_dim), spec.eps, spec.impl,
+        )  # fmt: skip
+        #: Whether exact attention gets q and k from one kernel each, which can be replayed.
+        self.one_pass = False
+
+
+#: Norms of q and k as the operations take them: weights, then biases.
+Norms = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_NO_NORMS: Final[Norms] = (None, None, None, None)
+
+
+class AttentionRun:
+    """Norm, projections, attention, output projection and skip.
+
+    Args:
+        linears: Keeps the int8 copies of the block's weights.
+        name: Of the attention in its block.
+        modules: Its modules.
+        states: Its pair, and the one inside it if it has one.
+        norm: Makes the norm before it, as int8 rows or not.
+        specs: How it is computed: as asked for, and with few keys.
+        like: Of the dtype and on the device of the residual stream.
+        given: What else the block gets.
+        close: Closes the skip.
+        form: "one-launch", "two-launch" or "auto", of attention and projection.
+    """
+
+    __slots__ = ("_asked", "_attend", "_attend_image", "_close", "_few", "_form", "_image",
+                 "_inner", "_masked", "_modules", "_norm", "_of_context", "_of_x", "_readable",
+                 "_rotate", "_rotate_image", "_state", "_width")  # fmt: skip
+
+    def __init__(
+        self,
+        linears: Linears,
+        name: str,
+        modules: AttentionModules,
+        states: tuple[PairState | None, PairState | None],
+        norm: Callable[[bool], Norm],
+        specs: tuple[ops.AttentionSpec, ops.AttentionSpec | None],
+        like: Tensor,
+        given: Given,
+        close: Close,
+        form: Form,
+    ) -> None:
+        state, self._inner = states
+        assert state is not None
+        self._state, self._modules, self._close = state, modules, close
+        self._width = modules.heads * modules.head_dim
+        int8, cross = state.int8, bool(modules.kv)
+        self._of_x = Projection(
+            linears, f"{name}.q" if cross else f"{name}.qkv", modules.qkv, like, int8=int8
+        )
+        self._of_context = self._image = None
+        if cross:
+            context = given.context
+            assert context is not None
+            self._of_context = Projection(linears, f"{name}.kv", modules.kv, context, int8=int8)
+            if modules.image:
+                self._image = Projection(linears, "image", modules.image, context, int8=int8)
+        self._norm = norm(self._of_x.int8)
+        self._masked = given.mask is not None and not cross
+        self._readable = None if self._masked else modules.readable
+        self._asked, self._few = self._way(specs[0], like), None
+        if specs[1] is not None:
+            self._few = self._way(specs[1], like)
+        self._form = form
+        if close.int8 or not close.plain or modules.image or self._masked or modules.sparse:
+            self._form = "two-launch"
+        operation = attention_forward if modules.sparse is None else sparse_linear_forward
+        self._attend, self._attend_image = Step(operation), Step(attention_forward)
+        self._rotate = Step(rotated), Step(rotated), Step(skip_forward)
+        self._rotate_image = Step(rotated), Step(rotated), Step(skip_forward)
+
+    def _way(self, spec: ops.AttentionSpec, like: Tensor) -> _Way:
+        modules, readable = self._modules, self._readable
+        if readable is not None and readable[2] != spec.eps:
+            spec = replace(spec, eps=readable[2])
+        how = "exact" if self._masked else spec.attention
+        sparse = "sparse " * (modules.sparse is not None)
+        way = _Way(spec, modules.head_dim, f"fused with {sparse}{how} attention")
+        if spec.attention == "exact" and ops.resolve_impl(spec.impl, like.device) == "triton":
+            held: Any = ({}, {}) if readable is None else readable[:2]
+            way.one_pass = like.shape[-1] == self._width and all(
+                [in_one_pass(like, o.get("weight"), o.get("bias"), spec.heads) for o in held]
+            )
+        return way
+
+    @property
+    def read(self) -> list[Tensor] | None:
+        norm, readable = self._norm.read, self._readable
+        held = self._modules.image_readable
+        projections = [p for p in (self._of_x, self._of_context, self._image) if p is not None]
+        called = not self._close.plain or not all([p.plain for p in projections])
+        if norm is None or readable is None or called or (self._image and held is None):
+            return None
+        return [*norm, *tensors_of(*readable[:2], held), *self._close.read]
+
+    def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
+        """What the output projection gets, [B, N, H * D]."""
+        out: Tensor = self(None, hidden, given, close=False)[0]
+        return out
+
+    def __call__(
+        self, token: Token, hidden: Hidden, given: Given, close: bool = True
+    ) -> tuple[Hidden, Token]:
+        modules, few, rotary = self._modules, self._few, given.rotary
+        like: Tensor = hidden if isinstance(hidden, Tensor) else hidden[1]
+        x, gate, token = self._norm(token, hidden, given)
+        if close:
+            observe(x)
+        made, token = self._of_x(token, x, like)
+        image: Any = None
+        if self._of_context is None:
+            q, k, v = made if len(made) == 3 else made[0].chunk(3, -1)
+        else:
+            context: Any = given.context
+            if self._image is not None:
+                tokens = context.shape[1] - TEXT_TOKENS
+                image, context = context[:, :tokens], context[:, tokens:]
+            (q,), rotary = made, None
+            made, token = self._of_context(token, context, like)
+            k, v = made if len(made) == 2 else made[0].chunk(2, -1)
+        way = self._asked if few is None or k.shape[1] >= ops.INT8_MIN_KEYS else few
+        self._note(token, way.how)
+        own_q = q
+        if self._readable is None or (token is None and q.dtype != like.dtype):
+            q, k = modules.call_norm(modules.norms[0], q), modules.call_norm(modules.norms[1], k)
+            norms = _NO_NORMS
+            token = after_call(token, like, (q,), (self._width,), own_q.shape[1])
+            token = after_call(token, like, (k,), (self._width,), v.shape[1])
+        else:
+            of_q, of_k, _ = self._readable
+            norms = of_q["weight"], of_k["weight"], of_q.get("bias"), of_k.get("bias")
+        if close and self._joined(token) and way.spec.attention != "exact":
+            joined = ops.attention_project_skip(
+                q, k, v, *self._close.weight, way.spec, residual=hidden,
+                c_out=1.0 if gate is None else gate, rotary=rotary, cast=self._close.cast,
+                form=self._form, **_named(norms),
+            )  # fmt: skip
+            return joined, token
+        if self._masked:
+            assert given.mask is not None
+            out = ops.masked_attention(q, k, v, given.mask, way.spec, rotary=rotary)
+        elif modules.sparse is not None:
+            out = self._sparse(token, q, k, v, norms, rotary, way.spec)
+        else:
+            out = self._dense(token, q, k, v, norms, rotary, way)
+        if self._image is not None:
+            made, token = self._image(token, image, like)
+            k, v = made if len(made) == 2 else made[0].chunk(2, -1)
+            held = modules.image_readable
+            if norms[0] is not None and held is not None:
+                norms = norms[0], held["weight"], None, None
+            else:
+                if norms[0] is not None:
+                    q = modules.call_norm(modules.norms[0], own_q)
+                k, norms = modules.call_norm(modules.image_norm, k), _NO_NORMS
+                token = after_call(token, like, (q,), (self._width,), own_q.shape[1])
+                token = after_call(token, like, (k,), (self._width,), v.shape[1])
+            out = self._dense(token, q, k, v, norms, None, way, out)
+        return (self._close(token, out, hidden, gate) if close else out), token
+
+    def _joined(self, token: Token) -> bool:
+        """Whether attention and projection are one operation. With "auto" that reads the measured
+        table where no plan runs."""
+        return self._form == "one-launch" or (self._form == "auto" and token is None)
+
+    def _note(self, token: Token, how: str) -> None:
+        """Say how the pairs run on this forward."""
+        if token is None:
+            self._state.note(how)
+            note_mode(self._inner, "ours")
+            return
+        self._state.ran = how
+        if self._inner is not None:
+            self._inner.ran = "fused"
+
+    def _dense(
+        self,
+        token: Token,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: Norms,
+        rotary: tuple[Tensor, Tensor] | None,
+        way: _Way,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """residual + softmax(q k^T) v."""
+        spec = way.spec
+        if token is None or spec.attention == "sage":
+            return ops.attention_skip(
+                q, k, v, spec, residual=residual, rotary=rotary, **_named(norms)
+            )
+        cos = sin = None
+        if rotary is not None:
+            dim = self._modules.head_dim
+            cos, sin = rotary[0].reshape(-1, dim), rotary[1].reshape(-1, dim)
+        if not way.one_pass:
+            step = self._attend if residual is None else self._attend_image
+            out, _ = step(
+                token, q, k, v, residual, None, None, *norms, cos, sin, None, 1.0, 1.0,
+                *way.numbers, q.dtype, False,
+            )  # fmt: skip
+            return out  # type: ignore[no-any-return]
+        # The same as the operation, whose two passes are ours and can be replayed.
+        heads, eps, (of_q, of_k, bias_q, bias_k) = spec.heads, spec.eps, norms
+        rotate_q, rotate_k, skip = self._rotate if residual is None else self._rotate_image
+        qh = split_heads(rotate_q(token, q, heads, of_q, bias_q, cos, sin, eps), heads)
+        kh = split_heads(rotate_k(token, k, heads, of_k, bias_k, cos, sin, eps), heads)
+        out = sdpa_attention(
+            qh, kh, split_heads(v, heads), sm_scale=way.numbers[5], causal=False, kv_lengths=None
+        )
+        out = out.transpose(1, 2).flatten(2)
+        if residual is None:
+            return out.contiguous()
+        closed: Tensor = skip(
+            token, residual, out, None, None, 1.0, 1.0, "fp32", spec.impl, q.dtype
+        )
+        return closed
+
+    def _sparse(
+        self,
+        token: Token,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: Norms,
+        rotary: tuple[Tensor, Tensor] | None,
+        spec: ops.AttentionSpec,
+    ) -> Tensor:
+        """Sparse and projected linear attention."""
+        sparsity, sparse = self._modules.sparsity, self._modules.sparse
+        assert sparsity is not None and sparse is not None
+        weight, bias = sparse(q.device)
+        if token is None or rotary is None:
+            return ops.sparse_linear_attention(
+                q, k, v, weight, bias, spec, sparsity, norm_q=norms[0], norm_k=norms[1],
+                rotary=rotary,
+            )  # fmt: skip
+        dim = self._modules.head_dim
+        cos, sin = rotary[0].reshape(-1, dim), rotary[1].reshape(-1, dim)
+        return self._attend(
+            token, q, k, v, weight, bias, *norms[:2], cos, sin, spec.heads, spec.attention,
+            spec.pv, spec.smooth_k, self._asked.numbers[5], spec.eps, sparsity.count(k.shape[1]),
+            sparsity.block_q, sparsity.block_k, spec.impl, q.dtype,
+        )  # type: ignore[no-any-return] # fmt: skip
+
+
+def _named(norms: Norms) -> dict[str, Tensor | None]:
+    """Norms of q and k as the public operations name them."""
+    return dict(zip(("norm_q", "norm_k", "norm_q_bias", "norm_k_bias"), norms, strict=True))
+
+
+@dataclass(slots=True, kw_only=True)
+class FeedForwardModules:
+    """The modules of a feed-forward that ours runs in the place of.
+
+    Attributes:
+        first: The Linear before a GELU in its tanh form; None where the activation is another one.
+        called: What is called in turn where that Linear cannot be read.
+        between: Dropouts before the last Linear.
+        last: The last Linear and the dropouts after it.
+    """
+
+    first: Any
+    called: tuple[Any, ...]
+    between: tuple[Any, ...] = ()
+    last: Sequence[Any]
+
+
+class FeedForwardRun:
+    """Norm, Linear, GELU, Linear and skip.
+
+    Args:
+        linears: Keeps the int8 copies of the block's weights.
+        name: Of the feed-forward in its block.
+        modules: Its modules.
+        state: Its pair.
+        norm: Makes the norm before it, as int8 rows or not.
+        like: Of the dtype and on the device of the residual stream.
+        close: Closes the skip.
+    """
+
+    __slots__ = ("_close", "_first", "_held", "_inner", "_modules", "_norm", "_state")
+
+    def __init__(
+        self,
+        linears: Linears,
+        name: str,
+        modules: FeedForwardModules,
+        state: PairState,
+        norm: Callable[[bool], Norm],
+        like: Tensor,
+        close: Close,
+    ) -> None:
+        self._modules, self._state, self._close = modules, state, close
+        self._first = self._held = None
+        self._inner = getattr(modules.last[0], "in_features", -1)
+        first = modules.first
+        if first is not None:
+            project = Projection(
+                linears, f"{name}.0", (first,), like, int8=state.int8, activation="gelu-tanh"
+            )
+            if project.int8:
+                self._first = project
+            elif project.plain and first.bias is not None:
+                self._held = first._parameters
+        self._norm = norm(self._first is not None)
+
+    @property
+    def read(self) -> list[Tensor] | None:
+        norm = self._norm.read
+        called = self._first is None and self._held is None
+        if norm is None or called or not self._close.plain:
+            return None
+        return [*norm, *self._close.read]
+
+    def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
+        return None
+
+    def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
+        like: Tensor = hidden if isinstance(hidden, Tensor) else hidden[1]
+        x, gate, token = self._norm(token, hidden, given)
+        observe(x)
+        if token is None:
+            note_mode(self._state, "ours")
+        else:
+            self._state.ran = "fused"
+        h: Any = x  # int8 rows only where the first Linear is in int8
+        if self._first is not None:
+            (h,), token = self._first(token, x, like)
+        elif self._held is None or (
+            token is None and x.dtype != self._modules.first.weight.dtype  # type: ignore[union-attr]
+        ):
+            for module in self._modules.called:
+                h = call(module, h)
+            token = after_call(token, like, (h,), (self._inner,), x.shape[1])
+        elif token is None:
+            h = ops.linear_gelu(h, self._modules.first.weight, self._modules.first.bias)
+        else:  # A library's product, of which there is nothing to replay.
+            h = gelu_forward.body(h, self._held["weight"], self._held["bias"])
+        for module in self._modules.between:
+            h = call(module, h)
+            token = after_call(token, like, (h,), (self._inner,), x.shape[1])
+        return self._close(token, h, hidden, gate), token
+
+
+class CalledRun:
+    """A branch whose module is called whole, and the skip after it: ours or as the author wrote
+    it.
+
+    Args:
+        states: Its pair, and the one inside it if it has one.
+        mode: "called" or "as-written".
+        norm: What stands before it.
+        run: Calls the module.
+        close: Closes the skip: gets the token, the branch, the residual and the gate.
+    """
+
+    __slots__ = ("_close", "_mode", "_norm", "_run", "_states")
+    read = None
+
+    def __init__(
+        self,
+        states: tuple[PairState | None, PairState | None],
+        mode: Mode,
+        norm: Norm,
+        run: Callable[[Any, Hidden, Given], Any],
+        close: Callable[[Any, Hidden, Any], Hidden],
+    ) -> None:
+        self._states, self._mode, self._norm = states, mode, norm
+        self._run, self._close = run, close
+
+    def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
+        return None
+
+    def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
+        x, gate, token = self._norm(token, hidden, given)
+        observe(x)
+        for state in self._states:
+            note_mode(state, self._mode)
+        closed = self._close(self._run(x, hidden, given), hidden, gate)
+        streams, made = ((hidden,), (closed,)) if isinstance(hidden, Tensor) else (hidden, closed)
+        for stream, x in zip(streams, made, strict=True):
+            token = after_call(token, stream, (x,), stream.shape[2:], stream.shape[1])
+        return closed, token
+
+
+class LinearRun:
+    """One Linear of an input of the block, and the skip after it.
+
+    Args:
+        state: Its pair.
+        module: The Linear, or whatever stands in its place.
+        close: Closes the skip.
+        source: Gives the input [B, N, K].
+    """
+
+    __slots__ = ("_close", "_module", "_source", "_state")
+
+    def __init__(
+        self, state: PairState, module: Any, close: Close, source: Callable[[Given], Tensor]
+    ) -> None:
+        self._state, self._module, self._close, self._source = state, module, close, source
+
+    @property
+    def read(self) -> list[Tensor] | None:
+        return self._close.read if self._state.live and self._close.plain else None
+
+    def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
+        return None
+
+    def __call__(self, token: Token, hidden: Tensor, given: Given) -> tuple[Hidden, Token]:
+        x, live = self._source(given), self._state.live
+        note_mode(self._state, "ours" if live else "as-written")
+        if not live:
+            written: Tensor = call(self._module, x) + hidden
+            return written, after_call(token, hidden, (written,), hidden.shape[2:], x.shape[1])
+        observe(x)
+        return self._close(token, x, hidden, None), token
