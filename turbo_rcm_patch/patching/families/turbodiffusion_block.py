@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.spec import QMAX
 from turbo_rcm_patch.patching.author import Notes, call, nothing, observe, same
 from turbo_rcm_patch.patching.blocks import may_run, note_mode
@@ -49,14 +50,16 @@ _OUTPUTS: Final = {"self_attn": "o", "cross_attn": "o"}
 class RotaryTables:
     """cos and sin of a forward's angles, made once for all blocks, which are given one tensor.
 
-    Nothing is kept while a compiler traces. A copy (deepcopy, pickle) starts empty.
+    Nothing is kept while a compiler traces, and nothing passes into or out of a CUDA graph that is
+    captured. A copy (deepcopy, pickle) starts empty.
     """
 
-    __slots__ = ("_angles", "_made", "_version")
+    __slots__ = ("_angles", "_captured", "_made", "_version")
 
     def __init__(self) -> None:
         self._angles: weakref.ref[Tensor] | None = None
         self._version = 0
+        self._captured = False
         self._made: tuple[Tensor, Tensor] | None = None
 
     def __reduce__(self) -> tuple[type[RotaryTables], tuple[()]]:
@@ -66,11 +69,13 @@ class RotaryTables:
         """(cos, sin), each [N, D] fp32, of angles [N, D / 2] or of that many elements."""
         if torch.compiler.is_compiling():
             return self._tables(angles)
+        captured = is_capturing(angles.device)
         same = self._angles is not None and self._angles() is angles
+        same = same and self._captured is captured
         # What was made in inference mode has no version, and is made again.
         if not same or angles.is_inference() or self._version != angles._version:
             self._made = self._tables(angles)
-            self._angles = weakref.ref(angles)
+            self._angles, self._captured = weakref.ref(angles), captured
             self._version = 0 if angles.is_inference() else angles._version
         assert self._made is not None
         return self._made
