@@ -20,7 +20,8 @@ from diffusers import FirstBlockCacheConfig
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from tests.patching import cogvideox
+from tests.patching import cogvideox, wan_family
+from tests.patching import turbodiffusion as turbo
 from tests.patching.wan import CASES, Case, relative, run, wan
 from turbo_rcm_patch import patch_model, refresh, report_of, unpatch_model
 from turbo_rcm_patch.config import PatchOptions
@@ -136,6 +137,37 @@ def test_cogvideox(case: cogvideox.Case, options: PatchOptions) -> None:
 def test_7056_tokens(options: PatchOptions) -> None:
     one, other = pair(options, MIDDLE)
     agree(one, other, middle)
+
+
+@pytest.mark.parametrize("family", wan_family.FAMILIES, ids=lambda family: family.name)
+def test_the_wan_family(family: wan_family.Family) -> None:
+    """What cannot be captured is given up with a line, and every forward is right."""
+    one, other = pair(OPTIONS["int8"], family)
+    for seed in range(WARM_UPS + 4):
+        given = varied(family.inputs(dtype=BF16), seed)
+        assert torch.equal(run(one, **given), run(other, **given))
+    (line,) = report_of(one).cuda_graphs
+    print(family.name, line)
+    assert replays(one) == 4 or "Error" in line, line
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sla"])
+def test_turbodiffusion(sparse: bool) -> None:
+    models = []
+    for _ in range(2):
+        made = turbo.with_sparse(turbo.tiny()) if sparse else turbo.tiny()
+        models.append(made.to(GPU))
+    one, other = models
+    patch_model(one, cuda_graphs=True, guard=False)
+    patch_model(other, guard=False)
+    given = on_gpu(turbo.tiny_inputs())
+    with torch.no_grad():
+        for seed in range(WARM_UPS + 4):
+            again = given | {"x": given["x"] * (1 + seed)}
+            assert torch.equal(one(**again), other(**again))
+    (line,) = report_of(one).cuda_graphs
+    print(line)
+    assert replays(one) == 4 or "Error" in line, line
 
 
 def test_in_inference_mode_and_outside_of_it() -> None:
@@ -305,6 +337,22 @@ def test_a_cache_that_comes_and_goes() -> None:
     assert replays(one) == before and "is hooked" in report_of(one).cuda_graphs[0]
     for model in (one, other):
         model.disable_cache()
+    agree(one, other)
+
+
+def test_a_weight_that_waits_on_the_cpu() -> None:
+    one, other = pair(OPTIONS["int8"])
+    agree(one, other)
+    for model in (one, other):
+        model.scale_shift_table.data = model.scale_shift_table.data.cpu()
+    before = replays(one)
+    for seed in range(WARM_UPS + 2):
+        given = inputs(seed)
+        assert torch.equal(run(one, **given), run(other, **given))
+    assert replays(one) == before
+    assert "on cpu, its arguments on cuda:0" in report_of(one).cuda_graphs[0]
+    for model in (one, other):
+        model.to(GPU)
     agree(one, other)
 
 

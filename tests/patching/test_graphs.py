@@ -615,6 +615,7 @@ def test_a_forward_that_is_asked_for_is_compared() -> None:
     assert replays > 0
     report.guard.check_next()
     run(model, **inputs())
+    assert "the guard compares it" in said(model)
     assert len(report.guard) == before + 6 and FakePool.replays() == replays
     run(model, **inputs())
     assert FakePool.replays() == replays + 1

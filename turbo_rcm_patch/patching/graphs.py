@@ -326,7 +326,7 @@ class _Look:
 
     Attributes:
         why: Why no graph of it can be captured, or "".
-        device: Where its weights and its arguments are, if one can.
+        device: Where its arguments are, and its weights if one can.
     """
 
     def __init__(
@@ -377,7 +377,9 @@ class _Look:
         self.device, self._states, self._taken = device, states, list(map(_decides, states))
         self._settings = _global_settings()
         self.why = _why_never(model, modules, processors, tensors, device)
-        if not self.why:
+        if self.why:
+            self._devices = list(map(Tensor.get_device, tensors))
+        else:
             self._addresses = list(map(Tensor.data_ptr, tensors))
             self._shapes = list(map(Tensor.size, tensors))
             self._strides = list(map(Tensor.stride, tensors))
@@ -406,7 +408,9 @@ class _Look:
         tensors: list[Any] = [reference() for reference in self._tensors]
         if not all(map(is_not, tensors, repeat(None))):  # `in` would compare tensors
             return False
-        return bool(self.why) or (
+        if self.why:
+            return list(map(Tensor.get_device, tensors)) == self._devices
+        return (
             list(map(Tensor.data_ptr, tensors)) == self._addresses
             and list(map(Tensor.size, tensors)) == self._shapes
             and list(map(Tensor.stride, tensors)) == self._strides
@@ -633,17 +637,15 @@ class Graphs:
     ) -> _Captured | None:
         if self._changes > _MOST_CHANGES:
             raise _NoGraphError(_CHANGING)
-        if self._look is None or not self._look.holds():
+        if self._look is None or self._look.device != device or not self._look.holds():
             self._look_again(device)
         assert self._look is not None
         if self._look.why:
             self._give_up(self._look.why)
-        if self._look.device != device:
-            raise _NoGraphError(f"arguments on {device}, weights on {self._look.device}")
         if key in self._failed:
             raise _NoGraphError(self._failed[key])
         if self._guard is not None and not self._guard.skips():
-            return None
+            raise _NoGraphError("the guard compares it")
         captured = self._captured.get(key)
         if captured is not None:
             self._copies.look()
