@@ -27,6 +27,7 @@ def test_defaults_are_valid_and_fuse_everything() -> None:
         ("impl", "cuda"),
         ("form", "three-launch"),
         ("smooth_k", 1),
+        ("cuda_graphs", "auto"),
         ("guard", "yes"),
         ("guard_budget", 0.0),
         ("guard_budget", float("inf")),

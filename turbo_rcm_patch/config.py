@@ -79,6 +79,12 @@ class PatchConfig:
             of diffusers whose self-attention holds SLA's `proj_l` (`load_extra` attaches it).
             TurboDiffusion's own class keeps the share of its modules. Without a `proj_l`
             attention is dense and this says nothing; `unload_extra` takes it away.
+        cuda_graphs: Capture the whole forward as CUDA graphs, one for each signature of its
+            arguments, and replay them in eager inference on a GPU. That takes Python out of short
+            forwards. A graph is dropped when weights, adapters or settings change, and captured
+            again. With hooks, offloading or caches inside the model every forward runs plain; the
+            report says why. A graph holds the memory of a forward until the model is unpatched,
+            refreshed or moved.
     """
 
     attention: Attention = "int8"
@@ -92,6 +98,7 @@ class PatchConfig:
     precision: Precision = "fixed"
     guard_budget: float = 0.10
     sla_topk: float = 0.1
+    cuda_graphs: bool = False
 
     def __repr__(self) -> str:
         values = ((field, getattr(self, field.name)) for field in fields(self))
@@ -123,7 +130,7 @@ class PatchConfig:
                 expected=f"a non-empty tuple out of {KINDS}",
                 got=repr(self.kinds),
             )
-        for field in ("smooth_k", "guard"):
+        for field in ("smooth_k", "guard", "cuda_graphs"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(
                     f"PatchConfig.{field}",
@@ -166,6 +173,7 @@ class PatchOptions(TypedDict, total=False):
     precision: Precision
     guard_budget: float
     sla_topk: float
+    cuda_graphs: bool
 
 
 def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.errors import ContextParallelError, DTypeError, HeadDimError
+from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.plain import autocasting, bare, unserved, why_not_plain
 from turbo_rcm_patch.patching.registry import author_class
@@ -184,7 +185,8 @@ def left_by_config(kind: Kind, config: PatchConfig) -> tuple[Residual, str] | No
 class KeptTables:
     """Rotary tables of a forward, made once for all blocks, which are given the same tensors.
 
-    Nothing is kept while a compiler traces. A copy (deepcopy, pickle) starts empty.
+    Nothing is kept while a compiler traces, and nothing passes into or out of a CUDA graph that is
+    captured. A copy (deepcopy, pickle) starts empty.
     """
 
     __slots__ = ("_facts", "_made", "_sources", "_versions")
@@ -214,6 +216,7 @@ class KeptTables:
         # What was made in inference mode has no version, and nothing shows that it changed.
         if torch.compiler.is_compiling() or any([x.is_inference() for x in sources]):
             return make()
+        facts = facts, any([is_capturing(x.device) for x in sources])
         same = self._facts == facts and len(self._sources) == len(sources)
         same = same and all([a() is b for a, b in zip(self._sources, sources, strict=True)])
         versions = [x._version for x in sources]

@@ -14,8 +14,9 @@ So between two uses of a copy its weight was looked at, and nothing that happens
 forwards can be missed. What can be: a weight that is written through `.data` while a forward runs,
 between that forward's first block and its own. The next forward sees it.
 
-Where nothing can be asked, while a compiler traces or a CUDA graph is captured, there is no copy:
-the graph quantises the weight on every replay.
+Where nothing can be asked, while a compiler traces or somebody captures a CUDA graph, there is no
+copy: the graph quantises the weight on every replay. A graph of our own (`graphs`) reads the
+copies where they are, because we look at them in front of every replay.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -39,7 +40,7 @@ from turbo_rcm_patch.ops.int8_linear import GROUP, scales_of_rows
 from turbo_rcm_patch.ops.modes import is_capturing, synchronize
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "Held"]
 
 #: How often in a row a weight may have moved since the forward before (a model goes to its device,
 #: or there and back between two videos). One that moves again is offloaded on every forward, and
@@ -107,6 +108,20 @@ class _Copy:
         self.made = self.checksums = self.prints = None
 
 
+class Held:
+    """A copy that a CUDA graph reads."""
+
+    __slots__ = ("_copy", "_int8")
+
+    def __init__(self, copy: _Copy, int8: Tensor) -> None:
+        self._copy, self._int8 = copy, weakref.ref(int8)
+
+    def is_kept(self) -> bool:
+        """Whether it is where it was when the graph was captured."""
+        made = self._copy.made
+        return made is not None and made[0] is self._int8()
+
+
 class Copies:
     """The int8 copies of one model, for all of its blocks.
 
@@ -122,6 +137,7 @@ class Copies:
         "_impl",
         "_lock",
         "_looked",
+        "_reader",
         "_together",
     )
 
@@ -133,6 +149,8 @@ class Copies:
         self._looked = False
         self._closed = False
         self._lock = threading.RLock()
+        # The thread that captures a graph of ours, and what the graph reads.
+        self._reader: tuple[int, list[Held]] | None = None
         # The copies of a device that were last looked at together, and what did it.
         self._together: dict[torch.device, tuple[list[_Copy], Fingerprints, Tensor]] = {}
         _ALL.add(self)
@@ -167,9 +185,38 @@ class Copies:
             [sum of Cout] or None.
         """
         if is_capturing(linears[0].weight.device):
-            return self.fresh(linears, brought=False)
+            return self._in_place(key, linears) or self.fresh(linears, brought=False)
         with self._lock, _unrecorded():
             return self._kept(key, linears)
+
+    @contextmanager
+    def read_in_place(self) -> Iterator[list[Held]]:
+        """Let a graph that this thread captures inside read the copies where they are. Whoever
+        replays it calls `look` before, and asks what was yielded whether it is still kept."""
+        held: list[Held] = []
+        self._reader = (threading.get_ident(), held)
+        try:
+            yield held
+        finally:
+            self._reader = None
+
+    def look(self) -> None:
+        """Begin a forward that replays a graph: compare all copies with their weights, and drop
+        those that are of others."""
+        self.begin()
+        with self._lock, _unrecorded():
+            self._looked = True
+            self._look()
+
+    def _in_place(self, key: Key, linears: Sequence[Any]) -> Made | None:
+        """The copy that a graph of ours may read; None in anybody else's."""
+        reader, copy = self._reader, self._copies.get(key)
+        if reader is None or reader[0] != threading.get_ident() or copy is None:
+            return None
+        if copy.made is None or not copy.is_of(_parameters(linears)):
+            return None
+        reader[1].append(Held(copy, copy.made[0]))
+        return copy.made
 
     def _kept(self, key: Key, linears: Sequence[Any]) -> Made:
         if not self._looked:

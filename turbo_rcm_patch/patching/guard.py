@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
 import torch
@@ -228,6 +228,19 @@ class Guard:
             here.names = set()
             return
         here.whens, here.inputs = whens, inputs
+
+    def skips(self) -> bool:
+        """Whether the forward that begins now is none to check. Then it counts as begun, though it
+        may reach no block: a CUDA graph is replayed in its place."""
+        here = self._here
+        unseen = {when for state in self._states if state.live for when in state.unseen}
+        if not unseen and not here.whens:
+            return True
+        next_one = replace(here, names=set(here.names), whens=(), inputs={})
+        if self._labels(next_one, here.whens, unseen):
+            return False
+        self._threads.here = next_one
+        return True
 
     def _is_training(self, inputs: dict[str, Tensor]) -> bool:
         if any(x.requires_grad for x in inputs.values()) or _transformed():

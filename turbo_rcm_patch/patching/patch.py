@@ -31,6 +31,7 @@ from turbo_rcm_patch.patching.find import (
     parts_of,
     plan_all,
 )
+from turbo_rcm_patch.patching.graphs import Graphs
 from turbo_rcm_patch.patching.guard import Guard, PipelineSteps, StepContext
 from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
 from turbo_rcm_patch.patching.report import GuardLog, PatchReport
@@ -186,7 +187,8 @@ def unpatch_model(model: object) -> None:
 
 
 def refresh(model: object) -> None:
-    """Drop every int8 copy of a patched model's weights; the next forward makes them again.
+    """Drop every int8 copy of a patched model's weights, and every CUDA graph; later forwards make
+    them again, and capture what was given up before.
 
     It is never needed after a change between two forwards: those are seen, whatever wrote them.
     Call it to give the memory back, or after weights were written while a forward ran.
@@ -196,6 +198,8 @@ def refresh(model: object) -> None:
     """
     for record in _records(model, "refresh"):
         record.plan.copies.clear()
+        if record.graphs is not None:
+            record.graphs.clear()
 
 
 def _records(model: object, caller: str) -> list[PatchRecord]:
@@ -331,7 +335,30 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
         if slot is not None:
             ours = StepContext(plan.model, guard)
             record.entries.append(Entry(plan.model, "cache_context", ours, slot, slot.get()))
+    if plan.config.cuda_graphs:
+        _capture_by_itself(record, guard)
     return record
+
+
+def _capture_by_itself(record: PatchRecord, guard: Guard | None) -> None:
+    """Have the forward of the whole model run as CUDA graphs."""
+    plan = record.plan
+    model = plan.model
+    own = next((e for e in record.entries if e.module is model and e.name == "forward"), None)
+    inner = None if own is None else own.ours  # A model that is one attention.
+    graphs = Graphs(model, inner, plan.states, plan.copies, guard)
+    if own is None:
+        slot = innermost(model)
+        if slot is None:
+            graphs.note("somebody else's function was put in the place of its forward")
+        else:
+            record.entries.append(Entry(model, "forward", graphs, slot, slot.get()))
+    else:
+        own.ours = graphs
+    slot = innermost(model, "_apply")
+    if slot is not None:
+        record.entries.append(Entry(model, "_apply", graphs.apply, slot, slot.get()))
+    record.graphs = graphs
 
 
 def _entry(plan: ModelPlan, installation: Installation, guard: Guard | None) -> Entry:
@@ -391,4 +418,13 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         pv = ops.describe_pv(config.pv, where) if attention else "as the backend"
         return str(where), ops.resolve_impl(config.impl, where), pv
 
-    return PatchReport(type(model).__name__, config, log, pairs, ran, device)
+    def graphs() -> list[str]:
+        found = [(reference(), states) for reference, states, _ in held]
+        of_models = [(m, record_of(m), states) for m, states in found if m is not None]
+        return [
+            f"{record.plan.path}: {record.graphs}".removeprefix(": ")
+            for _, record, states in of_models
+            if record is not None and record.plan.states is states and record.graphs is not None
+        ]
+
+    return PatchReport(type(model).__name__, config, log, pairs, ran, device, graphs)

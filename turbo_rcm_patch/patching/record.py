@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MethodType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from torch import nn
 
@@ -22,6 +22,9 @@ from turbo_rcm_patch.patching.report import GuardLog
 from turbo_rcm_patch.patching.sla import Recovered
 from turbo_rcm_patch.patching.state import ModelPlan
 from turbo_rcm_patch.skip import SkipPair
+
+if TYPE_CHECKING:
+    from turbo_rcm_patch.patching.graphs import Graphs
 
 __all__ = ["ATTRIBUTE", "Entry", "PatchRecord", "Slot", "holds", "innermost", "record_of"]
 
@@ -173,6 +176,7 @@ class PatchRecord:
     log: GuardLog
     entries: list[Entry] = field(default_factory=list)
     recovered: Recovered | None = None
+    graphs: Graphs | None = None
 
     def __repr__(self) -> str:
         return f"PatchRecord({self.plan.path or 'model'!r}, {len(self.entries)} functions)"
@@ -216,6 +220,8 @@ class PatchRecord:
         for entry in reversed(self.entries):
             entry.undo()
         self.plan.copies.close()
+        if self.graphs is not None:
+            self.graphs.close()
         if self.recovered is not None:
             self.recovered.undo()
         self._forget()

@@ -293,6 +293,7 @@ class PatchReport:
     _pairs: Callable[[], list[SkipPair]] = field(repr=False)
     _ran: Callable[[], list[str]] = field(repr=False)
     _device: Callable[[], tuple[str, str, str]] = field(repr=False)
+    _graphs: Callable[[], list[str]] = field(repr=False)
 
     def __repr__(self) -> str:
         return (
@@ -314,6 +315,12 @@ class PatchReport:
         """How many pairs really ran how on the last forward, outside a compiled graph: fused with
         which attention, after a Linear that was called, or as written and why."""
         return dict(Counter(filter(None, self._ran())))
+
+    @property
+    def cuda_graphs(self) -> list[str]:
+        """With `cuda_graphs=True`, a line for each model: how many graphs there are, how many
+        forwards replayed one, and why the last forward did not."""
+        return self._graphs()
 
     @property
     def impl(self) -> str:
@@ -344,7 +351,7 @@ class PatchReport:
         guard = str(self.guard) if config.guard else "guard: off"
         ran = ", ".join(f"{count} {how}" for how, count in self.last_forward.items())
         last = f"last forward: {ran or 'none yet outside a compiled graph'}"
-        return "\n".join([*head, "", str(self.pairs), "", last, guard])
+        return "\n".join([*head, "", str(self.pairs), "", last, *self.cuda_graphs, guard])
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -358,6 +365,7 @@ class PatchReport:
             "fused": self.fused,
             "pairs": self.pairs.as_dict(),
             "last_forward": self.last_forward,
+            "cuda_graphs": self.cuda_graphs,
             "not_compared": self.guard.unseen,
             "guard": [
                 # JSON has no infinity: None is a pair with non-finite values.
