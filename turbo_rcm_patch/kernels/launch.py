@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.errors import DeviceError
+from turbo_rcm_patch.kernels.ahead import compiled_only
 from turbo_rcm_patch.kernels.replay import forget_programs, recorder, without_replay
 from turbo_rcm_patch.kernels.tile_table import user_table
 
@@ -319,6 +320,8 @@ def watching_launches() -> Iterator[list]:
 
 def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> None:
     """Launch `kernel` on `device`, which need not be the current one."""
+    if compiled_only(kernel, grid, arguments):
+        return
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             compiled = kernel[grid](**arguments)

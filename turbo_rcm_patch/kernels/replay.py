@@ -22,6 +22,8 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from turbo_rcm_patch.kernels.ahead import compiling
+
 __all__ = [
     "Program",
     "Recordings",
@@ -90,7 +92,7 @@ def forget_programs() -> None:
 def replay_generation() -> int | None:
     """A number that changes when recordings have to be made again; None while nothing may be
     replayed, because somebody watches launches, tunes, or records."""
-    if _off or _hooked() or recorder() is not None:
+    if _off or compiling() or _hooked() or recorder() is not None:
         return None
     return _generation
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any, Final, get_type_hints
@@ -17,7 +18,15 @@ import torch
 
 from turbo_rcm_patch.ops.modes import transformed
 
-__all__ = ["Operation", "Step", "flattened", "replay_token", "runs_directly"]
+__all__ = [
+    "Operation",
+    "Step",
+    "compile_ahead",
+    "flattened",
+    "replay_token",
+    "running_for_real",
+    "runs_directly",
+]
 
 #: Types of arguments that can neither want a gradient nor hold a tensor.
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, torch.dtype})
@@ -120,6 +129,32 @@ def _replay() -> ModuleType | None:
     except ImportError:
         return None
     return replay
+
+
+def compile_ahead(call: Callable[[], object], device: torch.device) -> None:
+    """Compile every kernel that a call would start on a GPU, several at a time, so that a first
+    forward does not compile them one after another. Does nothing without Triton.
+
+    Args:
+        call: Runs operations and has no other effect; its kernels are not started, so what it
+            gives is garbage.
+        device: Where they will run.
+    """
+    if device.type != "cuda" or _replay() is None:
+        return
+    from turbo_rcm_patch.kernels import ahead
+
+    ahead.compile_ahead(call, device)
+
+
+def running_for_real() -> AbstractContextManager[object]:
+    """Inside, kernels are started although `compile_ahead` runs: for what is made once and
+    kept."""
+    if _replay() is None:
+        return nullcontext()
+    from turbo_rcm_patch.kernels import ahead
+
+    return ahead.running_for_real()
 
 
 class Step:

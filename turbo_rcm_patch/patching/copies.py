@@ -38,6 +38,7 @@ from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.ops import Fingerprints
 from turbo_rcm_patch.ops.int8_linear import GROUP, scales_of_rows
 from turbo_rcm_patch.ops.modes import is_capturing, synchronize
+from turbo_rcm_patch.ops.operation import running_for_real
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 
 __all__ = ["Copies", "Held"]
@@ -186,7 +187,7 @@ class Copies:
         """
         if is_capturing(linears[0].weight.device):
             return self._in_place(key, linears) or self.fresh(linears, brought=False)
-        with self._lock, _unrecorded():
+        with self._lock, _unrecorded(), running_for_real():
             return self._kept(key, linears)
 
     @contextmanager
