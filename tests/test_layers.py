@@ -38,6 +38,7 @@ EXCEPTIONS = {
 }
 #: Packages that only some parts may import.
 ONLY_IN = {
+    "turbowan": set(),  # of the examples
     "triton": {"kernels"},
     "diffusers": {"patching/families", "sampling", "tiny", "benchmarks", "demo.py", "__main__.py"},
     "transformers": {"sampling", "tiny", "benchmarks", "demo.py", "__main__.py"},

@@ -163,8 +163,8 @@ def convert(arguments: argparse.Namespace) -> int:
 def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Written, ...]:
     import torch
 
+    from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
     from turbo_rcm_patch.checkpoints.stored import write_checkpoint
-    from turbo_rcm_patch.sampling.convert import convert_pipeline, convert_transformer
 
     source, out, force = arguments.source, arguments.out, arguments.force
     for flag, given in (

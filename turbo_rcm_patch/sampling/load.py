@@ -5,7 +5,6 @@ say what is wrong.
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import re
 import warnings
@@ -19,6 +18,7 @@ from huggingface_hub import errors as hub_errors
 from safetensors import SafetensorError
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
+from turbo_rcm_patch.checkpoints.pipeline import LAYOUT, check_part, read_object
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 from turbo_rcm_patch.patching.sla import held_proj_l
 from turbo_rcm_patch.patching.stored import MARK, folder_proj_l, mark_of
@@ -36,7 +36,6 @@ __all__ = [
     "Offload",
     "check_folder",
     "check_offload",
-    "check_part",
     "choose_device",
     "first_line",
     "load_pipeline",
@@ -54,15 +53,10 @@ TINY: Final = "tiny"
 SHIPPED: Final = {TINY: "TINY_WAN", "tiny-cogvideox": "TINY_COGVIDEOX"}
 
 PIPELINES: Final = tuple(FAMILIES)
-LAYOUT: Final = (
-    f"a diffusers {' or '.join(PIPELINES)} folder: model_index.json beside the folders "
-    "transformer, vae, text_encoder, tokenizer and scheduler"
-)
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 #: Endings of files of weights, which no id has.
 _WEIGHTS: Final = (".pth", ".pt", ".ckpt", ".bin", ".gguf", ".safetensors")
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
-_LFS_MARK: Final = b"version https://git-lfs"
 #: What loading libraries raise for files that are not what they should be.
 LOAD_ERRORS: Final = (
     *(OSError, ValueError, KeyError, TypeError, RuntimeError),
@@ -192,7 +186,7 @@ def _check_folder(folder: Path) -> None:
         raise ModelFolderError(
             f"{folder} has no model_index.json", expected=LAYOUT, got=f"a folder with {inside}"
         )
-    index = _read_json(index_path)
+    index = read_object(index_path)
     if index.get("_class_name") not in PIPELINES:
         raise ModelFolderError(
             f"{index_path}: _class_name",
@@ -207,81 +201,9 @@ def _check_folder(folder: Path) -> None:
         check_part(folder, name, weights=name in (*_TRANSFORMERS, "vae", "text_encoder"))
 
 
-def check_part(folder: Path, name: str, *, weights: bool) -> None:
-    """Raise a `ModelFolderError` that names what is missing or broken in a part of a pipeline.
-
-    Args:
-        folder: The pipeline folder.
-        name: The part.
-        weights: Whether it has to have some.
-    """
-    part = folder / name
-    if not part.is_dir():
-        raise ModelFolderError(
-            f"{folder} lacks the folder {name!r} that model_index.json lists",
-            expected=LAYOUT,
-            remedy="Download the model again",
-        )
-    if weights and not (part / "config.json").is_file():
-        raise ModelFolderError(
-            f"{part} has no config.json",
-            got=str(sorted(p.name for p in part.iterdir())),
-            remedy="Download the model again",
-        )
-    for path in sorted(part.glob("*.json")):
-        _read_json(path)
-    found = [p for s in ("*.safetensors", "*.bin") for p in sorted(part.glob(s))]
-    if weights and not found:
-        raise ModelFolderError(
-            f"{part} has no weights",
-            expected="*.safetensors",
-            got=str(sorted(p.name for p in part.iterdir())),
-            remedy="Download the model again",
-        )
-    for path in found:
-        _check_weights(path)
-
-
 def pipeline_name(folder: Path) -> str:
     """The class of the pipeline in a checked folder."""
-    return str(_read_json(folder / "model_index.json")["_class_name"])
-
-
-def _check_weights(path: Path) -> None:
-    if not path.exists():
-        raise ModelFolderError(f"{path} is a link to nothing", remedy="Download the model again")
-    with path.open("rb") as file:
-        head = file.read(len(_LFS_MARK))
-    if head == _LFS_MARK:
-        raise ModelFolderError(
-            f"{path} is a Git LFS pointer, not weights",
-            remedy="Run `git lfs pull` in the model's repository",
-        )
-    if path.suffix != ".safetensors":
-        return
-    from safetensors import safe_open
-
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            tensors.keys()
-    except (SafetensorError, OSError) as error:
-        raise ModelFolderError(
-            f"{path} is damaged or incomplete ({error})",
-            got=f"{path.stat().st_size} bytes",
-            remedy="Download the file again",
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFolderError(
-            f"{path} is not valid JSON ({error})", remedy="Download the file again"
-        ) from error
-    if not isinstance(value, dict):
-        raise ModelFolderError(str(path), expected="a JSON object", got=type(value).__name__)
-    return value
+    return str(read_object(folder / "model_index.json")["_class_name"])
 
 
 def _from_pretrained(

@@ -19,6 +19,7 @@ from turbo_rcm_patch.checkpoints.folder import (
     write_json,
     write_transformer,
 )
+from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, check_part, stored_settings
 from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
 from turbo_rcm_patch.checkpoints.staging import (
     check_outside,
@@ -29,8 +30,6 @@ from turbo_rcm_patch.checkpoints.staging import (
 )
 from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
-from turbo_rcm_patch.sampling.load import check_part
-from turbo_rcm_patch.sampling.settings import DEFAULTS_FILE, folder_defaults
 
 __all__ = ["convert_pipeline", "convert_transformer"]
 
@@ -40,6 +39,11 @@ _BOUNDARY: Final = 0.9
 _SIGMA_MAX, _SIGMA_MAX_TWO_EXPERTS = 80.0, 200.0
 #: Entries that no weight shows, taken from the base's config.json.
 _FROM_BASE: Final = ("eps", "rope_max_seq_len")
+#: Settings that a base may bring along and its student keeps; the others are the sampler's.
+_KEPT: Final = (
+    *("form", "height", "width", "num_frames", "fps"),
+    *("negative_prompt", "max_sequence_length"),
+)
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
 
 
@@ -156,7 +160,7 @@ def convert_pipeline(
         _check_same_model(root / part, config, source, str(path))
         own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
         sources.append((part, source, own))
-    rest, defaults = _rest(root, index), folder_defaults(root)
+    rest, defaults = _rest(root, index), stored_settings(root)
     remove_abandoned(target)
     check_space(
         target,
@@ -166,6 +170,11 @@ def convert_pipeline(
     results = []
     with staged(target, force=force, folder=True) as made:
         for part, source, entries in sources:
+
+            def report(_: str, done: int, total: int, part: str = part) -> None:
+                if progress is not None:
+                    progress(part, done, total)
+
             (made / part).mkdir()
             written = write_transformer(
                 source,
@@ -173,22 +182,11 @@ def convert_pipeline(
                 dtype=dtype,
                 shard_bytes=shard_bytes,
                 config=entries,
-                progress=None if progress is None else _named(progress, part),
+                progress=report,
             )
-            results.append(_at(written, target / part))
+            results.append(replace(written, path=target / part))
         _write_rest(made, rest, index, defaults, experts=len(sources), copy=copy)
     return tuple(results)
-
-
-def _named(progress: Progress, part: str) -> Progress:
-    def report(stage: str, done: int, total: int) -> None:
-        progress(part, done, total)
-
-    return report
-
-
-def _at(written: Written, path: Path) -> Written:
-    return replace(written, path=path)
 
 
 def _index(root: Path, *, experts: int) -> dict[str, object]:
@@ -273,7 +271,7 @@ def _write_rest(
     copy: bool,
 ) -> None:
     """Everything of a pipeline but its transformers."""
-    from turbo_rcm_patch.sampling.scheduler import RCMScheduler
+    from turbo_rcm_patch import RCMScheduler
 
     for part, source in rest.items():
         if copy:
@@ -287,6 +285,6 @@ def _write_rest(
         index["boundary_ratio"] = _BOUNDARY
     write_json(made / "model_index.json", index)
     # The base may be the teacher, whose guidance no student has.
-    kept = {key: value for key, value in defaults.items() if key != "guidance_scale_2"}
+    kept = {key: value for key, value in defaults.items() if key in _KEPT}
     own = {"sampler": "rcm", "steps": 4, "sigma_max": sigma_max, "guidance_scale": 1.0}
     write_json(made / DEFAULTS_FILE, kept | own)
