@@ -128,7 +128,7 @@ def test_context_parallel_is_refused(case: Case) -> None:
 
 
 def test_its_pairs_are_listed_from_a_configuration(tmp_path: Path) -> None:
-    from turbo_rcm_patch.sampling.skeleton import load_skeleton
+    from turbo_rcm_patch.sampling.load import load_skeleton
 
     for case in (ROTARY, CASES[-1]):
         case.model().save_config(tmp_path / case.name / "transformer")

@@ -10,7 +10,7 @@ import torch
 from skimage import metrics
 
 from turbo_rcm_patch.errors import ShapeError
-from turbo_rcm_patch.sampling.metrics import Drift, drift, psnr, relative_l2, ssim
+from turbo_rcm_patch.sampling.measures import Drift, drift, psnr, relative_l2, ssim
 
 
 def video(seed: int, shape=(3, 24, 31, 3)) -> torch.Tensor:

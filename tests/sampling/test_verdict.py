@@ -7,7 +7,7 @@ import math
 import pytest
 
 from turbo_rcm_patch.errors import ControlError, SamplingError
-from turbo_rcm_patch.sampling.metrics import Drift
+from turbo_rcm_patch.sampling.measures import Drift
 from turbo_rcm_patch.sampling.verdict import (
     FUSION_LIMIT,
     MEDIAN_FLOOR_DB,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,7 +133,7 @@ def compare(arguments: argparse.Namespace) -> int:
 def pairs(arguments: argparse.Namespace) -> int:
     """Print the table of skip pairs."""
     from turbo_rcm_patch import find_pairs
-    from turbo_rcm_patch.sampling.skeleton import load_skeleton
+    from turbo_rcm_patch.sampling.load import load_skeleton
 
     print(find_pairs(load_skeleton(arguments.model)))
     return OK
@@ -241,21 +242,7 @@ def _config(arguments: argparse.Namespace) -> PatchConfig:
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, object]:
-    names = (
-        "sampler",
-        "steps",
-        "form",
-        "sigma_max",
-        "height",
-        "width",
-        "num_frames",
-        "fps",
-        "guidance_scale",
-        "guidance_scale_2",
-        "negative_prompt",
-        "max_sequence_length",
-    )
-    return {name: getattr(arguments, name) for name in names}
+    return {field.name: getattr(arguments, field.name) for field in fields(Settings)}
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:

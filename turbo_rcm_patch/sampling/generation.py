@@ -7,17 +7,18 @@ this one path. What differs between pipelines is in `families`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from turbo_rcm_patch.errors import ConfigError, DTypeError
 from turbo_rcm_patch.sampling.families import PipelineFamily, family_of
-from turbo_rcm_patch.sampling.meter import Meter
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler, noise_stream
 from turbo_rcm_patch.sampling.settings import Settings
 
@@ -28,6 +29,7 @@ __all__ = [
     "TRAJECTORY",
     "Conditioning",
     "Generation",
+    "Meter",
     "Sample",
     "decode_latents",
     "encode_prompt",
@@ -320,3 +322,61 @@ def _private_rng(device: torch.device, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(noise_stream(seed, "scheduler").initial_seed())
         yield
+
+
+class Meter:
+    """Context manager that measures what runs inside, synchronising with the device at both ends
+    only.
+
+    Attributes:
+        seconds: Wall-clock time.
+        peak_bytes: Most memory held at once: the allocator's on a GPU, resident memory of the
+            process on a Linux CPU, None where neither can be read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds = 0.0
+        self.peak_bytes: int | None = None
+
+    def __enter__(self) -> Meter:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self._resettable = _reset_resident_peak()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.device.type == "cuda":
+            if error is None:  # after a fault on the device, waiting would hide the first error
+                torch.cuda.synchronize(self.device)
+                self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        elif self._resettable:
+            self.peak_bytes = _resident_peak()
+        self.seconds = time.perf_counter() - self._start
+
+
+def _reset_resident_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak of resident memory
+    except OSError:
+        return False
+    return True
+
+
+def _resident_peak() -> int | None:
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from turbo_rcm_patch.errors import ControlError, SamplingError
-from turbo_rcm_patch.sampling.metrics import Drift
+from turbo_rcm_patch.sampling.measures import Drift
 
 __all__ = [
     "FUSION_LIMIT",

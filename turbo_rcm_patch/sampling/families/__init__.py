@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from turbo_rcm_patch.config import Form
     from turbo_rcm_patch.sampling.generation import Conditioning
-    from turbo_rcm_patch.sampling.network_input import NetworkInput
+    from turbo_rcm_patch.sampling.measures import NetworkInput
     from turbo_rcm_patch.sampling.settings import Sampler, Settings
 
     #: What `generate` and `compare` run, for annotations.

@@ -15,7 +15,7 @@ import torch
 
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling.families import AfterStep, BlockProbe
-from turbo_rcm_patch.sampling.network_input import TIMES, NetworkInput
+from turbo_rcm_patch.sampling.measures import TIMES, NetworkInput
 from turbo_rcm_patch.sampling.settings import Sampler, Settings
 
 if TYPE_CHECKING:

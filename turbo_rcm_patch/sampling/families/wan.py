@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from turbo_rcm_patch.sampling.families import AfterStep, BlockProbe
-from turbo_rcm_patch.sampling.network_input import NetworkInput, network_inputs
+from turbo_rcm_patch.sampling.measures import NetworkInput, network_inputs
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler
 from turbo_rcm_patch.sampling.settings import WAN_OWN, Sampler, Settings
 
