@@ -106,12 +106,12 @@ def test_int4_is_caught(sla_folder: Path, tmp_path: Path) -> None:
 def test_a_finished_comparison_does_not_serve_another_proj_l(
     sla_folder: Path, tmp_path: Path
 ) -> None:
-    from from turbo_rcm_patch.sampling.comparison import _identity
+    from turbo_rcm_patch.sampling.comparison import identify
 
     pipe, settings = load_pipeline(sla_folder, device="cpu"), Settings(steps=2, **SMALL)
-    first = identity(pipe, settings, PatchConfig())
+    first = identify(pipe, settings, PatchConfig())
     unload_extra(pipe.transformer)
-    assert identity(pipe, settings, PatchConfig()) != first
+    assert identify(pipe, settings, PatchConfig()) != first
 
 
 def test_load_pipeline_attaches_and_patching_runs_it(sla_folder: Path) -> None:

@@ -56,7 +56,7 @@ from turbo_rcm_patch.sampling.video import (
 if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.families import VideoPipeline
 
-__all__ = ["Comparison", "Observer", "PromptResult", "Seen", "Variant", "compare"]
+__all__ = ["Comparison", "Observer", "PromptResult", "Seen", "Variant", "compare", "identify"]
 
 Variant = Literal["baseline", "patched", "control"]
 
@@ -285,7 +285,7 @@ def compare(
         baseline = _baseline(sparse, config)
     with patched(pipe, config):
         pass  # what cannot be patched fails here, before hours of baseline
-    identity = _identity(pipe, settings, config)
+    identity = identify(pipe, settings, config)
     store = Store(out, identity, fresh=fresh)
     run = _Run(pipe, prompts, seed, settings, config, store, progress or (lambda *_: None))
 
@@ -660,7 +660,7 @@ def _baseline(sparse: int, config: PatchConfig) -> str:
     )
 
 
-def _identity(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> dict[str, Any]:
+def identify(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> dict[str, Any]:
     """Everything but prompts and seeds that decides what is generated."""
     network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
     # A retrained model of the same name differs in the sums of a few parameters, the rest unread;

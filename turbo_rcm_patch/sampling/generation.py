@@ -170,7 +170,15 @@ def encode_prompt(pipe: VideoPipeline, prompt: str, settings: Settings) -> Condi
     Returns:
         Embeddings [1, L, C] in the encoder's dtype, on the pipeline's device.
     """
-    return Conditioning(prompt, *family_of(pipe).encode(pipe, prompt, settings))
+    guided = settings.guidance_scale > 1.0
+    embeds, negative = pipe.encode_prompt(
+        prompt=prompt,
+        negative_prompt=settings.negative_prompt if guided else None,
+        do_classifier_free_guidance=guided,
+        max_sequence_length=settings.max_sequence_length,
+        device=pipe._execution_device,
+    )
+    return Conditioning(prompt, embeds, negative)
 
 
 def initial_noise(pipe: VideoPipeline, seed: int, settings: Settings) -> torch.Tensor:
@@ -232,7 +240,20 @@ def sample_latents(
         _private_rng(device, seed),
         Meter(device) as meter,
     ):
-        latents = family.denoise(pipe, conditioning, noise, settings, after_step)
+        latents = pipe(
+            prompt_embeds=conditioning.embeds,
+            negative_prompt_embeds=conditioning.negative_embeds,
+            height=settings.height,
+            width=settings.width,
+            num_frames=settings.num_frames,
+            num_inference_steps=settings.steps,
+            guidance_scale=settings.guidance_scale,
+            max_sequence_length=settings.max_sequence_length,
+            callback_on_step_end=after_step,
+            output_type="latent",
+            **family.call_inputs(pipe, noise, settings, conditioning.embeds.dtype),
+        ).frames
+    latents = family.trim(pipe, latents, settings)
     return Sample(
         latents=latents.to("cpu", torch.float32),
         trajectory=tuple(step.to("cpu", torch.float32) for step in kept),
