@@ -19,7 +19,12 @@ from turbo_rcm_patch.checkpoints.folder import (
     write_json,
     write_transformer,
 )
-from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, check_part, stored_settings
+from turbo_rcm_patch.checkpoints.pipeline import (
+    DEFAULTS_FILE,
+    check_part,
+    read_json,
+    stored_settings,
+)
 from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
 from turbo_rcm_patch.checkpoints.staging import (
     check_outside,
@@ -28,7 +33,6 @@ from turbo_rcm_patch.checkpoints.staging import (
     remove_abandoned,
     staged,
 )
-from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
 
 __all__ = ["convert_pipeline", "convert_transformer"]

@@ -13,15 +13,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ControlError, SamplingError
+from turbo_rcm_patch.patching import patched, sla_as_defined
 from turbo_rcm_patch.patching.sla import attached_proj_l, recovered_proj_l
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
+from turbo_rcm_patch.sampling.families import VideoPipeline
 from turbo_rcm_patch.sampling.generation import (
     Meter,
     Sample,
@@ -52,9 +54,6 @@ from turbo_rcm_patch.sampling.video import (
     side_by_side,
     write_mp4,
 )
-
-if TYPE_CHECKING:
-    from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = ["Comparison", "Observer", "PromptResult", "Seen", "Variant", "compare", "identify"]
 
@@ -268,8 +267,6 @@ def compare(
     Returns:
         The verdict with everything it rests on.
     """
-    from turbo_rcm_patch import patched
-    from turbo_rcm_patch.patching import sla_as_defined
 
     config = config or PatchConfig()
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -351,7 +348,6 @@ class _Run:
     def unpatched(self, backend: str | None = None) -> Iterator[None]:
         """Exact attention: the authors', or SLA's definition where it holds a proj_l; on one of
         `_BACKENDS` if named."""
-        from turbo_rcm_patch.patching import sla_as_defined
 
         exact = sdpa_kernel(_BACKENDS[backend]) if backend else nullcontext()
         with sla_as_defined(self.pipe, self.config.sla_topk), exact:
@@ -412,7 +408,6 @@ class _Run:
 
     def sample_patched(self) -> None:
         """The patched pass. The model is as it was afterwards, also after an exception."""
-        from turbo_rcm_patch import patched
 
         if all(self.store.has_sample(key, "patched") for key in self.keys):
             self.progress("patched", 1, 1)
@@ -540,16 +535,9 @@ class _Run:
         samples = {name: self.store.load_sample(key, name) for name in get_args(Variant)}
         with Meter(self.pipe._execution_device) as meter:
             frames = self._decode({name: sample.latents for name, sample in samples.items()})
-        truth, changed = samples["baseline"], ("patched", "control")
+        changed = ("patched", "control")
         patched, control = (
-            drift(
-                frames[name],
-                frames["baseline"],
-                latents=samples[name].latents,
-                latents_truth=truth.latents,
-                trajectory=samples[name].trajectory,
-                trajectory_truth=truth.trajectory,
-            )
+            drift(frames[name], samples[name], frames["baseline"], samples["baseline"])
             for name in changed
         )
         gain = choose_gain([(frames[n] - frames["baseline"]).abs() for n in changed])

@@ -13,17 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
 from turbo_rcm_patch.errors import ConfigError, DTypeError
-from turbo_rcm_patch.sampling.families import PipelineFamily, family_of
+from turbo_rcm_patch.sampling.families import PipelineFamily, VideoPipeline, family_of
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler, noise_stream
 from turbo_rcm_patch.sampling.settings import Settings
-
-if TYPE_CHECKING:
-    from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = [
     "TRAJECTORY",
@@ -53,7 +50,6 @@ class Conditioning:
     under guidance.
     """
 
-    prompt: str
     embeds: torch.Tensor
     negative_embeds: torch.Tensor | None
 
@@ -178,7 +174,7 @@ def encode_prompt(pipe: VideoPipeline, prompt: str, settings: Settings) -> Condi
         max_sequence_length=settings.max_sequence_length,
         device=pipe._execution_device,
     )
-    return Conditioning(prompt, embeds, negative)
+    return Conditioning(embeds, negative)
 
 
 def initial_noise(pipe: VideoPipeline, seed: int, settings: Settings) -> torch.Tensor:

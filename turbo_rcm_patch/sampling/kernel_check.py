@@ -22,9 +22,10 @@ import torch
 
 from turbo_rcm_patch.config import Form, Impl, PatchConfig
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.patching import patched
 from turbo_rcm_patch.sampling.environment import python_command
 from turbo_rcm_patch.sampling.families import family_named
-from turbo_rcm_patch.sampling.load import check_folder, pipeline_name, quiet_loading
+from turbo_rcm_patch.sampling.load import check_folder, quiet_loading
 from turbo_rcm_patch.sampling.measures import relative_l2
 
 __all__ = ["LIMIT", "KernelCheck", "run_kernel_check"]
@@ -124,11 +125,9 @@ def run_kernel_check(folder: Path) -> KernelCheck:
 
 def check_block(folder: Path) -> KernelCheck:
     """Run the check in this process."""
-    from turbo_rcm_patch import patched
-
-    check_folder(folder)
+    family = family_named(check_folder(folder))
     with quiet_loading():
-        probe = family_named(pipeline_name(folder)).block_probe(folder)
+        probe = family.block_probe(folder)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     device = "cuda" if not interpreted and torch.cuda.is_available() else "cpu"
     network = probe.network.eval().to(device)

@@ -19,22 +19,19 @@ from safetensors import SafetensorError
 from torch import nn
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
-from turbo_rcm_patch.checkpoints.pipeline import LAYOUT, check_part, read_object
-from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
+from turbo_rcm_patch.checkpoints.pipeline import LAYOUT, check_part, read_json
+from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError, TurboRCMError
 from turbo_rcm_patch.patching import registry
 from turbo_rcm_patch.patching.sla import attach_proj_l, held_proj_l
 from turbo_rcm_patch.patching.stored import MARK, folder_proj_l, mark_of
-from turbo_rcm_patch.sampling.families import FAMILIES
+from turbo_rcm_patch.sampling.families import FAMILIES, VideoPipeline
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler
 from turbo_rcm_patch.sampling.settings import folder_defaults
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin, WanPipeline
 
-    from turbo_rcm_patch.sampling.families import VideoPipeline
-
 __all__ = [
-    "LOAD_ERRORS",
     "SHIPPED",
     "TINY",
     "Offload",
@@ -44,8 +41,8 @@ __all__ = [
     "first_line",
     "load_pipeline",
     "load_skeleton",
+    "loading",
     "move",
-    "pipeline_name",
     "quiet_loading",
     "resolve_model",
 ]
@@ -59,6 +56,7 @@ SHIPPED: Final = {TINY: "TINY_WAN", "tiny-cogvideox": "TINY_COGVIDEOX"}
 
 PIPELINES: Final = tuple(FAMILIES)
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_EXAMPLE: Final = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 #: Endings of files of weights, which no id has.
 _WEIGHTS: Final = (".pth", ".pt", ".ckpt", ".bin", ".gguf", ".safetensors")
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
@@ -137,7 +135,7 @@ def resolve_model(model: str | Path) -> Path | str:
         f"no such folder: {path}",
         expected=LAYOUT,
         remedy=f"Shipped models are {' and '.join(SHIPPED)}; else pass a folder that exists, or a "
-        "hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'",
+        f"hub id like '{_HUB_EXAMPLE}'",
     )
 
 
@@ -171,10 +169,11 @@ def _is_cached(model: str) -> bool:
     return (Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir()
 
 
-def check_folder(folder: Path) -> None:
-    """Raise a `ModelFolderError` that names the first thing missing or broken in a folder."""
+def check_folder(folder: Path) -> str:
+    """The class of the pipeline in a folder; or raise a `ModelFolderError` that names the first
+    thing missing or broken in it."""
     try:
-        _check_folder(folder)
+        return _check_folder(folder)
     except ModelFolderError:
         raise
     except OSError as error:
@@ -184,14 +183,14 @@ def check_folder(folder: Path) -> None:
         ) from error
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path) -> str:
     index_path = folder / "model_index.json"
     if not index_path.is_file():
         inside = sorted(p.name for p in folder.iterdir())[:8]
         raise ModelFolderError(
             f"{folder} has no model_index.json", expected=LAYOUT, got=f"a folder with {inside}"
         )
-    index = read_object(index_path)
+    index = read_json(index_path, ModelFolderError)
     if index.get("_class_name") not in PIPELINES:
         raise ModelFolderError(
             f"{index_path}: _class_name",
@@ -204,11 +203,7 @@ def _check_folder(folder: Path) -> None:
         if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
             continue
         check_part(folder, name, weights=name in (*_TRANSFORMERS, "vae", "text_encoder"))
-
-
-def pipeline_name(folder: Path) -> str:
-    """The class of the pipeline in a checked folder."""
-    return str(read_object(folder / "model_index.json")["_class_name"])
+    return str(index["_class_name"])
 
 
 def _from_pretrained(
@@ -220,31 +215,21 @@ def _from_pretrained(
     # diffusers finds a scheduler only in modules that are imported. Folders of an older version
     # name `RCMScheduler`'s, which is imported above, newer ones the package.
     local = isinstance(folder, Path)
-    try:
-        with quiet_loading():
-            index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
-            asked = index["_class_name"]
-            if asked not in PIPELINES:
-                raise TypeError(f"it is a {asked}, not one of {PIPELINES}")
-            pipe = getattr(diffusers, asked).from_pretrained(
-                str(folder),
-                dtype={"default": dtype, "vae": torch.float32},
-                local_files_only=local,
-            )
-    except LOAD_ERRORS as error:
-        if not local:
-            raise ModelFolderError(
-                f"{folder!r} is not a folder here, and loading it from the model hub failed "
-                f"({type(error).__name__}: {first_line(error)})",
-                expected=f"a folder, one of {tuple(SHIPPED)}, or a hub id like "
-                "'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'",
-                remedy="Check the spelling and the connection, or download the folder first",
-            ) from error
-        raise ModelFolderError(
-            f"{folder} could not be loaded ({type(error).__name__}: {first_line(error)})",
-            expected=LAYOUT,
-            remedy="Compare the component named above with the model's original folder",
-        ) from error
+    if local:
+        failed, expected = f"{folder} could not be loaded", LAYOUT
+        remedy = "Compare the component named above with the model's original folder"
+    else:
+        failed = f"{folder!r} is not a folder here, and loading it from the model hub failed"
+        expected = f"a folder, one of {tuple(SHIPPED)}, or a hub id like '{_HUB_EXAMPLE}'"
+        remedy = "Check the spelling and the connection, or download the folder first"
+    with loading(ModelFolderError, failed, expected=expected, remedy=remedy):
+        index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
+        asked = index["_class_name"]
+        if asked not in PIPELINES:
+            raise TypeError(f"it is a {asked}, not one of {PIPELINES}")
+        pipe = getattr(diffusers, asked).from_pretrained(
+            str(folder), dtype={"default": dtype, "vae": torch.float32}, local_files_only=local
+        )
     for name in ("transformer", "transformer_2", "vae", "text_encoder"):
         part = getattr(pipe, name, None)
         if part is not None and any(p.is_meta for p in part.parameters()):
@@ -298,6 +283,26 @@ def _fetch_extra(transformer: Any, repository: str, name: str) -> Path:
     except EntryNotFoundError:
         pass
     return place
+
+
+@contextmanager
+def loading(
+    error: type[TurboRCMError], failed: str, *, expected: str, remedy: str = ""
+) -> Iterator[None]:
+    """Load something quietly, and raise an error of ours where a library cannot.
+
+    Args:
+        error: Its class.
+        failed: What it begins with; the library's words follow.
+        expected: As in `TurboRCMError`.
+        remedy: As in `TurboRCMError`.
+    """
+    try:
+        with quiet_loading():
+            yield
+    except LOAD_ERRORS as why:
+        said = f"{type(why).__name__}: {first_line(why)}"
+        raise error(f"{failed} ({said})", expected=expected, remedy=remedy) from why
 
 
 @contextmanager

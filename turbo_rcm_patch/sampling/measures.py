@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,10 @@ import torch.nn.functional as F
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.ops import AttentionSpec, attention_project_skip, attention_skip
-from turbo_rcm_patch.sampling.families import family_of
-from turbo_rcm_patch.sampling.generation import Conditioning, initial_noise
+from turbo_rcm_patch.patching import patched, sla_as_defined
+from turbo_rcm_patch.sampling.families import VideoPipeline, family_of
+from turbo_rcm_patch.sampling.generation import Conditioning, Sample, initial_noise
 from turbo_rcm_patch.sampling.settings import Settings
-
-if TYPE_CHECKING:
-    from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = [
     "TIMES",
@@ -142,37 +140,26 @@ def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def drift(
-    frames: torch.Tensor,
-    truth: torch.Tensor,
-    *,
-    latents: torch.Tensor | None = None,
-    latents_truth: torch.Tensor | None = None,
-    trajectory: tuple[torch.Tensor, ...] = (),
-    trajectory_truth: tuple[torch.Tensor, ...] = (),
+    frames: torch.Tensor, sample: Sample, truth_frames: torch.Tensor, truth: Sample
 ) -> Drift:
     """All distances of a video from the one it should equal.
 
     Args:
         frames: [F, H, W, 3] in 0..1.
-        truth: The same of the other video.
-        latents: Final latents, any shape.
-        latents_truth: The same of the other video.
-        trajectory: Latents after each step.
-        trajectory_truth: The same of the other video.
+        sample: The latents they were decoded from.
+        truth_frames: The frames of the other video.
+        truth: Its latents.
     """
-    per_frame, similarity = psnr(frames, truth), ssim(frames, truth)
-    mse = float((frames.double() - truth.double()).square().mean())
+    per_frame, similarity = psnr(frames, truth_frames), ssim(frames, truth_frames)
+    mse = float((frames.double() - truth_frames.double()).square().mean())
+    steps = zip(sample.trajectory, truth.trajectory, strict=True)
     return Drift(
         psnr=math.inf if mse == 0.0 else -10.0 * math.log10(mse),
         ssim=float(similarity.mean()),
         frame_psnr=tuple(per_frame.tolist()),
         frame_ssim=tuple(similarity.tolist()),
-        latents=(
-            math.nan
-            if latents is None or latents_truth is None
-            else relative_l2(latents, latents_truth)
-        ),
-        steps=tuple(relative_l2(a, b) for a, b in zip(trajectory, trajectory_truth, strict=True)),
+        latents=relative_l2(sample.latents, truth.latents),
+        steps=tuple(relative_l2(a, b) for a, b in steps),
     )
 
 
@@ -314,8 +301,6 @@ def network_number(
         inputs: See `network_inputs`.
         config: How to patch. The guard is off here: no pair is given back before it is measured.
     """
-    from turbo_rcm_patch import patched
-    from turbo_rcm_patch.patching import sla_as_defined
 
     config = replace(config or PatchConfig(), guard=False)
     with sla_as_defined(transformer, config.sla_topk):

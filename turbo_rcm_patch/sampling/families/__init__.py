@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.measures import NetworkInput
     from turbo_rcm_patch.sampling.settings import Sampler, Settings
 
-    #: What `generate` and `compare` run, for annotations.
-    VideoPipeline: TypeAlias = "WanPipeline | CogVideoXPipeline"
+__all__ = [
+    "FAMILIES",
+    "BlockProbe",
+    "PipelineFamily",
+    "VideoPipeline",
+    "family_named",
+    "family_of",
+]
 
-__all__ = ["FAMILIES", "BlockProbe", "PipelineFamily", "family_named", "family_of"]
-
+#: What `generate` and `compare` run, for annotations.
+VideoPipeline: TypeAlias = "WanPipeline | CogVideoXPipeline"
 #: A diffusers pipeline that `generate` and `compare` run -> the module that serves it.
 FAMILIES: Final = {"WanPipeline": "wan", "CogVideoXPipeline": "cogvideox"}
 
