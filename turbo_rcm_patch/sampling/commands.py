@@ -33,7 +33,6 @@ __all__ = ["compare", "convert", "generate", "pairs", "support"]
 
 def generate(arguments: argparse.Namespace) -> int:
     """Write one mp4 a prompt."""
-
     prompts, config = _prompts(arguments), _config(arguments)
     out = Path(arguments.out).expanduser()
     if out.suffix and len(prompts) > 1:
@@ -60,7 +59,6 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _say_dense(pipe: VideoPipeline) -> None:
-
     parts = [part for part in (pipe.transformer, getattr(pipe, "transformer_2", None)) if part]
     modules = [module for part in parts for module in part.modules()]
     held = sum(attached_proj_l(module) is not None for module in modules)
@@ -71,7 +69,6 @@ def _say_dense(pipe: VideoPipeline) -> None:
 def _write_videos(
     pipe: VideoPipeline, prompts: list[str], settings: Settings, first_seed: int, out: Path
 ) -> None:
-
     total = settings.steps * len(prompts)
     with bars() as progress:
         for i, prompt in enumerate(prompts):
@@ -90,7 +87,6 @@ def _write_videos(
 
 def compare(arguments: argparse.Namespace) -> int:
     """Compare, print the verdict and where the report is."""
-
     prompts, config = _prompts(arguments), _config(arguments)
     check_out(arguments.out, fresh=arguments.fresh)
     find_ffmpeg()
@@ -123,14 +119,12 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def pairs(arguments: argparse.Namespace) -> int:
     """Print the table of skip pairs."""
-
     print(find_pairs(load_skeleton(arguments.model)))
     return OK
 
 
 def convert(arguments: argparse.Namespace) -> int:
     """Write a checkpoint as a folder, or a folder as a checkpoint, and say what is there now."""
-
     try:
         with bars() as progress:
             written = _converted(
@@ -150,7 +144,6 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Written, ...]:
-
     source, out, force = arguments.source, arguments.out, arguments.force
     for flag, given in (
         ("--base", arguments.back and arguments.base),
@@ -180,7 +173,6 @@ def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Writt
 
 def support(arguments: argparse.Namespace) -> int:
     """Print what is supported, or write it to where a file has it."""
-
     if arguments.write is None:
         print(text(), end="")
     else:
@@ -203,7 +195,6 @@ def _config(arguments: argparse.Namespace) -> PatchConfig:
 
 
 def _settings(pipe: VideoPipeline, arguments: argparse.Namespace) -> Settings:
-
     given = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
     return settings_for(pipe, **given)
 
