@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from turbo_rcm_patch.errors import ControlError, SamplingError
+from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling.measures import Drift
 from turbo_rcm_patch.sampling.verdict import (
     FUSION_LIMIT,
@@ -72,7 +72,7 @@ def test_reasons_name_the_number_and_the_limit() -> None:
 
 
 def test_a_control_that_equals_the_baseline_measures_nothing() -> None:
-    with pytest.raises(ControlError, match="measures nothing"):
+    with pytest.raises(SamplingError, match="measures nothing"):
         judge(CONTROL, [one(40.0), one(math.inf), one(40.0)])
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import ControlError, SamplingError
+from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.patching import patched, sla_as_defined
 from turbo_rcm_patch.patching.sla import attached_proj_l, recovered_proj_l
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
@@ -435,13 +435,13 @@ class _Run:
             self.sample("control", self.unpatched(name), warm=False)
             for key in self.keys:
                 if self._equals_baseline(key, self.store.load_sample(key, "control")):
-                    raise ControlError(
+                    raise SamplingError(
                         f"the control run of {key} under {name!r} equals the baseline in every "
                         "bit",
                         remedy="Start again with --fresh; was the model changed since?",
                     )
             return str(name)
-        raise ControlError(
+        raise SamplingError(
             "no exact attention backend differs from the one the model uses",
             got="; ".join(refused),
             remedy="Compare in bf16, and without a diffusers attention backend set on the model",

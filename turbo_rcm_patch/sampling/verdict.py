@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from turbo_rcm_patch.errors import ControlError, SamplingError
+from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling.measures import Drift
 
 __all__ = [
@@ -118,7 +118,7 @@ def judge(
             got=f"{len(control)} and {len(patched)}",
         )
     if any(math.isinf(one.psnr) for one in control):
-        raise ControlError(
+        raise SamplingError(
             "the control run equals the baseline in every bit, so its drift measures nothing",
             remedy="Choose another exact attention backend for the control",
         )
