@@ -107,7 +107,6 @@ def convert_pipeline(
     network: str | None = None,
     copy: bool = False,
     force: bool = False,
-    shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> tuple[Written, ...]:
     """Write a whole pipeline folder: the checkpoint's transformer, everything else the base's.
@@ -125,7 +124,6 @@ def convert_pipeline(
         network: As in `read_checkpoint`, of both checkpoints.
         copy: Copy the base's parts instead of linking to them.
         force: Whether a model folder there may be replaced.
-        shard_bytes: Largest file.
         progress: Called with bytes.
 
     Returns:
@@ -184,7 +182,6 @@ def convert_pipeline(
                 source,
                 made / part,
                 dtype=dtype,
-                shard_bytes=shard_bytes,
                 config=entries,
                 progress=report,
             )

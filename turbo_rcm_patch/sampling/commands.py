@@ -220,7 +220,6 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def _load(arguments: argparse.Namespace) -> VideoPipeline:
-
     return load_pipeline(
         arguments.model,
         dtype=getattr(torch, arguments.dtype),

@@ -267,7 +267,6 @@ def compare(
     Returns:
         The verdict with everything it rests on.
     """
-
     config = config or PatchConfig()
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts or any(not prompt.strip() for prompt in prompts):

@@ -430,21 +430,22 @@ def _empty_transformer(folder: Path | str, name: str) -> ModelMixin:
     classes = [key for key in registry.FAMILIES if key.startswith("diffusers.")]
     known = sorted(key.rpartition(".")[2] for key in classes)
     local = isinstance(folder, Path)
-    try:
-        with quiet_loading(), torch.device("meta"):
-            config = diffusers.WanTransformer3DModel.load_config(
-                str(folder), subfolder=name, local_files_only=local
-            )
-            asked = config.get("_class_name")
-            # Another class would be built wrong from this configuration, not refused.
-            cls = getattr(diffusers, asked) if asked in known else None
-            network = None if cls is None else cls.from_config(config)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelFolderError(
-            f"{folder}: no usable {name}/config.json ({type(error).__name__})",
+    with (
+        loading(
+            ModelFolderError,
+            f"{folder}: no usable {name}/config.json",
             expected=f"the configuration of one of {', '.join(known)}",
             remedy="Check the path; for another class call find_pairs on the loaded model",
-        ) from error
+        ),
+        torch.device("meta"),
+    ):
+        config = diffusers.WanTransformer3DModel.load_config(
+            str(folder), subfolder=name, local_files_only=local
+        )
+        asked = config.get("_class_name")
+        # Another class would be built wrong from this configuration, not refused.
+        cls = getattr(diffusers, asked) if asked in known else None
+        network = None if cls is None else cls.from_config(config)
     if network is None:
         raise ModelFolderError(
             f"{folder}: {name}/config.json: _class_name",

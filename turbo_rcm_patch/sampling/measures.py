@@ -301,7 +301,6 @@ def network_number(
         inputs: See `network_inputs`.
         config: How to patch. The guard is off here: no pair is given back before it is measured.
     """
-
     config = replace(config or PatchConfig(), guard=False)
     with sla_as_defined(transformer, config.sla_topk):
         unpatched = [one.call(transformer).float().cpu() for one in inputs]
@@ -435,8 +434,6 @@ def fusion_number(
     *,
     heads: int,
     head_dim: int,
-    tokens: int = 384,
-    seed: int = 0,
 ) -> FusionNumber:
     """Measure one block's worth of random fp32 numbers.
 
@@ -445,11 +442,9 @@ def fusion_number(
         device: Where the kernels run.
         heads: Of the model in question.
         head_dim: Of the model in question.
-        tokens: Sequence length.
-        seed: Of the numbers, drawn on the CPU.
     """
-    channels = heads * head_dim
-    generator = torch.Generator("cpu").manual_seed(seed)
+    channels, tokens = heads * head_dim, 384
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device)
