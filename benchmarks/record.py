@@ -31,7 +31,7 @@ from turbo_rcm_patch.config import Attention, Form, PVDType
 from turbo_rcm_patch.errors import ConfigError, OutputError, OutputExistsError
 from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
-from turbo_rcm_patch.sampling.network import highest_precision
+from turbo_rcm_patch.sampling.measures import highest_precision
 from turbo_rcm_patch.sampling.store import to_json
 from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT
 

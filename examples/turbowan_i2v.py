@@ -12,8 +12,11 @@ import torch
 from diffusers import WanImageToVideoPipeline
 
 from turbo_rcm_patch import RCMScheduler, patch_model
-from turbo_rcm_patch.sampling import turbowan
 from turbo_rcm_patch.sampling.progress import bars
+from turbowan.arguments import base_of, frame_size, image_to_video_parser, parse, patch_config, run
+from turbowan.models import load, transformer_folders
+from turbowan.sampling import adapted_size, boundary_ratio, decode, read_image, sample, write_video
+from turbowan.serving import serve
 
 EXAMPLE = """\
 example:
@@ -26,19 +29,17 @@ example:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = turbowan.parse(turbowan.image_to_video_parser(__doc__ or "", epilog=EXAMPLE), argv)
-    area = turbowan.frame_size(args.resolution, args.aspect_ratio)
+    args = parse(image_to_video_parser(__doc__ or "", epilog=EXAMPLE), argv)
+    area = frame_size(args.resolution, args.aspect_ratio)
     if args.image_path:
-        turbowan.read_image(args.image_path)  # What cannot be read fails before anything loads.
+        read_image(args.image_path)  # What cannot be read fails before anything loads.
 
     # Load: the converted experts, and the rest of the base.
     experts = [args.high_noise_model_path, args.low_noise_model_path]
-    base = turbowan.base_of(args, experts[0])
+    base = base_of(args, experts[0])
     with bars() as progress:
-        folders = turbowan.transformer_folders(
-            experts, base=base, cache=args.cache, progress=progress
-        )
-    pipe = turbowan.load(
+        folders = transformer_folders(experts, base=base, cache=args.cache, progress=progress)
+    pipe = load(
         WanImageToVideoPipeline,
         folders,
         base,
@@ -60,21 +61,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
     # Patch: both experts or neither.
-    report = None if args.no_patch else patch_model(pipe, turbowan.patch_config(args))
+    report = None if args.no_patch else patch_model(pipe, patch_config(args))
 
     def generate(prompt: str, path: Path) -> None:
         # The first frame, and a video of its shape.
-        image = turbowan.read_image(args.image_path)
+        image = read_image(args.image_path)
         width, height = area
         if args.adaptive_resolution:
-            width, height = turbowan.adapted_size((image.shape[3], image.shape[2]), area)
+            width, height = adapted_size((image.shape[3], image.shape[2]), area)
 
         # Sample, with the settings as they are now: --serve may change them. The experts take
         # turns at the times of the published loop.
         pipe.scheduler = RCMScheduler.from_config(pipe.scheduler.config, sigma_max=args.sigma_max)
-        switch = turbowan.boundary_ratio(args.boundary, args.num_steps, args.sigma_max)
+        switch = boundary_ratio(args.boundary, args.num_steps, args.sigma_max)
         pipe.register_to_config(boundary_ratio=switch)
-        latents = turbowan.sample(
+        latents = sample(
             pipe,
             prompt,
             image=image,
@@ -87,14 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
         # Save: samples side by side.
-        turbowan.write_video(turbowan.decode(pipe, latents), path)
+        write_video(decode(pipe, latents), path)
         print(path)
 
-    code = turbowan.serve(args, generate)  # one prompt, or with --serve many
+    code = serve(args, generate)  # one prompt, or with --serve many
     if report is not None:
         print(report)  # what ran how; with --guard, also how far off it was
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(turbowan.run(main))
+    sys.exit(run(main))

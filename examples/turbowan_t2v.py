@@ -12,8 +12,11 @@ import torch
 from diffusers import WanPipeline
 
 from turbo_rcm_patch import RCMScheduler, patch_model
-from turbo_rcm_patch.sampling import turbowan
 from turbo_rcm_patch.sampling.progress import bars
+from turbowan.arguments import base_of, frame_size, parse, patch_config, run, text_to_video_parser
+from turbowan.models import load, transformer_folders
+from turbowan.sampling import decode, sample, write_video
+from turbowan.serving import serve
 
 EXAMPLE = """\
 example:
@@ -24,16 +27,16 @@ example:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = turbowan.parse(turbowan.text_to_video_parser(__doc__ or "", epilog=EXAMPLE), argv)
-    width, height = turbowan.frame_size(args.resolution, args.aspect_ratio)
+    args = parse(text_to_video_parser(__doc__ or "", epilog=EXAMPLE), argv)
+    width, height = frame_size(args.resolution, args.aspect_ratio)
 
     # Load: the converted transformer, and the rest of the base.
-    base = turbowan.base_of(args, args.dit_path)
+    base = base_of(args, args.dit_path)
     with bars() as progress:
-        folders = turbowan.transformer_folders(
+        folders = transformer_folders(
             [args.dit_path], base=base, cache=args.cache, progress=progress
         )
-    pipe = turbowan.load(
+    pipe = load(
         WanPipeline,
         folders,
         base,
@@ -51,12 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     pipe.scheduler = RCMScheduler(sigma_max=args.sigma_max, timestep_dtype="bfloat16")
 
     # Patch.
-    report = None if args.no_patch else patch_model(pipe, turbowan.patch_config(args))
+    report = None if args.no_patch else patch_model(pipe, patch_config(args))
 
     def generate(prompt: str, path: Path) -> None:
         # Sample, with the settings as they are now: --serve may change them.
         pipe.scheduler = RCMScheduler.from_config(pipe.scheduler.config, sigma_max=args.sigma_max)
-        latents = turbowan.sample(
+        latents = sample(
             pipe,
             prompt,
             width=width,
@@ -68,14 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
         # Save: samples side by side.
-        turbowan.write_video(turbowan.decode(pipe, latents), path)
+        write_video(decode(pipe, latents), path)
         print(path)
 
-    code = turbowan.serve(args, generate)  # one prompt, or with --serve many
+    code = serve(args, generate)  # one prompt, or with --serve many
     if report is not None:
         print(report)  # what ran how; with --guard, also how far off it was
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(turbowan.run(main))
+    sys.exit(run(main))

@@ -34,6 +34,7 @@ MAY_IMPORT = {
 }
 #: Packages that only some parts may import.
 ONLY_IN = {
+    "turbowan": set(),  # of the examples
     "triton": {"kernels"},
     "diffusers": {"patching/families", "sampling"},
     "transformers": {"sampling"},

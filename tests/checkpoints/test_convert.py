@@ -20,10 +20,10 @@ from tests.checkpoints import wan_model
 from tests.checkpoints.wan_model import I2V_21, OPTIONS, Options, quantised, save
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, read_checkpoint, write_checkpoint
 from turbo_rcm_patch.checkpoints.blocks import dequantise
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.checkpoints.keys import sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 from turbo_rcm_patch.ops.int8_linear import scales_of_rows
-from turbo_rcm_patch.sampling.convert import convert_transformer
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

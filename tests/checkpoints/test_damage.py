@@ -20,9 +20,9 @@ from tests.checkpoints.wan_model import Options, save, state_dict
 from turbo_rcm_patch import load_extra, patch_model
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import read_checkpoint, write_checkpoint
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 from turbo_rcm_patch.sampling import load as loading
-from turbo_rcm_patch.sampling.convert import convert_transformer
 
 WEIGHTS = "diffusion_pytorch_model"
 

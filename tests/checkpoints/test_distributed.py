@@ -18,7 +18,7 @@ from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import read_checkpoint
 from turbo_rcm_patch.checkpoints.read import open_width
 from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.sampling.turbowan.models import transformer_folder
+from turbowan.models import transformer_folder
 
 OPTIONS = Options(sla=True, dtype=torch.bfloat16)
 

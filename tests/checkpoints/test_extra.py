@@ -18,13 +18,13 @@ from tests.patching import turbodiffusion as stand_in
 from turbo_rcm_patch import PatchConfig, load_extra, patch_model, patched, unload_extra
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, PROJ_L
 from turbo_rcm_patch.checkpoints import extra as extra_module
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
 from turbo_rcm_patch.ops import int8_linear
 from turbo_rcm_patch.ops.int8_linear import scales_of_rows
 from turbo_rcm_patch.patching import linears
 from turbo_rcm_patch.patching.int8_weights import attached_int8, detach_int8
 from turbo_rcm_patch.patching.sla import attach_proj_l, attached_proj_l
-from turbo_rcm_patch.sampling.convert import convert_transformer
 
 QUANT = Options("quant", quant=True, dtype=torch.bfloat16)
 SLA = Options("sla-quant", quant=True, sla=True, dtype=torch.bfloat16)

@@ -19,9 +19,9 @@ from diffusers import WanPipeline
 from tests.checkpoints.test_convert_command import TINY, base_folder
 from tests.checkpoints.wan_model import Options, save
 from turbo_rcm_patch.checkpoints import staging, write_checkpoint
+from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
 from turbo_rcm_patch.errors import ModelFolderError, OutputExistsError, TurboRCMError
-from turbo_rcm_patch.sampling import turbowan
-from turbo_rcm_patch.sampling.convert import convert_pipeline, convert_transformer
+from turbowan.models import load
 
 #: A process whose files may have so many bytes: writing fails as on a full disk.
 LIMITED = """
@@ -147,7 +147,7 @@ def test_the_scripts_name_it_too(
     damage(base / file)
     more: Any = dict(sla=False, device="cpu", dtype=torch.bfloat16)
     with pytest.raises(TurboRCMError) as caught:
-        turbowan.load(WanPipeline, [tmp_path / "t"], base, **more)
+        load(WanPipeline, [tmp_path / "t"], base, **more)
     assert str(base) in str(caught.value)
     assert torch.get_default_dtype() == torch.float32  # diffusers leaves another when it fails.
 

@@ -19,12 +19,12 @@ from tests.sampling import micro
 from turbo_rcm_patch import PatchConfig, find_pairs, load_extra, patch_model, patched, unload_extra
 from turbo_rcm_patch import unpatch_model as unpatch
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, write_checkpoint
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, NothingToPatchError
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.int8_weights import attached_int8
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.sampling import load_pipeline
-from turbo_rcm_patch.sampling.convert import convert_transformer
 
 OPTIONS = Options("sla-quant", quant=True, sla=True, text=32, dtype=torch.bfloat16)
 STOCK = "diffusion_pytorch_model.safetensors"

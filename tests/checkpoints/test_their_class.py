@@ -25,7 +25,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from turbo_rcm_patch.checkpoints import write_checkpoint
-from turbo_rcm_patch.sampling.convert import convert_transformer
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 
 TEXT_TOKENS = 512  # Their I2V class knows image tokens from text by this number.
 

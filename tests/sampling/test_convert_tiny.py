@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from diffusers import WanPipeline
 
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.sampling import turbowan
+from turbo_rcm_patch.checkpoints.convert import _KEPT
+from turbo_rcm_patch.sampling import Settings
 from turbo_rcm_patch.tiny import TINY_WAN
+from turbowan.models import transformer_folder
 
 T2V = Path(__file__).parents[2] / "examples" / "turbowan_t2v.py"
 
@@ -67,6 +70,8 @@ def test_guidance_of_a_teacher_is_not_kept(pth: Path, tmp_path: Path) -> None:
     settings = converted(pth, tmp_path / "out", "--base", str(base))
     own = {"sampler": "rcm", "steps": 4, "sigma_max": 80.0, "guidance_scale": 1.0}
     assert settings == own | {"height": 64}
+    every = {field.name for field in fields(Settings)}
+    assert every == {*_KEPT, *own, "guidance_scale_2"}, "convert decides about every setting"
 
 
 def test_heads_are_those_of_the_base(pth: Path, tmp_path: Path, capsys) -> None:
@@ -94,7 +99,7 @@ def test_heads_that_nothing_shows_are_told(pth: Path, tmp_path: Path, capsys) ->
 
 
 def test_the_script_converts_with_the_heads_of_the_base(pth: Path, tmp_path: Path) -> None:
-    guessed = turbowan.transformer_folder(pth, cache=tmp_path)
+    guessed = transformer_folder(pth, cache=tmp_path)
     assert heads_of(guessed) == 2
     arguments = ["--dit_path", str(pth), "--base", "tiny", "--cache", str(tmp_path)]
     arguments += ["--prompt", "a ring", "--resolution", "32x32", "--num_frames", "5"]
@@ -103,7 +108,7 @@ def test_the_script_converts_with_the_heads_of_the_base(pth: Path, tmp_path: Pat
     assert runpy.run_path(str(T2V))["main"](arguments) == 0
     assert heads_of(guessed) == 4, "converted again"
     made = (guessed / "config.json").stat().st_ino
-    assert turbowan.transformer_folder(pth, cache=tmp_path, base=TINY_WAN) == guessed
+    assert transformer_folder(pth, cache=tmp_path, base=TINY_WAN) == guessed
     assert (guessed / "config.json").stat().st_ino == made
 
 

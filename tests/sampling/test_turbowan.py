@@ -29,8 +29,9 @@ from tests.sampling.turbowan import (
 )
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.sampling import turbowan
-from turbo_rcm_patch.sampling.turbowan import sampling
+from turbowan import sampling
+from turbowan.models import load, transformer_folder
+from turbowan.sampling import decode, sample, write_video
 
 __all__ = ["decoded", "expert_pths", "image_base", "picture", "text_pth"]
 
@@ -126,7 +127,7 @@ def test_videos_become_bytes_as_the_script_has_them(tmp_path, monkeypatch) -> No
     monkeypatch.setattr(sampling, "write_mp4", lambda frames, *_, **__: written.append(frames))
     videos = torch.rand(2, 3, 4, 6, 3)
     videos[0, 0, 0, 0] = torch.tensor([0.0, 254.6 / 255, 1.0])
-    turbowan.write_video(videos, tmp_path / "video.mp4")
+    write_video(videos, tmp_path / "video.mp4")
     (frames,) = written
     assert frames.dtype == np.uint8 and frames.shape == (3, 4, 12, 3)
     assert frames[0, 0, 0].tolist() == [0, 255, 255]
@@ -149,7 +150,7 @@ def test_latents_are_scaled_in_the_dtype_of_the_vae(dtype: torch.dtype) -> None:
         vae=vae, _execution_device=torch.device("cpu"), maybe_free_model_hooks=lambda: None
     )
     latents = torch.randn(1, 4, 2, 2, 2, dtype=torch.float64)
-    frames = turbowan.decode(pipe, latents)
+    frames = sampling.decode(pipe, latents)
     scale = 1.0 / torch.tensor(std, dtype=dtype).view(1, 4, 1, 1, 1)
     shift = torch.tensor(mean, dtype=dtype).view(1, 4, 1, 1, 1)
     assert torch.equal(seen[0], latents.float().to(dtype) / scale + shift)
@@ -165,17 +166,17 @@ def test_a_failure_frees_what_offload_has_on_the_gpu(text_pth, micro_folder, mon
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    folder, freed = turbowan.transformer_folder(text_pth), []
-    pipe = turbowan.load(WanPipeline, [folder], micro_folder, device="cpu")
+    folder, freed = transformer_folder(text_pth), []
+    pipe = load(WanPipeline, [folder], micro_folder, device="cpu")
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = RCMScheduler()
     monkeypatch.setattr(pipe, "maybe_free_model_hooks", lambda: freed.append(1))
     monkeypatch.setattr(pipe.transformer, "forward", fails)
     monkeypatch.setattr(pipe.vae, "decode", fails)
     with pytest.raises(torch.OutOfMemoryError):
-        turbowan.sample(pipe, PROMPT, width=32, height=32, num_frames=5)
+        sample(pipe, PROMPT, width=32, height=32, num_frames=5)
     with pytest.raises(torch.OutOfMemoryError):
-        turbowan.decode(pipe, torch.zeros(1, 4, 1, 4, 4))
+        decode(pipe, torch.zeros(1, 4, 1, 4, 4))
     assert len(freed) == 2 and pipe.scheduler._noise_generator is None
 
 
@@ -184,16 +185,16 @@ def test_two_prompts_of_a_seed_start_from_the_same_noise(text_pth, micro_folder)
 
     from turbo_rcm_patch import RCMScheduler
 
-    folder = turbowan.transformer_folder(text_pth)
+    folder = transformer_folder(text_pth)
     kind = dict(dtype=torch.float32, vae_dtype=torch.float32, device="cpu")
-    pipe = turbowan.load(WanPipeline, [folder], micro_folder, **kind)
+    pipe = load(WanPipeline, [folder], micro_folder, **kind)
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler = RCMScheduler()
     size = dict(width=32, height=32, num_frames=5)
-    first, again = (turbowan.sample(pipe, PROMPT, seed=1, **size) for _ in range(2))
-    other = turbowan.sample(pipe, "a blue ring", seed=1, **size)
+    first, again = (sample(pipe, PROMPT, seed=1, **size) for _ in range(2))
+    other = sample(pipe, "a blue ring", seed=1, **size)
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert pipe.scheduler._noise_generator is None
     pipe.transformer.proj_out.bias.data[0] = float("nan")
     with pytest.raises(SamplingError, match="finite values"):
-        turbowan.sample(pipe, PROMPT, **size)
+        sample(pipe, PROMPT, **size)

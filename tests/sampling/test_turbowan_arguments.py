@@ -18,9 +18,17 @@ from PIL import Image
 
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, DeviceError, SamplingError, TurboRCMError
-from turbo_rcm_patch.sampling import turbowan
 from turbo_rcm_patch.sampling.load import choose_device
-from turbo_rcm_patch.sampling.turbowan.image import fitted
+from turbowan.arguments import (
+    frame_size,
+    image_to_video_parser,
+    parse,
+    patch_config,
+    run,
+    text_to_video_parser,
+)
+from turbowan.sampling import adapted_size, boundary_ratio, fitted, read_image
+from turbowan.serving import requests, serve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHARED = {
@@ -32,11 +40,11 @@ SHARED = {
 #: Script -> its parser here, and every argument with our default.
 SCRIPTS: dict[str, tuple[Callable[[str], ArgumentParser], dict[str, Any]]] = {
     "wan2.1_t2v_infer.py": (
-        turbowan.text_to_video_parser,
+        text_to_video_parser,
         SHARED | {"dit_path": None, "sigma_max": 80.0, "resolution": "480p"},
     ),
     "wan2.2_i2v_infer.py": (
-        turbowan.image_to_video_parser,
+        image_to_video_parser,
         SHARED
         | {
             **{"image_path": None, "high_noise_model_path": None, "low_noise_model_path": None},
@@ -109,9 +117,9 @@ def test_their_own_source_asks_for_nothing_else(
 def test_files_that_are_not_there_are_refused_with_a_remedy(script: str, name: str) -> None:
     more = [f"--{name}", "x.pth"]
     parser = SCRIPTS[script][0]("")
-    assert turbowan.parse(parser, LEAST[script]).prompt == "a cat"
+    assert parse(parser, LEAST[script]).prompt == "a cat"
     with pytest.raises(ConfigError, match=f"--{name}.*--base"):
-        turbowan.parse(parser, [*LEAST[script], *more])
+        parse(parser, [*LEAST[script], *more])
 
 
 @pytest.mark.parametrize(
@@ -125,24 +133,24 @@ def test_files_that_are_not_there_are_refused_with_a_remedy(script: str, name: s
     ],
 )  # fmt: skip
 def test_values_outside_a_domain_are_refused_before_anything_loads(name: str, value: str) -> None:
-    parser = turbowan.text_to_video_parser("")
+    parser = text_to_video_parser("")
     arguments = [*LEAST["wan2.1_t2v_infer.py"], f"--{name}", value]
     with pytest.raises(TurboRCMError, match=REASON.get(name, name)):
-        turbowan.parse(parser, arguments)
+        parse(parser, arguments)
 
 
 @pytest.mark.parametrize("value", ["900", "-0.1", "nan"])
 def test_a_boundary_is_a_time(value: str) -> None:
     arguments = [*LEAST["wan2.2_i2v_infer.py"], "--boundary", value]
     with pytest.raises(ConfigError, match="--boundary.*from 0 to 1"):
-        turbowan.parse(turbowan.image_to_video_parser(""), arguments)
+        parse(image_to_video_parser(""), arguments)
 
 
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_a_cpu_has_nothing_to_offload_from(offload: str) -> None:
     arguments = [*LEAST["wan2.1_t2v_infer.py"], "--device", "cpu", "--offload", offload]
     with pytest.raises(DeviceError, match="offload"):
-        turbowan.parse(turbowan.text_to_video_parser(""), arguments)
+        parse(text_to_video_parser(""), arguments)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch) -> None:
@@ -156,19 +164,17 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch) -> None:
 def test_an_image_in_the_home_folder_is_found(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     Image.new("RGB", (3, 2)).save(tmp_path / "i.png")
-    assert turbowan.read_image("~/i.png").shape == (1, 3, 2, 3)
+    assert read_image("~/i.png").shape == (1, 3, 2, 3)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
     with pytest.raises(SamplingError, match="DecompressionBomb"):
-        turbowan.read_image("~/i.png")
+        read_image("~/i.png")
 
 
 def test_the_patch_is_what_was_asked_for() -> None:
-    parser = turbowan.text_to_video_parser("")
+    parser = text_to_video_parser("")
 
     def config(*more: str) -> PatchConfig:
-        return turbowan.patch_config(
-            turbowan.parse(parser, [*LEAST["wan2.1_t2v_infer.py"], *more])
-        )
+        return patch_config(parse(parser, [*LEAST["wan2.1_t2v_infer.py"], *more]))
 
     assert config() == PatchConfig(guard=False)
     assert config("--quant_linear", "--guard") == PatchConfig(linear="int8")
@@ -181,18 +187,18 @@ def test_the_patch_is_what_was_asked_for() -> None:
 
 
 def test_serving_reads_prompts_and_numbers_videos(tmp_path, monkeypatch) -> None:
-    parser, least = turbowan.text_to_video_parser(""), ["--dit_path", "x.pth"]
+    parser, least = text_to_video_parser(""), ["--dit_path", "x.pth"]
     least += ["--save_path", str(tmp_path / "video")]
-    one = turbowan.parse(parser, [*least, "--prompt", "a cat"])
-    assert list(turbowan.requests(one)) == [("a cat", tmp_path / "video.mp4")]
+    one = parse(parser, [*least, "--prompt", "a cat"])
+    assert list(requests(one)) == [("a cat", tmp_path / "video.mp4")]
     (tmp_path / "video-001.mp4").touch()
     monkeypatch.setattr(sys, "stdin", io.StringIO("a dog\n\n a fox \n/quit\nan owl\n"))
-    served = turbowan.requests(turbowan.parse(parser, [*least, "--serve"]))
+    served = requests(parse(parser, [*least, "--serve"]))
     assert list(served) == [
         ("a dog", tmp_path / "video-002.mp4"), ("a fox", tmp_path / "video-003.mp4")
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="--prompt TEXT, or --serve"):
-        turbowan.parse(parser, least)
+        parse(parser, least)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +210,7 @@ def test_serving_reads_prompts_and_numbers_videos(tmp_path, monkeypatch) -> None
     ids=["typed", "memory"],
 )
 def test_serving_goes_on_after_a_failure(failure, told, tmp_path, monkeypatch, capsys) -> None:
-    parser, done = turbowan.text_to_video_parser(""), []
+    parser, done = text_to_video_parser(""), []
     least = ["--dit_path", "x.pth", "--save_path", str(tmp_path / "video")]
 
     def generate(prompt: str, path: Path) -> None:
@@ -212,37 +218,37 @@ def test_serving_goes_on_after_a_failure(failure, told, tmp_path, monkeypatch, c
         if prompt == "a dog":
             raise failure
 
-    def serve(lines: str) -> int:
-        arguments = turbowan.parse(parser, [*least, "--serve"])
+    def served(lines: str) -> int:
+        arguments = parse(parser, [*least, "--serve"])
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        return turbowan.run(lambda: turbowan.serve(arguments, generate))
+        return run(lambda: serve(arguments, generate))
 
-    assert serve("a dog\na fox\n") == 2
+    assert served("a dog\na fox\n") == 2
     assert told in capsys.readouterr().err
     assert done == [("a dog", "video-001.mp4"), ("a fox", "video-002.mp4")]
-    assert serve("a fox\n") == 0
-    one = turbowan.parse(parser, [*least, "--prompt", "a dog"])
+    assert served("a fox\n") == 0
+    one = parse(parser, [*least, "--prompt", "a dog"])
     with pytest.raises(type(failure)):
-        turbowan.serve(one, generate)
-    assert turbowan.run(lambda: turbowan.serve(one, generate)) == 2
+        serve(one, generate)
+    assert run(lambda: serve(one, generate)) == 2
 
 
 def test_sizes() -> None:
-    assert turbowan.frame_size("480p") == (832, 480)
-    assert turbowan.frame_size("720p", "9:16") == (720, 1280)
-    assert turbowan.frame_size("720", "4:3") == (960, 704)
-    assert turbowan.frame_size("64x48", "4:3") == (64, 48)
+    assert frame_size("480p") == (832, 480)
+    assert frame_size("720p", "9:16") == (720, 1280)
+    assert frame_size("720", "4:3") == (960, 704)
+    assert frame_size("64x48", "4:3") == (64, 48)
     # 1280 x 720 pixels in the shape of the image.
-    assert turbowan.adapted_size((1280, 720), (1280, 720)) == (1280, 720)
-    assert turbowan.adapted_size((1000, 1000), (1280, 720)) == (960, 960)
-    assert turbowan.adapted_size((600, 800), (1280, 720)) == (832, 1104)
+    assert adapted_size((1280, 720), (1280, 720)) == (1280, 720)
+    assert adapted_size((1000, 1000), (1280, 720)) == (960, 960)
+    assert adapted_size((600, 800), (1280, 720)) == (832, 1104)
 
 
 def test_sizes_are_those_of_the_checkout(request: pytest.FixtureRequest) -> None:
     given = request.config.getoption("--turbodiffusion", default=None)
     if not given:
         pytest.skip("needs --turbodiffusion PATH, a checkout of TurboDiffusion")
-    from turbo_rcm_patch.sampling.turbowan.arguments import RESOLUTIONS
+    from turbowan.arguments import RESOLUTIONS
 
     theirs = runpy.run_path(str(Path(given) / "turbodiffusion/rcm/datasets/utils.py"))
     assert theirs["VIDEO_RES_SIZE_INFO"] == RESOLUTIONS
@@ -252,16 +258,16 @@ def test_the_boundary_switches_where_exact_times_do() -> None:
     times = torch.tensor([0.99502, 0.93379, 0.85291, 0.60898])
     rounded = torch.tensor([996.0, 932.0, 852.0, 608.0])
     for boundary in (0.0, 0.5, 0.6085, 0.7, 0.8525, 0.9, 0.933, 0.94, 0.9955, 1.0, 2.0):
-        ratio = turbowan.boundary_ratio(boundary, 4, 200.0)
+        ratio = boundary_ratio(boundary, 4, 200.0)
         assert torch.equal(rounded >= ratio * 1000, times >= boundary), boundary
-    assert turbowan.boundary_ratio(0.9, 1, 200.0) == 0.0
+    assert boundary_ratio(0.9, 1, 200.0) == 0.0
 
 
 def test_an_image_is_stretched_bilinearly(tmp_path) -> None:
     values = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     path = tmp_path / "image.png"
     Image.fromarray(values).save(path)
-    image = turbowan.read_image(path)
+    image = read_image(path)
     assert torch.equal(image[0].permute(1, 2, 0), torch.from_numpy(values))
     assert torch.equal(fitted(image, 60, 40), image.float() / 255)
     small = fitted(image, 32, 16)
@@ -276,7 +282,7 @@ def test_an_image_is_stretched_bilinearly(tmp_path) -> None:
     (tmp_path / "text.png").write_text("no image")
     for name in ("text.png", "none.png"):
         with pytest.raises(SamplingError, match="--image_path"):
-            turbowan.read_image(tmp_path / name)
+            read_image(tmp_path / name)
 
 
 @pytest.mark.parametrize("example", ["turbowan_t2v.py", "turbowan_i2v.py"])
@@ -303,18 +309,18 @@ def test_an_interruption_is_no_traceback(capsys) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    assert turbowan.run(interrupted) == 130
+    assert run(interrupted) == 130
     assert "not finished is not written" in capsys.readouterr().err
-    assert turbowan.run(lambda: None) == 0
+    assert run(lambda: None) == 0
 
     def too_large() -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    assert turbowan.run(too_large) == 2
+    assert run(too_large) == 2
     assert "--offload model" in capsys.readouterr().err
 
     def broken() -> None:
         raise ZeroDivisionError
 
-    assert turbowan.run(broken) == 3
+    assert run(broken) == 3
     assert "Traceback" in capsys.readouterr().err

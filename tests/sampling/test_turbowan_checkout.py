@@ -29,8 +29,7 @@ from tests.sampling.turbowan import (
     text_pth,
     text_to_video,
 )
-from turbo_rcm_patch.sampling import turbowan
-from turbo_rcm_patch.sampling.turbowan.image import fitted
+from turbowan.sampling import adapted_size, fitted
 
 __all__ = ["decoded", "expert_pths", "image_base", "picture", "scripts", "text_pth"]
 
@@ -115,7 +114,7 @@ def test_image_to_video(
             portrait = opened.transpose(Image.Transpose.ROTATE_90)
         picture = tmp_path / "portrait.png"
         portrait.save(picture)
-        more, size = [*more, "--adaptive_resolution"], turbowan.adapted_size(portrait.size, SIZE)
+        more, size = [*more, "--adaptive_resolution"], adapted_size(portrait.size, SIZE)
         assert size == (48, 64)
     out = tmp_path / "video.mp4"
     image_to_video(expert_pths, image_base, picture, out, *more, *EXACT, "--no_patch")

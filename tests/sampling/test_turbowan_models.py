@@ -32,8 +32,9 @@ from tests.sampling.turbowan import (
 from turbo_rcm_patch import patching
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
 from turbo_rcm_patch.patching.int8_weights import attached_int8
-from turbo_rcm_patch.sampling import turbowan, video
-from turbo_rcm_patch.sampling.turbowan import models
+from turbo_rcm_patch.sampling import video
+from turbowan import models
+from turbowan.models import transformer_folder, transformer_folders
 
 __all__ = ["decoded", "expert_pths", "image_base", "picture", "text_pth"]
 
@@ -46,34 +47,34 @@ def test_a_checkpoint_is_converted_once(tmp_path) -> None:
     def progress(stage: str, done: int, total: int) -> None:
         stages.append(stage)
 
-    folder = turbowan.transformer_folder(pth, cache=cache, progress=progress)
+    folder = transformer_folder(pth, cache=cache, progress=progress)
     assert folder.parent == cache and folder.name.startswith("model-diffusers-") and stages
     stages.clear()
-    assert turbowan.transformer_folder(pth, cache=cache, progress=progress) == folder
+    assert transformer_folder(pth, cache=cache, progress=progress) == folder
     assert not stages, "used again"
     save(TEXT, pth, seed=5)
     os.utime(pth, ns=(1, 1))
-    turbowan.transformer_folder(pth, cache=cache, progress=progress)
+    transformer_folder(pth, cache=cache, progress=progress)
     assert stages, "another file is converted again"
     weights = WanTransformer3DModel.from_pretrained(folder).proj_out.weight
     assert torch.equal(weights, torch.load(pth, weights_only=True)["head.head.weight"])
-    assert turbowan.transformer_folder(folder) == folder
-    assert turbowan.transformer_folder(pth) == tmp_path / "model-diffusers", "beside it"
+    assert transformer_folder(folder) == folder
+    assert transformer_folder(pth) == tmp_path / "model-diffusers", "beside it"
     (tmp_path / "other").mkdir()
     save(TEXT, tmp_path / "other" / "model.pth")
-    assert turbowan.transformer_folder(tmp_path / "other" / "model.pth", cache=cache) != folder
+    assert transformer_folder(tmp_path / "other" / "model.pth", cache=cache) != folder
 
 
 def test_a_folder_of_another_converter_is_converted_again(tmp_path, monkeypatch) -> None:
     """One that wrote another format, or none yet."""
     pth = tmp_path / "model.pth"
     save(TEXT, pth)
-    folder = turbowan.transformer_folder(pth)
+    folder = transformer_folder(pth)
     config = folder / "config.json"
 
     def converted() -> bool:
         stages: list[str] = []
-        turbowan.transformer_folder(pth, progress=lambda stage, *_: stages.append(stage))
+        transformer_folder(pth, progress=lambda stage, *_: stages.append(stage))
         return bool(stages)
 
     assert not converted()
@@ -96,7 +97,7 @@ def test_two_processes_may_convert_at_once(tmp_path, monkeypatch) -> None:
         return convert(*args, **kwargs)
 
     monkeypatch.setattr(models, "convert_transformer", second)
-    assert turbowan.transformer_folder(pth) == tmp_path / "model-diffusers"
+    assert transformer_folder(pth) == tmp_path / "model-diffusers"
 
 
 def test_a_folder_that_is_something_else_is_not_replaced(tmp_path, text_pth) -> None:
@@ -105,13 +106,13 @@ def test_a_folder_that_is_something_else_is_not_replaced(tmp_path, text_pth) -> 
     other.mkdir()
     (other / "config.json").write_text("{}")
     with pytest.raises(OutputExistsError, match="is there already"):
-        turbowan.transformer_folder(pth)
+        transformer_folder(pth)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputExistsError, match="--cache"):
-        turbowan.transformer_folder(text_pth, cache=tmp_path / "file")
+        transformer_folder(text_pth, cache=tmp_path / "file")
     for missing in (tmp_path / "none.pth", tmp_path):
         with pytest.raises(CheckpointError, match=r"a \.pth of TurboDiffusion, or a folder that"):
-            turbowan.transformer_folder(missing)
+            transformer_folder(missing)
     assert (other / "config.json").read_text() == "{}"
 
 
@@ -122,7 +123,7 @@ def test_a_whole_pipeline_is_its_own_base(text_pth, tmp_path, micro_folder) -> N
     for path in micro_folder.iterdir():
         (whole / path.name).symlink_to(path)
     (whole / "transformer").unlink()
-    (whole / "transformer").symlink_to(turbowan.transformer_folder(text_pth))
+    (whole / "transformer").symlink_to(transformer_folder(text_pth))
     out = tmp_path / "video.mp4"
     arguments = ["--dit_path", str(whole), "--save_path", str(out), *SMALL, "--num_steps", "1"]
     main_of("turbowan_t2v.py")([*arguments, "--prompt", PROMPT])
@@ -138,7 +139,7 @@ def test_of_a_whole_pipeline_each_expert_is_found(
         (whole / path.name).symlink_to(path)
     for part, path in zip(("transformer", "transformer_2"), expert_pths, strict=True):
         (whole / part).unlink()
-        (whole / part).symlink_to(turbowan.transformer_folder(path))
+        (whole / part).symlink_to(transformer_folder(path))
     for paths in ([whole, whole], expert_pths):
         image_to_video(paths, image_base, picture, tmp_path / "video.mp4", *EXACT)
     assert torch.equal(decoded[0], decoded[1])
@@ -147,11 +148,11 @@ def test_of_a_whole_pipeline_each_expert_is_found(
 def test_both_experts_are_looked_for_before_one_is_converted(tmp_path) -> None:
     save(TEXT, tmp_path / "high.pth")
     with pytest.raises(CheckpointError, match=r"no such file or folder: .*low\.pth"):
-        turbowan.transformer_folders([tmp_path / "high.pth", tmp_path / "low.pth"])
+        transformer_folders([tmp_path / "high.pth", tmp_path / "low.pth"])
     assert [path.name for path in tmp_path.iterdir()] == ["high.pth"]
     save(TEXT, tmp_path / "low.pth")
     seen: list[tuple[str, int, int]] = []
-    turbowan.transformer_folders(
+    transformer_folders(
         [tmp_path / "high.pth", tmp_path / "low.pth"], progress=lambda *now: seen.append(now)
     )
     assert {stage for stage, _, _ in seen} == {"transformer", "transformer_2"}

@@ -16,8 +16,8 @@ from tests.sampling import micro
 from tests.sampling.turbowan import EXACT, PROMPT, SMALL, TEXT, main_of
 from turbo_rcm_patch.checkpoints.original import read_vae
 from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.sampling import turbowan
-from turbo_rcm_patch.sampling.turbowan.parts import load_text_encoder, load_vae
+from turbowan import sampling
+from turbowan.models import load_text_encoder, load_vae
 
 VAES: dict[str, dict[str, Any]] = {
     "published structure": {"base_dim": 8, "z_dim": 16},
@@ -168,7 +168,7 @@ def test_the_example_runs_with_their_files(tmp_path: Path, monkeypatch) -> None:
     torch.save(original_t5(pipe.text_encoder), tmp_path / "t5.pth")
     save_wan(TEXT, tmp_path / "in.pth")
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(turbowan, "write_video", lambda videos, path: seen.append(videos))
+    monkeypatch.setattr(sampling, "write_video", lambda videos, path: seen.append(videos))
     given = ["--dit_path", str(tmp_path / "in.pth"), "--base", str(base), "--prompt", PROMPT]
     given += ["--save_path", str(tmp_path / "v.mp4"), "--num_steps", "1", *SMALL, *EXACT]
     main = main_of("turbowan_t2v.py")

@@ -22,7 +22,9 @@ from tests.sampling.turbowan import (
     text_pth,
 )
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.sampling import turbowan
+from turbowan import sampling
+from turbowan.arguments import image_to_video_parser, parse, text_to_video_parser
+from turbowan.serving import serve
 
 __all__ = ["expert_pths", "image_base", "picture", "text_pth"]
 
@@ -45,16 +47,16 @@ def served(
 ) -> tuple[list[tuple[Any, ...]], Any]:
     """What is generated, with the settings it is generated with."""
     monkeypatch.setattr(sys, "stdin", (Terminal if terminal else io.StringIO)(lines))
-    parser = turbowan.image_to_video_parser("") if image else turbowan.text_to_video_parser("")
+    parser = image_to_video_parser("") if image else text_to_video_parser("")
     least = [*(I2V if image else T2V), "--serve", "--save_path", str(tmp_path / "video.mp4")]
-    arguments = turbowan.parse(parser, [*least, *more])
+    arguments = parse(parser, [*least, *more])
     done: list[tuple[Any, ...]] = []
 
     def generate(prompt: str, path: Path) -> None:
         settings = (arguments.num_steps, arguments.num_frames, arguments.sigma_max)
         done.append((prompt, path.name, settings, getattr(arguments, "image_path", None)))
 
-    assert turbowan.serve(arguments, generate) == 0
+    assert serve(arguments, generate) == 0
     return done, arguments
 
 
@@ -127,27 +129,27 @@ def test_a_terminal_is_asked_for_image_and_file(tmp_path, monkeypatch, capsys) -
 
 def test_an_image_is_needed_without_serve() -> None:
     with pytest.raises(ConfigError, match=r"--image_path.*--serve"):
-        turbowan.parse(turbowan.image_to_video_parser(""), [*I2V, "--prompt", "a cat"])
+        parse(image_to_video_parser(""), [*I2V, "--prompt", "a cat"])
 
 
 def test_the_example_generates_with_what_was_set(
     expert_pths, image_base, picture, tmp_path, monkeypatch, capsys
 ) -> None:
     """Two videos of one model, and each as a run of its own would make it."""
-    main = main_of("turbowan_i2v.py")
     shared = [
         *("--high_noise_model_path", str(expert_pths[0])),
         *("--low_noise_model_path", str(expert_pths[1])),
         *("--base", str(image_base), "--attention_type", "original"), *SMALL, *EXACT,
     ]  # fmt: skip
     seen: list[torch.Tensor] = []
-    write = turbowan.write_video
+    write = sampling.write_video
 
     def kept(videos: torch.Tensor, path: Path) -> None:
         seen.append(videos)
         write(videos, path)
 
-    monkeypatch.setattr(turbowan, "write_video", kept)
+    monkeypatch.setattr(sampling, "write_video", kept)
+    main = main_of("turbowan_i2v.py")
     lines = f"{PROMPT}\n{picture}\n/set num_steps 1\n/set sigma_max 50\n{PROMPT}\n\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     assert main([*shared, "--serve", "--save_path", str(tmp_path / "s.mp4")]) == 0

@@ -21,7 +21,7 @@ from PIL import Image
 from tests.checkpoints.wan_model import Options, save
 from tests.sampling import micro
 from turbo_rcm_patch import PatchConfig, load_extra, patch_model
-from turbo_rcm_patch.sampling import turbowan
+from turbowan.models import transformer_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = Options(text=32, sla=True)
@@ -182,7 +182,7 @@ def plain_loop(
 
 def network_of(pth: Path, config: PatchConfig | None = None) -> WanTransformer3DModel:
     """The converted transformer, patched if asked for."""
-    folder = turbowan.transformer_folder(pth)
+    folder = transformer_folder(pth)
     network = WanTransformer3DModel.from_pretrained(folder).eval()
     if config is not None:
         load_extra(network, folder)

@@ -80,8 +80,8 @@ def attention_skip(
         [B, Nq, H*D], contiguous.
 
     Raises:
-        OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `HeadDimError`,
-            `MaskError`), or has a gradient that is not computed (`GradientError`).
+        OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `MaskError`), or
+            has a gradient that is not computed (`GradientError`).
     """
     skip, norms = (residual, c_skip, c_out), (norm_q, norm_k, norm_q_bias, norm_k_bias)
     inputs = describe(q, k, v, spec, skip, norms, rotary, kv_lengths, out_dtype)

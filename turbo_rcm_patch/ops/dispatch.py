@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl, PVDType
-from turbo_rcm_patch.errors import ConfigError, DeviceError, Fp8UnsupportedError, TableError
+from turbo_rcm_patch.errors import ConfigError, DeviceError, Fp8UnsupportedError, ConfigError
 from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
 from turbo_rcm_patch.output import atomic
 
@@ -132,7 +132,7 @@ def _read(path: Path) -> Table:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TableError(
+        raise ConfigError(
             f"dispatch table {path}", expected="a JSON file",
             got=f"{type(error).__name__}: {error}", remedy=remedy,
         ) from error  # fmt: skip
@@ -143,7 +143,7 @@ def _read(path: Path) -> Table:
             problem = _row_problem(row)
             wrong = wrong or (problem and f"{device}: {problem}")
     if wrong:
-        raise TableError(
+        raise ConfigError(
             f"dispatch table {path}",
             expected='{"device": [{"n_kv": [low, high or null], "attention": "int8", ...}]}',
             got=str(wrong), remedy=remedy,

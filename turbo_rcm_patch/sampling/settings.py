@@ -4,7 +4,6 @@ along.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -12,17 +11,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, get_args
 
-from turbo_rcm_patch.errors import ConfigError, ModelFolderError
+from turbo_rcm_patch.checkpoints.pipeline import stored_settings
+from turbo_rcm_patch.errors import ConfigError
 
-__all__ = ["DEFAULTS_FILE", "WAN_OWN", "Sampler", "Settings", "folder_defaults"]
+__all__ = ["WAN_OWN", "Sampler", "Settings", "folder_defaults"]
 
 Sampler = Literal["rcm", "scheduler"]
 
 #: What Wan's own scheduler is usually run with.
 WAN_OWN: Final = MappingProxyType({"steps": 50, "guidance_scale": 5.0})
-
-#: A model folder may say how it wants to be sampled: a JSON object of fields of `Settings`.
-DEFAULTS_FILE: Final = "turbo_rcm.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,19 +137,5 @@ def folder_defaults(folder: str | Path | None) -> dict[str, object]:
 
     Keys that are not settings (notes for other readers) are left out.
     """
-    path = Path(folder) / DEFAULTS_FILE if folder else None
-    if path is None or not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFolderError(
-            f"{path} is not valid JSON ({error})",
-            remedy="Mend or delete the file; it only holds defaults",
-        ) from error
-    except OSError as error:
-        raise ModelFolderError(f"{path} cannot be read ({error.strerror})") from error
-    if not isinstance(values, dict):
-        raise ModelFolderError(str(path), expected="a JSON object", got=type(values).__name__)
     known = {field.name for field in fields(Settings)}
-    return {name: value for name, value in values.items() if name in known}
+    return {name: value for name, value in stored_settings(folder).items() if name in known}

@@ -8,35 +8,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
+from torch import nn
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra, unload_extra
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.checkpoints.distributed import dcp_metadata
 from turbo_rcm_patch.checkpoints.folder import FORMAT
-from turbo_rcm_patch.checkpoints.read import open_width
-from turbo_rcm_patch.checkpoints.stored import read_json
+from turbo_rcm_patch.checkpoints.original import Part, read_text_encoder, read_vae
+from turbo_rcm_patch.checkpoints.pipeline import check_part, read_json
+from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors, open_width
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching.stored import folder_proj_l, mark_of
-from turbo_rcm_patch.sampling.convert import convert_transformer
-from turbo_rcm_patch.sampling.load import (
-    LOAD_ERRORS,
-    Offload,
-    check_part,
-    choose_device,
-    first_line,
-    move,
-    quiet_loading,
-    resolve_model,
-)
-from turbo_rcm_patch.sampling.turbowan.parts import load_text_encoder, load_vae
+from turbo_rcm_patch.sampling.load import Offload, choose_device, loading, move, resolve_model
 
 if TYPE_CHECKING:
-    from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+    from diffusers import (
+        AutoencoderKLWan,
+        WanImageToVideoPipeline,
+        WanPipeline,
+        WanTransformer3DModel,
+    )
+    from transformers import UMT5EncoderModel
 
     from turbo_rcm_patch.checkpoints.folder import Progress
 
     _Pipeline = TypeVar("_Pipeline", WanPipeline, WanImageToVideoPipeline)
 
-__all__ = ["SIZES", "load", "transformer_folder", "transformer_folders"]
+__all__ = [
+    "SIZES",
+    "load",
+    "load_text_encoder",
+    "load_vae",
+    "transformer_folder",
+    "transformer_folders",
+]
 
 #: The model's name -> width and number of blocks.
 SIZES: Final = {
@@ -47,6 +53,10 @@ SIZES: Final = {
 #: Entry of config.json that says which file a converted folder was made of.
 _SOURCE: Final = "_turbo_rcm_source"
 _PARTS: Final = ("transformer", "transformer_2")
+#: Channels of the latents whose mean and deviation diffusers knows.
+_CHANNELS: Final = 16
+#: What of a VAE's configuration no tensor shows.
+_STATISTICS: Final = ("latents_mean", "latents_std")
 _EXPECTED: Final = (
     "a .pth of TurboDiffusion, or a folder that `python -m turbo_rcm_patch convert` wrote"
 )
@@ -244,22 +254,20 @@ def load(
         parts["vae"] = load_vae(vae_path, dtype=vae_dtype, base=root)
     if text_encoder_path:
         parts["text_encoder"] = load_text_encoder(text_encoder_path, dtype=dtype)
-    try:
-        with quiet_loading():
-            pipe = pipeline.from_pretrained(
-                str(root),
-                **parts,
-                boundary_ratio=None,
-                dtype={"default": dtype, "vae": vae_dtype},
-                local_files_only=local,
-            )
-    except LOAD_ERRORS as error:
-        raise ModelFolderError(
-            f"--base: {root} could not be loaded ({type(error).__name__}: {first_line(error)})",
-            expected="a diffusers pipeline of Wan (its transformers are not needed): "
-            "model_index.json beside the folders vae, text_encoder, tokenizer and scheduler"
-            + ("" if local else ", or a hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'"),
-        ) from error
+    with loading(
+        ModelFolderError,
+        f"--base: {root} could not be loaded",
+        expected="a diffusers pipeline of Wan (its transformers are not needed): "
+        "model_index.json beside the folders vae, text_encoder, tokenizer and scheduler"
+        + ("" if local else ", or a hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'"),
+    ):
+        pipe = pipeline.from_pretrained(
+            str(root),
+            **parts,
+            boundary_ratio=None,
+            dtype={"default": dtype, "vae": vae_dtype},
+            local_files_only=local,
+        )
     _check_base(root, pipe, networks[0])
     move(pipe, target, offload)
     return pipe
@@ -270,16 +278,14 @@ def _transformer(
 ) -> WanTransformer3DModel:
     from diffusers import WanTransformer3DModel
 
-    try:
-        with quiet_loading():
-            network = WanTransformer3DModel.from_pretrained(
-                str(folder), dtype=dtype, local_files_only=True
-            )
-    except LOAD_ERRORS as error:
-        raise CheckpointError(
-            f"{folder} could not be loaded ({type(error).__name__}: {first_line(error)})",
-            expected="a transformer folder that `python -m turbo_rcm_patch convert` wrote",
-        ) from error
+    with loading(
+        CheckpointError,
+        f"{folder} could not be loaded",
+        expected="a transformer folder that `python -m turbo_rcm_patch convert` wrote",
+    ):
+        network = WanTransformer3DModel.from_pretrained(
+            str(folder), dtype=dtype, local_files_only=True
+        )
     network.eval()
     has_sla = False
     if (folder / EXTRA_FILE).is_file() or folder_proj_l(folder):
@@ -337,3 +343,72 @@ def _check_base(root: Path | str, pipe: Any, network: Any) -> None:
                 got=str(base),
                 remedy="Choose the diffusers folder of the same Wan version",
             )
+
+
+def load_vae(
+    path: str | Path, *, dtype: torch.dtype, base: Path | str | None = None
+) -> AutoencoderKLWan:
+    """Wan 2.1's VAE from its authors' file.
+
+    Args:
+        path: `Wan2.1_VAE.pth`.
+        dtype: Of its weights.
+        base: A pipeline folder, whose VAE says mean and deviation of latents that are not Wan's 16
+            channels.
+
+    Raises:
+        CheckpointError: It is another file.
+    """
+    from diffusers import AutoencoderKLWan
+
+    part = read_vae(path)
+    config: dict[str, Any] = dict(part.config)
+    if config["z_dim"] != _CHANNELS:
+        file = Path(base) / "vae" / "config.json" if isinstance(base, Path) else None
+        there = read_json(file) if file is not None and file.is_file() else {}
+        config |= {name: there.get(name, ()) for name in _STATISTICS}
+        if any(len(config[name]) != config["z_dim"] for name in _STATISTICS):
+            raise CheckpointError(
+                f"--vae_path: {path} has latents of {config['z_dim']} channels",
+                expected=f"{_CHANNELS}, or a --base folder with the VAE of as many",
+            )
+    with torch.device("meta"):
+        vae = AutoencoderKLWan(**config)
+    _fill(vae, part, dtype, f"--vae_path: {path}", "the VAE of Wan 2.1")
+    return vae.eval()
+
+
+def load_text_encoder(path: str | Path, *, dtype: torch.dtype) -> UMT5EncoderModel:
+    """The encoder of umT5 from Wan's authors' file.
+
+    Args:
+        path: `models_t5_umt5-xxl-enc-bf16.pth`.
+        dtype: Of its weights.
+
+    Raises:
+        CheckpointError: It is another file.
+    """
+    require("video", "the text encoder")
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    part = read_text_encoder(path)
+    config: dict[str, Any] = part.config | {"feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
+    with torch.device("meta"):
+        encoder = UMT5EncoderModel(UMT5Config(**config))
+    embedding = "encoder.embed_tokens.weight"
+    part.tensors.setdefault(embedding, part.tensors["shared.weight"])
+    _fill(encoder, part, dtype, f"--text_encoder_path: {path}", "the encoder of umT5")
+    encoder.tie_weights()
+    return encoder.eval()
+
+
+def _fill(model: nn.Module, part: Part, dtype: torch.dtype, where: str, what: str) -> None:
+    """Give a model without weights those of a file, all of them."""
+    listed = model.state_dict()
+    wanted = {name: Wanted((tuple(tensor.shape),)) for name, tensor in listed.items()}
+    check_tensors(where, wanted, part.tensors, what)
+    # In memory of their own, and not mapped: a file may be replaced while the model runs.
+    own = {name: tensor.to(dtype, copy=True) for name, tensor in part.tensors.items()}
+    model.load_state_dict(own, assign=True)
+    left = [name for name, tensor in model.named_buffers() if tensor.is_meta]
+    assert not left, f"buffers without values: {left}"

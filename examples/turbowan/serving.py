@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from turbo_rcm_patch.errors import TurboRCMError
-from turbo_rcm_patch.sampling.turbowan.arguments import (
+from turbowan.arguments import (
     check_values,
     check_video_path,
     told,

@@ -19,6 +19,12 @@ from turbo_rcm_patch.checkpoints.folder import (
     write_json,
     write_transformer,
 )
+from turbo_rcm_patch.checkpoints.pipeline import (
+    DEFAULTS_FILE,
+    check_part,
+    read_json,
+    stored_settings,
+)
 from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
 from turbo_rcm_patch.checkpoints.staging import (
     check_outside,
@@ -27,10 +33,7 @@ from turbo_rcm_patch.checkpoints.staging import (
     remove_abandoned,
     staged,
 )
-from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
-from turbo_rcm_patch.sampling.load import check_part
-from turbo_rcm_patch.sampling.settings import DEFAULTS_FILE, folder_defaults
 
 __all__ = ["convert_pipeline", "convert_transformer"]
 
@@ -40,6 +43,11 @@ _BOUNDARY: Final = 0.9
 _SIGMA_MAX, _SIGMA_MAX_TWO_EXPERTS = 80.0, 200.0
 #: Entries that no weight shows, taken from the base's config.json.
 _FROM_BASE: Final = ("eps", "rope_max_seq_len")
+#: Settings that a base may bring along and its student keeps; the others are the sampler's.
+_KEPT: Final = (
+    *("form", "height", "width", "num_frames", "fps"),
+    *("negative_prompt", "max_sequence_length"),
+)
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
 
 
@@ -99,7 +107,6 @@ def convert_pipeline(
     network: str | None = None,
     copy: bool = False,
     force: bool = False,
-    shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> tuple[Written, ...]:
     """Write a whole pipeline folder: the checkpoint's transformer, everything else the base's.
@@ -117,7 +124,6 @@ def convert_pipeline(
         network: As in `read_checkpoint`, of both checkpoints.
         copy: Copy the base's parts instead of linking to them.
         force: Whether a model folder there may be replaced.
-        shard_bytes: Largest file.
         progress: Called with bytes.
 
     Returns:
@@ -156,7 +162,7 @@ def convert_pipeline(
         _check_same_model(root / part, config, source, str(path))
         own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
         sources.append((part, source, own))
-    rest, defaults = _rest(root, index), folder_defaults(root)
+    rest, defaults = _rest(root, index), stored_settings(root)
     remove_abandoned(target)
     check_space(
         target,
@@ -166,29 +172,22 @@ def convert_pipeline(
     results = []
     with staged(target, force=force, folder=True) as made:
         for part, source, entries in sources:
+
+            def report(_: str, done: int, total: int, part: str = part) -> None:
+                if progress is not None:
+                    progress(part, done, total)
+
             (made / part).mkdir()
             written = write_transformer(
                 source,
                 made / part,
                 dtype=dtype,
-                shard_bytes=shard_bytes,
                 config=entries,
-                progress=None if progress is None else _named(progress, part),
+                progress=report,
             )
-            results.append(_at(written, target / part))
+            results.append(replace(written, path=target / part))
         _write_rest(made, rest, index, defaults, experts=len(sources), copy=copy)
     return tuple(results)
-
-
-def _named(progress: Progress, part: str) -> Progress:
-    def report(stage: str, done: int, total: int) -> None:
-        progress(part, done, total)
-
-    return report
-
-
-def _at(written: Written, path: Path) -> Written:
-    return replace(written, path=path)
 
 
 def _index(root: Path, *, experts: int) -> dict[str, object]:
@@ -273,7 +272,7 @@ def _write_rest(
     copy: bool,
 ) -> None:
     """Everything of a pipeline but its transformers."""
-    from turbo_rcm_patch.sampling.scheduler import RCMScheduler
+    from turbo_rcm_patch import RCMScheduler
 
     for part, source in rest.items():
         if copy:
@@ -287,6 +286,6 @@ def _write_rest(
         index["boundary_ratio"] = _BOUNDARY
     write_json(made / "model_index.json", index)
     # The base may be the teacher, whose guidance no student has.
-    kept = {key: value for key, value in defaults.items() if key != "guidance_scale_2"}
+    kept = {key: value for key, value in defaults.items() if key in _KEPT}
     own = {"sampler": "rcm", "steps": 4, "sigma_max": sigma_max, "guidance_scale": 1.0}
     write_json(made / DEFAULTS_FILE, kept | own)

@@ -1,0 +1,3 @@
+"""What `turbowan_t2v.py` and `turbowan_i2v.py` share: TurboDiffusion's arguments and noise on
+diffusers' pipelines.
+"""
