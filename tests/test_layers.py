@@ -39,7 +39,15 @@ EXCEPTIONS = {
 #: Packages that only some parts may import.
 ONLY_IN = {
     "triton": {"kernels"},
-    "diffusers": {"patching/families", "sampling", "tiny", "benchmarks", "demo.py", "__main__.py"},
+    "diffusers": {
+        "patching/backend.py",
+        "patching/families",
+        "sampling",
+        "tiny",
+        "benchmarks",
+        "demo.py",
+        "__main__.py",
+    },
     "transformers": {"sampling", "tiny", "benchmarks", "demo.py", "__main__.py"},
 }
 
