@@ -15,8 +15,13 @@ from benchmarks.record import Options, Result
 from benchmarks.runner import Record, free, peak_bytes
 from turbo_rcm_patch.bench import errors_of, generator, time_call
 from turbo_rcm_patch.config import Attention, PatchConfig
-from turbo_rcm_patch.sampling.measures import NetworkNumber, network_number
-from turbo_rcm_patch.sampling.measures import TIMES, NetworkInput, network_inputs
+from turbo_rcm_patch.sampling.measures import (
+    TIMES,
+    NetworkInput,
+    NetworkNumber,
+    network_inputs,
+    network_number,
+)
 from turbo_rcm_patch.sampling.verdict import NETWORK_LIMIT
 
 if TYPE_CHECKING:

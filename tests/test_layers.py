@@ -36,11 +36,12 @@ MAY_IMPORT = {
 ONLY_IN = {
     "turbowan": set(),  # of the examples
     "triton": {"kernels"},
-    "diffusers": {"patching/families", "sampling"},
+    "diffusers": {"patching/families", "patching/backend.py", "sampling"},
     "transformers": {"sampling"},
     # These lie around the package and import it, never the other way.
     "benchmarks": set(),
     "training": set(),
+    "integrations": set(),
     "tests": set(),
 }
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from turbo_rcm_patch.checkpoints.extra import load_extra, unload_extra
     from turbo_rcm_patch.config import PatchConfig
+    from turbo_rcm_patch.ops.sageattn import sageattn
+    from turbo_rcm_patch.patching.backend import register_backend, unregister_backend
     from turbo_rcm_patch.patching.find import find_pairs
     from turbo_rcm_patch.patching.patch import (
         is_patched,
@@ -42,9 +44,12 @@ __all__ = [
     "patch_model",
     "patched",
     "refresh",
+    "register_backend",
     "report_of",
+    "sageattn",
     "unload_extra",
     "unpatch_model",
+    "unregister_backend",
 ]
 
 _HOME: Final = {
@@ -59,9 +64,12 @@ _HOME: Final = {
     "patch_model": "turbo_rcm_patch.patching.patch",
     "patched": "turbo_rcm_patch.patching.patch",
     "refresh": "turbo_rcm_patch.patching.patch",
+    "register_backend": "turbo_rcm_patch.patching.backend",
     "report_of": "turbo_rcm_patch.patching.patch",
+    "sageattn": "turbo_rcm_patch.ops.sageattn",
     "unload_extra": "turbo_rcm_patch.checkpoints.extra",
     "unpatch_model": "turbo_rcm_patch.patching.patch",
+    "unregister_backend": "turbo_rcm_patch.patching.backend",
 }
 
 

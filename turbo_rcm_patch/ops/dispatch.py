@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl, PVDType
-from turbo_rcm_patch.errors import ConfigError, DeviceError, Fp8UnsupportedError, ConfigError
+from turbo_rcm_patch.errors import ConfigError, DeviceError, Fp8UnsupportedError
 from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
 from turbo_rcm_patch.output import atomic
 

@@ -1,0 +1,339 @@
+"""`turbo_rcm_int8` in diffusers' registry, for models without a family, undone exactly."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from diffusers import (
+    AttentionBackendName,
+    ContextParallelConfig,
+    FluxTransformer2DModel,
+    LTXVideoTransformer3DModel,
+    QwenImageTransformer2DModel,
+    attention_backend,
+)
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_dispatch import (
+    _AttentionBackendRegistry as Registry,
+)
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+from tests.patching.wan import CASES, run, wan
+from turbo_rcm_patch import errors, ops, register_backend, unregister_backend
+from turbo_rcm_patch.patching import backend as ours
+
+NAME = "turbo_rcm_int8"
+
+
+def flux() -> tuple[torch.nn.Module, dict[str, Any]]:
+    model = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    return model, {
+        "hidden_states": torch.randn(1, 16, 4),
+        "encoder_hidden_states": torch.randn(1, 12, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "timestep": torch.tensor([1.0]),
+        "img_ids": torch.randn(16, 3),
+        "txt_ids": torch.randn(12, 3),
+    }
+
+
+def qwen_image(padded: int = 0) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Padded tokens of text, as for prompts of several lengths, bring a mask."""
+    model = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=3,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+    )
+    mask = torch.ones(1, 7, dtype=torch.long)
+    mask[:, 7 - padded :] = 0
+    return model, {
+        "hidden_states": torch.randn(1, 16, 16),
+        "encoder_hidden_states": torch.randn(1, 7, 16),
+        "encoder_hidden_states_mask": mask if padded else None,
+        "timestep": torch.tensor([1.0]),
+        "img_shapes": [(1, 4, 4)],
+    }
+
+
+def ltx() -> tuple[torch.nn.Module, dict[str, Any]]:
+    model = LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        num_layers=1,
+        caption_channels=16,
+    )
+    return model, {
+        "hidden_states": torch.randn(1, 18, 4),
+        "encoder_hidden_states": torch.randn(1, 16, 16),
+        "encoder_attention_mask": torch.ones(1, 16).bool(),
+        "timestep": torch.tensor([500.0]),
+        "num_frames": 2,
+        "height": 3,
+        "width": 3,
+    }
+
+
+MODELS = {
+    "flux": flux,
+    "qwen-image": qwen_image,
+    "qwen-image-padded": partial(qwen_image, padded=2),
+    "ltx": ltx,
+}
+
+
+def everything() -> dict[str, Any]:
+    """All that the registration could leave behind."""
+    names: Any = AttentionBackendName
+    return {
+        "dict": dict(vars(names)),
+        "names": list(names._member_names_),
+        "map": list(names._member_map_.items()),
+        "values": list(names._value2member_map_.items()),
+        "hashable": list(getattr(names, "_hashable_values_", [])),
+        "listed": list(names),
+        "registry": {
+            key: copy.copy(value) if isinstance(value, dict | set) else value
+            for key, value in vars(Registry).items()
+        },
+        "module": dict(vars(attention_dispatch)),
+    }
+
+
+@pytest.fixture
+def registered() -> Iterator[str]:
+    yield register_backend()
+    unregister_backend()
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing() -> Iterator[None]:
+    before = everything()
+    yield
+    assert everything() == before
+
+
+def forward(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return model.eval()(**inputs, return_dict=False)[0]
+
+
+def test_registers_once_and_is_undone() -> None:
+    assert register_backend() == NAME == register_backend()
+    member = AttentionBackendName(NAME)
+    assert member is AttentionBackendName.TURBO_RCM_INT8 is AttentionBackendName["TURBO_RCM_INT8"]
+    assert isinstance(member, AttentionBackendName) and member == NAME
+    assert member in list(AttentionBackendName) and copy.deepcopy(member) is member
+    unregister_backend()
+    with pytest.raises(ValueError, match=NAME):
+        AttentionBackendName(NAME)
+    with pytest.raises(errors.NotPatchedError, match="register_backend"):
+        unregister_backend()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("int8", [False, True], ids=["exact", "int8"])
+@pytest.mark.filterwarnings("ignore:attn_mask:UserWarning")
+def test_a_model_without_a_family_runs_through_it(
+    name: str,
+    int8: bool,
+    registered: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inputs = MODELS[name]()
+    exact = forward(model, inputs)
+    model.set_attention_backend(registered)
+    if int8:  # These sequences are too short for it.
+        monkeypatch.setattr("turbo_rcm_patch.ops.sageattn.INT8_MIN_KEYS", 1)
+    with mock.patch.object(ours, "sageattn", mock.Mock(side_effect=ours.sageattn)) as attention:
+        out = forward(model, inputs)
+    assert attention.call_count == 2  # each of these models has two attentions
+    error = float((out - exact).norm() / exact.norm())
+    if int8 and name != "qwen-image-padded":
+        assert 1e-5 < error < 2e-2
+    else:  # no int8 below the limit, nor under a mask
+        assert error < 1e-5
+    model.reset_attention_backend()
+
+
+def test_long_sequences_run_in_int8(registered: str) -> None:
+    n = ops.INT8_MIN_KEYS + 20
+    q, k, v = (torch.randn(1, n, 2, 64) for _ in range(3))
+    exact = dispatch_attention_fn(q.double(), k.double(), v.double())
+    out = dispatch_attention_fn(q, k, v, backend=registered)
+    error = float((out.double() - exact).norm() / exact.norm())
+    assert out.shape == q.shape and 1e-4 < error < 0.015
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["one-to-one", "grouped"])
+def test_agrees_with_native(
+    scale: float | None, causal: bool, kv_heads: int, registered: str
+) -> None:
+    q = torch.randn(2, 33, 4, 32)
+    k, v = (torch.randn(2, 33, kv_heads, 32) for _ in range(2))
+    more = {"is_causal": causal, "scale": scale, "enable_gqa": kv_heads != 4}
+    native = dispatch_attention_fn(q, k, v, backend="native", **more)
+    torch.testing.assert_close(dispatch_attention_fn(q, k, v, backend=registered, **more), native)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.rand(2, 1, 1, 40) > 0.4,
+        torch.rand(2, 40) > 0.4,
+        torch.randn(2, 4, 33, 40),
+        torch.randn(33, 40),
+    ],
+    ids=["keys", "keys-of-a-sample", "added", "one-for-all"],
+)
+def test_masks_are_exact_and_said(mask: torch.Tensor, registered: str) -> None:
+    q = torch.randn(2, 33, 4, 32)
+    k, v = (torch.randn(2, 40, 4, 32) for _ in range(2))
+    native = dispatch_attention_fn(q, k, v, attn_mask=mask, backend="native")
+    with pytest.warns(UserWarning, match="attn_mask"):
+        out = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=registered)
+    torch.testing.assert_close(out, native)
+
+
+def test_what_is_refused(registered: str) -> None:
+    q = torch.randn(1, 9, 4, 32)
+    few = torch.randn(1, 9, 2, 32)
+    with pytest.raises(errors.ConfigError, match="dropout_p"):
+        dispatch_attention_fn(q, q, q, dropout_p=0.1, backend=registered)
+    with pytest.raises(errors.ShapeError, match="enable_gqa"):
+        dispatch_attention_fn(q, few, few, backend=registered)
+
+
+def test_gradients_reach_the_weights(registered: str) -> None:
+    model, inputs = flux()
+    gradients = []
+    for name in ("native", registered):
+        model.zero_grad()
+        with attention_backend(name):
+            torch.manual_seed(1)
+            model(**inputs, return_dict=False)[0].square().sum().backward()
+        gradients.append(model.transformer_blocks[0].attn.to_q.weight.grad.clone())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
+
+
+def test_compiles_without_a_break(registered: str) -> None:
+    model, inputs = flux()
+    model.set_attention_backend(registered)
+    eager = forward(model, inputs)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(forward(compiled, inputs), eager)
+    model.reset_attention_backend()
+
+
+def test_removing_it_restores_the_default_of_the_process() -> None:
+    register_backend()
+    model, inputs = flux()
+    exact = forward(model, inputs)
+    model.set_attention_backend(NAME)
+    assert Registry._active_backend == NAME
+    model.reset_attention_backend()
+    unregister_backend()
+    assert Registry._active_backend == "native"
+    assert torch.equal(forward(model, inputs), exact)
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    with (
+        mock.patch.dict(AttentionBackendName._value2member_map_, {NAME: object()}),
+        pytest.raises(errors.AlreadyPatchedError, match="free"),
+    ):
+        register_backend()
+
+
+def test_a_function_put_over_ours_is_refused() -> None:
+    register_backend()
+    member = AttentionBackendName(NAME)
+    with (
+        mock.patch.dict(Registry._backends, {member: print}),
+        pytest.raises(errors.WrappedError, match="Undo"),
+    ):
+        unregister_backend()
+    unregister_backend()
+
+
+# --- two ranks ---------------------------------------------------------------------------------
+
+
+def parallel_forward(rank: int, degrees: dict[str, int]) -> None:
+    register_backend()
+    model = wan()
+    exact = run(model, **CASES[0].inputs())
+    model.set_attention_backend(NAME)
+    config = ContextParallelConfig(**degrees)
+    # diffusers counts accelerators, of which a CPU machine has none.
+    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
+        model.enable_parallelism(config=config)
+    torch.testing.assert_close(run(model, **CASES[0].inputs()), exact, rtol=1e-3, atol=1e-4)
+    with mock.patch("turbo_rcm_patch.ops.sageattn.INT8_MIN_KEYS", 1):
+        error = float((run(model, **CASES[0].inputs()) - exact).norm() / exact.norm())
+    assert 1e-5 < error < 2e-2
+
+
+def refuses_what_the_ranks_cannot_share(rank: int, degrees: dict[str, int]) -> None:
+    class Parallel:
+        context_parallel_config = ContextParallelConfig(**degrees)
+
+    q = torch.randn(1, 8, 2, 32, requires_grad=True)
+    ring = "ring_degree" in degrees
+    with pytest.raises(errors.MaskError, match="causal"):
+        dispatch_attention_fn(q, q, q, is_causal=True, backend=NAME, parallel_config=Parallel())
+    if ring:
+        with pytest.raises(errors.MaskError, match="ring"):
+            dispatch_attention_fn(
+                q, q, q, attn_mask=torch.ones(8, 16).bool(), backend=NAME,
+                parallel_config=Parallel(),
+            )  # fmt: skip
+
+
+def rank_main(rank: int, folder: str, degrees: dict[str, int]) -> None:
+    torch.set_num_threads(1)
+    store = Path(folder, "store").as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    try:
+        parallel_forward(rank, degrees)
+        refuses_what_the_ranks_cannot_share(rank, degrees)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", ["ulysses_degree", "ring_degree"])
+def test_context_parallelism_on_two_ranks(degree: str, tmp_path: Path) -> None:
+    if not dist.is_available():
+        pytest.skip("this torch was built without torch.distributed")
+    mp.spawn(rank_main, args=(os.fspath(tmp_path), {degree: 2}), nprocs=2)
