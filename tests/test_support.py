@@ -22,7 +22,7 @@ from turbo_rcm_patch import find_pairs
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.patching.registry import FAMILIES, STRUCTURES
 from turbo_rcm_patch.sampling import support
-from turbo_rcm_patch.sampling.published import PUBLISHED, count_pairs, short_name
+from turbo_rcm_patch.sampling.support import PUBLISHED, count_pairs, short_name
 
 TESTS = Path(__file__).parent
 README = TESTS.parent / "README.md"

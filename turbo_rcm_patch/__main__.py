@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from turbo_rcm_patch.config import Attention, Form, Impl, Linear, PatchConfig, Precision, PVDType
-from turbo_rcm_patch.exit_codes import TABLE, USAGE, run_command
+from turbo_rcm_patch.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
 
 __all__ = ["main"]
 
@@ -64,6 +64,12 @@ def _run(arguments: argparse.Namespace) -> int:
             fresh=not arguments.resume,
             command=arguments.command_line,
         )
+    if arguments.run == "doctor":  # It has to run where packages are missing.
+        from turbo_rcm_patch.sampling.doctor import examine
+
+        report = examine()
+        print(report)
+        return OK if report.healthy else CHANGED
     from turbo_rcm_patch.sampling import commands
 
     code: int = getattr(commands, arguments.run)(arguments)

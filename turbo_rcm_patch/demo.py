@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 
-from turbo_rcm_patch.sampling.comparison import compare
+from turbo_rcm_patch.sampling.comparison import Observer, compare
 from turbo_rcm_patch.sampling.generation import settings_for
 from turbo_rcm_patch.sampling.kernel_check import run_kernel_check
 from turbo_rcm_patch.sampling.load import TINY, load_pipeline, resolve_model
-from turbo_rcm_patch.sampling.observer import Observer
 from turbo_rcm_patch.sampling.progress import bars
-from turbo_rcm_patch.sampling.report import rewrite_with
+from turbo_rcm_patch.sampling.report import write_report
 from turbo_rcm_patch.sampling.store import check_out
 from turbo_rcm_patch.sampling.video import find_ffmpeg
 
@@ -68,7 +67,7 @@ def demo(
     folder = resolve_model(model)
     assert isinstance(folder, Path), "a shipped model is a folder"
     check = run_kernel_check(folder)
-    rewrite_with(Path(out).expanduser(), "kernel_check", check.as_dict())
+    write_report(comparison, check)
     word = "ok" if check.passed else "NO"
     print(f"{word}: {check.what}: relative L2 {check.relative_l2:.1e}, accepted {check.limit:.0e}")
     print(comparison)

@@ -15,20 +15,11 @@ from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.checkpoints.distributed import dcp_metadata
 from turbo_rcm_patch.checkpoints.folder import FORMAT
 from turbo_rcm_patch.checkpoints.original import Part, read_text_encoder, read_vae
-from turbo_rcm_patch.checkpoints.pipeline import check_part
+from turbo_rcm_patch.checkpoints.pipeline import check_part, read_json
 from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors, open_width
-from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
 from turbo_rcm_patch.patching.stored import folder_proj_l, mark_of
-from turbo_rcm_patch.sampling.load import (
-    LOAD_ERRORS,
-    Offload,
-    choose_device,
-    first_line,
-    move,
-    quiet_loading,
-    resolve_model,
-)
+from turbo_rcm_patch.sampling.load import Offload, choose_device, loading, move, resolve_model
 
 if TYPE_CHECKING:
     from diffusers import (
@@ -262,22 +253,20 @@ def load(
         parts["vae"] = load_vae(vae_path, dtype=vae_dtype, base=root)
     if text_encoder_path:
         parts["text_encoder"] = load_text_encoder(text_encoder_path, dtype=dtype)
-    try:
-        with quiet_loading():
-            pipe = pipeline.from_pretrained(
-                str(root),
-                **parts,
-                boundary_ratio=None,
-                dtype={"default": dtype, "vae": vae_dtype},
-                local_files_only=local,
-            )
-    except LOAD_ERRORS as error:
-        raise ModelFolderError(
-            f"--base: {root} could not be loaded ({type(error).__name__}: {first_line(error)})",
-            expected="a diffusers pipeline of Wan (its transformers are not needed): "
-            "model_index.json beside the folders vae, text_encoder, tokenizer and scheduler"
-            + ("" if local else ", or a hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'"),
-        ) from error
+    with loading(
+        ModelFolderError,
+        f"--base: {root} could not be loaded",
+        expected="a diffusers pipeline of Wan (its transformers are not needed): "
+        "model_index.json beside the folders vae, text_encoder, tokenizer and scheduler"
+        + ("" if local else ", or a hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'"),
+    ):
+        pipe = pipeline.from_pretrained(
+            str(root),
+            **parts,
+            boundary_ratio=None,
+            dtype={"default": dtype, "vae": vae_dtype},
+            local_files_only=local,
+        )
     _check_base(root, pipe, networks[0])
     move(pipe, target, offload)
     return pipe
@@ -288,16 +277,14 @@ def _transformer(
 ) -> WanTransformer3DModel:
     from diffusers import WanTransformer3DModel
 
-    try:
-        with quiet_loading():
-            network = WanTransformer3DModel.from_pretrained(
-                str(folder), dtype=dtype, local_files_only=True
-            )
-    except LOAD_ERRORS as error:
-        raise CheckpointError(
-            f"{folder} could not be loaded ({type(error).__name__}: {first_line(error)})",
-            expected="a transformer folder that `python -m turbo_rcm_patch convert` wrote",
-        ) from error
+    with loading(
+        CheckpointError,
+        f"{folder} could not be loaded",
+        expected="a transformer folder that `python -m turbo_rcm_patch convert` wrote",
+    ):
+        network = WanTransformer3DModel.from_pretrained(
+            str(folder), dtype=dtype, local_files_only=True
+        )
     network.eval()
     has_sla = False
     if (folder / EXTRA_FILE).is_file() or folder_proj_l(folder):

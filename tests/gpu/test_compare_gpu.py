@@ -15,7 +15,7 @@ from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.generation import generate
 from turbo_rcm_patch.sampling.load import load_pipeline
-from turbo_rcm_patch.sampling.metrics import relative_l2
+from turbo_rcm_patch.sampling.measures import relative_l2
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 

@@ -92,12 +92,12 @@ def test_compare_says_where_the_report_is(micro_folder: Path, tmp_path: Path, ca
 def test_an_interrupted_compare_says_how_to_go_on(
     micro_folder: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    from turbo_rcm_patch.sampling import passes
+    from turbo_rcm_patch.sampling import comparison
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(passes, "sample_latents", interrupted)
+    monkeypatch.setattr(comparison, "sample_latents", interrupted)
     arguments = ["--model", str(micro_folder), *QUICK, "--prompt", "a", "--out", str(tmp_path)]
     assert main(["compare", *arguments]) == 130
     assert "the same command goes on" in capsys.readouterr().err

@@ -25,7 +25,7 @@ from turbo_rcm_patch.sampling.generation import (
 )
 from turbo_rcm_patch.sampling.kernel_check import run_kernel_check
 from turbo_rcm_patch.sampling.load import load_pipeline, resolve_model
-from turbo_rcm_patch.sampling.network import measure_network
+from turbo_rcm_patch.sampling.measures import measure_network
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS

@@ -13,11 +13,11 @@ import torch
 
 from tests.sampling.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched
-from turbo_rcm_patch.errors import AlreadyPatchedError, ControlError, SamplingError
-from turbo_rcm_patch.sampling import control, passes
+from turbo_rcm_patch.errors import AlreadyPatchedError, SamplingError
+from turbo_rcm_patch.sampling import comparison
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.load import load_pipeline
-from turbo_rcm_patch.sampling.network import highest_precision, measure_network
+from turbo_rcm_patch.sampling.measures import highest_precision, measure_network
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.store import Store
 
@@ -199,16 +199,16 @@ def test_global_state_is_untouched(pipe, settings, tmp_path: Path) -> None:
 
 def test_a_bit_equal_control_is_an_error(pipe, settings, tmp_path: Path, monkeypatch) -> None:
     # On a CPU the native backend is flash, so flash as the control changes nothing.
-    monkeypatch.setattr(passes, "candidates", lambda _: ("flash",))
-    with pytest.raises(ControlError, match="flash is bit-equal to the baseline"):
+    monkeypatch.setattr(comparison, "candidates", lambda _: ("flash",))
+    with pytest.raises(SamplingError, match="flash is bit-equal to the baseline"):
         compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
 
 
 def test_the_next_backend_is_tried(pipe, settings, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(passes, "candidates", lambda _: ("flash", "cudnn", "math"))
+    monkeypatch.setattr(comparison, "candidates", lambda _: ("flash", "cudnn", "math"))
     found = compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
     assert found.control_backend == "math"
-    assert control.candidates(torch.device("cuda"))[0] == "flash"
+    assert comparison.candidates(torch.device("cuda"))[0] == "flash"
 
 
 def test_a_broken_baseline_is_an_error(micro_folder, settings, tmp_path: Path) -> None:
@@ -298,13 +298,13 @@ def test_names_do_not_collide() -> None:
 
 def count_generations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    original = passes.sample_latents
+    original = comparison.sample_latents
 
     def counted(*args: object, **kwargs: object):
         calls.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(passes, "sample_latents", counted)
+    monkeypatch.setattr(comparison, "sample_latents", counted)
     return calls
 
 
@@ -336,10 +336,11 @@ def test_what_cannot_be_measured_is_told_at_once(pipe, settings, tmp_path, monke
 
 def test_a_number_that_is_missing_is_not_unchanged(pipe, settings, tmp_path, monkeypatch) -> None:
     """By default it is measured whatever the size; what cannot be measured is told."""
-    monkeypatch.setattr(passes, "SMALL_NETWORK", 0, raising=False)
     found = compare(pipe, PROMPTS[0], out=tmp_path / "large", settings=settings)
     assert found.network is not None and "not measured" not in str(found)
-    monkeypatch.setattr(passes, "why_no_network", lambda pipe, wanted: "an offloaded transformer")
+    monkeypatch.setattr(
+        comparison, "why_no_network", lambda pipe, wanted: "an offloaded transformer"
+    )
     found = compare(pipe, PROMPTS[0], out=tmp_path / "offloaded", settings=settings)
     assert found.verdict == "undecided"
     assert "not measured: the network number (an offloaded transformer)" in str(found)
@@ -352,7 +353,7 @@ def test_memory_that_runs_out_is_told(pipe, settings, tmp_path, monkeypatch) -> 
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(passes, "measure_network", full)
+    monkeypatch.setattr(comparison, "measure_network", full)
     found = compare(pipe, PROMPTS[0], out=tmp_path, settings=settings)
     assert found.verdict == "undecided" and "does not fit" in str(found)
 
@@ -360,7 +361,7 @@ def test_memory_that_runs_out_is_told(pipe, settings, tmp_path, monkeypatch) -> 
 def test_upcasting_a_block_at_a_time_is_an_fp32_copy(pipe, monkeypatch) -> None:
     import copy
 
-    from turbo_rcm_patch.sampling.network import upcast
+    from turbo_rcm_patch.sampling.measures import upcast
 
     network = pipe.transformer
     given = {

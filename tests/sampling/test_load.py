@@ -14,9 +14,8 @@ from tests.patching.wan_family import FAMILIES
 from turbo_rcm_patch import find_pairs
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 from turbo_rcm_patch.sampling.generation import settings_for
-from turbo_rcm_patch.sampling.load import load_pipeline, resolve_model
+from turbo_rcm_patch.sampling.load import load_pipeline, load_skeleton, resolve_model
 from turbo_rcm_patch.sampling.settings import Settings, folder_defaults
-from turbo_rcm_patch.sampling.skeleton import load_skeleton
 from turbo_rcm_patch.tiny import TINY_WAN
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 from skimage import metrics
 
 from turbo_rcm_patch.errors import ShapeError
-from turbo_rcm_patch.sampling.metrics import Drift, drift, psnr, relative_l2, ssim
+from turbo_rcm_patch.sampling.generation import Sample
+from turbo_rcm_patch.sampling.measures import Drift, drift, psnr, relative_l2, ssim
 
 
 def video(seed: int, shape=(3, 24, 31, 3)) -> torch.Tensor:
@@ -54,7 +56,8 @@ def test_drift_takes_the_whole_video_and_its_worst_frame() -> None:
     a = video(0)
     b = a.clone()
     b[2] = (b[2] + 0.2).clamp(0, 1)
-    found = drift(b, a, latents=b * 2, latents_truth=a, trajectory=(a, b), trajectory_truth=(a, a))
+    truth = Sample(a, (a, a), seconds=0.0, peak_bytes=None)
+    found = drift(b, replace(truth, latents=b * 2, trajectory=(a, b)), a, truth)
     mse = float((a.double() - b.double()).square().mean())
     assert found.psnr == pytest.approx(-10 * math.log10(mse))
     assert found.worst_frame == 2

@@ -17,7 +17,7 @@ from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import EXTRA_FILE
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.sla import PROJ_L, attached_proj_l
-from turbo_rcm_patch.sampling import passes
+from turbo_rcm_patch.sampling import comparison
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.generation import generate
 from turbo_rcm_patch.sampling.load import load_pipeline
@@ -81,7 +81,7 @@ def test_the_baseline_is_sla_and_not_dense_attention(sla_folder: Path, tmp_path:
     assert found.network.ratio < 3
 
 
-def passes_of() -> tuple[passes.Variant, ...]:
+def passes_of() -> tuple[comparison.Variant, ...]:
     return ("baseline", "patched", "control")
 
 
@@ -106,12 +106,12 @@ def test_int4_is_caught(sla_folder: Path, tmp_path: Path) -> None:
 def test_a_finished_comparison_does_not_serve_another_proj_l(
     sla_folder: Path, tmp_path: Path
 ) -> None:
-    from turbo_rcm_patch.sampling.record import identity
+    from turbo_rcm_patch.sampling.comparison import identify
 
     pipe, settings = load_pipeline(sla_folder, device="cpu"), Settings(steps=2, **SMALL)
-    first = identity(pipe, settings, PatchConfig())
+    first = identify(pipe, settings, PatchConfig())
     unload_extra(pipe.transformer)
-    assert identity(pipe, settings, PatchConfig()) != first
+    assert identify(pipe, settings, PatchConfig()) != first
 
 
 def test_load_pipeline_attaches_and_patching_runs_it(sla_folder: Path) -> None:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from turbo_rcm_patch.errors import ControlError, SamplingError
-from turbo_rcm_patch.sampling.metrics import Drift
+from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.sampling.measures import Drift
 from turbo_rcm_patch.sampling.verdict import (
     FUSION_LIMIT,
     MEDIAN_FLOOR_DB,
@@ -48,7 +48,6 @@ def test_margins_are_the_agreed_ones() -> None:
 def test_the_video(patched: list[Drift], word: str) -> None:
     verdict = judge(patched, CONTROL)
     assert verdict.word == word
-    assert verdict.unchanged == (word == "unchanged")
     assert bool(verdict.reasons) == (word == "changed")
 
 
@@ -73,7 +72,7 @@ def test_reasons_name_the_number_and_the_limit() -> None:
 
 
 def test_a_control_that_equals_the_baseline_measures_nothing() -> None:
-    with pytest.raises(ControlError, match="measures nothing"):
+    with pytest.raises(SamplingError, match="measures nothing"):
         judge(CONTROL, [one(40.0), one(math.inf), one(40.0)])
 
 
@@ -106,6 +105,6 @@ def test_a_floor_that_no_control_excuses(patched: Drift, control: Drift, word: s
 
 def test_what_is_missing_is_said_and_never_unchanged() -> None:
     verdict = judge(CONTROL, CONTROL, missing=["the network number (an offloaded transformer)"])
-    assert verdict.word == "undecided" and not verdict.unchanged
+    assert verdict.word == "undecided"
     assert verdict.reasons == ("not measured: the network number (an offloaded transformer)",)
     assert judge([one(1.0)] * 3, CONTROL, missing=["the network number"]).word == "changed"

@@ -17,7 +17,7 @@ from turbo_rcm_patch.benchmarks.setup import (
     errors_of,
     generator,
 )
-from turbo_rcm_patch.sampling.network import highest_precision
+from turbo_rcm_patch.sampling.measures import highest_precision
 from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT
 
 __all__ = ["measure"]

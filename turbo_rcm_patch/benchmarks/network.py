@@ -21,8 +21,13 @@ from turbo_rcm_patch.benchmarks.setup import (
     time_call,
 )
 from turbo_rcm_patch.config import Attention, PatchConfig
-from turbo_rcm_patch.sampling.network import NetworkNumber, network_number
-from turbo_rcm_patch.sampling.network_input import TIMES, NetworkInput, network_inputs
+from turbo_rcm_patch.sampling.measures import (
+    TIMES,
+    NetworkInput,
+    NetworkNumber,
+    network_inputs,
+    network_number,
+)
 from turbo_rcm_patch.sampling.verdict import NETWORK_LIMIT
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from turbo_rcm_patch.benchmarks.clock import GROUPS
 from turbo_rcm_patch.output import atomic
-from turbo_rcm_patch.sampling.plots import STYLE
+from turbo_rcm_patch.sampling.report import STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

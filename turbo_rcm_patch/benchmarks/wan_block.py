@@ -15,7 +15,7 @@ from turbo_rcm_patch.benchmarks.journal import Journal
 from turbo_rcm_patch.benchmarks.network import build_network, setting
 from turbo_rcm_patch.benchmarks.setup import MICRO, Sizes, errors_of, generator
 from turbo_rcm_patch.benchmarks.variants import time_variant, variants
-from turbo_rcm_patch.sampling.network import highest_precision
+from turbo_rcm_patch.sampling.measures import highest_precision
 
 __all__ = ["measure_wan_block"]
 

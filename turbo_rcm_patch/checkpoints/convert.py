@@ -19,7 +19,12 @@ from turbo_rcm_patch.checkpoints.folder import (
     write_json,
     write_transformer,
 )
-from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, check_part, stored_settings
+from turbo_rcm_patch.checkpoints.pipeline import (
+    DEFAULTS_FILE,
+    check_part,
+    read_json,
+    stored_settings,
+)
 from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
 from turbo_rcm_patch.checkpoints.staging import (
     check_outside,
@@ -28,7 +33,6 @@ from turbo_rcm_patch.checkpoints.staging import (
     remove_abandoned,
     staged,
 )
-from turbo_rcm_patch.checkpoints.stored import read_json
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
 
 __all__ = ["convert_pipeline", "convert_transformer"]
@@ -103,7 +107,6 @@ def convert_pipeline(
     network: str | None = None,
     copy: bool = False,
     force: bool = False,
-    shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> tuple[Written, ...]:
     """Write a whole pipeline folder: the checkpoint's transformer, everything else the base's.
@@ -121,7 +124,6 @@ def convert_pipeline(
         network: As in `read_checkpoint`, of both checkpoints.
         copy: Copy the base's parts instead of linking to them.
         force: Whether a model folder there may be replaced.
-        shard_bytes: Largest file.
         progress: Called with bytes.
 
     Returns:
@@ -180,7 +182,6 @@ def convert_pipeline(
                 source,
                 made / part,
                 dtype=dtype,
-                shard_bytes=shard_bytes,
                 config=entries,
                 progress=report,
             )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from safetensors import SafetensorError, safe_open
 
-from turbo_rcm_patch.errors import ModelFolderError
+from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, TurboRCMError
 
-__all__ = ["DEFAULTS_FILE", "LAYOUT", "check_part", "read_object", "stored_settings"]
+__all__ = ["DEFAULTS_FILE", "LAYOUT", "check_part", "read_json", "stored_settings"]
 
 LAYOUT: Final = (
     "a diffusers WanPipeline or CogVideoXPipeline folder: model_index.json beside the folders "
@@ -43,7 +43,7 @@ def check_part(folder: Path, name: str, *, weights: bool) -> None:
             remedy="Download the model again",
         )
     for path in sorted(part.glob("*.json")):
-        read_object(path)
+        read_json(path, ModelFolderError)
     found = [p for s in ("*.safetensors", "*.bin") for p in sorted(part.glob(s))]
     if weights and not found:
         raise ModelFolderError(
@@ -79,23 +79,28 @@ def _check_weights(path: Path) -> None:
         ) from error
 
 
-def read_object(path: Path, remedy: str = "Download the file again") -> dict[str, object]:
+def read_json(
+    path: Path,
+    error: type[TurboRCMError] = CheckpointError,
+    remedy: str = "Download the file again",
+) -> dict[str, Any]:
     """A JSON object of a model folder.
 
-    Raises:
-        ModelFolderError: It is none, or cannot be read.
+    Args:
+        path: The file.
+        error: What to raise if it is none, or cannot be read.
+        remedy: What to do then.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFolderError(f"{path} is not valid JSON ({error})", remedy=remedy) from error
-    except OSError as error:
-        raise ModelFolderError(
-            f"{path} cannot be read ({error.strerror})",
-            remedy="Check its permissions and the disk",
-        ) from error
+    except ValueError as why:
+        raise error(f"{path} is not valid JSON ({why})", remedy=remedy) from why
+    except OSError as why:
+        raise error(
+            f"{path} cannot be read ({why.strerror})", remedy="Check its permissions and the disk"
+        ) from why
     if not isinstance(value, dict):
-        raise ModelFolderError(str(path), expected="a JSON object", got=type(value).__name__)
+        raise error(str(path), expected="a JSON object", got=type(value).__name__)
     return value
 
 
@@ -104,4 +109,4 @@ def stored_settings(folder: str | Path | None) -> dict[str, object]:
     path = Path(folder) / DEFAULTS_FILE if folder else None
     if path is None or not path.is_file():
         return {}
-    return read_object(path, "Mend or delete the file; it only holds defaults")
+    return read_json(path, ModelFolderError, "Mend or delete the file; it only holds defaults")

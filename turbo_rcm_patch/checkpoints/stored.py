@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +14,13 @@ from torch import Tensor
 from turbo_rcm_patch.checkpoints.blocks import dequantise
 from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE, Progress, Written
 from turbo_rcm_patch.checkpoints.keys import HEAD_DIM, PATCH, Name, Sizes, blocks_of, names
+from turbo_rcm_patch.checkpoints.pipeline import read_json
 from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors
 from turbo_rcm_patch.checkpoints.staging import check_space, staged
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.patching.stored import mark_of, proj_l_key, weight_files
 
-__all__ = ["StoredTensors", "read_json", "transformer_folder", "write_checkpoint"]
+__all__ = ["StoredTensors", "transformer_folder", "write_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
@@ -182,21 +182,6 @@ def wanted_extra(listed: list[Name], int8: set[Name]) -> dict[str, Wanted]:
         wanted[weight] = Wanted((name.shape,), int8=True)
         wanted[scale] = Wanted((blocks_of(name.shape),))
     return wanted
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        CheckpointError: It is none.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(str(path), expected="a JSON object", got=type(value).__name__)
-    return value
 
 
 def _wanted(listed: list[Name]) -> dict[str, Wanted]:

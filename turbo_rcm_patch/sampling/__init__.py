@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.comparison import Comparison, compare
     from turbo_rcm_patch.sampling.generation import Generation, generate
     from turbo_rcm_patch.sampling.load import load_pipeline
-    from turbo_rcm_patch.sampling.network import NetworkNumber, network_number
+    from turbo_rcm_patch.sampling.measures import NetworkNumber, network_number
     from turbo_rcm_patch.sampling.scheduler import RCMScheduler
     from turbo_rcm_patch.sampling.settings import Settings
     from turbo_rcm_patch.sampling.verdict import Verdict, judge
@@ -35,7 +35,7 @@ __all__ = [
 _HOMES = {
     "Comparison": "comparison",
     "Generation": "generation",
-    "NetworkNumber": "network",
+    "NetworkNumber": "measures",
     "RCMScheduler": "scheduler",
     "Settings": "settings",
     "Verdict": "verdict",
@@ -43,7 +43,7 @@ _HOMES = {
     "generate": "generation",
     "judge": "verdict",
     "load_pipeline": "load",
-    "network_number": "network",
+    "network_number": "measures",
 }
 
 

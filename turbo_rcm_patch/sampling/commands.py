@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
+from turbo_rcm_patch.checkpoints.folder import Written
+from turbo_rcm_patch.checkpoints.stored import write_checkpoint
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.exit_codes import CHANGED, INTERRUPTED, OK
 from turbo_rcm_patch.output import check_writable
+from turbo_rcm_patch.patching import find_pairs, patched
+from turbo_rcm_patch.patching.sla import attached_proj_l
+from turbo_rcm_patch.sampling import comparison, generation
+from turbo_rcm_patch.sampling.families import VideoPipeline
+from turbo_rcm_patch.sampling.generation import settings_for
+from turbo_rcm_patch.sampling.load import load_pipeline, load_skeleton
+from turbo_rcm_patch.sampling.progress import Progress, bars
 from turbo_rcm_patch.sampling.settings import Settings
+from turbo_rcm_patch.sampling.store import Store, check_out
+from turbo_rcm_patch.sampling.support import replace_in, text
+from turbo_rcm_patch.sampling.video import ENDINGS, enlarge, find_ffmpeg, write_mp4
 
-if TYPE_CHECKING:
-    from turbo_rcm_patch.checkpoints.folder import Progress, Written
-    from turbo_rcm_patch.sampling.families import VideoPipeline
-
-__all__ = [
-    "compare",
-    "convert",
-    "doctor",
-    "generate",
-    "pairs",
-    "support",
-]
+__all__ = ["compare", "convert", "generate", "pairs", "support"]
 
 
 def generate(arguments: argparse.Namespace) -> int:
     """Write one mp4 a prompt."""
-    from turbo_rcm_patch import patched
-    from turbo_rcm_patch.sampling.generation import settings_for
-    from turbo_rcm_patch.sampling.store import Store
-    from turbo_rcm_patch.sampling.video import ENDINGS, find_ffmpeg
-
     prompts, config = _prompts(arguments), _config(arguments)
     out = Path(arguments.out).expanduser()
     if out.suffix and len(prompts) > 1:
@@ -48,7 +47,7 @@ def generate(arguments: argparse.Namespace) -> int:
     check_writable(out if out.suffix else out / f"{Store.key(prompts[0], arguments.seed)}.mp4")
     find_ffmpeg()
     pipe = _load(arguments)
-    settings = settings_for(pipe, **_settings(arguments))
+    settings = _settings(pipe, arguments)
     if arguments.no_patch:
         _say_dense(pipe)
         _write_videos(pipe, prompts, settings, arguments.seed, out)
@@ -60,8 +59,6 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _say_dense(pipe: VideoPipeline) -> None:
-    from turbo_rcm_patch.patching.sla import attached_proj_l
-
     parts = [part for part in (pipe.transformer, getattr(pipe, "transformer_2", None)) if part]
     modules = [module for part in parts for module in part.modules()]
     held = sum(attached_proj_l(module) is not None for module in modules)
@@ -72,11 +69,6 @@ def _say_dense(pipe: VideoPipeline) -> None:
 def _write_videos(
     pipe: VideoPipeline, prompts: list[str], settings: Settings, first_seed: int, out: Path
 ) -> None:
-    from turbo_rcm_patch.sampling.generation import generate as generate_one
-    from turbo_rcm_patch.sampling.progress import bars
-    from turbo_rcm_patch.sampling.store import Store
-    from turbo_rcm_patch.sampling.video import enlarge, write_mp4
-
     total = settings.steps * len(prompts)
     with bars() as progress:
         for i, prompt in enumerate(prompts):
@@ -85,7 +77,9 @@ def _write_videos(
                 progress("generate", before + step, total)
 
             seed = first_seed + i
-            video = generate_one(pipe, prompt, seed=seed, settings=settings, on_step=on_step)
+            video = generation.generate(
+                pipe, prompt, seed=seed, settings=settings, on_step=on_step
+            )
             path = out if out.suffix else out / f"{Store.key(prompt, seed)}.mp4"
             write_mp4(enlarge(video.frames), path, settings.fps)
             print(f"{path}  {video.seconds:.2f} s, and {video.decode_seconds:.2f} s to decode")
@@ -93,20 +87,14 @@ def _write_videos(
 
 def compare(arguments: argparse.Namespace) -> int:
     """Compare, print the verdict and where the report is."""
-    from turbo_rcm_patch.sampling.comparison import compare as run
-    from turbo_rcm_patch.sampling.generation import settings_for
-    from turbo_rcm_patch.sampling.progress import bars
-    from turbo_rcm_patch.sampling.store import check_out
-    from turbo_rcm_patch.sampling.video import find_ffmpeg
-
     prompts, config = _prompts(arguments), _config(arguments)
     check_out(arguments.out, fresh=arguments.fresh)
     find_ffmpeg()
     pipe = _load(arguments)
-    settings = settings_for(pipe, **_settings(arguments))
+    settings = _settings(pipe, arguments)
     try:
         with bars() as progress:
-            comparison = run(
+            found = comparison.compare(
                 pipe,
                 prompts,
                 out=arguments.out,
@@ -125,23 +113,18 @@ def compare(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
-    print(comparison)
-    return OK if comparison.verdict == "unchanged" else CHANGED
+    print(found)
+    return OK if found.verdict == "unchanged" else CHANGED
 
 
 def pairs(arguments: argparse.Namespace) -> int:
     """Print the table of skip pairs."""
-    from turbo_rcm_patch import find_pairs
-    from turbo_rcm_patch.sampling.skeleton import load_skeleton
-
     print(find_pairs(load_skeleton(arguments.model)))
     return OK
 
 
 def convert(arguments: argparse.Namespace) -> int:
     """Write a checkpoint as a folder, or a folder as a checkpoint, and say what is there now."""
-    from turbo_rcm_patch.sampling.progress import bars
-
     try:
         with bars() as progress:
             written = _converted(
@@ -161,11 +144,6 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Written, ...]:
-    import torch
-
-    from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
-    from turbo_rcm_patch.checkpoints.stored import write_checkpoint
-
     source, out, force = arguments.source, arguments.out, arguments.force
     for flag, given in (
         ("--base", arguments.back and arguments.base),
@@ -180,45 +158,21 @@ def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Writt
             raise ConfigError(flag, expected="not to be given here", got=f"it, with {context}")
     if arguments.back:
         return (write_checkpoint(source, out, force=force, progress=progress),)
-    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    given = {
+        "dtype": None if arguments.dtype is None else getattr(torch, arguments.dtype),
+        "heads": arguments.heads,
+        "network": arguments.network,
+        "force": force,
+        "progress": progress,
+    }
     if arguments.base is None:
-        one = convert_transformer(
-            source,
-            out,
-            dtype=dtype,
-            heads=arguments.heads,
-            network=arguments.network,
-            force=force,
-            progress=progress,
-        )
-        return (one,)
-    return convert_pipeline(
-        source,
-        out,
-        base=arguments.base,
-        low_noise=arguments.low_noise,
-        dtype=dtype,
-        heads=arguments.heads,
-        network=arguments.network,
-        copy=arguments.copy,
-        force=force,
-        progress=progress,
-    )
-
-
-def doctor(_: argparse.Namespace) -> int:
-    """Print what is installed and what would be used."""
-    from turbo_rcm_patch.sampling.doctor import examine
-
-    report = examine()
-    print(report)
-    return OK if report.healthy else CHANGED
+        return (convert_transformer(source, out, **given),)
+    more = {name: getattr(arguments, name) for name in ("base", "low_noise", "copy")}
+    return convert_pipeline(source, out, **more, **given)
 
 
 def support(arguments: argparse.Namespace) -> int:
     """Print what is supported, or write it to where a file has it."""
-    from turbo_rcm_patch.sampling.support import replace_in, text
-
     if arguments.write is None:
         print(text(), end="")
     else:
@@ -240,22 +194,9 @@ def _config(arguments: argparse.Namespace) -> PatchConfig:
     )
 
 
-def _settings(arguments: argparse.Namespace) -> dict[str, object]:
-    names = (
-        "sampler",
-        "steps",
-        "form",
-        "sigma_max",
-        "height",
-        "width",
-        "num_frames",
-        "fps",
-        "guidance_scale",
-        "guidance_scale_2",
-        "negative_prompt",
-        "max_sequence_length",
-    )
-    return {name: getattr(arguments, name) for name in names}
+def _settings(pipe: VideoPipeline, arguments: argparse.Namespace) -> Settings:
+    given = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
+    return settings_for(pipe, **given)
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
@@ -279,10 +220,6 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def _load(arguments: argparse.Namespace) -> VideoPipeline:
-    import torch
-
-    from turbo_rcm_patch.sampling.load import load_pipeline
-
     return load_pipeline(
         arguments.model,
         dtype=getattr(torch, arguments.dtype),

@@ -7,32 +7,120 @@ second pass only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Final, Literal, get_args
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.sampling.fusion import FusionNumber
-from turbo_rcm_patch.sampling.generation import settings_for
-from turbo_rcm_patch.sampling.measure import PromptResult, finish_prompt, read_prompt
-from turbo_rcm_patch.sampling.network import NetworkNumber
-from turbo_rcm_patch.sampling.observer import Observer, as_asked
-from turbo_rcm_patch.sampling.passes import Passes, Progress, why_no_network
-from turbo_rcm_patch.sampling.record import collect_metrics, identity
+from turbo_rcm_patch.patching import patched, sla_as_defined
+from turbo_rcm_patch.patching.sla import attached_proj_l, recovered_proj_l
+from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
+from turbo_rcm_patch.sampling.families import VideoPipeline
+from turbo_rcm_patch.sampling.generation import (
+    Meter,
+    Sample,
+    decode_latents,
+    encode_prompt,
+    sample_latents,
+    settings_for,
+)
+from turbo_rcm_patch.sampling.measures import (
+    Drift,
+    FusionNumber,
+    NetworkNumber,
+    drift,
+    fusion_number,
+    measure_network,
+)
+from turbo_rcm_patch.sampling.progress import Progress
 from turbo_rcm_patch.sampling.report import write_report
 from turbo_rcm_patch.sampling.settings import Settings
-from turbo_rcm_patch.sampling.store import Store, check_out
+from turbo_rcm_patch.sampling.store import Store, check_out, reading
 from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT, Verdict, Word, judge
-from turbo_rcm_patch.sampling.video import find_ffmpeg
+from turbo_rcm_patch.sampling.video import (
+    amplified_difference,
+    choose_gain,
+    contact_sheet,
+    enlarge,
+    find_ffmpeg,
+    side_by_side,
+    write_mp4,
+)
 
-if TYPE_CHECKING:
-    from turbo_rcm_patch.sampling.families import VideoPipeline
+__all__ = ["Comparison", "Observer", "PromptResult", "Seen", "Variant", "compare", "identify"]
 
-__all__ = ["Comparison", "compare"]
+Variant = Literal["baseline", "patched", "control"]
+
+_BACKENDS: Final = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """Judges videos of a world it knows. It has no part in the verdict.
+
+    Attributes:
+        asks: What a prompt asks for, e.g. "red circle, right".
+        sees: What frames [F, H, W, 3] in 0..1 show, in the same words.
+    """
+
+    asks: Callable[[str], str]
+    sees: Callable[[torch.Tensor], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the observer says of one prompt.
+
+    Attributes:
+        asked: What the prompt asks for.
+        baseline: What the unpatched model's video shows.
+        patched: What the patched model's video shows.
+    """
+
+    asked: str
+    baseline: str
+    patched: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResult:
+    """Numbers of one prompt.
+
+    Attributes:
+        key: Name of its folder in `prompts/`.
+        prompt: The prompt.
+        seed: The seed.
+        patched: Distance of the patched video from the baseline.
+        control: Distance of the control video from the baseline.
+        decode_seconds: Mean time of one decoding.
+        seen: What an observer says of the videos, if there was one.
+    """
+
+    key: str
+    prompt: str
+    seed: int
+    patched: Drift
+    control: Drift
+    decode_seconds: float
+    seen: Seen | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON, worst frames included."""
+        drifts = {"patched": self.patched.as_dict(), "control": self.control.as_dict()}
+        return asdict(self) | drifts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +128,21 @@ class Comparison:
     """What a comparison found.
 
     Attributes:
-        verdict: "unchanged", "changed" or "undecided" (see `Verdict`).
-        judgement: The conditions behind it.
+        judgement: The verdict and the conditions behind it.
         results: One entry a prompt.
         network: Error of the network against fp32 truth, None if it was not measured.
         fusion: Fused against unfused in fp32, None where no kernel of ours runs the attention.
         control_backend: Exact attention backend of the control run.
         baseline: What the other two runs are compared with, for a person to read.
         patch_report: What was patched, as a table.
-        report: The HTML page.
-        metrics: The JSON file.
+        patch: The same for JSON.
+        times: Seconds of the first call and of the median one, and peak memory, of each variant.
+        settings: How the videos were sampled.
+        identity: Everything but prompts and seeds that decides what is generated, for JSON.
+        command: The command line, or nothing.
+        out: The folder with everything.
     """
 
-    verdict: Word
     judgement: Verdict
     results: tuple[PromptResult, ...]
     network: NetworkNumber | None
@@ -60,8 +150,62 @@ class Comparison:
     control_backend: str
     baseline: str
     patch_report: str
-    report: Path
-    metrics: Path
+    patch: dict[str, Any]
+    times: dict[Variant, dict[str, float | None]]
+    settings: Settings
+    identity: dict[str, Any]
+    command: str
+    out: Path
+
+    @property
+    def verdict(self) -> Word:
+        """ "unchanged", "changed" or "undecided" (see `Verdict`)."""
+        return self.judgement.word
+
+    @property
+    def report(self) -> Path:
+        """The HTML page."""
+        return self.out / "report.html"
+
+    @property
+    def metrics(self) -> Path:
+        """The JSON file."""
+        return self.out / "metrics.json"
+
+    @property
+    def seen(self) -> dict[str, int] | None:
+        """How many videos an observer looked at, how many show what was asked, and how many show
+        the same before and after; None if there was no observer."""
+        seen = [one.seen for one in self.results if one.seen]
+        if not seen:
+            return None
+        return {
+            "prompts": len(seen),
+            "baseline": sum(one.baseline == one.asked for one in seen),
+            "patched": sum(one.patched == one.asked for one in seen),
+            "same": sum(one.patched == one.baseline for one in seen),
+        }
+
+    def as_dict(self) -> dict[str, object]:
+        """What metrics.json holds."""
+        checks = self.judgement.checks
+        network, fusion = self.network, self.fusion
+        return {
+            "schema": 1,
+            "verdict": self.verdict,
+            "checks": [asdict(check) | {"passed": check.passed} for check in checks],
+            "control_backend": self.control_backend,
+            "times": self.times,
+            "prompts": [one.as_dict() for one in self.results],
+            "patch": self.patch,
+            "patch_table": self.patch_report,
+            "identity": self.identity,
+            "command": self.command,
+            "baseline": self.baseline,
+            "missing": self.judgement.missing,
+            "network": asdict(network) | {"ratio": network.ratio} if network else None,
+            "fusion": asdict(fusion) | {"limit": FUSION_LIMIT} if fusion else None,
+        }
 
     def __str__(self) -> str:
         lines = [f"verdict: {self.verdict}"]
@@ -69,12 +213,10 @@ class Comparison:
         lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
         if self.network is None and not self.judgement.missing:
             lines += ["  --  left out on request: the network number"]
-        seen = [asdict(one.seen) for one in self.results if one.seen]
-        if seen:
-            found = as_asked(seen)
+        if seen := self.seen:
             lines += [
-                f"detector: {found['baseline']} of {len(seen)} videos show what was asked without "
-                f"the patch, {found['patched']} with it"
+                f"detector: {seen['baseline']} of {seen['prompts']} videos show what was asked "
+                f"without the patch, {seen['patched']} with it"
             ]
         lines += [f"baseline: {self.baseline}"]
         lines += [f"control: exact attention on the {self.control_backend!r} backend"]
@@ -125,9 +267,6 @@ def compare(
     Returns:
         The verdict with everything it rests on.
     """
-    from turbo_rcm_patch import patched
-    from turbo_rcm_patch.patching import sla_as_defined
-
     config = config or PatchConfig()
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts or any(not prompt.strip() for prompt in prompts):
@@ -142,30 +281,18 @@ def compare(
         baseline = _baseline(sparse, config)
     with patched(pipe, config):
         pass  # what cannot be patched fails here, before hours of baseline
-    store = Store(out, identity(pipe, settings, config), fresh=fresh)
-    run = Passes(pipe, prompts, seed, settings, store, progress or (lambda *_: None))
+    identity = identify(pipe, settings, config)
+    store = Store(out, identity, fresh=fresh)
+    run = _Run(pipe, prompts, seed, settings, config, store, progress or (lambda *_: None))
 
-    run.sample_baseline(config)
-    for prompt_seed, key in run.keys:
-        if not torch.isfinite(store.load_sample(key, "baseline").latents).all():
-            raise SamplingError(
-                f"the unpatched model gave NaN or infinite latents (seed {prompt_seed}, {key})",
-                remedy="Check dtype and weights of the model; there is nothing to compare with",
-            )
-    run.sample_patched(config)
-    backend = run.sample_control(config)
-    network, why = run.network(config, network_number)
+    run.sample("baseline", run.unpatched())
+    run.check_baseline()
+    run.sample_patched()
+    backend = run.sample_control()
+    network, why = run.network(network_number)
     missing = [f"the network number ({why})"] if why else []
-    fusion = run.fusion(config)
-
-    results = []
-    for i, (prompt, (prompt_seed, key)) in enumerate(zip(prompts, run.keys, strict=True)):
-        run.progress("videos", i, len(prompts))
-        result = read_prompt(store, key)
-        results.append(
-            result or finish_prompt(pipe, store, key, prompt, prompt_seed, settings, observer)
-        )
-    run.progress("videos", len(prompts), len(prompts))
+    fusion = run.fusion()
+    results = run.results(observer)
 
     judgement = judge(
         [one.patched for one in results],
@@ -174,28 +301,340 @@ def compare(
         fusion=fusion.fused_vs_unfused if fusion else None,
         missing=missing,
     )
-    metrics = collect_metrics(store, results, judgement, backend, command) | {
-        "baseline": baseline,
-        "missing": missing,
-        "network": asdict(network) | {"ratio": network.ratio} if network else None,
-        "fusion": asdict(fusion) | {"limit": FUSION_LIMIT} if fusion else None,
-    }
-    metrics_path = store.write_json("metrics.json", metrics)
-    store.plots()
-    store.claim("report.html")
-    report_path = write_report(store.out, metrics)
-    return Comparison(
-        verdict=judgement.word,
+    patch = store.read_json("runs/patched.json") or {}
+    comparison = Comparison(
         judgement=judgement,
-        results=tuple(results),
+        results=results,
         network=network,
         fusion=fusion,
         control_backend=backend,
         baseline=baseline,
-        patch_report=str((store.read_json("runs/patched.json") or {}).get("table", "")),
-        report=report_path,
-        metrics=metrics_path,
+        patch_report=str(patch.get("table", "")),
+        patch=patch.get("report", {}),
+        times={variant: run.times(variant) for variant in get_args(Variant)},
+        settings=settings,
+        identity=identity,
+        command=command,
+        out=store.out,
     )
+    store.claim_report()
+    write_report(comparison)
+    return comparison
+
+
+class _Run:
+    """The work of one comparison, piece by piece; what an earlier run has finished is skipped."""
+
+    def __init__(
+        self,
+        pipe: VideoPipeline,
+        prompts: Sequence[str],
+        seed: int,
+        settings: Settings,
+        config: PatchConfig,
+        store: Store,
+        progress: Progress,
+    ) -> None:
+        self.pipe, self.settings, self.config, self.store = pipe, settings, config, store
+        self.progress = progress
+        self.prompts = list(prompts)
+        self.seeds = [seed + i for i in range(len(prompts))]
+        self.keys = [Store.key(p, s) for p, s in zip(prompts, self.seeds, strict=True)]
+        #: A prompt's embeddings, computed once for all passes.
+        self.encoded = cache(lambda prompt: encode_prompt(pipe, prompt, settings))
+
+    @contextmanager
+    def unpatched(self, backend: str | None = None) -> Iterator[None]:
+        """Exact attention: the authors', or SLA's definition where it holds a proj_l; on one of
+        `_BACKENDS` if named."""
+
+        exact = sdpa_kernel(_BACKENDS[backend]) if backend else nullcontext()
+        with sla_as_defined(self.pipe, self.config.sla_topk), exact:
+            yield
+
+    def sample(
+        self,
+        variant: Variant,
+        backend: AbstractContextManager[None],
+        *,
+        warm: bool = True,
+        note: Callable[[], dict[str, object]] = dict,
+    ) -> None:
+        """Generate what is missing; the first call is timed apart and thrown away.
+
+        `note` is kept beside the samples, before each of them.
+        """
+        missing = [i for i, k in enumerate(self.keys) if not self.store.has_sample(k, variant)]
+        steps, total = self.settings.steps, len(self.prompts) * self.settings.steps
+        done = total - len(missing) * steps
+        self.progress(variant, done, total)
+        for i in missing:  # outside the backend: only the transformer's attention differs
+            self.encoded(self.prompts[i])
+        with backend:
+            kept: dict[str, object] = {}
+            if missing and warm:
+                kept["first_call_seconds"] = self._generate(missing[0]).seconds
+            for before, i in zip(range(done, total, steps), missing, strict=True):
+                on_step = partial(self._stepped, variant, before, total)
+                sample = self._generate(i, on_step)
+                if warm:
+                    self.store.write_json(f"runs/{variant}.json", kept | note())
+                self.store.save_sample(self.keys[i], variant, sample)
+        self.progress(variant, total, total)
+
+    def _stepped(self, variant: Variant, before: int, total: int, step: int, _: int) -> None:
+        self.progress(variant, before + step, total)
+
+    def _generate(self, i: int, on_step: Callable[[int, int], None] | None = None) -> Sample:
+        return sample_latents(
+            self.pipe,
+            self.encoded(self.prompts[i]),
+            seed=self.seeds[i],
+            settings=self.settings,
+            keep_trajectory=True,
+            on_step=on_step,
+        )
+
+    def check_baseline(self) -> None:
+        """Raise if the unpatched model has nothing to compare with."""
+        for seed, key in zip(self.seeds, self.keys, strict=True):
+            if not torch.isfinite(self.store.load_sample(key, "baseline").latents).all():
+                raise SamplingError(
+                    f"the unpatched model gave NaN or infinite latents (seed {seed}, {key})",
+                    remedy="Check dtype and weights of the model; there is nothing to compare "
+                    "with",
+                )
+
+    def sample_patched(self) -> None:
+        """The patched pass. The model is as it was afterwards, also after an exception."""
+
+        if all(self.store.has_sample(key, "patched") for key in self.keys):
+            self.progress("patched", 1, 1)
+            return
+        with patched(self.pipe, self.config) as report:
+            self.sample(
+                "patched",
+                nullcontext(),
+                note=lambda: {"table": str(report), "report": report.as_dict()},
+            )
+
+    def sample_control(self) -> str:
+        """The control pass under the first exact backend that differs from the baseline; returns
+        its name.
+        """
+        known = self.store.read_json("runs/control.json")
+        refused = []
+        for name in [known["backend"]] if known else candidates(self.pipe._execution_device):
+            self.encoded(self.prompts[0])
+            if known is None:
+                if why := self._refuses(name):
+                    refused.append(f"{name} {why}")
+                    continue
+                self.store.write_json("runs/control.json", {"backend": name})
+            self.sample("control", self.unpatched(name), warm=False)
+            for key in self.keys:
+                if self._equals_baseline(key, self.store.load_sample(key, "control")):
+                    raise SamplingError(
+                        f"the control run of {key} under {name!r} equals the baseline in every "
+                        "bit",
+                        remedy="Start again with --fresh; was the model changed since?",
+                    )
+            return str(name)
+        raise SamplingError(
+            "no exact attention backend differs from the one the model uses",
+            got="; ".join(refused),
+            remedy="Compare in bf16, and without a diffusers attention backend set on the model",
+        )
+
+    def _refuses(self, name: str) -> str:
+        """Why a backend cannot be the control, empty if it can."""
+        try:
+            with self.unpatched(name):
+                sample = self._generate(0)
+        except torch.OutOfMemoryError:
+            return "runs out of memory"
+        except RuntimeError as error:
+            if "kernel" not in str(error) and "backend" not in str(error):
+                raise
+            return "cannot run this model"
+        if self._equals_baseline(self.keys[0], sample):
+            return "is bit-equal to the baseline"
+        self.store.save_sample(self.keys[0], "control", sample)
+        return ""
+
+    def _equals_baseline(self, key: str, sample: Sample) -> bool:
+        return torch.equal(sample.latents, self.store.load_sample(key, "baseline").latents)
+
+    def network(self, wanted: bool | None) -> tuple[NetworkNumber | None, str]:
+        """The network number, measured once; or None and why, "" if it was left out on request."""
+        known = self.store.read_json("runs/network.json")
+        if known:
+            return NetworkNumber(**{name: float(value) for name, value in known.items()}), ""
+        why = why_no_network(self.pipe, wanted)
+        if why or wanted is False:
+            return None, why
+        self.progress("network", 0, 1)
+        clean = self.store.load_sample(self.keys[0], "baseline").latents
+        conditioning = self.encoded(self.prompts[0])
+        try:
+            number = measure_network(self.pipe, conditioning, clean, self.settings, self.config)
+        except torch.OutOfMemoryError:
+            return None, "one call of it in fp32 does not fit the device's memory"
+        if number.unpatched == 0:
+            return None, "unpatched it has no error: it runs in fp32"
+        self.store.write_json("runs/network.json", asdict(number))
+        self.progress("network", 1, 1)
+        return number, ""
+
+    def fusion(self) -> FusionNumber | None:
+        """What fusing alone changes, for the model's head shape; None for other people's
+        attention.
+        """
+        if self.config.attention == "sage":
+            return None
+        shape = (self.pipe.transformer or self.pipe.transformer_2).config
+        return fusion_number(
+            self.config,
+            self.pipe._execution_device,
+            heads=shape.num_attention_heads,
+            head_dim=shape.attention_head_dim,
+        )
+
+    def results(self, observer: Observer | None) -> tuple[PromptResult, ...]:
+        """Videos and numbers of every prompt."""
+        found = []
+        for i, key in enumerate(self.keys):
+            self.progress("videos", i, len(self.keys))
+            found.append(self._finished(key) or self._finish(i, observer))
+        self.progress("videos", len(self.keys), len(self.keys))
+        return tuple(found)
+
+    def _finished(self, key: str) -> PromptResult | None:
+        """The numbers of a finished prompt, None if it is not finished."""
+        name = f"prompts/{key}/record.json"
+        record = self.store.read_json(name) if self.store.is_finished(key) else None
+        if record is None:
+            return None
+        with reading(self.store.out / name):
+            return PromptResult(
+                key=key,
+                prompt=str(record["prompt"]),
+                seed=int(record["seed"]),
+                patched=Drift.from_dict(record["patched"]),
+                control=Drift.from_dict(record["control"]),
+                decode_seconds=float(record["decode_seconds"]),
+                seen=Seen(**record["seen"]) if record.get("seen") else None,
+            )
+
+    def _finish(self, i: int, observer: Observer | None) -> PromptResult:
+        """Decode the three variants, measure, and write videos and sheet; the record comes last
+        and marks the end.
+        """
+        key, prompt, fps = self.keys[i], self.prompts[i], self.settings.fps
+        samples = {name: self.store.load_sample(key, name) for name in get_args(Variant)}
+        with Meter(self.pipe._execution_device) as meter:
+            frames = self._decode({name: sample.latents for name, sample in samples.items()})
+        changed = ("patched", "control")
+        patched, control = (
+            drift(frames[name], samples[name], frames["baseline"], samples["baseline"])
+            for name in changed
+        )
+        gain = choose_gain([(frames[n] - frames["baseline"]).abs() for n in changed])
+        baseline_video, patched_video = enlarge(frames["baseline"]), enlarge(frames["patched"])
+        patched_difference, control_difference = (
+            enlarge(amplified_difference(frames[n], frames["baseline"], gain), "nearest")
+            for n in changed
+        )
+        rows = {
+            "baseline": baseline_video,
+            "patched": patched_video,
+            f"patched - baseline, x {gain}": patched_difference,
+            f"control - baseline, x {gain}": control_difference,
+        }
+        folder = self.store.folder(key)
+        write_mp4(baseline_video, folder / "baseline.mp4", fps)
+        write_mp4(patched_video, folder / "patched.mp4", fps)
+        write_mp4(patched_difference, folder / "difference.mp4", fps)
+        write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
+        contact_sheet(rows, folder / "sheet.png")
+        seen = None
+        if observer is not None:
+            shown = (observer.sees(frames[name]) for name in ("baseline", "patched"))
+            seen = Seen(observer.asks(prompt), *shown)
+        result = PromptResult(
+            key, prompt, self.seeds[i], patched, control, meter.seconds / len(samples), seen
+        )
+        self.store.write_json(f"prompts/{key}/record.json", result.as_dict())
+        return result
+
+    def _decode(self, latents: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Frames [F, H, W, 3] of each variant.
+
+        On a CPU together, which takes a third of the time, because torch has a fast convolution
+        for batches only; elsewhere one after the other, which takes a third of the memory.
+        """
+        if self.pipe._execution_device.type == "cpu":
+            together = decode_latents(self.pipe, torch.cat(list(latents.values())))
+            return dict(zip(latents, together, strict=True))
+        return {name: decode_latents(self.pipe, one)[0] for name, one in latents.items()}
+
+    def times(self, variant: Variant) -> dict[str, float | None]:
+        """Seconds of the first call and of the median one, and peak memory."""
+        samples = [self.store.load_sample(key, variant) for key in self.keys]
+        peaks = [s.peak_bytes for s in samples if s.peak_bytes is not None]
+        note = self.store.read_json(f"runs/{variant}.json") or {}
+        return {
+            "first_call_seconds": note.get("first_call_seconds"),
+            "median_seconds": statistics.median(s.seconds for s in samples),
+            "peak_bytes": max(peaks) if peaks else None,
+        }
+
+
+def candidates(device: torch.device) -> tuple[str, ...]:
+    """Names of exact backends for the control, best first.
+
+    "Native" is flash on a CPU and cuDNN or flash on a GPU, depending on the card; the first
+    candidate whose result differs from native is the control. math comes last on a GPU, because it
+    holds the whole score matrix.
+    """
+    return ("math", "flash") if device.type == "cpu" else ("flash", "efficient", "cudnn", "math")
+
+
+def why_no_network(pipe: VideoPipeline, wanted: bool | None) -> str:
+    """Why the network number cannot be measured, or "".
+
+    Its truth is the network in fp32, upcast one block at a time, so its size is no reason; that
+    its weights are somewhere else when it does not run is one.
+
+    Args:
+        pipe: The pipeline.
+        wanted: Whether it was asked for; False leaves it out, which is no reason either.
+
+    Raises:
+        SamplingError: It was asked for, and cannot be measured.
+    """
+    if wanted is False:
+        return ""
+    network = pipe.transformer
+    reason = ""
+    if network is None:
+        reason = "a pipeline without a high-noise transformer"
+    elif any(map(_offloads, network.modules())):
+        reason = "an offloaded transformer"
+    if reason and wanted:
+        raise SamplingError(
+            "the network number",
+            expected="a transformer that stays on one device",
+            got=reason,
+            remedy="Leave out --network-number, or load without offloading",
+        )
+    return reason
+
+
+def _offloads(module: torch.nn.Module) -> bool:
+    """Whether a hook of accelerate's or diffusers' keeps its weights elsewhere."""
+    hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
+    return "_hf_hook" in module.__dict__ or any("offload" in name for name in hooks)
 
 
 def _baseline(sparse: int, config: PatchConfig) -> str:
@@ -206,3 +645,28 @@ def _baseline(sparse: int, config: PatchConfig) -> str:
         f"(sla_topk={config.sla_topk:g}), the rest as its authors wrote it; the control's backend "
         "runs the other attentions"
     )
+
+
+def identify(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> dict[str, Any]:
+    """Everything but prompts and seeds that decides what is generated."""
+    network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
+    # A retrained model of the same name differs in the sums of a few parameters, the rest unread;
+    # a network with SLA's proj_l from one without, or with another, in the sums of these.
+    named = [p for p in network.parameters() if p.device.type != "meta"]
+    with recovered_proj_l(network):
+        proj_l = [attached_proj_l(module) for module in network.modules()]
+    return {
+        "model": str(getattr(pipe, "name_or_path", None) or type(pipe).__name__),
+        "weights": _sums(p.detach().float() for p in named[:: max(1, len(named) // 16)]),
+        "sla": _sums(one[0] for one in proj_l if one is not None),
+        "dtype": str(network.dtype).removeprefix("torch."),
+        "device": device_name(pipe._execution_device),
+        "settings": settings.as_dict(),
+        "config": asdict(config),
+        "versions": versions(),
+        "code": code_digest(),
+    }
+
+
+def _sums(tensors: Iterator[torch.Tensor]) -> str:
+    return " ".join(f"{float(one.sum()):.6g}" for one in tensors)

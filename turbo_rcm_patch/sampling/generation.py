@@ -7,27 +7,26 @@ this one path. What differs between pipelines is in `families`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from types import TracebackType
+from typing import Final
 
 import torch
 
 from turbo_rcm_patch.errors import ConfigError, DTypeError
-from turbo_rcm_patch.sampling.families import PipelineFamily, family_of
-from turbo_rcm_patch.sampling.meter import Meter
+from turbo_rcm_patch.sampling.families import PipelineFamily, VideoPipeline, family_of
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler, noise_stream
 from turbo_rcm_patch.sampling.settings import Settings
-
-if TYPE_CHECKING:
-    from turbo_rcm_patch.sampling.families import VideoPipeline
 
 __all__ = [
     "TRAJECTORY",
     "Conditioning",
     "Generation",
+    "Meter",
     "Sample",
     "decode_latents",
     "encode_prompt",
@@ -51,7 +50,6 @@ class Conditioning:
     under guidance.
     """
 
-    prompt: str
     embeds: torch.Tensor
     negative_embeds: torch.Tensor | None
 
@@ -168,7 +166,15 @@ def encode_prompt(pipe: VideoPipeline, prompt: str, settings: Settings) -> Condi
     Returns:
         Embeddings [1, L, C] in the encoder's dtype, on the pipeline's device.
     """
-    return Conditioning(prompt, *family_of(pipe).encode(pipe, prompt, settings))
+    guided = settings.guidance_scale > 1.0
+    embeds, negative = pipe.encode_prompt(
+        prompt=prompt,
+        negative_prompt=settings.negative_prompt if guided else None,
+        do_classifier_free_guidance=guided,
+        max_sequence_length=settings.max_sequence_length,
+        device=pipe._execution_device,
+    )
+    return Conditioning(embeds, negative)
 
 
 def initial_noise(pipe: VideoPipeline, seed: int, settings: Settings) -> torch.Tensor:
@@ -230,7 +236,20 @@ def sample_latents(
         _private_rng(device, seed),
         Meter(device) as meter,
     ):
-        latents = family.denoise(pipe, conditioning, noise, settings, after_step)
+        latents = pipe(
+            prompt_embeds=conditioning.embeds,
+            negative_prompt_embeds=conditioning.negative_embeds,
+            height=settings.height,
+            width=settings.width,
+            num_frames=settings.num_frames,
+            num_inference_steps=settings.steps,
+            guidance_scale=settings.guidance_scale,
+            max_sequence_length=settings.max_sequence_length,
+            callback_on_step_end=after_step,
+            output_type="latent",
+            **family.call_inputs(pipe, noise, settings, conditioning.embeds.dtype),
+        ).frames
+    latents = family.trim(pipe, latents, settings)
     return Sample(
         latents=latents.to("cpu", torch.float32),
         trajectory=tuple(step.to("cpu", torch.float32) for step in kept),
@@ -320,3 +339,61 @@ def _private_rng(device: torch.device, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(noise_stream(seed, "scheduler").initial_seed())
         yield
+
+
+class Meter:
+    """Context manager that measures what runs inside, synchronising with the device at both ends
+    only.
+
+    Attributes:
+        seconds: Wall-clock time.
+        peak_bytes: Most memory held at once: the allocator's on a GPU, resident memory of the
+            process on a Linux CPU, None where neither can be read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds = 0.0
+        self.peak_bytes: int | None = None
+
+    def __enter__(self) -> Meter:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self._resettable = _reset_resident_peak()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.device.type == "cuda":
+            if error is None:  # after a fault on the device, waiting would hide the first error
+                torch.cuda.synchronize(self.device)
+                self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        elif self._resettable:
+            self.peak_bytes = _resident_peak()
+        self.seconds = time.perf_counter() - self._start
+
+
+def _reset_resident_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak of resident memory
+    except OSError:
+        return False
+    return True
+
+
+def _resident_peak() -> int | None:
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None

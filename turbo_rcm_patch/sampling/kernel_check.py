@@ -18,9 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from turbo_rcm_patch.config import Form, Impl, PatchConfig
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.patching import patched
 from turbo_rcm_patch.sampling.environment import python_command
+from turbo_rcm_patch.sampling.families import family_named
+from turbo_rcm_patch.sampling.load import check_folder, quiet_loading
+from turbo_rcm_patch.sampling.measures import relative_l2
 
 __all__ = ["LIMIT", "KernelCheck", "run_kernel_check"]
 
@@ -83,7 +89,7 @@ def run_kernel_check(folder: Path) -> KernelCheck:
         folder: A pipeline folder; its transformer's first block is used.
     """
     command, own = python_command(__name__, str(folder))
-    if not _has_gpu():
+    if not torch.cuda.is_available():
         own["TRITON_INTERPRET"] = "1"
     try:
         done = subprocess.run(
@@ -117,24 +123,11 @@ def run_kernel_check(folder: Path) -> KernelCheck:
         ) from error
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def check_block(folder: Path) -> KernelCheck:
     """Run the check in this process."""
-    import torch
-
-    from turbo_rcm_patch import patched
-    from turbo_rcm_patch.sampling.families import family_named
-    from turbo_rcm_patch.sampling.load import check_folder, pipeline_name, quiet_loading
-    from turbo_rcm_patch.sampling.metrics import relative_l2
-
-    check_folder(folder)
+    family = family_named(check_folder(folder))
     with quiet_loading():
-        probe = family_named(pipeline_name(folder)).block_probe(folder)
+        probe = family.block_probe(folder)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     device = "cuda" if not interpreted and torch.cuda.is_available() else "cpu"
     network = probe.network.eval().to(device)
@@ -173,8 +166,6 @@ def check_block(folder: Path) -> KernelCheck:
 
 def _on(device: str, value: object) -> object:
     """Tensors, and tuples of them, on a device."""
-    import torch
-
     if isinstance(value, tuple):
         return tuple(_on(device, one) for one in value)
     return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -16,21 +16,22 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import torch
 from huggingface_hub import errors as hub_errors
 from safetensors import SafetensorError
+from torch import nn
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
-from turbo_rcm_patch.checkpoints.pipeline import LAYOUT, check_part, read_object
-from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
-from turbo_rcm_patch.patching.sla import held_proj_l
+from turbo_rcm_patch.checkpoints.pipeline import LAYOUT, check_part, read_json
+from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError, TurboRCMError
+from turbo_rcm_patch.patching import registry
+from turbo_rcm_patch.patching.sla import attach_proj_l, held_proj_l
 from turbo_rcm_patch.patching.stored import MARK, folder_proj_l, mark_of
-from turbo_rcm_patch.sampling.families import FAMILIES
+from turbo_rcm_patch.sampling.families import FAMILIES, VideoPipeline
+from turbo_rcm_patch.sampling.scheduler import RCMScheduler
+from turbo_rcm_patch.sampling.settings import folder_defaults
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
-
-    from turbo_rcm_patch.sampling.families import VideoPipeline
+    from diffusers import DiffusionPipeline, ModelMixin, WanPipeline
 
 __all__ = [
-    "LOAD_ERRORS",
     "SHIPPED",
     "TINY",
     "Offload",
@@ -39,8 +40,9 @@ __all__ = [
     "choose_device",
     "first_line",
     "load_pipeline",
+    "load_skeleton",
+    "loading",
     "move",
-    "pipeline_name",
     "quiet_loading",
     "resolve_model",
 ]
@@ -54,6 +56,7 @@ SHIPPED: Final = {TINY: "TINY_WAN", "tiny-cogvideox": "TINY_COGVIDEOX"}
 
 PIPELINES: Final = tuple(FAMILIES)
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_EXAMPLE: Final = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 #: Endings of files of weights, which no id has.
 _WEIGHTS: Final = (".pth", ".pt", ".ckpt", ".bin", ".gguf", ".safetensors")
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
@@ -132,7 +135,7 @@ def resolve_model(model: str | Path) -> Path | str:
         f"no such folder: {path}",
         expected=LAYOUT,
         remedy=f"Shipped models are {' and '.join(SHIPPED)}; else pass a folder that exists, or a "
-        "hub id like 'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'",
+        f"hub id like '{_HUB_EXAMPLE}'",
     )
 
 
@@ -166,10 +169,11 @@ def _is_cached(model: str) -> bool:
     return (Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}").is_dir()
 
 
-def check_folder(folder: Path) -> None:
-    """Raise a `ModelFolderError` that names the first thing missing or broken in a folder."""
+def check_folder(folder: Path) -> str:
+    """The class of the pipeline in a folder; or raise a `ModelFolderError` that names the first
+    thing missing or broken in it."""
     try:
-        _check_folder(folder)
+        return _check_folder(folder)
     except ModelFolderError:
         raise
     except OSError as error:
@@ -179,14 +183,14 @@ def check_folder(folder: Path) -> None:
         ) from error
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path) -> str:
     index_path = folder / "model_index.json"
     if not index_path.is_file():
         inside = sorted(p.name for p in folder.iterdir())[:8]
         raise ModelFolderError(
             f"{folder} has no model_index.json", expected=LAYOUT, got=f"a folder with {inside}"
         )
-    index = read_object(index_path)
+    index = read_json(index_path, ModelFolderError)
     if index.get("_class_name") not in PIPELINES:
         raise ModelFolderError(
             f"{index_path}: _class_name",
@@ -199,11 +203,7 @@ def _check_folder(folder: Path) -> None:
         if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
             continue
         check_part(folder, name, weights=name in (*_TRANSFORMERS, "vae", "text_encoder"))
-
-
-def pipeline_name(folder: Path) -> str:
-    """The class of the pipeline in a checked folder."""
-    return str(read_object(folder / "model_index.json")["_class_name"])
+    return str(index["_class_name"])
 
 
 def _from_pretrained(
@@ -213,35 +213,23 @@ def _from_pretrained(
     import diffusers
 
     # diffusers finds a scheduler only in modules that are imported. Folders of an older version
-    # name this one, newer ones the package.
-    import turbo_rcm_patch.sampling.scheduler  # noqa: F401
-
+    # name `RCMScheduler`'s, which is imported above, newer ones the package.
     local = isinstance(folder, Path)
-    try:
-        with quiet_loading():
-            index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
-            asked = index["_class_name"]
-            if asked not in PIPELINES:
-                raise TypeError(f"it is a {asked}, not one of {PIPELINES}")
-            pipe = getattr(diffusers, asked).from_pretrained(
-                str(folder),
-                dtype={"default": dtype, "vae": torch.float32},
-                local_files_only=local,
-            )
-    except LOAD_ERRORS as error:
-        if not local:
-            raise ModelFolderError(
-                f"{folder!r} is not a folder here, and loading it from the model hub failed "
-                f"({type(error).__name__}: {first_line(error)})",
-                expected=f"a folder, one of {tuple(SHIPPED)}, or a hub id like "
-                "'Wan-AI/Wan2.1-T2V-1.3B-Diffusers'",
-                remedy="Check the spelling and the connection, or download the folder first",
-            ) from error
-        raise ModelFolderError(
-            f"{folder} could not be loaded ({type(error).__name__}: {first_line(error)})",
-            expected=LAYOUT,
-            remedy="Compare the component named above with the model's original folder",
-        ) from error
+    if local:
+        failed, expected = f"{folder} could not be loaded", LAYOUT
+        remedy = "Compare the component named above with the model's original folder"
+    else:
+        failed = f"{folder!r} is not a folder here, and loading it from the model hub failed"
+        expected = f"a folder, one of {tuple(SHIPPED)}, or a hub id like '{_HUB_EXAMPLE}'"
+        remedy = "Check the spelling and the connection, or download the folder first"
+    with loading(ModelFolderError, failed, expected=expected, remedy=remedy):
+        index = diffusers.DiffusionPipeline.load_config(str(folder), local_files_only=local)
+        asked = index["_class_name"]
+        if asked not in PIPELINES:
+            raise TypeError(f"it is a {asked}, not one of {PIPELINES}")
+        pipe = getattr(diffusers, asked).from_pretrained(
+            str(folder), dtype={"default": dtype, "vae": torch.float32}, local_files_only=local
+        )
     for name in ("transformer", "transformer_2", "vae", "text_encoder"):
         part = getattr(pipe, name, None)
         if part is not None and any(p.is_meta for p in part.parameters()):
@@ -295,6 +283,26 @@ def _fetch_extra(transformer: Any, repository: str, name: str) -> Path:
     except EntryNotFoundError:
         pass
     return place
+
+
+@contextmanager
+def loading(
+    error: type[TurboRCMError], failed: str, *, expected: str, remedy: str = ""
+) -> Iterator[None]:
+    """Load something quietly, and raise an error of ours where a library cannot.
+
+    Args:
+        error: Its class.
+        failed: What it begins with; the library's words follow.
+        expected: As in `TurboRCMError`.
+        remedy: As in `TurboRCMError`.
+    """
+    try:
+        with quiet_loading():
+            yield
+    except LOAD_ERRORS as why:
+        said = f"{type(why).__name__}: {first_line(why)}"
+        raise error(f"{failed} ({said})", expected=expected, remedy=remedy) from why
 
 
 @contextmanager
@@ -384,3 +392,99 @@ def first_line(error: BaseException) -> str:
     if "weights_only" in text:
         return "it holds more than weights, and was not executed"
     return text.splitlines()[0][:200] if text else "no message"
+
+
+def load_skeleton(model: str | Path) -> WanPipeline:
+    """Transformers built from their config.json only, in no time and memory whatever their size.
+
+    Args:
+        model: As for `load_pipeline`. Of a hub id only the small configuration files are fetched.
+
+    Returns:
+        A pipeline that cannot generate. Its scheduler is the rCM sampler if the model's folder
+        asks for it, so that the skip pair of the whole network is listed.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    folder = resolve_model(model)
+    first = _empty_transformer(folder, "transformer")
+    second = None
+    if isinstance(folder, Path) and (folder / "transformer_2").is_dir():
+        second = _empty_transformer(folder, "transformer_2")
+    defaults = folder_defaults(folder if isinstance(folder, Path) else None)
+    distilled = bool(defaults) and defaults.get("sampler", "rcm") == "rcm"
+    return WanPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=None,
+        scheduler=RCMScheduler() if distilled else FlowMatchEulerDiscreteScheduler(),
+        transformer=first,
+        transformer_2=second,
+        boundary_ratio=0.9 if second is not None else None,
+    )
+
+
+def _empty_transformer(folder: Path | str, name: str) -> ModelMixin:
+    import diffusers
+
+    classes = [key for key in registry.FAMILIES if key.startswith("diffusers.")]
+    known = sorted(key.rpartition(".")[2] for key in classes)
+    local = isinstance(folder, Path)
+    with (
+        loading(
+            ModelFolderError,
+            f"{folder}: no usable {name}/config.json",
+            expected=f"the configuration of one of {', '.join(known)}",
+            remedy="Check the path; for another class call find_pairs on the loaded model",
+        ),
+        torch.device("meta"),
+    ):
+        config = diffusers.WanTransformer3DModel.load_config(
+            str(folder), subfolder=name, local_files_only=local
+        )
+        asked = config.get("_class_name")
+        # Another class would be built wrong from this configuration, not refused.
+        cls = getattr(diffusers, asked) if asked in known else None
+        network = None if cls is None else cls.from_config(config)
+    if network is None:
+        raise ModelFolderError(
+            f"{folder}: {name}/config.json: _class_name",
+            expected=f"one of {', '.join(known)}",
+            got=repr(asked),
+            remedy="For another class call find_pairs on the loaded model",
+        )
+    network = _with_stand_ins(network)
+    _attach_sla(network, Path(folder) / name if local else None)
+    return network
+
+
+def _attach_sla(network: ModelMixin, folder: Path | None) -> None:
+    """Zeros for each proj_l that `load_pipeline` would attach; by the mark where only config.json
+    is at hand."""
+    modules = dict(network.named_modules())
+    if folder is not None:
+        owners = list(folder_proj_l(folder))
+    else:
+        owners = [name for name in modules if name.endswith(".attn1")] * bool(
+            mark_of(network.config)
+        )
+    for name in owners:
+        attention = modules.get(name)
+        if attention is not None:
+            dim = attention.inner_dim // attention.heads
+            attach_proj_l(attention, torch.zeros(dim, dim), torch.zeros(dim))
+
+
+def _with_stand_ins(network: ModelMixin) -> ModelMixin:
+    """Weights of the right shape and dtype on the CPU, one number each, in place of none at all.
+
+    The dtypes are those of a model loaded in bf16, where diffusers keeps some layers in fp32.
+    """
+    for module_name, module in network.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            parts = f"{module_name}.{name}".split(".")
+            kept = any(part in parts for part in network._keep_in_fp32_modules or ())
+            one = torch.zeros(1, dtype=torch.float32 if kept else torch.bfloat16)
+            stand_in = nn.Parameter(one.expand(weight.shape), requires_grad=False)
+            setattr(module, name, stand_in)
+    return network

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from turbo_rcm_patch.sampling.passes import Progress
+__all__ = ["Progress", "bars"]
 
-__all__ = ["bars"]
+#: Called with (what is being done, units done, units in all).
+Progress = Callable[[str, int, int], None]
 
 _WORDS: Final = {
     "baseline": "as its authors wrote it",
@@ -26,29 +27,19 @@ _WORDS: Final = {
 @contextmanager
 def bars() -> Iterator[Progress]:
     """One bar for each stage, drawn on stderr as stages begin."""
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TaskID,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import (
-        Progress as RichProgress,
-    )
 
-    tasks: dict[str, TaskID] = {}
+    tasks: dict[str, rich.TaskID] = {}
     columns = (
-        TextColumn("{task.description:<24}"),
-        BarColumn(bar_width=32),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        rich.TextColumn("{task.description:<24}"),
+        rich.BarColumn(bar_width=32),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TextColumn("left"),
+        rich.TimeRemainingColumn(),
     )
-    with RichProgress(*columns, console=Console(stderr=True)) as display:
+    with rich.Progress(*columns, console=Console(stderr=True)) as display:
 
         def update(stage: str, done: int, total: int) -> None:
             if stage not in tasks:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -28,7 +28,6 @@ __all__ = [
     "PROMPT_FILES",
     "Store",
     "check_out",
-    "from_json",
     "reading",
     "to_json",
 ]
@@ -156,10 +155,9 @@ class Store:
         """Whether every file of a prompt is there."""
         return all(self._has(f"prompts/{key}/{name}") for name in PROMPT_FILES)
 
-    def plots(self) -> Path:
-        """Where the plots of the report go."""
-        self.claim(*(f"plots/{name}" for name in _PLOTS))
-        return self.out / "plots"
+    def claim_report(self) -> None:
+        """Put what `write_report` writes on the list."""
+        self.claim("metrics.json", "report.html", *(f"plots/{name}" for name in _PLOTS))
 
     def has_sample(self, key: str, variant: str) -> bool:
         """Whether a generation is finished."""
@@ -194,7 +192,7 @@ class Store:
                 int(peak) if peak else None,
             )
 
-    def read_json(self, name: str) -> dict[str, object] | None:
+    def read_json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of ours, None if it was not written yet."""
         if not self._has(name):
             return None
@@ -328,12 +326,6 @@ def to_json(value: object) -> object:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     return str(value)
-
-
-def from_json(value: object) -> float:
-    """A float that `to_json` wrote."""
-    assert isinstance(value, (str, int, float)), "numbers are written as numbers or strings"
-    return float(value)
 
 
 def _short(value: object) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from turbo_rcm_patch.errors import ControlError, SamplingError
-from turbo_rcm_patch.sampling.metrics import Drift
+from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.sampling.measures import Drift
 
 __all__ = [
     "FUSION_LIMIT",
@@ -83,11 +83,6 @@ class Verdict:
     missing: tuple[str, ...] = ()
 
     @property
-    def unchanged(self) -> bool:
-        """True if nothing visible changed."""
-        return self.word == "unchanged"
-
-    @property
     def reasons(self) -> tuple[str, ...]:
         """The failed conditions in words, and what is missing; empty if unchanged."""
         failed = tuple(str(check) for check in self.checks if not check.passed)
@@ -123,51 +118,40 @@ def judge(
             got=f"{len(control)} and {len(patched)}",
         )
     if any(math.isinf(one.psnr) for one in control):
-        raise ControlError(
+        raise SamplingError(
             "the control run equals the baseline in every bit, so its drift measures nothing",
             remedy="Choose another exact attention backend for the control",
         )
-    checks = [
-        Check(
-            "median PSNR over prompts",
-            _median(patched),
-            _median(control) - MEDIAN_MARGIN_DB,
-            at_least=True,
-            unit=" dB",
-        ),
-        Check(
-            "worst frame",
-            _worst(patched),
-            _worst(control) - WORST_FRAME_MARGIN_DB,
-            at_least=True,
-            unit=" dB",
-        ),
+    sizes = (
+        ("median PSNR over prompts", _median, MEDIAN_MARGIN_DB, MEDIAN_FLOOR_DB),
+        ("worst frame", _worst, WORST_FRAME_MARGIN_DB, WORST_FRAME_FLOOR_DB),
+    )
+    margins = [
+        Check(name, of(patched), of(control) - margin, at_least=True, unit=" dB")
+        for name, of, margin, _ in sizes
     ]
     floors = [
-        (
-            Check(f"{name}, whatever the control", of(patched), floor, at_least=True, unit=" dB"),
-            of(control) >= floor,
-        )
-        for name, of, floor in (
-            ("median PSNR over prompts", _median, MEDIAN_FLOOR_DB),
-            ("worst frame", _worst, WORST_FRAME_FLOOR_DB),
-        )
+        Check(f"{name}, whatever the control", of(patched), floor, at_least=True, unit=" dB")
+        for name, of, _, floor in sizes
     ]
-    checks += [check for check, _ in floors]
-    if network_ratio is not None:
-        checks.append(
-            Check("error of the network, patched / unpatched", network_ratio, NETWORK_LIMIT, False)
+    numbers = [
+        Check(name, value, limit, at_least=False)
+        for name, value, limit in (
+            ("error of the network, patched / unpatched", network_ratio, NETWORK_LIMIT),
+            ("fused against unfused, relative L2", fusion, FUSION_LIMIT),
         )
-    if fusion is not None:
-        checks.append(Check("fused against unfused, relative L2", fusion, FUSION_LIMIT, False))
-    # Where the control is no nearer than that either, the patch is not what changed the video.
-    excused = [check for check, met_by_control in floors if not met_by_control]
+        if value is not None
+    ]
+    # Where the control is no nearer than a floor either, the patch is not what changed the video.
+    blamed = [check for check, (_, of, _, floor) in zip(floors, sizes, strict=True)
+              if of(control) >= floor]  # fmt: skip
+    checks = (*margins, *floors, *numbers)
     word: Word = "unchanged"
-    if not all(check.passed for check in checks) or missing:
+    if missing or not all(check.passed for check in checks):
         word = "undecided"
-    if any(not check.passed for check in checks if not any(check is one for one in excused)):
+    if not all(check.passed for check in (*margins, *blamed, *numbers)):
         word = "changed"
-    return Verdict(word, tuple(checks), tuple(missing))
+    return Verdict(word, checks, tuple(missing))
 
 
 def _median(drifts: Sequence[Drift]) -> float:

@@ -36,6 +36,8 @@ MAX_WIDTH: Final = 1920
 GAINS: Final = (4, 8, 16, 32, 64, 128)
 LABEL_HEIGHT: Final = 26
 GAP: Final = 8
+#: Frames of a video in a contact sheet, evenly spread, first and last included.
+COLUMNS: Final = 6
 _REMEDY: Final = (
     "Is the disk full? If not, `python -m turbo_rcm_patch doctor` says which ffmpeg this is"
 )
@@ -208,17 +210,17 @@ def _ffmpeg(arguments: Sequence[str], told: Path, frames: np.ndarray | None = No
     return done.stdout.decode(errors="replace")
 
 
-def contact_sheet(rows: dict[str, np.ndarray], path: Path, columns: int = 6) -> None:
+def contact_sheet(rows: dict[str, np.ndarray], path: Path) -> None:
     """Some frames of each video, one labelled row a video, as a PNG.
 
     Args:
         rows: Label to uint8 frames [F, H, W, 3], all of one size.
         path: The file, replaced only when complete.
-        columns: Frames in a row, evenly spread, first and last included.
     """
     frames = next(iter(rows.values()))
     count, height, width = frames.shape[:3]
-    picks = _spread(count, columns)
+    columns = min(count, COLUMNS)
+    picks = [round(i * (count - 1) / max(1, columns - 1)) for i in range(columns)]
     scale = min(1.0, 220 / width)
     width, height = round(width * scale), round(height * scale)
     sheet = Image.new(
@@ -235,10 +237,3 @@ def contact_sheet(rows: dict[str, np.ndarray], path: Path, columns: int = 6) -> 
             sheet.paste(tile, (GAP + c * (width + GAP), top + LABEL_HEIGHT))
     with atomic(path) as temporary:
         sheet.save(temporary, format="PNG", optimize=True)
-
-
-def _spread(count: int, wanted: int) -> Sequence[int]:
-    wanted = min(count, wanted)
-    if wanted == 1:
-        return [0]
-    return [round(i * (count - 1) / (wanted - 1)) for i in range(wanted)]

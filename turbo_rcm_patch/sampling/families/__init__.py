@@ -16,20 +16,22 @@ if TYPE_CHECKING:
     from diffusers import CogVideoXPipeline, WanPipeline
 
     from turbo_rcm_patch.config import Form
-    from turbo_rcm_patch.sampling.generation import Conditioning
-    from turbo_rcm_patch.sampling.network_input import NetworkInput
+    from turbo_rcm_patch.sampling.measures import NetworkInput
     from turbo_rcm_patch.sampling.settings import Sampler, Settings
 
-    #: What `generate` and `compare` run, for annotations.
-    VideoPipeline: TypeAlias = "WanPipeline | CogVideoXPipeline"
+__all__ = [
+    "FAMILIES",
+    "BlockProbe",
+    "PipelineFamily",
+    "VideoPipeline",
+    "family_named",
+    "family_of",
+]
 
-__all__ = ["FAMILIES", "AfterStep", "BlockProbe", "PipelineFamily", "family_named", "family_of"]
-
+#: What `generate` and `compare` run, for annotations.
+VideoPipeline: TypeAlias = "WanPipeline | CogVideoXPipeline"
 #: A diffusers pipeline that `generate` and `compare` run -> the module that serves it.
 FAMILIES: Final = {"WanPipeline": "wan", "CogVideoXPipeline": "cogvideox"}
-
-#: diffusers' `callback_on_step_end`.
-AfterStep = Callable[[object, int, object, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +68,17 @@ class PipelineFamily(Protocol):
     DEFAULTS: Mapping[str, object]
     OWN: Mapping[str, object]
 
-    def encode(
-        self, pipe: Any, prompt: str, settings: Settings
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Embeddings [1, L, C] of the prompt, and under guidance of the negative prompt."""
-
     def latent_shape(self, pipe: Any, settings: Settings) -> tuple[int, ...]:
         """Shape of one video's latents, in the order of axes that the pipeline has."""
 
-    def denoise(
-        self,
-        pipe: Any,
-        conditioning: Conditioning,
-        noise: torch.Tensor,
-        settings: Settings,
-        after_step: AfterStep,
-    ) -> torch.Tensor:
-        """The pipeline's own loop, from standard normal noise to latents."""
+    def call_inputs(
+        self, pipe: Any, noise: torch.Tensor, settings: Settings, dtype: torch.dtype
+    ) -> dict[str, object]:
+        """What the pipeline's `__call__` takes beside what all take: `latents`, made of standard
+        normal noise in fp32; `dtype` is the embeddings'."""
+
+    def trim(self, pipe: Any, latents: torch.Tensor, settings: Settings) -> torch.Tensor:
+        """Of denoised latents, those of the video."""
 
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
         """Video [B, 3, F, H, W] in about -1..1, of latents in fp32 on the VAE's device."""

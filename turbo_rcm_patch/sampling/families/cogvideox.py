@@ -14,26 +14,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.sampling.families import AfterStep, BlockProbe
-from turbo_rcm_patch.sampling.network_input import TIMES, NetworkInput
+from turbo_rcm_patch.sampling.families import BlockProbe
+from turbo_rcm_patch.sampling.measures import TIMES, NetworkInput
 from turbo_rcm_patch.sampling.settings import Sampler, Settings
 
 if TYPE_CHECKING:
     from diffusers import CogVideoXPipeline
-
-    from turbo_rcm_patch.sampling.generation import Conditioning
-
-__all__ = [
-    "DEFAULTS",
-    "OWN",
-    "SAMPLERS",
-    "block_probe",
-    "decode",
-    "denoise",
-    "encode",
-    "latent_shape",
-    "network_calls",
-]
 
 SAMPLERS: Final[tuple[Sampler, ...]] = ("scheduler",)
 #: Of CogVideoX 1.0, 2B and 5B.
@@ -49,21 +35,6 @@ OWN: Final[dict[str, object]] = {"steps": 50, "guidance_scale": 6.0}
 #: Tokens along frames, height and width: with 13 of text 277 in all, no multiple of any block.
 GRID: Final = (3, 8, 11)
 TEXT: Final = 13
-
-
-def encode(
-    pipe: CogVideoXPipeline, prompt: str, settings: Settings
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Embeddings [1, L, C] of the prompt, and under guidance of the negative prompt."""
-    guided = settings.guidance_scale > 1.0
-    embeds, negative = pipe.encode_prompt(
-        prompt=prompt,
-        negative_prompt=settings.negative_prompt if guided else None,
-        do_classifier_free_guidance=guided,
-        max_sequence_length=settings.max_sequence_length,
-        device=pipe._execution_device,
-    )
-    return embeds, negative
 
 
 def _latent_frames(pipe: CogVideoXPipeline, settings: Settings) -> int:
@@ -82,29 +53,16 @@ def latent_shape(pipe: CogVideoXPipeline, settings: Settings) -> tuple[int, ...]
     )
 
 
-def denoise(
-    pipe: CogVideoXPipeline,
-    conditioning: Conditioning,
-    noise: torch.Tensor,
-    settings: Settings,
-    after_step: AfterStep,
-) -> torch.Tensor:
-    """`CogVideoXPipeline.__call__`, which scales the noise and does not cast it; frames that only
-    fill a patch in time come first and are dropped.
-    """
-    latents: torch.Tensor = pipe(
-        prompt_embeds=conditioning.embeds,
-        negative_prompt_embeds=conditioning.negative_embeds,
-        height=settings.height,
-        width=settings.width,
-        num_frames=settings.num_frames,
-        num_inference_steps=settings.steps,
-        guidance_scale=settings.guidance_scale,
-        latents=noise.to(conditioning.embeds.dtype),
-        max_sequence_length=settings.max_sequence_length,
-        callback_on_step_end=after_step,
-        output_type="latent",
-    ).frames
+def call_inputs(
+    pipe: CogVideoXPipeline, noise: torch.Tensor, settings: Settings, dtype: torch.dtype
+) -> dict[str, object]:
+    """`CogVideoXPipeline` scales the noise that it is given, and does not cast it."""
+    del pipe, settings
+    return {"latents": noise.to(dtype)}
+
+
+def trim(pipe: CogVideoXPipeline, latents: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """Without the first frames, which only fill a patch in time."""
     return latents[:, latents.shape[1] - _latent_frames(pipe, settings) :]
 
 

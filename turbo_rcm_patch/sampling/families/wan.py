@@ -8,48 +8,19 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from turbo_rcm_patch.sampling.families import AfterStep, BlockProbe
-from turbo_rcm_patch.sampling.network_input import NetworkInput, network_inputs
+from turbo_rcm_patch.sampling.families import BlockProbe
+from turbo_rcm_patch.sampling.measures import NetworkInput, network_inputs
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler
 from turbo_rcm_patch.sampling.settings import WAN_OWN, Sampler, Settings
 
 if TYPE_CHECKING:
     from diffusers import WanPipeline
 
-    from turbo_rcm_patch.sampling.generation import Conditioning
-
-__all__ = [
-    "DEFAULTS",
-    "OWN",
-    "SAMPLERS",
-    "block_probe",
-    "decode",
-    "denoise",
-    "encode",
-    "latent_shape",
-    "network_calls",
-]
-
 SAMPLERS: Final[tuple[Sampler, ...]] = ("rcm", "scheduler")
 DEFAULTS: Final[dict[str, object]] = {}
 OWN: Final = WAN_OWN
 #: Tokens along frames, height and width: 264 in all, no multiple of any block.
 GRID: Final = (3, 8, 11)
-
-
-def encode(
-    pipe: WanPipeline, prompt: str, settings: Settings
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Embeddings [1, L, C] of the prompt, and under guidance of the negative prompt."""
-    guided = settings.guidance_scale > 1.0
-    embeds, negative = pipe.encode_prompt(
-        prompt=prompt,
-        negative_prompt=settings.negative_prompt if guided else None,
-        do_classifier_free_guidance=guided,
-        max_sequence_length=settings.max_sequence_length,
-        device=pipe._execution_device,
-    )
-    return embeds, negative
 
 
 def latent_shape(pipe: WanPipeline, settings: Settings) -> tuple[int, ...]:
@@ -66,30 +37,19 @@ def latent_shape(pipe: WanPipeline, settings: Settings) -> tuple[int, ...]:
     )
 
 
-def denoise(
-    pipe: WanPipeline,
-    conditioning: Conditioning,
-    noise: torch.Tensor,
-    settings: Settings,
-    after_step: AfterStep,
-) -> torch.Tensor:
-    """`WanPipeline.__call__`, which does not scale the latents that it is given."""
+def call_inputs(
+    pipe: WanPipeline, noise: torch.Tensor, settings: Settings, dtype: torch.dtype
+) -> dict[str, object]:
+    """`WanPipeline` does not scale the latents that it is given, and keeps them in fp32."""
+    del dtype
     if isinstance(pipe.scheduler, RCMScheduler):
         noise = pipe.scheduler.init_noise(noise)
-    latents: torch.Tensor = pipe(
-        prompt_embeds=conditioning.embeds,
-        negative_prompt_embeds=conditioning.negative_embeds,
-        height=settings.height,
-        width=settings.width,
-        num_frames=settings.num_frames,
-        num_inference_steps=settings.steps,
-        guidance_scale=settings.guidance_scale,
-        guidance_scale_2=settings.guidance_scale_2,
-        latents=noise.to(torch.float32),
-        max_sequence_length=settings.max_sequence_length,
-        callback_on_step_end=after_step,
-        output_type="latent",
-    ).frames
+    return {"latents": noise.to(torch.float32), "guidance_scale_2": settings.guidance_scale_2}
+
+
+def trim(pipe: WanPipeline, latents: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """All of them are the video's."""
+    del pipe, settings
     return latents
 
 
