@@ -15,13 +15,11 @@ __all__ = [
     "CheckpointKeysError",
     "ConfigError",
     "ContextParallelError",
-    "ControlError",
     "DTypeError",
     "DeviceError",
     "FamilyError",
     "Fp8UnsupportedError",
     "GradientError",
-    "HeadDimError",
     "MaskError",
     "MissingPackageError",
     "ModelFolderError",
@@ -35,8 +33,6 @@ __all__ = [
     "PatchError",
     "SamplingError",
     "ShapeError",
-    "SignatureDriftError",
-    "TableError",
     "TurboRCMError",
     "UnknownArchitectureError",
     "WrappedError",
@@ -78,11 +74,7 @@ class TurboRCMError(Exception):
 
 
 class ConfigError(TurboRCMError, ValueError):
-    """A field of a configuration has a value outside its domain."""
-
-
-class TableError(TurboRCMError, ValueError):
-    """A table of tiles on disk cannot be used."""
+    """A field of a configuration, or a table of tiles on disk, holds what it cannot."""
 
 
 # --- patching ------------------------------------------------------------------------------------
@@ -117,11 +109,8 @@ class WrappedError(PatchError, RuntimeError):
 
 
 class FamilyError(PatchError, RuntimeError):
-    """A family cannot serve this instance although its class is known."""
-
-
-class SignatureDriftError(FamilyError):
-    """A forward's signature is not the one the family was written against."""
+    """A family cannot serve this instance although its class is known, say because a forward's
+    signature is not the one the family was written against."""
 
 
 class ContextParallelError(PatchError, RuntimeError):
@@ -136,15 +125,11 @@ class OpError(TurboRCMError):
 
 
 class ShapeError(OpError, ValueError):
-    """Shapes or strides do not fit together."""
+    """Shapes or strides do not fit together, or head_dim is outside what the kernels take."""
 
 
 class DTypeError(OpError, TypeError):
     """A tensor has a dtype the operation does not take."""
-
-
-class HeadDimError(OpError, ValueError):
-    """head_dim is outside what the kernels are built for."""
 
 
 class MaskError(OpError, ValueError):
@@ -176,10 +161,6 @@ class SamplingError(TurboRCMError):
 
 class ModelFolderError(SamplingError, OSError):
     """The path or id does not lead to a pipeline that can be loaded."""
-
-
-class ControlError(SamplingError, RuntimeError):
-    """The control run is bit-equal to the baseline, so it measures nothing."""
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

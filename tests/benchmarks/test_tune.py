@@ -13,7 +13,7 @@ import torch
 from turbo_rcm_patch.benchmarks import tune as tuning
 from turbo_rcm_patch.benchmarks.__main__ import main
 from turbo_rcm_patch.benchmarks.candidates import Work, candidates, work_for
-from turbo_rcm_patch.errors import TableError
+from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.kernels import launch
 from turbo_rcm_patch.kernels.launch import (
     Target,
@@ -131,7 +131,7 @@ def test_an_unknown_card_warns_until_it_is_tuned(nobodys_table: Path) -> None:
 def test_a_corrupt_table_names_file_and_remedy(nobodys_table: Path, text: str) -> None:
     nobodys_table.parent.mkdir(parents=True)
     nobodys_table.write_text(text)
-    with pytest.raises(TableError) as caught:
+    with pytest.raises(ConfigError) as caught:
         tile_for("skip", "any", SM_90)
     assert str(nobodys_table) in str(caught.value) and "tune" in str(caught.value)
 
@@ -140,7 +140,7 @@ def test_a_table_that_is_named_must_be_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "lost.json"))
-    with pytest.raises(TableError, match=r"lost\.json"):
+    with pytest.raises(ConfigError, match=r"lost\.json"):
         tile_for("skip", "any", SM_90)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turbo_rcm_patch.errors import ConfigError, GradientError, HeadDimError, ShapeError
+from turbo_rcm_patch.errors import ConfigError, GradientError, ShapeError
 from turbo_rcm_patch.ops import (
     AttentionSpec,
     Sparsity,
@@ -174,7 +174,7 @@ def test_refusals() -> None:
         causal = AttentionSpec(heads=1, causal=True)
         sparse_linear_attention(q, q, q, weight.detach(), bias, causal, sparsity)
     wide = torch.randn(1, 10, 160)
-    with pytest.raises(HeadDimError):
+    with pytest.raises(ShapeError, match="head_dim"):
         sparse_linear_attention(wide, wide, wide, weight.detach(), bias, spec, sparsity)
 
 

@@ -90,7 +90,7 @@ def test_over_budget_and_non_finite() -> None:
 def test_refusals() -> None:
     with pytest.raises(errors.DTypeError, match="float64"):
         patch_model(module(dtype=torch.float64))
-    with pytest.raises(errors.HeadDimError, match="512"):
+    with pytest.raises(errors.ShapeError, match="512"):
         patch_model(RCMAttention(512, 1))
     with pytest.raises(errors.NothingToPatchError):
         patch_model(module(), PatchConfig(kinds=("cross",)))

@@ -27,7 +27,7 @@ from tests.patching.sla import (
 from tests.patching.wan import Case, dicts, relative
 from tests.patching.wan_family import named
 from turbo_rcm_patch import PatchConfig, find_pairs, patch_model, patched, unpatch_model
-from turbo_rcm_patch.errors import GradientError, HeadDimError, ShapeError
+from turbo_rcm_patch.errors import GradientError, ShapeError
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.sla import PROJ_L, attach_proj_l, attached_proj_l
 
@@ -251,5 +251,5 @@ def test_what_does_not_fit_is_refused() -> None:
             attach_proj_l(attn, torch.zeros(weight), torch.zeros(bias))
     assert attached_proj_l(attn) is None and not any(name in attn._buffers for name in PROJ_L)
     wide = with_sla(Case("wide", {"attention_head_dim": 256, "num_attention_heads": 1}).model())
-    with pytest.raises(HeadDimError, match="head_dim"):
+    with pytest.raises(ShapeError, match="head_dim"):
         patch_model(wide)

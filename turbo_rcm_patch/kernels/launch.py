@@ -155,7 +155,7 @@ def tile_for(kernel: str, variant: str, target: Target) -> Tile:
     from the shipped table of the target, else the safe default.
 
     Raises:
-        TableError: The user's table cannot be read; see `tile_table.read_table`.
+        ConfigError: The user's table cannot be read; see `tile_table.read_table`.
     """
     if (kernel, variant) in _tried:
         tile, asked = _tried[kernel, variant]

@@ -11,7 +11,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-from turbo_rcm_patch.errors import TableError
+from turbo_rcm_patch.errors import ConfigError
 
 __all__ = ["VARIABLE", "Table", "read_table", "table_path", "user_table"]
 
@@ -37,7 +37,7 @@ def user_table() -> Table:
     """The user's table, read once; empty if there is none in the default place.
 
     Raises:
-        TableError: It cannot be used, or the environment variable names a file that is not there.
+        ConfigError: It cannot be used, or the environment variable names a file that is not there.
     """
     path = table_path()
     if not path.exists() and not os.environ.get(VARIABLE):
@@ -49,7 +49,7 @@ def read_table(path: Path) -> Table:
     """A table of tiles.
 
     Raises:
-        TableError: The file cannot be read or does not hold such a table.
+        ConfigError: The file cannot be read or does not hold such a table.
     """
     remedy = (
         f"Write a new one with `python -m turbo_rcm_patch.benchmarks tune`, delete the file, or "
@@ -58,7 +58,7 @@ def read_table(path: Path) -> Table:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TableError(
+        raise ConfigError(
             f"table of tiles {path}",
             expected="a JSON file",
             got=f"{type(error).__name__}: {error}",
@@ -66,7 +66,7 @@ def read_table(path: Path) -> Table:
         ) from error
     wrong = _what_is_wrong(found)
     if wrong:
-        raise TableError(
+        raise ConfigError(
             f"table of tiles {path}",
             expected='{"sm_90": {kernel: {variant: [block_m, block_n, warps, stages]}}}',
             got=wrong,

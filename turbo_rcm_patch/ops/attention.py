@@ -77,8 +77,8 @@ def attention_skip(
         [B, Nq, H*D], contiguous.
 
     Raises:
-        OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `HeadDimError`,
-            `MaskError`), or has a gradient that is not computed (`GradientError`).
+        OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `MaskError`), or
+            has a gradient that is not computed (`GradientError`).
     """
     out, _ = _call(
         q,

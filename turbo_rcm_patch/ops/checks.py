@@ -9,14 +9,7 @@ from typing import Final, Literal, get_args
 import torch
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import (
-    ConfigError,
-    DTypeError,
-    GradientError,
-    HeadDimError,
-    MaskError,
-    ShapeError,
-)
+from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, MaskError, ShapeError
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
@@ -146,7 +139,7 @@ def check_attention(
         )
     head_dim = channels // spec.heads
     if head_dim > MAX_HEAD_DIM:
-        raise HeadDimError(
+        raise ShapeError(
             "head_dim",
             expected=f"at most {MAX_HEAD_DIM}",
             got=str(head_dim),
@@ -199,7 +192,7 @@ def rotary_parts(
     if not isinstance(rotary, tuple | list) or len(rotary) != 2:
         raise ShapeError("rotary", expected="a pair (cos, sin)", got=type(rotary).__name__)
     if head_dim % 2:
-        raise HeadDimError("head_dim", expected="an even head_dim with rotary", got=str(head_dim))
+        raise ShapeError("head_dim", expected="an even head_dim with rotary", got=str(head_dim))
     cos, sin = rotary
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(f"rotary {name}", table)

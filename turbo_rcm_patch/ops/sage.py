@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from turbo_rcm_patch.errors import DeviceError, HeadDimError, MaskError, MissingPackageError
+from turbo_rcm_patch.errors import DeviceError, MaskError, MissingPackageError, ShapeError
 
 __all__ = ["sage_attention"]
 
@@ -34,7 +34,7 @@ def sage_attention(
     Raises:
         DeviceError: The tensors are not on a CUDA device.
         MissingPackageError: sageattention is not installed.
-        HeadDimError: head_dim is not 64, 96 or 128.
+        ShapeError: head_dim is not 64, 96 or 128.
         MaskError: Release 1.x would let too many padded keys into the softmax.
     """
     if q.device.type != "cuda":
@@ -54,7 +54,7 @@ def sage_attention(
             remedy='Install turbo_rcm_patch[sage] or use attention="int8"',
         ) from error
     if q.shape[-1] not in _HEAD_DIMS:
-        raise HeadDimError(
+        raise ShapeError(
             'head_dim with attention="sage"', expected=f"one of {_HEAD_DIMS}", got=str(q.shape[-1])
         )
     if q.dtype == torch.float32:

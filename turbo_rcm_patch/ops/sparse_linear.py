@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl, PVDType, is_number
-from turbo_rcm_patch.errors import ConfigError, GradientError, HeadDimError, ShapeError
+from turbo_rcm_patch.errors import ConfigError, GradientError, ShapeError
 from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_attention,
@@ -225,7 +225,7 @@ def sparse_linear_attention(
     Raises:
         ConfigError: `spec` asks for what the sparse kernels do not have.
         GradientError: An input wants a gradient.
-        HeadDimError: D is over 128.
+        ShapeError: D is over 128.
         ShapeError: Shapes do not fit together.
     """
     check_attention(q, k, v, spec)
@@ -239,7 +239,7 @@ def sparse_linear_attention(
     batch, n_q, channels = q.shape
     dim = channels // spec.heads
     if dim > MAX_SPARSE_HEAD_DIM:
-        raise HeadDimError("head_dim", expected=f"at most {MAX_SPARSE_HEAD_DIM}", got=str(dim))
+        raise ShapeError("head_dim", expected=f"at most {MAX_SPARSE_HEAD_DIM}", got=str(dim))
     _check_proj_l(q, weight, bias, dim)
     check_norm("norm_q", norm_q, None, channels, spec.heads)
     check_norm("norm_k", norm_k, None, channels, spec.heads)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
-from turbo_rcm_patch.errors import ContextParallelError, DTypeError, HeadDimError
+from turbo_rcm_patch.errors import ContextParallelError, DTypeError, ShapeError
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.plain import autocasting, bare, unserved, why_not_plain
 from turbo_rcm_patch.patching.registry import author_class
@@ -148,7 +148,7 @@ def refuse_parallel(path: str, holder: object) -> None:
 def check_head_dim(path: str, head_dim: int) -> None:
     """Raise if the fused attention, with a rotary embedding, has no kernel for it."""
     if head_dim > MAX_HEAD_DIM or head_dim % 2:
-        raise HeadDimError(
+        raise ShapeError(
             f"{path}: head_dim",
             expected=f"an even number up to {MAX_HEAD_DIM}",
             got=str(head_dim),

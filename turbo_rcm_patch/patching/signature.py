@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from turbo_rcm_patch.errors import SignatureDriftError
+from turbo_rcm_patch.errors import FamilyError
 
 __all__ = ["check_parameters"]
 
@@ -19,12 +19,12 @@ def check_parameters(expected: Mapping[Callable[..., Any], tuple[str, ...]], pac
         package: The package they come from, for the message.
 
     Raises:
-        SignatureDriftError: A function takes other parameters than the family knows.
+        FamilyError: A function takes other parameters than the family knows.
     """
     for function, names in expected.items():
         found = tuple(inspect.signature(function).parameters)
         if found != names:
-            raise SignatureDriftError(
+            raise FamilyError(
                 getattr(function, "__qualname__", repr(function)),
                 expected=f"({', '.join(names)})",
                 got=f"({', '.join(found)})",

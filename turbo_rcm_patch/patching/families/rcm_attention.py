@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import DTypeError, HeadDimError
+from turbo_rcm_patch.errors import DTypeError, ShapeError
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.author import Notes, call
@@ -46,7 +46,7 @@ def check(model: nn.Module) -> None:
     module: Any = model
     head_dim = module.dim // module.num_heads
     if head_dim > MAX_HEAD_DIM:
-        raise HeadDimError(
+        raise ShapeError(
             "head_dim",
             expected=f"at most {MAX_HEAD_DIM}",
             got=str(head_dim),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
-from turbo_rcm_patch.errors import DTypeError, HeadDimError
+from turbo_rcm_patch.errors import DTypeError, ShapeError
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, QMAX
 from turbo_rcm_patch.patching.blocks import distinct
 from turbo_rcm_patch.patching.families._sla import linear_pair
@@ -83,7 +83,7 @@ def _check_attention(path: str, attn: Any) -> None:
     refuse_parallel(path, attn.attn_op)
     head_dim = attn.dim // attn.num_heads
     if head_dim > MAX_HEAD_DIM or head_dim % 2:
-        raise HeadDimError(
+        raise ShapeError(
             f"{path}: head_dim",
             expected=f"an even number up to {MAX_HEAD_DIM}",
             got=str(head_dim),

@@ -72,7 +72,7 @@ def check_signatures(classes: BlockClasses, parameters: tuple[str, ...] = BLOCK)
     """Compare the forwards of a block and its parts with what they were when this was written.
 
     Raises:
-        SignatureDriftError: One takes other parameters.
+        FamilyError: One takes other parameters.
     """
     attention: Any = classes.attention
     processor: Any = classes.processor

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import HeadDimError
+from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.patching.blocks import refuse_parallel
 from turbo_rcm_patch.patching.families._sla import linear_pair
 from turbo_rcm_patch.patching.guard import Guard
@@ -170,7 +170,7 @@ def check_sla(path: str, attn: Any) -> None:
     """Raise if the heads of an attention with a proj_l are too wide for sparse attention."""
     head_dim = attn.inner_dim // attn.heads
     if attached_proj_l(attn) is not None and head_dim > ops.MAX_SPARSE_HEAD_DIM:
-        raise HeadDimError(
+        raise ShapeError(
             f"{path}: head_dim",
             expected=f"at most {ops.MAX_SPARSE_HEAD_DIM} with a proj_l (SLA)",
             got=str(head_dim),
