@@ -158,6 +158,16 @@ def build_tokenizer(config: TinyConfig) -> PreTrainedTokenizerFast:
     )
 
 
+def tokenize(
+    tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask [B, L] int64, padded to `length`."""
+    tokens = tokenizer(
+        texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    )
+    return tokens.input_ids, tokens.attention_mask
+
+
 def encode_text(encoder: UMT5EncoderModel, ids: Tensor, mask: Tensor) -> Tensor:
     """Embed captions exactly as `WanPipeline` does: zeros after the end of the text.
 
