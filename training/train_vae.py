@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
 from torch import Tensor
 
-from training.build import TinyConfig, build_vae
+from training.build import TinyConfig
 from training.data import REFERENCE_SIZE, Scenes, render, sample_scenes
+from training.family_wan import build_vae
 from training.plots import sheet
 from training.run import Run, Stage, batches
 from turbo_rcm_patch.output import atomic
