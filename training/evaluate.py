@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.build import SETTINGS_FILE
+from training.build import SETTINGS_FILE, tokenize
 from training.data import Scenes, render, sample_scenes
 from training.family import Family, family_of_folder
 from training.flow import Velocity, few_step, guided, ode
 from training.plots import sheet
-from training.train_flow import tokenize
 from training.train_vae import statistics
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.output import atomic, check_writable

@@ -249,7 +249,7 @@ def save_pipeline(
     """Write a `CogVideoXPipeline` folder of less than 16 MiB, and how it wants to be sampled.
 
     The transformer is stored in bf16, the VAE in fp16, the text encoder in fp32, for the reasons
-    that `build.save_pipeline` gives. The arguments are rounded in place: pass copies.
+    that `family_wan.save_pipeline` gives. The arguments are rounded in place: pass copies.
     """
     half(transformer, torch.bfloat16)
     half(vae, torch.float16)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
-from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
-from torch import Tensor, nn
-from transformers import UMT5EncoderModel
-
-from training.build import (
-    TinyConfig,
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
 )
+from torch import Tensor, nn
+from transformers import UMT5Config, UMT5EncoderModel
+
+from training.build import TinyConfig, build_tokenizer, half, write_settings
 from training.flow import Velocity, rcm_times
 from turbo_rcm_patch.tiny import TINY_WAN
 
@@ -28,6 +33,9 @@ JITTER: Final = 0.002
 ATTENTIONS: Final = {"self": "attn1", "cross": "attn2"}
 
 
+_FP32_PARTS: Final = tuple(WanTransformer3DModel._keep_in_fp32_modules)
+
+
 def config() -> TinyConfig:
     """The sizes that ship."""
     return TinyConfig()
@@ -37,6 +45,78 @@ def blocks(transformer: WanTransformer3DModel) -> nn.ModuleList:
     """The transformer's blocks."""
     found: nn.ModuleList = transformer.blocks
     return found
+
+
+def build_vae(config: TinyConfig) -> AutoencoderKLWan:
+    """A small Wan video autoencoder with random weights; latents start unnormalised."""
+    vae = AutoencoderKLWan(
+        base_dim=config.vae_dim,
+        z_dim=config.latent_channels,
+        dim_mult=list(config.vae_mult),
+        num_res_blocks=config.vae_blocks,
+        temperal_downsample=[True, True],
+        latents_mean=[0.0] * config.latent_channels,
+        latents_std=[1.0] * config.latent_channels,
+        scale_factor_temporal=4,
+        scale_factor_spatial=4,
+    )
+    # Quiet latents at first: a posterior of unit variance would drown the young encoder.
+    with torch.no_grad():
+        vae.quant_conv.bias[config.latent_channels :] = -6.0
+    return vae
+
+
+def build_transformer(config: TinyConfig) -> WanTransformer3DModel:
+    """A small Wan transformer with random weights; it predicts the velocity noise - x0."""
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=config.heads,
+        attention_head_dim=config.head_dim,
+        in_channels=config.latent_channels,
+        out_channels=config.latent_channels,
+        text_dim=config.text_dim,
+        freq_dim=256,
+        ffn_dim=config.ffn_dim,
+        num_layers=config.layers,
+        cross_attn_norm=True,
+        rope_max_seq_len=64,
+    )
+    # Start from "predict nothing": the first steps do not explode.
+    nn.init.zeros_(model.proj_out.weight)
+    nn.init.zeros_(model.proj_out.bias)
+    return model
+
+
+def build_text_encoder(config: TinyConfig) -> UMT5EncoderModel:
+    """A small umT5 encoder with random weights."""
+    return UMT5EncoderModel(
+        UMT5Config(
+            vocab_size=64,
+            d_model=config.text_dim,
+            d_kv=32,
+            num_heads=4,
+            d_ff=config.text_dim * 5 // 2,
+            num_layers=config.text_layers,
+            dropout_rate=0.0,
+            pad_token_id=0,
+            eos_token_id=1,
+        )
+    )
+
+
+def encode_text(encoder: UMT5EncoderModel, ids: Tensor, mask: Tensor) -> Tensor:
+    """Embed captions exactly as `WanPipeline` does: zeros after the end of the text.
+
+    Args:
+        encoder: The text encoder.
+        ids: [B, L] int64 token ids, padded.
+        mask: [B, L] int64, 1 for a token.
+
+    Returns:
+        [B, L, text_dim] in the encoder's dtype.
+    """
+    hidden: Tensor = encoder(ids, mask).last_hidden_state
+    return hidden * mask[..., None].to(hidden.dtype)
 
 
 def velocity(transformer: WanTransformer3DModel, text: Tensor) -> Velocity:
@@ -54,3 +134,33 @@ def velocity(transformer: WanTransformer3DModel, text: Tensor) -> Velocity:
 def times(steps: int) -> tuple[float, ...]:
     """Times of the rCM sampler."""
     return rcm_times(steps)
+
+
+def save_pipeline(
+    folder: Path,
+    config: TinyConfig,
+    *,
+    vae: AutoencoderKLWan,
+    text_encoder: UMT5EncoderModel,
+    transformer: WanTransformer3DModel,
+) -> None:
+    """Write a `WanPipeline` folder of less than 16 MiB, and the settings it was trained for.
+
+    The transformer is stored in bf16 with the parts that diffusers keeps in fp32 left alone, so
+    that loading in bf16 changes nothing; the VAE is stored in fp16, whose finer mantissa suits
+    fp32 decoding; the text encoder stays in fp32, because transformers would load a half-precision
+    file in half precision. The arguments are rounded in place: pass copies.
+    """
+    half(transformer, torch.bfloat16, _FP32_PARTS)
+    half(vae, torch.float16)
+    for model in (vae, transformer):  # where a part was once loaded from says nothing here
+        model.register_to_config(_name_or_path="")
+    pipe = WanPipeline(
+        tokenizer=build_tokenizer(config),
+        text_encoder=text_encoder,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, stochastic_sampling=True),
+        transformer=transformer,
+    )
+    pipe.save_pretrained(folder, safe_serialization=True)
+    write_settings(folder, config)

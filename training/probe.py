@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from training.build import TinyConfig, build_tokenizer
+from training.build import TinyConfig, build_tokenizer, tokenize
 from training.data import render, sample_scenes
 from training.family import Family
 from training.plots import loss_curves, sheet
@@ -48,13 +48,9 @@ def probe_flow(
     export(run.out / f"{family.NAME}_{stage.name}", family, config, vae, encoder, transformer)
     scenes, noises = run.generators(90)
     wanted = sample_scenes(count, scenes, held_out=True)
-    tokens = build_tokenizer(config)(
-        [*wanted.captions(), ""],
-        padding="max_length",
-        max_length=config.max_sequence_length,
-        return_tensors="pt",
-    ).to(run.device)
-    text = family.encode_text(encoder, tokens.input_ids, tokens.attention_mask)
+    captions, length = [*wanted.captions(), ""], config.max_sequence_length
+    ids, mask = tokenize(build_tokenizer(config), captions, length)
+    text = family.encode_text(encoder, ids.to(run.device), mask.to(run.device))
     noise = torch.randn((count, *config.latent_shape), generator=noises, device=run.device)
     real = render(wanted.to(run.device), frames=config.frames, size=config.size).permute(
         0, 2, 3, 4, 1

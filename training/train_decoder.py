@@ -11,15 +11,19 @@ import copy
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from training.build import TinyConfig
-from training.data import render, sample_scenes
-from training.plots import sheet
 from training.run import Run, Stage, batches
-from training.train_vae import decode, decode_frames, encode, statistics
+from training.train_vae import (
+    decode,
+    decode_frames,
+    encode,
+    report_reconstruction,
+    statistics,
+    videos_of,
+)
 
 _EDGE: Final = 1.0
 _SHAKE: Final = 0.05  # of a latent channel's standard deviation
@@ -60,12 +64,8 @@ def train_decoder(
     stage.load()
     _, std = statistics(vae, run.device)
 
-    def videos_of(count: int, generator: torch.Generator, *, held_out: bool) -> Tensor:
-        scenes = sample_scenes(count, generator, held_out=held_out).to(run.device)
-        return render(scenes, frames=config.frames, size=config.size)
-
     def losses() -> dict[str, Tensor]:
-        target = videos_of(batch, stage.scenes, held_out=False) * 2 - 1
+        target = videos_of(run, config, batch, stage.scenes) * 2 - 1
         with run.precision():
             with torch.no_grad():
                 posterior = vae.encode(target).latent_dist
@@ -89,20 +89,11 @@ def train_decoder(
     def probe(stage: Stage) -> None:
         average = averaged()
         scenes, _ = run.generators(98)
-        videos = videos_of(2 * batch, scenes, held_out=True)
+        videos = videos_of(run, config, 2 * batch, scenes, held_out=True)
         with run.precision():
             latents = torch.cat([encode(vae, videos[p]) for p in batches(2 * batch, batch)])
         found = decode_frames(average, latents, run, batch=batch)
-        frames = videos.permute(0, 2, 3, 4, 1)
-        error = F.mse_loss(found, frames, reduction="none").mean((1, 2, 3, 4)).clamp(min=1e-9)
-        run.log(
-            stage="decoder",
-            step=stage.step,
-            psnr=round(float(-10 * error.log10().mean()), 2),
-            psnr_worst=round(float(-10 * error.log10().max()), 2),
-        )
-        pairs = torch.stack([frames, found], 1).flatten(0, 1)
-        sheet(pairs, run.out / "sheets" / f"decoder_{stage.step:06d}.png")
+        report_reconstruction(stage, videos, found)
 
     stage.train(losses, probe)
     return averaged()

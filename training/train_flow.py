@@ -26,9 +26,8 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
 
-from training.build import TinyConfig, build_tokenizer
+from training.build import TinyConfig, build_tokenizer, tokenize
 from training.data import render, sample_scenes
 from training.family import Family
 from training.flow import Velocity, few_step, guided, ode, sample_times
@@ -55,16 +54,6 @@ class Corpus:
     ids: Tensor
     mask: Tensor
     empty: tuple[Tensor, Tensor]
-
-
-def tokenize(
-    tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int
-) -> tuple[Tensor, Tensor]:
-    """Ids and mask [B, L] int64, padded to `length`."""
-    tokens = tokenizer(
-        texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    )
-    return tokens.input_ids, tokens.attention_mask
 
 
 def build_corpus(

@@ -16,11 +16,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
 from torch import Tensor
 
-from training.data import render, sample_scenes
 from training.family_cogvideox import CogVideoXConfig, build_vae
-from training.plots import sheet
 from training.run import Run, Stage, batches
-from training.train_vae import decode_frames, encode
+from training.train_vae import decode_frames, encode, report_reconstruction, videos_of
 
 _EDGE: Final = 0.5
 _SHAKE: Final = 0.05  # of a latent channel's standard deviation
@@ -64,12 +62,8 @@ def train_twin(
     )
     stage.load()
 
-    def videos_of(count: int, generator: torch.Generator, *, held_out: bool) -> Tensor:
-        scenes = sample_scenes(count, generator, held_out=held_out).to(run.device)
-        return render(scenes, frames=config.frames, size=config.size)
-
     def losses() -> dict[str, Tensor]:
-        videos = videos_of(batch, stage.scenes, held_out=False)
+        videos = videos_of(run, config, batch, stage.scenes)
         target = videos * 2 - 1
         with run.precision():
             latents = encode(original, videos)
@@ -88,26 +82,16 @@ def train_twin(
     def probe(stage: Stage) -> None:
         average = stage.ema["vae"]
         scenes, _ = run.generators(98)
-        videos = videos_of(2 * batch, scenes, held_out=True)
+        videos = videos_of(run, config, 2 * batch, scenes, held_out=True)
         with run.precision():
             parts = [
                 (encode(original, videos[p]), encode(average, videos[p]))
                 for p in batches(2 * batch, batch)
             ]
         latents, own = (torch.cat(each) for each in zip(*parts, strict=True))
-        frames = videos.permute(0, 2, 3, 4, 1)
         found = decode_frames(average, latents, run, batch=batch)
-        error = F.mse_loss(found, frames, reduction="none").mean((1, 2, 3, 4)).clamp(min=1e-9)
         both = decode_frames(average, own, run, batch=batch)
-        run.log(
-            stage="vae",
-            step=stage.step,
-            psnr=round(float(-10 * error.log10().mean()), 2),
-            psnr_worst=round(float(-10 * error.log10().max()), 2),
-            psnr_own_latents=round(float(-10 * F.mse_loss(both, frames).log10()), 2),
-        )
-        pairs = torch.stack([frames, found], 1).flatten(0, 1)
-        sheet(pairs, run.out / "sheets" / f"vae_{stage.step:06d}.png")
+        report_reconstruction(stage, videos, found, psnr_own_latents=both)
 
     stage.train(losses, probe)
     average = stage.ema["vae"]

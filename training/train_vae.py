@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
 from torch import Tensor
 
-from training.build import TinyConfig, build_vae
+from training.build import TinyConfig
 from training.data import REFERENCE_SIZE, Scenes, render, sample_scenes
+from training.family_wan import build_vae
 from training.plots import sheet
 from training.run import Run, Stage, batches
 from turbo_rcm_patch.output import atomic
@@ -83,6 +84,39 @@ def decode_frames(
         with run.precision():
             parts.append(vae.decode(latents[part] * std + mean).sample.float())
     return (torch.cat(parts).permute(0, 2, 3, 4, 1) / 2 + 0.5).clamp(0, 1)
+
+
+def videos_of(
+    run: Run, config: TinyConfig, count: int, generator: torch.Generator, *, held_out: bool = False
+) -> Tensor:
+    """Whole rendered videos [B, 3, F, H, W] in 0..1."""
+    scenes = sample_scenes(count, generator, held_out=held_out).to(run.device)
+    return render(scenes, frames=config.frames, size=config.size)
+
+
+def report_reconstruction(stage: Stage, videos: Tensor, found: Tensor, **others: Tensor) -> None:
+    """Log how far decoded frames are from videos, and draw both side by side.
+
+    Args:
+        stage: Whose log and sheets.
+        videos: [B, 3, F, H, W] in 0..1.
+        found: Frames [B, F, H, W, 3].
+        **others: Name -> frames whose mean PSNR is logged as well.
+    """
+    frames = videos.permute(0, 2, 3, 4, 1)
+    error = F.mse_loss(found, frames, reduction="none").mean((1, 2, 3, 4)).clamp(min=1e-9)
+    stage.run.log(
+        stage=stage.name,
+        step=stage.step,
+        psnr=round(float(-10 * error.log10().mean()), 2),
+        psnr_worst=round(float(-10 * error.log10().max()), 2),
+        **{
+            name: round(float(-10 * F.mse_loss(other, frames).log10()), 2)
+            for name, other in others.items()
+        },
+    )
+    pairs = torch.stack([frames, found], 1).flatten(0, 1)
+    sheet(pairs, stage.run.out / "sheets" / f"{stage.name}_{stage.step:06d}.png")
 
 
 def _crop(
@@ -186,9 +220,7 @@ def train_vae(
         use_layout(vae, layout.read_text())
     elif run.device.type == "cuda":
         scenes, _ = run.generators(99)
-        warm = render(
-            sample_scenes(batch, scenes).to(run.device), frames=config.frames, size=config.size
-        )
+        warm = videos_of(run, config, batch, scenes)
         weights = {key: value.clone() for key, value in vae.state_dict().items()}
         fastest = _fastest_layout(vae, warm, run)
         with atomic(layout) as path:
@@ -215,28 +247,14 @@ def train_vae(
         assert isinstance(average, AutoencoderKLWan)
         _set_statistics(average, config, run, batch)
         scenes, _ = run.generators(98)
-        videos = render(
-            sample_scenes(2 * batch, scenes, held_out=True).to(run.device),
-            frames=config.frames,
-            size=config.size,
-        )
+        videos = videos_of(run, config, 2 * batch, scenes, held_out=True)
         with run.precision():
             latents = torch.cat(
                 [encode(average, videos[part]) for part in batches(2 * batch, batch)]
             )
         found = decode_frames(average, latents, run, batch=batch)
-        frames = videos.permute(0, 2, 3, 4, 1)
-        error = F.mse_loss(found, frames, reduction="none").mean((1, 2, 3, 4)).clamp(min=1e-9)
         noisy = decode_frames(average, latents + 0.1 * torch.randn_like(latents), run, batch=batch)
-        run.log(
-            stage="vae",
-            step=stage.step,
-            psnr=round(float(-10 * error.log10().mean()), 2),
-            psnr_worst=round(float(-10 * error.log10().max()), 2),
-            psnr_noisy_latents=round(float(-10 * F.mse_loss(noisy, frames).log10()), 2),
-        )
-        pairs = torch.stack([frames, found], 1).flatten(0, 1)
-        sheet(pairs, run.out / "sheets" / f"vae_{stage.step:06d}.png")
+        report_reconstruction(stage, videos, found, psnr_noisy_latents=noisy)
 
     stage.train(losses, probe)
     average = stage.ema["vae"]
@@ -253,9 +271,7 @@ def _set_statistics(vae: AutoencoderKLWan, config: TinyConfig, run: Run, batch: 
     scenes, _ = run.generators(97)
     parts = []
     for _ in range(8):
-        videos = render(
-            sample_scenes(batch, scenes).to(run.device), frames=config.frames, size=config.size
-        )
+        videos = videos_of(run, config, batch, scenes)
         with run.precision():
             parts.append(encode(vae, videos))
     latents = torch.cat(parts)

@@ -12,12 +12,11 @@ from diffusers import CogVideoXPipeline
 from torch import nn
 
 from training import family_cogvideox, train
-from training.build import build_tokenizer
+from training.build import build_tokenizer, tokenize
 from training.evaluate import Evaluation, evaluate, zeroed
 from training.family import FAMILIES, Family, family_of, family_of_folder
 from training.flow import few_step, ode
 from training.train import install, main
-from training.train_flow import tokenize
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.sampling import generate, load_pipeline
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX

@@ -10,8 +10,9 @@ import pytest
 import torch
 from diffusers import WanPipeline
 
-from training.build import TinyConfig, build_tokenizer, build_vae
+from training.build import TinyConfig, build_tokenizer
 from training.evaluate import Evaluation, evaluate, zeroed
+from training.family_wan import build_vae
 from training.flow import few_step, ode, rcm_times
 from training.train import install, main
 from training.train_vae import decode
