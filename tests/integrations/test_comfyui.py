@@ -1,4 +1,4 @@
-"""The ComfyUI nodes, against stand-ins, and against a checkout: `pytest --comfyui PATH`."""
+"""The ComfyUI nodes, against stand-ins, and against a checkout: `pytest --comfyui=PATH`."""
 
 from __future__ import annotations
 
@@ -408,7 +408,7 @@ def test_nodes_import_without_comfyui() -> None:
 def test_a_checkout_of_comfyui(pytestconfig: pytest.Config) -> None:
     path = pytestconfig.getoption("--comfyui")
     if path is None:
-        pytest.skip("needs --comfyui PATH, a checkout of ComfyUI")
+        pytest.skip("needs --comfyui=PATH, a checkout of ComfyUI")
     script = Path(__file__).with_name("comfyui_checkout.py")
     done = subprocess.run(
         [sys.executable, script, path], cwd=ROOT, capture_output=True, text=True, timeout=280
