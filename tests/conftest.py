@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--comfyui",
         default=None,
         metavar="PATH",
-        help="run the test that needs a checkout of ComfyUI, from this folder; write --comfyui=PATH, "
+        help="run the test that needs a checkout of ComfyUI, from this folder, as --comfyui=PATH, "
         "because pytest would look for tests in a PATH that stands alone",
     )
     parser.addoption(
