@@ -1,0 +1,174 @@
+"""The nodes. ComfyUI's modules are imported when a node runs, not when this file is."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.ops import INT8_MIN_KEYS
+from turbo_rcm_patch.sampling.scheduler import MAX_STEPS, rcm_times
+
+from .attention import OVERRIDE, Settings, is_override, override_attention
+from .sampler import sample_rcm
+from .wan import patch_wan
+from .weights import read_wan
+
+__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
+
+_log = logging.getLogger(__name__)
+_CATEGORY = "TurboRCM"
+_PV = ["auto", "fp8", "bf16", "fp16"]
+
+
+class TurboRCMPatch:
+    """MODEL -> MODEL whose attention runs in int8."""
+
+    CATEGORY = _CATEGORY
+    FUNCTION = "patch"
+    RETURN_TYPES = ("MODEL",)
+    DESCRIPTION = (
+        "Runs attention in int8. In Wan models the norms and the rotary embedding of "
+        "self-attention run in the same kernels. The model that comes in is not changed: bypass "
+        "the node to go back."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "model": ("MODEL",),
+                "attention": (
+                    ["int8", "exact"],
+                    {"tooltip": "exact: only norms and rotary embedding of Wan are fused."},
+                ),
+                "pv": (_PV, {"tooltip": "Element type of probabilities and values."}),
+                "min_keys": (
+                    "INT",
+                    {
+                        "default": INT8_MIN_KEYS,
+                        "min": 0,
+                        "max": 1 << 20,
+                        "tooltip": "Attentions over fewer keys stay exact.",
+                    },
+                ),
+                "fuse_wan": (
+                    "BOOLEAN",
+                    {"default": True, "tooltip": "Norms and rotary embedding in the kernels."},
+                ),
+            }
+        }
+
+    def patch(
+        self, model: Any, attention: str, pv: str, min_keys: int, fuse_wan: bool = True
+    ) -> tuple[Any]:
+        patched = model.clone()
+        settings = Settings(attention, pv, min_keys)
+        options = patched.model_options["transformer_options"] = dict(
+            patched.model_options.get("transformer_options", {})
+        )
+        before = options.get(OVERRIDE)
+        if is_override(before):  # Of another node of this kind, whose settings these replace.
+            before = before.turbo_rcm_before
+        options[OVERRIDE] = override_attention(settings, before)
+        blocks = patch_wan(patched, settings) if fuse_wan else 0
+        _log.info("TurboRCM: %s attention; %d Wan blocks with a fused prologue", attention, blocks)
+        return (patched,)
+
+
+class TurboRCMLoadSLA:
+    """A TurboWan checkpoint with SLA or SageSLA -> MODEL."""
+
+    CATEGORY = _CATEGORY
+    FUNCTION = "load"
+    RETURN_TYPES = ("MODEL",)
+    DESCRIPTION = (
+        "Loads a TurboDiffusion .pth (also -quant) or a folder that turbo_rcm_patch converted, "
+        "with its sparse-linear attention. SpargeAttn is not needed."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        import folder_paths
+
+        return {
+            "required": {
+                "weights": (folder_paths.get_filename_list("diffusion_models"),),
+                "topk": (
+                    "FLOAT",
+                    {
+                        "default": 0.1,
+                        "min": 0.01,
+                        "max": 1.0,
+                        "step": 0.01,
+                        "tooltip": "Share of the blocks of keys that the softmax sees.",
+                    },
+                ),
+                "pv": (_PV, {}),
+            }
+        }
+
+    def load(self, weights: str, topk: float, pv: str) -> tuple[Any]:
+        import comfy.sd
+        import folder_paths
+
+        path = folder_paths.get_full_path_or_raise("diffusion_models", weights)
+        tensors, proj_l = read_wan(path)
+        if not proj_l:
+            raise CheckpointError(
+                path,
+                expected="weights with SLA's proj_l",
+                remedy="Load weights without SLA with ComfyUI's own loader",
+            )
+        model = comfy.sd.load_diffusion_model_state_dict(tensors)
+        if model is None:
+            raise CheckpointError(path, expected="a Wan that this ComfyUI knows")
+        patch_wan(model, Settings(pv=pv), proj_l=proj_l, topk=topk)
+        return (model,)
+
+
+class TurboRCMSampler:
+    """The few-step rCM sampler and its times, for `SamplerCustom`."""
+
+    CATEGORY = _CATEGORY
+    FUNCTION = "make"
+    RETURN_TYPES = ("SAMPLER", "SIGMAS")
+    DESCRIPTION = "rCM in 1 to 4 steps. Connect both outputs to SamplerCustom and set cfg to 1."
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {
+                "steps": ("INT", {"default": MAX_STEPS, "min": 1, "max": MAX_STEPS}),
+                "sigma_max": (
+                    "FLOAT",
+                    {
+                        "default": 80.0,
+                        "min": 15.0,
+                        "max": 1000.0,
+                        "tooltip": "80; 200 for Wan 2.2 I2V.",
+                    },
+                ),
+                "sampler": (["sde", "ode"], {}),
+            }
+        }
+
+    def make(self, steps: int, sigma_max: float, sampler: str) -> tuple[Any, Any]:
+        import comfy.samplers
+
+        return (
+            comfy.samplers.KSAMPLER(sample_rcm, {"sampler": sampler}),
+            rcm_times(steps, sigma_max).float(),
+        )
+
+
+NODE_CLASS_MAPPINGS = {
+    "TurboRCMPatch": TurboRCMPatch,
+    "TurboRCMLoadSLA": TurboRCMLoadSLA,
+    "TurboRCMSampler": TurboRCMSampler,
+}
+NODE_DISPLAY_NAME_MAPPINGS = {
+    "TurboRCMPatch": "TurboRCM Patch",
+    "TurboRCMLoadSLA": "TurboRCM Load SLA",
+    "TurboRCMSampler": "TurboRCM Sampler",
+}

@@ -1,0 +1,212 @@
+"""Self-attention of ComfyUI's Wan with its norms and rotary embedding in our kernels, dense or
+sparse (SLA)."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turbo_rcm_patch.errors import CheckpointError, OpError
+from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
+
+from .attention import OVERRIDE, Settings, is_override
+
+__all__ = ["SparseLinear", "WanSelfAttention", "patch_wan"]
+
+_log = logging.getLogger(__name__)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_MEMBERS = ("q", "k", "v", "o", "norm_q", "norm_k", "num_heads", "head_dim")
+
+
+@dataclass(frozen=True)
+class SparseLinear:
+    """What makes a self-attention SLA's.
+
+    Attributes:
+        weight: [D, D] of proj_l.
+        bias: [D].
+        topk: Share of the blocks of keys that the softmax sees.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    topk: float
+
+
+class _RotaryTables:
+    """(cos, sin) of the last table that a model came with, which is one for all of its blocks."""
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[Tensor] | None = None
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def get(self, freqs: Tensor, tokens: int, head_dim: int) -> tuple[Tensor, Tensor] | None:
+        """[N, D] each, fp32, as `attention_skip` takes them; None for a table of another form."""
+        if freqs.shape != (1, tokens, 1, head_dim // 2, 2, 2):
+            return None
+        if self._of is None or self._of() is not freqs:
+            cos, sin = freqs[0, :, 0, :, 0, 0].float(), freqs[0, :, 0, :, 1, 0].float()
+            self._tables = (cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1))
+            self._of = weakref.ref(freqs)
+        return self._tables
+
+
+class WanSelfAttention:
+    """Stands in for the forward of one `WanSelfAttention` while its model is patched.
+
+    Linears are called, so LoRA, fp8 weights and weights that wait in main memory work as before.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        original: Callable[..., Tensor],
+        settings: Settings,
+        tables: _RotaryTables,
+        sparse: SparseLinear | None = None,
+    ) -> None:
+        self.module: Any = module
+        self.original = original
+        self.settings = settings
+        self.tables = tables
+        self.sparse = sparse
+
+    def __call__(
+        self,
+        x: Tensor,
+        freqs: Tensor,
+        transformer_options: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """As the author's forward: x [B, N, C], freqs [1, N, 1, D / 2, 2, 2]. Whatever a newer
+        ComfyUI passes besides goes to the author's forward."""
+        options = {} if transformer_options is None else transformer_options
+        attn = self.module
+        rotary = self.tables.get(freqs, x.shape[1], attn.head_dim)
+        if rotary is None or more or not self._may_run(x, options):
+            if self.sparse is not None:
+                raise OpError(
+                    "SLA in ComfyUI",
+                    expected="Wan's own rotary embedding, 16- or 32-bit activations, and no "
+                    "attn1_patch of another node",
+                    got=f"x {x.dtype}, a rotary table {list(freqs.shape)}, {sorted(more)}",
+                )
+            return self.original(x, freqs, transformer_options=options, **more)
+        q, k, v = attn.q(x), attn.k(x), attn.v(x)
+        weights = _norm_weights(attn, q)
+        if weights is None:
+            q, k, eps, weights = attn.norm_q(q), attn.norm_k(k), 1e-6, (None, None)
+        else:
+            eps = 1e-6 if weights[0] is None else attn.norm_q.eps
+        norms = {"norm_q": weights[0], "norm_k": weights[1]}
+        if self.sparse is None:
+            spec = self.settings.spec(attn.num_heads, k.shape[1], eps=eps)
+            return attn.o(attention_skip(q, k, v, spec, rotary=rotary, **norms))
+        spec = AttentionSpec(heads=attn.num_heads, pv=self.settings.pv, eps=eps)
+        out = sparse_linear_attention(
+            q,
+            k,
+            v,
+            self.sparse.weight.to(q.device),
+            None if self.sparse.bias is None else self.sparse.bias.to(q.device),
+            spec,
+            Sparsity.sage(self.sparse.topk, q.device),
+            rotary=rotary,
+            **norms,
+        )
+        return attn.o(out)
+
+    def _may_run(self, x: Tensor, options: Mapping[str, Any]) -> bool:
+        """Whether nobody else asked for something inside this attention."""
+        if x.dtype not in _FLOATS or "attn1_patch" in options.get("patches", {}):
+            return False
+        override = options.get(OVERRIDE)
+        if self.sparse is not None or override is None:
+            return True
+        # An override before ours counts too: it takes what ours does not.
+        return is_override(override) and override.turbo_rcm_before is None
+
+
+def _norm_weights(attn: Any, q: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
+    """The weights of both norms where they can be read as they are; None where the modules have to
+    be called."""
+    if all(type(norm) is nn.Identity for norm in (attn.norm_q, attn.norm_k)):
+        return None, None
+    found = []
+    for norm in (attn.norm_q, attn.norm_k):
+        weight = getattr(norm, "weight", None)
+        readable = (
+            type(norm).__name__ == "RMSNorm"
+            and isinstance(weight, Tensor)
+            and weight.dtype in _FLOATS
+            and weight.device == q.device
+            and tuple(weight.shape) == (q.shape[-1],)
+            and not getattr(norm, "weight_function", None)
+            and not (norm._forward_hooks or norm._forward_pre_hooks)
+            and norm.eps is not None
+        )
+        if not readable:
+            return None
+        found.append(weight)
+    return tuple(found) if attn.norm_q.eps == attn.norm_k.eps else None
+
+
+def patch_wan(
+    model: Any,
+    settings: Settings,
+    *,
+    proj_l: Mapping[int, tuple[Tensor, Tensor | None]] | None = None,
+    topk: float = 0.1,
+) -> int:
+    """Put `WanSelfAttention` in the self-attentions of a ComfyUI model (a ModelPatcher).
+
+    Only object patches of this patcher are added; the network itself is not touched. Blocks that
+    another node has patched, and blocks of another kind, are left alone.
+
+    Args:
+        model: The ModelPatcher, a clone.
+        settings: How dense attention runs.
+        proj_l: Weight and bias of SLA's projection for each block; every block has to get it.
+        topk: Of SLA.
+
+    Returns:
+        Number of blocks.
+    """
+    blocks = getattr(model.get_model_object("diffusion_model"), "blocks", None)
+    tables = _RotaryTables()
+    patches: dict[str, WanSelfAttention] = {}
+    for index, block in enumerate(blocks if isinstance(blocks, nn.ModuleList) else ()):
+        attn = getattr(block, "self_attn", None)
+        name = f"diffusion_model.blocks.{index}.self_attn.forward"
+        if type(attn).__name__ != "WanSelfAttention" or not all(
+            hasattr(attn, member) for member in _MEMBERS
+        ):
+            continue
+        earlier = model.object_patches.get(name)
+        if isinstance(earlier, WanSelfAttention):  # Settings of an earlier node of ours.
+            original, sparse = earlier.original, earlier.sparse
+        elif earlier is not None:
+            _log.info("%s was patched by another node and is left alone", name)
+            continue
+        else:
+            original, sparse = model.get_model_object(name), None
+        if proj_l is not None:
+            sparse = SparseLinear(*proj_l[index], topk) if index in proj_l else None
+        patches[name] = WanSelfAttention(attn, original, settings, tables, sparse)
+    if proj_l is not None:
+        fit = sum(patch.sparse is not None for patch in patches.values())
+        if not fit == len(patches) == len(proj_l):
+            raise CheckpointError(
+                f"SLA weights of {len(proj_l)} blocks",
+                expected="one for each block of the model",
+                got=f"a model of {len(patches)} blocks, {fit} of them with weights",
+            )
+    for name, patch in patches.items():
+        model.add_object_patch(name, patch)
+    return len(patches)

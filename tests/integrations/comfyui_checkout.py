@@ -1,0 +1,215 @@
+"""The nodes inside ComfyUI's own code, on a CPU: `python comfyui_checkout.py PATH`.
+
+It needs what ComfyUI's network, patcher and samplers import: einops, torchsde, scipy and psutil.
+torchvision and torchaudio, which only other models use, are stand-ins where they are missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import sys
+import tempfile
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+CHECKOUT = Path(sys.argv[1]).resolve()
+sys.path.insert(0, str(ROOT))
+
+from tests.checkpoints.wan_model import Options, state_dict  # noqa: E402
+from tests.integrations.comfyui import NODES, load_nodes  # noqa: E402
+from turbo_rcm_patch.sampling.scheduler import rcm_times  # noqa: E402
+
+sys.path.insert(0, str(CHECKOUT))  # last, because it has a package called tests too
+sys.argv = ["main.py", "--cpu", "--use-pytorch-cross-attention"]
+for name in ("torchvision", "torchaudio"):
+    if importlib.util.find_spec(name) is None:
+        for part in ("", ".transforms", ".functional"):
+            stand_in = MagicMock()
+            stand_in.__spec__ = ModuleSpec(name + part, None)
+            sys.modules[name + part] = stand_in
+
+import comfy.options  # noqa: E402
+
+comfy.options.enable_args_parsing()
+
+import comfy.ldm.wan.model as comfy_wan  # noqa: E402
+import comfy.model_patcher  # noqa: E402
+import comfy.ops  # noqa: E402
+import comfy.sample  # noqa: E402
+import comfy.sd  # noqa: E402
+import folder_paths  # noqa: E402
+
+nodes = load_nodes("custom_nodes_turbo_rcm")
+Patch, LoadSLA, Sampler = nodes.NODE_CLASS_MAPPINGS.values()
+WanSelfAttention = sys.modules[f"{nodes.__name__}.wan"].WanSelfAttention
+CHANNELS, TEXT = 16, 4096
+#: What ComfyUI takes for granted of a Wan.
+SIZES: dict[str, Any] = {"freq": 256, "text": TEXT, "inputs": CHANNELS, "outputs": CHANNELS}
+#: 2 x 6 x 6 tokens, each of 2 x 2 pixels of the latent video.
+SHAPE = (1, CHANNELS, 2, 12, 12)
+
+
+def load(options: Options, **more: Any) -> Any:
+    """A tiny Wan of ComfyUI's own class in ComfyUI's own patcher, loaded as a user's would be."""
+    read_wan = sys.modules[f"{nodes.__name__}.weights"].read_wan
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.pth")
+        tensors = state_dict(options)
+        for index in range(options.layers):  # So that attention reaches the output.
+            tensors[f"blocks.{index}.modulation"][:, (2, 5)] += 0.7
+            tensors[f"blocks.{index}.self_attn.norm_q.weight"] *= 3
+        torch.save(tensors, path)
+        if options.sla:
+            folder_paths.add_model_folder_path("diffusion_models", folder)
+            assert path.name in LoadSLA.INPUT_TYPES()["required"]["weights"][0]
+            return LoadSLA().load(path.name, 0.5, "bf16")[0]
+        model = comfy.sd.load_diffusion_model_state_dict(read_wan(path)[0])
+    assert type(model.model.diffusion_model) is comfy_wan.WanModel
+    return model
+
+
+def velocity(model: Any, lowvram: bool = False) -> torch.Tensor:
+    """One forward of the network, as sampling calls it; with `lowvram` no Linear is loaded, and
+    each applies its LoRA when it runs."""
+    generator = torch.Generator().manual_seed(0)
+    x, context = (
+        torch.randn(SHAPE, generator=generator),
+        torch.randn(1, 7, TEXT, generator=generator),
+    )
+    if lowvram:
+        comfy.model_management.unload_all_models()
+        model.patch_model(torch.device("cpu"), lowvram_model_memory=1)
+        assert model.model.model_lowvram
+    else:
+        comfy.model_management.load_models_gpu([model], force_full_load=True)
+    with torch.no_grad():
+        out = model.model.diffusion_model(
+            x,
+            torch.tensor([500.0]),
+            context,
+            transformer_options=model.model_options["transformer_options"],
+        ).float()
+    if lowvram:
+        model.unpatch_model(torch.device("cpu"))
+    return out
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def patched(model: Any, **settings: Any) -> Any:
+    given = {"attention": "int8", "pv": "bf16", "min_keys": 32, "fuse_wan": True}
+    return Patch().patch(model, **(given | settings))[0]
+
+
+def lora(model: Any) -> Any:
+    """A clone with a difference added to some weights, as ComfyUI's LoRA loader adds it."""
+    made = model.clone()
+    torch.manual_seed(3)
+    keys = [
+        f"diffusion_model.blocks.{i}.self_attn.{name}.weight" for i in (0, 1) for name in "qko"
+    ]
+    differences = {key: ("diff", (torch.randn(256, 256) * 0.05,)) for key in keys}
+    assert len(made.add_patches(differences)) == len(keys)
+    return made
+
+
+def calls_of(model: Any) -> list[Any]:
+    found = [one for one in model.object_patches.values() if isinstance(one, WanSelfAttention)]
+    assert len(found) == len(model.model.diffusion_model.blocks)
+    return found
+
+
+OPTIONS = Options(**SIZES)
+
+
+def test_patch() -> None:
+    original = load(OPTIONS)
+    expected = velocity(original)
+    for fuse in (True, False):
+        exact = patched(original, attention="exact", fuse_wan=fuse)
+        assert relative(velocity(exact), expected) < 1e-4
+        int8 = patched(original, fuse_wan=fuse)
+        assert 1e-4 < relative(velocity(int8), expected) < 2e-2
+        assert torch.equal(velocity(original), expected)  # Loading it again unpatched the clone.
+    adapted = velocity(lora(original))
+    assert relative(adapted, expected) > 0.01
+    for after in (patched(lora(original), attention="exact"),
+                  lora(patched(original, attention="exact"))):  # fmt: skip
+        calls_of(after)
+        assert relative(velocity(after), adapted) < 1e-4
+        assert relative(velocity(after, lowvram=True), adapted) < 1e-4
+    assert torch.equal(velocity(original), expected)
+
+
+def test_bf16() -> None:
+    original = load(Options(**SIZES, dtype=torch.bfloat16))
+    out = relative(velocity(patched(original)), velocity(original))
+    assert 1e-4 < out < 3e-2
+
+
+def test_sla() -> None:
+    dense = load(OPTIONS)
+    sparse = load(Options(**SIZES, sla=True))
+    calls = calls_of(sparse)
+    assert all(call.sparse is not None for call in calls)
+    out = velocity(sparse)
+    assert out.isfinite().all() and relative(out, velocity(dense)) > 1e-2
+    assert torch.equal(velocity(patched(sparse, min_keys=1 << 20)), out)
+
+
+def test_sampler() -> None:
+    """`SamplerCustom`'s call, and the same loop written out over the same network."""
+    model = patched(load(OPTIONS), attention="exact")
+    sampler, sigmas = Sampler().make(4, 80.0, "ode")
+    torch.manual_seed(0)
+    noise, context = torch.randn(SHAPE), torch.randn(1, 7, TEXT)
+    conditioning = [[context, {}]]
+    latent = torch.zeros(SHAPE)
+    out = comfy.sample.sample_custom(
+        model, noise, 1.0, sampler, sigmas, conditioning, conditioning, latent, seed=5,
+        disable_pbar=True,
+    )  # fmt: skip
+    comfy.model_management.load_models_gpu([model], force_full_load=True)
+    times = rcm_times(4)
+    x = noise.double() * times[0]
+    for t, t_next in zip(times[:-1], times[1:], strict=True):
+        with torch.no_grad():
+            v = model.model.diffusion_model(
+                x.float(), (t * 1000).float().view(1), context,
+                transformer_options=model.model_options["transformer_options"],
+            )  # fmt: skip
+        x = x - (t - t_next) * v.double()
+    expected = model.model.process_latent_out(x.float())
+    assert relative(out, expected) < 1e-3, relative(out, expected)
+    sde, _ = Sampler().make(4, 80.0, "sde")
+    runs = [
+        comfy.sample.sample_custom(
+            model, noise, 1.0, sde, sigmas, conditioning, conditioning, latent, seed=seed,
+            disable_pbar=True,
+        )
+        for seed in (5, 5, 6)
+    ]  # fmt: skip
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    logging.getLogger().setLevel(logging.WARNING)
+    workflow = NODES / "example_workflows" / "turbo_wan_t2v.json"
+    assert json.loads(workflow.read_text(encoding="utf-8"))
+    for test in (test_patch, test_bf16, test_sla, test_sampler):
+        test()
+        print("passed:", test.__name__)
+
+
+if __name__ == "__main__":
+    main()
