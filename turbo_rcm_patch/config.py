@@ -140,7 +140,7 @@ class PatchConfig:
         if not is_number(self.sla_topk) or not 0.0 < self.sla_topk <= 1.0:
             raise ConfigError(
                 "PatchConfig.sla_topk",
-                expected="a share of the blocks of keys, in (0, 1]",
+                expected="a share of the key blocks, in (0, 1]",
                 got=repr(self.sla_topk),
                 remedy="Use unload_extra to run without SLA",
             )

@@ -198,7 +198,7 @@ class CheckpointKeysError(CheckpointError):
 
 
 class OutputExistsError(TurboRCMError, FileExistsError):
-    """What would be written is there already, or its place cannot be written to."""
+    """What would be written already exists, or its place cannot be written to."""
 
 
 class OutputError(TurboRCMError, OSError):

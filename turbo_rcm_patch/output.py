@@ -131,7 +131,7 @@ def _real_file(target: Path) -> Path:
     if target.exists() and not target.is_file():
         raise OutputError(
             f"{target} cannot be written",
-            expected="a file, or a place where there is nothing yet",
+            expected="a file, or a path that does not exist",
             got="a folder" if target.is_dir() else "a device or a pipe",
             remedy="Choose another place",
         )

@@ -104,7 +104,7 @@ def list_dcp(metadata: Path) -> dict[str, object]:
             f"{metadata} is not the metadata of a distributed checkpoint, or holds more; it was "
             "not executed",
             got=f"one that asks for {str(error)[:120]}",
-            remedy="Copy it again, or save it anew in the program that wrote it",
+            remedy="Copy it again, or save it again in the program that wrote it",
         ) from error
     except CheckpointError:
         raise
@@ -222,7 +222,7 @@ def _shard(file: Path, start: int, length: int, name: str) -> Tensor:
         part = torch.load(held, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(
-            f"{name} is no tensor, or not all of one; nothing of it was executed",
+            f"{name} is not a complete tensor; nothing in it was executed",
             remedy="Copy the folder again",
         ) from error
     if not isinstance(part, Tensor):

@@ -137,7 +137,7 @@ def load_extra(
         raise AlreadyPatchedError(
             f"{path}: proj_l of {len(attentions)} attentions",
             expected="a transformer that is patched after its proj_l is attached",
-            got="one that carries our patch",
+            got="a patched one",
             remedy="Call unpatch_model, then load_extra, then patch_model",
         )
     before = [(modules[name], held_int8(modules[name])) for name in linears]

@@ -266,13 +266,14 @@ def _load(path: Path, progress: Progress | None = None, *, sums: bool = True) ->
             return torch.load(path, map_location="cpu", weights_only=True)  # an old format
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is not a torch checkpoint, or holds more than tensors; it was not executed",
+            f"{path} is not a torch checkpoint, or contains more than tensors; "
+            "nothing in it was executed",
             got=_asked_for(error),
             remedy="Download it again, or save its state dict alone in the program that wrote it",
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, LookupError) as error:
         raise CheckpointError(
-            f"{path} is not a torch checkpoint, or not all of one ({type(error).__name__}: "
+            f"{path} is not a complete torch checkpoint ({type(error).__name__}: "
             f"{_quoted(error)})",
             remedy="Download the file again",
         ) from error

@@ -41,13 +41,13 @@ def check_target(target: Path, *, force: bool, folder: bool) -> None:
         return
     if not force:
         raise OutputExistsError(
-            f"{target} is there already",
-            expected="a path that is not, so that nothing is lost",
+            f"{target} already exists",
+            expected="a path that does not exist",
             remedy="Choose another path, or pass --force (force=True) to replace it",
         )
     if target.exists() and target.is_dir() != folder:
         raise OutputExistsError(
-            f"{target} is there already, and is not replaced",
+            f"{target} already exists and is not replaced",
             expected="a folder" if folder else "a file",
             got="a folder" if target.is_dir() else "a file",
             remedy="Choose another path",
@@ -56,10 +56,10 @@ def check_target(target: Path, *, force: bool, folder: bool) -> None:
         inside = sorted(path.name for path in target.iterdir())[:6]
         if not any(name in os.listdir(target) for name in _OURS):
             raise OutputExistsError(
-                f"{target} is a folder without a model, and is not replaced",
+                f"{target} is a folder without a model, so it is not replaced",
                 expected=f"a folder with one of {_OURS}",
                 got=str(inside),
-                remedy="Remove it yourself if that is meant",
+                remedy="Remove it yourself if you do not need it",
             )
 
 
@@ -74,7 +74,7 @@ def check_outside(target: Path, *sources: str | Path | None) -> None:
         if source is not None and Path(source).resolve().is_relative_to(whole):
             raise OutputExistsError(
                 f"{target} holds {source}, which is read",
-                expected="another path, so that nothing is lost",
+                expected="another path",
                 remedy="Choose another path, or move that file out of it",
             )
 
@@ -92,7 +92,7 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
         folder: Whether a folder is written; it is made.
 
     Raises:
-        OutputExistsError: It is there already, or cannot be written: the disk is full, say.
+        OutputExistsError: It already exists, or cannot be written: the disk is full, say.
     """
     check_target(target, force=force, folder=folder)
     remove_abandoned(target)
@@ -128,7 +128,7 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
         raise OutputExistsError(
             f"{target} could not be written ({why}); nothing of it is left",
             got=f"{free / 2**30:.1f} GiB free in {target.parent}",
-            remedy="Make room, or choose another disk",
+            remedy="Free some space, or choose another disk",
         ) from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -216,7 +216,7 @@ def check_space(target: Path, written: int, *, copied: int = 0) -> None:
     if free < written + copied:
         parts = f", {copied / 2**30:.1f} GiB of them copies of the base" if copied else ""
         raise OutputExistsError(
-            f"{parent} has no room for {target.name}",
+            f"{parent} has too little space for {target.name}",
             expected=f"{(written + copied) / 2**30:.1f} GiB{parts}",
             got=f"{free / 2**30:.1f} GiB",
             remedy="Choose another disk, or a smaller --dtype"

@@ -62,7 +62,7 @@ class StoredTensors:
                 name = key if owner is None else f"{owner[0]}.proj_l.{owner[1]}"
                 if name in self.listing:
                     raise CheckpointError(
-                        f"{path}: {key} is there twice",
+                        f"{path}: {key} occurs twice",
                         expected="each tensor once in the files of a folder",
                         remedy="Remove the files that do not belong to it",
                     )
@@ -120,7 +120,7 @@ def write_checkpoint(
     Raises:
         CheckpointError: The folder cannot be read, or is of another model.
         CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
-        OutputExistsError: The file is there already, or cannot be written.
+        OutputExistsError: The file already exists, or cannot be written.
     """
     place, path = transformer_folder(folder), Path(target)
     with staged(path, force=force, folder=False) as made:

@@ -94,8 +94,8 @@ def _patch(model: object, config: PatchConfig) -> PatchReport:
         if record_of(target.module) is not None:
             raise AlreadyPatchedError(
                 target.path or "model",
-                expected="a model without our patch",
-                got="one that carries it",
+                expected="a model that is not patched",
+                got="a patched model",
                 remedy="Call unpatch_model first to patch it with another configuration",
             )
     for target in targets:
@@ -339,8 +339,8 @@ def _entry(plan: ModelPlan, installation: Installation, guard: Guard | None) -> 
     if slot is None:  # The family leaves such a block as written, so this is a late change.
         raise WrappedError(
             f"{plan.path or 'model'}: {type(installation.module).__name__}.{installation.name}",
-            expected="the class's own function, bare or under known hooks",
-            got="a function put there by somebody else",
+            expected="the class's own function, possibly under hooks of diffusers or accelerate",
+            got="a function that other code put there",
             remedy="Undo that change, patch, then apply it again",
         )
     ours = installation.make(guard)

@@ -66,7 +66,7 @@ def _say_dense(pipe: VideoPipeline) -> None:
     modules = [module for part in parts for module in part.modules()]
     held = sum(attached_proj_l(module) is not None for module in modules)
     if held:
-        print(f"{held} attentions hold SLA's proj_l; with --no-patch they run dense, without SLA")
+        print(f"{held} attentions hold SLA's proj_l. With --no-patch they run dense, without SLA.")
 
 
 def _write_videos(

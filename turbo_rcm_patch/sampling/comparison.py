@@ -68,12 +68,12 @@ class Comparison:
         lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
         lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
         if self.network is None and not self.judgement.missing:
-            lines += ["  --  left out on request: the network number"]
+            lines += ["  --  not measured, as you asked: the network number"]
         seen = [asdict(one.seen) for one in self.results if one.seen]
         if seen:
             found = as_asked(seen)
             lines += [
-                f"detector: {found['baseline']} of {len(seen)} videos show what was asked without "
+                f"detector: {found['baseline']} of {len(seen)} videos show what was asked for without "
                 f"the patch, {found['patched']} with it"
             ]
         lines += [f"baseline: {self.baseline}"]
@@ -200,9 +200,9 @@ def compare(
 
 def _baseline(sparse: int, config: PatchConfig) -> str:
     if not sparse:
-        return "the model as its authors wrote it"
+        return "the unpatched model"
     return (
-        f"SLA as it is defined, in plain torch, in {sparse} attentions that hold a proj_l "
-        f"(sla_topk={config.sla_topk:g}), the rest as its authors wrote it; the control's backend "
-        "runs the other attentions"
+        f"the unpatched model, with SLA computed by its definition in plain torch in {sparse} "
+        f"attentions that hold a proj_l (sla_topk={config.sla_topk:g}); the control changes the "
+        "backend of the other attentions"
     )

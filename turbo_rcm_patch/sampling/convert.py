@@ -71,7 +71,7 @@ def convert_transformer(
     Raises:
         CheckpointError: The checkpoint cannot be read.
         CheckpointKeysError: Its tensors are not those of a WanModel.
-        OutputExistsError: `out` is there already, or cannot be written.
+        OutputExistsError: `out` already exists, or cannot be written.
     """
     target = Path(out)
     check_target(target, force=force, folder=True)
@@ -257,7 +257,7 @@ def _bytes_of(folder: Path) -> int:
         for path in (Path(place, name) for name in names):
             if not path.exists():
                 raise ModelFolderError(
-                    f"{path} is a link to nothing", remedy="Download the base again"
+                    f"{path} is a broken link", remedy="Download the base again"
                 )
             total += path.stat().st_size
     return total

@@ -97,7 +97,7 @@ def run_kernel_check(folder: Path) -> KernelCheck:
     except subprocess.TimeoutExpired as error:
         raise SamplingError(
             f"the kernel check took more than {TIMEOUT_SECONDS} s",
-            remedy="Is the machine busy? Run the command again",
+            remedy="Run the command again when the machine is less busy",
         ) from error
     except OSError as error:
         raise SamplingError(f"the kernel check could not be started ({error})") from error
@@ -105,15 +105,16 @@ def run_kernel_check(folder: Path) -> KernelCheck:
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise SamplingError(
-            f"the kernel check failed ({last[0]})", remedy=f"Run it by itself: env {by_itself}"
+            f"the kernel check failed ({last[0]})",
+            remedy=f"Run this command to see why: env {by_itself}",
         )
     try:
         return KernelCheck(**json.loads(done.stdout.strip().splitlines()[-1]))
     except (IndexError, ValueError, TypeError) as error:
         raise SamplingError(
-            "the kernel check said nothing that can be read",
+            "the kernel check printed no result",
             got=done.stdout[-200:],
-            remedy=f"Run it by itself: env {by_itself}",
+            remedy=f"Run this command to see why: env {by_itself}",
         ) from error
 
 

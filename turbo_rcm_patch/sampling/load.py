@@ -160,7 +160,7 @@ def _refuse_mistyped(model: str) -> None:
         f"no such folder: {model}",
         expected=LAYOUT,
         got=f"in {parent}/: {', '.join(near) or 'no folders'}" if is_there else "",
-        remedy="Check the spelling. If a model of the hub is meant, download it first "
+        remedy="Check the spelling. If you mean a model of the hub, download it first "
         f"(`hf download {model}`), or run where no folder has the name {parent!r}",
     )
 
@@ -249,7 +249,7 @@ def pipeline_name(folder: Path) -> str:
 
 def _check_weights(path: Path) -> None:
     if not path.exists():
-        raise ModelFolderError(f"{path} is a link to nothing", remedy="Download the model again")
+        raise ModelFolderError(f"{path} is a broken link", remedy="Download the model again")
     with path.open("rb") as file:
         head = file.read(len(_LFS_MARK))
     if head == _LFS_MARK:
@@ -344,8 +344,8 @@ def _attach_extra(transformer: Any, folder: Path | str, name: str, *, int8: bool
     if isinstance(mark, Mapping) and not held_proj_l(transformer):
         raise ModelFolderError(
             f"{folder}: {name}/config.json says that it has SLA, but {name} has no {EXTRA_FILE} "
-            "with its proj_l, and dense attention is not what its weights were trained for",
-            expected="a folder as `python -m turbo_rcm_patch convert` wrote it",
+            "with its proj_l, and its weights were not trained for dense attention",
+            expected="a folder that `python -m turbo_rcm_patch convert` wrote",
             got=str(sorted(path.name for path in place.iterdir())),
             remedy=f"Put {EXTRA_FILE} of the converted folder there; if dense attention is meant, "
             f'set "{MARK}" to null in {name}/config.json',

@@ -158,8 +158,8 @@ class Passes:
             baseline, sample = (self.store.load_sample(key, v) for v in ("baseline", "control"))
             if torch.equal(sample.latents, baseline.latents):
                 raise ControlError(
-                    f"the control run of {key} under {name!r} equals the baseline in every bit",
-                    remedy="Start again with --fresh; was the model changed since?",
+                    f"the control run of {key} under {name!r} is bit-equal to the baseline",
+                    remedy="Start again with --fresh; the model may have changed since",
                 )
 
     def network(

@@ -11,7 +11,7 @@ from turbo_rcm_patch.sampling.passes import Progress
 __all__ = ["bars"]
 
 _WORDS: Final = {
-    "baseline": "as its authors wrote it",
+    "baseline": "unpatched",
     "patched": "after patch_model",
     "control": "other exact attention",
     "network": "network against fp32",

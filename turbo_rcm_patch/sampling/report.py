@@ -134,7 +134,7 @@ def _facts(metrics: Mapping[str, object]) -> list[tuple[str, str]]:
         ("video", shape),
         ("sampler", sampler),
         ("transformer", f"{identity['dtype']}; VAE in float32"),
-        ("baseline", str(metrics.get("baseline") or "the model as its authors wrote it")),
+        ("baseline", str(metrics.get("baseline") or "the unpatched model")),
         ("control", f"scaled_dot_product_attention on its {metrics['control_backend']} backend"),
         ("patch", ", ".join(f"{k}={_value(v)}" for k, v in _mapping(identity["config"]).items())),
         ("versions", ", ".join(f"{k} {v}" for k, v in versions.items())),
@@ -146,7 +146,7 @@ def _sentence(check: object) -> str:
     one = _mapping(check)
     value, limit, unit = from_json(one["value"]), from_json(one["limit"]), str(one["unit"])
     accepted = f"{'at least' if one['at_least'] else 'at most'} {_number(limit)}{unit}"
-    return f"{one['name']}: {_number(value)}{unit}, where {accepted} is accepted"
+    return f"{one['name']}: {_number(value)}{unit}; accepted: {accepted}"
 
 
 def _data_url(path: Path, kind: str) -> str:

@@ -148,7 +148,7 @@ def folder_defaults(folder: str | Path | None) -> dict[str, object]:
     except ValueError as error:
         raise ModelFolderError(
             f"{path} is not valid JSON ({error})",
-            remedy="Mend or delete the file; it only holds defaults",
+            remedy="Repair or delete the file; it only holds defaults",
         ) from error
     except OSError as error:
         raise ModelFolderError(f"{path} cannot be read ({error.strerror})") from error

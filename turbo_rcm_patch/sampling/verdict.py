@@ -124,7 +124,7 @@ def judge(
         )
     if any(math.isinf(one.psnr) for one in control):
         raise ControlError(
-            "the control run equals the baseline in every bit, so its drift measures nothing",
+            "the control run is bit-equal to the baseline, so its drift measures nothing",
             remedy="Choose another exact attention backend for the control",
         )
     checks = [
@@ -145,7 +145,9 @@ def judge(
     ]
     floors = [
         (
-            Check(f"{name}, whatever the control", of(patched), floor, at_least=True, unit=" dB"),
+            Check(
+                f"{name}, whatever the control does", of(patched), floor, at_least=True, unit=" dB"
+            ),
             of(control) >= floor,
         )
         for name, of, floor in (

@@ -154,7 +154,7 @@ def write_mp4(frames: np.ndarray, path: Path, fps: int) -> None:
         found = _count_frames(temporary, path)
         if found != count:
             raise OutputError(
-                f"{path} was not written: ffmpeg ended well, but not all frames are in its file",
+                f"{path} was not written: ffmpeg reported success, but its file lacks frames",
                 expected=f"{count} frames",
                 got=str(found),
                 remedy=_REMEDY,
