@@ -44,7 +44,10 @@ def test_a_step_towards_precision_is_warned_about(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         run(model)
     said = [message for message in messages(caplog) if message.startswith("blocks.0.attn1")]
-    assert ["p and v given 16 bits" in said[0], "attention made exact" in said[1]] == [True, True]
+    assert ["p and v changed to 16 bits" in said[0], "attention made exact" in said[1]] == [
+        True,
+        True,
+    ]
 
 
 def test_what_really_ran() -> None:

@@ -77,7 +77,7 @@ class StoredTensors:
 
 
 def transformer_folder(folder: str | Path) -> Path:
-    """The transformer's folder, given that or its pipeline's.
+    """Find the transformer's folder, given that folder or its pipeline's.
 
     Raises:
         CheckpointError: There is none, or a pipeline's folder has two.
@@ -107,9 +107,9 @@ def write_checkpoint(
 ) -> Written:
     """Write a transformer folder as a TurboDiffusion `.pth`: `convert --back`.
 
-    Every tensor is bit for bit that of the folder. Linears whose int8 weight is in the extra file
-    are written as that, if the stock weight still is their product. The whole model is held in
-    memory.
+    Every tensor is that of the folder, bit for bit. A Linear with an int8 weight in the extra file
+    is written in int8 if its stock weight still is the product of that and its scales. The whole
+    model is held in memory.
 
     Args:
         folder: A transformer folder, or a pipeline folder with one.

@@ -1,4 +1,4 @@
-"""Attention, output projection and skip as one operation, in one launch or in two."""
+"""Attention, output projection and skip as one operation, in one kernel launch or in two."""
 
 from __future__ import annotations
 
@@ -57,11 +57,10 @@ def choose_form(
     c_out_features: int,
     device: torch.device,
 ) -> Literal["one-launch", "two-launch"]:
-    """The form that was measured to be faster for a shape on this device; "two-launch" where
-    nothing was measured.
+    """Choose the form that was measured to be faster for a shape on this device.
 
-    A row of the table covers shapes with its heads, head_dim and features whose query and key
-    lengths lie within its bounds.
+    It is "two-launch" for a shape that was not measured. A row of the table covers shapes with its
+    heads, head_dim and features whose query and key lengths lie within its bounds.
     """
     if device.type != "cuda" or not _FORMS:
         return "two-launch"
@@ -245,14 +244,14 @@ def attention_project_skip(
     cast: Cast = "fp32",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """c_skip * residual + c_out * (softmax(sm_scale * q k^T) v @ weight^T + bias).
+    """Compute c_skip * residual + c_out * (softmax(sm_scale * q k^T) v @ weight^T + bias).
 
     Both forms round the attention output to q's dtype before the projection and compute the rest
     in fp32.
 
     Args:
-        q: [B, Nq, H*D]; see `attention_skip` for it and for k, v, the norms, rotary and
-            kv_lengths.
+        q: [B, Nq, H*D]. For this and for k, v, the norms, rotary and kv_lengths see
+            `attention_skip`.
         k: [B, Nk, H*D].
         v: [B, Nk, H*D].
         weight: [Cout, H*D], dtype of q.
@@ -268,8 +267,7 @@ def attention_project_skip(
         rotary: (cos, sin).
         kv_lengths: int32 [B].
         form: "two-launch" (attention, then projection with skip), "one-launch" (the attention
-            kernel finishes the job; int8 and int4 only), or "auto", which reads the measured
-            table.
+            kernel also projects; int8 and int4 only), or "auto", which reads a measured table.
         cast: As in `project_skip`.
         out_dtype: dtype of the result; q's by default.
 

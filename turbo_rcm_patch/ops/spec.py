@@ -1,4 +1,4 @@
-"""Everything about an attention that is not a tensor, and the choices a device decides."""
+"""The options of an attention, and the choices that depend on the device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LEAST_EPS: Final = 1e-37
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """How an attention is computed.
+    """The options of an attention.
 
     Attributes:
         heads: Number of heads H; head_dim is channels / heads.
@@ -118,13 +118,13 @@ def mix_width(head_dim: int) -> int:
 
 
 def resolve_impl(impl: Impl, device: torch.device) -> Literal["triton", "reference"]:
-    """The implementation that runs on `device`.
+    """Choose the implementation for `device`.
 
     "auto" is "triton" on a GPU (CUDA or HIP) and "reference" elsewhere. Asking for "triton" on
     another device is refused here unless Triton's interpreter is on, which the launcher knows.
 
     Raises:
-        ConfigError: `impl` is none of these words.
+        ConfigError: `impl` has another value.
     """
     if impl == "auto":
         return "triton" if device.type == "cuda" else "reference"
@@ -136,18 +136,18 @@ def resolve_impl(impl: Impl, device: torch.device) -> Literal["triton", "referen
 def resolve_pv(
     pv: PVDType, device: torch.device, n_kv: int | None = None
 ) -> Literal["fp8", "bf16", "fp16"]:
-    """The element type of probabilities and values on `device`.
+    """Choose the element type of probabilities and values for `device`.
 
     "auto" is fp8 on an NVIDIA GPU of compute capability 8.9 or newer from `FP8_MIN_KEYS` keys on,
-    and bf16 elsewhere. What is asked for by name is taken at any length.
+    and else bf16. A type that is named is used at any length.
 
     Args:
-        pv: What was asked for.
+        pv: The type, or "auto".
         device: Where the attention runs.
-        n_kv: Number of keys; None stands for as many as it takes.
+        n_kv: Number of keys; None means many.
 
     Raises:
-        Fp8UnsupportedError: fp8 was asked for by name on a GPU without e4m3 matrix units.
+        Fp8UnsupportedError: fp8 is named, but the GPU has no e4m3 matrix units.
     """
     if pv in ("bf16", "fp16"):
         return pv
@@ -178,7 +178,7 @@ def resolve_pv(
 
 
 def describe_pv(pv: PVDType, device: torch.device) -> str:
-    """What `resolve_pv` gives on `device` at every length, for a reader."""
+    """Describe what `resolve_pv` chooses on `device` at every length."""
     resolved = resolve_pv(pv, device)
     if pv == "auto" and resolved == "fp8":
         return f"fp8 from {FP8_MIN_KEYS:,} keys, else {resolve_pv(pv, device, 0)}"

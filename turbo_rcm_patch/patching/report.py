@@ -313,7 +313,7 @@ class PatchReport:
 
     @property
     def last_forward(self) -> dict[str, int]:
-        """How the pairs ran on the last forward outside a compiled graph, and how many each way."""
+        """How many pairs ran in which way on the last forward outside a compiled graph."""
         return dict(Counter(filter(None, self._ran())))
 
     @property

@@ -37,16 +37,16 @@ __all__ = ["Comparison", "compare"]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         verdict: "unchanged", "changed" or "undecided" (see `Verdict`).
         judgement: The conditions behind it.
-        results: One entry a prompt.
+        results: One entry per prompt.
         network: Error of the network against fp32 truth, None if it was not measured.
         fusion: Fused against unfused in fp32, None where no kernel of ours runs the attention.
         control_backend: Exact attention backend of the control run.
-        baseline: What the other two runs are compared with, for a person to read.
+        baseline: What the other two runs are compared with, in words.
         patch_report: What was patched, as a table.
         report: The HTML page.
         metrics: The JSON file.
@@ -73,8 +73,8 @@ class Comparison:
         if seen:
             found = as_asked(seen)
             lines += [
-                f"detector: {found['baseline']} of {len(seen)} videos show what was asked for without "
-                f"the patch, {found['patched']} with it"
+                f"detector: {found['baseline']} of {len(seen)} videos show what was asked for "
+                f"without the patch, {found['patched']} with it"
             ]
         lines += [f"baseline: {self.baseline}"]
         lines += [f"control: exact attention on the {self.control_backend!r} backend"]
@@ -99,31 +99,30 @@ def compare(
 ) -> Comparison:
     """Generate every prompt three times and judge whether patching changed anything visible.
 
-    Where an attention holds SLA's `proj_l` (`load_extra`), baseline and control run SLA as it is
-    defined, in plain torch, with the same `sla_topk`: dense attention is not what such weights
-    were trained for.
+    If an attention holds SLA's `proj_l` (`load_extra`), baseline and control compute SLA by its
+    definition in plain torch with the same `sla_topk`, because its weights were not trained for
+    dense attention.
 
     Args:
-        pipe: An unpatched pipeline; transformer in bf16 and VAE in fp32 for a verdict that means
-            something.
+        pipe: An unpatched pipeline, with the transformer in bf16 and the VAE in fp32.
         prompts: One or many. Prompt i uses seed + i.
         out: Folder for videos, plots, metrics.json and report.html. Finished prompts in it are
-            kept, and so is everything that no comparison wrote.
+            kept, and so are files that no comparison wrote.
         seed: Seed of initial noise and re-noising.
         config: How to patch.
-        settings: How to sample; by default what the model's folder says.
-        network_number: Whether to measure the network against fp32 truth. None measures it
-            wherever it can be: not offloaded, and with memory for one call in fp32. Where it
-            cannot, the verdict says so and is not "unchanged"; False leaves it out.
-        fresh: Start again instead of continuing: what comparisons wrote into `out` is removed,
-            as late as possible.
-        observer: Says what the videos show; it is reported and has no part in the verdict.
-        progress: Called as the work goes on.
+        settings: How to sample; by default as the model's folder says.
+        network_number: Whether to measure the network's error against fp32. None measures it if
+            it can be measured: the transformer is not offloaded, and one call in fp32 fits into
+            memory. If not, the verdict is not "unchanged" and says why. False leaves the number
+            out.
+        fresh: Start again: remove what comparisons wrote into `out`, as late as possible.
+        observer: Says what the videos show. The report shows it; the verdict ignores it.
+        progress: Called as the work proceeds.
         command: The command line, for the report.
         **overrides: Fields of `Settings` by name.
 
     Returns:
-        The verdict with everything it rests on.
+        The verdict and the numbers behind it.
     """
     from turbo_rcm_patch import patched
     from turbo_rcm_patch.patching import sla_as_defined

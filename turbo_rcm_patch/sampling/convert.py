@@ -55,15 +55,15 @@ def convert_transformer(
     config: dict[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Written:
-    """Write a checkpoint as a transformer folder; it is whole, or not there.
+    """Write a checkpoint as a transformer folder, completely or not at all.
 
     Args:
         checkpoint: The `.pth` file.
-        out: The folder to be.
+        out: The folder to write.
         dtype: As in `write_transformer`.
         heads: As in `read_checkpoint`.
         network: As in `read_checkpoint`.
-        force: Whether a model folder there may be replaced.
+        force: Whether to replace an existing model folder.
         shard_bytes: Largest file.
         config: As in `write_transformer`.
         progress: Called with bytes.
@@ -102,21 +102,21 @@ def convert_pipeline(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> tuple[Written, ...]:
-    """Write a whole pipeline folder: the checkpoint's transformer, everything else the base's.
+    """Write a pipeline folder with the checkpoint's transformer and all other parts of the base.
 
-    Its scheduler is `RCMScheduler`. VAE, text encoder and the rest are links to the base, and the
-    base's size and length of videos and prompts are its own defaults too.
+    Its scheduler is `RCMScheduler`. VAE, text encoder and the other parts are links to the base.
+    The default sizes and lengths of videos and prompts are also the base's.
 
     Args:
         checkpoint: The `.pth` file; of Wan 2.2 A14B, the high-noise expert's.
-        out: The folder to be.
+        out: The folder to write.
         base: A pipeline folder of the same model, as diffusers publishes it.
         low_noise: The low-noise expert's `.pth` file of Wan 2.2 A14B.
         dtype: As in `write_transformer`.
-        heads: As in `read_checkpoint`; by default what the base says.
+        heads: As in `read_checkpoint`; by default as in the base.
         network: As in `read_checkpoint`, of both checkpoints.
         copy: Copy the base's parts instead of linking to them.
-        force: Whether a model folder there may be replaced.
+        force: Whether to replace an existing model folder.
         shard_bytes: Largest file.
         progress: Called with bytes.
 
@@ -124,7 +124,7 @@ def convert_pipeline(
         What was written of each transformer.
 
     Raises:
-        ModelFolderError: The base is no pipeline folder of Wan, or of another model.
+        ModelFolderError: The base is not a pipeline folder of Wan, or is another model's.
         CheckpointError, CheckpointKeysError, OutputExistsError: As `convert_transformer`.
     """
     target, root = Path(out), Path(base)

@@ -1,6 +1,6 @@
 """The fusion alone: fused and unfused paths over the same quantised attention, in fp32.
 
-Attention errors cancel here, so what is left is what closing the skip inside the kernels changes.
+The errors of attention cancel here. What remains is the effect of closing the skip in a kernel.
 """
 
 from __future__ import annotations

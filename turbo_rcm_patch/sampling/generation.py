@@ -1,8 +1,8 @@
-"""Text to video in one readable loop over prompts: encode, sample latents, decode.
+"""Text to video: encode the prompt, sample latents, decode them.
 
-The denoising itself is the pipeline's `__call__`, so that hooks, offloading, both experts of Wan
-2.2 and every scheduler behave as their authors meant. The baseline and the patched model share
-this one path. What differs between pipelines is in `families`.
+The pipeline's own `__call__` denoises, so hooks, offloading, both experts of Wan 2.2 and every
+scheduler behave as usual. Unpatched and patched models take the same path. `families` holds what
+differs between pipelines.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Generation:
     """A generated video.
 
     Attributes:
-        prompt: What was asked for.
+        prompt: The prompt.
         seed: Seed of initial noise and re-noising.
-        settings: How it was sampled.
+        settings: The settings it was made with.
         latents: [1, C, F, H, W] (of CogVideoX [1, F, C, H, W]), fp32, on the CPU.
         frames: [F, H, W, 3], fp32 in 0..1, on the CPU.
         seconds: Time of the denoising loop.
@@ -113,11 +113,9 @@ def generate(
     Args:
         pipe: A `WanPipeline` or `CogVideoXPipeline`, patched or not, on any device, with or
             without offloading. Its VAE must be in fp32.
-        prompt: What to show.
-        seed: Seed of the initial noise and of the re-noising, which come from generators of their
-            own.
-        settings: How to sample; by default what the model's folder says (see
-            `Settings.for_model`).
+        prompt: The prompt.
+        seed: Seed of the initial noise and of the re-noising, which have separate generators.
+        settings: The settings; by default those of the model's folder (see `Settings.for_model`).
         on_step: Called after every step with (done, total).
         **overrides: Fields of `Settings` by name, e.g. `steps=4`, `sampler="rcm"`, `sigma_max=80`.
 
@@ -145,7 +143,7 @@ def generate(
 
 
 def settings_for(pipe: VideoPipeline, **overrides: object) -> Settings:
-    """Settings for a loaded pipeline: overrides, else its folder's `turbo_rcm.json`, else the
+    """Settings for a loaded pipeline: the overrides, then its folder's `turbo_rcm.json`, then the
     defaults of its family.
     """
     family = family_of(pipe)
@@ -162,7 +160,7 @@ def encode_prompt(pipe: VideoPipeline, prompt: str, settings: Settings) -> Condi
 
     Args:
         pipe: The pipeline.
-        prompt: What to show.
+        prompt: The prompt.
         settings: Read for guidance, negative prompt and length.
 
     Returns:

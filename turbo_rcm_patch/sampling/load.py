@@ -1,6 +1,4 @@
-"""Load a Wan or CogVideoX pipeline from a folder, a hub id or a shipped model, with errors that
-say what is wrong.
-"""
+"""Load a Wan or CogVideoX pipeline from a folder, a hub id or a shipped model."""
 
 from __future__ import annotations
 
@@ -84,17 +82,16 @@ def load_pipeline(
 
     Args:
         model: A folder (never touches the network), one of `SHIPPED`, or a hub id.
-        dtype: Of the transformer and the text encoder. Layers that diffusers keeps in fp32 stay in
-            fp32.
+        dtype: dtype of the transformer and the text encoder. Layers that diffusers keeps in fp32
+            stay in fp32.
         device: Where to run; by default a GPU if there is one.
         offload: "model" keeps one component at a time on the GPU, "sequential" one layer at a
             time.
-        int8: Whether int8 weights of a converted checkpoint are attached, beside the multiplied
-            out ones, for `linear="int8"`.
+        int8: Whether to attach the int8 weights of a converted checkpoint, for `linear="int8"`.
 
     Returns:
-        A `WanPipeline` or `CogVideoXPipeline`, ready to run. A transformer whose folder was
-        converted from a checkpoint with int8 weights or SLA has them attached (`load_extra`).
+        A `WanPipeline` or `CogVideoXPipeline`, ready to run. If the folder was converted from a
+        checkpoint with int8 weights or SLA, these are attached (`load_extra`).
     """
     if offload not in get_args(Offload):
         raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))

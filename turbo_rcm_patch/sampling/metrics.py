@@ -1,4 +1,4 @@
-"""How far two videos are apart: PSNR and SSIM of float frames, relative L2 of latents."""
+"""Distances between two videos: PSNR and SSIM of float frames, relative L2 of latents."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def drift(
     trajectory: tuple[torch.Tensor, ...] = (),
     trajectory_truth: tuple[torch.Tensor, ...] = (),
 ) -> Drift:
-    """All distances of a video from the one it should equal.
+    """Compute all distances of a video from another.
 
     Args:
         frames: [F, H, W, 3] in 0..1.

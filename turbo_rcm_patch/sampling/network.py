@@ -1,7 +1,7 @@
-"""How far one network call is from the truth, patched and unpatched.
+"""The error of one network call, patched and unpatched.
 
 Truth is the same network with its weights and inputs upcast to fp32, TF32 off, exact attention.
-Where an attention holds SLA's proj_l, unpatched and truth are SLA as it is defined.
+If an attention holds SLA's proj_l, unpatched and truth compute SLA by its definition.
 Errors are relative L2 of the output, averaged over three timesteps and four seeds.
 """
 
@@ -39,8 +39,8 @@ class NetworkNumber:
     """Mean errors against fp32 truth.
 
     Attributes:
-        unpatched: Of the network as its authors wrote it.
-        patched: Of the patched network.
+        unpatched: Error of the unpatched network.
+        patched: Error of the patched network.
     """
 
     unpatched: float
@@ -58,7 +58,7 @@ def network_number(
     inputs: Sequence[NetworkInput],
     config: PatchConfig | None = None,
 ) -> NetworkNumber:
-    """Measure a transformer, which is unpatched before and after.
+    """Measure a transformer. It must be unpatched, and is unpatched afterwards.
 
     Args:
         transformer: In bf16, on any device, not offloaded. For the truth it is upcast in place,

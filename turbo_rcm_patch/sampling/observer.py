@@ -12,7 +12,7 @@ __all__ = ["Observer", "Seen", "as_asked"]
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Judges videos of a world it knows. It has no part in the verdict.
+    """Says what a video shows. It has no part in the verdict.
 
     Attributes:
         asks: What a prompt asks for, e.g. "red circle, right".
@@ -43,7 +43,7 @@ class Seen:
 
 
 def as_asked(seen: Sequence[Mapping[str, str]]) -> dict[str, int]:
-    """How many videos show what was asked, and how many show the same before and after.
+    """Count the videos that show what was asked for, and the prompts with equal videos.
 
     Args:
         seen: `Seen` as dictionaries, one a prompt.
