@@ -1,4 +1,4 @@
-"""What torch does not look at in a `.pth`: the directory of the archive, and its checksums.
+"""Check what torch does not check in a `.pth`: the directory of the archive, and its checksums.
 
 `torch.save` writes a zip of uncompressed records. A mapped file is used without its checksums, so
 damage in the middle of it is other weights, and a compressed record is its compressed bytes. Sizes
@@ -33,7 +33,7 @@ _CHUNK: Final = 8 * 2**20
 
 
 def check_archive(file: Path | BinaryIO, name: str) -> list[zipfile.ZipInfo]:
-    """Refuse an archive that torch would not have written, by its directory alone.
+    """Refuse an archive whose directory shows that torch did not write it.
 
     Args:
         file: The `.pth` file, or an open one.
@@ -68,7 +68,7 @@ def check_archive(file: Path | BinaryIO, name: str) -> list[zipfile.ZipInfo]:
 
 
 def _check(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
-    remedy = "Nothing of it was read. Download it again from where it was published"
+    remedy = "It was not read. Download it again from where it was published"
     declared = sum(record.file_size for record in records)
     pickles = sum(record.file_size for record in records if record.filename.endswith(".pkl"))
     if declared > size + _SLACK or pickles > LARGEST_PICKLE:

@@ -162,7 +162,7 @@ def load_extra(
 
 
 def unload_extra(transformer: nn.Module) -> None:
-    """Take away what `load_extra` attached; the model is as it was before.
+    """Remove what `load_extra` attached. The model is then as it was before.
 
     A patched one runs dense attention from its next forward on, and with int8 weights of its own.
     So does one that is patched later: that dense attention is meant is said in its configuration,
@@ -177,7 +177,7 @@ def unload_extra(transformer: nn.Module) -> None:
 
 
 def _dense(transformer: nn.Module) -> bool:
-    """Whether `patch_model` would find no `proj_l` for it."""
+    """Whether `patch_model` would find no `proj_l` for this transformer."""
     try:
         recovered = recover_proj_l(transformer)
     except CheckpointError:

@@ -34,7 +34,7 @@ _DTYPES: Final = {
 
 
 class StoredTensors:
-    """The tensors of one or more safetensors files, none of them read before it is asked for.
+    """The tensors of one or more safetensors files. Each is read only when it is used.
 
     SLA's Linear has one name, ours, however the file calls it.
 
@@ -175,7 +175,7 @@ def _has_sla(stored: StoredTensors) -> bool:
 
 
 def wanted_extra(listed: list[Name], int8: set[Name]) -> dict[str, Wanted]:
-    """What the extra file of a model has to hold, given which Linears are in int8."""
+    """The tensors that the extra file of a model must hold, given which Linears are in int8."""
     wanted = {name.ours: Wanted((name.shape,)) for name in listed if name.extra}
     for name in int8:
         weight, scale = name.our_int8

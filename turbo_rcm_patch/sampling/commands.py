@@ -1,4 +1,4 @@
-"""What the commands do with their arguments. The arguments themselves are in `__main__`."""
+"""Run the commands. Their arguments are defined in `__main__`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Write one mp4 a prompt."""
+    """Write one mp4 per prompt."""
     from turbo_rcm_patch import patched
     from turbo_rcm_patch.sampling.generation import settings_for
     from turbo_rcm_patch.sampling.store import Store
@@ -92,7 +92,7 @@ def _write_videos(
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Compare, print the verdict and where the report is."""
+    """Compare, then print the verdict and the path of the report."""
     from turbo_rcm_patch.sampling.comparison import compare as run
     from turbo_rcm_patch.sampling.generation import settings_for
     from turbo_rcm_patch.sampling.progress import bars
@@ -139,7 +139,7 @@ def pairs(arguments: argparse.Namespace) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Write a checkpoint as a folder, or a folder as a checkpoint, and say what is there now."""
+    """Convert a checkpoint to a folder or back, and print what was written."""
     from turbo_rcm_patch.sampling.progress import bars
 
     try:
@@ -216,7 +216,7 @@ def doctor(_: argparse.Namespace) -> int:
 
 
 def support(arguments: argparse.Namespace) -> int:
-    """Print what is supported, or write it to where a file has it."""
+    """Print what is supported, or write it into a file."""
     from turbo_rcm_patch.sampling.support import replace_in, text
 
     if arguments.write is None:

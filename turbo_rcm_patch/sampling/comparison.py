@@ -1,4 +1,4 @@
-"""Baseline, patched and control from the same noise, over many prompts, with a verdict.
+"""Generate baseline, patched and control videos from the same noise, and give a verdict.
 
 Three passes over the prompts leave latents on disk, a fourth decodes and measures. Each finished
 piece is kept, so the same command continues where it was stopped. The model is patched during the

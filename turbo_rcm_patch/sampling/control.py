@@ -1,4 +1,4 @@
-"""Exact attention backends for the control run, chosen without leaving anything behind."""
+"""Choose and run an exact attention backend for the control run, without side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TurboDiffusion's checkpoints as folders that diffusers loads: a transformer, or a pipeline."""
+"""Convert TurboDiffusion's checkpoints to transformer or pipeline folders of diffusers."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _check_same_model(
 
 
 def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
-    """The folders of a base that are taken as they are, by their names in the pipeline."""
+    """The folders of a base that are used unchanged, by their names in the pipeline."""
     rest = {}
     for part, entry in index.items():
         own = part in (*_TRANSFORMERS, "scheduler")
@@ -251,7 +251,7 @@ def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
 
 
 def _bytes_of(folder: Path) -> int:
-    """What a copy of a folder takes, where links are copied as the files they lead to."""
+    """Bytes of a copy of a folder, in which links become files."""
     total = 0
     for place, _, names in os.walk(folder, followlinks=True):
         for path in (Path(place, name) for name in names):
@@ -272,7 +272,7 @@ def _write_rest(
     experts: int,
     copy: bool,
 ) -> None:
-    """Everything of a pipeline but its transformers."""
+    """Write all parts of a pipeline but its transformers."""
     from turbo_rcm_patch.sampling.scheduler import RCMScheduler
 
     for part, source in rest.items():

@@ -48,7 +48,7 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing that is needed is missing."""
+        """Whether everything that is needed is installed."""
         return all(one.state != "missing" for one in self.findings)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The fusion alone: fused and unfused paths over the same quantised attention, in fp32.
+"""Measure the fusion alone: fused against unfused over the same quantised attention, in fp32.
 
 The errors of attention cancel here. What remains is the effect of closing the skip in a kernel.
 """
@@ -42,7 +42,7 @@ def fusion_number(
     tokens: int = 384,
     seed: int = 0,
 ) -> FusionNumber:
-    """Measure one block's worth of random fp32 numbers.
+    """Measure one block's output projection and skip on random fp32 numbers.
 
     Args:
         config: How to patch.

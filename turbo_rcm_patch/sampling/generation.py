@@ -47,9 +47,7 @@ OnStep = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Conditioning:
-    """A prompt as the network reads it: embeddings [1, L, C], and those of the negative prompt
-    under guidance.
-    """
+    """The embeddings [1, L, C] of a prompt and, under guidance, of the negative prompt."""
 
     prompt: str
     embeds: torch.Tensor
@@ -179,7 +177,7 @@ def initial_noise(pipe: VideoPipeline, seed: int, settings: Settings) -> torch.T
 
 
 def trajectory_steps(steps: int) -> tuple[int, ...]:
-    """Indices of the steps whose latents a trajectory holds: all, or a dozen evenly spread."""
+    """Indices of the steps whose latents a trajectory keeps: all, or twelve evenly spread ones."""
     if steps <= TRAJECTORY:
         return tuple(range(steps))
     return tuple(round((i + 1) * steps / TRAJECTORY) - 1 for i in range(TRAJECTORY))
@@ -277,7 +275,7 @@ def _check_sampler(pipe: object, family: PipelineFamily, settings: Settings) -> 
 
 @contextmanager
 def _sampler(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[None]:
-    """Give the pipeline the sampler of `settings` and its own scheduler back afterwards."""
+    """Give the pipeline the sampler of `settings`, and its own scheduler back afterwards."""
     if settings.sampler == "scheduler":
         yield
         return
@@ -297,7 +295,7 @@ def _sampler(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[Non
 
 @contextmanager
 def _quiet(pipe: VideoPipeline) -> Iterator[None]:
-    """Without the pipeline's own progress bar, whose settings are as before afterwards."""
+    """Hide the pipeline's progress bar, and restore its settings afterwards."""
     before = getattr(pipe, "_progress_bar_config", None)
     pipe.set_progress_bar_config(disable=True)
     try:
@@ -311,9 +309,8 @@ def _quiet(pipe: VideoPipeline) -> Iterator[None]:
 
 @contextmanager
 def _private_rng(device: torch.device, seed: int) -> Iterator[None]:
-    """Schedulers that draw from the global generators draw reproducibly, and leave the caller's
-    numbers alone.
-    """
+    """Make schedulers that use the global generators reproducible, and restore the caller's
+    generators afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(noise_stream(seed, "scheduler").initial_seed())

@@ -1,5 +1,5 @@
-"""One block of a model through the Triton kernels, against the plain-torch reference that rounds
-alike.
+"""Run one block of a model through the Triton kernels and compare it with the plain-torch
+reference, which rounds in the same way.
 
 On a machine without a GPU the kernels run in Triton's interpreter, which must be switched on
 before Triton is imported. So the check is a process of its own: `python -P -m
@@ -61,7 +61,7 @@ class KernelCheck:
 
     @property
     def what(self) -> str:
-        """What was run, in words."""
+        """A description of what was run."""
         where = "in Triton's interpreter on the CPU" if self.interpreted else "on the GPU"
         closed = "in one launch and in two" if len(self.forms) > 1 else "in two launches"
         return (
@@ -76,8 +76,7 @@ class KernelCheck:
 
 
 def run_kernel_check(folder: Path) -> KernelCheck:
-    """Run the check in a process of its own: on a GPU where there is one, else with Triton's
-    interpreter on.
+    """Run the check in a new process: on a GPU if there is one, else in Triton's interpreter.
 
     Args:
         folder: A pipeline folder; its transformer's first block is used.
@@ -173,7 +172,7 @@ def check_block(folder: Path) -> KernelCheck:
 
 
 def _on(device: str, value: object) -> object:
-    """Tensors, and tuples of them, on a device."""
+    """Move tensors, and tuples of them, to a device."""
     import torch
 
     if isinstance(value, tuple):

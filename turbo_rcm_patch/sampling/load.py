@@ -108,7 +108,7 @@ def load_pipeline(
 
 
 def resolve_model(model: str | Path) -> Path | str:
-    """The folder that `model` names, or the hub id if it can only be one."""
+    """Find the folder that `model` names, or return the hub id if it is one."""
     if str(model) in SHIPPED and not Path(model).is_dir():
         from turbo_rcm_patch import tiny
 
@@ -284,7 +284,7 @@ def _read_json(path: Path) -> dict[str, object]:
 def _from_pretrained(
     folder: Path | str, dtype: torch.dtype, *, int8: bool = True
 ) -> VideoPipeline:
-    """With what is beside the weights of a converted transformer (of int8 weights if asked)."""
+    """Load a pipeline, and attach what was converted beside the weights of its transformers."""
     import diffusers
 
     # diffusers finds a scheduler only in modules that are imported. Folders of an older version
@@ -332,7 +332,7 @@ def _from_pretrained(
 
 
 def _attach_extra(transformer: Any, folder: Path | str, name: str, *, int8: bool) -> None:
-    """Attach what lies beside the weights of a converted transformer, here or on the hub."""
+    """Attach what was converted beside a transformer's weights, in a folder or on the hub."""
     local = isinstance(folder, Path)
     place = Path(folder) / name if local else _fetch_extra(transformer, str(folder), name)
     if (place / EXTRA_FILE).is_file() or folder_proj_l(place):
@@ -350,8 +350,8 @@ def _attach_extra(transformer: Any, folder: Path | str, name: str, *, int8: bool
 
 
 def _fetch_extra(transformer: Any, repository: str, name: str) -> Path:
-    """A transformer's folder in the hub's cache, with the extra file if the hub has one: a
-    pipeline's loader fetches only what its classes know."""
+    """Fetch the extra file of a transformer from the hub, because a pipeline's loader fetches only
+    files that its classes know; return the folder in the hub's cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -374,8 +374,8 @@ def _fetch_extra(transformer: Any, repository: str, name: str) -> Path:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Without the loaders' own bars and advice, whose settings are as before afterwards; so is
-    torch's default dtype, which diffusers leaves changed if it fails."""
+    """Hide the loaders' progress bars and advice. Restores their settings, and torch's default
+    dtype, which diffusers leaves changed if it fails."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -403,7 +403,7 @@ def quiet_loading() -> Iterator[None]:
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or a GPU if there is one."""
+    """Return the given device, or else a GPU if there is one."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -443,7 +443,7 @@ def check_offload(offload: Offload, device: torch.device) -> None:
 
 
 def move(pipe: DiffusionPipeline, device: torch.device, offload: Offload) -> None:
-    """Bring a pipeline to a device, or what is in use of it."""
+    """Move a pipeline to a device; with offloading, only the parts in use."""
     if offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif offload == "sequential":
@@ -453,7 +453,7 @@ def move(pipe: DiffusionPipeline, device: torch.device, offload: Offload) -> Non
 
 
 def first_line(error: BaseException) -> str:
-    """Of another library's message, as much as fits into one of ours; not its advice to read files
+    """Shorten another library's message to fit into one of ours, without its advice to read files
     unsafely."""
     text = str(error).strip()
     if "weights_only" in text:

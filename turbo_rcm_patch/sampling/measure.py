@@ -1,4 +1,4 @@
-"""From the latents of one prompt to its videos and its numbers."""
+"""Decode the latents of one prompt, measure the videos, and write them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["PromptResult", "finish_prompt", "read_prompt"]
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """Numbers of one prompt.
+    """The numbers of one prompt.
 
     Attributes:
         key: Name of its folder in `prompts/`.
@@ -51,7 +51,7 @@ class PromptResult:
     seen: Seen | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON, worst frames included."""
+        """The numbers as plain data for JSON, including the worst frames."""
         values = asdict(self)
         for name, one in (("patched", self.patched), ("control", self.control)):
             values[name]["worst_frame"] = one.worst_frame
@@ -68,9 +68,8 @@ def finish_prompt(
     settings: Settings,
     observer: Observer | None = None,
 ) -> PromptResult:
-    """Decode the three variants, measure, and write videos and sheet; the record comes last and
-    marks the end.
-    """
+    """Decode the three variants, measure them, and write videos and contact sheet. The record is
+    written last, as the mark that the prompt is finished."""
     samples = {v: store.load_sample(key, v) for v in ("baseline", "patched", "control")}
     with Meter(pipe._execution_device) as meter:
         frames = _decode(pipe, {name: sample.latents for name, sample in samples.items()})
@@ -129,7 +128,7 @@ def _decode(pipe: VideoPipeline, latents: dict[str, torch.Tensor]) -> dict[str, 
 
 
 def read_prompt(store: Store, key: str) -> PromptResult | None:
-    """The numbers of a finished prompt, None if it is not finished."""
+    """Read the numbers of a prompt; None if it is not finished."""
     name = f"prompts/{key}/record.json"
     record = store.read_json(name) if store.is_finished(key) else None
     if record is None:

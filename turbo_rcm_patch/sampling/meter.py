@@ -1,4 +1,4 @@
-"""Time and peak memory of a stretch of work."""
+"""Measure time and peak memory of a piece of work."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["Meter"]
 
 
 class Meter:
-    """Context manager that measures what runs inside, synchronising with the device at both ends
-    only.
+    """Context manager that measures the code inside. It waits for the device only at its beginning
+    and its end.
 
     Attributes:
         seconds: Wall-clock time.

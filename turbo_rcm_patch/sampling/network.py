@@ -86,7 +86,7 @@ def measure_network(
     settings: Settings,
     config: PatchConfig,
 ) -> NetworkNumber:
-    """`network_number` of a pipeline's (high-noise) transformer.
+    """Apply `network_number` to the (high-noise) transformer of a pipeline.
 
     Args:
         pipe: The pipeline, not offloaded.
@@ -109,8 +109,8 @@ def measure_network(
 
 @contextmanager
 def upcast(network: torch.nn.Module) -> Iterator[None]:
-    """Run a network in fp32 without a copy of it: a block is upcast when it is called, what is
-    outside its blocks for the whole time. Every tensor is the one it was afterwards.
+    """Run a network in fp32 without a copy of it: blocks are upcast while they are called, other
+    parts for the whole time. Afterwards every tensor is the original one.
 
     Args:
         network: With its blocks in lists (`ModuleList`), the way every video transformer has them.
@@ -148,7 +148,7 @@ def upcast(network: torch.nn.Module) -> Iterator[None]:
 
 
 def _widen(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Put fp32 values in the tensors' places; what they held, for `_narrow`."""
+    """Replace tensors by fp32 copies, and return the originals for `_narrow`."""
     held = [(x, x.data) for x in tensors if x.is_floating_point() and x.dtype != torch.float32]
     for x, values in held:
         x.data = values.float()
@@ -162,7 +162,8 @@ def _narrow(held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 @contextmanager
 def highest_precision() -> Iterator[None]:
-    """fp32 matrix products and convolutions without TF32; flags are as before afterwards."""
+    """Compute fp32 matrix products and convolutions without TF32, and restore the flags
+    afterwards."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = False

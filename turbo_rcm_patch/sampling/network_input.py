@@ -1,4 +1,4 @@
-"""The inputs of one call of a video transformer, whatever its family."""
+"""The inputs of one call of a video transformer of any family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMES: Final = (0.98765, 0.93378, 0.60898)
 
 @dataclass(frozen=True, slots=True)
 class NetworkInput:
-    """One call.
+    """The inputs of one call.
 
     Attributes:
         hidden_states: [B, C, F, H, W]; of CogVideoX [B, F, C, H, W].
@@ -32,7 +32,7 @@ class NetworkInput:
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def call(self, network: torch.nn.Module) -> torch.Tensor:
-        """The network's output, as it comes."""
+        """Call the network and return its output."""
         given = (
             {} if self.image_rotary_emb is None else {"image_rotary_emb": self.image_rotary_emb}
         )
@@ -46,7 +46,7 @@ class NetworkInput:
         return output
 
     def upcast(self) -> NetworkInput:
-        """The same numbers in fp32; whole-numbered times stay whole."""
+        """The same inputs in fp32; integer times stay integers."""
         time = self.timestep
         return NetworkInput(
             self.hidden_states.float(),
@@ -64,7 +64,7 @@ def network_inputs(
     times: Sequence[float] = TIMES,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[NetworkInput]:
-    """Every combination of noises and times, as (1 - t) clean + t noise: a rectified flow's.
+    """All combinations of noises and times of a rectified flow: (1 - t) clean + t noise.
 
     Args:
         noises: One [1, C, F, H, W] a seed.

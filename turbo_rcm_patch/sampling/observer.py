@@ -1,4 +1,4 @@
-"""What a video shows, in words: a judge of content, beside the numbers that measure drift."""
+"""Describe in words what a video shows, beside the numbers that measure drift."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Observer:
     sees: Callable[[torch.Tensor], str]
 
     def look(self, prompt: str, baseline: torch.Tensor, patched: torch.Tensor) -> Seen:
-        """Judge the two videos of a prompt."""
+        """Describe the two videos of a prompt."""
         return Seen(self.asks(prompt), self.sees(baseline), self.sees(patched))
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the observer says of one prompt.
+    """What an observer found for one prompt.
 
     Attributes:
         asked: What the prompt asks for.

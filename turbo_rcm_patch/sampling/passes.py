@@ -1,4 +1,4 @@
-"""The passes of a comparison over its prompts: each skips what an earlier run has finished."""
+"""The passes of a comparison over its prompts. Each skips what an earlier run has finished."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Passes:
-    """The passes over the prompts; each skips what an earlier call has finished."""
+    """The passes over the prompts. Each skips what an earlier call has finished."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class Passes:
         warm: bool = True,
         note: Callable[[], dict[str, object]] = dict,
     ) -> None:
-        """Generate what is missing; the first call is timed apart and thrown away.
+        """Generate the missing samples. The first call is timed separately, and its result is
+        thrown away.
 
         `note` is kept beside the samples, before each of them.
         """
@@ -94,11 +95,11 @@ class Passes:
         self.progress(variant, total, total)
 
     def sample_baseline(self, config: PatchConfig) -> None:
-        """The baseline: the authors' code, with SLA as it is defined where it has a proj_l."""
+        """Generate the baseline with the unpatched model."""
         self.sample("baseline", _unpatched(self.pipe, config, nullcontext()))
 
     def sample_patched(self, config: PatchConfig) -> None:
-        """The patched pass. The model is as it was afterwards, also after an exception."""
+        """Generate with the patched model. It is unpatched afterwards, also after an exception."""
         from turbo_rcm_patch import patched
 
         if not self.missing("patched"):
@@ -112,9 +113,8 @@ class Passes:
             )
 
     def sample_control(self, config: PatchConfig) -> str:
-        """The control pass under the first exact backend that differs from the baseline; returns
-        its name.
-        """
+        """Generate with the first exact backend whose result differs from the baseline, and return
+        its name."""
         known = self.store.read_json("runs/control.json")
         names = [str(known["backend"])] if known else list(candidates(self.pipe._execution_device))
         refused = []
@@ -137,7 +137,7 @@ class Passes:
         )
 
     def _refuses(self, name: str, config: PatchConfig) -> str:
-        """Why a backend cannot be the control, empty if it can."""
+        """The reason why a backend cannot be the control; empty if it can."""
         try:
             with _unpatched(self.pipe, config, exact_backend(name)):
                 sample = self._one(0, None)
@@ -165,7 +165,8 @@ class Passes:
     def network(
         self, config: PatchConfig, wanted: bool | None
     ) -> tuple[NetworkNumber | None, str]:
-        """The network number, measured once; or None and why, "" if it was left out on request."""
+        """Measure the network number once. Returns it, or None and the reason; the reason is empty
+        if it was left out on request."""
         known = self.store.read_json("runs/network.json")
         if known:
             return NetworkNumber(**{k: from_json(v) for k, v in known.items()}), ""
@@ -186,9 +187,8 @@ class Passes:
         return number, ""
 
     def fusion(self, config: PatchConfig) -> FusionNumber | None:
-        """What fusing alone changes, for the model's head shape; None for other people's
-        attention.
-        """
+        """Measure the fusion alone for the model's head shape; None if our kernels do not run its
+        attention."""
         if config.attention == "sage":
             return None
         shape = self.pipe.transformer or self.pipe.transformer_2
@@ -217,7 +217,7 @@ class Passes:
 def _unpatched(
     pipe: VideoPipeline, config: PatchConfig, backend: AbstractContextManager[None]
 ) -> Iterator[None]:
-    """Exact attention: the authors', or SLA's definition where it holds a proj_l."""
+    """Run the unpatched model; where it holds a proj_l, with SLA by its definition."""
     from turbo_rcm_patch.patching import sla_as_defined
 
     with sla_as_defined(pipe, config.sla_topk), backend:
@@ -256,6 +256,6 @@ def why_no_network(pipe: VideoPipeline, wanted: bool | None) -> str:
 
 
 def _offloads(module: torch.nn.Module) -> bool:
-    """Whether a hook of accelerate's or diffusers' keeps its weights elsewhere."""
+    """Whether a hook of accelerate or diffusers keeps its weights on another device."""
     hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
     return "_hf_hook" in module.__dict__ or any("offload" in name for name in hooks)

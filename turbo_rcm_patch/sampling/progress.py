@@ -25,7 +25,7 @@ _WORDS: Final = {
 
 @contextmanager
 def bars() -> Iterator[Progress]:
-    """One bar for each stage, drawn on stderr as stages begin."""
+    """Draw one progress bar for each stage on stderr."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

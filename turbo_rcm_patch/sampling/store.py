@@ -58,7 +58,9 @@ _LAYOUT: Final = re.compile(
 _FOLDERS: Final = ("latents", "prompts", "runs", "plots")
 #: What the settings of every version before the list was kept have.
 _OLDER: Final = {"model", "settings", "config", "versions"}
-_ANOTHER: Final = "Choose another --out, or remove the folder if you do not need its files"
+_ANOTHER: Final = (
+    "Choose another --out, or remove the folder yourself if you do not need its files"
+)
 _YOURSELF: Final = "Choose another --out, or remove these files yourself if you do not need them"
 
 

@@ -1,4 +1,4 @@
-"""A deterministic judge of colour, shape and motion: thresholds, moments, templates."""
+"""A deterministic detector of colour, shape and motion."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_COLOUR_DISTANCE: Final = 0.35
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What one video shows; "none" where nothing clear was found."""
+    """What one video shows; "none" if nothing clear was found."""
 
     colour: str
     shape: str
@@ -37,7 +37,7 @@ class Detection:
 
 
 def detect(frames: Tensor) -> list[Detection]:
-    """Judge videos.
+    """Detect what videos show.
 
     Args:
         frames: [B, F, H, W, 3] (or one video [F, H, W, 3]), any float dtype, in 0..1.
@@ -72,7 +72,7 @@ def detect(frames: Tensor) -> list[Detection]:
 
 
 def accuracy(detections: list[Detection], wanted: list[Clip]) -> dict[str, float]:
-    """Share of videos that show what was asked, per attribute and for all three at once."""
+    """Share of videos that show what was asked for, per attribute and for all three together."""
     pairs = list(zip(detections, wanted, strict=True))
     hits = {
         name: [getattr(d, name) == getattr(w, name) for d, w in pairs]

@@ -71,7 +71,7 @@ def _latent_frames(pipe: CogVideoXPipeline, settings: Settings) -> int:
 
 
 def latent_shape(pipe: CogVideoXPipeline, settings: Settings) -> tuple[int, ...]:
-    """[1, F, C, H, W]; CogVideoX 1.5 denoises a whole number of its patches in time."""
+    """[1, F, C, H, W]. CogVideoX 1.5 denoises a whole number of its patches in time."""
     frames, patch = _latent_frames(pipe, settings), pipe.transformer.config.patch_size_t or 1
     return (
         1,
@@ -89,9 +89,8 @@ def denoise(
     settings: Settings,
     after_step: AfterStep,
 ) -> torch.Tensor:
-    """`CogVideoXPipeline.__call__`, which scales the noise and does not cast it; frames that only
-    fill a patch in time come first and are dropped.
-    """
+    """Run `CogVideoXPipeline.__call__`, which scales the noise and does not cast it. Frames that
+    only fill up a patch in time come first and are dropped."""
     latents: torch.Tensor = pipe(
         prompt_embeds=conditioning.embeds,
         negative_prompt_embeds=conditioning.negative_embeds,
@@ -121,7 +120,7 @@ def network_calls(
     clean: torch.Tensor,
     settings: Settings,
 ) -> list[NetworkInput]:
-    """Calls at the times of the pipeline's schedule that have the noise levels of `TIMES`.
+    """Calls at those times of the pipeline's schedule whose noise levels are those of `TIMES`.
 
     Raises:
         SamplingError: The pipeline's scheduler has no such schedule.

@@ -1,4 +1,4 @@
-"""diffusers' `WanPipeline`: rectified flow, both experts of Wan 2.2 included."""
+"""diffusers' `WanPipeline`: rectified flow, with one expert or two."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def denoise(
     settings: Settings,
     after_step: AfterStep,
 ) -> torch.Tensor:
-    """`WanPipeline.__call__`, which does not scale the latents that it is given."""
+    """Run `WanPipeline.__call__`, which does not scale the given latents."""
     if isinstance(pipe.scheduler, RCMScheduler):
         noise = pipe.scheduler.init_noise(noise)
     latents: torch.Tensor = pipe(
