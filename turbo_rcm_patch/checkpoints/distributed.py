@@ -101,8 +101,8 @@ def list_dcp(metadata: Path) -> dict[str, object]:
         return result
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{metadata} is not the metadata of a distributed checkpoint, or contains more; nothing "
-            "in it was executed",
+            f"{metadata} is not the metadata of a distributed checkpoint, or contains more; "
+            "nothing in it was executed",
             got=f"one that asks for {str(error)[:120]}",
             remedy="Copy it again, or save it again in the program that wrote it",
         ) from error
