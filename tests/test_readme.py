@@ -137,7 +137,7 @@ def test_commands_are_ones_that_the_command_line_takes(page: Path) -> None:
         if not given or given[0].isupper():
             continue
         if given[0] in {"tune", "bench"} - known:
-            pytest.skip(f"{given[0]} is not in the package yet")
+            continue  # not in the package yet
         if given[0].startswith("--") or len(given) > 1:
             _exits_well(command, given)
         assert given[0] in known | {"--help"}, f"{name_of(page)}: {command}"
