@@ -203,7 +203,11 @@ def test_copies_of_the_base_need_room_too(
     command = ["convert", str(pth), str(out), "--base", str(base)]
     assert main([*command, "--copy"]) == 2
     text = " ".join(capsys.readouterr().err.split())
-    assert "too little space for out" in text and "0.1 GiB of them copies" in text and "--copy" in text
+    assert (
+        "too little space for out" in text
+        and "0.1 GiB of them copies" in text
+        and "--copy" in text
+    )
     assert main(command) == 0 and (out / "vae").is_symlink()
     vae.unlink()
     vae.symlink_to(blobs / "nothing")

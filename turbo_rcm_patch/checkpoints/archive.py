@@ -56,7 +56,7 @@ def check_archive(file: Path | BinaryIO, name: str) -> list[zipfile.ZipInfo]:
                 records = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
             raise CheckpointError(
-                f"{name} is not a complete torch checkpoint ({error})",
+                f"{name} is not a torch checkpoint, or is incomplete ({error})",
                 remedy="Download the file again",
             ) from error
         stream.seek(0)

@@ -110,7 +110,7 @@ def list_dcp(metadata: Path) -> dict[str, object]:
         raise
     except (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"{metadata} is not the metadata of a distributed checkpoint, or not all of it "
+            f"{metadata} is not the metadata of a distributed checkpoint, or is incomplete "
             f"({type(error).__name__})",
             remedy="Copy the folder again",
         ) from error

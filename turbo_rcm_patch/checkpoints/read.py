@@ -273,7 +273,7 @@ def _load(path: Path, progress: Progress | None = None, *, sums: bool = True) ->
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, LookupError) as error:
         raise CheckpointError(
-            f"{path} is not a complete torch checkpoint ({type(error).__name__}: "
+            f"{path} is not a torch checkpoint, or is incomplete ({type(error).__name__}: "
             f"{_quoted(error)})",
             remedy="Download the file again",
         ) from error
