@@ -7,11 +7,14 @@ GPU_WORKERS ?= 8
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 
+# The modules whose names a user may rely on.
+API := turbo_rcm_patch $(addprefix turbo_rcm_patch., boundary checkpoints config errors models ops patching sampling skip)
+
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu record lint format clean
+.PHONY: help demo test test-gpu record lint format docs clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -39,6 +42,9 @@ lint: $(VENV)/.installed-dev ## Lint, formatting and types
 format: $(VENV)/.installed-dev ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed-dev ## The API reference, from the docstrings, into build/docs
+	$(BIN)/python -m pdoc -d google -o build/docs $(API)
 
 # Not outputs/: what is there may have taken hours. VENV may name a folder that is no environment.
 clean: ## Remove the environment and what was built; videos and reports in outputs/ stay

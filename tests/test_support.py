@@ -1,4 +1,4 @@
-"""The support matrix: what the README shows is what the code prints, and every mark has its test.
+"""The support matrix: docs/support.md shows what the code prints, and every mark has its test.
 
 A test says what it proves with `pytest.mark.supports(classes, *capabilities)`: a class or a tuple
 of classes, and capabilities of `turbo_rcm_patch.sampling.support`.
@@ -25,8 +25,8 @@ from turbo_rcm_patch.sampling import support
 from turbo_rcm_patch.sampling.support import PUBLISHED, count_pairs, short_name
 
 TESTS = Path(__file__).parent
-README = TESTS.parent / "README.md"
-COMMAND = "python -m turbo_rcm_patch support --write README.md"
+PAGE = TESTS.parent / "docs" / "support.md"
+COMMAND = "python -m turbo_rcm_patch support --write docs/support.md"
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ def test_every_test_proves_what_there_is() -> None:
     assert len({proof.test for proof in proofs()}) > 50
 
 
-def test_the_readme_has_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["support"]) == 0
     printed = capsys.readouterr().out
-    _, _, rest = README.read_text(encoding="utf-8").partition(support.BEGIN)
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition(support.BEGIN)
     shown, end, _ = rest.partition(support.END)
-    assert end and shown.strip() == printed.strip(), f"README.md is out of date, run: {COMMAND}"
+    assert end and shown.strip() == printed.strip(), f"{PAGE.name} is out of date, run: {COMMAND}"
 
 
 def test_writing_leaves_the_rest_of_a_file(tmp_path: Path, capsys: Any) -> None:

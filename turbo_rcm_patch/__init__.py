@@ -1,9 +1,9 @@
-"""One line that runs the attention of video transformers through fused int8 kernels.
+"""Run the attention of a video transformer in fused int8 kernels, with one line.
 
     from turbo_rcm_patch import patch_model
     report = patch_model(pipe.transformer)
 
-The public names load on first use, so importing this package imports neither triton nor diffusers.
+The public names load on first use. Importing this package imports neither triton nor diffusers.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ _HOME: Final = {
 }
 
 
-#: What diffusers looks for in the module that a pipeline folder names for its scheduler: this one,
-#: for `RCMScheduler`. Not a public name of ours.
+#: A saved pipeline names this module for `RCMScheduler`, and diffusers then looks for
+#: `SchedulerMixin` in it. Not a public name.
 _HOME_OF_BASES: Final = {"SchedulerMixin": "diffusers.schedulers.scheduling_utils"}
 
 

@@ -25,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default those of the process.
 
     Returns:
-        0 if all is well (for `compare` and `demo`: "unchanged"), 1 if the verdict is another, 2
-        for a mistake in the arguments, the model or the files, 3 for an error nobody foresaw, 130
-        if interrupted; see `exit_codes`.
+        0 on success (for `compare` and `demo`: "unchanged"), 1 for another verdict, 2 for a
+        mistake in the arguments, the model or the files, 3 for an unexpected error, 130 if
+        interrupted; see `exit_codes`.
     """
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
@@ -96,8 +96,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m turbo_rcm_patch",
-        description="Run the attention of Wan and CogVideoX video models through fused int8 "
-        "kernels, and prove that the video did not change.",
+        description="Run the attention of Wan and CogVideoX video models in fused int8 kernels, "
+        "and check whether the videos changed.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "demo",
@@ -114,28 +114,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     doctor = commands.add_parser(
         "doctor",
-        help="what is installed, what the GPU can run, what would be used",
-        description="Print what is installed, what the GPU can run and what would be used, with "
-        "remedies. Exit code 1 if something that is needed is missing.",
+        help="check the installation and the GPU",
+        description="Print what is installed, what the GPU can run and which kernels would run, "
+        "and say how to fix what is wrong. Exit code 1 if something that is needed is missing.",
     )
     doctor.set_defaults(run="doctor")
     support = commands.add_parser(
         "support",
-        help="the known models, and what was proven with each",
-        description="Print the known classes with the skip pairs of their published models, and "
-        "what is supported with each, as far as a test proves it.",
+        help="list the supported models and features",
+        description="Print the supported classes, the skip pairs of their published models, and "
+        "the features that tests prove for each class.",
     )
     support.add_argument(
-        "--write", type=Path, metavar="FILE", help="write it to the place that FILE has for it"
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="replace the generated part of FILE with the list",
     )
     support.set_defaults(run="support")
     demo = commands.add_parser(
         "demo",
-        help="the whole way on a shipped model, without a GPU",
-        description="Generate 8 or more prompts with a shipped model, unpatched, patched and "
-        "under a control, judge, and run one block through the Triton kernels. "
-        "Exit code 0 only if nothing visible changed and the kernels are right, 1 if not, 2 for a "
-        "mistake, 3 for an error nobody foresaw.",
+        help="compare a shipped model with its patched self; no GPU is needed",
+        description="Generate 10 prompts with a shipped model: unpatched, patched, and unpatched "
+        "with another exact attention. Judge the videos, then run one block of the model through "
+        "the Triton kernels. Exit code 0 only if nothing visible changed and the kernels are "
+        "right, 1 if not, 2 for a mistake, 3 for an unexpected error.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "demo --out outputs/demo", "demo --model tiny-cogvideox --out outputs/cogvideox"
@@ -144,19 +147,17 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--model",
         metavar="NAME",
-        help="'tiny', the shipped Wan (default), 'tiny-cogvideox', or a folder of their kind",
+        help="'tiny' (the shipped Wan, default), 'tiny-cogvideox', or a folder with such a model",
     )
     demo.add_argument(
         "--out",
         type=Path,
         default=Path("outputs/demo"),
         metavar="DIR",
-        help="where the report goes; what an earlier demo or compare wrote there is removed, and "
-        "nothing else (default: %(default)s)",
+        help="folder for the report; files that an earlier demo or compare wrote there are "
+        "removed, others are kept (default: %(default)s)",
     )
-    demo.add_argument(
-        "--resume", action="store_true", help="keep what an earlier, interrupted demo has finished"
-    )
+    demo.add_argument("--resume", action="store_true", help="continue an interrupted demo")
     demo.set_defaults(run="demo")
     _add_bench_and_tune(commands)
     return parser
@@ -216,8 +217,8 @@ def _add_bench_and_tune(commands: argparse._SubParsersAction[argparse.ArgumentPa
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     generate = commands.add_parser(
         "generate",
-        help="text to mp4 with the patched model",
-        description="Generate videos with the patched model.",
+        help="generate videos with the patched model",
+        description="Generate one mp4 for each prompt with the patched model.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "generate --prompt 'a red circle moves left' --out circle.mp4",
@@ -233,7 +234,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="PATH",
         help="an .mp4 file, or a folder (default: %(default)s)",
     )
-    generate.add_argument("--no-patch", action="store_true", help="leave the model as it is")
+    generate.add_argument("--no-patch", action="store_true", help="do not patch the model")
     _add_patch(generate)
     generate.set_defaults(run="generate")
 
@@ -241,12 +242,12 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     compare = commands.add_parser(
         "compare",
-        help="before and after patching, with a verdict",
-        description="Generate every prompt unpatched, patched, and unpatched under another exact "
-        "attention backend, from the same noise, and judge whether anything visible changed. "
-        "Writes videos, plots, metrics.json and report.html. Stopped half way, the same command "
-        "goes on where it was. Exit code 0: unchanged, 1: changed or undecided, 2: a mistake in "
-        "the arguments, the model or the files, 3: an error nobody foresaw, 130: interrupted.",
+        help="compare the videos before and after patching, and give a verdict",
+        description="Generate every prompt three times from the same noise: unpatched, patched, "
+        "and unpatched with another exact attention backend. Judge whether anything visible "
+        "changed. Writes videos, plots, metrics.json and report.html. If it was interrupted, the "
+        "same command continues. Exit code 0: unchanged, 1: changed or undecided, 2: a mistake in "
+        "the arguments, the model or the files, 3: an unexpected error, 130: interrupted.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "compare --prompt 'a red circle moves left' --out outputs/circle",
@@ -266,16 +267,15 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     compare.add_argument(
         "--fresh",
         action="store_true",
-        help="start again instead of keeping finished prompts: what compare wrote into DIR is "
-        "removed, and nothing else",
+        help="start again: remove what an earlier compare wrote into DIR, and keep other files",
     )
     compare.add_argument(
         "--network-number",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="measure one network call against fp32, upcast block by block (default: where the "
-        'transformer is not offloaded; without it the verdict is "undecided", or left out with '
-        "--no-network-number)",
+        help="measure the error of one network call against fp32, block by block. By default it "
+        'is measured unless the transformer is offloaded; then the verdict is "undecided". '
+        "--no-network-number gives a verdict without this number",
     )
     _add_patch(compare)
     compare.set_defaults(run="compare")
@@ -284,8 +284,8 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_pairs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     pairs = commands.add_parser(
         "pairs",
-        help="the skip pairs of a model and how each would run",
-        description="List every skip pair of a model, and how it would run.",
+        help="list the skip pairs of a model and how each would run",
+        description="List every skip pair of a model and how it would run.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples("pairs --model tiny", "pairs --model PATH"),
     )
@@ -301,12 +301,12 @@ def _add_pairs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     convert = commands.add_parser(
         "convert",
-        help="a TurboDiffusion .pth to a diffusers folder, and back",
+        help="convert a TurboDiffusion .pth to a diffusers folder, and back",
         description="Write a TurboDiffusion checkpoint (plain or -quant, with or without SLA) as "
         "a transformer folder of diffusers, or with --base as a whole pipeline with the rCM "
-        "scheduler. What stock classes have no place for, proj_l and int8 weights, is written to "
-        "turbo_extra.safetensors beside the weights. Nothing in a checkpoint is executed, and "
-        "what is written is whole or not there.",
+        "scheduler. Stock classes have no place for proj_l and int8 weights; these are written to "
+        "turbo_extra.safetensors beside the weights. Nothing in a checkpoint is executed. If the "
+        "conversion fails, nothing is left behind.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "convert TurboWan2.1-T2V-1.3B-480P.pth turbowan/transformer",
@@ -324,13 +324,13 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a .pth file or a folder of torch.distributed.checkpoint; with --back a folder",
     )
     convert.add_argument(
-        "out", type=Path, metavar="OUT", help="the folder to be; with --back the .pth file"
+        "out", type=Path, metavar="OUT", help="folder to write; with --back the .pth file"
     )
     convert.add_argument(
         "--base",
         type=Path,
         metavar="FOLDER",
-        help="a diffusers pipeline folder of the same model, for a whole pipeline",
+        help="diffusers pipeline folder of the same model; makes OUT a whole pipeline",
     )
     convert.add_argument(
         "--low-noise",
@@ -339,24 +339,29 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the second expert of Wan 2.2 A14B; SOURCE is then the high-noise one",
     )
     convert.add_argument(
-        "--copy", action="store_true", help="copy VAE and text encoder of the base, not link to it"
+        "--copy",
+        action="store_true",
+        help="copy the base's VAE and text encoder instead of linking to them",
     )
     convert.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
-        help="of the weights that diffusers does not keep in fp32 (default: the checkpoint's)",
+        help="dtype of weights that diffusers does not keep in fp32 (default: the checkpoint's)",
     )
     convert.add_argument(
-        "--heads", type=int, metavar="N", help="attention heads, if they are not of 128 channels"
+        "--heads",
+        type=int,
+        metavar="N",
+        help="number of attention heads, if a head does not have 128 channels",
     )
     convert.add_argument(
         "--network",
         metavar="NAME",
-        help="which network of a file with several, as model_ema or net_ema (default: the one "
-        "that is not an average)",
+        help="which network to take from a file with several, e.g. net_ema (default: the one that "
+        "is not an average)",
     )
-    convert.add_argument("--back", action="store_true", help="from a folder to a .pth")
-    convert.add_argument("--force", action="store_true", help="replace what is at OUT")
+    convert.add_argument("--back", action="store_true", help="convert a folder back to a .pth")
+    convert.add_argument("--force", action="store_true", help="replace an existing OUT")
     convert.set_defaults(run="convert")
 
 
@@ -366,14 +371,14 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--model",
         default="tiny",
         metavar="PATH_OR_ID",
-        help="a Wan or CogVideoX pipeline folder, a hub id, 'tiny' or 'tiny-cogvideox', the "
-        "shipped models (default: %(default)s)",
+        help="a Wan or CogVideoX pipeline folder, a hub id, or one of the shipped models 'tiny' "
+        "and 'tiny-cogvideox' (default: %(default)s)",
     )
     group.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
         default="bfloat16",
-        help="of transformer and text encoder; the VAE is in float32 (default: %(default)s)",
+        help="dtype of transformer and text encoder; the VAE has float32 (default: %(default)s)",
     )
     group.add_argument(
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
@@ -382,60 +387,70 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--offload",
         choices=("none", "model", "sequential"),
         default="none",
-        help="keep one component (model) or one layer (sequential) at a time on the GPU",
+        help="keep only one component (model) or one layer (sequential) on the GPU at a time",
     )
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group(
-        "sampling", "What is not given comes from turbo_rcm.json in the model's folder, if any."
+        "sampling", "Defaults come from turbo_rcm.json in the model's folder, if there is one."
     )
     group.add_argument(
         "--prompt",
         action="append",
         default=[],
         metavar="TEXT",
-        help="what to show; may be repeated",
+        help="prompt; may be repeated",
     )
     group.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="a file with one prompt a line"
+        "--prompts", type=Path, metavar="FILE", help="file with one prompt per line"
     )
     group.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="seed of the first prompt; the next has N + 1 (default: 0)",
+        help="seed of the first prompt; the next one uses N + 1 (default: 0)",
     )
     group.add_argument(
         "--sampler",
         choices=("rcm", "scheduler"),
-        help="rcm: 1 to 4 steps of a distilled student; scheduler: the pipeline's "
-        "own (default: rcm; of CogVideoX: scheduler, the only one)",
+        help="rcm: 1 to 4 steps of a distilled model; scheduler: the pipeline's own scheduler "
+        "(default: rcm; CogVideoX has only scheduler)",
     )
-    group.add_argument("--steps", type=int, metavar="N", help="default: 4 (rcm), 50 (scheduler)")
-    group.add_argument("--form", choices=("sde", "ode"), help="of the rCM sampler (default: sde)")
+    group.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="denoising steps (default: 4 for rcm, 50 for scheduler)",
+    )
+    group.add_argument(
+        "--form", choices=("sde", "ode"), help="form of the rCM sampler (default: sde)"
+    )
     group.add_argument(
         "--sigma-max",
         type=float,
         metavar="S",
-        help="of the rCM sampler (default: 80; 200 for Wan 2.2 I2V)",
+        help="largest noise level of the rCM sampler (default: 80; 200 for Wan 2.2 I2V)",
     )
     for name, text in (
-        ("height", "pixels"),
-        ("width", "pixels"),
-        ("num-frames", "frames"),
-        ("fps", "frames a second of the files"),
-        ("max-sequence-length", "tokens of the prompt"),
+        ("height", "height in pixels"),
+        ("width", "width in pixels"),
+        ("num-frames", "number of frames"),
+        ("fps", "frames per second of the mp4"),
+        ("max-sequence-length", "largest number of prompt tokens"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=text)
     group.add_argument(
-        "--guidance-scale", type=float, metavar="S", help="with --sampler scheduler (default: 5)"
+        "--guidance-scale", type=float, metavar="S", help="for --sampler scheduler (default: 5)"
     )
     group.add_argument(
-        "--guidance-scale-2", type=float, metavar="S", help="of the low-noise expert of Wan 2.2"
+        "--guidance-scale-2",
+        type=float,
+        metavar="S",
+        help="guidance scale of Wan 2.2's low-noise expert",
     )
-    group.add_argument("--negative-prompt", metavar="TEXT")
+    group.add_argument("--negative-prompt", metavar="TEXT", help="what the video should not show")
 
 
 def _add_patch(command: argparse.ArgumentParser) -> None:
@@ -444,10 +459,10 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
     for name, choices, text in (
         ("attention", get_args(Attention), "how attention runs"),
         ("pv", get_args(PVDType), "element type of probabilities and values"),
-        ("linear", get_args(Linear), "how the Linears of a fused pair run"),
-        ("precision", get_args(Precision), "whether the guard may make attentions more precise"),
+        ("linear", get_args(Linear), "how the Linears of fused pairs run"),
+        ("precision", get_args(Precision), "auto: the guard may make an attention more precise"),
         ("impl", get_args(Impl), "Triton kernels or plain torch"),
-        ("form", get_args(Form), "how a pair with an output projection is closed"),
+        ("form", get_args(Form), "attention and projection in one launch or two"),
     ):
         flag = "--pair-form" if name == "form" else f"--{name}"
         group.add_argument(
@@ -459,22 +474,23 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-guard",
         action="store_true",
-        help="do not compare pairs with their authors' code while running",
+        help="do not compare pairs with their author's code while running",
     )
     group.add_argument(
         "--guard-budget",
         type=float,
         default=default.guard_budget,
         metavar="E",
-        help="largest error of a pair, as a share of what it adds (default: %(default)s)",
+        help="largest error the guard accepts, as a share of what a pair adds to its residual "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--sla-topk",
         type=float,
         default=default.sla_topk,
         metavar="SHARE",
-        help="share of the blocks of keys that self-attention sees in a Wan checkpoint converted "
-        "with SLA's proj_l; others are dense (default: %(default)s)",
+        help="share of the key blocks that sparse self-attention sees, in a Wan checkpoint with "
+        "SLA's proj_l; other checkpoints run dense (default: %(default)s)",
     )
 
 

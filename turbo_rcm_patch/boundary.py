@@ -1,8 +1,8 @@
 """Boundary conditions: closed forms of (c_skip, c_out) for a whole network.
 
-A few-step model is a network F inside a skip whose coefficients depend on time. Each
-parameterisation here is one way the literature chose them. All share an identity end, where the
-skip returns its input exactly, and another end with a limit.
+A few-step model is a network F inside a skip whose coefficients depend on time. Each class here
+is one choice of these coefficients from the literature. At one end of the time axis, the identity
+end, the skip returns its input exactly; at the other end the coefficients have a limit.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ __all__ = [
 
 
 class Parameterisation(ABC):
-    """How a network F meets its noisy input: `D(x) = c_skip(t) * x + c_out(t) * F(c_in(t) * x)`.
+    """The coefficients of `D(x) = c_skip(t) * x + c_out(t) * F(c_in(t) * x)` for a network F.
 
-    Every coefficient takes a float and returns a float, or takes a tensor of any shape and returns
-    an fp64 tensor of that shape; everything inside is fp64. Times are not checked to lie between
-    the two ends, so that a call never waits for a GPU.
+    Each coefficient takes a float and returns a float, or takes a tensor of any shape and returns
+    an fp64 tensor of that shape. All arithmetic is fp64. A call never waits for a GPU, so it does
+    not check that times lie between the two ends.
     """
 
     @property
     @abstractmethod
     def identity_end(self) -> float:
-        """The time at which c_skip is exactly 1 and c_out exactly 0, so that D(x, t) is x."""
+        """The time at which c_skip is exactly 1 and c_out exactly 0, so D(x) is x."""
 
     @property
     @abstractmethod
     def other_end(self) -> float:
-        """The opposite end of the time axis; `math.inf` where the axis has none."""
+        """The other end of the time axis; `math.inf` if it has no end."""
 
     @property
     @abstractmethod
     def other_limit(self) -> tuple[float, float]:
-        """(c_skip, c_out) at the other end, or their limits towards it."""
+        """(c_skip, c_out) at the other end, or their limits there."""
 
     @abstractmethod
     def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
@@ -105,13 +105,13 @@ class Parameterisation(ABC):
         *,
         dtype: torch.dtype = torch.float64,
     ) -> torch.Tensor:
-        """`c_skip(t) * x + c_out(t) * branch`; see `apply_skip`.
+        """Compute `c_skip(t) * x + c_out(t) * branch`; see `apply_skip`.
 
         Args:
             x: Noisy input of shape [B, ...], not scaled by c_in.
             branch: The network's output on `c_in(t) * x`, same shape.
             t: A float, or a tensor of shape [B] or broadcastable against x.
-            dtype: Where products and sum are computed.
+            dtype: The dtype of products and sum.
 
         Returns:
             Tensor of x's shape and dtype.
@@ -168,9 +168,9 @@ class ConsistencyModel(Parameterisation):
 
     Attributes:
         sigma_data: Standard deviation of the data, sd.
-        sigma_min: Noise level at which the network must be the identity. A tensor's time that is
-            sigma_min rounded to the tensor's dtype counts as sigma_min: 0.002 as fp32 is not
-            0.002, and the identity must hold for it too.
+        sigma_min: Noise level at which the network must be the identity. A time in a tensor also
+            counts as sigma_min if it is sigma_min rounded to the tensor's dtype, because 0.002 in
+            fp32 is not exactly 0.002.
     """
 
     sigma_data: float = 0.5
@@ -252,8 +252,8 @@ class TrigFlow(Parameterisation):
 
 @dataclass(frozen=True, slots=True)
 class RCMWrapper(Parameterisation):
-    """rCM (arXiv:2510.08431): a TrigFlow model around a network that predicts rectified-flow
-    velocity.
+    """rCM (arXiv:2510.08431): a TrigFlow model around a network that predicts the velocity of a
+    rectified flow.
 
     t is TrigFlow time. c_skip = c_in = 1 / (cos t + sin t), c_out = -sin t / (cos t + sin t).
     """
@@ -277,7 +277,7 @@ class RCMWrapper(Parameterisation):
 
 @dataclass(frozen=True, slots=True)
 class RectifiedFlow(Parameterisation):
-    """The same model in rectified-flow time: x_0 = x_t - t v.
+    """The model of `RCMWrapper` in rectified-flow time: x_0 = x_t - t v.
 
     x_t = (1 - t) x_0 + t z, t from 0 to 1. c_skip = 1, c_out = -t, c_in = 1.
     """
@@ -303,7 +303,7 @@ def rectified_flow_time(t: float) -> float: ...
 @overload
 def rectified_flow_time(t: torch.Tensor) -> torch.Tensor: ...
 def rectified_flow_time(t: float | torch.Tensor) -> float | torch.Tensor:
-    """Rectified-flow time of a TrigFlow time: sin t / (cos t + sin t), in fp64.
+    """Convert a TrigFlow time to a rectified-flow time: sin t / (cos t + sin t), in fp64.
 
     The states differ by a factor: x_rectified = x_trigflow / (cos t + sin t), which is
     `RCMWrapper().c_in(t)`.
@@ -319,7 +319,7 @@ def trigflow_time(t: float) -> float: ...
 @overload
 def trigflow_time(t: torch.Tensor) -> torch.Tensor: ...
 def trigflow_time(t: float | torch.Tensor) -> float | torch.Tensor:
-    """TrigFlow time of a rectified-flow time: the angle of (1 - t, t), in fp64."""
+    """Convert a rectified-flow time to a TrigFlow time: the angle of (1 - t, t), in fp64."""
     if isinstance(t, torch.Tensor):
         wide = t.double()
         return torch.atan2(wide, 1 - wide)
@@ -329,7 +329,7 @@ def trigflow_time(t: float | torch.Tensor) -> float | torch.Tensor:
 def rectified_flow_velocity(
     x: torch.Tensor, branch: torch.Tensor, t: float | torch.Tensor
 ) -> torch.Tensor:
-    """The velocity z - x_0 of the rectified flow, from what a TrigFlow network predicts.
+    """Convert a TrigFlow network's prediction to the velocity z - x_0 of the rectified flow.
 
     With x = cos t x_0 + sin t z, a TrigFlow network with sigma_data 1 predicts F = dx/dt = cos t z
     - sin t x_0 (arXiv:2410.11081), so z - x_0 = (sin t - cos t) x + (cos t + sin t) F.
@@ -349,8 +349,9 @@ def rectified_flow_velocity(
 def trigflow_velocity(
     x: torch.Tensor, velocity: torch.Tensor, t: float | torch.Tensor
 ) -> torch.Tensor:
-    """What a TrigFlow network would predict, from the velocity of the rectified flow; the inverse
-    of `rectified_flow_velocity`: F = ((cos t - sin t) x + v) / (cos t + sin t).
+    """Convert the velocity of the rectified flow to a TrigFlow network's prediction.
+
+    The inverse of `rectified_flow_velocity`: F = ((cos t - sin t) x + v) / (cos t + sin t).
 
     Args:
         x: TrigFlow state, [B, ...].

@@ -1,4 +1,4 @@
-"""How a model is patched: one frozen dataclass that validates itself."""
+"""`PatchConfig`: how a model is patched."""
 
 from __future__ import annotations
 
@@ -37,48 +37,45 @@ KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchConfig:
-    """What `patch_model` does to a model.
+    """The options of `patch_model`.
 
     Attributes:
-        attention: "int8" runs q and k in int8, but for cross-attention over fewer than 1,024 keys
-            (a prompt), which is exact: faster there, and nothing is lost. "exact" runs torch's
-            scaled_dot_product_attention and fuses only the skip; "sage" calls the `sageattention`
-            package; "int4" quantises q and k to 15 levels and exists to show that the verdict can
+        attention: "int8" quantises q and k to int8. Cross-attention over fewer than 1,024 keys (a
+            prompt) stays exact, because that is faster there. "exact" runs torch's
+            scaled_dot_product_attention and fuses only the skip. "sage" calls the `sageattention`
+            package. "int4" quantises q and k to 15 levels; it exists to show that the verdict can
             fail.
         pv: Element type of probabilities and values in the second matrix product. "auto" is fp8
-            (e4m3) from 4,096 keys on where the device has it (sm_89 and newer), else bf16: at
-            shorter lengths the 16-bit product costs no time and is more accurate. Accumulation is
-            fp32 in every case.
-        linear: How the Linears of a fused pair run: q, k, v and output projection of attention,
-            both of a feed-forward. "as-is" in the model's dtype; "int8" with int8 weights (a scale
-            per output channel) and int8 activations (a scale per row), where a Linear is plain,
-            has no gradient to give and multiplies nothing but its weight. Faster, less accurate,
-            and never the default. Outside a compiled or captured graph the int8 weights are
-            kept beside the model's own, which costs one byte more per weight, and every forward
-            first compares the weights with what they were made from, bit by bit on the device; in
-            a graph they are made again on every forward.
-        smooth_k: Subtract the mean over tokens from k before quantising. It leaves softmax
-            unchanged exactly.
-        impl: "triton" or "reference" (plain torch); "auto" decides once, by the device of the
-            model.
-        form: How a pair with an output projection is closed: attention and projection in
-            "two-launch" or "one-launch"; "auto" reads the measured table.
+            (e4m3) from 4,096 keys on, if the device has it (sm_89 and newer), and else bf16. At
+            shorter lengths bf16 costs no time and is more accurate. Sums are always fp32.
+        linear: How the Linears of a fused pair run: q, k, v and output projection of an attention,
+            both of a feed-forward. "as-is" runs them in the model's dtype. "int8" runs them with
+            int8 weights (a scale per output channel) and int8 activations (a scale per row). That
+            is faster and less accurate. A Linear runs in int8 only if it is plain (no hooks, no
+            adapter) and needs no gradient. The int8 weights are kept beside the model's own, one
+            byte per weight, and every forward first checks on the device whether a weight has
+            changed. A compiled or captured graph quantises the weights on every forward.
+        smooth_k: Subtract the mean over tokens from k before quantising. The softmax does not
+            change.
+        impl: "triton" or "reference" (plain torch). "auto" chooses by the model's device.
+        form: Whether attention and output projection run in two kernel launches or in one. "auto"
+            looks the shape up in a measured table.
         kinds: Which kinds of skip pair are fused: "self" and "cross" attention, "image" (I2V's
             second attention), "feed-forward", "control" (VACE's input projection).
         guard: Compare each closed pair with its author's code on the first and the last step of
-            an inference and give it back when it is over budget.
-        precision: "fixed" runs every pair as asked for here, or not at all. "auto" lets the guard
-            choose for each attention what keeps it within the budget: as asked for, with 16-bit p
-            and v, with exact attention and the skip fused after it, or its author's code. It
-            needs the guard and attention="int8".
-        guard_budget: Largest error of a pair that the guard accepts, as a share of what it adds
-            to its residual: relative L2 of each sample; a head, the worst hundredth of the rows
-            and the last keys have more room, the input of a branch has less
+            an inference, and give it back to that code if its error exceeds the budget.
+        precision: "fixed" runs every pair as configured here, or as its author's code. "auto" lets
+            the guard try more exact attentions first: with 16-bit p and v, then exact with the
+            skip fused after it, and only then the author's code. It needs the guard and
+            attention="int8".
+        guard_budget: Largest error that the guard accepts: the relative L2 of each sample, as a
+            share of what the pair adds to its residual. Heads, the worst hundredth of the rows and
+            the last keys may have a larger error, the input of a branch only a smaller one
             (`patching/measure.py`).
-        sla_topk: Share of the blocks of keys that sparse attention sees, in (0, 1], in a Wan class
-            of diffusers whose self-attention holds SLA's `proj_l` (`load_extra` attaches it).
-            TurboDiffusion's own class keeps the share of its modules. Without a `proj_l`
-            attention is dense and this says nothing; `unload_extra` takes it away.
+        sla_topk: Share of the key blocks that SLA's sparse attention sees, in (0, 1]. It applies
+            to diffusers' Wan classes whose self-attention holds a `proj_l` (`load_extra` attaches
+            it, `unload_extra` takes it away). TurboDiffusion's own class keeps the share of its
+            modules. Without a `proj_l` attention is dense, and this has no effect.
         cuda_graphs: Capture the whole forward as CUDA graphs, one for each signature of its
             arguments, and replay them in eager inference on a GPU. That takes Python out of short
             forwards. A graph is dropped when weights, adapters or settings change, and captured
@@ -147,7 +144,7 @@ class PatchConfig:
         if not is_number(self.sla_topk) or not 0.0 < self.sla_topk <= 1.0:
             raise ConfigError(
                 "PatchConfig.sla_topk",
-                expected="a share of the blocks of keys, in (0, 1]",
+                expected="a share of the key blocks, in (0, 1]",
                 got=repr(self.sla_topk),
                 remedy="Use unload_extra to run without SLA",
             )
@@ -177,12 +174,11 @@ class PatchOptions(TypedDict, total=False):
 
 
 def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:
-    """The configuration that somebody means by one, by keywords, or by both: a keyword replaces
-    that field of the configuration.
+    """Combine a configuration with keywords; a keyword replaces that field.
 
     Raises:
-        ConfigError: It is no `PatchConfig`, there is no such field, or a value is outside its
-            domain.
+        ConfigError: `config` is not a `PatchConfig`, a keyword is not a field, or a value is
+            invalid.
     """
     if config is not None and not isinstance(config, PatchConfig):
         attention = config if config in get_args(Attention) else "int8"
@@ -207,5 +203,5 @@ def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number, which True and False are not meant as."""
+    """Whether a value is a real number; True and False do not count."""
     return isinstance(value, Real) and not isinstance(value, bool)

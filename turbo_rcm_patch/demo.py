@@ -1,4 +1,4 @@
-"""The whole way in one command, on a shipped model and without a GPU: what `make demo` runs."""
+"""What `make demo` runs: compare a shipped model with its patched self, and check the kernels."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ MODEL = TINY
 def demo(
     out: str | Path, *, model: str | Path | None = None, fresh: bool = True, command: str = ""
 ) -> int:
-    """Compare a shipped model with its patched self over the demo prompts, then check the kernels.
+    """Compare a shipped model with its patched self over the demo prompts, and check the kernels.
 
     Args:
         out: Folder for the report and everything it shows.
-        model: One of the shipped models, or a folder with a model of their world; by default the
-            tiny Wan.
-        fresh: Start again, removing what an earlier demo wrote there, or keep what an interrupted
-            one has finished.
+        model: A shipped model, or a folder with a model that knows the same prompts; by default
+            the tiny Wan.
+        fresh: True removes what an earlier demo wrote there; False continues an interrupted demo.
         command: The command line, for the report.
 
     Returns:
@@ -70,15 +69,18 @@ def demo(
     assert isinstance(folder, Path), "a shipped model is a folder"
     check = run_kernel_check(folder)
     write_report(comparison, check)
-    word = "ok" if check.passed else "NO"
-    print(f"{word}: {check.what}: relative L2 {check.relative_l2:.1e}, accepted {check.limit:.0e}")
+    word = "ok" if check.passed else "FAILED"
+    print(
+        f"{word}: {check.what}: relative L2 {check.relative_l2:.1e}, "
+        f"accepted: at most {check.limit:.0e}"
+    )
     print(comparison)
     print(f"{time.perf_counter() - start:.0f} s in all")
     return 0 if comparison.verdict == "unchanged" and check.passed else 1
 
 
 def shape_observer(prompts: Sequence[str]) -> Observer | None:
-    """The detector of the shipped model's world, None if it cannot read one of the prompts."""
+    """The detector for prompts of the shipped models; None if it cannot read one of `prompts`."""
     from turbo_rcm_patch.errors import ConfigError
     from turbo_rcm_patch.tiny.detector import Detection, detect
     from turbo_rcm_patch.tiny.prompts import MOTIONS, Clip, parse

@@ -1,8 +1,7 @@
-"""Every error this library raises on purpose, in one tree.
+"""The errors that this library raises on purpose.
 
-Each leaf also inherits from the built-in that a caller would have expected, so `except ValueError`
-keeps working.
-Messages follow one pattern: which argument, what was expected, what came, and what to do about it.
+Each class also inherits from a built-in error, so `except ValueError` keeps working. A message
+says which argument is wrong, what was expected, what was given, and what to do about it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ __all__ = [
 
 
 class TurboRCMError(Exception):
-    """Base of every error raised on purpose by this library."""
+    """Base class of all errors of this library."""
 
     def __init__(self, what: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
         parts = [what.rstrip(".")]
@@ -55,7 +54,7 @@ class TurboRCMError(Exception):
         self.what, self.expected, self.got, self.remedy = what, expected, got, remedy
 
     def block(self) -> str:
-        """The error as a block a person can read."""
+        """The error on several lines, for a terminal."""
         lines = [f"{type(self).__name__}: {self.what}"]
         for name in ("expected", "got", "remedy"):
             text = getattr(self, name)
@@ -74,14 +73,14 @@ class TurboRCMError(Exception):
 
 
 class ConfigError(TurboRCMError, ValueError):
-    """A field of a configuration, or a table of tiles on disk, holds what it cannot."""
+    """An option, or a table of tiles on disk, has an invalid value."""
 
 
 # --- patching ------------------------------------------------------------------------------------
 
 
 class PatchError(TurboRCMError):
-    """Patching or unpatching was refused; the model is as it was before the call."""
+    """Patching or unpatching was refused. The model is unchanged."""
 
 
 class NotAModelError(PatchError, TypeError):
@@ -93,35 +92,35 @@ class UnknownArchitectureError(PatchError, ValueError):
 
 
 class NothingToPatchError(PatchError, ValueError):
-    """The family is known, but no pair can be run fused under this configuration."""
+    """The model is known, but no pair can run fused with this configuration."""
 
 
 class AlreadyPatchedError(PatchError, RuntimeError):
-    """The model carries our patch already."""
+    """The model is already patched."""
 
 
 class NotPatchedError(PatchError, RuntimeError):
-    """The model does not carry our patch."""
+    """The model is not patched."""
 
 
 class WrappedError(PatchError, RuntimeError):
-    """Somebody else wrapped a function over ours, so undoing would drop their change."""
+    """Other code wrapped our function, so undoing would drop that change."""
 
 
 class FamilyError(PatchError, RuntimeError):
-    """A family cannot serve this instance although its class is known, say because a forward's
-    signature is not the one the family was written against."""
+    """The class is known, but this instance cannot be patched, for example because a forward has
+    another signature than this release knows."""
 
 
 class ContextParallelError(PatchError, RuntimeError):
-    """The model is split over several ranks in a way the fused path does not serve."""
+    """The model is split over several ranks in a way that the fused path does not support."""
 
 
 # --- operations ----------------------------------------------------------------------------------
 
 
 class OpError(TurboRCMError):
-    """An operation was called with arguments it cannot honour."""
+    """An operation cannot compute what its arguments ask for."""
 
 
 class ShapeError(OpError, ValueError):
@@ -129,11 +128,11 @@ class ShapeError(OpError, ValueError):
 
 
 class DTypeError(OpError, TypeError):
-    """A tensor has a dtype the operation does not take."""
+    """A tensor has a dtype that the operation does not take."""
 
 
 class MaskError(OpError, ValueError):
-    """A mask of a form that cannot be honoured exactly."""
+    """This kind of mask cannot be applied exactly."""
 
 
 class DeviceError(OpError, RuntimeError):
@@ -141,15 +140,15 @@ class DeviceError(OpError, RuntimeError):
 
 
 class Fp8UnsupportedError(DeviceError):
-    """fp8 was asked for on a device without fp8 matrix units (below sm_89)."""
+    """fp8 was requested on a device without fp8 matrix units (below sm_89)."""
 
 
 class GradientError(OpError, RuntimeError):
-    """A gradient was asked for that the operation does not define."""
+    """A gradient was requested that the operation does not define."""
 
 
 class NonFiniteInputError(OpError, ValueError):
-    """The guard saw a NaN or an infinity before any of our code had run."""
+    """The input of the first patched block has a NaN or an infinity."""
 
 
 # --- sampling ------------------------------------------------------------------------------------
@@ -160,18 +159,18 @@ class SamplingError(TurboRCMError):
 
 
 class ModelFolderError(SamplingError, OSError):
-    """The path or id does not lead to a pipeline that can be loaded."""
+    """The folder or hub id has no pipeline that can be loaded."""
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
 class CheckpointError(TurboRCMError, ValueError):
-    """A checkpoint or a converted folder cannot be read, or is not what it should be."""
+    """A checkpoint or a converted folder cannot be read or has the wrong contents."""
 
 
 class CheckpointKeysError(CheckpointError):
-    """Tensors are missing, unexpected or of other shapes; each attribute lists all of its kind."""
+    """Tensors are missing, unexpected or have other shapes. Each attribute lists them by name."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -179,12 +178,12 @@ class CheckpointKeysError(CheckpointError):
 
 
 class OutputExistsError(TurboRCMError, FileExistsError):
-    """What would be written is there already, or its place cannot be written to."""
+    """The target already exists or cannot be written to."""
 
 
 class OutputError(TurboRCMError, OSError):
-    """A file could not be written; what was in its place is as it was."""
+    """A file could not be written. An existing file is unchanged."""
 
 
 class MissingPackageError(TurboRCMError, ImportError):
-    """An optional package is needed for what was asked."""
+    """An optional package is missing."""

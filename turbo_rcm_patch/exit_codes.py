@@ -1,4 +1,4 @@
-"""Exit codes of the command lines, and what stands between a command and its exit code."""
+"""The exit codes of the commands, and the function that turns errors into them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CHANGED: Final = 1
 USAGE: Final = 2
 UNEXPECTED: Final = 3
 INTERRUPTED: Final = 130
-#: Nobody reads what is printed any more, as in `pairs | head`: 128 and the number of SIGPIPE.
+#: The reader of our output has gone, as in `pairs | head`: 128 plus the number of SIGPIPE.
 PIPE: Final = 141
 
 #: For `--help`.
 TABLE: Final = f"""\
 exit codes:
-  {OK:<4} done; of compare and demo: nothing visible changed
-  {CHANGED:<4} of compare and demo: something changed; of doctor: something needed is missing
-  {USAGE:<4} refused or failed for a reason that is told: arguments, model, files, memory
-  {UNEXPECTED:<4} an error nobody foresaw, with its traceback
+  {OK:<4} success; for compare and demo: nothing visible changed
+  {CHANGED:<4} for compare and demo: changed or undecided; for doctor: something needed is missing
+  {USAGE:<4} a mistake in the arguments, the model or the files, or too little memory
+  {UNEXPECTED:<4} an unexpected error, with its traceback
   {INTERRUPTED:<4} interrupted
 """
 
@@ -37,21 +37,21 @@ def run_command(
     *,
     interrupted: str,
 ) -> int:
-    """Run a command, and turn every way in which it can end into an exit code.
+    """Run a command and return its exit code, whatever happens.
 
-    Without this Python would exit with 1 for an uncaught error, and 1 means something here.
+    Python exits with 1 for an uncaught error, but here 1 means "changed".
 
     Args:
         run: The command.
-        tell: Puts an error of this library into words.
-        interrupted: What to say on Ctrl-C.
+        tell: Formats an error of this library.
+        interrupted: What to print on Ctrl-C.
 
     Returns:
-        What the command returns, or one of the other codes of this module.
+        The command's own code, or another code of this module.
     """
     try:
         code = run()
-        sys.stdout.flush()  # Where it goes may be full, which is not "changed" either.
+        sys.stdout.flush()  # A full disk shows here, and must not exit with 1 either.
         return code
     except TurboRCMError as error:
         print(tell(error), file=sys.stderr)
@@ -69,8 +69,8 @@ def run_command(
             return USAGE
         traceback.print_exc()
         print(
-            f"\n{type(error).__name__}: nobody foresaw this error. Exit code {UNEXPECTED}; it "
-            "says nothing about the video.",
+            f"\n{type(error).__name__}: an unexpected error (exit code {UNEXPECTED}). It says "
+            "nothing about the video.",
             file=sys.stderr,
         )
         return UNEXPECTED

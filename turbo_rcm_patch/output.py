@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: beside their place, flushed, then moved into it."""
+"""Write files completely or not at all: into a temporary file, which is then renamed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def merged(target: Path) -> Iterator[Path]:
 
 
 def check_writable(target: Path) -> None:
-    """Try whether a file can be written, before hours of work depend on it; leave no trace.
+    """Check that a file can be written before hours of work depend on it. Leaves no trace.
 
     Args:
         target: The file to be.
@@ -116,7 +116,7 @@ def check_writable(target: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a file is one of `atomic` that a killed process left behind, or that is in work."""
+    """Whether a file is a temporary file of `atomic`, in use or left by a killed process."""
     return path.name.startswith(_PARTIAL)
 
 
@@ -125,13 +125,13 @@ def _beside(target: Path) -> Path:
 
 
 def _real_file(target: Path) -> Path:
-    """Where `target` leads, if that is a file or nothing: a device must not be replaced."""
+    """Follow links to the file itself. Refuses devices, which must not be replaced."""
     if target.is_symlink():
         target = Path(os.path.realpath(target))
     if target.exists() and not target.is_file():
         raise OutputError(
             f"{target} cannot be written",
-            expected="a file, or a place where there is nothing yet",
+            expected="a file, or a path that does not exist",
             got="a folder" if target.is_dir() else "a device or a pipe",
             remedy="Choose another place",
         )
@@ -139,7 +139,7 @@ def _real_file(target: Path) -> Path:
 
 
 def _flush(path: Path) -> None:
-    """Wait until the disk has what was written to a file, or the entries of a folder."""
+    """Wait until the disk has a file's contents or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -149,7 +149,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _telling(target: Path) -> Iterator[None]:
-    """Turn the system's errors into ours, which name the file."""
+    """Turn errors of the system into ours, which name the file."""
     try:
         yield
     except TurboRCMError:

@@ -1,9 +1,9 @@
-"""The one concept of this library: the skip pair `y = c_skip * x + c_out * F(x)`.
+"""The skip pair, `y = c_skip * x + c_out * F(x)`: the one concept of this library.
 
-`F` is a branch (attention, feed-forward, a whole network), `x` the residual it meets. A
-transformer block's gated residual is (1, gate), a cross-attention's plain add is (1, 1), and the
-boundary condition of a few-step model is (c_skip(t), c_out(t)). One word, one dataclass, one
-epilogue.
+`F` is a branch (attention, feed-forward, a whole network) and `x` the residual that it is added
+to. (c_skip, c_out) is (1, gate) for the gated residual of a transformer block, (1, 1) for the
+plain add of a cross-attention, and (c_skip(t), c_out(t)) for the boundary condition of a few-step
+model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Stream:
 
     Attributes:
         name: "video", "text", ...
-        c_skip: Coefficient of the residual, as a person would write it ("1", "cos t", ...).
+        c_skip: Coefficient of the residual, as text ("1", "cos t", ...).
         c_out: Coefficient of the branch ("gate_msa", "1", ...).
         c_out_shape: Shape of c_out at run time, e.g. "[B, 1, C]", or "" for a plain number.
     """
@@ -62,10 +62,10 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class SkipPair:
-    """A branch and the residual it meets, found in a model.
+    """A branch of a model and the residual that it is added to.
 
     Attributes:
-        path: Where it sits in the model, e.g. "blocks.0.attn1".
+        path: Its name in the model, e.g. "blocks.0.attn1".
         kind: "self", "cross", "image" (image branch of I2V), "feed-forward", "control" (a Linear
             of a control stream), or "boundary" (the whole network).
         heads: Number of attention heads, 0 where the branch is not attention.
@@ -73,9 +73,9 @@ class SkipPair:
         streams: One entry per residual stream.
         cast: Cast policy of the author's code.
         projection: Whether an output projection stands between attention and residual.
-        runs: How it will run (see `Residual`).
-        reason: Why it runs that way, in words; never empty for "after-linear" and "as-written".
-        int8_linears: Which of its Linears run in int8, by their names in the branch.
+        runs: How it runs (see `Residual`).
+        reason: Why it runs that way; never empty for "after-linear" and "as-written".
+        int8_linears: Names of its Linears that run in int8.
     """
 
     path: str
@@ -94,18 +94,18 @@ class SkipPair:
 
     @property
     def fused(self) -> bool:
-        """Whether any of our kernels closes this pair."""
+        """Whether one of our kernels closes this pair."""
         return self.runs != "as-written"
 
 
 def broadcast_coefficient(coefficient: Coefficient, like: torch.Tensor, name: str) -> Coefficient:
-    """Give a coefficient as many dimensions as the tensor it multiplies.
+    """Reshape a coefficient to as many dimensions as the tensor it multiplies.
 
     Args:
         coefficient: Float, or floating point tensor of shape [], [B], [B, 1, C] or [B, N, C]
             (generally: [B], or as many dimensions as `like`).
         like: Residual of shape [B, ...].
-        name: What to call it in an error.
+        name: Its name in error messages.
 
     Returns:
         The float, or a view that broadcasts against `like`.
@@ -137,19 +137,19 @@ def apply_skip(
     *,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """`c_skip * x + c_out * branch` in plain torch, with one rounding at the end.
+    """Compute `c_skip * x + c_out * branch` in plain torch, with one rounding at the end.
 
-    Where c_out is exactly 0 the branch is not read, so the identity end returns x bit for bit,
-    whatever the branch holds (a negative zero, an infinity). A c_out given as the float 0.0 also
-    leaves the branch out of the graph.
+    Where c_out is exactly 0 the branch is not used. So the identity end returns x bit for bit,
+    even if the branch holds a negative zero or an infinity. If c_out is the float 0.0, the branch
+    is also left out of the autograd graph.
 
     Args:
         x: Residual of shape [B, ...], any floating dtype.
         branch: F(x), same shape as x.
         c_skip: Coefficient of x.
         c_out: Coefficient of the branch.
-        dtype: Where products and sum are computed. Cast order: both operands up, multiply, add,
-            cast once to x's dtype.
+        dtype: The dtype of products and sum. Both operands are cast to it, multiplied and added;
+            the result is cast once to x's dtype.
 
     Returns:
         Tensor of x's shape and dtype.

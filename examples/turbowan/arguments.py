@@ -240,7 +240,7 @@ def patch_config(arguments: argparse.Namespace) -> PatchConfig:
     if not 0.0 < arguments.sla_topk <= 1.0:
         raise ConfigError(
             "--sla_topk",
-            expected="a share of the blocks of keys, in (0, 1]",
+            expected="a share of the key blocks, in (0, 1]",
             got=f"{arguments.sla_topk:g}",
             remedy="Pass --sla_topk 0.1, or only --attention_type original, for all keys",
         )

@@ -151,7 +151,7 @@ def transformer_folder(
         return target
     if (target / "config.json").is_file() and _made_of(target) is None:
         raise OutputExistsError(
-            f"{target} is there already, and is not what {given.name} was converted to",
+            f"{target} already exists and is not what {given.name} was converted to",
             remedy=f"Give {target} itself if it is meant, or another --cache folder",
         )
     try:

@@ -232,7 +232,7 @@ def test_a_stock_copy_leads_back_to_the_converted_folder(
     with patched(load(tmp_path / "copy"), PLAIN) as report:
         assert "sla_topk" in str(report)
     shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match="proj_l are lost"):
+    with pytest.raises(CheckpointError, match="proj_l are missing"):
         patch_model(load(tmp_path / "copy"), PLAIN)
 
 
@@ -252,7 +252,7 @@ def test_what_other_weights_left_is_not_taken(folder: Path, converted: Path) -> 
     extra["blocks.1.attn1.proj_l.bias"] += 1
     save_file(extra, folder / EXTRA_FILE, metadata={"turbo_rcm_patch": "2"})
     model = load(folder)
-    with pytest.raises(CheckpointError, match="proj_l are lost"):
+    with pytest.raises(CheckpointError, match="proj_l are missing"):
         patch_model(model, PLAIN)
     with pytest.raises(CheckpointError, match="those that config.json beside it marks"):
         load_extra(model, folder)

@@ -176,7 +176,7 @@ def test_a_block_by_itself_is_no_model() -> None:
         else:
             with pytest.raises((UnknownArchitectureError, RuntimeError)):
                 take(wan().blocks[0])
-    with pytest.raises(UnknownArchitectureError, match="Pass the transformer that holds it"):
+    with pytest.raises(UnknownArchitectureError, match="pass the transformer"):
         patch_model(wan().blocks[0])
 
 

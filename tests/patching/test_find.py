@@ -94,7 +94,7 @@ def test_report_reads_well_and_is_json() -> None:
         data = json.loads(json.dumps(report.as_dict()))
     assert "6 of 6 skip pairs run fused" in text
     assert "int8 q and k, p and v in bf16; implementation reference on cpu" in text
-    assert "no forward was compared yet" in text
+    assert "no forward has been compared yet" in text
     assert (data["impl"], data["fused"], len(data["pairs"])) == ("reference", 6, 6)
     assert data["pairs"][0]["runs"] == "one-launch"
 

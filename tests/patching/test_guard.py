@@ -80,7 +80,7 @@ def test_over_budget_goes_back_to_the_author_s_code() -> None:
     back = [pair for pair in report.pairs if not pair.fused]
     assert [pair.kind for pair in back] == ["self", "cross"] * 2
     assert report.fused == 2
-    assert all("over the budget 0.001" in pair.reason for pair in back)
+    assert all("exceeds the budget of 0.001" in pair.reason for pair in back)
     assert "given back: blocks.0.attn1 at 0." in str(report)
     assert relative(output, expected) < 1e-5
     assert relative(run(model), expected) < 1e-5

@@ -28,9 +28,11 @@ def test_what_is_given_back_is_warned_about(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         run(model)
     first, second = messages(caplog)
-    assert first.startswith("blocks.0.attn1: given back by the guard: relative L2 0.")
+    assert first.startswith(
+        "blocks.0.attn1: given back to its author's code by the guard: relative L2 0."
+    )
     assert second.startswith("blocks.1.attn1: ")
-    assert "over the budget 0.001 on the first step, in " in first
+    assert "exceeds the budget of 0.001 on the first step, in " in first
     assert report.last_forward == {"as written": 6}
     run(model)
     assert len(messages(caplog)) == 2
@@ -42,7 +44,10 @@ def test_a_step_towards_precision_is_warned_about(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         run(model)
     said = [message for message in messages(caplog) if message.startswith("blocks.0.attn1")]
-    assert ["p and v given 16 bits" in said[0], "attention made exact" in said[1]] == [True, True]
+    assert ["p and v changed to 16 bits" in said[0], "attention made exact" in said[1]] == [
+        True,
+        True,
+    ]
 
 
 def test_what_really_ran() -> None:

@@ -123,7 +123,7 @@ def test_what_the_guard_gives_back_still_is_sla() -> None:
         assert relative(run(model, given), expected) < TIGHT
         assert report.fused == 0
         for pair in report.pairs[:2]:
-            assert pair.reason.startswith("given back by the guard")
+            assert pair.reason.startswith("given back to its author's code by the guard")
             assert pair.reason.endswith("SLA runs as it is defined, in plain torch")
         assert relative(run(model, given), expected) < TIGHT
     assert torch.equal(run(model, given), dense)

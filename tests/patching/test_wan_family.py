@@ -117,7 +117,7 @@ def test_over_budget_goes_back_to_the_author_s_code(family: Family) -> None:
     expected = run(model, **inputs)
     with patched(model, PatchConfig(attention="int4", guard_budget=1e-3)) as report:
         assert relative(run(model, **inputs), expected) < 1e-5
-        back = {pair.kind for pair in report.pairs if "over the budget" in pair.reason}
+        back = {pair.kind for pair in report.pairs if "exceeds the budget" in pair.reason}
     assert "cross" in back and ("self" in back) is not family.masked
 
 

@@ -69,7 +69,7 @@ def test_the_baseline_is_sla_and_not_dense_attention(sla_folder: Path, tmp_path:
     for variant in ("patched", "control"):
         assert 0 < distance(samples[variant], sla) < far / 2, variant
 
-    said = f"SLA as it is defined, in plain torch, in {count} attentions"
+    said = f"SLA computed by its definition in plain torch in {count} attentions"
     assert said in found.baseline and "sla_topk=0.1" in found.baseline
     assert found.baseline in str(found)
     metrics = json.loads(found.metrics.read_text())
@@ -87,7 +87,7 @@ def passes_of() -> tuple[comparison.Variant, ...]:
 
 def test_without_a_proj_l_the_baseline_is_the_author_s(pipe, settings, tmp_path: Path) -> None:
     found = compare(pipe, PROMPT, out=tmp_path, settings=settings, network_number=False)
-    assert found.baseline == "the model as its authors wrote it"
+    assert found.baseline == "the unpatched model"
     metrics = json.loads(found.metrics.read_text())
     assert metrics["identity"]["sla"] == ""
     dense = generate(pipe, PROMPT, settings=settings).latents

@@ -105,7 +105,7 @@ def test_a_folder_that_is_something_else_is_not_replaced(tmp_path, text_pth) -> 
     pth.symlink_to(text_pth)
     other.mkdir()
     (other / "config.json").write_text("{}")
-    with pytest.raises(OutputExistsError, match="is there already"):
+    with pytest.raises(OutputExistsError, match="already exists"):
         transformer_folder(pth)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputExistsError, match="--cache"):

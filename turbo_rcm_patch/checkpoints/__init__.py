@@ -1,8 +1,8 @@
-"""TurboDiffusion's checkpoints: a `.pth` as a diffusers folder, and back.
+"""Convert TurboDiffusion's checkpoints to diffusers folders and back.
 
-Everything lies on the disk in diffusers' format, so that stock classes load it. What they have no
-place for, SLA's `proj_l` and int8 weights, is in one file beside the weights, `EXTRA_FILE`, which
-`load_extra` attaches.
+A converted folder has diffusers' format, so stock classes load it. They have no place for SLA's
+`proj_l` and int8 weights; these are in `EXTRA_FILE` beside the weights, which `load_extra`
+attaches.
 """
 
 from __future__ import annotations

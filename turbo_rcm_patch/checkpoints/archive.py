@@ -1,4 +1,4 @@
-"""What torch does not look at in a `.pth`: the directory of the archive, and its checksums.
+"""Check what torch does not check in a `.pth`: the directory of the archive, and its checksums.
 
 `torch.save` writes a zip of uncompressed records. A mapped file is used without its checksums, so
 damage in the middle of it is other weights, and a compressed record is its compressed bytes. Sizes
@@ -33,7 +33,7 @@ _CHUNK: Final = 8 * 2**20
 
 
 def check_archive(file: Path | BinaryIO, name: str) -> list[zipfile.ZipInfo]:
-    """Refuse an archive that torch would not have written, by its directory alone.
+    """Refuse an archive whose directory shows that torch did not write it.
 
     Args:
         file: The `.pth` file, or an open one.
@@ -56,7 +56,7 @@ def check_archive(file: Path | BinaryIO, name: str) -> list[zipfile.ZipInfo]:
                 records = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
             raise CheckpointError(
-                f"{name} is not a torch checkpoint, or not all of one ({error})",
+                f"{name} is not a torch checkpoint, or is incomplete ({error})",
                 remedy="Download the file again",
             ) from error
         stream.seek(0)
@@ -68,12 +68,12 @@ def check_archive(file: Path | BinaryIO, name: str) -> list[zipfile.ZipInfo]:
 
 
 def _check(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
-    remedy = "Nothing of it was read. Download it again from where it was published"
+    remedy = "It was not read. Download it again from where it was published"
     declared = sum(record.file_size for record in records)
     pickles = sum(record.file_size for record in records if record.filename.endswith(".pkl"))
     if declared > size + _SLACK or pickles > LARGEST_PICKLE:
         raise CheckpointError(
-            f"{name} would unpack to more than it is",
+            f"{name} would unpack to more bytes than the file has",
             expected=f"at most its {size} bytes, as torch.save writes it",
             got=f"{declared} bytes, {pickles} of them objects to unpickle",
             remedy=remedy,
@@ -82,14 +82,14 @@ def _check(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
     twice = {one for one in names if names.count(one) > 1} if len({*names}) < len(names) else set()
     if twice:
         raise CheckpointError(
-            f"{name} has two records of one name",
+            f"{name} contains two records with the same name",
             expected="each record once",
             got=", ".join(sorted(twice)[:4]),
             remedy=remedy,
         )
     if any(one.endswith("/constants.pkl") for one in names):
         raise CheckpointError(
-            f"{name} is a program (TorchScript), and was not loaded",
+            f"{name} is a TorchScript program, so it was not loaded",
             expected="a state dict, as torch.save writes it",
             remedy="Save its state dict alone in the program that wrote it",
         )
@@ -99,7 +99,7 @@ def _check(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
             f"{name}: the weights in it are compressed",
             expected="records as torch.save writes them, uncompressed",
             got=", ".join(packed[:4]),
-            remedy="Load it with torch and save it again, in a program that you trust it with",
+            remedy="Load it with torch and save it again, but only if you trust it",
         )
 
 

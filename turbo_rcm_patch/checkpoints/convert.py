@@ -1,4 +1,4 @@
-"""TurboDiffusion's checkpoints as folders that diffusers loads: a transformer, or a pipeline."""
+"""Convert TurboDiffusion's checkpoints to transformer or pipeline folders of diffusers."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def convert_transformer(
     config: dict[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Written:
-    """Write a checkpoint as a transformer folder; it is whole, or not there.
+    """Write a checkpoint as a transformer folder, completely or not at all.
 
     Args:
         checkpoint: The `.pth` file.
-        out: The folder to be.
+        out: The folder to write.
         dtype: As in `write_transformer`.
         heads: As in `read_checkpoint`.
         network: As in `read_checkpoint`.
-        force: Whether a model folder there may be replaced.
+        force: Whether to replace an existing model folder.
         shard_bytes: Largest file.
         config: As in `write_transformer`.
         progress: Called with bytes.
@@ -79,7 +79,7 @@ def convert_transformer(
     Raises:
         CheckpointError: The checkpoint cannot be read.
         CheckpointKeysError: Its tensors are not those of a WanModel.
-        OutputExistsError: `out` is there already, or cannot be written.
+        OutputExistsError: `out` already exists, or cannot be written.
     """
     target = Path(out)
     check_target(target, force=force, folder=True)
@@ -109,28 +109,28 @@ def convert_pipeline(
     force: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Written, ...]:
-    """Write a whole pipeline folder: the checkpoint's transformer, everything else the base's.
+    """Write a pipeline folder with the checkpoint's transformer and all other parts of the base.
 
-    Its scheduler is `RCMScheduler`. VAE, text encoder and the rest are links to the base, and the
-    base's size and length of videos and prompts are its own defaults too.
+    Its scheduler is `RCMScheduler`. VAE, text encoder and the other parts are links to the base.
+    The default sizes and lengths of videos and prompts are also the base's.
 
     Args:
         checkpoint: The `.pth` file; of Wan 2.2 A14B, the high-noise expert's.
-        out: The folder to be.
+        out: The folder to write.
         base: A pipeline folder of the same model, as diffusers publishes it.
         low_noise: The low-noise expert's `.pth` file of Wan 2.2 A14B.
         dtype: As in `write_transformer`.
-        heads: As in `read_checkpoint`; by default what the base says.
+        heads: As in `read_checkpoint`; by default as in the base.
         network: As in `read_checkpoint`, of both checkpoints.
         copy: Copy the base's parts instead of linking to them.
-        force: Whether a model folder there may be replaced.
+        force: Whether to replace an existing model folder.
         progress: Called with bytes.
 
     Returns:
         What was written of each transformer.
 
     Raises:
-        ModelFolderError: The base is no pipeline folder of Wan, or of another model.
+        ModelFolderError: The base is not a pipeline folder of Wan, or is another model's.
         CheckpointError, CheckpointKeysError, OutputExistsError: As `convert_transformer`.
     """
     target, root = Path(out), Path(base)
@@ -232,7 +232,7 @@ def _check_same_model(
 
 
 def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
-    """The folders of a base that are taken as they are, by their names in the pipeline."""
+    """The folders of a base that are used unchanged, by their names in the pipeline."""
     rest = {}
     for part, entry in index.items():
         own = part in (*_TRANSFORMERS, "scheduler")
@@ -250,13 +250,13 @@ def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
 
 
 def _bytes_of(folder: Path) -> int:
-    """What a copy of a folder takes, where links are copied as the files they lead to."""
+    """Bytes of a copy of a folder, in which links become files."""
     total = 0
     for place, _, names in os.walk(folder, followlinks=True):
         for path in (Path(place, name) for name in names):
             if not path.exists():
                 raise ModelFolderError(
-                    f"{path} is a link to nothing", remedy="Download the base again"
+                    f"{path} is a broken link", remedy="Download the base again"
                 )
             total += path.stat().st_size
     return total
@@ -271,7 +271,7 @@ def _write_rest(
     experts: int,
     copy: bool,
 ) -> None:
-    """Everything of a pipeline but its transformers."""
+    """Write all parts of a pipeline but its transformers."""
     from turbo_rcm_patch import RCMScheduler
 
     for part, source in rest.items():

@@ -1,4 +1,4 @@
-"""A folder that torch.distributed.checkpoint wrote (DCP), read without running what is in it.
+"""Read a folder of torch.distributed.checkpoint (DCP) without executing anything in it.
 
 torch unpickles such a folder's `.metadata` without restrictions. Here it may only hold what torch
 itself puts there, and files are looked for in the folder alone.
@@ -47,7 +47,7 @@ class _Reader(pickle.Unpickler):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of such a folder that was not read yet.
+    """A tensor of such a folder that has not been read yet.
 
     Attributes:
         shape: Of the whole tensor.
@@ -66,14 +66,14 @@ class StoredTensor(NamedTuple):
 
 
 def dcp_metadata(folder: Path) -> Path | None:
-    """The `.metadata` of a folder, or of the `model` in a folder of one training step."""
+    """Find the `.metadata` of a folder, or that in the `model` folder of one training step."""
     places = (folder / _METADATA, folder / "model" / _METADATA)
     return next((path for path in places if path.is_file()), None)
 
 
 def list_dcp(metadata: Path) -> dict[str, object]:
-    """Every entry of such a folder, nested as it was saved: a `StoredTensor`, or None for what is
-    no tensor.
+    """List every entry of such a folder, nested as it was saved: a `StoredTensor`, or None for
+    other objects.
 
     Args:
         metadata: What `dcp_metadata` returned.
@@ -101,16 +101,16 @@ def list_dcp(metadata: Path) -> dict[str, object]:
         return result
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{metadata} is not the metadata of a distributed checkpoint, or holds more; it was "
-            "not executed",
+            f"{metadata} is not the metadata of a distributed checkpoint, or contains more; "
+            "nothing in it was executed",
             got=f"one that asks for {str(error)[:120]}",
-            remedy="Copy it again, or save it anew in the program that wrote it",
+            remedy="Copy it again, or save it again in the program that wrote it",
         ) from error
     except CheckpointError:
         raise
     except (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"{metadata} is not the metadata of a distributed checkpoint, or not all of it "
+            f"{metadata} is not the metadata of a distributed checkpoint, or is incomplete "
             f"({type(error).__name__})",
             remedy="Copy the folder again",
         ) from error
@@ -146,7 +146,7 @@ def _listed(folder: Path, name: str, entry: Any, stored: Any) -> StoredTensor | 
 
 
 def _check_whole(folder: Path, name: str, tensor: StoredTensor) -> None:
-    """The shards of a tensor are disjoint, and all of it."""
+    """Check that the shards of a tensor are disjoint and complete."""
     boxes = [
         [range(a, a + n) for a, n in zip(offsets, sizes, strict=True)]
         for *_, offsets, sizes in tensor.shards
@@ -175,7 +175,7 @@ def load_dcp(
     tensors: dict[str, StoredTensor],
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Read some tensors whole, into memory.
+    """Read complete tensors into memory.
 
     Args:
         folder: For errors.
@@ -222,7 +222,7 @@ def _shard(file: Path, start: int, length: int, name: str) -> Tensor:
         part = torch.load(held, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(
-            f"{name} is no tensor, or not all of one; nothing of it was executed",
+            f"{name} is not a complete tensor; nothing in it was executed",
             remedy="Copy the folder again",
         ) from error
     if not isinstance(part, Tensor):

@@ -1,10 +1,10 @@
-"""Give a loaded transformer what its stock class had no place for, and take it away again.
+"""Attach SLA's `proj_l` and int8 weights to a loaded transformer, and detach them.
 
-int8 weights are multiplied as they are, with their scale per block, so no weight is rounded a
-second time. What is left is the rounding of activations: off by 0.0081 of the output of one
-Linear of 1536 x 1536 normal values against its dequantised weight (relative L2), where
-TurboDiffusion's own blocks of activations are off by 0.0092, and a weight that is quantised again
-by row by 0.0114.
+Stock classes have no place for either. int8 weights are multiplied as they are, with their scale
+per block, so no weight is rounded twice; only activations are rounded. For one Linear of 1536 x
+1536 normal values the error against its dequantised weight is then 0.0081 (relative L2). With
+TurboDiffusion's own blocks of activations it is 0.0092, and with a weight that is quantised again
+by row 0.0114.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Extra:
 
     Attributes:
         path: The file.
-        int8: Linears that got their int8 weight.
-        proj_l: Attentions that got SLA's projection.
+        int8: Names of the Linears with an int8 weight.
+        proj_l: Names of the attentions with SLA's projection.
     """
 
     path: Path
@@ -74,33 +74,33 @@ class Extra:
 def load_extra(
     transformer: nn.Module, folder: str | Path, *, int8: bool = True, proj_l: bool = True
 ) -> Extra:
-    """Attach what lies in a converted folder's extra file to the transformer loaded from it.
+    """Attach the contents of a converted folder's extra file to the transformer loaded from it.
 
-    `patch_model(transformer, PatchConfig(linear="int8"))` then runs the checkpoint's own int8
-    weights, with their scales, wherever it runs a Linear in int8. `proj_l` is attached to the
-    self-attention of each block, as buffers named in `PROJ_L`, and a patched transformer then runs
-    SLA there. Both move with the model, neither is in its state dict, `save_pretrained` writes
-    them beside the weights, and outputs do not change until it is patched. `unload_extra` takes
-    them away. If the transformer was patched before, int8 weights are taken from its next forward
-    on; `proj_l` is refused, because what stands in for a dense attention was chosen then: load
-    first, then patch.
+    `patch_model(transformer, linear="int8")` then uses the checkpoint's own int8 weights, with
+    their scales, wherever it runs a Linear in int8. `proj_l` is attached to the self-attention of
+    each block, as buffers named in `PROJ_L`, and a patched transformer then runs SLA there.
+
+    Both move with the model. Neither is in its state dict, but `save_pretrained` writes them
+    beside the weights. Outputs do not change until the transformer is patched. `unload_extra`
+    takes both away. Load first, then patch: a patched transformer uses int8 weights from its next
+    forward on, but refuses `proj_l`, because patching has already chosen how its attentions run.
 
     Args:
         transformer: diffusers' WanTransformer3DModel.
-        folder: The transformer folder, or the pipeline folder with it. One that others converted
-            may have the `proj_l` among its weights.
-        int8: Whether int8 weights are attached too.
-        proj_l: Whether `proj_l` are attached; without, dense attention is meant, and `patch_model`
-            does not look for them either.
+        folder: The transformer folder, or the pipeline folder with it. The `proj_l` may also be
+            among the weights, as in folders that other programs converted.
+        int8: Whether to attach int8 weights.
+        proj_l: Whether to attach `proj_l`. False means dense attention; then `patch_model` does
+            not look for them either.
 
     Returns:
         What was attached.
 
     Raises:
-        AlreadyPatchedError: It is patched, and the file holds `proj_l`.
+        AlreadyPatchedError: The transformer is patched, and the file holds `proj_l`.
         CheckpointError: There is no such file, or it belongs to other weights.
 
-    After an error what was attached before is attached still, and nothing else.
+    After an error nothing has changed.
     """
     place = transformer_folder(folder)
     path = place / EXTRA_FILE
@@ -137,7 +137,7 @@ def load_extra(
         raise AlreadyPatchedError(
             f"{path}: proj_l of {len(attentions)} attentions",
             expected="a transformer that is patched after its proj_l is attached",
-            got="one that carries our patch",
+            got="a patched one",
             remedy="Call unpatch_model, then load_extra, then patch_model",
         )
     before = [(modules[name], held_int8(modules[name])) for name in linears]
@@ -162,7 +162,7 @@ def load_extra(
 
 
 def unload_extra(transformer: nn.Module) -> None:
-    """Take away what `load_extra` attached; the model is as it was before.
+    """Remove what `load_extra` attached. The model is then as it was before.
 
     A patched one runs dense attention from its next forward on, and with int8 weights of its own.
     So does one that is patched later: that dense attention is meant is said in its configuration,
@@ -177,7 +177,7 @@ def unload_extra(transformer: nn.Module) -> None:
 
 
 def _dense(transformer: nn.Module) -> bool:
-    """Whether `patch_model` would find no `proj_l` for it."""
+    """Whether `patch_model` would find no `proj_l` for this transformer."""
     try:
         recovered = recover_proj_l(transformer)
     except CheckpointError:

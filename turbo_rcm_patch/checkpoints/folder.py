@@ -88,20 +88,20 @@ class Written:
 
 
 def _stock_dtype(name: Name, own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor in the folder: its own, or the one asked for where diffusers casts."""
+    """The dtype of a tensor in the folder: its own, or `dtype` where diffusers casts."""
     if asked is None or _FP32 & set(name.ours.split(".")):
         return own
     return asked
 
 
 def _dequantised_dtype(name: Name, tensors: dict[str, Tensor]) -> torch.dtype:
-    """What an int8 weight is multiplied back to if nothing is asked for: its bias's dtype."""
+    """The dtype of a dequantised int8 weight if none was chosen: that of its bias."""
     bias = tensors.get(f"{name.theirs.removesuffix('weight')}bias")
     return torch.bfloat16 if bias is None else bias.dtype
 
 
 class _Item:
-    """A tensor to be written, made when its file is."""
+    """A tensor to write, made only when its file is written."""
 
     def __init__(self, name: Name, checkpoint: Checkpoint, asked: torch.dtype | None) -> None:
         tensors = checkpoint.tensors
@@ -185,7 +185,7 @@ def _proj_l(extra: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def folder_bytes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> int:
-    """How much `write_transformer` writes, but for some kilobytes."""
+    """Bytes that `write_transformer` writes, up to some kilobytes."""
     listed = names(checkpoint.sizes)
     stock = sum(_Item(name, checkpoint, dtype).size for name in listed if not name.extra)
     return stock + sum(t.nbytes for t in _extra(listed, checkpoint).values())

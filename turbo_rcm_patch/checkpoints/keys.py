@@ -1,4 +1,4 @@
-"""The names of one set of weights in TurboDiffusion's WanModel and in diffusers' Wan transformer.
+"""The tensor names of TurboDiffusion's WanModel and of diffusers' Wan transformer.
 
 One table, read in both directions. Beside the names the two differ in one shape: patches are
 embedded by a Linear there and by a convolution here, over the same numbers in the same order.
@@ -32,7 +32,7 @@ SLA_LINEAR: Final = ("self_attn.attn_op.local_attn.proj_l", "attn1.proj_l")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What tells one Wan from another.
+    """The sizes that distinguish one Wan model from another.
 
     Attributes:
         dim: Channels of a token.
@@ -198,7 +198,7 @@ def names(sizes: Sizes) -> list[Name]:
 
 
 def blocks_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """How many scales a weight [Cout, K] has in a `-quant` checkpoint."""
+    """Number of scales that a weight [Cout, K] has in a `-quant` checkpoint."""
     rows, columns = shape
     return math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
 
@@ -206,7 +206,7 @@ def blocks_of(shape: tuple[int, ...]) -> tuple[int, int]:
 def sizes_of(
     shapes: Mapping[str, torch.Size | tuple[int, ...]], *, heads: int | None = None
 ) -> Sizes:
-    """The sizes that a WanModel's tensors show.
+    """Read the sizes of a WanModel from its tensors.
 
     Args:
         shapes: The shape of every tensor, by its name there.

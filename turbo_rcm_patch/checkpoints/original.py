@@ -1,4 +1,4 @@
-"""Wan's own VAE and text encoder files, by the names of diffusers' and transformers' classes.
+"""Read Wan's own VAE and text encoder files for diffusers' and transformers' classes.
 
 `Wan2.1_VAE.pth` and `models_t5_umt5-xxl-enc-bf16.pth` come with TurboDiffusion's checkpoints.
 Sizes are read from the tensors, as those of a transformer are.

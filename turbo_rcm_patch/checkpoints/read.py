@@ -1,4 +1,4 @@
-"""A TurboDiffusion `.pth`, read safely: tensors only, mapped into memory, every name checked."""
+"""Read a TurboDiffusion `.pth` safely: only tensors, mapped into memory, all names checked."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _LISTED: Final = 12
 
 
 class Wanted(NamedTuple):
-    """A tensor that has to be there: the shapes it may have, and whether it is int8 or a float."""
+    """A tensor that must exist: the shapes it may have, and whether it is int8 or float."""
 
     shapes: tuple[tuple[int, ...], ...]
     int8: bool = False
@@ -173,7 +173,7 @@ def _tensor(name: str, value: object) -> Tensor:
 
 
 def open_width(path: str | Path) -> int:
-    """Channels of a token, in a checkpoint that does not show its heads; 0 in any other.
+    """Channels of a token in a checkpoint that does not show its number of heads; 0 in any other.
 
     Raises:
         CheckpointError: It cannot be read, or holds more than tensors.
@@ -195,7 +195,7 @@ def check_tensors(
     tensors: Mapping[str, Tensor],
     of: str = "one WanModel",
 ) -> None:
-    """Compare tensors with what has to be there.
+    """Compare tensors with those that must exist.
 
     Raises:
         CheckpointKeysError: It lists what is missing, unexpected, or of another shape or kind.
@@ -266,20 +266,21 @@ def _load(path: Path, progress: Progress | None = None, *, sums: bool = True) ->
             return torch.load(path, map_location="cpu", weights_only=True)  # an old format
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is not a torch checkpoint, or holds more than tensors; it was not executed",
+            f"{path} is not a torch checkpoint, or contains more than tensors; "
+            "nothing in it was executed",
             got=_asked_for(error),
             remedy="Download it again, or save its state dict alone in the program that wrote it",
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, LookupError) as error:
         raise CheckpointError(
-            f"{path} is not a torch checkpoint, or not all of one ({type(error).__name__}: "
+            f"{path} is not a torch checkpoint, or is incomplete ({type(error).__name__}: "
             f"{_quoted(error)})",
             remedy="Download the file again",
         ) from error
 
 
 def _asked_for(error: pickle.UnpicklingError) -> str:
-    """What a file would have run, of torch's refusal; its advice to trust the file is left out."""
+    """Name what a file tried to run, from torch's refusal, without its advice to trust it."""
     name = _GLOBAL.search(str(error))
     return f"one that asks for {name[1] or name[2]}" if name else "something else"
 
@@ -295,8 +296,8 @@ def _quoted(error: BaseException) -> str:
 def _network(
     loaded: object, path: Path, asked: str | None, anchor: str = _ANCHOR
 ) -> tuple[str, tuple[str, ...], dict[str, object]]:
-    """One network of a file, by where its anchor is (the patch embedding of a transformer): at the
-    top, in a container, under a prefix, or several of these.
+    """Find one network in a file by its anchor (the patch embedding of a transformer): at the top
+    level, in a container, under a prefix, or among several.
 
     Returns:
         Its name, the names of the others, and its entries without container and prefix.
@@ -342,7 +343,7 @@ def _collect(
 
 
 def _chosen(names: list[str], path: Path, asked: str | None) -> str:
-    """The network that is asked for; else the only one, or the only one that is no average."""
+    """The network with the given name; else the only one, or the only one without averaging."""
     if asked is not None:
         fitting = [name for name in names if name == asked]
         fitting = fitting or [name for name in names if asked in name.split(".")]
@@ -362,7 +363,7 @@ def _chosen(names: list[str], path: Path, asked: str | None) -> str:
 def _bare(
     entries: Mapping[Any, object], path: Path, roots: tuple[str, ...] = ()
 ) -> dict[str, object]:
-    """Entries by their names without what wrappers put between modules, and without prefixes."""
+    """Entries by their names without prefixes and without what wrappers put between modules."""
     result: dict[str, object] = {}
     for key, value in entries.items():
         name = ".".join(part for part in str(key).split(".") if part not in _WRAPPERS)
@@ -378,7 +379,7 @@ def _bare(
 
 
 def _whole(name: str, tensor: Tensor) -> Tensor:
-    """A plain tensor; of one that was sharded, its only shard."""
+    """A plain tensor, or the only shard of one that was sharded."""
     local = getattr(tensor, "to_local", None)
     if local is None:
         return tensor.detach()

@@ -1,4 +1,4 @@
-"""Write beside the target, rename at the end: a target is whole or not there."""
+"""Write beside the target and rename at the end, so that a target is complete or absent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOCK = "lock"
 
 
 def check_target(target: Path, *, force: bool, folder: bool) -> None:
-    """Refuse a target that is there, unless it may be replaced.
+    """Refuse a target that exists, unless it may be replaced.
 
     Args:
         target: A file or a folder to be.
@@ -41,13 +41,13 @@ def check_target(target: Path, *, force: bool, folder: bool) -> None:
         return
     if not force:
         raise OutputExistsError(
-            f"{target} is there already",
-            expected="a path that is not, so that nothing is lost",
+            f"{target} already exists",
+            expected="a path that does not exist",
             remedy="Choose another path, or pass --force (force=True) to replace it",
         )
     if target.exists() and target.is_dir() != folder:
         raise OutputExistsError(
-            f"{target} is there already, and is not replaced",
+            f"{target} already exists and is not replaced",
             expected="a folder" if folder else "a file",
             got="a folder" if target.is_dir() else "a file",
             remedy="Choose another path",
@@ -56,15 +56,15 @@ def check_target(target: Path, *, force: bool, folder: bool) -> None:
         inside = sorted(path.name for path in target.iterdir())[:6]
         if not any(name in os.listdir(target) for name in _OURS):
             raise OutputExistsError(
-                f"{target} is a folder without a model, and is not replaced",
+                f"{target} is a folder without a model, so it is not replaced",
                 expected=f"a folder with one of {_OURS}",
                 got=str(inside),
-                remedy="Remove it yourself if that is meant",
+                remedy="Remove it yourself if you do not need it",
             )
 
 
 def check_outside(target: Path, *sources: str | Path | None) -> None:
-    """Refuse a target that what is read lies in: replacing it would remove that.
+    """Refuse a target that contains an input, because replacing it would delete the input.
 
     Raises:
         OutputExistsError: A source is in the target, or is it.
@@ -74,14 +74,15 @@ def check_outside(target: Path, *sources: str | Path | None) -> None:
         if source is not None and Path(source).resolve().is_relative_to(whole):
             raise OutputExistsError(
                 f"{target} holds {source}, which is read",
-                expected="another path, so that nothing is lost",
+                expected="another path",
                 remedy="Choose another path, or move that file out of it",
             )
 
 
 @contextmanager
 def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
-    """A path beside `target` that becomes it when the block ends, and vanishes if it fails.
+    """Give a path beside `target` that becomes `target` when the block ends, and is removed if the
+    block fails.
 
     An interruption (Ctrl-C) is a failure too. What was there is removed only when the new one is
     complete and in its place. What a killed process left is removed by the next one.
@@ -92,7 +93,7 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
         folder: Whether a folder is written; it is made.
 
     Raises:
-        OutputExistsError: It is there already, or cannot be written: the disk is full, say.
+        OutputExistsError: It already exists, or cannot be written: the disk is full, say.
     """
     check_target(target, force=force, folder=folder)
     remove_abandoned(target)
@@ -126,9 +127,9 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
             raise
         free = shutil.disk_usage(target.parent).free
         raise OutputExistsError(
-            f"{target} could not be written ({why}); nothing of it is left",
+            f"{target} could not be written ({why}); what was written is removed",
             got=f"{free / 2**30:.1f} GiB free in {target.parent}",
-            remedy="Make room, or choose another disk",
+            remedy="Free some space, or choose another disk",
         ) from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -137,7 +138,7 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
 
 
 def _unwritten(error: Exception) -> str | None:
-    """Why a file could not be written, if that is what an error of a writing library says."""
+    """The reason why a file could not be written, if the error of a library is about that."""
     if isinstance(error, TurboRCMError):
         return None
     if "inline_container" in str(error):  # Of torch's archives, which are only written here.
@@ -150,7 +151,7 @@ def _unwritten(error: Exception) -> str | None:
 
 
 def remove_abandoned(target: Path) -> None:
-    """Remove what killed processes have left of a target that `staged` was to become.
+    """Remove what killed processes left of a target that `staged` was writing.
 
     A process holds a lock as long as it lives, however it ends. What cannot be locked stays: its
     process lives, or this file system has no locks.
@@ -184,7 +185,7 @@ def _prefix(target: Path) -> str:
 
 
 def _lock(place: Path) -> int | None:
-    """Lock a new folder until the descriptor is closed; None where there are no locks."""
+    """Lock a new folder until the descriptor is closed; None on file systems without locks."""
     try:
         lock = os.open(place / "unlocked", os.O_RDWR | os.O_CREAT)
     except OSError:
@@ -199,7 +200,7 @@ def _lock(place: Path) -> int | None:
 
 
 def check_space(target: Path, written: int, *, copied: int = 0) -> None:
-    """Refuse before writing what a disk has no room for.
+    """Refuse to begin writing if the disk has too little space.
 
     Args:
         target: A file or a folder to be.
@@ -216,7 +217,7 @@ def check_space(target: Path, written: int, *, copied: int = 0) -> None:
     if free < written + copied:
         parts = f", {copied / 2**30:.1f} GiB of them copies of the base" if copied else ""
         raise OutputExistsError(
-            f"{parent} has no room for {target.name}",
+            f"{parent} has too little space for {target.name}",
             expected=f"{(written + copied) / 2**30:.1f} GiB{parts}",
             got=f"{free / 2**30:.1f} GiB",
             remedy="Choose another disk, or a smaller --dtype"

@@ -34,7 +34,7 @@ _DTYPES: Final = {
 
 
 class StoredTensors:
-    """The tensors of one or more safetensors files, none of them read before it is asked for.
+    """The tensors of one or more safetensors files. Each is read only when it is used.
 
     SLA's Linear has one name, ours, however the file calls it.
 
@@ -62,7 +62,7 @@ class StoredTensors:
                 name = key if owner is None else f"{owner[0]}.proj_l.{owner[1]}"
                 if name in self.listing:
                     raise CheckpointError(
-                        f"{path}: {key} is there twice",
+                        f"{path}: {key} occurs twice",
                         expected="each tensor once in the files of a folder",
                         remedy="Remove the files that do not belong to it",
                     )
@@ -77,7 +77,7 @@ class StoredTensors:
 
 
 def transformer_folder(folder: str | Path) -> Path:
-    """The transformer's folder, given that or its pipeline's.
+    """Find the transformer's folder, given that folder or its pipeline's.
 
     Raises:
         CheckpointError: There is none, or a pipeline's folder has two.
@@ -107,9 +107,9 @@ def write_checkpoint(
 ) -> Written:
     """Write a transformer folder as a TurboDiffusion `.pth`: `convert --back`.
 
-    Every tensor is bit for bit that of the folder. Linears whose int8 weight is in the extra file
-    are written as that, if the stock weight still is their product. The whole model is held in
-    memory.
+    Every tensor is that of the folder, bit for bit. A Linear with an int8 weight in the extra file
+    is written in int8 if its stock weight still is the product of that and its scales. The whole
+    model is held in memory.
 
     Args:
         folder: A transformer folder, or a pipeline folder with one.
@@ -120,7 +120,7 @@ def write_checkpoint(
     Raises:
         CheckpointError: The folder cannot be read, or is of another model.
         CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
-        OutputExistsError: The file is there already, or cannot be written.
+        OutputExistsError: The file already exists, or cannot be written.
     """
     place, path = transformer_folder(folder), Path(target)
     with staged(path, force=force, folder=False) as made:
@@ -175,7 +175,7 @@ def _has_sla(stored: StoredTensors) -> bool:
 
 
 def wanted_extra(listed: list[Name], int8: set[Name]) -> dict[str, Wanted]:
-    """What the extra file of a model has to hold, given which Linears are in int8."""
+    """The tensors that the extra file of a model must hold, given which Linears are in int8."""
     wanted = {name.ours: Wanted((name.shape,)) for name in listed if name.extra}
     for name in int8:
         weight, scale = name.our_int8

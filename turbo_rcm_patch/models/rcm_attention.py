@@ -1,9 +1,9 @@
 """Self-attention followed by the skip of a few-step model: `c_skip(t) * x + c_out(t) * F(x)`.
 
-`RCMAttention` computes attention and skip as separate operations of plain torch and is what the
-other is tested against. `FusedRCMAttention` closes the skip in the epilogue of the attention (no
-output projection) or of the projection. Both hold the same parameters under the same names, so a
-state dict of one loads into the other.
+`RCMAttention` computes attention and skip as separate operations of plain torch. It is the
+reference in the tests of `FusedRCMAttention`, which closes the skip in the epilogue of the
+attention (without output projection) or of the projection. Both have the same parameters under
+the same names, so a state dict of one loads into the other.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ CoefficientOfTime = Callable[[float], float] | Callable[[torch.Tensor], torch.Te
 
 
 class RCMAttention(nn.Module):
-    """Two passes: QKV linear, attention, output projection; then the skip. Plain torch, any
-    device.
+    """Attention, output projection and then the skip, as separate operations of plain torch.
 
     Parameters: `qkv` Linear(dim, 3 * dim) and, with `projection`, `proj` Linear(dim, dim).
 
@@ -104,7 +103,7 @@ class RCMAttention(nn.Module):
 
         Args:
             x: [B, N, C], dtype of the parameters.
-            t: Time: one number, or a tensor [B] with one a sample.
+            t: Time: one number, or a tensor [B] with one per sample.
 
         Returns:
             [B, N, C], dtype of x.
@@ -154,16 +153,16 @@ class RCMAttention(nn.Module):
 
 
 class FusedRCMAttention(RCMAttention):
-    """One pass: the skip is the epilogue of the attention, or of the output projection behind it.
+    """Attention whose epilogue, or that of its output projection, closes the skip.
 
-    Same parameters, defaults and result as `RCMAttention`; see there for the arguments not listed
-    here.
+    Parameters, defaults and result are those of `RCMAttention`, and so are arguments that are not
+    listed here.
 
     Args:
         attention: "exact", "int8", "int4" or "sage"; see `PatchConfig`.
-        impl: "triton", "reference" (plain torch), or "auto", which goes by the device of x.
+        impl: "triton", "reference" (plain torch), or "auto", which chooses by the device of x.
         pv: Element type of the second matrix product; see `PatchConfig`.
-        form: How attention and projection are put together; see `PatchConfig`.
+        form: Attention and projection in one launch or two; see `PatchConfig`.
     """
 
     def __init__(
@@ -204,7 +203,7 @@ class FusedRCMAttention(RCMAttention):
 
         Args:
             x: [B, N, C], dtype of the parameters (bf16, fp16 or fp32).
-            t: Time: one number, or a tensor [B] with one a sample.
+            t: Time: one number, or a tensor [B] with one per sample.
 
         Returns:
             [B, N, C], dtype of x.

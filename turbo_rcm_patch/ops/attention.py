@@ -52,11 +52,12 @@ def attention_skip(
     kv_lengths: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """c_skip * residual + c_out * softmax(sm_scale * q k^T) v.
+    """Compute c_skip * residual + c_out * softmax(sm_scale * q k^T) v.
 
-    Norms, rotary embedding, smoothing and quantisation happen in fp32 without intermediate
-    rounding; the epilogue is fp32 and rounds once. Arguments with a contiguous last dimension are
-    read in place, whatever their other strides (views of a fused QKV tensor); others are copied.
+    Norms, rotary embedding, smoothing and quantisation are computed in fp32 without intermediate
+    rounding. The epilogue is fp32 and rounds once. Arguments with a contiguous last dimension are
+    read in place, whatever their other strides (e.g. views of a fused QKV tensor). Others are
+    copied.
 
     Args:
         q: [B, Nq, H*D], bf16, fp16 or fp32.
@@ -80,8 +81,8 @@ def attention_skip(
         [B, Nq, H*D], contiguous.
 
     Raises:
-        OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `MaskError`), or
-            has a gradient that is not computed (`GradientError`).
+        OpError: The arguments do not fit together (`ShapeError`, `DTypeError`, `MaskError`), or a
+            gradient is requested that is not computed (`GradientError`).
     """
     skip, norms = (residual, c_skip, c_out), (norm_q, norm_k, norm_q_bias, norm_k_bias)
     inputs = describe(q, k, v, spec, skip, norms, rotary, kv_lengths, out_dtype)
@@ -102,11 +103,11 @@ def attention_lse(
     kv_lengths: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(sm_scale * q k^T) v and the logsumexp of its logits. Arguments as in
-    `attention_skip`.
+    """Compute softmax(sm_scale * q k^T) v and the logsumexp of its logits.
 
-    Smoothing k shifts every logit of a row by sm_scale * q · mean(k); the shift is computed in
-    fp32 and added back, so the logsumexp is that of the unsmoothed logits.
+    The arguments are those of `attention_skip`. Smoothing k shifts every logit of a row by
+    sm_scale * q · mean(k). The shift is computed in fp32 and added back, so the logsumexp is that
+    of the unsmoothed logits.
 
     Returns:
         Output [B, Nq, H*D] and natural-log logsumexp fp32 [B, H, Nq], -inf where a query sees no
@@ -132,11 +133,11 @@ def masked_attention(
     *,
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """softmax(sm_scale * q k^T + mask) v with torch's scaled_dot_product_attention.
+    """Compute softmax(sm_scale * q k^T + mask) v with torch's scaled_dot_product_attention.
 
-    No kernel here takes a mask of any form, so this is exact whatever `spec.attention` asks for,
-    and plain torch, which differentiates and compiles it. The rotary embedding is fp32; q and k
-    are rounded once after it, to v's dtype.
+    Our kernels take no mask. So this is exact attention, whatever `spec.attention` says, in plain
+    torch, which can be differentiated and compiled. The rotary embedding is fp32; q and k are
+    rounded once after it, to v's dtype.
 
     Args:
         q: [B, Nq, H*D], bf16, fp16 or fp32.

@@ -73,15 +73,15 @@ def denoise_step(
     *,
     impl: Impl = "auto",
 ) -> Tensor:
-    """coefficients[0] * x + coefficients[1] * branch + coefficients[2] * noise in fp64.
+    """Compute coefficients[0] * x + coefficients[1] * branch + coefficients[2] * noise in fp64.
 
-    A few-step sampler closes its network's skip and goes back to the noise level of the next step;
-    both are linear, so they are one combination of three tensors, read once and written once.
+    A few-step sampler closes its network's skip and adds noise up to the level of the next step.
+    Both are linear, so one pass over the three tensors does both.
 
     Args:
         x: The noisy state, any shape, any float dtype.
         branch: The network's output, shape and device of x, any float dtype.
-        noise: Fresh noise, likewise, or None where the step adds none.
+        noise: Fresh noise, likewise, or None if the step adds none.
         coefficients: fp64 [3] on the device of x: c_skip, c_out, c_noise.
         impl: "triton", "reference" or "auto".
 

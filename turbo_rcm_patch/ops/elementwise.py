@@ -1,5 +1,5 @@
-"""What stands around the branches of a block, each in one pass: layer norm with modulation, as a
-tensor or as int8 rows, and GELU in the epilogue of the linear before it."""
+"""Operations around the branches of a block, each in one pass: layer norm with modulation, as a
+tensor or as int8 rows, and a linear with GELU in its epilogue."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def norm_modulate(
     eps: float = 1e-6,
     impl: Impl = "auto",
 ) -> Tensor:
-    """layer_norm(x) * (1 + scale) + shift, or layer_norm(x) * scale + shift, in fp32 throughout.
+    """Compute layer_norm(x) * (1 + scale) + shift, or layer_norm(x) * scale + shift, in fp32.
 
     Args:
         x: [B, N, C], bf16, fp16 or fp32.
@@ -238,9 +238,9 @@ def norm_modulate_rows(
     eps: float = 1e-6,
     impl: Impl = "auto",
 ) -> Rows:
-    """`norm_modulate` straight to int8, a scale per row: what `int8_linear` multiplies.
+    """Compute `norm_modulate` as int8 with a scale per row, the input of `int8_linear`.
 
-    One pass over memory instead of three, and nothing is rounded before the int8.
+    This is one pass over memory instead of three. Nothing is rounded before int8.
 
     Args:
         x: [B, N, C], bf16, fp16 or fp32.
@@ -255,7 +255,7 @@ def norm_modulate_rows(
 
     Raises:
         ShapeError: x is not [B, N, C], or scale or shift does not broadcast to it.
-        GradientError: One of them wants a gradient, which an integer has not.
+        GradientError: An argument requires a gradient; integers have none.
     """
     check_impl(impl)
     check_eps(eps)
@@ -324,8 +324,10 @@ gelu_forward.register_autograd(_gelu_autograd, setup_context=_gelu_setup)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """gelu(x @ weight^T + bias) in its tanh form; in 16 bits on an NVIDIA GPU the activation is
-    the matrix product's epilogue and sees the sum before it is rounded.
+    """Compute gelu(x @ weight^T + bias), in GELU's tanh form.
+
+    In 16 bits on an NVIDIA GPU the activation is the epilogue of the matrix product, so it takes
+    the sum before that is rounded.
 
     Args:
         x: [B, N, Cin], bf16, fp16 or fp32.

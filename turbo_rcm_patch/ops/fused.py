@@ -1,4 +1,4 @@
-"""Attention, output projection and skip as one operation, in one launch or in two."""
+"""Attention, output projection and skip as one operation, in one kernel launch or in two."""
 
 from __future__ import annotations
 
@@ -131,14 +131,14 @@ def attention_project_skip(
     cast: Cast = "fp32",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """c_skip * residual + c_out * (softmax(sm_scale * q k^T) v @ weight^T + bias).
+    """Compute c_skip * residual + c_out * (softmax(sm_scale * q k^T) v @ weight^T + bias).
 
     Both forms round the attention output to q's dtype before the projection and compute the rest
     in fp32.
 
     Args:
-        q: [B, Nq, H*D]; see `attention_skip` for it and for k, v, the norms, rotary and
-            kv_lengths.
+        q: [B, Nq, H*D]. For this and for k, v, the norms, rotary and kv_lengths see
+            `attention_skip`.
         k: [B, Nk, H*D].
         v: [B, Nk, H*D].
         weight: [Cout, H*D], dtype of q.
@@ -154,8 +154,7 @@ def attention_project_skip(
         rotary: (cos, sin).
         kv_lengths: int32 [B].
         form: "two-launch" (attention, then projection with skip), "one-launch" (the attention
-            kernel finishes the job; int8 and int4 only), or "auto", which reads the measured
-            table.
+            kernel also projects; int8 and int4 only), or "auto", which reads a measured table.
         cast: As in `project_skip`.
         out_dtype: dtype of the result; q's by default.
 

@@ -249,19 +249,19 @@ def int8_linear(
     impl: Impl = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """c_skip * residual + c_out * activation(x @ weight^T + bias), with x and weight in int8.
+    """Compute c_skip * residual + c_out * activation(x @ weight^T + bias) in int8.
 
-    x is quantised here, a scale per row, with a pass of its own, unless it comes as rows. Its
-    gradient, and those of bias, residual and coefficients, are those of the exact linear with the
-    weight int8 * scale; rows have none.
+    Unless x comes as int8 rows, a separate pass quantises it with a scale per row. The gradients
+    of x, bias, residual and coefficients are those of the exact linear with the weight int8 *
+    scale. int8 rows have no gradient.
 
     Args:
         x: [B, N, K], bf16, fp16 or fp32, or `Rows` of it, from `norm_modulate_rows`.
         weight_int8: int8 [Cout, K], from `quantize_weight`.
-        weight_scale: fp32 [Cout], from there too; or [Cout, ceil(K / 128)] with a scale for every
-            128 channels, best with its first dimension dense; or [ceil(Cout / 128),
-            ceil(K / 128)] with one for every block of 128 x 128, which is faster on Hopper. No
-            gradient: it belongs to a constant.
+        weight_scale: fp32 [Cout], also from `quantize_weight`; or [Cout, ceil(K / 128)], a scale
+            for every 128 channels (fastest if the first dimension is dense); or
+            [ceil(Cout / 128), ceil(K / 128)], a scale for every block of 128 x 128, which is
+            faster on Hopper. It has no gradient.
         bias: [Cout], any of these float dtypes, or None.
         activation: "gelu-tanh" (`F.gelu(approximate="tanh")`, in fp32 on the unrounded sum) or
             None.
@@ -270,7 +270,7 @@ def int8_linear(
         c_out: Likewise.
         cast: As in `project_skip`: "fp32" rounds once at the end, "model" after every step.
         impl: "triton", "reference" or "auto".
-        out_dtype: dtype of the result; x's by default, and needed with rows.
+        out_dtype: dtype of the result; x's by default, required with rows.
 
     Returns:
         [B, N, Cout], contiguous.
@@ -278,8 +278,8 @@ def int8_linear(
     Raises:
         ShapeError: Shapes do not fit together, or K is over `MAX_CHANNELS`.
         DTypeError: A tensor has another dtype.
-        GradientError: weight_scale requires a gradient, or c_skip does without a residual, or
-            anything does with rows.
+        GradientError: weight_scale requires a gradient, or c_skip does without a residual, or any
+            argument does while x is rows.
         ConfigError: An unknown activation or cast, or rows without an out_dtype.
     """
     rows = x if isinstance(x, Rows) else None

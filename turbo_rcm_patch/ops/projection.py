@@ -1,8 +1,8 @@
-"""Closing a skip after a projection, and the elementwise skip.
+"""Close a skip after a projection, or over any branch.
 
-`project_skip` is a projection whose epilogue closes the skip; `attention_project_skip` puts an
-attention before it, in one launch or in two; `skip` closes a skip over a branch that was computed
-elsewhere.
+`project_skip` is a projection whose epilogue closes the skip. `attention_project_skip` puts an
+attention before it, in one launch or in two. `skip` closes a skip over a branch that was computed
+before.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def skip(
     impl: Impl = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """c_skip * residual + c_out * branch in one elementwise pass.
+    """Compute c_skip * residual + c_out * branch in one elementwise pass.
 
     Args:
         residual: [B, N, C], bf16, fp16 or fp32.
@@ -310,7 +310,7 @@ def project_skip(
     impl: Impl = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """c_skip * residual + c_out * (x @ weight^T + bias).
+    """Compute c_skip * residual + c_out * (x @ weight^T + bias).
 
     Args:
         x: [B, N, Cin], bf16, fp16 or fp32.
@@ -319,9 +319,10 @@ def project_skip(
         residual: [B, N, Cout] or None.
         c_skip: Float or tensor [B], [B, 1, Cout] or [B, N, Cout].
         c_out: Likewise.
-        cast: "fp32": product, bias and skip in fp32, one rounding at the end (a large 16-bit
-            product on a GPU is the library's, and is rounded to x's dtype first). "model": the
-            projection is rounded to the residual's dtype, then every step of the skip is.
+        cast: "fp32": product, bias and skip are computed in fp32 and rounded once at the end.
+            (cuBLAS computes a large 16-bit product on a GPU; then the product is rounded to x's
+            dtype first.) "model": the projection and then every step of the skip is rounded to
+            the residual's dtype.
         impl: "triton", "reference" or "auto".
         out_dtype: dtype of the result; x's by default.
 

@@ -45,7 +45,7 @@ _ALIGNED: Final = 16
 
 
 class Rows(NamedTuple):
-    """An activation [B, N, K] in int8, a scale per row.
+    """An activation [B, N, K] in int8 with a scale per row.
 
     Attributes:
         int8: int8 [B, N, K padded to a multiple of 16], 0 in the padding.
@@ -106,17 +106,17 @@ def _quantize_weights_fake(weights: list[Tensor], impl: str) -> tuple[Tensor, Te
 
 
 def quantize_weight(*weights: Tensor, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
-    """The weight of a Linear as int8 with a scale per output channel, max |row| / 127.
+    """Quantise the weight of a Linear to int8 with a scale per output channel, max |row| / 127.
 
-    Several Linears over the same input become one: their outputs stand side by side.
+    Several Linears over the same input become one, with their outputs side by side.
 
     Args:
-        weights: [Cout, K] each, bf16, fp16 or fp32, of one K. Gradients are not tracked: a
-            quantised weight is a constant.
+        weights: [Cout, K] each, with the same K, bf16, fp16 or fp32. A quantised weight is a
+            constant, so gradients are not tracked.
         impl: "triton", "reference" or "auto".
 
     Returns:
-        int8 [sum of Cout, K] and fp32 [sum of Cout], so that weight is about
+        int8 [sum of Cout, K] and fp32 [sum of Cout]; the weight is about
         int8 * scale[:, None].
 
     Raises:

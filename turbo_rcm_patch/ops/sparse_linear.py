@@ -45,12 +45,12 @@ SPARSE_BLOCKS = (32, 64, 128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparsity:
-    """Which part of the keys the softmax sees.
+    """The share and the size of the key blocks that the softmax sees.
 
     Attributes:
-        topk: Share of the blocks of keys, in (0, 1]; at least one block is seen.
-        block_q: Queries that share a choice: 32, 64 or 128.
-        block_k: Keys that are chosen together: 32, 64 or 128.
+        topk: Share of the key blocks, in (0, 1]; at least one block is seen.
+        block_q: Number of queries that see the same blocks: 32, 64 or 128.
+        block_k: Number of keys in a block: 32, 64 or 128.
     """
 
     topk: float
@@ -79,7 +79,7 @@ class Sparsity:
         return cls(topk=topk, block_q=64 if hopper else 128, block_k=128 if hopper else 64)
 
     def count(self, n_kv: int) -> int:
-        """Blocks that a query sees out of those of n_kv keys, rounded down."""
+        """Number of blocks that a query sees of n_kv keys, rounded down."""
         return max(1, int(self.topk * -(-n_kv // self.block_k)))
 
 
@@ -177,13 +177,13 @@ def sparse_linear_attention(
     rotary: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Softmax attention over the chosen blocks of keys + proj_l(linear attention over all keys).
+    """Add softmax attention over chosen key blocks and proj_l(linear attention over all keys).
 
-    A block of queries sees the `sparsity.count(Nk)` blocks of keys whose means have the largest
-    products with its own mean. The linear branch has the feature map phi = softmax over the
-    channels of a head, and proj_l is one Linear of a head's channels, shared by the heads. q and k
-    are normalised and rotated in fp32 and rounded to their dtype once; the rest is fp32 between
-    the quantised or 16-bit operands of matrix products, and the sum is rounded once.
+    A block of queries sees the `sparsity.count(Nk)` key blocks whose means have the largest
+    products with its own mean. The feature map phi of the linear branch is the softmax over the
+    channels of a head. proj_l is one Linear over the channels of a head, shared by all heads. q
+    and k are normalised and rotated in fp32 and rounded to their dtype once. Between the quantised
+    or 16-bit matrix products everything is fp32, and the sum is rounded once.
 
     Args:
         q: [B, Nq, H*D], bf16, fp16 or fp32, D up to 128.
@@ -192,7 +192,7 @@ def sparse_linear_attention(
         weight: [D, D] of proj_l, any of these dtypes.
         bias: [D] or None.
         spec: How the sparse part is computed: attention="int8" or "int4"; "exact" is plain torch
-            on every device, for comparison. causal=True is not served.
+            on every device, for comparison. causal=True is not supported.
         sparsity: Which keys it sees.
         norm_q: RMSNorm weight of q: [H*D] normalises across all heads, [D] per head.
         norm_k: Likewise for k.
@@ -203,8 +203,8 @@ def sparse_linear_attention(
         [B, Nq, H*D], contiguous.
 
     Raises:
-        ConfigError: `spec` asks for what the sparse kernels do not have.
-        GradientError: An input wants a gradient.
+        ConfigError: The sparse kernels do not support what `spec` asks for.
+        GradientError: An input requires a gradient.
         ShapeError: D is over 128.
         ShapeError: Shapes do not fit together.
     """

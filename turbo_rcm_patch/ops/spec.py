@@ -1,4 +1,4 @@
-"""Everything about an attention that is not a tensor."""
+"""The options of an attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LEAST_EPS: Final = 1e-37
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """How an attention is computed.
+    """The options of an attention.
 
     Attributes:
         heads: Number of heads H; head_dim is channels / heads.

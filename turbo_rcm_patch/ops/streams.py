@@ -186,7 +186,7 @@ def norm_modulate_streams(
     eps: float = 1e-6,
     impl: Impl = "auto",
 ) -> Tensor:
-    """`norm_modulate` of each stream with its own scale and shift, as one sequence.
+    """Compute `norm_modulate` of each stream with its own scale and shift, as one sequence.
 
     Args:
         streams: [B, Ni, C] each, bf16, fp16 or fp32, in the order of the sequence.
@@ -202,7 +202,7 @@ def norm_modulate_streams(
     Raises:
         ShapeError: The streams do not share batch and channels, or a scale or shift does not
             broadcast to its stream.
-        DTypeError: The streams differ in dtype, or something is not of a float dtype.
+        DTypeError: The streams differ in dtype, or a tensor does not have a float dtype.
     """
     check_impl(impl)
     check_eps(eps)
@@ -312,7 +312,7 @@ def project_skip_streams(
     cast: Cast = "fp32",
     impl: Impl = "auto",
 ) -> tuple[Tensor, ...]:
-    """residual + c_out * (rows of x @ weight^T + bias) for each residual stream.
+    """Compute residual + c_out * (rows of x @ weight^T + bias) for each residual stream.
 
     Args:
         x: [B, N1 + N2 + ..., Cin], bf16, fp16 or fp32; its rows in the order of the residuals.
@@ -328,8 +328,8 @@ def project_skip_streams(
 
     Raises:
         ShapeError: The residuals' rows do not add up to those of x, or shapes do not fit.
-        DTypeError: Something is not of a float dtype, or the weight is not of x's.
-        ConfigError: An unknown cast.
+        DTypeError: A tensor does not have a float dtype, or the weight not that of x.
+        ConfigError: The cast is unknown.
     """
     check_cast(cast)
     check_impl(impl)

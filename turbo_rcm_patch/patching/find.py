@@ -1,4 +1,4 @@
-"""From what a user passes to the models in it, and to a table of their skip pairs."""
+"""Find the known models in what a user passes, and their skip pairs."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def find_targets(model: object) -> list[Target]:
             expected="one of " + ", ".join(sorted(FAMILIES)) + ", or a WanModel laid out as "
             "TurboDiffusion's",
             got=names,
-            remedy="Pass the transformer that holds it, if it is a part of one; a subclass may "
-            "run another forward and is not patched on a guess",
+            remedy="If it is part of a transformer, pass the transformer. A subclass is not "
+            "patched, because it may run another forward",
         )
     return targets
 
@@ -129,15 +129,16 @@ def _boundary(model: object, target: Target) -> list[SkipPair]:
 
 
 def find_pairs(model: object) -> PairTable:
-    """Every skip pair of a model or pipeline, and how it runs or would run with the defaults.
+    """List every skip pair of a model or pipeline, and how it runs or would run by default.
 
     Args:
-        model: A module of a known class, a module that contains one, or a diffusers pipeline. A
-            patched one reports how it runs now.
+        model: A module of a known class, a module that contains one, or a diffusers pipeline. For
+            a patched one the table says how the pairs run now.
 
     Raises:
-        PatchError: It cannot be patched; the message says why and what to do.
-        CheckpointError: Its configuration says that it has SLA, and its `proj_l` are nowhere.
+        PatchError: The model cannot be patched; the message says why and what to do.
+        CheckpointError: The model's configuration says that it has SLA, but its `proj_l` cannot be
+            found.
     """
     pairs: list[SkipPair] = []
     targets = find_targets(model)

@@ -297,9 +297,9 @@ class Guard:
                 raise NonFiniteInputError(
                     f"{name} of the first patched block of {self._path or 'the model'}",
                     expected="finite values",
-                    got=f"{int((~torch.isfinite(x)).sum())} of {x.numel()} not finite",
+                    got=f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values not finite",
                     remedy="Check the latents, the prompt embeddings and the layers before the "
-                    "blocks; guard=False lets such values pass as the author's code would",
+                    "blocks; with guard=False such values pass through, as in the author's code",
                 )
 
     # --- comparing -------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class Guard:
             with self._lock:
                 step = next((one.next_step for one in pair.states if one.next_step), None)
                 self._record(when, here.step, pair, found, step or "given back")
-                what = _STEPS[step] if step else "given back"
+                what = _STEPS[step] if step else "given back to its author's code"
                 reason = self._reason(when, here.step, what, found)
                 for state in pair.states:
                     _log.warning("%s: %s", state.pair.path, reason)
@@ -391,7 +391,7 @@ class Guard:
     def _reason(self, when: When, at: int | None, what: str, found: Measure) -> str:
         where = "" if at is None else f" (index {at})"
         return (
-            f"{what} by the guard: relative L2 {found.error:.3g} over the budget "
+            f"{what} by the guard: relative L2 {found.error:.3g} exceeds the budget of "
             f"{self._budget:g} on the {when} step{where}, in {found.where}"
         )
 
@@ -472,7 +472,7 @@ class _Reference:
 
 _STEPS: Final[dict[Step, str]] = {
     "linears given back": "int8 Linears given back",
-    "16-bit p and v": "p and v given 16 bits",
+    "16-bit p and v": "p and v changed to 16 bits",
     "exact attention": "attention made exact",
 }
 #: How the path ends of the sum of a sparse and a linear attention: keys have two shares there.

@@ -1,4 +1,4 @@
-"""patch_model, unpatch_model, patched: all or nothing, and back again exactly."""
+"""Patch a model, completely or not at all, and restore it exactly."""
 
 from __future__ import annotations
 
@@ -61,28 +61,29 @@ _LOCK: Final = threading.RLock()
 def patch_model(
     model: object, config: PatchConfig | None = None, **options: Unpack[PatchOptions]
 ) -> PatchReport:
-    """Run the skip pairs of a model through the fused path.
+    """Patch a model so that its skip pairs run in fused kernels.
 
-    Only instance attributes change, everything is checked before the first of them does, and
-    `unpatch_model` restores them exactly. SLA's `proj_l`, which a stock class drops when it loads
-    a converted folder, are attached from there until then.
+    Only instance attributes change. Everything is checked before the first one changes, and
+    `unpatch_model` restores them exactly. If a stock class has loaded a converted folder and so
+    dropped SLA's `proj_l`, these are attached from that folder until `unpatch_model`.
 
     Args:
         model: A module of a known class, a module that contains one, or a diffusers pipeline
             (both experts of Wan 2.2 are patched, or neither).
-        config: How; the defaults are int8 attention with the guard on.
-        **options: Fields of `PatchConfig`, `attention="exact"` for one. Beside a config they
-            replace that field of it.
+        config: The options; by default int8 attention with the guard on.
+        **options: Fields of `PatchConfig`, e.g. `attention="exact"`. They replace the same fields
+            of `config`.
 
     Returns:
-        The report: every pair, how it runs, why any was left alone. It stays up to date. Print it;
-        `report_of(model)` gives it again.
+        The report: every pair, how it runs, and why any was left alone. Print it. It stays up to
+        date, and `report_of(model)` returns it again.
 
     Raises:
-        ConfigError: There is no such option, or it has no such value.
-        PatchError: It was refused and the model is as it was; the message says why.
-        OpError: The model's dtype, head_dim or device cannot be served.
-        CheckpointError: Its configuration says that it has SLA, and its `proj_l` are nowhere.
+        ConfigError: An option does not exist or has an invalid value.
+        PatchError: The model cannot be patched and is unchanged; the message says why.
+        OpError: The model's dtype, head_dim or device is not supported.
+        CheckpointError: The model's configuration says that it has SLA, but its `proj_l` cannot be
+            found.
     """
     config = chosen_config(config, options)
     with _LOCK:
@@ -95,8 +96,8 @@ def _patch(model: object, config: PatchConfig) -> PatchReport:
         if record_of(target.module) is not None:
             raise AlreadyPatchedError(
                 target.path or "model",
-                expected="a model without our patch",
-                got="one that carries it",
+                expected="a model that is not patched",
+                got="a patched model",
                 remedy="Call unpatch_model first to patch it with another configuration",
             )
     for target in targets:
@@ -152,19 +153,19 @@ def _install(
 
 
 def is_patched(model: object) -> bool:
-    """Whether a model, or any network in a pipeline, carries our patch.
+    """Whether a model, or any network in a pipeline, is patched.
 
     Raises:
-        NotAModelError: Neither a torch module nor an object that holds one as `transformer`.
+        NotAModelError: `model` is neither a torch module nor an object with one as `transformer`.
     """
     return any(record_of(module) is not None for module in _modules(model))
 
 
 def report_of(model: object) -> PatchReport:
-    """The report of a patched model or pipeline, as `patch_model` returned it.
+    """Return the report of a patched model or pipeline, as `patch_model` did.
 
     Raises:
-        NotPatchedError: It does not carry our patch.
+        NotPatchedError: The model is not patched.
     """
     return _report(model, _records(model, "report_of"))
 
@@ -176,25 +177,25 @@ def _modules(model: object) -> Iterator[nn.Module]:
 
 
 def unpatch_model(model: object) -> None:
-    """Put a patched model or pipeline back exactly as it was.
+    """Restore a patched model or pipeline exactly as it was.
 
     Raises:
-        NotPatchedError: It does not carry our patch.
-        WrappedError: Something was wrapped over our patch; nothing changed.
+        NotPatchedError: The model is not patched.
+        WrappedError: Other code wrapped a patched function; nothing was changed.
     """
     with _LOCK:
         _undo_all(_records(model, "unpatch_model"))
 
 
 def refresh(model: object) -> None:
-    """Drop every int8 copy of a patched model's weights, and every CUDA graph; later forwards make
+    """Drop all int8 copies of a patched model's weights and all CUDA graphs; later forwards make
     them again, and capture what was given up before.
 
-    It is never needed after a change between two forwards: those are seen, whatever wrote them.
-    Call it to give the memory back, or after weights were written while a forward ran.
+    Call it to free the memory, or after weights were written while a forward ran. It is not needed
+    after a change between two forwards, because every forward looks for changed weights.
 
     Raises:
-        NotPatchedError: It does not carry our patch.
+        NotPatchedError: The model is not patched.
     """
     for record in _records(model, "refresh"):
         record.plan.copies.clear()
@@ -210,8 +211,8 @@ def _records(model: object, caller: str) -> list[PatchRecord]:
         find_targets(model)  # It says so if there is nothing that could be patched.
         raise NotPatchedError(
             f"{caller}: model",
-            expected="a model that patch_model was called on",
-            got=f"a {type(model).__name__} without our patch",
+            expected="a patched model",
+            got=f"a {type(model).__name__} that is not patched",
             remedy="Pass the same model or pipeline that was patched",
         )
     return found
@@ -228,7 +229,7 @@ def _undo_all(records: list[PatchRecord]) -> None:
 def patched(
     model: object, config: PatchConfig | None = None, **options: Unpack[PatchOptions]
 ) -> Iterator[PatchReport]:
-    """`patch_model` for the length of a `with` block; reverts after an exception too."""
+    """Patch a model for the length of a `with` block, and restore it even after an exception."""
     report = patch_model(model, config, **options)
     modules = [target.module for target in find_targets(model)]
     try:
@@ -242,9 +243,11 @@ def patched(
 
 @contextmanager
 def sla_as_defined(model: object, topk: float) -> Iterator[int]:
-    """The author's code, with SLA as it is defined, in plain torch, where an attention holds a
-    `proj_l`: dense attention is not what its weights were trained for. Reverts afterwards; nothing
-    changes in a model without a `proj_l`.
+    """Let an unpatched model compute SLA by its definition for the length of a `with` block.
+
+    diffusers' classes run dense attention, which weights with a `proj_l` were not trained for.
+    Inside the block every attention that holds a `proj_l` computes SLA in plain torch. A model
+    without a `proj_l` does not change.
 
     Args:
         model: Unpatched, as for `patch_model`.
@@ -366,8 +369,8 @@ def _entry(plan: ModelPlan, installation: Installation, guard: Guard | None) -> 
     if slot is None:  # The family leaves such a block as written, so this is a late change.
         raise WrappedError(
             f"{plan.path or 'model'}: {type(installation.module).__name__}.{installation.name}",
-            expected="the class's own function, bare or under known hooks",
-            got="a function put there by somebody else",
+            expected="the class's own function, possibly under hooks of diffusers or accelerate",
+            got="a function that other code put there",
             remedy="Undo that change, patch, then apply it again",
         )
     ours = installation.make(guard)

@@ -1,4 +1,4 @@
-"""What a user reads first: which pairs there are, how each runs, and why any was left alone."""
+"""The report of a patched model: its pairs, how each runs, and why any was left alone."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ Decision = Literal["kept", "given back"] | Step
 
 @dataclass(frozen=True, slots=True)
 class GuardRecord:
-    """One pair compared with its author's code on a real forward.
+    """The comparison of one pair with its author's code on a real forward.
 
     Attributes:
         path: The pair.
-        step: Index of the denoising step, None where nobody said which it was.
+        step: Index of the denoising step; None if it is unknown.
         when: "first", "last" or "asked" (by `check_next`).
-        error: Relative L2 of the closed pair against its author's code, in units of what the
-            author's code adds to the residual, above the rounding of its dtype: the largest over
-            samples, streams, heads and rows (`measure` says which room each has); infinity if it
-            has a non-finite value.
-        budget: Largest error that was accepted.
+        error: Relative L2 of the closed pair against its author's code, as a share of what the
+            author's code adds to the residual, less the rounding of its dtype. It is the largest
+            over samples, streams, heads and rows (`measure` has the limit of each), and infinity
+            if a value is not finite.
+        budget: Largest error that is accepted.
         verdict: "kept", "given back" to the author's code, or a step towards precision after which
             the pair was compared again: "linears given back" (int8 Linears run as they are),
             "16-bit p and v", "exact attention".
-        where: What the error is of: a sample, rows, a head, the input of the branch, last keys.
+        where: Where the error is: in a sample, rows, a head, the input of the branch, last keys.
         sample: The sample with the largest error.
         head: Its worst head, before the output projection; None where there is no attention.
-        head_error: Of that head.
+        head_error: The error of that head.
         rows: Its worst rows, at most eight of them.
-        row_error: Of the worst hundredth of its rows.
+        row_error: The error of the worst hundredth of its rows.
     """
 
     path: str
@@ -70,7 +70,7 @@ class _Guard(Protocol):
 
 
 class GuardLog(Sequence[GuardRecord]):
-    """Every comparison the guard made so far, oldest first."""
+    """All comparisons that the guard has made, oldest first."""
 
     def __init__(self) -> None:
         self._records: list[GuardRecord] = []
@@ -98,21 +98,21 @@ class GuardLog(Sequence[GuardRecord]):
         self._guards.append(guard)
 
     def check_next(self) -> None:
-        """Compare every fused pair on the next forward, whatever step it belongs to."""
+        """Compare every fused pair on the next forward, whatever its step."""
         for guard in self._guards:
             guard.check_next()
 
     @property
     def unseen(self) -> list[str]:
-        """Paths of the fused pairs that no forward showed to be right yet.
+        """Paths of the fused pairs that have not been compared yet.
 
-        Forwards that train, that autocast or that run in a compiled graph are not compared.
+        The guard does not compare forwards that train, autocast or run in a compiled graph.
         """
         return [path for guard in self._guards for path in guard.unseen()]
 
     def __str__(self) -> str:
         if not self._records:
-            return "guard: no forward was compared yet"
+            return "guard: no forward has been compared yet"
         worst = max(self._records, key=lambda record: record.error)
         back = [record for record in self._records if record.verdict != "kept"]
         precise = sum(record.verdict in _MORE_PRECISE for record in back)
@@ -124,7 +124,9 @@ class GuardLog(Sequence[GuardRecord]):
         text += "".join(f", {n} {what}" for what, n in counts.items() if n)
         unseen = self.unseen
         if unseen:
-            text += f", {len(unseen)} pairs are not compared yet: {', '.join(_ranges(unseen))}"
+            text += (
+                f", {len(unseen)} pairs have not been compared yet: {', '.join(_ranges(unseen))}"
+            )
         elif not back:
             text += ", all kept"
         return "\n".join([text, *(f"  {r.verdict}: {_where(r)}" for r in back)])
@@ -150,7 +152,7 @@ def _place(record: GuardRecord) -> str:
 
 
 class PairTable(Sequence[SkipPair]):
-    """The skip pairs of a model. Printing it groups blocks that run alike."""
+    """The skip pairs of a model. Printing the table groups blocks that run alike."""
 
     def __init__(self, pairs: Iterable[SkipPair]) -> None:
         self._pairs = tuple(pairs)
@@ -279,12 +281,12 @@ def _range(paths: list[str]) -> str:
 
 @dataclass(slots=True, eq=False)
 class PatchReport:
-    """What `patch_model` did, kept up to date: the guard may give pairs back later.
+    """What `patch_model` did. The report stays up to date when the guard gives pairs back.
 
     Attributes:
-        model: What was patched, for a person to read.
-        config: How.
-        guard: The comparisons made so far.
+        model: The class of what was patched.
+        config: The configuration.
+        guard: The guard's comparisons so far.
     """
 
     model: str
@@ -312,8 +314,7 @@ class PatchReport:
 
     @property
     def last_forward(self) -> dict[str, int]:
-        """How many pairs really ran how on the last forward, outside a compiled graph: fused with
-        which attention, after a Linear that was called, or as written and why."""
+        """How many pairs ran in which way on the last forward outside a compiled graph."""
         return dict(Counter(filter(None, self._ran())))
 
     @property
@@ -324,7 +325,7 @@ class PatchReport:
 
     @property
     def impl(self) -> str:
-        """ "triton" or "reference", decided by the device the model runs on."""
+        """The implementation on the model's device: "triton" or "reference"."""
         return self._device()[1]
 
     @property
@@ -339,7 +340,7 @@ class PatchReport:
         if attention in ("int8", "int4"):
             attention_text = f"{attention} q and k, p and v in {pv}"
             if attention == "int8" and config.form != "one-launch":
-                attention_text += f"; exact across to fewer than {INT8_MIN_KEYS:,} keys"
+                attention_text += f"; cross-attention to fewer than {INT8_MIN_KEYS:,} keys exact"
         else:
             attention_text = attention
         head = [
@@ -347,7 +348,7 @@ class PatchReport:
             f"attention {attention_text}; implementation {impl} on {device}; form {config.form}",
         ]
         if config.linear == "int8":
-            head[1] += "; Linears in int8 where they can"
+            head[1] += "; plain Linears in int8"
         guard = str(self.guard) if config.guard else "guard: off"
         ran = ", ".join(f"{count} {how}" for how, count in self.last_forward.items())
         last = f"last forward: {ran or 'none yet outside a compiled graph'}"

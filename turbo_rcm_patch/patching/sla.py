@@ -264,7 +264,7 @@ def _stored(model: nn.Module, mark: object, path: str) -> dict[str, tuple[Tensor
             return found
     raise CheckpointError(
         f"{path}: its configuration says that it has SLA in {mark['count']} attentions, but their "
-        "proj_l are lost, and dense attention is not what its weights were trained for",
+        "proj_l are missing, and its weights were not trained for dense attention",
         expected=f"{EXTRA_FILE} beside the weights, as `convert` writes it",
         got=f"none of these weights in {', '.join(looked) or 'any folder on this disk'}",
         remedy=f"Put {EXTRA_FILE} of the converted folder beside the weights, or call "

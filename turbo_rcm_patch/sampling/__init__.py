@@ -1,7 +1,7 @@
 """Loading a Wan or CogVideoX pipeline, generating with it, and comparing it with its patched self.
 
-Names are resolved on first use, because diffusers takes seconds to import. No submodule has the
-name of a function here, or the one that is imported last would win.
+Names load on first use, because diffusers takes seconds to import. No submodule may have the name
+of a function here.
 """
 
 from __future__ import annotations

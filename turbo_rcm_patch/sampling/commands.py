@@ -1,4 +1,4 @@
-"""What the commands do with their arguments. The arguments themselves are in `__main__`."""
+"""Run the commands. Their arguments are defined in `__main__`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["compare", "convert", "generate", "pairs", "support"]
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Write one mp4 a prompt."""
+    """Write one mp4 per prompt."""
     prompts, config = _prompts(arguments), _config(arguments)
     out = Path(arguments.out).expanduser()
     if out.suffix and len(prompts) > 1:
@@ -64,7 +64,7 @@ def _say_dense(pipe: VideoPipeline) -> None:
     modules = [module for part in parts for module in part.modules()]
     held = sum(attached_proj_l(module) is not None for module in modules)
     if held:
-        print(f"{held} attentions hold SLA's proj_l; with --no-patch they run dense, without SLA")
+        print(f"{held} attentions hold SLA's proj_l. With --no-patch they run dense, without SLA.")
 
 
 def _write_videos(
@@ -87,7 +87,7 @@ def _write_videos(
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Compare, print the verdict and where the report is."""
+    """Compare, then print the verdict and the path of the report."""
     prompts, config = _prompts(arguments), _config(arguments)
     require("report", "compare")
     check_out(arguments.out, fresh=arguments.fresh)
@@ -126,7 +126,7 @@ def pairs(arguments: argparse.Namespace) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Write a checkpoint as a folder, or a folder as a checkpoint, and say what is there now."""
+    """Convert a checkpoint to a folder or back, and print what was written."""
     try:
         with bars() as progress:
             written = _converted(
@@ -174,7 +174,7 @@ def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Writt
 
 
 def support(arguments: argparse.Namespace) -> int:
-    """Print what is supported, or write it to where a file has it."""
+    """Print what is supported, or write it into a file."""
     if arguments.write is None:
         print(text(), end="")
     else:

@@ -1,4 +1,4 @@
-"""Baseline, patched and control from the same noise, over many prompts, with a verdict.
+"""Generate baseline, patched and control videos from the same noise, and give a verdict.
 
 Three passes over the prompts leave latents on disk, a fourth decodes and measures. Each finished
 piece is kept, so the same command continues where it was stopped. The model is patched during the
@@ -126,15 +126,15 @@ class PromptResult:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         judgement: The verdict and the conditions behind it.
-        results: One entry a prompt.
+        results: One entry per prompt.
         network: Error of the network against fp32 truth, None if it was not measured.
         fusion: Fused against unfused in fp32, None where no kernel of ours runs the attention.
         control_backend: Exact attention backend of the control run.
-        baseline: What the other two runs are compared with, for a person to read.
+        baseline: What the other two runs are compared with, in words.
         patch_report: What was patched, as a table.
         patch: The same for JSON.
         times: Seconds of the first call and of the median one, and peak memory, of each variant.
@@ -213,10 +213,10 @@ class Comparison:
         lines += [f"  {'ok ' if c.passed else 'NO '} {c}" for c in self.judgement.checks]
         lines += [f"  --  not measured: {what}" for what in self.judgement.missing]
         if self.network is None and not self.judgement.missing:
-            lines += ["  --  left out on request: the network number"]
+            lines += ["  --  not measured, as you asked: the network number"]
         if seen := self.seen:
             lines += [
-                f"detector: {seen['baseline']} of {seen['prompts']} videos show what was asked "
+                f"detector: {seen['baseline']} of {seen['prompts']} videos show what was asked for "
                 f"without the patch, {seen['patched']} with it"
             ]
         lines += [f"baseline: {self.baseline}"]
@@ -242,31 +242,30 @@ def compare(
 ) -> Comparison:
     """Generate every prompt three times and judge whether patching changed anything visible.
 
-    Where an attention holds SLA's `proj_l` (`load_extra`), baseline and control run SLA as it is
-    defined, in plain torch, with the same `sla_topk`: dense attention is not what such weights
-    were trained for.
+    If an attention holds SLA's `proj_l` (`load_extra`), baseline and control compute SLA by its
+    definition in plain torch with the same `sla_topk`, because its weights were not trained for
+    dense attention.
 
     Args:
-        pipe: An unpatched pipeline; transformer in bf16 and VAE in fp32 for a verdict that means
-            something.
+        pipe: An unpatched pipeline, with the transformer in bf16 and the VAE in fp32.
         prompts: One or many. Prompt i uses seed + i.
         out: Folder for videos, plots, metrics.json and report.html. Finished prompts in it are
-            kept, and so is everything that no comparison wrote.
+            kept, and so are files that no comparison wrote.
         seed: Seed of initial noise and re-noising.
         config: How to patch.
-        settings: How to sample; by default what the model's folder says.
-        network_number: Whether to measure the network against fp32 truth. None measures it
-            wherever it can be: not offloaded, and with memory for one call in fp32. Where it
-            cannot, the verdict says so and is not "unchanged"; False leaves it out.
-        fresh: Start again instead of continuing: what comparisons wrote into `out` is removed,
-            as late as possible.
-        observer: Says what the videos show; it is reported and has no part in the verdict.
-        progress: Called as the work goes on.
+        settings: How to sample; by default as the model's folder says.
+        network_number: Whether to measure the network's error against fp32. None measures it if
+            it can be measured: the transformer is not offloaded, and one call in fp32 fits into
+            memory. If not, the verdict is not "unchanged" and says why. False leaves the number
+            out.
+        fresh: Start again: remove what comparisons wrote into `out`, as late as possible.
+        observer: Says what the videos show. The report shows it; the verdict ignores it.
+        progress: Called as the work proceeds.
         command: The command line, for the report.
         **overrides: Fields of `Settings` by name.
 
     Returns:
-        The verdict with everything it rests on.
+        The verdict and the numbers behind it.
     """
     require("report", "compare")
     config = config or PatchConfig()
@@ -641,11 +640,11 @@ def _offloads(module: torch.nn.Module) -> bool:
 
 def _baseline(sparse: int, config: PatchConfig) -> str:
     if not sparse:
-        return "the model as its authors wrote it"
+        return "the unpatched model"
     return (
-        f"SLA as it is defined, in plain torch, in {sparse} attentions that hold a proj_l "
-        f"(sla_topk={config.sla_topk:g}), the rest as its authors wrote it; the control's backend "
-        "runs the other attentions"
+        f"the unpatched model, with SLA computed by its definition in plain torch in {sparse} "
+        f"attentions that hold a proj_l (sla_topk={config.sla_topk:g}); the control changes the "
+        "backend of the other attentions"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is installed, what the GPU can run, what would be used, and what to do about the rest."""
+"""Check the installation and the machine: versions, GPU, compiler, shipped models."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All findings; `print()` of it is the report."""
+    """All findings. Printing it gives the report."""
 
     findings: tuple[Finding, ...]
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing that is needed is missing."""
+        """Whether everything that is needed is installed."""
         return all(one.state != "missing" for one in self.findings)
 
     def __str__(self) -> str:
@@ -61,13 +61,15 @@ class Examination:
             if one.remedy:
                 lines.append(f"    {'':<{width}}  -> {one.remedy}")
         lines.append(
-            "all that is needed is here" if self.healthy else "something is missing: see !!"
+            "everything that is needed is installed"
+            if self.healthy
+            else "something is missing: see the lines with !!"
         )
         return "\n".join(lines)
 
 
 def examine() -> Examination:
-    """Look at the installation and the machine. Nothing is started and nothing is changed."""
+    """Check the installation and the machine. Starts and changes nothing."""
     return Examination((*_packages(), *_machine(), *_compiler(), *_choices(), *_model()))
 
 
@@ -110,7 +112,7 @@ def _packages() -> Iterator[Finding]:
         yield Finding(
             "imageio-ffmpeg",
             "missing",
-            f"no ffmpeg to write mp4 with ({error})",
+            f"no ffmpeg, so no mp4 can be written ({error})",
             "pip install --force-reinstall imageio-ffmpeg",
         )
 
@@ -143,7 +145,7 @@ def _machine() -> Iterator[Finding]:
             f"{name}, compute capability {properties.major}.{properties.minor}, {units}",
             ""
             if state == "ok"
-            else "the kernels are built for 8.0 and newer; use impl='reference'",
+            else "the kernels need compute capability 8.0 or newer; use impl='reference'",
         )
 
 
@@ -157,7 +159,7 @@ def _compiler() -> Iterator[Finding]:
         yield Finding(
             "C compiler",
             needed,
-            "none; Triton compiles its launcher with one on a GPU",
+            "none found; on a GPU Triton needs one to compile its launcher",
             "apt-get install gcc (or your system's equivalent)",
         )
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -167,7 +169,7 @@ def _compiler() -> Iterator[Finding]:
         yield Finding(
             "Python.h",
             needed,
-            f"not at {header}; Triton's launcher includes it on a GPU",
+            f"not at {header}; on a GPU Triton's launcher needs it",
             "apt-get install python3-dev (or your system's equivalent)",
         )
 
@@ -181,7 +183,7 @@ def _choices() -> Iterator[Finding]:
     except TurboRCMError as error:
         yield Finding("would use", "missing", str(error))
         return
-    kernels = "Triton kernels" if impl == "triton" else "plain torch with the kernels' rounding"
+    kernels = "Triton kernels" if impl == "triton" else "plain torch that rounds as the kernels do"
     yield Finding(
         "would use",
         "ok",

@@ -1,4 +1,4 @@
-"""What this machine and this installation are: for reports and for `doctor`."""
+"""Describe this machine and this installation, for reports and `doctor`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKAGES: Final = (
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and every package that can change a result, if only "not installed"."""
+    """Versions of Python and of every package that can change a result, or "not installed"."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -47,7 +47,7 @@ def versions() -> dict[str, str]:
 
 
 def python_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """A module of this package as a command of its own, and what it needs in its environment.
+    """The command line that runs a module of this package, and the environment it needs.
 
     Python would look for modules in the working directory first, and run a torch.py that lies
     there in place of torch. -P forbids it; an empty entry of PYTHONPATH means that folder too.
@@ -73,7 +73,7 @@ def device_name(device: torch.device) -> str:
 
 
 def code_digest() -> str:
-    """Changes whenever code of this package changes that a generated video could depend on."""
+    """A digest of the code that can influence a generated video."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.blake2b(digest_size=8)
     for part in ("config.py", "skip.py", "ops", "kernels", "patching", "sampling/scheduler.py"):

@@ -1,8 +1,8 @@
-"""Text to video in one readable loop over prompts: encode, sample latents, decode.
+"""Text to video: encode the prompt, sample latents, decode them.
 
-The denoising itself is the pipeline's `__call__`, so that hooks, offloading, both experts of Wan
-2.2 and every scheduler behave as their authors meant. The baseline and the patched model share
-this one path. What differs between pipelines is in `families`.
+The pipeline's own `__call__` denoises, so hooks, offloading, both experts of Wan 2.2 and every
+scheduler behave as usual. Unpatched and patched models take the same path. `families` holds what
+differs between pipelines.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ OnStep = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Conditioning:
-    """A prompt as the network reads it: embeddings [1, L, C], and those of the negative prompt
-    under guidance.
-    """
+    """The embeddings [1, L, C] of a prompt and, under guidance, of the negative prompt."""
 
     embeds: torch.Tensor
     negative_embeds: torch.Tensor | None
@@ -77,9 +75,9 @@ class Generation:
     """A generated video.
 
     Attributes:
-        prompt: What was asked for.
+        prompt: The prompt.
         seed: Seed of initial noise and re-noising.
-        settings: How it was sampled.
+        settings: The settings it was made with.
         latents: [1, C, F, H, W] (of CogVideoX [1, F, C, H, W]), fp32, on the CPU.
         frames: [F, H, W, 3], fp32 in 0..1, on the CPU.
         seconds: Time of the denoising loop.
@@ -111,11 +109,9 @@ def generate(
     Args:
         pipe: A `WanPipeline` or `CogVideoXPipeline`, patched or not, on any device, with or
             without offloading. Its VAE must be in fp32.
-        prompt: What to show.
-        seed: Seed of the initial noise and of the re-noising, which come from generators of their
-            own.
-        settings: How to sample; by default what the model's folder says (see
-            `Settings.for_model`).
+        prompt: The prompt.
+        seed: Seed of the initial noise and of the re-noising, which have separate generators.
+        settings: The settings; by default those of the model's folder (see `Settings.for_model`).
         on_step: Called after every step with (done, total).
         **overrides: Fields of `Settings` by name, e.g. `steps=4`, `sampler="rcm"`, `sigma_max=80`.
 
@@ -143,7 +139,7 @@ def generate(
 
 
 def settings_for(pipe: VideoPipeline, **overrides: object) -> Settings:
-    """Settings for a loaded pipeline: overrides, else its folder's `turbo_rcm.json`, else the
+    """Settings for a loaded pipeline: the overrides, then its folder's `turbo_rcm.json`, then the
     defaults of its family.
     """
     family = family_of(pipe)
@@ -160,7 +156,7 @@ def encode_prompt(pipe: VideoPipeline, prompt: str, settings: Settings) -> Condi
 
     Args:
         pipe: The pipeline.
-        prompt: What to show.
+        prompt: The prompt.
         settings: Read for guidance, negative prompt and length.
 
     Returns:
@@ -187,7 +183,7 @@ def initial_noise(pipe: VideoPipeline, seed: int, settings: Settings) -> torch.T
 
 
 def trajectory_steps(steps: int) -> tuple[int, ...]:
-    """Indices of the steps whose latents a trajectory holds: all, or a dozen evenly spread."""
+    """Indices of the steps whose latents a trajectory keeps: all, or twelve evenly spread ones."""
     if steps <= TRAJECTORY:
         return tuple(range(steps))
     return tuple(round((i + 1) * steps / TRAJECTORY) - 1 for i in range(TRAJECTORY))
@@ -298,7 +294,7 @@ def _check_sampler(pipe: object, family: PipelineFamily, settings: Settings) -> 
 
 @contextmanager
 def _sampler(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[None]:
-    """Give the pipeline the sampler of `settings` and its own scheduler back afterwards."""
+    """Give the pipeline the sampler of `settings`, and its own scheduler back afterwards."""
     if settings.sampler == "scheduler":
         yield
         return
@@ -318,7 +314,7 @@ def _sampler(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[Non
 
 @contextmanager
 def _quiet(pipe: VideoPipeline) -> Iterator[None]:
-    """Without the pipeline's own progress bar, whose settings are as before afterwards."""
+    """Hide the pipeline's progress bar, and restore its settings afterwards."""
     before = getattr(pipe, "_progress_bar_config", None)
     pipe.set_progress_bar_config(disable=True)
     try:
@@ -332,9 +328,8 @@ def _quiet(pipe: VideoPipeline) -> Iterator[None]:
 
 @contextmanager
 def _private_rng(device: torch.device, seed: int) -> Iterator[None]:
-    """Schedulers that draw from the global generators draw reproducibly, and leave the caller's
-    numbers alone.
-    """
+    """Make schedulers that use the global generators reproducible, and restore the caller's
+    generators afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(noise_stream(seed, "scheduler").initial_seed())

@@ -1,5 +1,5 @@
-"""One block of a model through the Triton kernels, against the plain-torch reference that rounds
-alike.
+"""Run one block of a model through the Triton kernels and compare it with the plain-torch
+reference, which rounds in the same way.
 
 On a machine without a GPU the kernels run in Triton's interpreter, which must be switched on
 before Triton is imported. So the check is a process of its own: `python -P -m
@@ -67,7 +67,7 @@ class KernelCheck:
 
     @property
     def what(self) -> str:
-        """What was run, in words."""
+        """A description of what was run."""
         where = "in Triton's interpreter on the CPU" if self.interpreted else "on the GPU"
         closed = "in one launch and in two" if len(self.forms) > 1 else "in two launches"
         return (
@@ -82,8 +82,7 @@ class KernelCheck:
 
 
 def run_kernel_check(folder: Path) -> KernelCheck:
-    """Run the check in a process of its own: on a GPU where there is one, else with Triton's
-    interpreter on.
+    """Run the check in a new process: on a GPU if there is one, else in Triton's interpreter.
 
     Args:
         folder: A pipeline folder; its transformer's first block is used.
@@ -103,7 +102,7 @@ def run_kernel_check(folder: Path) -> KernelCheck:
     except subprocess.TimeoutExpired as error:
         raise SamplingError(
             f"the kernel check took more than {TIMEOUT_SECONDS} s",
-            remedy="Is the machine busy? Run the command again",
+            remedy="Run the command again when the machine is less busy",
         ) from error
     except OSError as error:
         raise SamplingError(f"the kernel check could not be started ({error})") from error
@@ -111,15 +110,16 @@ def run_kernel_check(folder: Path) -> KernelCheck:
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise SamplingError(
-            f"the kernel check failed ({last[0]})", remedy=f"Run it by itself: env {by_itself}"
+            f"the kernel check failed ({last[0]})",
+            remedy=f"Run this command to see why: env {by_itself}",
         )
     try:
         return KernelCheck(**json.loads(done.stdout.strip().splitlines()[-1]))
     except (IndexError, ValueError, TypeError) as error:
         raise SamplingError(
-            "the kernel check said nothing that can be read",
+            "the kernel check printed no result",
             got=done.stdout[-200:],
-            remedy=f"Run it by itself: env {by_itself}",
+            remedy=f"Run this command to see why: env {by_itself}",
         ) from error
 
 
@@ -165,7 +165,7 @@ def check_block(folder: Path) -> KernelCheck:
 
 
 def _on(device: str, value: object) -> object:
-    """Tensors, and tuples of them, on a device."""
+    """Move tensors, and tuples of them, to a device."""
     if isinstance(value, tuple):
         return tuple(_on(device, one) for one in value)
     return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -1,6 +1,4 @@
-"""Load a Wan or CogVideoX pipeline from a folder, a hub id or a shipped model, with errors that
-say what is wrong.
-"""
+"""Load a Wan or CogVideoX pipeline from a folder, a hub id or a shipped model."""
 
 from __future__ import annotations
 
@@ -82,17 +80,16 @@ def load_pipeline(
 
     Args:
         model: A folder (never touches the network), one of `SHIPPED`, or a hub id.
-        dtype: Of the transformer and the text encoder. Layers that diffusers keeps in fp32 stay in
-            fp32.
+        dtype: dtype of the transformer and the text encoder. Layers that diffusers keeps in fp32
+            stay in fp32.
         device: Where to run; by default a GPU if there is one.
         offload: "model" keeps one component at a time on the GPU, "sequential" one layer at a
             time.
-        int8: Whether int8 weights of a converted checkpoint are attached, beside the multiplied
-            out ones, for `linear="int8"`.
+        int8: Whether to attach the int8 weights of a converted checkpoint, for `linear="int8"`.
 
     Returns:
-        A `WanPipeline` or `CogVideoXPipeline`, ready to run. A transformer whose folder was
-        converted from a checkpoint with int8 weights or SLA has them attached (`load_extra`).
+        A `WanPipeline` or `CogVideoXPipeline`, ready to run. If the folder was converted from a
+        checkpoint with int8 weights or SLA, these are attached (`load_extra`).
     """
     require("video", "load_pipeline")
     if offload not in get_args(Offload):
@@ -110,7 +107,7 @@ def load_pipeline(
 
 
 def resolve_model(model: str | Path) -> Path | str:
-    """The folder that `model` names, or the hub id if it can only be one."""
+    """Find the folder that `model` names, or return the hub id if it is one."""
     if str(model) in SHIPPED and not Path(model).is_dir():
         from turbo_rcm_patch import tiny
 
@@ -159,7 +156,7 @@ def _refuse_mistyped(model: str) -> None:
         f"no such folder: {model}",
         expected=LAYOUT,
         got=f"in {parent}/: {', '.join(near) or 'no folders'}" if is_there else "",
-        remedy="Check the spelling. If a model of the hub is meant, download it first "
+        remedy="Check the spelling. If you mean a model of the hub, download it first "
         f"(`hf download {model}`), or run where no folder has the name {parent!r}",
     )
 
@@ -211,7 +208,7 @@ def _check_folder(folder: Path) -> str:
 def _from_pretrained(
     folder: Path | str, dtype: torch.dtype, *, int8: bool = True
 ) -> VideoPipeline:
-    """With what is beside the weights of a converted transformer (of int8 weights if asked)."""
+    """Load a pipeline, and attach what was converted beside the weights of its transformers."""
     import diffusers
 
     # diffusers finds a scheduler only in modules that are imported. Folders of an older version
@@ -247,7 +244,7 @@ def _from_pretrained(
 
 
 def _attach_extra(transformer: Any, folder: Path | str, name: str, *, int8: bool) -> None:
-    """Attach what lies beside the weights of a converted transformer, here or on the hub."""
+    """Attach what was converted beside a transformer's weights, in a folder or on the hub."""
     local = isinstance(folder, Path)
     place = Path(folder) / name if local else _fetch_extra(transformer, str(folder), name)
     if (place / EXTRA_FILE).is_file() or folder_proj_l(place):
@@ -256,8 +253,8 @@ def _attach_extra(transformer: Any, folder: Path | str, name: str, *, int8: bool
     if isinstance(mark, Mapping) and not held_proj_l(transformer):
         raise ModelFolderError(
             f"{folder}: {name}/config.json says that it has SLA, but {name} has no {EXTRA_FILE} "
-            "with its proj_l, and dense attention is not what its weights were trained for",
-            expected="a folder as `python -m turbo_rcm_patch convert` wrote it",
+            "with its proj_l, and its weights were not trained for dense attention",
+            expected="a folder that `python -m turbo_rcm_patch convert` wrote",
             got=str(sorted(path.name for path in place.iterdir())),
             remedy=f"Put {EXTRA_FILE} of the converted folder there; if dense attention is meant, "
             f'set "{MARK}" to null in {name}/config.json',
@@ -265,8 +262,8 @@ def _attach_extra(transformer: Any, folder: Path | str, name: str, *, int8: bool
 
 
 def _fetch_extra(transformer: Any, repository: str, name: str) -> Path:
-    """A transformer's folder in the hub's cache, with the extra file if the hub has one: a
-    pipeline's loader fetches only what its classes know."""
+    """Fetch the extra file of a transformer from the hub, because a pipeline's loader fetches only
+    files that its classes know; return the folder in the hub's cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -309,8 +306,8 @@ def loading(
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Without the loaders' own bars and advice, whose settings are as before afterwards; so is
-    torch's default dtype, which diffusers leaves changed if it fails."""
+    """Hide the loaders' progress bars and advice. Restores their settings, and torch's default
+    dtype, which diffusers leaves changed if it fails."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -338,7 +335,7 @@ def quiet_loading() -> Iterator[None]:
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or a GPU if there is one."""
+    """Return the given device, or else a GPU if there is one."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -378,7 +375,7 @@ def check_offload(offload: Offload, device: torch.device) -> None:
 
 
 def move(pipe: DiffusionPipeline, device: torch.device, offload: Offload) -> None:
-    """Bring a pipeline to a device, or what is in use of it."""
+    """Move a pipeline to a device; with offloading, only the parts in use."""
     if offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif offload == "sequential":
@@ -388,7 +385,7 @@ def move(pipe: DiffusionPipeline, device: torch.device, offload: Offload) -> Non
 
 
 def first_line(error: BaseException) -> str:
-    """Of another library's message, as much as fits into one of ours; not its advice to read files
+    """Shorten another library's message to fit into one of ours, without its advice to read files
     unsafely."""
     text = str(error).strip()
     if "weights_only" in text:

@@ -14,7 +14,7 @@ __all__ = ["Progress", "bars"]
 Progress = Callable[[str, int, int], None]
 
 _WORDS: Final = {
-    "baseline": "as its authors wrote it",
+    "baseline": "unpatched",
     "patched": "after patch_model",
     "control": "other exact attention",
     "network": "network against fp32",

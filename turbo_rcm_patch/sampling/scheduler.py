@@ -107,29 +107,31 @@ def noise_stream(seed: int, name: str) -> torch.Generator:
 
 
 class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
-    """1 to 4 steps of an rCM student, in any pipeline that takes a flow-matching scheduler.
+    """A scheduler for 1 to 4 steps of an rCM model, in pipelines for flow matching.
 
     The state x is updated in fp64 around a network of any dtype:
 
     - "sde": x <- (1 - t') (x - t v) + t' eps, with fresh noise eps in every step but the last;
     - "ode": x <- x - (t - t') v.
 
-    Re-noising draws fp32 numbers from CPU generators of its own, so it is the same on every
-    device, does not touch the global generator and starts again with every `set_timesteps`.
-    diffusers' Wan pipelines keep their `generator` to themselves: they pass none to `step`. So the
-    seed of the re-noising comes from the first sample, one for each video of a batch, and a video
-    depends on the pipeline's generator in all of its noise; `noise_seed` fixes it instead, and
-    `set_noise_generator` draws it where the initial noise came from. The pipelines do not scale
-    the initial noise either: exactly the published loop is
-    `latents=scheduler.init_noise(noise)`; without it the first call sees noise that is
-    1 / t0 as strong (1.2 % for sigma_max 80).
+    Re-noising draws fp32 numbers from separate CPU generators. So it is the same on every device,
+    does not touch the global generator, and starts again with every `set_timesteps`.
+
+    diffusers' Wan pipelines do not pass their `generator` to `step`. The seed of the re-noising
+    therefore comes from the first sample, one seed for each video of a batch, so that all noise of
+    a video depends on the pipeline's generator. `noise_seed` sets the seed instead, and
+    `set_noise_generator` takes the noise from a generator.
+
+    The pipelines do not scale the initial noise either. Pass
+    `latents=scheduler.init_noise(noise)` to reproduce the published loop exactly. Otherwise the
+    noise of the first call is too strong by the factor 1 / t0 (1.2 % for sigma_max 80).
 
     Args:
-        num_train_timesteps: Network time per unit of t; Wan's expert boundary is a fraction of it.
+        num_train_timesteps: Network time per unit of t. Wan's expert boundary is a fraction of it.
         sigma_max: Noise level of the first step (80; 200 for Wan 2.2 I2V).
         sampler: "sde" or "ode".
-        noise_seed: Seed of the re-noising of a whole batch, or None to take it from the first
-            sample, video by video. `set_noise_seed` changes it without a new scheduler.
+        noise_seed: Seed of the re-noising of a whole batch; None takes one from the first sample
+            for each video. `set_noise_seed` changes it later.
         timestep_dtype: "float32", or "bfloat16" to round network times as TurboDiffusion does
             (988, 932, 852, 608).
     """
@@ -189,7 +191,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         return int(self.config.num_train_timesteps)
 
     def set_begin_index(self, begin_index: int = 0) -> None:
-        """Start at this step; pipelines call it so that nothing is looked up on the device."""
+        """Start at this step. Pipelines call it to avoid a look-up on the device."""
         self._begin_index = begin_index
 
     def set_noise_seed(self, seed: int | None) -> None:
@@ -202,14 +204,13 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
             self._generators.append(noise_stream(seed, "rcm-renoise"))
 
     def set_noise_generator(self, generator: torch.Generator | None) -> None:
-        """Re-noise from a generator of the caller's, one draw for a whole batch and step.
+        """Take the noise from this generator, in one draw for a whole batch and step.
 
-        It goes on where it is, also over `set_timesteps`: TurboDiffusion draws the initial noise
-        and then the noise of every step from one generator.
+        `set_timesteps` does not restart it. TurboDiffusion draws the initial noise and then the
+        noise of every step from one generator.
 
         Args:
-            generator: On any device, also the one of the samples; None for the scheduler's own
-                streams again.
+            generator: A generator on any device; None returns to the scheduler's own.
         """
         self._noise_generator = generator
 
@@ -241,7 +242,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
     def scale_model_input(
         self, sample: torch.Tensor, timestep: float | torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The network of a rectified flow takes the sample as it is."""
+        """Return the sample unchanged, as the network of a rectified flow takes it."""
         return sample
 
     def step(
@@ -252,13 +253,13 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         generator: torch.Generator | None = None,
         return_dict: bool = True,
     ) -> SchedulerOutput | tuple[torch.Tensor]:
-        """One update, in one pass over x, v and the noise.
+        """Compute the next sample, in one pass over x, v and the noise.
 
         Args:
             model_output: Velocity v, any float dtype, [B, C, F, H, W] (or any shape).
-            timestep: One of `timesteps`; only read if no step has run since `set_timesteps`.
+            timestep: One of `timesteps`; read only on the first step after `set_timesteps`.
             sample: x, same shape, any float dtype.
-            generator: Source of the noise of this step, before any other.
+            generator: Source of this step's noise; it takes precedence over all others.
             return_dict: Whether to return an output object or a tuple.
 
         Returns:

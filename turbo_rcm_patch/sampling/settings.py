@@ -1,6 +1,4 @@
-"""What is generated and how: one frozen dataclass, with defaults that a model folder may bring
-along.
-"""
+"""`Settings`: what is generated and how. A model folder may bring defaults."""
 
 from __future__ import annotations
 
@@ -24,23 +22,23 @@ WAN_OWN: Final = MappingProxyType({"steps": 50, "guidance_scale": 5.0})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything but prompt and seed.
+    """All settings of a generation but prompt and seed.
 
     Attributes:
-        sampler: "rcm" (1 to 4 steps of a distilled student) or "scheduler" (the pipeline's own).
+        sampler: "rcm" (1 to 4 steps of a distilled model) or "scheduler" (the pipeline's own).
         steps: Number of network calls (two per step under guidance).
         form: "sde" or "ode" of the rCM sampler.
         sigma_max: First noise level of the rCM sampler.
-        height: Pixels.
-        width: Pixels.
-        num_frames: Frames; (num_frames - 1) must be a multiple of the VAE's temporal factor.
-        fps: Frames a second of the files.
-        guidance_scale: Classifier-free guidance; 1 switches it off. rCM students are trained
-            without.
+        height: Height in pixels.
+        width: Width in pixels.
+        num_frames: Number of frames; num_frames - 1 must be a multiple of the VAE's temporal
+            factor.
+        fps: Frames per second of the mp4.
+        guidance_scale: Classifier-free guidance; 1 switches it off. rCM models need none.
         guidance_scale_2: The same for the low-noise expert of Wan 2.2; None takes
             `guidance_scale`.
         negative_prompt: Used under guidance only.
-        max_sequence_length: Tokens of the prompt.
+        max_sequence_length: Largest number of prompt tokens.
     """
 
     sampler: Sampler = "rcm"

@@ -57,7 +57,10 @@ _LAYOUT: Final = re.compile(
 _FOLDERS: Final = ("latents", "prompts", "runs", "plots")
 #: What the settings of every version before the list was kept have.
 _OLDER: Final = {"model", "settings", "config", "versions"}
-_YOURSELF: Final = "Choose another --out, or remove what is in the way yourself if it can go"
+_ANOTHER: Final = (
+    "Choose another --out, or remove the folder yourself if you do not need its files"
+)
+_YOURSELF: Final = "Choose another --out, or remove these files yourself if you do not need them"
 
 
 class Store:
@@ -244,13 +247,13 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
             f"{folder} holds a comparison of an older version, which kept no list of its files",
             expected=f"a new folder, or one with {MARKER}",
             got=", ".join(there),
-            remedy="Choose another --out, or remove the folder yourself if nothing in it is yours",
+            remedy=_ANOTHER,
         )
     _refuse_others(folder, [name for name in there if name not in (ours or ())])
     for name in _FOLDERS if fresh else ():
         if (folder / name).is_symlink():  # What is removed through it would be elsewhere.
             raise OutputExistsError(
-                f"{folder / name} is a link, and so not ours",
+                f"{folder / name} is a link, which this program did not make",
                 expected="a folder",
                 remedy=_YOURSELF,
             )
@@ -266,13 +269,13 @@ def _listed(folder: Path) -> set[str] | None:
     try:
         names = json.loads(path.read_text(encoding="utf-8"))["files"]
         if not all(_LAYOUT.fullmatch(name) for name in names):
-            raise ValueError("an entry that is none of our files")
+            raise ValueError("an entry that is not a file of a comparison")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise OutputExistsError(
-            f"{path} cannot be read, so nobody knows what in {folder} is ours",
+            f"{path} cannot be read, so it is unknown which files in {folder} are ours",
             expected="the list of our files, as it was written",
             got=f"{type(error).__name__}: {error}",
-            remedy="Choose another --out, or remove the folder yourself if nothing in it is yours",
+            remedy=_ANOTHER,
         ) from error
     return set(names)
 
@@ -309,7 +312,7 @@ def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
         yield
     except damage as error:
         raise SamplingError(
-            f"{path} is not what was written there",
+            f"{path} was changed since it was written",
             got=f"{type(error).__name__}: {error}",
             remedy="Start again with --fresh (from Python fresh=True), or choose another folder",
         ) from error

@@ -2,7 +2,7 @@
 every class what was proven with it.
 
 A mark is a claim that a test backs: tests/test_support.py compares every mark with the tests that
-carry `pytest.mark.supports(class, capability)`, and README.md with what is printed here.
+carry `pytest.mark.supports(class, capability)`, and docs/support.md with what is printed here.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ _LEGEND: Final = (
 )
 
 #: What stands around the generated part of a file.
-BEGIN: Final = "<!-- generated: python -m turbo_rcm_patch support --write README.md -->"
+BEGIN: Final = "<!-- generated: python -m turbo_rcm_patch support --write docs/support.md -->"
 END: Final = "<!-- end of what is generated -->"
 
 

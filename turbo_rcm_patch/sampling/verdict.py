@@ -1,4 +1,4 @@
-"""The verdict on a patched model, and the only place where its margins are written."""
+"""The verdict on a patched model, and all of its limits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FUSION_LIMIT: Final = 3e-6
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One condition of the verdict: `value` must lie on the right side of `limit`."""
+    """One condition of the verdict: `value` must be at least, or at most, `limit`."""
 
     name: str
     value: float
@@ -51,7 +51,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the condition holds; a NaN never passes."""
+        """Whether the condition holds. It does not for a NaN."""
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def __str__(self) -> str:
@@ -71,11 +71,11 @@ class Verdict:
     """Whether anything visible changed.
 
     Attributes:
-        word: "unchanged"; "changed"; or "undecided", where nothing failed that was measured and
-            something is missing, or where the control itself is under an absolute floor, so that
-            its margin means nothing.
-        checks: The conditions, all of which an "unchanged" model meets.
-        missing: What could not be measured, and why, in words.
+        word: "unchanged", "changed" or "undecided". It is "undecided" if all measured conditions
+            hold but one could not be measured, or if the control itself is below an absolute
+            limit, so that a comparison with it says nothing.
+        checks: The conditions. An "unchanged" model meets all of them.
+        missing: What could not be measured, and why.
     """
 
     word: Word
@@ -84,7 +84,7 @@ class Verdict:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The failed conditions in words, and what is missing; empty if unchanged."""
+        """The failed conditions and the missing numbers, as text; empty if unchanged."""
         failed = tuple(str(check) for check in self.checks if not check.passed)
         return failed + tuple(f"not measured: {what}" for what in self.missing)
 
@@ -101,15 +101,15 @@ def judge(
     attention backend.
 
     Args:
-        patched: Patched against baseline, one entry a prompt.
+        patched: Patched against baseline, one entry per prompt.
         control: Control against baseline, same prompts.
         network_ratio: e(patched)/e(unpatched) of one network call, if it was measured.
         fusion: Relative L2 of fused against unfused, if it was measured.
-        missing: What was to be measured and could not be, and why, in words. A number that was
-            left out on request is not missing.
+        missing: What could not be measured, and why. A number that was left out on request is not
+            missing.
 
     Returns:
-        "unchanged" if every number is within its margin, and none is missing.
+        "unchanged" if every number is within its limit and none is missing.
     """
     if not patched or len(patched) != len(control):
         raise SamplingError(
@@ -119,7 +119,7 @@ def judge(
         )
     if any(math.isinf(one.psnr) for one in control):
         raise SamplingError(
-            "the control run equals the baseline in every bit, so its drift measures nothing",
+            "the control run is bit-equal to the baseline, so its drift measures nothing",
             remedy="Choose another exact attention backend for the control",
         )
     sizes = (
@@ -131,7 +131,7 @@ def judge(
         for name, of, margin, _ in sizes
     ]
     floors = [
-        Check(f"{name}, whatever the control", of(patched), floor, at_least=True, unit=" dB")
+        Check(f"{name}, whatever the control does", of(patched), floor, at_least=True, unit=" dB")
         for name, of, _, floor in sizes
     ]
     numbers = [

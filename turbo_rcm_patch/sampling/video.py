@@ -52,7 +52,7 @@ def amplified_difference(a: torch.Tensor, b: torch.Tensor, gain: float) -> torch
 
 
 def choose_gain(differences: Sequence[torch.Tensor]) -> int:
-    """The amplification at which all but the largest of these differences stay below full
+    """Choose the amplification at which nearly all of these differences stay below full
     brightness.
 
     Args:
@@ -107,7 +107,7 @@ def side_by_side(videos: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def find_ffmpeg() -> str:
-    """The ffmpeg that videos are written with.
+    """Find the ffmpeg that writes videos.
 
     Raises:
         MissingPackageError: There is none.
@@ -158,7 +158,7 @@ def write_mp4(frames: np.ndarray, path: Path, fps: int) -> None:
         found = _count_frames(temporary, path)
         if found != count:
             raise OutputError(
-                f"{path} was not written: ffmpeg ended well, but not all frames are in its file",
+                f"{path} was not written: ffmpeg reported success, but its file lacks frames",
                 expected=f"{count} frames",
                 got=str(found),
                 remedy=_REMEDY,
@@ -166,7 +166,7 @@ def write_mp4(frames: np.ndarray, path: Path, fps: int) -> None:
 
 
 def _count_frames(video: Path, told: Path) -> int:
-    """Frames of a video, by reading all of it."""
+    """Count the frames of a video by reading all of it."""
     copies = ["-xerror", "-i", _file(video), "-map", "0:v:0", "-c", "copy", "-f", "null"]
     said = _ffmpeg([*copies, "-nostats", "-progress", "pipe:1", "-"], told)
     counts = [line.partition("=")[2] for line in said.splitlines() if line.startswith("frame=")]
@@ -174,12 +174,13 @@ def _count_frames(video: Path, told: Path) -> int:
 
 
 def _file(path: Path) -> str:
-    """A path as ffmpeg takes it, whatever it begins with or holds: "-", "concat:"."""
+    """Write a path so that ffmpeg takes it literally, even if it looks like an option or a
+    protocol."""
     return f"file:{path.absolute()}"
 
 
 def _ffmpeg(arguments: Sequence[str], told: Path, frames: np.ndarray | None = None) -> str:
-    """Run ffmpeg to its end, or to ours; what it printed.
+    """Run ffmpeg, and end it if we are interrupted; return what it printed.
 
     Args:
         arguments: Of ffmpeg.

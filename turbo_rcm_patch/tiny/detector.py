@@ -1,4 +1,4 @@
-"""A deterministic judge of colour, shape and motion: thresholds, moments, templates.
+"""A deterministic detector of colour, shape and motion: thresholds, moments, templates.
 
 The outlines and paths of the tiny world are defined here; training renders its videos from them.
 """
@@ -89,7 +89,7 @@ def signed_distance(shape: int, x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What one video shows; "none" where nothing clear was found."""
+    """What one video shows; "none" if nothing clear was found."""
 
     colour: str
     shape: str
@@ -97,7 +97,7 @@ class Detection:
 
 
 def detect(frames: Tensor) -> list[Detection]:
-    """Judge videos.
+    """Detect what videos show.
 
     Args:
         frames: [B, F, H, W, 3] (or one video [F, H, W, 3]), any float dtype, in 0..1.
@@ -132,7 +132,7 @@ def detect(frames: Tensor) -> list[Detection]:
 
 
 def accuracy(detections: list[Detection], wanted: list[Clip]) -> dict[str, float]:
-    """Share of videos that show what was asked, per attribute and for all three at once."""
+    """Share of videos that show what was asked for, per attribute and for all three together."""
     pairs = list(zip(detections, wanted, strict=True))
     hits = {
         name: [getattr(d, name) == getattr(w, name) for d, w in pairs]

@@ -1,4 +1,4 @@
-"""What the tiny world can show, how it is said, and what training never sees."""
+"""The prompts that the shipped models know, and the combinations that training never sees."""
 
 from __future__ import annotations
 

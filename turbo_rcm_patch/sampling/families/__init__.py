@@ -1,4 +1,6 @@
-"""What differs between pipelines: a module a family, found by the pipeline's class."""
+"""One module per family of pipelines, for what differs between them; found by the pipeline's
+class.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ class BlockProbe:
 
 
 class PipelineFamily(Protocol):
-    """What a family's module offers.
+    """The functions that a family's module offers.
 
     Attributes:
         SAMPLERS: What `Settings.sampler` may be.
@@ -69,7 +71,7 @@ class PipelineFamily(Protocol):
     OWN: Mapping[str, object]
 
     def latent_shape(self, pipe: Any, settings: Settings) -> tuple[int, ...]:
-        """Shape of one video's latents, in the order of axes that the pipeline has."""
+        """Shape of one video's latents, with the pipeline's order of axes."""
 
     def call_inputs(
         self, pipe: Any, noise: torch.Tensor, settings: Settings, dtype: torch.dtype
@@ -81,7 +83,7 @@ class PipelineFamily(Protocol):
         """Of denoised latents, those of the video."""
 
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Video [B, 3, F, H, W] in about -1..1, of latents in fp32 on the VAE's device."""
+        """Decode fp32 latents on the VAE's device to a video [B, 3, F, H, W] in about -1..1."""
 
     def network_calls(
         self,
@@ -91,21 +93,21 @@ class PipelineFamily(Protocol):
         clean: torch.Tensor,
         settings: Settings,
     ) -> list[NetworkInput]:
-        """Calls of the transformer for one prompt, at three times for every noise."""
+        """The calls of the transformer for one prompt: three times for every noise."""
 
     def block_probe(self, folder: Path) -> BlockProbe:
         """The first block of a pipeline folder's transformer, with an input of odd size."""
 
 
 def family_named(pipeline: str) -> PipelineFamily:
-    """The family of a pipeline's class name, one of `FAMILIES`."""
+    """Find the family of a pipeline's class name, one of `FAMILIES`."""
     module: Any = import_module(f"{__name__}.{FAMILIES[pipeline]}")
     family: PipelineFamily = module
     return family
 
 
 def family_of(pipe: object) -> PipelineFamily:
-    """The family of a pipeline, which may be of a class derived from a known one.
+    """Find the family of a pipeline, whose class may be derived from a known one.
 
     Raises:
         NotAModelError: It is of another class.

@@ -42,7 +42,7 @@ def _latent_frames(pipe: CogVideoXPipeline, settings: Settings) -> int:
 
 
 def latent_shape(pipe: CogVideoXPipeline, settings: Settings) -> tuple[int, ...]:
-    """[1, F, C, H, W]; CogVideoX 1.5 denoises a whole number of its patches in time."""
+    """[1, F, C, H, W]. CogVideoX 1.5 denoises a whole number of its patches in time."""
     frames, patch = _latent_frames(pipe, settings), pipe.transformer.config.patch_size_t or 1
     return (
         1,
@@ -79,7 +79,7 @@ def network_calls(
     clean: torch.Tensor,
     settings: Settings,
 ) -> list[NetworkInput]:
-    """Calls at the times of the pipeline's schedule that have the noise levels of `TIMES`.
+    """Calls at those times of the pipeline's schedule whose noise levels are those of `TIMES`.
 
     Raises:
         SamplingError: The pipeline's scheduler has no such schedule.

@@ -1,4 +1,4 @@
-"""diffusers' `WanPipeline`: rectified flow, both experts of Wan 2.2 included."""
+"""diffusers' `WanPipeline`: rectified flow, with one expert or two."""
 
 from __future__ import annotations
 
