@@ -24,7 +24,7 @@ __all__ = [
     "is_number",
 ]
 
-Attention = Literal["int8", "int4", "exact", "sage"]
+Attention = Literal["auto", "int8", "int4", "exact", "sage"]
 PVDType = Literal["auto", "fp8", "bf16", "fp16"]
 Precision = Literal["fixed", "auto"]
 Linear = Literal["as-is", "int8"]
@@ -40,11 +40,13 @@ class PatchConfig:
     """What `patch_model` does to a model.
 
     Attributes:
-        attention: "int8" runs q and k in int8, but for cross-attention over fewer than 1,024 keys
-            (a prompt), which is exact: faster there, and nothing is lost. "exact" runs torch's
-            scaled_dot_product_attention and fuses only the skip; "sage" calls the `sageattention`
-            package; "int4" quantises q and k to 15 levels and exists to show that the verdict can
-            fail.
+        attention: "auto" takes "int8" or "exact", whichever was measured to be faster on the
+            device for the lengths of a call; on a GPU that was not measured int8 from 4,096 keys
+            on, on a CPU int8. "int8" runs q and k in int8, but for cross-attention over fewer than
+            1,024 keys (a prompt), which is exact: faster there, and nothing is lost. "exact" runs
+            torch's scaled_dot_product_attention and fuses only the skip; "sage" calls the
+            `sageattention` package; "int4" quantises q and k to 15 levels and exists to show that
+            the verdict can fail.
         pv: Element type of probabilities and values in the second matrix product. "auto" is fp8
             (e4m3) from 4,096 keys on where the device has it (sm_89 and newer), else bf16: at
             shorter lengths the 16-bit product costs no time and is more accurate. Accumulation is
@@ -70,7 +72,7 @@ class PatchConfig:
         precision: "fixed" runs every pair as asked for here, or not at all. "auto" lets the guard
             choose for each attention what keeps it within the budget: as asked for, with 16-bit p
             and v, with exact attention and the skip fused after it, or its author's code. It
-            needs the guard and attention="int8".
+            needs the guard and attention="auto" or "int8".
         guard_budget: Largest error of a pair that the guard accepts, as a share of what it adds
             to its residual: relative L2 of each sample; a head, the worst hundredth of the rows
             and the last keys have more room, the input of a branch has less
@@ -81,7 +83,7 @@ class PatchConfig:
             attention is dense and this says nothing; `unload_extra` takes it away.
     """
 
-    attention: Attention = "int8"
+    attention: Attention = "auto"
     pv: PVDType = "auto"
     linear: Linear = "as-is"
     smooth_k: bool = True
@@ -144,10 +146,10 @@ class PatchConfig:
                 got=repr(self.sla_topk),
                 remedy="Use unload_extra to run without SLA",
             )
-        if self.precision == "auto" and not (self.guard and self.attention == "int8"):
+        if self.precision == "auto" and not (self.guard and self.attention in ("auto", "int8")):
             raise ConfigError(
                 'PatchConfig.precision="auto"',
-                expected='guard=True and attention="int8": the guard chooses',
+                expected='guard=True and attention="auto" or "int8": the guard chooses',
                 got=f"guard={self.guard} and attention={self.attention!r}",
             )
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from turbo_rcm_patch.ops.dispatch import attention_name
 from turbo_rcm_patch.ops.elementwise import gelu_forward, norm_forward, rows_forward
 from turbo_rcm_patch.ops.int8_linear import linear_forward as int8_forward
 from turbo_rcm_patch.ops.int8_linear import rows_linear_forward
@@ -365,7 +366,7 @@ class AttentionPlan:
         cast: Of the skip.
     """
 
-    __slots__ = ("_attend", "_cast", "_close", "_exact", "_impl", "_norm_k", "_norm_q",
+    __slots__ = ("_asked", "_attend", "_cast", "_close", "_exact", "_impl", "_norm_k", "_norm_q",
                  "_of_context", "_one_pass", "_out", "_out_int8", "_project", "_rotate_k",
                  "_rotate_q", "_spec")  # fmt: skip
 
@@ -386,7 +387,7 @@ class AttentionPlan:
         self._norm_q, self._norm_k = norm_q._parameters, norm_k._parameters
         self._out, self._cast, self._impl = out._parameters, cast, spec.impl
         self._out_int8 = out_int8
-        self._spec = _numbers(spec, head_dim)
+        self._asked, self._spec = spec, _numbers(spec, head_dim)
         self._exact = None if exact is None else _numbers(exact, head_dim)
         self._attend, self._close = Step(attention_forward), Step(project_forward)
         self._rotate_q, self._rotate_k = Step(rotated), Step(rotated)
@@ -407,11 +408,12 @@ class AttentionPlan:
         """Whether x may come as int8 rows."""
         return self._project.int8
 
-    def attention(self, context: Tensor | None) -> str:
-        """What computes it: "int8", "int4" or "exact"."""
+    def attention(self, hidden: Tensor, context: Tensor | None) -> str:
+        """What computes it for queries of `hidden`: "int8", "int4" or "exact"."""
         few = context is not None and context.shape[1] < INT8_MIN_KEYS
-        numbers = self._exact if few and self._exact is not None else self._spec
-        return str(numbers[1])
+        if few and self._exact is not None:
+            return "exact"
+        return attention_name(self._asked, hidden, hidden if context is None else context)
 
     def __call__(
         self,
@@ -445,6 +447,8 @@ class AttentionPlan:
             numbers = self._exact
         norm_q, norm_k = self._norm_q["weight"], self._norm_k["weight"]
         heads, attention, *_, sm_scale, eps, _ = numbers
+        if attention == "auto":
+            attention = attention_name(self._asked, q, k)
         if attention == "exact" and self._one_pass:
             # The same as the operation below, whose two passes are ours and can be replayed.
             qh, kh = (

@@ -278,7 +278,7 @@ class CogVideoXBlockForward:
         projected = self._linears.project("attn1.qkv", x, modules, int8=int8)
         q, k, v = projected if len(projected) == 3 else projected[0].chunk(3, dim=-1)
         spec = self._specs[self._attn1.precision]
-        self._attn1.note(f"fused with {spec.attention} attention")
+        self._attn1.note(f"fused with {ops.attention_name(spec, q, k)} attention")
         norms: dict[str, Any] = {}
         if norms_of_heads(attn) and _readable(attn.norm_q, q) and _readable(attn.norm_k, k):
             for name in ("norm_q", "norm_k"):

@@ -15,7 +15,8 @@ from torch import nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.errors import DTypeError, HeadDimError
-from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, QMAX
+from turbo_rcm_patch.ops import quantises
+from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.blocks import distinct
 from turbo_rcm_patch.patching.families._sla import linear_pair
 from turbo_rcm_patch.patching.families.turbodiffusion_block import RotaryTables, TurboBlockForward
@@ -194,7 +195,7 @@ def _attention_pair(attn: Any, path: str, kind: Kind, config: PatchConfig, whole
 def _attention_runs(attn: Any, kind: str, config: PatchConfig) -> tuple[Residual, str]:
     why = why_attention_called(attn, kind)
     sparse = is_sparse(attn)
-    if not why and sparse and config.attention not in QMAX:
+    if not why and sparse and not quantises(config.attention):
         why = f"attention={config.attention!r} leaves a sparse attention to its author"
     if not why and why_not_plain(attn.o):
         why = f"o is called: {why_not_plain(attn.o)}"

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops.spec import QMAX
 from turbo_rcm_patch.patching.author import Notes, call, nothing, observe, same
 from turbo_rcm_patch.patching.blocks import may_run, note_mode
 from turbo_rcm_patch.patching.copies import Copies
@@ -297,7 +296,8 @@ class TurboBlockForward:
 
     def _runs_sparse(self, state: PairState) -> bool:
         """Whether a sparse attention is ours: exact ones are left to their author."""
-        return self._states["linear"].live and self._specs[state.precision].attention in QMAX
+        asked = self._specs[state.precision].attention
+        return self._states["linear"].live and ops.quantises(asked)
 
     def _cross_attention(
         self,
@@ -366,10 +366,11 @@ class TurboBlockForward:
         q, k, v = self._project(name, attn, y, text, state.int8)
         spec = self._specs[state.precision]
         few = text is not None and k.shape[1] < ops.INT8_MIN_KEYS
-        if few and spec.attention == "int8" and self._form != "one-launch":
+        if few and spec.attention in ("auto", "int8") and self._form != "one-launch":
             spec = self._specs["exact attention"]
         sparse = text is None and is_sparse(attn)
-        state.note(f"fused with {'sparse ' * sparse}{spec.attention} attention")
+        how = ops.attention_name(spec, q, k, sparse=sparse)
+        state.note(f"fused with {'sparse ' * sparse}{how} attention")
         note_mode(self._states.get("linear" if text is None else "image"), "ours")
         norm_q, norm_k = rms_weight(attn.norm_q, q), rms_weight(attn.norm_k, k)
         if norm_q is None or norm_k is None or attn.norm_q.eps != attn.norm_k.eps:

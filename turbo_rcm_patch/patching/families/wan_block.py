@@ -177,9 +177,9 @@ class _WanPlan:
         """The third pair alone."""
         return self._third(self._token(hidden, given)[0], hidden, given.rows)
 
-    def attentions(self, context: Tensor) -> tuple[str, str]:
+    def attentions(self, hidden: Tensor, context: Tensor) -> tuple[str, str]:
         """What computes self-attention and cross-attention, for the report."""
-        return self._attn1.attention(None), self._attn2.attention(context)
+        return self._attn1.attention(hidden, None), self._attn2.attention(hidden, context)
 
 
 class WanBlockForward:
@@ -332,7 +332,7 @@ class WanBlockForward:
         given = _Given(context, rows, rotary)
         plan = None if mask is not None else self._planned(hidden, given)
         if plan is not None and (guard is None or not guard.wants(self._states)):
-            self._note_plan(plan, context)
+            self._note_plan(plan, hidden, context)
             return plan(hidden, given)
         block = self._block
         hidden, context = same_batch(hidden, context)
@@ -344,7 +344,7 @@ class WanBlockForward:
             now = None if mask is not None or state.int8 else self._planned(hidden, given)
             if now is None:
                 return None
-            self._note_plan(now, context)
+            self._note_plan(now, hidden, context)
             return now
 
         def first(hidden: Tensor) -> Tensor:
@@ -445,9 +445,9 @@ class WanBlockForward:
             return None  # Somebody chose what computes the attention.
         return plan
 
-    def _note_plan(self, plan: _WanPlan, context: Tensor) -> None:
+    def _note_plan(self, plan: _WanPlan, hidden: Tensor, context: Tensor) -> None:
         """Say how the pairs run by the plan, as the careful way says it."""
-        own, cross = plan.attentions(context)
+        own, cross = plan.attentions(hidden, context)
         self._attn1.ran = f"fused with {own} attention"
         self._attn2.ran = f"fused with {cross} attention"
         self._ffn.ran = "fused"
@@ -686,10 +686,11 @@ class WanBlockForward:
         q, k, v = self._project(name, attn, x, context, state.int8)
         spec = self._specs[state.precision]
         few = context is not None and k.shape[1] < ops.INT8_MIN_KEYS
-        if few and spec.attention == "int8" and self._form != "one-launch":
+        if few and spec.attention in ("auto", "int8") and self._form != "one-launch":
             spec = self._specs["exact attention"]
-        how = "exact" if mask is not None else spec.attention
-        state.note(f"fused with {'sparse ' * self._sparse(state, mask)}{how} attention")
+        sparse = self._sparse(state, mask)
+        how = "exact" if mask is not None else ops.attention_name(spec, q, k, sparse=sparse)
+        state.note(f"fused with {'sparse ' * sparse}{how} attention")
         norm_q, norm_k = attn.norm_q, attn.norm_k
         plain_norms = plain_norm(norm_q, q) and plain_norm(norm_k, k)
         if mask is None and plain_norms and norm_q.eps == norm_k.eps:

@@ -138,7 +138,7 @@ def plan_attention(
     asked, exact = (
         replace(specs[step], eps=norms[0].eps) for step in (state.precision, "exact attention")
     )
-    few = cross and asked.attention == "int8"
+    few = cross and asked.attention in ("auto", "int8")
     project, *of_context, out = products
     assert project is not None
     return AttentionPlan(
