@@ -12,7 +12,7 @@ from turbo_rcm_patch.errors import ConfigError
 
 def test_defaults_are_valid_and_fuse_everything() -> None:
     config = PatchConfig()
-    assert config.attention == "int8"
+    assert config.attention == "auto"
     assert config.kinds == KINDS
     assert config.guard
     assert config.linear == "as-is"
@@ -53,7 +53,7 @@ def test_a_bad_field_is_named_with_its_value(field: str, value: object) -> None:
 
 
 def test_unknown_choices_list_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"int8.*int4.*exact.*sage"):
+    with pytest.raises(ConfigError, match=r"auto.*int8.*int4.*exact.*sage"):
         PatchConfig(attention="int2")
 
 

@@ -24,7 +24,7 @@ __all__ = [
     "is_number",
 ]
 
-Attention = Literal["int8", "int4", "exact", "sage"]
+Attention = Literal["auto", "int8", "int4", "exact", "sage"]
 PVDType = Literal["auto", "fp8", "bf16", "fp16"]
 Precision = Literal["fixed", "auto"]
 Linear = Literal["as-is", "int8"]
@@ -40,11 +40,13 @@ class PatchConfig:
     """The options of `patch_model`.
 
     Attributes:
-        attention: "int8" quantises q and k to int8. Cross-attention over fewer than 1,024 keys (a
-            prompt) stays exact, because that is faster there. "exact" runs torch's
-            scaled_dot_product_attention and fuses only the skip. "sage" calls the `sageattention`
-            package. "int4" quantises q and k to 15 levels; it exists to show that the verdict can
-            fail.
+        attention: "auto" takes "int8" or "exact", whichever was measured to be faster on the device
+            for the lengths of a call. On a GPU that was not measured it takes int8 from 4,096 keys
+            on; on a CPU it takes int8. "int8" quantises q and k to int8. With both,
+            cross-attention over fewer than 1,024 keys (a prompt) stays exact, because that is
+            faster there. "exact" runs torch's scaled_dot_product_attention and fuses only the
+            skip. "sage" calls the `sageattention` package. "int4" quantises q and k to 15 levels;
+            it exists to show that the verdict can fail.
         pv: Element type of probabilities and values in the second matrix product. "auto" is fp8
             (e4m3) from 4,096 keys on, if the device has it (sm_89 and newer), and else bf16. At
             shorter lengths bf16 costs no time and is more accurate. Sums are always fp32.
@@ -67,7 +69,7 @@ class PatchConfig:
         precision: "fixed" runs every pair as configured here, or as its author's code. "auto" lets
             the guard try more exact attentions first: with 16-bit p and v, then exact with the
             skip fused after it, and only then the author's code. It needs the guard and
-            attention="int8".
+            attention="auto" or "int8".
         guard_budget: Largest error that the guard accepts: the relative L2 of each sample, as a
             share of what the pair adds to its residual. Heads, the worst hundredth of the rows and
             the last keys may have a larger error, the input of a branch only a smaller one
@@ -84,7 +86,7 @@ class PatchConfig:
             refreshed or moved.
     """
 
-    attention: Attention = "int8"
+    attention: Attention = "auto"
     pv: PVDType = "auto"
     linear: Linear = "as-is"
     smooth_k: bool = True
@@ -148,10 +150,10 @@ class PatchConfig:
                 got=repr(self.sla_topk),
                 remedy="Use unload_extra to run without SLA",
             )
-        if self.precision == "auto" and not (self.guard and self.attention == "int8"):
+        if self.precision == "auto" and not (self.guard and self.attention in ("auto", "int8")):
             raise ConfigError(
                 'PatchConfig.precision="auto"',
-                expected='guard=True and attention="int8": the guard chooses',
+                expected='guard=True and attention="auto" or "int8": the guard chooses',
                 got=f"guard={self.guard} and attention={self.attention!r}",
             )
 

@@ -47,7 +47,7 @@ def test_network_error_in_bf16(case: Case, linear: str) -> None:
     model, inputs = case.model(BF16).to(GPU), on_gpu(case.inputs(batch=2, dtype=BF16))
     truth = run(case.model(BF16).float().to(GPU), **widened(inputs))
     unpatched = relative(run(model, **inputs), truth)
-    with patched(model, PatchConfig(linear=linear)) as report:  # type: ignore[arg-type]
+    with patched(model, PatchConfig(attention="int8", linear=linear)) as report:  # type: ignore[arg-type]
         assert report.impl == "triton" and report.fused == 4
         error = relative(run(model, **inputs), truth)
         assert report.fused == 4, str(report)
@@ -78,7 +78,7 @@ def test_projection_of_two_streams(video: int, cast: str) -> None:
 def test_compiles_to_the_same_numbers() -> None:
     case = CASES[1]
     model, inputs = case.model(BF16).to(GPU), on_gpu(case.inputs(dtype=BF16))
-    with patched(model, PatchConfig(guard=False)):
+    with patched(model, PatchConfig(attention="int8", guard=False)):
         eager = run(model, **inputs)
         compiled = torch.compile(model, fullgraph=True)
         assert relative(run(compiled, **inputs), eager) < 0.02
@@ -96,6 +96,6 @@ def test_a_long_sequence_takes_fp8() -> None:
         "return_dict": False,
     }
     expected = run(model, **inputs)
-    with patched(model) as report:
+    with patched(model, attention="int8") as report:
         assert relative(run(model, **inputs), expected) < 0.05
         assert all(record.verdict == "kept" for record in report.guard)

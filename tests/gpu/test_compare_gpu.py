@@ -56,7 +56,7 @@ def test_offloading_gives_the_same_video(folder: Path, offload: str, patch: bool
     def run(pipe) -> torch.Tensor:
         if not patch:
             return generate(pipe, PROMPT, settings=SETTINGS).latents
-        with patched(pipe, PatchConfig(guard=False)):
+        with patched(pipe, PatchConfig(attention="int8", guard=False)):
             return generate(pipe, PROMPT, settings=SETTINGS).latents
 
     resident = run(load_pipeline(folder, device="cuda"))
@@ -67,7 +67,7 @@ def test_offloading_gives_the_same_video(folder: Path, offload: str, patch: bool
 
 def test_patching_needs_no_more_memory(folder: Path) -> None:
     pipe = load_pipeline(folder, device="cuda")
-    config = PatchConfig(guard=False)
+    config = PatchConfig(attention="int8", guard=False)
 
     def peak() -> int:
         generate(pipe, PROMPT, settings=SETTINGS)  # compilation and workspaces

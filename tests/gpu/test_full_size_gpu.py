@@ -98,7 +98,7 @@ def test_a_published_size(name: str) -> None:
     with torch.no_grad():
         expected = model(**given)[0]
         assert expected.isfinite().all()
-        with patched(model, PatchConfig()) as report:
+        with patched(model, PatchConfig(attention="int8")) as report:
             output = model(**given)[0]
             assert report.impl == "triton"
             assert report.fused == count_pairs(name, SMALLEST[name])[0], str(report)
@@ -114,7 +114,7 @@ def test_turbodiffusion_s_1_3b() -> None:
     given = {k: v.cuda() for k, v in tiny_inputs(tokens=32760, dim=1536, dtype=BF16).items()}
     with torch.no_grad():
         expected = model(**given)
-        with patched(model, PatchConfig()) as report:
+        with patched(model, PatchConfig(attention="int8")) as report:
             output = model(**given)
             assert report.impl == "triton" and report.fused == 90, str(report)
     assert 0 < relative(output, expected) < 0.05
@@ -127,6 +127,6 @@ def test_a_patched_rcm_module(projection: bool) -> None:
     x = noise(2, 1000, 256)
     with torch.no_grad():
         expected = module(x, 0.8)
-        with patched(module) as report:
+        with patched(module, attention="int8") as report:
             assert relative(module(x, 0.8), expected) < 0.02
             assert report.impl == "triton" and report.fused == 1

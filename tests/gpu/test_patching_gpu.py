@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 GPU = torch.device("cuda:0")
-INT8 = PatchConfig(guard=False)
+INT8 = PatchConfig(attention="int8", guard=False)
 MIDDLE = Case(
     "middle", {"num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 4,
                "ffn_dim": 8960, "rope_max_seq_len": 128}, fused=12,
@@ -75,7 +75,7 @@ def test_network_error_in_bf16(case: Case, form: Form) -> None:
     model, inputs = case.model(BF16).to(GPU), on_gpu(case.inputs(batch=2, dtype=BF16))
     truth = run(case.model(BF16).float().to(GPU), **wide(inputs))
     unpatched = relative(run(model, **inputs), truth)
-    with patched(model, PatchConfig(form=form)) as report:
+    with patched(model, PatchConfig(attention="int8", form=form)) as report:
         assert report.impl == "triton" and report.fused == case.fused
         error = relative(run(model, **inputs), truth)
         assert report.fused == case.fused, str(report)
@@ -89,7 +89,7 @@ def test_network_error_of_the_family_in_bf16(family: Family) -> None:
     model, inputs = family.model(BF16).to(GPU), on_gpu(family.inputs(dtype=BF16))
     truth = run(family.model(BF16).float().to(GPU), **wide(inputs))
     unpatched = relative(run(model, **inputs), truth)
-    with patched(model) as report:
+    with patched(model, attention="int8") as report:
         error = relative(run(model, **inputs), truth)
         assert report.impl == "triton" and report.fused == family.fused, str(report)
     assert error < 2 * unpatched, f"{error:.4g} against {unpatched:.4g}"
@@ -99,7 +99,7 @@ def test_network_error_of_a_middle_sized_model() -> None:
     model, inputs = MIDDLE.model(BF16).to(GPU), middle_inputs()
     truth = run(MIDDLE.model(BF16).float().to(GPU), **wide(inputs))
     unpatched = relative(run(model, **inputs), truth)
-    with patched(model) as report:
+    with patched(model, attention="int8") as report:
         error = relative(run(model, **inputs), truth)
     assert report.fused == MIDDLE.fused
     assert error < 2 * unpatched, f"{error:.4g} against {unpatched:.4g}"
@@ -112,9 +112,9 @@ def test_element_types_of_the_second_product(pv: Any) -> None:
     expected = run(model, **inputs)
     if pv == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         with pytest.raises(errors.Fp8UnsupportedError):
-            patch_model(model, PatchConfig(pv=pv))
+            patch_model(model, PatchConfig(attention="int8", pv=pv))
         return
-    with patched(model, PatchConfig(pv=pv, guard=False)) as report:
+    with patched(model, PatchConfig(attention="int8", pv=pv, guard=False)) as report:
         assert report.pv == pv
         assert relative(run(model, **inputs), expected) < 0.03
 
@@ -134,7 +134,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 def test_unpatch_is_bit_equal() -> None:
     model, inputs = CASES[1].model(BF16).to(GPU), on_gpu(CASES[1].inputs(dtype=BF16))
     expected, before = run(model, **inputs), dicts(model)
-    with patched(model):
+    with patched(model, attention="int8"):
         run(model, **inputs)
     assert dicts(model) == before
     assert torch.equal(run(model, **inputs), expected)
@@ -147,7 +147,7 @@ def test_a_model_moved_to_the_gpu_after_patching() -> None:
     model.to(GPU)
     assert report.impl == "triton"
     moved = run(model, **inputs)
-    unpatch_model(model)
+    unpatch_model(model, attention="int8")
     assert relative(moved, run(model, **inputs)) < 0.03
 
 
@@ -185,7 +185,7 @@ def peak(function: Callable[[], object]) -> int:
 def test_peak_memory_is_no_higher(form: Form) -> None:
     model, inputs = MIDDLE.model(BF16).to(GPU), middle_inputs(side=96)
     unpatched = peak(lambda: run(model, **inputs))
-    with patched(model, PatchConfig(guard=False, form=form)):
+    with patched(model, PatchConfig(attention="int8", guard=False, form=form)):
         ours = peak(lambda: run(model, **inputs))
     assert ours <= unpatched, f"{ours / 2**20:.1f} MiB against {unpatched / 2**20:.1f} MiB"
 
@@ -197,7 +197,7 @@ def test_steady_state_does_not_synchronise() -> None:
     handle = block.register_forward_pre_hook(lambda module, args: captured.append(args))
     run(model, **inputs)
     handle.remove()
-    patch_model(model)
+    patch_model(model, attention="int8")
     run(model, **inputs)  # The first forward is the guard's.
     with torch.no_grad():
         block(*captured[0])
@@ -240,7 +240,7 @@ def test_offloading(offload: Callable[[Any], None], patch_first: bool) -> None:
         patch_model(model, INT8)
     for _ in range(2):
         assert relative(run(model, **inputs), expected) < 0.02
-    unpatch_model(model)
+    unpatch_model(model, attention="int8")
 
 
 def test_a_pipeline_with_model_offload() -> None:
@@ -268,7 +268,7 @@ def test_a_pipeline_with_model_offload() -> None:
         return latents.cpu()
 
     expected = generate()
-    with patched(pipe) as report:
+    with patched(pipe, attention="int8") as report:
         assert report.impl == "triton"
         assert 0 < relative(generate(), expected) < 0.05
         assert len(report.guard) == 2 * 6
@@ -292,7 +292,7 @@ def test_gradients_of_the_exact_attention() -> None:
 
 def test_the_table_of_a_patched_model_on_a_gpu() -> None:
     model = CASES[1].model(BF16).to(GPU)
-    with patched(model) as report:
+    with patched(model, attention="int8") as report:
         text = str(report)
         assert find_pairs(model) == report.pairs
     assert "implementation triton on cuda:0" in text

@@ -256,7 +256,7 @@ def test_turbodiffusion_s_model(kind: str, fast: bool) -> None:
         with patched(model, INT8):
             # Rounding to bf16 decides about a block of keys here and there, with either code.
             assert relative(model(**narrow), truth) < max(0.05, 2 * unpatched)
-        with patched(model, PatchConfig()) as report:
+        with patched(model, PatchConfig(attention="int8")) as report:
             model(**narrow)
             assert len(report.guard) >= len(report.pairs)
             # One attention that chose other blocks than its author's may be given back.
@@ -276,7 +276,7 @@ def test_diffusers_wan_with_a_proj_l(case: Case, linear: str) -> None:
     """In bf16, near the same SLA in fp32; 1,008 tokens are no whole number of blocks."""
     model, inputs = with_sla(case.model(torch.bfloat16)).cuda(), wan_inputs(case)
     wide = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
-    config = PatchConfig(guard=False, sla_topk=0.4, linear=linear)
+    config = PatchConfig(attention="int8", guard=False, sla_topk=0.4, linear=linear)
     with torch.no_grad():
         dense = model(**inputs, return_dict=False)[0]
         other = copy.deepcopy(model).float()
@@ -304,7 +304,7 @@ def test_diffusers_wan_with_a_proj_l(case: Case, linear: str) -> None:
 def test_diffusers_wan_with_a_proj_l_in_a_compiled_model() -> None:
     case = WAN[0]
     model, inputs = with_sla(case.model(torch.bfloat16)).cuda(), wan_inputs(case)
-    with torch.no_grad(), patched(model, PatchConfig(guard=False, sla_topk=0.4)):
+    with torch.no_grad(), patched(model, PatchConfig(attention="int8", guard=False, sla_topk=0.4)):
         expected = model(**inputs, return_dict=False)[0]
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert relative(compiled(**inputs, return_dict=False)[0], expected) < 5e-3

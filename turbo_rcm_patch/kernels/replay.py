@@ -153,13 +153,13 @@ class Recordings:
             kwargs: Likewise.
         """
         found = self._found.get(signature, 0)
+        if found.__class__ is list:
+            addresses = list(map(torch.Tensor.data_ptr, tensors))
+            for program in found:  # type: ignore[union-attr]
+                if program.fits(addresses):
+                    return program(tensors, addresses)
         if found is None or not tensors or not _on_gpu(tensors[0]):
             return launcher(*args, **kwargs)
-        if found.__class__ is list:
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            for program in cast("list[Program]", found):
-                if program.fits(addresses):
-                    return cast("_R", program(tensors, addresses))
         result, program = _recorded(launcher, args, kwargs, tensors)
         found = self._found.get(signature, 0)
         if program is not None:

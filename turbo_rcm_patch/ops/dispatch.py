@@ -385,12 +385,17 @@ def resolved(
     return _with(spec, _choice(spec, device, n_q, n_kv, head_dim))
 
 
-def attention_name(spec: AttentionSpec, q: Tensor, k: Tensor) -> str:
-    """The attention that runs, for a report: that of the spec, or what "auto" takes here. A
-    compiler is not asked, because lengths may be symbols."""
+def attention_name(spec: AttentionSpec, q: Tensor, k: Tensor, *, sparse: bool = False) -> str:
+    """The attention that runs, for a report: that of the spec, or what "auto" takes here, which is
+    int8 where it is sparse. Under a compiler lengths may be symbols, and it stays "auto"."""
     if spec.attention != "auto" or torch.compiler.is_compiling():
         return spec.attention
-    return choose(spec, q, k)[0].attention
+    if sparse:
+        return "int8"
+    return _decided(
+        "auto", spec.pv, spec.impl, q.device, spec.heads, q.shape[2] // spec.heads, q.shape[1],
+        k.shape[1], True,
+    ).attention  # fmt: skip
 
 
 def _choice(

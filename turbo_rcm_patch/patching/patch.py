@@ -290,7 +290,7 @@ def _check_device(config: PatchConfig, device: torch.device) -> None:
             got=f"a model on {device} and no GPU",
             remedy='Use impl="auto" or "reference"',
         )
-    if config.attention in ("int8", "int4"):
+    if ops.quantises(config.attention):
         ops.resolve_pv(config.pv, device)
     elif config.form == "one-launch":
         raise ConfigError(
@@ -417,7 +417,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     def device() -> tuple[str, str, str]:
         module = held[0][0]()
         where = execution_device(module) if module is not None else last_device
-        attention = config.attention in ("int8", "int4")
+        attention = ops.quantises(config.attention)
         pv = ops.describe_pv(config.pv, where) if attention else "as the backend"
         return str(where), ops.resolve_impl(config.impl, where), pv
 

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Final, Literal, Protocol, overload
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS
+from turbo_rcm_patch.ops import INT8_MIN_KEYS, quantises
 from turbo_rcm_patch.patching.state import Step, When
 from turbo_rcm_patch.skip import SkipPair
 
@@ -337,9 +337,10 @@ class PatchReport:
         device, impl, pv = self._device()
         config = self.config
         attention = config.attention
-        if attention in ("int8", "int4"):
-            attention_text = f"{attention} q and k, p and v in {pv}"
-            if attention == "int8" and config.form != "one-launch":
+        if quantises(attention):
+            q_and_k = "int8 or exact q and k" if attention == "auto" else f"{attention} q and k"
+            attention_text = f"{q_and_k}, p and v in {pv}"
+            if attention != "int4" and config.form != "one-launch":
                 attention_text += f"; cross-attention to fewer than {INT8_MIN_KEYS:,} keys exact"
         else:
             attention_text = attention

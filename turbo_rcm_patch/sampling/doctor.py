@@ -18,7 +18,7 @@ import torch
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import TurboRCMError
 from turbo_rcm_patch.extras import EXTRAS
-from turbo_rcm_patch.ops import describe_pv, resolve_impl
+from turbo_rcm_patch.ops import describe_pv, dispatch_rows, resolve_impl
 
 __all__ = ["Examination", "Finding", "examine"]
 
@@ -190,6 +190,8 @@ def _choices() -> Iterator[Finding]:
         f"{kernels} on {device.type}: attention {config.attention}, pv {pv}, "
         f"form {config.form}, guard {'on' if config.guard else 'off'}",
     )
+    for shape, runs, why in dispatch_rows(None, device):
+        yield Finding(shape, "note", f"{runs}: {why}")
 
 
 def _model() -> Iterator[Finding]:

@@ -190,7 +190,7 @@ class RCMAttentionForward:
         (qkv,), _ = project(None, x, x)
         q, k, v = qkv.chunk(3, dim=-1)
         spec = self._specs[self._state.precision]
-        self._state.note(f"fused with {spec.attention} attention")
+        self._state.note(f"fused with {ops.attention_name(spec, q, k)} attention")
         return q, k, v, spec
 
     def _attention(self, x: Tensor) -> Tensor:

@@ -194,7 +194,7 @@ def _attention_pair(attn: Any, path: str, kind: Kind, config: PatchConfig, whole
 def _attention_runs(attn: Any, kind: str, config: PatchConfig) -> tuple[Residual, str]:
     why = why_attention_called(attn, kind)
     sparse = is_sparse(attn)
-    if not why and sparse and config.attention not in QMAX:
+    if not why and sparse and not quantises(config.attention):
         why = f"attention={config.attention!r} leaves a sparse attention to its author"
     if not why and why_not_plain(attn.o):
         why = f"o is called: {why_not_plain(attn.o)}"

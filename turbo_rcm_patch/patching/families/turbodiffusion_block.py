@@ -154,7 +154,8 @@ class TurboBlockForward(BlockForward):
 
     def _runs_sparse(self, state: PairState) -> bool:
         """Whether a sparse attention is ours: exact ones are left to their author."""
-        return self._states["linear"].live and self._specs[state.precision].attention in QMAX
+        asked = self._specs[state.precision].attention
+        return self._states["linear"].live and ops.quantises(asked)
 
     def _attention(self, branch: Branch, like: Tensor, given: Given) -> AttentionModules:
         attn = getattr(self._block, branch.name)
