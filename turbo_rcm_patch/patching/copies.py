@@ -24,7 +24,6 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -168,8 +167,13 @@ class Copies:
         """
         if is_capturing(linears[0].weight.device):
             return self.fresh(linears, brought=False)
-        with self._lock, _unrecorded():
-            return self._kept(key, linears)
+        with self._lock:
+            if not torch._C._len_torch_dispatch_stack():
+                return self._kept(key, linears)
+            # Selective checkpointing records the operations of a forward and replays them in the
+            # backward; looking after copies is none of them.
+            with _disable_current_modes():
+                return self._kept(key, linears)
 
     def _kept(self, key: Key, linears: Sequence[Any]) -> Made:
         if not self._looked:
@@ -339,17 +343,9 @@ class Copies:
             self._lock.release()
 
 
-def _unrecorded() -> AbstractContextManager[object]:
-    """Where operations go unseen by whoever records those of a forward: selective checkpointing
-    replays them in the backward, and looking after copies is none of them."""
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return nullcontext()
-    unseen: AbstractContextManager[object] = _disable_current_modes()
-    return unseen
-
-
 def _parameters(linears: Sequence[Any]) -> list[Tensor]:
-    return [p for linear in linears for p in (linear.weight, linear.bias) if p is not None]
+    held = [linear._parameters for linear in linears]
+    return [p for own in held for p in (own["weight"], own["bias"]) if p is not None]
 
 
 def _place(tensor: Tensor) -> _Place:
