@@ -17,9 +17,9 @@ from tests.patching.wan import CASES, Case, dicts, relative, run, wan
 from turbo_rcm_patch import PatchConfig, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.models import RCMAttention
 from turbo_rcm_patch.patching import copies as copies_file
+from turbo_rcm_patch.patching.branches import FusedNorm
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.linears import Linears, Projection
-from turbo_rcm_patch.patching.branches import FusedNorm
 
 #: int8 in the Linears alone.
 LINEAR = PatchConfig(attention="exact", linear="int8", guard=False)
