@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import errors, ops
 from turbo_rcm_patch.kernels.portable import attention as kernels
 from turbo_rcm_patch.patching.copies import Copies
-from turbo_rcm_patch.patching.linears import Linears
+from turbo_rcm_patch.patching.linears import Linears, Projection
 from turbo_rcm_patch.sampling.scheduler import _fingerprint
 
 pytestmark = pytest.mark.gpu
@@ -90,8 +90,12 @@ def test_the_ones_are_written_before_another_stream_reads_them() -> None:
 def linear() -> tuple[nn.Linear, Tensor, Tensor]:
     module = nn.Linear(256, 512, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     x = random(1, 300, 256)
-    (expected,) = Linears(Copies("auto")).project("a", x, (module,), int8=True)
-    return module, x, expected
+    return module, x, product(Linears(Copies("auto")), module, x)
+
+
+def product(linears: Linears, module: nn.Linear, x: Tensor) -> Tensor:
+    (made,), _ = Projection(linears, "a", (module,), x, int8=True)(None, x, x)
+    return made
 
 
 def test_an_int8_weight_first_wanted_inside_a_capture() -> None:
@@ -99,9 +103,9 @@ def test_an_int8_weight_first_wanted_inside_a_capture() -> None:
     linears = Linears(Copies("auto"))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        (captured,) = linears.project("a", x, (module,), int8=True)
+        captured = product(linears, module, x)
     overwrite_free_memory()
-    (eager,) = linears.project("a", x, (module,), int8=True)
+    eager = product(linears, module, x)
     assert torch.equal(eager, expected)
     graph.replay()
     assert torch.equal(captured, expected)
@@ -110,15 +114,15 @@ def test_an_int8_weight_first_wanted_inside_a_capture() -> None:
 def test_a_graph_runs_with_the_weights_of_its_replay() -> None:
     module, x, expected = linear()
     linears = Linears(Copies("auto"))
-    linears.project("a", x, (module,), int8=True)
+    product(linears, module, x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        (captured,) = linears.project("a", x, (module,), int8=True)
+        captured = product(linears, module, x)
     graph.replay()
     assert torch.equal(captured, expected)
     module.weight.mul_(2)
     linears.begin()
-    (eager,) = linears.project("a", x, (module,), int8=True)
+    eager = product(linears, module, x)
     assert relative(eager - module.bias, 2 * (expected - module.bias)) < 0.02
     overwrite_free_memory()
     graph.replay()
@@ -135,9 +139,9 @@ def test_an_int8_weight_across_streams() -> None:
         with torch.cuda.stream(first):
             for _ in range(4):
                 busy @ busy
-            linears.project("a", x, (module,), int8=True)
+            product(linears, module, x)
         with torch.cuda.stream(second):
-            (out,) = linears.project("a", x, (module,), int8=True)
+            out = product(linears, module, x)
         torch.cuda.synchronize()
         assert torch.equal(out, expected)
 

@@ -20,21 +20,24 @@ from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.ops.elementwise import norm_forward
 from turbo_rcm_patch.ops.projection import project_forward
 from turbo_rcm_patch.ops.registry import attention_forward
-from turbo_rcm_patch.patching.families import wan_block
+from turbo_rcm_patch.patching import block as block_file
+from turbo_rcm_patch.patching.branches import FeedForwardRun
 from turbo_rcm_patch.patching.plan import PlanSlot, Watch
 
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Grows by one for every block that ran by its plan."""
+    """Grows by one for every block that ran by a plan that was kept."""
     calls: list[int] = []
-    own = wan_block._WanPlan.__call__
+    own = block_file.BlockForward._planned
 
     def counting(self: Any, *args: Any) -> Any:
-        calls.append(1)
-        return own(self, *args)
+        plan, token = own(self, *args)
+        if token is not None:
+            calls.append(1)
+        return plan, token
 
-    monkeypatch.setattr(wan_block._WanPlan, "__call__", counting)
+    monkeypatch.setattr(block_file.BlockForward, "_planned", counting)
     yield calls
 
 
@@ -161,17 +164,31 @@ def test_what_changes_after_patching_is_honoured(
         assert relative(run(model, **inputs), after) < 1e-5
 
 
-def test_a_plan_comes_back_when_what_stood_in_its_way_has_gone(used: list[int]) -> None:
+def test_a_hooked_linear_is_called_by_the_plan_and_read_again_without_its_hook(
+    monkeypatch: pytest.MonkeyPatch, used: list[int]
+) -> None:
     case = Case("2.1-t2v")
     model, inputs = case.model(), case.inputs()
     patch_model(model, EXACT)
-    handle = model.blocks[0].attn1.to_q.register_forward_hook(lambda *_: None)
+    called: list[nn.Module] = []
+    own = nn.Linear.forward
+
+    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        called.append(self)
+        return own(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    linear = model.blocks[0].attn1.to_q
+    handle = linear.register_forward_hook(lambda *_: None)
     for _ in range(20):
         run(model, **inputs)
-    assert len(used) == 20, "the block without a hook"
+    blocks = set(model.blocks.modules())
+    assert len(used) == 40, "both blocks"
+    assert set(called) & blocks == {linear}, "nothing else of a block is called"
     handle.remove()
+    called.clear()
     run(model, **inputs)
-    assert len(used) == 22
+    assert len(used) == 42 and not set(called) & blocks
 
 
 def test_what_changes_with_every_forward_is_not_planned_for_ever(
@@ -183,8 +200,8 @@ def test_what_changes_with_every_forward_is_not_planned_for_ever(
     made = []
     own = PlanSlot.get
 
-    def get(self: Any, make: Callable[[], Any], watch: Any) -> Any:
-        return own(self, lambda: made.append(1) or make(), watch)
+    def get(self: Any, facts: Any, make: Callable[[], Any], watch: Any) -> Any:
+        return own(self, facts, lambda: made.append(1) or make(), watch)
 
     monkeypatch.setattr(PlanSlot, "get", get)
     for i in range(40):
@@ -251,8 +268,13 @@ def test_a_guarded_forward_compares_the_plan_itself(
     case = Case("2.1-t2v")
     model, inputs = case.model(), case.inputs()
     expected = run(model, **inputs)
-    own = wan_block._WanPlan._third
-    monkeypatch.setattr(wan_block._WanPlan, "_third", lambda self, *args: own(self, *args) * 1.5)
+    own = FeedForwardRun.__call__
+
+    def wrong(self: Any, *args: Any) -> Any:
+        hidden, token = own(self, *args)
+        return hidden * 1.5, token
+
+    monkeypatch.setattr(FeedForwardRun, "__call__", wrong)
     report = patch_model(model)
     assert relative(run(model, **inputs), expected) < 0.02, "the author's code took its place"
     assert {record.path for record in report.guard if record.verdict == "given back"} == {

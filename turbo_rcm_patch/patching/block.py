@@ -196,7 +196,8 @@ class BlockForward:
             int8=state.int8, cast=branch.cast, impl=config.impl,
         )  # fmt: skip
         asked, few = self._specs[state.precision], None
-        if branch.kind == "cross" and asked.attention == "int8" and config.form != "one-launch":
+        quantised = asked.attention in ("auto", "int8")
+        if branch.kind == "cross" and quantised and config.form != "one-launch":
             few = self._specs["exact attention"]
         return AttentionRun(
             self._linears, name, modules, (state, inner), norm_of, (asked, few), like, given,
@@ -209,9 +210,7 @@ class BlockForward:
         """The norm before a branch, and its modulation."""
         norm, at = getattr(self._block, branch.norm), branch.at
         if state.live and self._fused_norm(branch, hidden):
-            parts = (hidden, *given.rows, *(() if at is not None else (norm.weight, norm.bias)))
-            as_rows = as_rows and self.int8_rows and not _wants_gradient(parts)
-            return FusedNorm(norm, at, self._config.impl, as_rows=as_rows)
+            return FusedNorm(norm, at, self._config.impl, as_rows=as_rows and self.int8_rows)
 
         def called(hidden: Tensor, given: Given) -> tuple[Tensor, Any]:
             x = self._called_norm(norm, hidden)
@@ -238,12 +237,16 @@ class BlockForward:
 
     def _serves(self, hidden: Tensor) -> bool:
         """Whether ours may run; the first block says what it will not follow."""
-        return may_run(hidden, self._states.values(), self._warned if self._speaks else None)
-
-    @property
-    def _speaks(self) -> bool:
         # Blocks share one compiled graph, so none may look at whether it is the first there.
-        return not torch.compiler.is_compiling() and self._first
+        warned = None if torch.compiler.is_compiling() or not self._first else self._warned
+        if not may_run(hidden, self._states.values(), warned):
+            return False
+        if warned is not None:
+            self._warn(warned)
+        return True
+
+    def _warn(self, warned: set[str]) -> None:
+        """Say once what the model's settings ask for and ours does not follow."""
 
     def _as_written(self, *inputs: Any) -> Any:
         """The author's forward of this block."""
@@ -256,7 +259,7 @@ class BlockForward:
             return None
         guard = self._guard
         if self._first:
-            self._linears.begin()
+            self._linears.copies.begin()
             if guard is not None:
                 guard.begin(**inputs)
         return guard
@@ -301,6 +304,7 @@ class BlockForward:
             for run in plan:
                 hidden, token = run(token, hidden, given)
             return hidden
+        given = given._replace(compared=True)
         for index, branch in enumerate(self._branches()):
             hidden = self._compared(guard, index, branch, hidden, given, author)
         return hidden
@@ -359,8 +363,3 @@ class BlockForward:
     def _watched(self, branch: Branch, notes: Notes) -> Callable[..., Any]:
         """The author's own branch, whose input is noted."""
         return notes.branch(getattr(self._block, branch.name), branch.output)
-
-
-def _wants_gradient(parts: tuple[Any, ...]) -> bool:
-    """Whether a gradient is wanted that int8 rows do not have."""
-    return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in parts])

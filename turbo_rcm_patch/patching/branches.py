@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from turbo_rcm_patch.patching.linears import (
     Input,
     Linears,
     Projection,
+    StreamsClose,
     holder,
     tensors_of,
 )
@@ -73,6 +74,7 @@ class Given(NamedTuple):
         rotary: (cos, sin) as the operations take them, or None.
         mask: What self-attention may see, or None for everything.
         more: What a family's own calls take besides.
+        compared: Whether the guard compares a branch on this forward.
     """
 
     context: Tensor | None
@@ -80,6 +82,7 @@ class Given(NamedTuple):
     rotary: tuple[Tensor, Tensor] | None = None
     mask: Tensor | None = None
     more: tuple[Any, ...] = ()
+    compared: bool = False
 
 
 # --- norms ---------------------------------------------------------------------------------------
@@ -110,13 +113,13 @@ class FusedNorm:
         as_rows: Whether it comes out as int8 rows.
     """
 
-    __slots__ = ("_at", "_held", "_impl", "_norm", "_step", "as_rows")
+    __slots__ = ("_as_rows", "_at", "_held", "_impl", "_norm", "_step")
 
     def __init__(self, norm: Any, at: int | None, impl: Impl, *, as_rows: bool) -> None:
         self._norm, self._at, self._impl = norm, at, impl
         self._held = holder(norm)
         self._step = Step(rows_forward if as_rows else norm_forward)
-        self.as_rows = as_rows
+        self._as_rows = as_rows
 
     @property
     def read(self) -> list[Tensor]:
@@ -126,22 +129,26 @@ class FusedNorm:
         at, eps, impl, gate = self._at, self._norm.eps, self._impl, None
         if token is not None:
             if at is None:
-                scale, shift = _row(self._held["weight"]), _row(self._held["bias"])
+                scale, shift = self._held["weight"], self._held["bias"]
+                scale = None if scale is None else scale.view(1, 1, -1)
+                shift = None if shift is None else shift.view(1, 1, -1)
                 return self._step(token, hidden, scale, shift, 0.0, eps, impl), None, token
             shift, scale, gate = given.rows[at : at + 3]
             return self._step(token, hidden, scale, shift, 1.0, eps, impl), gate, token
-        norm = ops.norm_modulate_rows if self.as_rows else ops.norm_modulate
+        form: Literal["modulation", "affine"] = "affine"
         if at is None:
             scale, shift = self._norm.weight, self._norm.bias
-            x = norm(hidden, scale=scale, shift=shift, form="affine", eps=eps, impl=impl)
         else:
-            shift, scale, gate = given.rows[at : at + 3]
-            x = norm(hidden, scale=scale, shift=shift, eps=eps, impl=impl)
-        return x, gate, None
+            form, (shift, scale, gate) = "modulation", given.rows[at : at + 3]
+        norm: Callable[..., Input] = ops.norm_modulate
+        if self._as_rows and not _wants_gradient(hidden, scale, shift):
+            norm = ops.norm_modulate_rows
+        return norm(hidden, scale=scale, shift=shift, form=form, eps=eps, impl=impl), gate, None
 
 
-def _row(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.view(1, 1, -1)
+def _wants_gradient(*parts: Tensor | None) -> bool:
+    """Whether a gradient is wanted, which int8 rows do not have."""
+    return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in parts])
 
 
 class StreamsNorm:
@@ -318,9 +325,10 @@ class AttentionRun:
         form: "one-launch", "two-launch" or "auto", of attention and projection.
     """
 
-    __slots__ = ("_asked", "_attend", "_attend_image", "_close", "_few", "_form", "_image",
-                 "_inner", "_masked", "_modules", "_norm", "_of_context", "_of_x", "_readable",
-                 "_rotate", "_rotate_image", "_state", "_width")  # fmt: skip
+    __slots__ = ("_asked", "_attend", "_attend_image", "_auto", "_biased", "_close", "_few",
+                 "_form", "_fused", "_image", "_inner", "_masked", "_modules", "_norm", "_of_context",
+                 "_of_x", "_readable", "_rotate", "_rotate_image", "_state", "_streams",
+                 "_width")  # fmt: skip
 
     def __init__(
         self,
@@ -338,6 +346,7 @@ class AttentionRun:
         state, self._inner = states
         assert state is not None
         self._state, self._modules, self._close = state, modules, close
+        self._streams = isinstance(close, StreamsClose)
         self._width = modules.heads * modules.head_dim
         int8, cross = state.int8, bool(modules.kv)
         self._of_x = Projection(
@@ -351,11 +360,25 @@ class AttentionRun:
             if modules.image:
                 self._image = Projection(linears, "image", modules.image, context, int8=int8)
         self._norm = norm(self._of_x.int8)
+        self._fused = len(modules.kv or modules.qkv) == 1
         self._masked = given.mask is not None and not cross
         self._readable = None if self._masked else modules.readable
-        self._asked, self._few = self._way(specs[0], like), None
+        self._biased = self._readable is not None and self._readable[0].get("bias") is not None
+        asked = specs[0]
+        if asked.attention == "auto" and modules.sparse is not None:
+            asked = replace(asked, attention="int8")  # No exact kernel is sparse.
+        self._asked, self._few = self._way(asked, like), None
         if specs[1] is not None:
             self._few = self._way(specs[1], like)
+        #: What "auto" may become, by name; "auto" itself where a compiler traces.
+        self._auto: dict[str, _Way] | None = None
+        if asked.attention == "auto" and not self._masked:
+            exact, int8_way = (replace(asked, attention=one) for one in ("exact", "int8"))
+            self._auto = {
+                "auto": self._asked,
+                "exact": self._way(exact, like),
+                "int8": self._way(int8_way, like),
+            }
         self._form = form
         if close.int8 or not close.plain or modules.image or self._masked or modules.sparse:
             self._form = "two-launch"
@@ -397,14 +420,14 @@ class AttentionRun:
         self, token: Token, hidden: Hidden, given: Given, close: bool = True
     ) -> tuple[Hidden, Token]:
         modules, few, rotary = self._modules, self._few, given.rotary
-        like: Tensor = hidden if isinstance(hidden, Tensor) else hidden[1]
+        like: Tensor = hidden[1] if self._streams else hidden
         x, gate, token = self._norm(token, hidden, given)
-        if close:
+        if given.compared:
             observe(x)
         made, token = self._of_x(token, x, like)
         image: Any = None
         if self._of_context is None:
-            q, k, v = made if len(made) == 3 else made[0].chunk(3, -1)
+            q, k, v = made[0].chunk(3, -1) if self._fused else made
         else:
             context: Any = given.context
             if self._image is not None:
@@ -412,8 +435,10 @@ class AttentionRun:
                 image, context = context[:, :tokens], context[:, tokens:]
             (q,), rotary = made, None
             made, token = self._of_context(token, context, like)
-            k, v = made if len(made) == 2 else made[0].chunk(2, -1)
+            k, v = made[0].chunk(2, -1) if self._fused else made
         way = self._asked if few is None or k.shape[1] >= ops.INT8_MIN_KEYS else few
+        if self._auto is not None and way is self._asked:
+            way = self._auto[ops.attention_name(way.spec, q, k)]
         self._note(token, way.how)
         own_q = q
         if self._readable is None or (token is None and q.dtype != like.dtype):
@@ -423,7 +448,9 @@ class AttentionRun:
             token = after_call(token, like, (k,), (self._width,), v.shape[1])
         else:
             of_q, of_k, _ = self._readable
-            norms = of_q["weight"], of_k["weight"], of_q.get("bias"), of_k.get("bias")
+            norms = of_q["weight"], of_k["weight"], None, None
+            if self._biased:
+                norms = *norms[:2], of_q["bias"], of_k["bias"]
         if close and self._joined(token) and way.spec.attention != "exact":
             joined = ops.attention_project_skip(
                 q, k, v, *self._close.weight, way.spec, residual=hidden,
@@ -440,7 +467,7 @@ class AttentionRun:
             out = self._dense(token, q, k, v, norms, rotary, way)
         if self._image is not None:
             made, token = self._image(token, image, like)
-            k, v = made if len(made) == 2 else made[0].chunk(2, -1)
+            k, v = made[0].chunk(2, -1) if self._fused else made
             held = modules.image_readable
             if norms[0] is not None and held is not None:
                 norms = norms[0], held["weight"], None, None
@@ -575,7 +602,7 @@ class FeedForwardRun:
         close: Closes the skip.
     """
 
-    __slots__ = ("_close", "_first", "_held", "_inner", "_modules", "_norm", "_state")
+    __slots__ = ("_close", "_first", "_held", "_inner", "_modules", "_norm", "_state", "_streams")
 
     def __init__(
         self,
@@ -588,6 +615,7 @@ class FeedForwardRun:
         close: Close,
     ) -> None:
         self._modules, self._state, self._close = modules, state, close
+        self._streams = isinstance(close, StreamsClose)
         self._first = self._held = None
         self._inner = getattr(modules.last[0], "in_features", -1)
         first = modules.first
@@ -613,9 +641,10 @@ class FeedForwardRun:
         return None
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
-        like: Tensor = hidden if isinstance(hidden, Tensor) else hidden[1]
+        like: Tensor = hidden[1] if self._streams else hidden
         x, gate, token = self._norm(token, hidden, given)
-        observe(x)
+        if given.compared:
+            observe(x)
         if token is None:
             note_mode(self._state, "ours")
         else:
@@ -670,7 +699,8 @@ class CalledRun:
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
         x, gate, token = self._norm(token, hidden, given)
-        observe(x)
+        if given.compared:
+            observe(x)
         for state in self._states:
             note_mode(state, self._mode)
         closed = self._close(self._run(x, hidden, given), hidden, gate)
@@ -710,5 +740,6 @@ class LinearRun:
         if not live:
             written: Tensor = call(self._module, x) + hidden
             return written, after_call(token, hidden, (written,), hidden.shape[2:], x.shape[1])
-        observe(x)
+        if given.compared:
+            observe(x)
         return self._close(token, x, hidden, None), token

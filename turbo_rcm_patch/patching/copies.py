@@ -187,8 +187,11 @@ class Copies:
         """
         if is_capturing(linears[0].weight.device):
             return self._in_place(key, linears) or self.fresh(linears, brought=False)
-        with self._lock, _unrecorded(), running_for_real():
-            return self._kept(key, linears)
+        with self._lock:
+            if not torch._C._len_torch_dispatch_stack():
+                return self._kept(key, linears)
+            with _unrecorded():
+                return self._kept(key, linears)
 
     @contextmanager
     def read_in_place(self) -> Iterator[list[Held]]:
@@ -323,7 +326,8 @@ class Copies:
             before = torch.cat([_taken(copy)[1] for copy in copies])
         if device is not None:
             self._together[device] = (copies, prints, before)
-        now = prints.take()
+        with running_for_real():
+            now = prints.take()
         if torch.equal(now, before):
             for copy in copies:
                 copy.sound = self._forward
@@ -351,7 +355,7 @@ class Copies:
             if other is not self:
                 other._release_moved()
         # Later forwards may be of other modes.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), running_for_real():
             keep = moves <= _MOVES and not self._closed
             prints = Fingerprints(parameters, self._impl) if keep else None
             checksums = None if prints is None else prints.take()
@@ -387,17 +391,9 @@ class Copies:
             self._lock.release()
 
 
-def _unrecorded() -> AbstractContextManager[object]:
-    """Where operations go unseen by whoever records those of a forward: selective checkpointing
-    replays them in the backward, and looking after copies is none of them."""
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return nullcontext()
-    unseen: AbstractContextManager[object] = _disable_current_modes()
-    return unseen
-
-
 def _parameters(linears: Sequence[Any]) -> list[Tensor]:
-    return [p for linear in linears for p in (linear.weight, linear.bias) if p is not None]
+    held = [linear._parameters for linear in linears]
+    return [p for own in held for p in (own["weight"], own["bias"]) if p is not None]
 
 
 def _place(tensor: Tensor) -> _Place:

@@ -120,14 +120,18 @@ class Linears:
         if not torch.compiler.is_compiling():
             self.copies.forget((self._block, key))
 
-    def weights(self, key: str, modules: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def weights(
+        self, token: Token, key: str, modules: Sequence[Any]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The int8 weight of some plain Linears over one input, its scales and the bias.
 
         Args:
+            token: See `plan.signature`.
             key: A name for these modules within the block.
             modules: The Linears.
         """
-        if torch.compiler.is_compiling():  # Not even the block's number, or each has a graph.
+        # Nothing is kept in a graph, and none of it is to know the number of its block.
+        if token is None and torch.compiler.is_compiling():
             return self.copies.fresh(modules)
         return self.copies.of((self._block, key), modules)
 
@@ -158,8 +162,8 @@ class Projection:
         activation: In the epilogue of an int8 product.
     """
 
-    __slots__ = ("_activation", "_chosen", "_key", "_linears", "_modules", "_on_rows", "_step",
-                 "_weights", "_widths", "int8", "plain")  # fmt: skip
+    __slots__ = ("_activation", "_chosen", "_key", "_linears", "_modules", "_on_rows", "_parts",
+                 "_step", "_weights", "_widths", "int8", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -176,13 +180,18 @@ class Projection:
         self._linears, self._key, self._modules = linears, key, modules
         self._chosen = [module for module in modules if int8 and runs_int8(module, like)]
         self._activation = activation
+        self._parts = None
+        if len(self._chosen) > 1:
+            self._parts = [module.out_features for module in self._chosen]
         #: Whether one int8 product is all of it, so that the input may come as int8 rows.
         self.int8 = len(self._chosen) == len(modules)
+        readable = [plain_linear(module, like) for module in modules]
         #: Whether nothing has to be called.
-        self.plain = self.int8 or (
-            not self._chosen and all([plain_linear(module, like) for module in modules])
-        )
-        self._weights = [module._parameters for module in modules]
+        self.plain = all(readable) and len(self._chosen) in (0, len(modules))
+        self._weights = [
+            module._parameters if read else None
+            for module, read in zip(modules, readable, strict=True)
+        ]
         self._widths = [getattr(module, "out_features", -1) for module in modules]
         self._step, self._on_rows = Step(int8_forward), Step(rows_linear_forward)
 
@@ -196,8 +205,8 @@ class Projection:
         """
         chosen, parts = self._chosen, ()  # type: ignore[var-annotated]
         if chosen:
-            weight, scale, bias = self._linears.weights(self._key, chosen)
-            impl, dtype = self._linears.copies.impl, like.dtype
+            linears, impl, dtype = self._linears, self._linears.copies.impl, like.dtype
+            weight, scale, bias = linears.weights(token, self._key, chosen)
             if token is None or not self.int8:
                 y = ops.int8_linear(
                     x if isinstance(x, Tensor) else ops.Rows(*x), weight, scale, bias,
@@ -214,19 +223,20 @@ class Projection:
                     y = self._step(step_token, x, *rest)
                 else:
                     y = self._on_rows(step_token, *x, *rest)
-            if len(chosen) == len(self._modules) == 1:
-                return (y,), token
-            parts = torch.split(y, [m.out_features for m in chosen], -1)
+            parts = (y,) if self._parts is None else torch.split(y, self._parts, -1)
             if self.int8:
                 return parts, token
         assert isinstance(x, Tensor)
         if token is not None and self.plain:
             return [F.linear(x, own["weight"], own["bias"]) for own in self._weights], token
-        products = iter(parts)
-        made = [
-            next(products) if any([module is c for c in chosen]) else call(module, x)
-            for module in self._modules
-        ]
+        products, made = iter(parts), []
+        for module, own in zip(self._modules, self._weights, strict=True):
+            if any([module is c for c in chosen]):
+                made.append(next(products))
+            elif token is not None and own is not None:
+                made.append(F.linear(x, own["weight"], own["bias"]))
+            else:
+                made.append(call(module, x))
         return made, after_call(token, like, made, self._widths, x.shape[1])
 
 
@@ -243,8 +253,8 @@ class Close:
         impl: "triton", "reference" or "auto".
     """
 
-    __slots__ = ("_impl", "_key", "_linears", "_modules", "_step", "_weights", "cast", "int8",
-                 "plain")  # fmt: skip
+    __slots__ = ("_impl", "_key", "_linear", "_linears", "_modules", "_step", "_weights", "cast",
+                 "int8", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -259,8 +269,9 @@ class Close:
     ) -> None:
         if not int8:
             linears.forget(key)
-        self._linears, self._key, self._modules = linears, key, modules
         linear, *dropouts = modules
+        self._linears, self._key = linears, key
+        self._linear, self._modules = (linear,), (linear, *dropouts)
         #: Whether the weight can be read.
         self.plain = plain_linear(linear, like) and all(map(plain_dropout, dropouts))
         self.int8 = self.plain and int8 and runs_int8(linear, like)
@@ -294,7 +305,7 @@ class Close:
                 residual, branch, c_skip, 1.0 if c_out is None else c_out, cast=cast, impl=impl
             )
         if self.int8:
-            weight, scale, bias = self._linears.weights(self._key, self._modules[:1])
+            weight, scale, bias = self._linears.weights(token, self._key, self._linear)
             if token is not None:
                 return self._step(
                     (token, scale.shape, scale.stride()), x, weight, scale, bias, residual, None,
@@ -338,7 +349,7 @@ class StreamsClose(Close):
         if not self.plain or (token is None and x.dtype != self._modules[0].weight.dtype):
             branch, token = self._called(x), None
         elif self.int8:
-            weight, scale, bias = self._linears.weights(self._key, self._modules[:1])
+            weight, scale, bias = self._linears.weights(token, self._key, self._linear)
             impl = self._linears.copies.impl
             if token is None:
                 branch = ops.int8_linear(x, weight, scale, bias, impl=impl, out_dtype=x.dtype)

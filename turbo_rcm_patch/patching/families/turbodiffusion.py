@@ -15,7 +15,8 @@ from torch import nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.errors import DTypeError, ShapeError
-from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, QMAX
+from turbo_rcm_patch.ops.dispatch import quantises
+from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.blocks import KeptTables, distinct
 from turbo_rcm_patch.patching.families._sla import linear_pair
 from turbo_rcm_patch.patching.families.turbodiffusion_block import TurboBlockForward

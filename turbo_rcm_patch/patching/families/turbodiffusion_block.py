@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.batches import MAX_BATCH
-from turbo_rcm_patch.ops.spec import QMAX
+from turbo_rcm_patch.ops.dispatch import quantises
 from turbo_rcm_patch.patching.author import Notes, call
 from turbo_rcm_patch.patching.block import BlockForward, Branch
 from turbo_rcm_patch.patching.blocks import KeptTables, Mode
@@ -155,7 +155,7 @@ class TurboBlockForward(BlockForward):
     def _runs_sparse(self, state: PairState) -> bool:
         """Whether a sparse attention is ours: exact ones are left to their author."""
         asked = self._specs[state.precision].attention
-        return self._states["linear"].live and ops.quantises(asked)
+        return self._states["linear"].live and quantises(asked)
 
     def _attention(self, branch: Branch, like: Tensor, given: Given) -> AttentionModules:
         attn = getattr(self._block, branch.name)

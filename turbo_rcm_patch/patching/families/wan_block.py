@@ -136,14 +136,11 @@ class WanBlockForward(BlockForward):
         out: Tensor = self._run(hidden, Given(context, rows, rotary_emb), guard, author)
         return out
 
-    def _serves(self, hidden: Tensor) -> bool:
-        if not super()._serves(hidden):
-            return False
-        if self._speaks and self._config.attention != "exact":
-            backend = _chosen_backend(self._block.attn1)
-            if backend:
-                warn_once(self._warned, _BACKEND.format(backend, self._config.attention))
-        return True
+    def _warn(self, warned: set[str]) -> None:
+        attention = self._config.attention
+        backend = "" if attention == "exact" else _chosen_backend(self._block.attn1)
+        if backend:
+            warn_once(warned, _BACKEND.format(backend, attention))
 
     def _facts(self, hidden: Tensor, given: Given) -> tuple[Any, ...]:
         context: Any = given.context
