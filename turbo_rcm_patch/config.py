@@ -40,9 +40,9 @@ class PatchConfig:
     """The options of `patch_model`.
 
     Attributes:
-        attention: "auto" takes "int8" or "exact", whichever was measured to be faster on the device
-            for the lengths of a call. On a GPU that was not measured it takes int8 from 4,096 keys
-            on; on a CPU it takes int8. "int8" quantises q and k to int8. With both,
+        attention: "auto" takes "int8" or "exact", whichever was measured to be faster on the
+            device for the lengths of a call. On a GPU that was not measured it takes int8 from
+            4,096 keys on; on a CPU it takes int8. "int8" quantises q and k to int8. With both,
             cross-attention over fewer than 1,024 keys (a prompt) stays exact, because that is
             faster there. "exact" runs torch's scaled_dot_product_attention and fuses only the
             skip. "sage" calls the `sageattention` package. "int4" quantises q and k to 15 levels;

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.modes import is_capturing
+from turbo_rcm_patch.ops.operation import compile_ahead
 from turbo_rcm_patch.patching.author import Notes, nothing, same
 from turbo_rcm_patch.patching.blocks import Mode, may_run
 from turbo_rcm_patch.patching.branches import (
@@ -87,8 +89,8 @@ class BlockForward:
         guard: Compares pairs on some forwards, or None.
     """
 
-    __slots__ = ("_block", "_config", "_first", "_guard", "_linears", "_slot", "_specs", "_states",
-                 "_warned")  # fmt: skip
+    __slots__ = ("_block", "_compiled", "_config", "_first", "_guard", "_linears", "_slot",
+                 "_specs", "_states", "_warned")  # fmt: skip
 
     #: In the order in which they run.
     branches: ClassVar[tuple[Branch, ...]]
@@ -112,6 +114,7 @@ class BlockForward:
         self._first, self._guard = first, guard
         self._linears = Linears(copies)
         self._warned: set[str] = set()
+        self._compiled: set[Any] = set()  # tokens
         self._specs = specs_of(
             ops.AttentionSpec(
                 heads=heads, attention=config.attention, pv=config.pv, smooth_k=config.smooth_k,
@@ -301,13 +304,38 @@ class BlockForward:
         """
         if guard is None or not guard.wants(tuple(self._states.values())):
             plan, token = self._planned(hidden, given)
+            if self._first and token is not None:
+                self._compile_ahead(plan, token, hidden, given)
             for run in plan:
                 hidden, token = run(token, hidden, given)
             return hidden
+        if self._first:
+            plan, token = self._planned(hidden, given)
+            self._compile_ahead(plan, token, hidden, given)
         given = given._replace(compared=True)
         for index, branch in enumerate(self._branches()):
             hidden = self._compared(guard, index, branch, hidden, given, author)
         return hidden
+
+    def _compile_ahead(
+        self, plan: tuple[Run, ...], token: Token, hidden: Hidden, given: Given
+    ) -> None:
+        """Compile the kernels of this block side by side before it runs for the first time with
+        such inputs; those of the other blocks are the same. Not where somebody else's module is
+        called, because it would be called twice."""
+        like: Tensor = hidden[1] if self.streams else hidden
+        if token is None or not like.is_cuda or token in self._compiled:
+            return
+        self._compiled.add(token)
+        if is_capturing(like.device) or any([run.read is None for run in plan]):
+            return
+
+        def launches() -> None:
+            streams = hidden
+            for run in plan:
+                streams, _ = run(None, streams, given)
+
+        compile_ahead(launches, like.device)
 
     def _compared(
         self,

@@ -326,9 +326,9 @@ class AttentionRun:
     """
 
     __slots__ = ("_asked", "_attend", "_attend_image", "_auto", "_biased", "_close", "_few",
-                 "_form", "_fused", "_image", "_inner", "_masked", "_modules", "_norm", "_of_context",
-                 "_of_x", "_readable", "_rotate", "_rotate_image", "_state", "_streams",
-                 "_width")  # fmt: skip
+                 "_form", "_fused", "_image", "_inner", "_masked", "_modules", "_norm",
+                 "_of_context", "_of_x", "_readable", "_rotate", "_rotate_image", "_state",
+                 "_streams", "_width")  # fmt: skip
 
     def __init__(
         self,

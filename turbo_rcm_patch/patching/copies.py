@@ -25,13 +25,12 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
@@ -190,7 +189,9 @@ class Copies:
         with self._lock:
             if not torch._C._len_torch_dispatch_stack():
                 return self._kept(key, linears)
-            with _unrecorded():
+            # Selective checkpointing records the operations of a forward and replays them in the
+            # backward; looking after copies is none of them.
+            with _disable_current_modes():
                 return self._kept(key, linears)
 
     @contextmanager
@@ -208,7 +209,7 @@ class Copies:
         """Begin a forward that replays a graph: compare all copies with their weights, and drop
         those that are of others."""
         self.begin()
-        with self._lock, _unrecorded():
+        with self._lock, _disable_current_modes():
             self._looked = True
             self._look()
 

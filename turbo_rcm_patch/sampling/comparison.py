@@ -216,8 +216,8 @@ class Comparison:
             lines += ["  --  not measured, as you asked: the network number"]
         if seen := self.seen:
             lines += [
-                f"detector: {seen['baseline']} of {seen['prompts']} videos show what was asked for "
-                f"without the patch, {seen['patched']} with it"
+                f"detector: {seen['baseline']} of {seen['prompts']} videos show what was asked "
+                f"for without the patch, {seen['patched']} with it"
             ]
         lines += [f"baseline: {self.baseline}"]
         lines += [f"control: exact attention on the {self.control_backend!r} backend"]
