@@ -31,6 +31,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
