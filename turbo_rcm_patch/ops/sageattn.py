@@ -122,10 +122,10 @@ def sageattn(
     else:
         out = attention_skip(q, k, v, spec)
     if alone:
-        out = out.unflatten(0, (batch, heads))
+        out = out.view(batch, heads, *out.shape[1:])
         lse = None if lse is None else lse.view(batch, heads, -1)
     else:
-        out = out.unflatten(2, (heads, -1))
+        out = out.view(batch, out.shape[1], heads, -1)
         out = out.transpose(1, 2) if tensor_layout == "HND" else out
     return out if lse is None else (out, lse)
 
