@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from turbo_rcm_patch.errors import GradientError, MaskError, OpError
+from turbo_rcm_patch.errors import MaskError, OpError
 from turbo_rcm_patch.kernels.operands import AttentionInputs
 from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
@@ -17,11 +17,10 @@ from turbo_rcm_patch.ops.checks import (
     check_mask,
     check_norm,
     check_out_dtype,
-    check_residual,
     check_same_device,
     check_spec,
-    coefficient_parts,
     rotary_parts,
+    skip_parts,
 )
 from turbo_rcm_patch.ops.modes import transformed, without_autocast
 from turbo_rcm_patch.ops.reference import apart, norm_rope, split_heads
@@ -239,14 +238,10 @@ def describe(
             expected="no key padding (the package ignores masks)",
             remedy='Use attention="int8"',
         )
-    check_residual("residual", residual, shape)
     check_out_dtype(out_dtype)
-    c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
-    c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
-    if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
-        raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
+    factors = skip_parts(residual, c_skip, c_out, shape)
     check_same_device(
-        q.device, residual=residual, c_skip=c_skip_tensor, c_out=c_out_tensor, norm_q=norm_q,
+        q.device, residual=residual, c_skip=factors[0], c_out=factors[1], norm_q=norm_q,
         norm_k=norm_k, norm_q_bias=norm_q_bias, norm_k_bias=norm_k_bias, cos=cos, sin=sin,
         kv_lengths=kv_lengths,
     )  # fmt: skip
@@ -254,9 +249,8 @@ def describe(
         q, norm_q, norm_q_bias, spec.scale_of(channels // spec.heads)
     )
     return AttentionInputs(
-        q, k, v, residual, c_skip_tensor if residual is not None else None, c_out_tensor,
-        norm_q, norm_k, norm_q_bias, norm_k_bias, cos, sin, kv_lengths, c_skip_value, c_out_value,
-        spec.heads, spec.attention, spec.pv, spec.smooth_k, spec.causal, sm_scale, spec.eps,
+        q, k, v, residual, *factors[:2], norm_q, norm_k, norm_q_bias, norm_k_bias, cos, sin,
+        kv_lengths, *factors[2:], spec.heads, spec.attention, spec.pv, spec.smooth_k, spec.causal, sm_scale, spec.eps,
         spec.impl, q.dtype if out_dtype is None else out_dtype, want_lse,
     )  # fmt: skip
 

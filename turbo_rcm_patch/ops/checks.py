@@ -31,6 +31,7 @@ __all__ = [
     "coefficient_parts",
     "one_for_form",
     "rotary_parts",
+    "skip_parts",
 ]
 
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
@@ -308,3 +309,23 @@ def coefficient_parts(
             got=_shape(value),
         )
     return 1.0, value
+
+
+def skip_parts(
+    residual: torch.Tensor | None,
+    c_skip: Coefficient,
+    c_out: Coefficient,
+    shape: tuple[int, int, int],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
+    """c_skip and c_out as tensors or None and as the numbers that then stand for them, in the
+    order of the registered operations; the residual [B, N, C] is checked."""
+    check_residual("residual", residual, shape)
+    c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
+    c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
+    if residual is None and c_skip_tensor is not None:
+        if c_skip_tensor.requires_grad:
+            raise GradientError(
+                "c_skip", expected="a residual for its gradient", got="residual=None"
+            )
+        c_skip_tensor = None
+    return c_skip_tensor, c_out_tensor, c_skip_value, c_out_value

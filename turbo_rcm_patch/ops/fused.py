@@ -38,8 +38,8 @@ def _flat(a: AttentionInputs, weight: Tensor, bias: Tensor | None, cast: str, fo
 
 
 def _whole(args: tuple[Any, ...]) -> tuple[AttentionInputs, Tensor, Tensor | None, str, str]:
-    a = AttentionInputs(*args[:3], *args[5:24], *args[26:28], want_lse=False)
-    return a, args[3], args[4], args[24], args[25]
+    fields: Any = (*args[:3], *args[5:24], *args[26:28], False)
+    return AttentionInputs(*fields), args[3], args[4], args[24], args[25]
 
 
 @as_documented

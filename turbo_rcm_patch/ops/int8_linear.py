@@ -11,7 +11,7 @@ added in fp32. The activation and the skip follow in fp32, without a rounding be
 from __future__ import annotations
 
 import math
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,9 @@ from turbo_rcm_patch.ops.checks import (
     check_float,
     check_impl,
     check_out_dtype,
-    check_residual,
     check_same_device,
     check_tensor,
-    coefficient_parts,
+    skip_parts,
 )
 from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.gradients import sum_to
@@ -37,7 +36,8 @@ from turbo_rcm_patch.ops.modes import (
     transformed,
     without_autocast,
 )
-from turbo_rcm_patch.ops.operation import Operation
+from turbo_rcm_patch.ops.operation import Operation, flattened
+from turbo_rcm_patch.ops.projection import either
 from turbo_rcm_patch.ops.quantize import (
     Rows,
     check_channels,
@@ -57,82 +57,66 @@ GROUP: Final = 128
 Activation = Literal["gelu-tanh"]
 
 
+class LinearInputs(NamedTuple):
+    """What the registered int8 linears take beside x, in its order."""
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    c_skip: Tensor | None
+    c_out: Tensor | None
+    c_skip_value: float
+    c_out_value: float
+    activation: str
+    cast_policy: Cast
+    impl: Impl
+    out_dtype: torch.dtype
+
+
+_ROWS: Final = {"int8": Tensor, "scale": Tensor}
+_WORDS: Final = {"x": Tensor, "cast_policy": str, "impl": str}
+
+
 @as_documented
-def _linear_forward(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    c_skip: Tensor | None,
-    c_out: Tensor | None,
-    c_skip_value: float,
-    c_out_value: float,
-    activation: str,
-    cast_policy: str,
-    impl: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    from_rows = _rows_of(x, impl)
-    return _rows_forward(
-        *from_rows, weight, weight_scale, bias, residual, c_skip, c_out,
-        c_skip_value, c_out_value, activation, cast_policy, impl, out_dtype,
-    )  # fmt: skip
+@flattened(("x", *LinearInputs._fields), Tensor, LinearInputs, _WORDS)
+def _linear_forward(x: Tensor, *args: Any) -> Tensor:
+    a = LinearInputs(*args)
+    return _closed_product(*_rows_of(x, a.impl), a)
 
 
-def _rows_of(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
-    if resolve_impl(cast("Impl", impl), x.device) == "triton":
+@as_documented
+@flattened((*_ROWS, *LinearInputs._fields), Tensor, LinearInputs, _ROWS, _WORDS)
+def _rows_forward(int8: Tensor, scale: Tensor, *args: Any) -> Tensor:
+    return _closed_product(int8, scale, LinearInputs(*args))
+
+
+def _rows_of(x: Tensor, impl: Impl) -> tuple[Tensor, Tensor]:
+    if resolve_impl(impl, x.device) == "triton":
         from turbo_rcm_patch.kernels.portable.rows import quantize_rows
 
         return quantize_rows(x)
     return quantized_rows(x)
 
 
-@as_documented
-def _rows_forward(
-    int8: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    c_skip: Tensor | None,
-    c_out: Tensor | None,
-    c_skip_value: float,
-    c_out_value: float,
-    activation: str,
-    cast_policy: str,
-    impl: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    c_skip_either = c_skip_value if c_skip is None else c_skip
-    c_out_either = c_out_value if c_out is None else c_out
-    policy = cast("Cast", cast_policy)
-    if resolve_impl(cast("Impl", impl), int8.device) == "triton":
+def _closed_product(int8: Tensor, scale: Tensor, a: LinearInputs) -> Tensor:
+    factors = either(a.c_skip, a.c_skip_value), either(a.c_out, a.c_out_value)
+    if resolve_impl(a.impl, int8.device) == "triton":
         from turbo_rcm_patch.kernels.portable.int8_linear import int8_linear as launch
         from turbo_rcm_patch.kernels.portable.rows import Rows as KernelRows
 
         return launch(
-            KernelRows(int8.contiguous(), scale.contiguous()),
-            weight,
-            weight_scale,
-            bias,
-            residual,
-            c_skip_either,
-            c_out_either,
-            gelu=activation == "gelu-tanh",
-            cast=policy,
-            out_dtype=out_dtype,
-        )
-    int8 = int8[..., : weight.shape[1]]
-    if weight_scale.dim() == 2:
-        branch = _grouped_product(int8, weight, weight_scale) * scale.unsqueeze(-1)
+            KernelRows(int8.contiguous(), scale.contiguous()), *a[:4], *factors,
+            gelu=a.activation == "gelu-tanh", cast=a.cast_policy, out_dtype=a.out_dtype,
+        )  # fmt: skip
+    int8 = int8[..., : a.weight.shape[1]]
+    if a.weight_scale.dim() == 2:
+        branch = _grouped_product(int8, a.weight, a.weight_scale) * scale.unsqueeze(-1)
     else:
-        branch = integer_product(int8, weight) * scale.unsqueeze(-1) * weight_scale
-    branch = _activated(branch if bias is None else branch + bias.float(), activation)
-    return close_skip(
-        residual, branch, c_skip_either, c_out_either, cast=policy, out_dtype=out_dtype
-    ).contiguous()
+        branch = integer_product(int8, a.weight) * scale.unsqueeze(-1) * a.weight_scale
+    branch = _activated(branch if a.bias is None else branch + a.bias.float(), a.activation)
+    y = close_skip(a.residual, branch, *factors, cast=a.cast_policy, out_dtype=a.out_dtype)
+    return y.contiguous()
 
 
 def scales_of_rows(scale: Tensor, rows: int) -> Tensor:
@@ -288,7 +272,6 @@ def int8_linear(
     check_out_dtype(out_dtype)
     _check_linear(source, weight_int8, weight_scale, bias, activation, cast, rows)
     shape = (source.shape[0], source.shape[1], weight_int8.shape[0])
-    check_residual("residual", residual, shape)
     batch = shape[0]
     if batch > batches.MAX_BATCH:
         each = (source, None if rows is None else rows.scale, residual, c_skip, c_out)
@@ -302,32 +285,14 @@ def int8_linear(
             )  # fmt: skip
 
         return batches.in_parts(batch, run)
-    c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
-    c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
-    if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
-        raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
+    factors = skip_parts(residual, c_skip, c_out, shape)
     check_same_device(
-        source.device,
-        weight_int8=weight_int8,
-        weight_scale=weight_scale,
-        bias=bias,
-        residual=residual,
-        c_skip=c_skip_tensor,
-        c_out=c_out_tensor,
-    )
+        source.device, weight_int8=weight_int8, weight_scale=weight_scale, bias=bias,
+        residual=residual, c_skip=factors[0], c_out=factors[1],
+    )  # fmt: skip
     rest = (
-        weight_int8,
-        weight_scale,
-        bias,
-        residual,
-        c_skip_tensor if residual is not None else None,
-        c_out_tensor,
-        c_skip_value,
-        c_out_value,
-        activation or "",
-        cast,
-        impl,
-    )
+        weight_int8, weight_scale, bias, residual, *factors, activation or "", cast, impl,
+    )  # fmt: skip
     if rows is None and transformed():
         # Straight through the rounding of x, as in the backward pass.
         with without_autocast(source.device):
@@ -336,8 +301,8 @@ def int8_linear(
             return close_skip(
                 residual,
                 _activated(branch, activation or ""),
-                c_skip_value if c_skip_tensor is None else c_skip_tensor,
-                c_out_value if c_out_tensor is None else c_out_tensor,
+                either(factors[0], factors[2]),
+                either(factors[1], factors[3]),
                 cast=cast,
                 out_dtype=source.dtype if out_dtype is None else out_dtype,
             )

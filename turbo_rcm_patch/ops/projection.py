@@ -8,31 +8,34 @@ before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import ConfigError, GradientError, ShapeError
+from turbo_rcm_patch.errors import ConfigError, ShapeError
 from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_float,
     check_impl,
     check_out_dtype,
-    check_residual,
     check_same_device,
     check_weight,
-    coefficient_parts,
+    skip_parts,
 )
 from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.gradients import sum_to
 from turbo_rcm_patch.ops.modes import as_documented, transformed
-from turbo_rcm_patch.ops.operation import Operation
+from turbo_rcm_patch.ops.operation import Operation, flattened
 from turbo_rcm_patch.ops.reference import close_skip, project
 from turbo_rcm_patch.skip import Cast, Coefficient
 
 __all__ = ["project_skip", "skip"]
+
+
+#: What a schema has of words.
+_WORDS: Final = {"cast_policy": str, "impl": str}
 
 
 def check_cast(value: str) -> None:
@@ -43,48 +46,61 @@ def check_cast(value: str) -> None:
 # --- skip ----------------------------------------------------------------------------------------
 
 
-@as_documented
-def _skip_forward(
-    residual: Tensor,
+class SkipInputs(NamedTuple):
+    """The arguments of the registered skip, in its order."""
+
+    residual: Tensor
+    branch: Tensor
+    c_skip: Tensor | None
+    c_out: Tensor | None
+    c_skip_value: float
+    c_out_value: float
+    cast_policy: Cast
+    impl: Impl
+    out_dtype: torch.dtype
+
+
+def closed(
+    residual: Tensor | None,
     branch: Tensor,
-    c_skip: Tensor | None,
-    c_out: Tensor | None,
-    c_skip_value: float,
-    c_out_value: float,
-    cast_policy: str,
-    impl: str,
+    c_skip: float | Tensor,
+    c_out: float | Tensor,
+    *,
+    cast: Cast,
+    impl: Impl,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    c_skip_either = c_skip_value if c_skip is None else c_skip
-    c_out_either = c_out_value if c_out is None else c_out
-    policy = cast("Cast", cast_policy)
-    if resolve_impl(cast("Impl", impl), residual.device) == "triton":
+    """c_skip * residual + c_out * branch, by a kernel or by torch."""
+    if resolve_impl(impl, branch.device) == "triton":
         from turbo_rcm_patch.kernels.portable.skip import skip as launch
 
-        return launch(
-            residual, branch, c_skip_either, c_out_either, cast=policy, out_dtype=out_dtype
-        )
-    return close_skip(
-        residual, branch, c_skip_either, c_out_either, cast=policy, out_dtype=out_dtype
-    ).contiguous()
+        return launch(residual, branch, c_skip, c_out, cast=cast, out_dtype=out_dtype)
+    y = close_skip(residual, branch, c_skip, c_out, cast=cast, out_dtype=out_dtype)
+    return y.contiguous()
+
+
+def either(tensor: Tensor | None, value: float) -> float | Tensor:
+    """A coefficient: its tensor, or its number where there is none."""
+    return value if tensor is None else tensor
+
+
+@as_documented
+@flattened(SkipInputs._fields, Tensor, SkipInputs, _WORDS)
+def _skip_forward(*args: Any) -> Tensor:
+    a = SkipInputs(*args)
+    return closed(
+        a.residual, a.branch, either(a.c_skip, a.c_skip_value), either(a.c_out, a.c_out_value),
+        cast=a.cast_policy, impl=a.impl, out_dtype=a.out_dtype,
+    )  # fmt: skip
 
 
 skip_forward = Operation("turbo_rcm_patch::skip", _skip_forward)
 
 
 @skip_forward.register_fake
-def _skip_fake(
-    residual: Tensor,
-    branch: Tensor,
-    c_skip: Tensor | None,
-    c_out: Tensor | None,
-    c_skip_value: float,
-    c_out_value: float,
-    cast_policy: str,
-    impl: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty(residual.shape, dtype=out_dtype, device=residual.device)
+def _skip_fake(*args: Any) -> Tensor:
+    a = SkipInputs(*args)
+    return torch.empty(a.residual.shape, dtype=a.out_dtype, device=a.residual.device)
 
 
 def _skip_setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
@@ -169,81 +185,56 @@ def skip(
                 *batches.of_batch(each, part, shape[0]), cast=cast, impl=impl, out_dtype=out_dtype
             ),
         )
-    c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
-    c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
-    check_same_device(residual.device, branch=branch, c_skip=c_skip_tensor, c_out=c_out_tensor)
+    factors = skip_parts(residual, c_skip, c_out, shape)
+    check_same_device(residual.device, branch=branch, c_skip=factors[0], c_out=factors[1])
     plain = transformed()
     out: Tensor = (_skip_forward if plain else skip_forward)(
-        residual,
-        branch,
-        c_skip_tensor,
-        c_out_tensor,
-        c_skip_value,
-        c_out_value,
-        cast,
-        "reference" if plain else impl,
+        residual, branch, *factors, cast, "reference" if plain else impl,
         residual.dtype if out_dtype is None else out_dtype,
-    )
+    )  # fmt: skip
     return out
 
 
 # --- projection + skip ---------------------------------------------------------------------------
 
 
+class ProjectInputs(NamedTuple):
+    """The arguments of the registered projection with its skip, in its order."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    c_skip: Tensor | None
+    c_out: Tensor | None
+    c_skip_value: float
+    c_out_value: float
+    cast_policy: Cast
+    impl: Impl
+    out_dtype: torch.dtype
+
+
 @as_documented
-def _project_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    c_skip: Tensor | None,
-    c_out: Tensor | None,
-    c_skip_value: float,
-    c_out_value: float,
-    cast_policy: str,
-    impl: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    c_skip_either = c_skip_value if c_skip is None else c_skip
-    c_out_either = c_out_value if c_out is None else c_out
-    policy = cast("Cast", cast_policy)
-    if resolve_impl(cast("Impl", impl), x.device) == "triton":
+@flattened(ProjectInputs._fields, Tensor, ProjectInputs, _WORDS)
+def _project_forward(*args: Any) -> Tensor:
+    a = ProjectInputs(*args)
+    factors = either(a.c_skip, a.c_skip_value), either(a.c_out, a.c_out_value)
+    if resolve_impl(a.impl, a.x.device) == "triton":
         from turbo_rcm_patch.kernels.portable.project import project_skip as launch
 
-        return launch(
-            x,
-            weight,
-            bias,
-            residual,
-            c_skip_either,
-            c_out_either,
-            cast=policy,
-            out_dtype=out_dtype,
-        )
-    branch = project(x, weight, bias)
-    return close_skip(
-        residual, branch, c_skip_either, c_out_either, cast=policy, out_dtype=out_dtype
-    ).contiguous()
+        return launch(*a[:3], a.residual, *factors, cast=a.cast_policy, out_dtype=a.out_dtype)
+    branch = project(*a[:3])
+    y = close_skip(a.residual, branch, *factors, cast=a.cast_policy, out_dtype=a.out_dtype)
+    return y.contiguous()
 
 
 project_forward = Operation("turbo_rcm_patch::project_skip", _project_forward)
 
 
 @project_forward.register_fake
-def _project_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    c_skip: Tensor | None,
-    c_out: Tensor | None,
-    c_skip_value: float,
-    c_out_value: float,
-    cast_policy: str,
-    impl: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty((x.shape[0], x.shape[1], weight.shape[0]), dtype=out_dtype)
+def _project_fake(*args: Any) -> Tensor:
+    a = ProjectInputs(*args)
+    return a.x.new_empty((a.x.shape[0], a.x.shape[1], a.weight.shape[0]), dtype=a.out_dtype)
 
 
 def project_gradients(
@@ -334,7 +325,6 @@ def project_skip(
     check_out_dtype(out_dtype)
     check_weight(x, weight, bias)
     shape = (x.shape[0], x.shape[1], weight.shape[0])
-    check_residual("residual", residual, shape)
     if shape[0] > batches.MAX_BATCH:
         each = (x, residual, c_skip, c_out)
 
@@ -346,23 +336,11 @@ def project_skip(
             )  # fmt: skip
 
         return batches.in_parts(shape[0], run)
-    c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
-    c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
-    if residual is None and c_skip_tensor is not None and c_skip_tensor.requires_grad:
-        raise GradientError("c_skip", expected="a residual for its gradient", got="residual=None")
-    check_same_device(x.device, residual=residual, c_skip=c_skip_tensor, c_out=c_out_tensor)
+    factors = skip_parts(residual, c_skip, c_out, shape)
+    check_same_device(x.device, residual=residual, c_skip=factors[0], c_out=factors[1])
     plain = transformed()
     out: Tensor = (_project_forward if plain else project_forward)(
-        x,
-        weight,
-        bias,
-        residual,
-        c_skip_tensor if residual is not None else None,
-        c_out_tensor,
-        c_skip_value,
-        c_out_value,
-        cast,
-        "reference" if plain else impl,
+        x, weight, bias, residual, *factors, cast, "reference" if plain else impl,
         x.dtype if out_dtype is None else out_dtype,
-    )
+    )  # fmt: skip
     return out

@@ -20,6 +20,7 @@ from turbo_rcm_patch.ops.dispatch import choose_inputs
 from turbo_rcm_patch.ops.gradients import attention_gradients, norm_rope_gradients, prepare, sum_to
 from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.operation import Operation, flattened
+from turbo_rcm_patch.ops.projection import closed
 from turbo_rcm_patch.ops.reference import close_skip, exact_attention, sdpa_attention, split_heads
 from turbo_rcm_patch.ops.sage import sage_attention
 
@@ -53,12 +54,10 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     if not a.closes_skip:
         out = branch.to(a.out_dtype)
     else:
-        close: Callable[..., Tensor] = close_skip
-        if a.impl == "triton":
-            from turbo_rcm_patch.kernels.portable.skip import skip as close
-        out = close(
-            a.residual, branch, a.skip_factor, a.out_factor, cast="fp32", out_dtype=a.out_dtype
-        )
+        out = closed(
+            a.residual, branch, a.skip_factor, a.out_factor,
+            cast="fp32", impl=cast("Any", a.impl), out_dtype=a.out_dtype,
+        )  # fmt: skip
     return out.contiguous(), no_lse if lse is None else lse
 
 
@@ -83,7 +82,7 @@ def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
             smooth_k=a.smooth_k, causal=a.causal, kv_lengths=a.kv_lengths, want_lse=a.want_lse,
         )  # fmt: skip
     lse = None
-    masks = {"sm_scale": a.sm_scale, "causal": a.causal, "kv_lengths": a.kv_lengths}
+    masks: Any = {"sm_scale": a.sm_scale, "causal": a.causal, "kv_lengths": a.kv_lengths}
     if a.want_lse:
         branch, lse = exact_attention(qh, kh, vh.float(), **masks)
     elif a.attention == "sage":
@@ -177,7 +176,7 @@ def _backward(d_out: Tensor, d_lse: Tensor | None, *args: Any) -> list[Tensor]:
         grads[4] = sum_to(d_out * a.residual.float(), a.c_skip)
     if not any(needs[:3]) and not any(needs[5:]):
         return grads
-    masks = {"sm_scale": a.sm_scale, "causal": a.causal, "kv_lengths": a.kv_lengths}
+    masks: Any = {"sm_scale": a.sm_scale, "causal": a.causal, "kv_lengths": a.kv_lengths}
     heads = (*prepared(a), split_heads(a.v, a.heads).float())
     if a.c_out is not None and needs[5]:
         out, _ = exact_attention(*heads, **masks)

@@ -103,7 +103,8 @@ def _forward(*args: Any) -> Tensor:
     geometry = {name: given.pop(name) for name in _GEOMETRY}
     if given["attention"] == "auto":  # over few keys of many there is nothing exact to be fast
         given["attention"] = "int8"
-    a = choose_inputs(AttentionInputs(**_PLAIN | given))
+    fields: Any = _PLAIN | given
+    a = choose_inputs(AttentionInputs(**fields))
     if a.attention in QMAX and a.impl == "triton":
         from turbo_rcm_patch.kernels.portable.sparse_attention import (
             sparse_linear_attention as launch,

@@ -136,14 +136,7 @@ norm_streams = Operation("turbo_rcm_patch::norm_modulate_streams", _norm_streams
 
 
 @norm_streams.register_fake
-def _norm_fake(
-    streams: list[Tensor],
-    factors: list[Tensor],
-    offsets: list[Tensor],
-    one: float,
-    eps: float,
-    impl: str,
-) -> Tensor:
+def _norm_fake(streams: list[Tensor], *args: object) -> Tensor:
     first = streams[0]
     return first.new_empty(first.shape[0], sum(_lengths(streams)), first.shape[-1])
 
@@ -257,13 +250,7 @@ project_streams = Operation("turbo_rcm_patch::project_skip_streams", _project_st
 
 @project_streams.register_fake
 def _project_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residuals: list[Tensor],
-    c_out: list[Tensor],
-    cast_policy: str,
-    impl: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residuals: list[Tensor], *args: object
 ) -> list[Tensor]:
     return [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in residuals]
 
