@@ -177,11 +177,13 @@ def _add_bench_and_tune(commands: argparse._SubParsersAction[argparse.ArgumentPa
         "tune",
         help="measure tile shapes on this card and keep the best for later runs",
         description="Measure the tile shapes of each kernel on the present card and write a table "
-        "that the kernels read instead of the shipped one.",
+        "that the kernels read instead of the shipped one. Then measure from which length on int8 "
+        'is faster than exact attention, which is what attention="auto" reads.',
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "tune --dry-run",
             "tune --only attention.fp8_128,project",
+            "tune --only auto            (the lengths alone, some ten seconds)",
             "tune --out my-tiles.json    (read with TURBO_RCM_PATCH_TILES=my-tiles.json)",
         ),
     )

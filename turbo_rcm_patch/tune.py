@@ -41,6 +41,7 @@ from turbo_rcm_patch.kernels.launch import (
     watching_launches,
 )
 from turbo_rcm_patch.kernels.tile_table import VARIABLE, Table, read_table, table_path
+from turbo_rcm_patch.ops import keep_dispatch, measure_dispatch
 from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.environment import device_name
 
@@ -62,6 +63,9 @@ _ROUNDING: Final = 2e-4
 #: Factor on the residual where one is closed: about as large as an attention over 8,192 keys, so
 #: that a wrong attention shows.
 _SMALL: Final = 2.0**-6
+
+#: What `only` calls the table of attention="auto", which is measured after the tiles.
+_CHOICES: Final = "auto"
 
 _Tiles = Sequence[tuple[int, int, int, int]]
 _FP8: Final[_Tiles] = (
@@ -167,7 +171,9 @@ def tune(
     if not dry_run:
         check_writable(path)
     shipped = shipped_tiles(target)
-    wanted = _wanted(only, shipped)
+    choices = (not only or _CHOICES in only) and where.type == "cuda"
+    tiles_asked = [name for name in only if name != _CHOICES]
+    wanted = _wanted(tiles_asked, shipped) if tiles_asked or not only else []
     print(f"{device_name(where)} ({key}), {len(wanted)} kernel variants; table: {path}")
     end, found, left = time.monotonic() + limit, [], []
     scale = 1 / 1024 if micro else 0.5 if quick else 1.0
@@ -197,6 +203,10 @@ def tune(
         found.append(one)
         _show(one, work.words)
         del work
+    if choices and time.monotonic() < end:
+        _tune_choices(where, out=out, dry_run=dry_run, calls=calls or 20)
+    elif choices:
+        left.append(_CHOICES)
     for name in left:
         print(f"left out, no time: {name}")
     if dry_run:
@@ -207,6 +217,22 @@ def tune(
         default = out is None or path == table_path()
         print(f"written: {path}" + ("" if default else f"; read with {VARIABLE}={path}"))
     return 1 if left else 0
+
+
+def _tune_choices(device: torch.device, *, out: Path | None, dry_run: bool, calls: int) -> None:
+    """Measure from which length on int8 is faster than exact attention, which is what
+    attention="auto" reads, after the tiles: they decide how fast int8 is."""
+    table = measure_dispatch(device, calls=calls)
+    for row in table[device_name(device)]:
+        keys = row.get("n_kv", [1, None])
+        print(
+            f"{row['attention']:>5} for heads of {row['head_dim'][0]} to {row['head_dim'][1]} "
+            f"channels over {keys[0]:,} keys and more: {row['source']}"
+        )
+    if dry_run:
+        return
+    path = keep_dispatch(table, None if out is None else out.with_suffix(".attention.json"))
+    print(f"written: {path}")
 
 
 def write_table(path: Path, table: Table) -> None:
