@@ -50,7 +50,7 @@ def cases(release: Version) -> list[dict]:
     if release >= GLUON:
         found += [
             case("plain-attention", HOPPER, 128, "fp8", lengths=True),
-            case("hopper-linear", HOPPER, 128, "fp8", form="turns-128x128"),
+            case("hopper-linear", HOPPER, 128, "fp8", schedule="ping-pong-128x128"),
         ]
     return found
 

@@ -250,8 +250,8 @@ def describe(
     )
     return AttentionInputs(
         q, k, v, residual, *factors[:2], norm_q, norm_k, norm_q_bias, norm_k_bias, cos, sin,
-        kv_lengths, *factors[2:], spec.heads, spec.attention, spec.pv, spec.smooth_k, spec.causal, sm_scale, spec.eps,
-        spec.impl, q.dtype if out_dtype is None else out_dtype, want_lse,
+        kv_lengths, *factors[2:], spec.heads, spec.attention, spec.pv, spec.smooth_k, spec.causal,
+        sm_scale, spec.eps, spec.impl, q.dtype if out_dtype is None else out_dtype, want_lse,
     )  # fmt: skip
 
 
