@@ -80,7 +80,7 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks go the careful way, through the public operations, which a test may replace."""
+    """Blocks keep no plan: they run through the public operations, which a test may replace."""
     from turbo_rcm_patch.patching.plan import PlanSlot
 
     monkeypatch.setattr(PlanSlot, "get", lambda *args: None)

@@ -30,8 +30,15 @@ from tests.patching.cogvideox import (
     widened,
 )
 from tests.patching.wan import EXACT, INT8, dicts, relative, run
-from turbo_rcm_patch import PatchConfig, errors, find_pairs, patch_model, patched, unpatch_model
-from turbo_rcm_patch.patching.families import cogvideox_block
+from turbo_rcm_patch import (
+    PatchConfig,
+    errors,
+    find_pairs,
+    ops,
+    patch_model,
+    patched,
+    unpatch_model,
+)
 
 BF16 = torch.bfloat16
 EXACT_GUARDED = PatchConfig(attention="exact")
@@ -262,9 +269,10 @@ def test_auto_precision_makes_an_attention_exact() -> None:
     assert report.fused == 4 and "attention made exact" in report.pairs[0].reason
 
 
+@pytest.mark.usefixtures("no_plans")
 def test_each_stream_has_to_be_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text stream that is 20 % off is 5 % of both, because its tokens are few."""
-    right = cogvideox_block.ops.project_skip_streams
+    right = ops.project_skip_streams
     case = Case("few text tokens", {"max_text_seq_length": 7})
 
     def wrong(x: torch.Tensor, weight: torch.Tensor, *args: Any, **given: Any) -> Any:
@@ -274,7 +282,7 @@ def test_each_stream_has_to_be_within_the_budget(monkeypatch: pytest.MonkeyPatch
             text = before + 1.2 * (text - before)
         return text, video
 
-    monkeypatch.setattr(cogvideox_block.ops, "project_skip_streams", wrong)
+    monkeypatch.setattr(ops, "project_skip_streams", wrong)
     model, inputs = case.model(), case.inputs()
     report = patch_model(model, EXACT_GUARDED)
     run(model, **inputs)

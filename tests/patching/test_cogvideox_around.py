@@ -228,6 +228,7 @@ def test_norms_of_heads_that_are_others_are_called(where: str, name: str) -> Non
         assert relative(run(model, **inputs), expected) < 1e-5
 
 
+@pytest.mark.usefixtures("no_plans")
 def test_the_prologue_takes_the_norms_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = ROTARY.model(), ROTARY.inputs()
     for block in model.transformer_blocks:

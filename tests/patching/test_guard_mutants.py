@@ -1,8 +1,8 @@
 """The guard has to see what is wrong in a pair: every family runs with one thing broken at a time.
 
 A mutant breaks our operations, which all families call, and nothing of their authors' code. The
-guard has to give back what it broke, so the network's output is its author's again. Blocks go the
-careful way here, operation by operation; `test_plan.py` breaks their plans.
+guard has to give back what it broke, so the network's output is its author's again. Blocks
+keep no plans here and call the public operations; `test_plan.py` breaks what plans call.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def test_plans_serve_inference(context: str, used: list[int]) -> None:
     assert len(used) == 2
 
 
-def test_plans_leave_training_to_the_careful_way(used: list[int]) -> None:
+def test_no_plan_is_kept_in_training(used: list[int]) -> None:
     case = Case("2.1-t2v")
     model, inputs = case.model(), case.inputs()
     patch_model(model, EXACT)
@@ -248,7 +248,7 @@ def test_a_deep_copy_plans_over_its_own_modules(used: list[int]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"linear": "int8"}, {"attention": "exact"}], ids=str)
-def test_plans_compute_and_say_what_the_careful_way_does(
+def test_plans_compute_and_say_what_the_public_operations_do(
     monkeypatch: pytest.MonkeyPatch, used: list[int], options: dict[str, Any]
 ) -> None:
     case = Case("2.1-t2v")

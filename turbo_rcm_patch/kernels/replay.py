@@ -406,8 +406,10 @@ class Recorder(TorchDispatchMode):
         inputs: dict[int, list[int]] = {}
         for i, tensor in enumerate(self._inputs):
             inputs.setdefault(_storage(tensor), []).append(i)
-        owners = {_storage(tensor): i for i, tensor in enumerate(made)}
-        if 0 in inputs or 0 in owners:  # empty tensors have no address to tell them by
+        # Empty tensors have no address to tell them by: one that is made may be returned, and
+        # nothing else.
+        owners = {_storage(tensor): i for i, tensor in enumerate(made) if tensor.numel()}
+        if 0 in inputs:
             return None
         returned: set[int] = set()
         shape = self._result(result, owners, returned)
@@ -485,8 +487,8 @@ class Recorder(TorchDispatchMode):
     def _result(
         self, value: Any, owners: dict[int, int], returned: set[int]
     ) -> tuple[Any, ...] | None:
-        """Where what was returned comes from: a constant, an argument, a whole buffer, or a tuple
-        of such; None where it comes from elsewhere."""
+        """Where what was returned comes from: a constant, an argument, an empty tensor, a whole
+        buffer, or a tuple of such; None where it comes from elsewhere."""
         if isinstance(value, tuple):
             parts = [self._result(part, owners, returned) for part in value]
             return None if None in parts else ("tuple", type(value), parts)
@@ -495,6 +497,8 @@ class Recorder(TorchDispatchMode):
         for i, tensor in enumerate(self._inputs):
             if tensor is value:
                 return "input", i
+        if not value.numel():
+            return "empty", (tuple(value.shape), value.dtype)
         index = owners.get(_storage(value))
         if index is None:
             return None
@@ -557,6 +561,9 @@ def _builder(
         return lambda inputs, made: value
     if kind == "input":
         return lambda inputs, made: inputs[value]
+    if kind == "empty":
+        empty, dtype = value
+        return lambda inputs, made: inputs[0].new_empty(empty, dtype=dtype)
     if kind == "made":
         index = slots[value][0]
         return lambda inputs, made: made[index]

@@ -1,10 +1,11 @@
-"""The plan of a block: what was decided about its modules, and the look that tells it still holds.
+"""How long the plan of a block is kept, and the token with which it runs.
 
 A block asks many questions before it may read a weight instead of calling a module: is this a
 plain Linear, is it hooked, are its dtype and device those of the activation. The answers rest on
-the block's modules alone, so they are given once and kept until `Watch.holds` says no. A plan
-calls the operations directly, with arguments that were checked when it was made. It serves eager
-inference; everything else takes the careful way, module by module.
+the block's modules and a few facts about its inputs, so they are given once and kept until
+`Watch.holds` says no. In eager inference on plain tensors a kept plan runs with a token, which
+names the layout of the inputs, and calls the bodies of operations; elsewhere the plan is made anew
+on every forward and calls the public operations.
 """
 
 from __future__ import annotations
