@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.errors import TableError
+from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip, dispatch
 from turbo_rcm_patch.ops.dispatch import choose, keep_dispatch, measure_dispatch, resolved
 
@@ -183,5 +183,5 @@ def test_a_damaged_table_is_refused_with_a_remedy(card: None, text: str) -> None
     path = ops.dispatch_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    with pytest.raises(TableError, match="dispatch table .*tune"):
+    with pytest.raises(ConfigError, match="dispatch table .*tune"):
         name(CUDA, 600, 600)

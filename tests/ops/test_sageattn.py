@@ -204,7 +204,7 @@ def test_what_is_refused(change: dict, error: type[Exception], words: str) -> No
 
 def test_wide_heads_are_refused() -> None:
     q, k, v = inputs("HND", dim=288)
-    with pytest.raises(errors.HeadDimError):
+    with pytest.raises(errors.ShapeError):
         sageattn(q, k, v)
 
 

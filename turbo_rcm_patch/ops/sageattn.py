@@ -64,7 +64,7 @@ def sageattn(
 
     Raises:
         ConfigError: An unknown keyword or layout.
-        OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `HeadDimError`,
+        OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `ShapeError`,
             `MaskError`).
     """
     if unknown:
