@@ -102,7 +102,7 @@ def test_pv_and_kernels_come_with_the_choice() -> None:
         "triton",
         "Hopper",
     )
-    assert "attention.json" in long.reason
+    assert "dispatch.json" in long.reason
     assert (short.attention, short.kernels) == ("exact", "torch")
     assert dispatch._choice(AUTO, CUDA, 8192, 8192, 80).kernels == "portable"
 

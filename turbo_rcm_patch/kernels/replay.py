@@ -120,19 +120,21 @@ class Recordings:
 
     Args:
         most: Signatures that are kept; past that the oldest goes.
+
+    Attributes:
+        found: Signature -> its programs, one for each way its arguments are aligned and share
+            memory; a number while it has been tried in vain, None where it cannot be recorded.
     """
 
-    __slots__ = ("_found", "_most")
+    __slots__ = ("_most", "found")
 
     def __init__(self, most: int) -> None:
-        #: Signature -> its programs, one for each way its arguments are aligned and share memory;
-        #: a number while it has been tried in vain, None where it cannot be recorded.
-        self._found: dict[Any, list[Program] | int | None] = {}
+        self.found: dict[Any, list[Program] | int | None] = {}
         self._most = most
 
     def clear(self) -> None:
         """Record every signature again."""
-        self._found.clear()
+        self.found.clear()
 
     def run(
         self,
@@ -152,7 +154,7 @@ class Recordings:
             args: What it takes.
             kwargs: Likewise.
         """
-        found = self._found.get(signature, 0)
+        found = self.found.get(signature, 0)
         if found.__class__ is list:
             addresses = list(map(torch.Tensor.data_ptr, tensors))
             for program in found:  # type: ignore[union-attr]
@@ -161,14 +163,14 @@ class Recordings:
         if found is None or not tensors or not _on_gpu(tensors[0]):
             return launcher(*args, **kwargs)
         result, program = _recorded(launcher, args, kwargs, tensors)
-        found = self._found.get(signature, 0)
+        found = self.found.get(signature, 0)
         if program is not None:
-            self._found[signature] = [*(found if isinstance(found, list) else []), program]
+            self.found[signature] = [*(found if isinstance(found, list) else []), program]
         elif not isinstance(found, list):
             tried = (found or 0) + 1
-            self._found[signature] = tried if tried < _ATTEMPTS else None
-        while len(self._found) > self._most:
-            del self._found[next(iter(self._found))]
+            self.found[signature] = tried if tried < _ATTEMPTS else None
+        while len(self.found) > self._most:
+            del self.found[next(iter(self.found))]
         return result
 
 
