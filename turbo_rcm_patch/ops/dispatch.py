@@ -421,7 +421,7 @@ _SHAPES: Final = (
 
 
 def dispatch_rows(spec: AttentionSpec | None, device: torch.device) -> list[tuple[str, str, str]]:
-    """What runs on a device for shapes of the models we know: (shape, what runs, why).
+    """What runs on a device in patched models that we know, by shape: (shape, what runs, why).
 
     Args:
         spec: What was asked for; None is `attention="auto"`.
@@ -433,6 +433,9 @@ def dispatch_rows(spec: AttentionSpec | None, device: torch.device) -> list[tupl
     for words, n_q, n_kv, heads, head_dim in _SHAPES:
         asked = spec or AttentionSpec(heads=heads, attention="auto")
         choice = _choice(replace(asked, heads=heads), device, n_q, n_kv, head_dim)
+        if asked.attention in ("auto", "int8") and n_kv < INT8_MIN_KEYS:  # as patching runs it
+            reason = f"cross-attention over fewer than {INT8_MIN_KEYS:,} keys is exact"
+            choice = choice._replace(attention="exact", reason=reason)
         runs = choice.attention
         if runs in QMAX:
             kernels = "plain torch" if choice.kernels == "torch" else f"{choice.kernels} kernels"

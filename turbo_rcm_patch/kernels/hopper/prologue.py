@@ -20,7 +20,7 @@ Shared memory of a program, for T tokens (128 of k, 8,192 / D of q) of D channel
     out       int8 [T, D], the same: a head as written
     cos, sin  fp32 [T, D / 2] each, with a rotary embedding: the same for every head
 
-At most 112 KiB (D = 128 with a rotary embedding), so that two programs share a multiprocessor.
+At most 113 KiB (D = 128 with a rotary embedding), so that two programs share a multiprocessor.
 
 Barriers: none of its own. `async_copy.wait_group(0)` waits for a thread's copies; Gluon puts a
 barrier of the program between a write to shared memory and another thread's read of it.
