@@ -37,6 +37,7 @@ __all__ = [
     "scale_block",
     "shipped_tiles",
     "skip_arguments",
+    "strides",
     "target_of",
     "tile_for",
     "trying_tile",
@@ -240,6 +241,16 @@ def scale_block(head_dim: int) -> int:
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """x itself when its last dimension is contiguous, else a dense copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def strides(*, one_sample: bool = False, **tensors: torch.Tensor) -> dict[str, int]:
+    """Strides of batch and tokens of each tensor [B, N, C], by the names of kernels' arguments;
+    with `one_sample` that of the batch is 0."""
+    found = {}
+    for name, x in tensors.items():
+        found[f"{name}_stride_b"] = 0 if one_sample else x.stride(0)
+        found[f"{name}_stride_n"] = x.stride(1)
+    return found
 
 
 def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> Coefficient:

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from turbo_rcm_patch.kernels.hopper.common import copy_async, cta_barrier
-from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
+from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch, strides
 from turbo_rcm_patch.kernels.portable.sparse_attention import KeySums, chunks_of, empty_sums
 from turbo_rcm_patch.kernels.replay import replayed
 
@@ -207,10 +207,7 @@ def hopper_key_sums(
         k_ptr=k,
         v_ptr=v,
         k_mean_ptr=k_mean,
-        k_stride_b=0 if batch == 1 else k.stride(0),
-        k_stride_n=k.stride(1),
-        v_stride_b=0 if batch == 1 else v.stride(0),
-        v_stride_n=v.stride(1),
+        **strides(one_sample=batch == 1, k=k, v=v),
         n_kv=n_kv,
         k_blocks=k_blocks,
         blocks_a_chunk=blocks_a_chunk,

@@ -42,26 +42,16 @@ from turbo_rcm_patch.kernels.hopper.common import (
     grid_dependency_wait,
     launch_dependents,
 )
-from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
+from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch, strides
 from turbo_rcm_patch.kernels.operands import NORM_ACROSS, QMAX, Prologue
 from turbo_rcm_patch.kernels.portable.prologue import AMAX_CHUNKS, LOG2_E, hadamard_width
 
 __all__ = [
     "HEAD_DIMS",
-    "allocate",
-    "copy_async",
-    "copy_rows",
     "hopper_prologue_kernel",
     "hopper_statistics_kernel",
-    "keep_tables",
-    "own_layout",
-    "read_rows",
-    "rotated",
-    "row_rms",
     "run_hopper_prologue",
     "serves",
-    "token_block",
-    "wide_layout",
 ]
 
 
@@ -559,10 +549,7 @@ def run_hopper_prologue(job: Prologue) -> None:
         "v_ptr": v,
         "amax_ptr": amax,
         "lengths_ptr": a.kv_lengths,
-        "k_stride_b": 0 if batch == 1 else k.stride(0),
-        "k_stride_n": k.stride(1),
-        "v_stride_b": 0 if batch == 1 else v.stride(0),
-        "v_stride_n": v.stride(1),
+        **strides(one_sample=batch == 1, k=k, v=v),
         "n_kv": n_kv,
         "step": job.step,
         "chunks": chunks,
@@ -615,8 +602,7 @@ def run_hopper_prologue(job: Prologue) -> None:
         k_bias_ptr=a.norm_k_bias,
         v_out_ptr=None if values is None else values.e4m3,
         v_scale_ptr=None if values is None else values.scale,
-        q_stride_b=0 if batch == 1 else q.stride(0),
-        q_stride_n=q.stride(1),
+        **strides(one_sample=batch == 1, q=q),
         n_q=n_q,
         n_q_padded=n_q_padded,
         n_kv_padded=n_kv_padded,

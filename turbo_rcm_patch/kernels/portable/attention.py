@@ -39,7 +39,6 @@ __all__ = [
     "attention_arguments",
     "attention_kernel",
     "normalised",
-    "ones_for",
     "over_block",
     "over_keys",
     "variant_of",

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import launch, target_of
 
-__all__ = ["ALIGNED", "CHUNK", "Table", "fingerprint", "fingerprint_kernel"]
+__all__ = ["Table", "fingerprint", "fingerprint_kernel"]
 
 #: 32-bit words that share a checksum: 16 KiB.
 CHUNK = 4096

@@ -13,6 +13,7 @@ from turbo_rcm_patch.kernels.launch import (
     launch,
     round_to,
     skip_arguments,
+    strides,
     target_of,
     tile_for,
 )
@@ -190,8 +191,7 @@ def skip(
         branch.device,
         y_ptr=y,
         branch_ptr=branch,
-        branch_stride_b=branch.stride(0),
-        branch_stride_n=branch.stride(1),
+        **strides(branch=branch),
         n_tokens=n_tokens,
         channels=channels,
         BLOCK_N=tile.block_m,
