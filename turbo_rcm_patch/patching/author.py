@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from turbo_rcm_patch.patching.plain import bare
+from turbo_rcm_patch.patching.plain import runs_itself, stand_in
 
 __all__ = ["Author", "Notes", "call", "nothing", "observe", "ones", "same"]
 
@@ -54,21 +54,7 @@ def observe(x: Any) -> None:
 
 def quiet(module: nn.Module) -> bool:
     """Whether calling a module again changes nothing: nothing hangs on it or on what is in it."""
-    return all(_own(part) for part in module.modules())
-
-
-def _own(module: nn.Module) -> bool:
-    """Whether nothing hangs on the module itself."""
-    return bare(module) or _stand_in(module) is not None
-
-
-def _stand_in(module: nn.Module) -> Any:
-    """A forward of ours in the author's place, of which a call leaves no trace; or None."""
-    forward = module.__dict__.get("forward")
-    if not hasattr(forward, "over"):
-        return None
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    return None if hooked or module._backward_hooks or module._backward_pre_hooks else forward
+    return all(map(runs_itself, module.modules()))
 
 
 class _Call(NamedTuple):
@@ -252,9 +238,9 @@ class Author:
             known, returned = self._notes.replay(module, args, kwargs)
             if known:
                 return returned
-        stand_in = _stand_in(module)
-        if stand_in is not None:
-            return stand_in.over(self)(*args, **kwargs)
+        instead = stand_in(module)
+        if instead is not None:
+            return instead.over(self)(*args, **kwargs)
         return type(module).forward(self, *args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,19 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
-from turbo_rcm_patch.errors import ContextParallelError, DTypeError, ShapeError
+from turbo_rcm_patch.errors import ContextParallelError, DTypeError, FamilyError, ShapeError
 from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.plain import autocasting, bare, unserved, why_not_plain
 from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import PairState
-from turbo_rcm_patch.skip import Residual, SkipPair
+from turbo_rcm_patch.skip import Residual
 
 __all__ = [
     "AUTOCAST",
     "KeptTables",
     "Mode",
     "check_head_dim",
+    "check_parameters",
     "check_weights",
     "distinct",
     "known_inside",
@@ -33,7 +35,6 @@ __all__ = [
     "plain_dropout",
     "refuse_parallel",
     "same_batch",
-    "unknown_pair",
     "warn_once",
 ]
 
@@ -108,21 +109,6 @@ def known_inside(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> tup
     return "", module
 
 
-def unknown_pair(path: str, module: nn.Module) -> SkipPair:
-    """Stands in the report for a block of which nothing is known; it runs as it is."""
-    return SkipPair(
-        path=path,
-        kind="self",
-        heads=0,
-        head_dim=0,
-        streams=(),
-        cast="model",
-        projection=False,
-        runs="as-written",
-        reason=f"it is a {type(module).__qualname__}, of which nothing is known",
-    )
-
-
 def same_batch(x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
     """Both with one batch size: where one has a single sample, it is every sample's.
 
@@ -146,6 +132,27 @@ def refuse_parallel(path: str, holder: object) -> None:
             got="a parallel configuration: ranks exchange heads or keys around the attention",
             remedy="Run the patched model without enable_parallelism",
         )
+
+
+def check_parameters(expected: Mapping[Callable[..., Any], tuple[str, ...]], package: str) -> None:
+    """Compare parameter names, in order.
+
+    Args:
+        expected: Function -> the names of its parameters.
+        package: The package they come from, for the message.
+
+    Raises:
+        FamilyError: A function takes other parameters than the family knows.
+    """
+    for function, names in expected.items():
+        found = tuple(inspect.signature(function).parameters)
+        if found != names:
+            raise FamilyError(
+                getattr(function, "__qualname__", repr(function)),
+                expected=f"({', '.join(names)})",
+                got=f"({', '.join(found)})",
+                remedy=f"Install a version of {package} that this release supports",
+            )
 
 
 def check_head_dim(path: str, head_dim: int) -> None:

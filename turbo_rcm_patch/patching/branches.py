@@ -522,7 +522,8 @@ class AttentionRun:
                 token, q, k, v, residual, None, None, *norms, cos, sin, None, 1.0, 1.0,
                 *way.numbers, q.dtype, False,
             )  # fmt: skip
-            return out  # type: ignore[no-any-return]
+            attended: Tensor = out
+            return attended
         # The same as the operation, whose two passes are ours and can be replayed.
         heads, eps, (of_q, of_k, bias_q, bias_k) = spec.heads, spec.eps, norms
         rotate_q, rotate_k, skip = self._rotate if residual is None else self._rotate_image
@@ -560,14 +561,15 @@ class AttentionRun:
             )  # fmt: skip
         dim = self._modules.head_dim
         cos, sin = rotary[0].reshape(-1, dim), rotary[1].reshape(-1, dim)
-        return self._attend(
+        attended: Tensor = self._attend(
             token, q, k, v, weight, bias, *norms[:2], cos, sin, spec.heads, spec.attention,
             spec.pv, spec.smooth_k, self._asked.numbers[5], spec.eps, sparsity.count(k.shape[1]),
             sparsity.block_q, sparsity.block_k, spec.impl, q.dtype,
-        )  # type: ignore[no-any-return] # fmt: skip
+        )  # fmt: skip
+        return attended
 
 
-def _named(norms: Norms) -> dict[str, Tensor | None]:
+def _named(norms: Norms) -> dict[str, Any]:
     """Norms of q and k as the public operations name them."""
     return dict(zip(("norm_q", "norm_k", "norm_q_bias", "norm_k_bias"), norms, strict=True))
 
@@ -650,21 +652,20 @@ class FeedForwardRun:
         else:
             self._state.ran = "fused"
         h: Any = x  # int8 rows only where the first Linear is in int8
+        tokens = like.shape[1] if not self._streams else hidden[0].shape[1] + like.shape[1]
         if self._first is not None:
             (h,), token = self._first(token, x, like)
-        elif self._held is None or (
-            token is None and x.dtype != self._modules.first.weight.dtype  # type: ignore[union-attr]
-        ):
+        elif self._held is None or (token is None and h.dtype != self._modules.first.weight.dtype):
             for module in self._modules.called:
                 h = call(module, h)
-            token = after_call(token, like, (h,), (self._inner,), x.shape[1])
+            token = after_call(token, like, (h,), (self._inner,), tokens)
         elif token is None:
             h = ops.linear_gelu(h, self._modules.first.weight, self._modules.first.bias)
         else:  # A library's product, of which there is nothing to replay.
             h = gelu_forward.body(h, self._held["weight"], self._held["bias"])
         for module in self._modules.between:
             h = call(module, h)
-            token = after_call(token, like, (h,), (self._inner,), x.shape[1])
+            token = after_call(token, like, (h,), (self._inner,), tokens)
         return self._close(token, h, hidden, gate), token
 
 

@@ -140,7 +140,7 @@ def holder(module: Any) -> dict[str, Any]:
     """Where a module keeps its weight and bias: a look there costs less than an attribute, and
     sees a tensor that was replaced."""
     held: dict[str, Any] = module._parameters
-    return held if "weight" in held else module._buffers  # type: ignore[no-any-return]
+    return held if "weight" in held else module._buffers
 
 
 def tensors_of(*held: dict[str, Any] | None) -> list[Tensor]:
@@ -203,7 +203,8 @@ class Projection:
             x: [B, N, K], or int8 rows of it.
             like: Of the dtype of the result.
         """
-        chosen, parts = self._chosen, ()  # type: ignore[var-annotated]
+        chosen: list[Any] = self._chosen
+        parts: Sequence[Tensor] = ()
         if chosen:
             linears, impl, dtype = self._linears, self._linears.copies.impl, like.dtype
             weight, scale, bias = linears.weights(token, self._key, chosen)
@@ -228,8 +229,9 @@ class Projection:
                 return parts, token
         assert isinstance(x, Tensor)
         if token is not None and self.plain:
-            return [F.linear(x, own["weight"], own["bias"]) for own in self._weights], token
-        products, made = iter(parts), []
+            return [F.linear(x, w["weight"], w["bias"]) for w in self._weights if w], token
+        products = iter(parts)
+        made: list[Tensor] = []
         for module, own in zip(self._modules, self._weights, strict=True):
             if any([module is c for c in chosen]):
                 made.append(next(products))
@@ -307,10 +309,12 @@ class Close:
         if self.int8:
             weight, scale, bias = self._linears.weights(token, self._key, self._linear)
             if token is not None:
-                return self._step(
-                    (token, scale.shape, scale.stride()), x, weight, scale, bias, residual, None,
-                    c_out, 1.0, 1.0, "", cast, self._linears.copies.impl, dtype,
-                )  # type: ignore[no-any-return] # fmt: skip
+                token = (token, scale.shape, scale.stride())
+                closed: Tensor = self._step(
+                    token, x, weight, scale, bias, residual, None, c_out, 1.0, 1.0, "", cast,
+                    self._linears.copies.impl, dtype,
+                )  # fmt: skip
+                return closed
             return ops.int8_linear(
                 x, weight, scale, bias, residual=residual, c_skip=c_skip,
                 c_out=1.0 if c_out is None else c_out, cast=cast, impl=self._linears.copies.impl,
@@ -318,9 +322,10 @@ class Close:
             )  # fmt: skip
         weight, bias = self._weights["weight"], self._weights["bias"]
         if token is not None:
-            return self._step(
+            closed = self._step(
                 token, x, weight, bias, residual, None, c_out, 1.0, 1.0, cast, impl, dtype
-            )  # type: ignore[no-any-return]
+            )
+            return closed
         return ops.project_skip(
             x, weight, bias, residual=residual, c_skip=c_skip,
             c_out=1.0 if c_out is None else c_out, cast=cast, impl=impl,
@@ -374,12 +379,10 @@ class StreamsClose(Close):
         parts = torch.split(branch, [stream.shape[1] for stream in streams], dim=1)
         if token is None or not _one_dtype(x, streams, gates):
             return skip_streams(parts, streams, gates, cast=self.cast, impl=self._impl)
-        return tuple(
-            [
-                step(token, x, y, None, g, 1.0, 1.0, self.cast, self._impl, x.dtype)
-                for step, x, y, g in zip(self._skip, streams, parts, gates, strict=True)
-            ]
-        )
+        closed = []
+        for step, x, y, g in zip(self._skip, streams, parts, gates, strict=True):
+            closed.append(step(token, x, y, None, g, 1.0, 1.0, self.cast, self._impl, x.dtype))
+        return tuple(closed)
 
 
 def skip_streams(

@@ -10,7 +10,7 @@ look-ups that a compiler can guard on.
 from __future__ import annotations
 
 from types import MethodType
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ __all__ = [
     "hook_names",
     "plain_linear",
     "plain_norm",
+    "runs_itself",
+    "stand_in",
     "unserved",
     "why_not_plain",
 ]
@@ -54,7 +56,11 @@ def bare(module: nn.Module) -> bool:
     forward = module.__dict__.get("forward")
     if forward is not None and not _is_own_forward(module, forward):
         return False
-    return not (
+    return not _hooked(module)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
@@ -69,6 +75,19 @@ def _is_own_forward(module: nn.Module, forward: object) -> bool:
         and forward.__self__ is module
         and forward.__func__ is type(module).forward
     )
+
+
+def stand_in(module: nn.Module) -> Any:
+    """A forward of ours that computes what the author's module does, in its place and with nothing
+    around it; or None."""
+    forward = module.__dict__.get("forward")
+    return forward if hasattr(forward, "over") and not _hooked(module) else None
+
+
+def runs_itself(module: nn.Module) -> bool:
+    """Whether calling the module runs its class's forward or what stands in for it, and nothing
+    else."""
+    return bare(module) or stand_in(module) is not None
 
 
 def hook_names(module: nn.Module) -> str:

@@ -18,17 +18,14 @@ from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBloc
 from diffusers.models.transformers.consisid_transformer_3d import ConsisIDBlock
 from torch import nn
 
-from turbo_rcm_patch.config import Kind, PatchConfig
+from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.blocks import (
     KeptTables,
     check_head_dim,
+    check_parameters,
     check_weights,
-    distinct,
-    known_inside,
-    left_by_config,
     plain_dropout,
     refuse_parallel,
-    unknown_pair,
 )
 from turbo_rcm_patch.patching.families._feed_forward import (
     feed_forward_linears,
@@ -41,20 +38,23 @@ from turbo_rcm_patch.patching.families.cogvideox_block import (
     norms_of_heads,
     qkv_names,
 )
-from turbo_rcm_patch.patching.linears import pair_state
+from turbo_rcm_patch.patching.pairs import (
+    Runs,
+    States,
+    add_blocks,
+    block_pair,
+    left_alone,
+    states_of,
+)
 from turbo_rcm_patch.patching.plain import hook_names, why_not_plain
-from turbo_rcm_patch.patching.record import innermost, record_of
-from turbo_rcm_patch.patching.registry import author_class
-from turbo_rcm_patch.patching.signature import check_parameters
-from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
-from turbo_rcm_patch.skip import Residual, SkipPair, Stream
+from turbo_rcm_patch.patching.state import ModelPlan, PairState
+from turbo_rcm_patch.skip import SkipPair, Stream
 
 __all__ = ["check", "plan"]
 
 _BLOCKS: Final = (CogVideoXBlock, ConsisIDBlock)
 _BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb")
 _ATTENTION: Final = ("hidden_states", "encoder_hidden_states", "attention_mask")
-_GATE_SHAPE: Final = "[B, 1, C]"
 
 
 def check(model: nn.Module) -> None:
@@ -87,94 +87,48 @@ def check(model: nn.Module) -> None:
 
 def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     """The pairs of every block, how each would run, and the block forwards to install."""
-    network: Any = model
     result = ModelPlan(model, path, config, states=[])
-    tables = KeptTables()
-    for index, child in distinct(network.transformer_blocks):
-        inner, block = known_inside(child, _BLOCKS)
-        place = f"{path}.transformer_blocks.{index}.{inner}".strip(".")
-        if not isinstance(block, _BLOCKS):
-            result.states.append(PairState(unknown_pair(place, block)))
-            continue
-        whole = "" if record_of(model) is not None else _foreign(block)
-        states = _block_states(block, place, config, whole)
-        result.states += states.values()
-        if any(state.live for state in states.values()):
-            first = not result.installations
-            make = partial(
-                CogVideoXBlockForward, block, tables, states, config, result.copies, first
-            )
-            result.installations.append(Installation(block, "forward", make))
-    result.states += [PairState(pair) for pair in _face_pairs(network, path)]
+    make = partial(CogVideoXBlockForward, KeptTables())
+    states = partial(_block_states, config=config)
+    add_blocks(result, "transformer_blocks", _BLOCKS, ("attn1", "ff"), states, make)
+    result.states += [PairState(pair) for pair in _face_pairs(model, path)]
     return result
 
 
 def _face_pairs(network: Any, path: str) -> list[SkipPair]:
     """ConsisID's cross-attentions to the face, whose skips stand between the blocks."""
+    runs: Runs = "as-written", "the network's own forward closes it, between two blocks"
+    face = Stream("video", "1", "local_face_scale")
     return [
-        SkipPair(
-            path=f"{path}.perceiver_cross_attention.{index}".lstrip("."),
-            kind="cross",
-            heads=attn.heads,
-            head_dim=attn.dim_head,
-            streams=(Stream("video", "1", "local_face_scale"),),
-            cast="model",
-            projection=True,
-            runs="as-written",
-            reason="the network's own forward closes it, between two blocks",
+        block_pair(
+            f"{path}.perceiver_cross_attention.{index}".lstrip("."), "cross", runs, face,
+            heads=attn.heads, head_dim=attn.dim_head,
         )
         for index, attn in enumerate(getattr(network, "perceiver_cross_attention", ()))
-    ]
+    ]  # fmt: skip
 
 
-def _foreign(block: Any) -> str:
-    """Why a whole block is left alone, or ""."""
-    if author_class(block) not in _BLOCKS:
-        return f"the block is a {type(block).__qualname__}"
-    return "" if innermost(block) else "the block's forward was replaced by somebody else's"
-
-
-def _block_states(block: Any, path: str, config: PatchConfig, whole: str) -> dict[str, PairState]:
+def _block_states(block: Any, path: str, whole: str, config: PatchConfig) -> States:
     """The two pairs of one block, by the name of their branch."""
     attn, ff = block.attn1, block.ff
-
-    def left(kind: Kind) -> tuple[Residual, str] | None:
-        return ("as-written", whole) if whole else left_by_config(kind, config)
-
-    runs, reason = left("self") or _attention_runs(attn, config)
-    attention = SkipPair(
-        path=f"{path}.attn1",
-        kind="self",
-        heads=attn.heads,
-        head_dim=attn.inner_dim // attn.heads,
-        streams=_streams("msa"),
-        cast="model",
-        projection=True,
-        runs=runs,
-        reason=reason,
-    )
-    runs, reason = left("feed-forward") or feed_forward_runs(ff)
-    feed_forward = SkipPair(
-        path=f"{path}.ff",
-        kind="feed-forward",
-        heads=0,
-        head_dim=0,
-        streams=_streams("ff"),
-        cast="model",
-        projection=True,
-        runs=runs,
-        reason=reason,
-    )
-    return {
-        "attn1": pair_state(attention, _attention_linears(attn), config),
-        "ff": pair_state(feed_forward, feed_forward_linears(ff), config),
+    runs = left_alone("self", config, whole) or _attention_runs(attn, config)
+    attention = block_pair(
+        f"{path}.attn1", "self", runs, *_streams("msa"),
+        heads=attn.heads, head_dim=attn.inner_dim // attn.heads,
+    )  # fmt: skip
+    runs = left_alone("feed-forward", config, whole) or feed_forward_runs(ff)
+    pairs = {
+        "attn1": attention,
+        "ff": block_pair(f"{path}.ff", "feed-forward", runs, *_streams("ff")),
     }
+    linears = {"attn1": _attention_linears(attn), "ff": feed_forward_linears(ff)}
+    return states_of(pairs, linears, config)
 
 
 def _streams(branch: str) -> tuple[Stream, Stream]:
     return (
-        Stream("text", "1", f"enc_gate_{branch}", _GATE_SHAPE),
-        Stream("video", "1", f"gate_{branch}", _GATE_SHAPE),
+        Stream("text", "1", f"enc_gate_{branch}", "[B, 1, C]"),
+        Stream("video", "1", f"gate_{branch}", "[B, 1, C]"),
     )
 
 
@@ -185,7 +139,7 @@ def _attention_linears(attn: Any) -> dict[str, nn.Module]:
     return {name: getattr(attn, name) for name in qkv_names(attn)} | {"to_out.0": attn.to_out[0]}
 
 
-def _attention_runs(attn: Any, config: PatchConfig) -> tuple[Residual, str]:
+def _attention_runs(attn: Any, config: PatchConfig) -> Runs:
     mode = attention_mode(attn)
     if mode == "as-written":
         if type(attn) is not Attention:

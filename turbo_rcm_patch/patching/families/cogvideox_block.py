@@ -74,8 +74,8 @@ class CogVideoXBlockForward(BlockForward):
 
     def __init__(
         self,
-        block: Any,
         tables: KeptTables,
+        block: Any,
         states: dict[str, PairState],
         config: PatchConfig,
         copies: Copies,

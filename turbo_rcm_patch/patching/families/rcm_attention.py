@@ -18,13 +18,12 @@ from turbo_rcm_patch.errors import DTypeError, ShapeError
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
 from turbo_rcm_patch.patching.author import Notes
-from turbo_rcm_patch.patching.blocks import may_run
+from turbo_rcm_patch.patching.blocks import check_parameters, may_run
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.linears import Close, Linears, Projection, pair_state
 from turbo_rcm_patch.patching.plain import why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
-from turbo_rcm_patch.patching.signature import check_parameters
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState, specs_of
 from turbo_rcm_patch.skip import Coefficient, Residual, SkipPair, Stream
 

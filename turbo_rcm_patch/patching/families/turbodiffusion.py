@@ -6,44 +6,51 @@ Which pairs there are and how each would run is here; how it is recognised is in
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
-from turbo_rcm_patch.errors import DTypeError, ShapeError
 from turbo_rcm_patch.ops.dispatch import quantises
-from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
-from turbo_rcm_patch.patching.blocks import KeptTables, distinct
-from turbo_rcm_patch.patching.families._sla import linear_pair
-from turbo_rcm_patch.patching.families.turbodiffusion_block import TurboBlockForward
-from turbo_rcm_patch.patching.families.turbodiffusion_rotary import (
-    RotaryForward,
-    lacks_rotary,
+from turbo_rcm_patch.patching.blocks import (
+    KeptTables,
+    check_head_dim,
+    check_parameters,
+    check_weights,
+    distinct,
 )
+from turbo_rcm_patch.patching.families.turbodiffusion_block import TurboBlockForward
 from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     FORWARDS,
+    RotaryForward,
     has_image,
     is_sparse,
+    lacks_rotary,
     refuse_parallel,
     unwrapped,
     why_attention_called,
     why_feed_forward_called,
 )
-from turbo_rcm_patch.patching.linears import pair_state
+from turbo_rcm_patch.patching.pairs import (
+    Runs,
+    States,
+    block_pair,
+    foreign,
+    install,
+    left_alone,
+    linear_pair,
+    states_of,
+    with_image,
+)
 from turbo_rcm_patch.patching.plain import why_not_plain
-from turbo_rcm_patch.patching.record import innermost, record_of
+from turbo_rcm_patch.patching.record import innermost
 from turbo_rcm_patch.patching.registry import author_class
-from turbo_rcm_patch.patching.signature import check_parameters
-from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
-from turbo_rcm_patch.skip import Residual, SkipPair, Stream
+from turbo_rcm_patch.patching.state import Installation, ModelPlan
+from turbo_rcm_patch.skip import SkipPair, Stream
 
 __all__ = ["check", "plan", "recognises"]
 
-_FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 _LAYOUT: Final = ("norm1", "self_attn", "norm3", "cross_attn", "norm2", "ffn", "modulation")
 _ATTENTION_LAYOUT: Final = (
     "q", "k", "v", "o", "norm_q", "norm_k", "attn_op", "num_heads", "dim", "eps",
@@ -82,52 +89,28 @@ def check(model: nn.Module) -> None:
 
 def _check_attention(path: str, attn: Any) -> None:
     refuse_parallel(path, attn.attn_op)
-    head_dim = attn.dim // attn.num_heads
-    if head_dim > MAX_HEAD_DIM or head_dim % 2:
-        raise ShapeError(
-            f"{path}: head_dim",
-            expected=f"an even number up to {MAX_HEAD_DIM}",
-            got=str(head_dim),
-            remedy="This model cannot run through the fused attention",
-        )
-    for name in ("q", "k", "v"):
-        linear = getattr(attn, name)
-        if why_not_plain(linear) == "" and linear.weight.dtype not in _FLOATS:
-            raise DTypeError(
-                f"{path}.{name}.weight",
-                expected="bfloat16, float16 or float32",
-                got=str(linear.weight.dtype),
-                remedy="Cast the model first, e.g. model.to(torch.bfloat16)",
-            )
+    check_head_dim(path, attn.dim // attn.num_heads)
+    check_weights(path, {name: getattr(attn, name) for name in ("q", "k", "v")})
 
 
 def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     """The pairs of every block, how each would run, and the block forwards to install."""
     network: Any = model
     result = ModelPlan(model, path, config, states=[])
-    tables = KeptTables()
+    make = partial(TurboBlockForward, KeptTables())
     for index, block in distinct(map(unwrapped, network.blocks)):
-        whole = "" if record_of(model) is not None else _foreign(block)
+        named = author_class(block).__name__ == "WanAttentionBlock"
+        whole = foreign(block, result, (author_class(block),) if named else ())
         states = _block_states(block, f"{path}.blocks.{index}".lstrip("."), config, whole)
-        result.states += states.values()
-        if any(state.live for state in states.values()):
-            first = not result.installations
-            make = partial(TurboBlockForward, block, tables, states, config, result.copies, first)
-            result.installations.append(Installation(block, "forward", make))
-            if lacks_rotary(block.self_attn) and innermost(block.self_attn):
-                rotary = partial(RotaryForward, block.self_attn)
-                result.installations.append(Installation(block.self_attn, "forward", rotary))
+        install(result, block, states, make)
+        fused = any(state.live for state in states.values())
+        if fused and lacks_rotary(block.self_attn) and innermost(block.self_attn):
+            rotary = partial(RotaryForward, block.self_attn)
+            result.installations.append(Installation(block.self_attn, "forward", rotary))
     return result
 
 
-def _foreign(block: Any) -> str:
-    """Why a whole block is left alone, or ""."""
-    if author_class(block).__name__ != "WanAttentionBlock":
-        return f"the block is a {type(block).__qualname__}"
-    return "" if innermost(block) else "the block's forward was replaced by somebody else's"
-
-
-def _block_states(block: Any, path: str, config: PatchConfig, whole: str) -> dict[str, PairState]:
+def _block_states(block: Any, path: str, config: PatchConfig, whole: str) -> States:
     """The pairs of one block, by the name of their branch."""
     attn, cross, ffn = block.self_attn, block.cross_attn, block.ffn
     pairs = {
@@ -135,110 +118,66 @@ def _block_states(block: Any, path: str, config: PatchConfig, whole: str) -> dic
         "cross_attn": _attention_pair(cross, f"{path}.cross_attn", "cross", config, whole),
     }
     if is_sparse(attn):
-        pairs["self_attn"], pairs["linear"] = _with_linear(pairs["self_attn"], config)
-    if has_image(cross):
-        pairs["cross_attn"], pairs["image"] = _with_image(pairs["cross_attn"], config)
-    runs, reason = _left("feed-forward", config, whole) or _feed_forward_runs(ffn)
-    pairs["ffn"] = SkipPair(
-        path=f"{path}.ffn",
-        kind="feed-forward",
-        heads=0,
-        head_dim=0,
-        streams=(Stream("video", "1", "e[5]", "[B, 1, C]"),),
-        cast="model",
-        projection=True,
-        runs=runs,
-        reason=reason,
-    )
-    ours = {
-        "self_attn": [] if why_attention_called(attn, "self") else ["q", "k", "v", "o"],
-        "cross_attn": [] if why_attention_called(cross, "cross") else ["q", "k", "v", "o"],
-        "image": [] if why_attention_called(cross, "cross") else ["k_img", "v_img"],
-        "ffn": [] if why_feed_forward_called(ffn) else ["0", "2"],
-    }
-    if "image" in pairs and pairs["image"].runs == "as-written":
-        ours["cross_attn"] = []  # It is called whole.
-    branches = {"self_attn": attn, "cross_attn": cross, "image": cross, "ffn": ffn}
-    return {
-        name: pair_state(
-            pair, {one: getattr(branches[name], one) for one in ours.get(name, [])}, config
+        pair, why = pairs["self_attn"], pairs["self_attn"].reason
+        where = f"{pair.path}.attn_op.local_attn"
+        called = pair.runs == "as-written" or _is_called(pair)
+        pairs["linear"] = linear_pair(
+            pair, where, "as-written" if called else "in-kernel", why if called else ""
         )
-        for name, pair in pairs.items()
-    }
-
-
-def _left(kind: Kind, config: PatchConfig, whole: str) -> tuple[Residual, str] | None:
-    """Whether a pair is left alone for reasons outside its branch."""
-    if whole:
-        return "as-written", whole
-    if kind not in config.kinds:
-        return "as-written", f"PatchConfig.kinds leaves out {kind!r}"
-    return None
+    if has_image(cross):
+        called = _is_called(pairs["cross_attn"])
+        pairs["cross_attn"], pairs["image"] = with_image(
+            pairs["cross_attn"], config, called=called
+        )
+    runs = left_alone("feed-forward", config, whole) or _feed_forward_runs(ffn)
+    pairs["ffn"] = block_pair(
+        f"{path}.ffn", "feed-forward", runs, Stream("video", "1", "e[5]", "[B, 1, C]")
+    )
+    linears: dict[str, dict[str, nn.Module]] = {}
+    if not why_attention_called(attn, "self"):
+        linears["self_attn"] = {name: getattr(attn, name) for name in "qkvo"}
+    if not why_attention_called(cross, "cross"):
+        linears["image"] = {
+            name: getattr(cross, name) for name in ("k_img", "v_img") if has_image(cross)
+        }
+        # With its image branch left as written, cross-attention is called whole.
+        if "image" not in pairs or pairs["image"].runs != "as-written":
+            linears["cross_attn"] = {name: getattr(cross, name) for name in "qkvo"}
+    if not why_feed_forward_called(ffn):
+        linears["ffn"] = {"0": ffn[0], "2": ffn[2]}
+    return states_of(pairs, linears, config)
 
 
 def _attention_pair(attn: Any, path: str, kind: Kind, config: PatchConfig, whole: str) -> SkipPair:
-    runs, reason = _left(kind, config, whole) or _attention_runs(attn, kind, config)
-    gated = Stream("video", "1", "e[2]", "[B, 1, C]")
-    return SkipPair(
-        path=path,
-        kind=kind,
-        heads=attn.num_heads,
-        head_dim=attn.dim // attn.num_heads,
-        streams=(gated if kind == "self" else Stream("video", "1", "1"),),
-        cast="model",
-        projection=True,
-        runs=runs,
-        reason=reason,
+    gated = [Stream("video", "1", "e[2]", "[B, 1, C]")] if kind == "self" else []
+    runs = left_alone(kind, config, whole) or _attention_runs(attn, kind, config)
+    return block_pair(
+        path, kind, runs, *gated, heads=attn.num_heads, head_dim=attn.dim // attn.num_heads
     )
 
 
-def _attention_runs(attn: Any, kind: str, config: PatchConfig) -> tuple[Residual, str]:
+def _attention_runs(attn: Any, kind: str, config: PatchConfig) -> Runs:
     why = why_attention_called(attn, kind)
     sparse = is_sparse(attn)
     if not why and sparse and not quantises(config.attention):
         why = f"attention={config.attention!r} leaves a sparse attention to its author"
     if not why and why_not_plain(attn.o):
-        why = f"o is called: {why_not_plain(attn.o)}"
+        why = f"{_OUTPUT_CALLED}{why_not_plain(attn.o)}"
     if why:
         return "after-linear", why
     one_launch = config.form == "one-launch" and not sparse
     return ("one-launch" if one_launch else "two-launch"), ""
 
 
-def _with_linear(pair: SkipPair, config: PatchConfig) -> tuple[SkipPair, SkipPair]:
-    """Sparse-linear attention: the sum of its branches is a pair of its own, before o."""
-    called = pair.runs == "as-written" or (
-        pair.runs == "after-linear" and not pair.reason.startswith("o is called")
-    )
-    path = f"{pair.path}.attn_op.local_attn"
-    if called:
-        return pair, linear_pair(pair, path, "as-written", pair.reason)
-    return pair, linear_pair(pair, path, "in-kernel", "")
+_OUTPUT_CALLED: Final = "o is called: "
 
 
-def _with_image(pair: SkipPair, config: PatchConfig) -> tuple[SkipPair, SkipPair]:
-    """Cross-attention and its image branch: they share queries and projection, so also a fate."""
-    left = _left("image", config, "")
-    called = pair.runs == "after-linear" and not pair.reason.startswith("o is called")
-    reason = left[1] if left else pair.reason if called else ""
-    if pair.runs == "as-written":
-        reason = f"the cross-attention around it is as written: {pair.reason}"
-    elif left and not called:
-        words = "attention is called as a module, because its image branch is left as written"
-        pair = replace(pair, runs="after-linear", reason=words)
-    image = replace(
-        pair,
-        path=f"{pair.path}.image",
-        kind="image",
-        streams=(Stream("text attention", "1", "1"),),
-        projection=False,
-        runs="as-written" if reason else "in-kernel",
-        reason=reason,
-    )
-    return pair, image
+def _is_called(pair: SkipPair) -> bool:
+    """Whether an attention is called whole, and not its output projection alone."""
+    return pair.runs == "after-linear" and not pair.reason.startswith(_OUTPUT_CALLED)
 
 
-def _feed_forward_runs(ffn: Any) -> tuple[Residual, str]:
+def _feed_forward_runs(ffn: Any) -> Runs:
     why = why_feed_forward_called(ffn)
     if not why and why_not_plain(ffn[2]):
         why = f"its last Linear is called: {why_not_plain(ffn[2])}"

@@ -57,8 +57,8 @@ class TurboBlockForward(BlockForward):
 
     def __init__(
         self,
-        block: Any,
         tables: KeptTables,
+        block: Any,
         states: dict[str, PairState],
         config: PatchConfig,
         copies: Copies,

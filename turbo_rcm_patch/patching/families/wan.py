@@ -18,9 +18,10 @@ from torch import nn
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.families.wan_block import BlockClasses
 from turbo_rcm_patch.patching.families.wan_plan import check_blocks, check_signatures, plan_blocks
+from turbo_rcm_patch.patching.pairs import Runs, block_pair
 from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
-from turbo_rcm_patch.skip import SkipPair, Stream
+from turbo_rcm_patch.skip import SkipPair
 
 __all__ = ["check", "plan"]
 
@@ -50,15 +51,10 @@ def _classes(model: nn.Module) -> BlockClasses:
 def _face_pair(attn: Any, path: str, model: Any) -> SkipPair:
     """Wan-Animate's attention of a frame's tokens to that frame's face."""
     keys = model.config.face_encoder_num_heads + 1
-    return SkipPair(
-        path=path,
-        kind="cross",
-        heads=attn.heads,
-        head_dim=attn.inner_dim // attn.heads,
-        streams=(Stream("video", "1", "1"),),
-        cast="model",
-        projection=True,
-        runs="as-written",
-        reason=f"the model's own forward adds it between two blocks, and attention to the {keys} "
+    runs: Runs = (
+        "as-written",
+        f"the model's own forward adds it between two blocks, and attention to the {keys} "
         "tokens of a face costs next to nothing",
     )
+    dim = attn.inner_dim // attn.heads
+    return block_pair(path, "cross", runs, heads=attn.heads, head_dim=dim)

@@ -38,11 +38,10 @@ from turbo_rcm_patch.patching.families._feed_forward import (
 from turbo_rcm_patch.patching.families.wan_sla import (
     attached,
     give_back_linear,
-    runs_itself,
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import holder
-from turbo_rcm_patch.patching.plain import bare, drops, plain_norm
+from turbo_rcm_patch.patching.plain import bare, drops, plain_norm, runs_itself
 from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState
@@ -85,8 +84,8 @@ class WanBlockForward(BlockForward):
 
     def __init__(
         self,
-        block: Any,
         classes: BlockClasses,
+        block: Any,
         states: dict[str, PairState],
         config: PatchConfig,
         copies: Copies,

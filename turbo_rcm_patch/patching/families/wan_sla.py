@@ -17,9 +17,9 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.patching.blocks import refuse_parallel
-from turbo_rcm_patch.patching.families._sla import linear_pair
 from turbo_rcm_patch.patching.guard import Guard
-from turbo_rcm_patch.patching.plain import autocasting, bare
+from turbo_rcm_patch.patching.pairs import linear_pair
+from turbo_rcm_patch.patching.plain import autocasting, runs_itself
 from turbo_rcm_patch.patching.record import holds, innermost
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState
@@ -31,7 +31,6 @@ __all__ = [
     "check_sla",
     "give_back_linear",
     "replaceable",
-    "runs_itself",
     "with_linear",
 ]
 
@@ -110,42 +109,11 @@ class SLAForward:
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        return _sparse_attention(self._attn, q, k, v, self._spec, self._topk, rotary=rotary)
-
-
-def _sparse_attention(
-    attn: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: ops.AttentionSpec,
-    topk: float,
-    *,
-    rotary: tuple[Tensor, Tensor] | None,
-    norm_q: Tensor | None = None,
-    norm_k: Tensor | None = None,
-) -> Tensor:
-    """`ops.sparse_linear_attention` with the attached proj_l and SageSLA's blocks.
-
-    Args:
-        attn: Holds the proj_l.
-        q: [B, N, H*D].
-        k: [B, N, H*D].
-        v: [B, N, H*D].
-        spec: How the sparse part is computed.
-        topk: Share of the blocks of keys.
-        rotary: (cos, sin).
-        norm_q: RMSNorm weight of q.
-        norm_k: Likewise for k.
-
-    Returns:
-        [B, N, H*D], dtype of q.
-    """
-    weight, bias = attached(attn, q.device)
-    sparsity = ops.Sparsity.sage(topk, q.device)
-    return ops.sparse_linear_attention(
-        q, k, v, weight, bias, spec, sparsity, norm_q=norm_q, norm_k=norm_k, rotary=rotary
-    )
+        weight, bias = attached(self._attn, q.device)
+        sparsity = ops.Sparsity.sage(self._topk, q.device)
+        return ops.sparse_linear_attention(
+            q, k, v, weight, bias, self._spec, sparsity, rotary=rotary
+        )
 
 
 def attached(attn: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -157,18 +125,6 @@ def attached(attn: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _serves(attn: Any, processor: type) -> bool:
     return attached_proj_l(attn) is not None and type(attn.processor) is processor
-
-
-def runs_itself(attn: nn.Module) -> bool:
-    """Whether calling the attention runs its class's forward or SLA's, and nothing else."""
-    if type(attn.__dict__.get("forward")) is not SLAForward:
-        return bare(attn)
-    return not (
-        attn._forward_hooks
-        or attn._forward_pre_hooks
-        or attn._backward_hooks
-        or attn._backward_pre_hooks
-    )
 
 
 def check_sla(path: str, attn: Any) -> None:

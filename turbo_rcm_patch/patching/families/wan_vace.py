@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.author import Notes
 from turbo_rcm_patch.patching.block import Branch
-from turbo_rcm_patch.patching.blocks import distinct, known_inside, same_batch, unknown_pair
+from turbo_rcm_patch.patching.blocks import same_batch
 from turbo_rcm_patch.patching.branches import Given, LinearRun, Run
 from turbo_rcm_patch.patching.families.wan_block import (
     BlockClasses,
@@ -28,20 +28,22 @@ from turbo_rcm_patch.patching.families.wan_plan import (
     block_states,
     check_blocks,
     check_signatures,
-    foreign,
-    install_block,
-    left_alone,
     plan_blocks,
 )
 from turbo_rcm_patch.patching.linears import Close, pair_state
+from turbo_rcm_patch.patching.pairs import Runs, States, block_pair, left_alone
 from turbo_rcm_patch.patching.plain import why_not_plain
 from turbo_rcm_patch.patching.plan import Token
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
-from turbo_rcm_patch.skip import Residual, SkipPair, Stream
+from turbo_rcm_patch.skip import Stream
 
 __all__ = ["VACEBlockForward", "check", "plan"]
 
 _PROJ_IN: Final = Branch(name="proj_in", kind="control", norm="")
+_HINT: Final[Runs] = (
+    "as-written",
+    "the model's own forward adds the hint, to a video that its blocks have yet to make",
+)
 _CONTROL_BLOCK: Final = (
     *("self", "hidden_states", "encoder_hidden_states", "control_hidden_states"),
     *("temb", "rotary_emb"),
@@ -61,21 +63,7 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     """The pairs of every block, how each would run, and the block forwards to install."""
     result = ModelPlan(model, path, config, states=[])
     plain, control = _classes()
-    network: Any = model
-    for index, child in distinct(network.vace_blocks):
-        inner, block = known_inside(child, (control.block,))
-        where = f"{path}.vace_blocks.{index}.{inner}".strip(".")
-        if not hasattr(block, "attn1"):
-            result.states.append(PairState(unknown_pair(where, block)))
-            continue
-        whole = foreign(block, result, control)
-        states: dict[str, PairState] = {}
-        if block.proj_in is not None:
-            states["proj_in"] = _input_state(block.proj_in, f"{where}.proj_in", config, whole)
-        states |= block_states(block, where, config, control, whole)
-        if block.proj_out is not None:
-            states["proj_out"] = PairState(_hint_pair(f"{where}.proj_out"))
-        install_block(result, block, states, control, VACEBlockForward)
+    plan_blocks(result, "vace_blocks", control, VACEBlockForward, states=_control_states)
     plan_blocks(result, "blocks", plain)
     return result
 
@@ -88,36 +76,22 @@ def _classes() -> tuple[BlockClasses, BlockClasses]:
     )
 
 
-def _input_state(proj_in: nn.Module, path: str, config: PatchConfig, whole: str) -> PairState:
-    runs, reason = left_alone("control", config, whole) or ("in-linear", "")
-    why = why_not_plain(proj_in)
-    if runs == "in-linear" and why:
-        runs, reason = "after-linear", f"proj_in is called: {why}"
-    return pair_state(_control_pair(path, "1", runs, reason), {"proj_in": proj_in}, config)
-
-
-def _hint_pair(path: str) -> SkipPair:
-    return _control_pair(
-        path,
-        "control_hidden_states_scale",
-        "as-written",
-        "the model's own forward adds the hint, to a video that its blocks have yet to make",
-    )
-
-
-def _control_pair(path: str, c_out: str, runs: Residual, reason: str) -> SkipPair:
-    """A Linear of the control stream whose output is added to the video."""
-    return SkipPair(
-        path=path,
-        kind="control",
-        heads=0,
-        head_dim=0,
-        streams=(Stream("video", "1", c_out),),
-        cast="model",
-        projection=True,
-        runs=runs,
-        reason=reason,
-    )
+def _control_states(
+    block: Any, path: str, config: PatchConfig, classes: BlockClasses, whole: str
+) -> States:
+    """The pairs of one control block, by the name of their branch."""
+    states: States = {}
+    if block.proj_in is not None:
+        why = why_not_plain(block.proj_in)
+        runs: Runs = ("after-linear", f"proj_in is called: {why}") if why else ("in-linear", "")
+        runs = left_alone("control", config, whole) or runs
+        pair = block_pair(f"{path}.proj_in", "control", runs)
+        states["proj_in"] = pair_state(pair, {"proj_in": block.proj_in}, config)
+    states |= block_states(block, path, config, classes, whole)
+    if block.proj_out is not None:
+        scale = Stream("video", "1", "control_hidden_states_scale")
+        states["proj_out"] = PairState(block_pair(f"{path}.proj_out", "control", _HINT, scale))
+    return states
 
 
 class VACEBlockForward(WanBlockForward):

@@ -1,0 +1,205 @@
+"""The pairs of a model's blocks and the forwards to install, as every family of blocks lists them.
+
+A family says which module is which and why one of them is called; what follows from that is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from torch import nn
+
+from turbo_rcm_patch.config import Kind, PatchConfig
+from turbo_rcm_patch.patching.blocks import distinct, known_inside, left_by_config
+from turbo_rcm_patch.patching.linears import pair_state
+from turbo_rcm_patch.patching.record import innermost, record_of
+from turbo_rcm_patch.patching.registry import author_class
+from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
+from turbo_rcm_patch.skip import Cast, Residual, SkipPair, Stream
+
+__all__ = [
+    "Runs",
+    "States",
+    "add_blocks",
+    "block_pair",
+    "foreign",
+    "install",
+    "left_alone",
+    "linear_pair",
+    "states_of",
+    "with_image",
+]
+
+#: How a pair runs, and why, in words.
+Runs = tuple[Residual, str]
+#: The pairs of a block, by the names of their branches.
+States = dict[str, PairState]
+
+_REPLACED: Final = "the block's forward was replaced by somebody else's"
+
+
+def add_blocks(
+    result: ModelPlan,
+    name: str,
+    classes: tuple[type[nn.Module], ...],
+    parts: tuple[str, ...],
+    states_of_block: Callable[[Any, str, str], States],
+    make: Callable[..., Any],
+) -> None:
+    """Add the blocks in `model.<name>` to a plan.
+
+    Args:
+        result: The plan of the model. Blocks have to be added in the order in which they run,
+            because the guard looks at the inputs of the first one.
+        name: The list of blocks.
+        classes: What its blocks may be.
+        parts: Members without which the pairs of a block cannot be named; a wrapper may be
+            anything.
+        states_of_block: Gives the pairs of a block from the block, its path, and why all of it is
+            left alone or "".
+        make: Makes what stands in for a block's forward, see `install`.
+    """
+    for index, child in distinct(getattr(result.model, name)):
+        inner, block = known_inside(child, classes)
+        path = f"{result.path}.{name}.{index}.{inner}".strip(".")
+        if not all(hasattr(block, part) for part in parts):
+            result.states.append(PairState(_unknown(path, block)))
+            continue
+        install(result, block, states_of_block(block, path, foreign(block, result, classes)), make)
+
+
+def install(result: ModelPlan, block: nn.Module, states: States, make: Callable[..., Any]) -> None:
+    """Add the pairs of one block to a plan, and its forward if any of them is fused.
+
+    Args:
+        result: The plan of the model.
+        block: The block.
+        states: Its pairs.
+        make: Makes what stands in for its forward from the block, the pairs, the configuration,
+            the int8 copies, whether it is the first one, and the guard.
+    """
+    result.states += states.values()
+    if any(state.live for state in states.values()):
+        first = not result.installations
+        forward = partial(make, block, states, result.config, result.copies, first)
+        result.installations.append(Installation(block, "forward", forward))
+
+
+def foreign(block: nn.Module, result: ModelPlan, classes: tuple[type[nn.Module], ...]) -> str:
+    """Why a whole block is left alone, or ""."""
+    if record_of(result.model) is not None:
+        return ""
+    if author_class(block) not in classes:
+        return f"the block is a {type(block).__qualname__}"
+    return "" if innermost(block) else _REPLACED
+
+
+def _unknown(path: str, module: nn.Module) -> SkipPair:
+    """Stands in the report for a block of which nothing is known; it runs as it is."""
+    return SkipPair(
+        path=path,
+        kind="self",
+        heads=0,
+        head_dim=0,
+        streams=(),
+        cast="model",
+        projection=False,
+        runs="as-written",
+        reason=f"it is a {type(module).__qualname__}, of which nothing is known",
+    )
+
+
+def left_alone(kind: Kind, config: PatchConfig, whole: str) -> Runs | None:
+    """Whether a pair is left alone for reasons outside its branch."""
+    return ("as-written", whole) if whole else left_by_config(kind, config)
+
+
+def block_pair(
+    path: str,
+    kind: Kind,
+    runs: Runs,
+    *streams: Stream,
+    cast: Cast = "model",
+    heads: int = 0,
+    head_dim: int = 0,
+) -> SkipPair:
+    """A pair that is closed across an output projection.
+
+    Args:
+        path: Where its branch sits.
+        kind: Of the branch.
+        runs: How it runs, and why.
+        *streams: Its residual streams; a sum with nothing in front of it where none is given.
+        cast: Where it is summed.
+        heads: Of an attention.
+        head_dim: Likewise.
+    """
+    return SkipPair(
+        path=path,
+        kind=kind,
+        heads=heads,
+        head_dim=head_dim,
+        streams=streams or (Stream("video", "1", "1"),),
+        cast=cast,
+        projection=True,
+        runs=runs[0],
+        reason=runs[1],
+    )
+
+
+def linear_pair(pair: SkipPair, path: str, runs: Residual, reason: str) -> SkipPair:
+    """The sum of a sparse and of a projected linear attention (SLA), a pair of its own before W_o.
+
+    Args:
+        pair: The self-attention around it.
+        path: Where the linear branch sits.
+        runs: How the sum is closed.
+        reason: Why.
+    """
+    return _inside(pair, path, "proj_l of the linear attention", runs, reason)
+
+
+def with_image(cross: SkipPair, config: PatchConfig, *, called: bool) -> tuple[SkipPair, SkipPair]:
+    """Cross-attention and its image branch: they share queries and projection, so also a fate.
+
+    Args:
+        cross: The cross-attention.
+        config: How the model is patched.
+        called: Whether it is called whole.
+    """
+    left = left_by_config("image", config)
+    reason = left[1] if left else ""
+    if cross.runs == "as-written":
+        reason = f"the cross-attention around it is as written: {cross.reason}"
+    elif called:
+        reason = cross.reason
+    elif left:
+        words = "attention is called as a module, because its image branch is left as written"
+        cross = replace(cross, runs="after-linear", reason=words)
+    runs: Residual = "as-written" if reason else "in-kernel"
+    image = _inside(cross, f"{cross.path}.image", "text attention", runs, reason)
+    return cross, replace(image, kind="image")
+
+
+def _inside(pair: SkipPair, path: str, stream: str, runs: Residual, reason: str) -> SkipPair:
+    """The sum of two attentions before their projection."""
+    streams = (Stream(stream, "1", "1"),)
+    return replace(pair, path=path, streams=streams, projection=False, runs=runs, reason=reason)
+
+
+def states_of(
+    pairs: Mapping[str, SkipPair],
+    linears: Mapping[str, Mapping[str, nn.Module]],
+    config: PatchConfig,
+) -> States:
+    """The states of a block's pairs.
+
+    Args:
+        pairs: By the names of their branches.
+        linears: The Linears that ours runs itself, by name, where a branch has any.
+        config: How the model is patched.
+    """
+    return {name: pair_state(pair, linears.get(name, {}), config) for name, pair in pairs.items()}
