@@ -34,7 +34,7 @@ from benchmarks.networks import (
     variants,
     wan_call,
 )
-from benchmarks.runner import Journal, Plan, Record, chosen, graph_of, run_cases
+from benchmarks.runner import Journal, Plan, Record, chosen, graph_of, peak_bytes, run_cases
 from turbo_rcm_patch import PatchReport
 from turbo_rcm_patch.bench import Call, errors_of, reason_of
 
@@ -194,10 +194,12 @@ METHODS: Final[dict[str, Enter]] = {
     "patched": patched_with(),
     "patched exact": patched_with(attention="exact"),
     "patched int8 Linears": patched_with(linear="int8"),
+    "patched graphs": patched_with(cuda_graphs=True),
+    "patched int8 Linears graphs": patched_with(linear="int8", cuda_graphs=True),
     "compiled": compiled,  # last: it takes longest to begin with
 }
 _LENGTH_COLUMNS: Final = (
-    ("tokens", 8), ("method", 22), ("ms", 9), ("CPU ms", 8), ("graph ms", 8), ("of eager", 8),
+    ("tokens", 8), ("method", 28), ("ms", 9), ("CPU ms", 8), ("graph ms", 8), ("of eager", 8),
     ("first s", 8), ("in int8", 7), ("relL2", 9),
 )  # fmt: skip
 
@@ -218,6 +220,8 @@ def run_length(plan: Plan) -> int:
             "graph_milliseconds": "of replays of the forward as one CUDA graph",
             "first_seconds": "the first forward of this length with this method in this process",
             "in_int8": "share of the self-attentions whose products ran in int8",
+            "graphs": "patched with cuda_graphs=True, which captures and replays by itself",
+            "peak_bytes": "of allocated memory during one forward, weights included",
             "compiled": "every block with fullgraph=True",
         },
     )
@@ -253,7 +257,9 @@ def _measure(network: Any, name: str, call: Call, journal: Journal) -> Record:
             record["error"] = errors_of(output, eager)
             if not record["error"]["relative_l2"] < BROKEN:
                 return record | {"status": "wrong", "reason": "too far from the eager forward"}
-            call()
+            for _ in range(3):  # a graph of ours is captured in the third forward
+                call()
+            record |= peak_bytes(call, device)
             rounds = plan.calls or (3 if plan.quick else 7)
             record["milliseconds"] = _milliseconds(call, device, rounds, 3)
             record["cpu_milliseconds"] = _milliseconds(call, device, 2 * rounds, 0)
@@ -261,7 +267,7 @@ def _measure(network: Any, name: str, call: Call, journal: Journal) -> Record:
                 own = sum(pair.kind == "self" for pair in report.pairs)
                 record["last_forward"] = ran = report.last_forward
                 record["in_int8"] = ran.get("fused with int8 attention", 0) / own
-            if device.type == "cuda":
+            if device.type == "cuda" and not name.endswith("graphs"):
                 replay = graph_of([call])
                 record["graph_milliseconds"] = _milliseconds(replay, device, rounds, 3)
                 del replay
