@@ -60,7 +60,7 @@ def draw(path: Path) -> list[Path]:
     Returns:
         The PNG files; a plot for which there is nothing yet is left out.
     """
-    require("report", "plots")
+    require("report", "plots", "matplotlib")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -30,18 +30,19 @@ EXTRAS: Final = {
 }
 
 
-def require(extra: str, purpose: str) -> None:
-    """Check that the packages of an extra are installed. Nothing is imported.
+def require(extra: str, purpose: str, *packages: str) -> None:
+    """Check that packages of an extra are installed. Nothing is imported.
 
     Args:
         extra: A key of `EXTRAS`; "report" includes "video", as in pyproject.toml.
         purpose: What needs them, for the message.
+        packages: Those that are needed; all of the extra by default.
 
     Raises:
         MissingPackageError: Some are missing; the message names them and the extra to install.
     """
     names = EXTRAS["video"] if extra == "video" else EXTRAS["video"] + EXTRAS[extra]
-    missing = [name for name in names if find_spec(name) is None]
+    missing = [name for name in packages or names if find_spec(name) is None]
     if missing:
         raise MissingPackageError(
             purpose,

@@ -388,7 +388,7 @@ def load_text_encoder(path: str | Path, *, dtype: torch.dtype) -> UMT5EncoderMod
     Raises:
         CheckpointError: It is another file.
     """
-    require("video", "the text encoder")
+    require("video", "the text encoder", "transformers")
     from transformers import UMT5Config, UMT5EncoderModel
 
     part = read_text_encoder(path)

@@ -147,7 +147,7 @@ def test_a_model_moved_to_the_gpu_after_patching() -> None:
     model.to(GPU)
     assert report.impl == "triton"
     moved = run(model, **inputs)
-    unpatch_model(model, attention="int8")
+    unpatch_model(model)
     assert relative(moved, run(model, **inputs)) < 0.03
 
 
@@ -240,7 +240,7 @@ def test_offloading(offload: Callable[[Any], None], patch_first: bool) -> None:
         patch_model(model, INT8)
     for _ in range(2):
         assert relative(run(model, **inputs), expected) < 0.02
-    unpatch_model(model, attention="int8")
+    unpatch_model(model)
 
 
 def test_a_pipeline_with_model_offload() -> None:

@@ -348,7 +348,7 @@ class AttentionRun:
         self._state, self._modules, self._close = state, modules, close
         self._streams = isinstance(close, StreamsClose)
         self._width = modules.heads * modules.head_dim
-        int8, cross = state.int8, bool(modules.kv)
+        int8, cross = state.int8, len(modules.kv) > 0
         self._of_x = Projection(
             linears, f"{name}.q" if cross else f"{name}.qkv", modules.qkv, like, int8=int8
         )
@@ -357,7 +357,7 @@ class AttentionRun:
             context = given.context
             assert context is not None
             self._of_context = Projection(linears, f"{name}.kv", modules.kv, context, int8=int8)
-            if modules.image:
+            if len(modules.image) > 0:
                 self._image = Projection(linears, "image", modules.image, context, int8=int8)
         self._norm = norm(self._of_x.int8)
         self._fused = len(modules.kv or modules.qkv) == 1
@@ -380,7 +380,9 @@ class AttentionRun:
                 "int8": self._way(int8_way, like),
             }
         self._form = form
-        if close.int8 or not close.plain or modules.image or self._masked or modules.sparse:
+        # torch 2.11 traces no tuple and no function as a condition.
+        added = len(modules.image) > 0 or modules.sparse is not None
+        if close.int8 or not close.plain or self._masked or added:
             self._form = "two-launch"
         operation = attention_forward if modules.sparse is None else sparse_linear_forward
         self._attend, self._attend_image = Step(operation), Step(attention_forward)

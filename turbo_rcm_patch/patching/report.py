@@ -338,8 +338,11 @@ class PatchReport:
         config = self.config
         attention = config.attention
         if quantises(attention):
-            q_and_k = "int8 or exact q and k" if attention == "auto" else f"{attention} q and k"
-            attention_text = f"{q_and_k}, p and v in {pv}"
+            by_length = attention == "auto" and device.startswith("cuda")
+            own = "int8" if attention == "auto" else attention
+            attention_text = f"{own} q and k, p and v in {pv}"
+            if by_length:
+                attention_text = f"by length exact, or {attention_text}"
             if attention != "int4" and config.form != "one-launch":
                 attention_text += f"; cross-attention to fewer than {INT8_MIN_KEYS:,} keys exact"
         else:

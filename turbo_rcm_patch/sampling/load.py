@@ -91,7 +91,7 @@ def load_pipeline(
         A `WanPipeline` or `CogVideoXPipeline`, ready to run. If the folder was converted from a
         checkpoint with int8 weights or SLA, these are attached (`load_extra`).
     """
-    require("video", "load_pipeline")
+    require("video", "load_pipeline", "transformers", "tokenizers", "accelerate", "ftfy")
     if offload not in get_args(Offload):
         raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))
     target = choose_device(device)
@@ -403,7 +403,7 @@ def load_skeleton(model: str | Path) -> WanPipeline:
         A pipeline that cannot generate. Its scheduler is the rCM sampler if the model's folder
         asks for it, so that the skip pair of the whole network is listed.
     """
-    require("video", "a diffusers pipeline")
+    require("video", "a diffusers pipeline", "transformers", "accelerate")
     from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 
     folder = resolve_model(model)

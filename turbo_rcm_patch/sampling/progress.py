@@ -29,7 +29,7 @@ _WORDS: Final = {
 @contextmanager
 def bars() -> Iterator[Progress]:
     """One bar for each stage, drawn on stderr as stages begin."""
-    require("video", "progress bars")
+    require("video", "progress bars", "rich")
     from rich import progress as rich
     from rich.console import Console
 

@@ -112,7 +112,7 @@ def find_ffmpeg() -> str:
     Raises:
         MissingPackageError: There is none.
     """
-    require("video", "writing mp4")
+    require("video", "writing mp4", "imageio", "imageio_ffmpeg", "numpy", "PIL")
     try:
         import imageio_ffmpeg
 
