@@ -141,11 +141,11 @@ class BlockForward:
         """Whether the norm before a branch is exactly a layer norm in fp32."""
         raise NotImplementedError
 
-    def _called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
+    def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
         """The norm before a branch, called, before its modulation."""
         raise NotImplementedError
 
-    def _call(self, branch: Branch, x: Any, hidden: Hidden, given: Given) -> Any:
+    def call_branch(self, branch: Branch, x: Any, hidden: Hidden, given: Given) -> Any:
         """The module of a branch, called as the block's author calls it."""
         raise NotImplementedError
 
@@ -175,11 +175,7 @@ class BlockForward:
         mode: Mode = self._mode(branch, hidden, given) if state.live else "as-written"
         if mode != "ours":
             norm = self._norm(branch, state, hidden, given, as_rows=False)
-            return CalledRun(
-                (state, inner), mode, norm,
-                lambda x, hidden, given: self._call(branch, x, hidden, given),
-                lambda made, hidden, gate: self._summed(branch, mode, made, hidden, gate),
-            )  # fmt: skip
+            return CalledRun((state, inner), mode, norm, branch)
         module = getattr(self._block, name)
 
         def norm_of(as_rows: bool) -> Norm:
@@ -216,7 +212,7 @@ class BlockForward:
             return FusedNorm(norm, at, self._config.impl, as_rows=as_rows and self.int8_rows)
 
         def called(hidden: Tensor, given: Given) -> tuple[Tensor, Any]:
-            x = self._called_norm(norm, hidden)
+            x = given.forward.called_norm(norm, hidden)
             if at is None:
                 return x.type_as(hidden), None
             shift, scale, gate = given.rows[at : at + 3]
@@ -224,7 +220,9 @@ class BlockForward:
 
         return CalledNorm(called)
 
-    def _summed(self, branch: Branch, mode: Mode, made: Any, hidden: Any, gate: Any) -> Hidden:
+    def close_called(
+        self, branch: Branch, mode: Mode, made: Any, hidden: Any, gate: Any
+    ) -> Hidden:
         """The skip after a branch that was called: ours, or the author's sum."""
         cast = branch.cast
         if mode == "called" and (cast == "fp32" or made.dtype == hidden.dtype):

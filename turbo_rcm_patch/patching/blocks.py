@@ -58,29 +58,29 @@ _AUTOCAST: Final = (
 _log = logging.getLogger(__name__)
 
 
-def may_run(x: Tensor, states: Iterable[PairState], said: set[str] | None) -> bool:
+def may_run(x: Tensor, states: Iterable[PairState], warned: set[str] | None) -> bool:
     """Whether ours may run: not under autocast, which ours would not follow, and not where
     `unserved` says so; the pairs say that.
 
     Args:
         x: An input of the block.
         states: The pairs of the block.
-        said: What the model was warned about; None for blocks after its first.
+        warned: What the model was warned about; None for blocks after its first.
     """
     if not unserved(x):
         return True
     autocast = autocasting(x)
     for state in states:
         state.note(AUTOCAST if autocast else "as written")
-    if said is not None and autocast:
-        warn_once(said, _AUTOCAST)
+    if warned is not None and autocast:
+        warn_once(warned, _AUTOCAST)
     return False
 
 
-def warn_once(said: set[str], message: str) -> None:
+def warn_once(warned: set[str], message: str) -> None:
     """Log a warning, the first time; never in a compiled graph."""
-    if not torch.compiler.is_compiling() and message not in said:
-        said.add(message)
+    if not torch.compiler.is_compiling() and message not in warned:
+        warned.add(message)
         _log.warning(message)
 
 

@@ -74,6 +74,8 @@ class Given(NamedTuple):
         rotary: (cos, sin) as the operations take them, or None.
         mask: What self-attention may see, or None for everything.
         more: What a family's own calls take besides.
+        forward: What stands in for the block's forward; a plan that held it would keep the block
+            alive.
         compared: Whether the guard compares a branch on this forward.
     """
 
@@ -82,6 +84,7 @@ class Given(NamedTuple):
     rotary: tuple[Tensor, Tensor] | None = None
     mask: Tensor | None = None
     more: tuple[Any, ...] = ()
+    forward: Any = None
     compared: bool = False
 
 
@@ -679,11 +682,10 @@ class CalledRun:
         states: Its pair, and the one inside it if it has one.
         mode: "called" or "as-written".
         norm: What stands before it.
-        run: Calls the module.
-        close: Closes the skip: gets the token, the branch, the residual and the gate.
+        branch: What the block's forward calls it by.
     """
 
-    __slots__ = ("_close", "_mode", "_norm", "_run", "_states")
+    __slots__ = ("_branch", "_mode", "_norm", "_states")
     read = None
 
     def __init__(
@@ -691,11 +693,9 @@ class CalledRun:
         states: tuple[PairState | None, PairState | None],
         mode: Mode,
         norm: Norm,
-        run: Callable[[Any, Hidden, Given], Any],
-        close: Callable[[Any, Hidden, Any], Hidden],
+        branch: Any,
     ) -> None:
-        self._states, self._mode, self._norm = states, mode, norm
-        self._run, self._close = run, close
+        self._states, self._mode, self._norm, self._branch = states, mode, norm, branch
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
@@ -706,9 +706,12 @@ class CalledRun:
             observe(x)
         for state in self._states:
             note_mode(state, self._mode)
-        closed = self._close(self._run(x, hidden, given), hidden, gate)
-        streams, made = ((hidden,), (closed,)) if isinstance(hidden, Tensor) else (hidden, closed)
-        for stream, x in zip(streams, made, strict=True):
+        made = given.forward.call_branch(self._branch, x, hidden, given)
+        closed = given.forward.close_called(self._branch, self._mode, made, hidden, gate)
+        pairs: Any = ((hidden, closed),)
+        if not isinstance(hidden, Tensor):
+            pairs = zip(hidden, closed, strict=True)
+        for stream, x in pairs:
             token = after_call(token, stream, (x,), stream.shape[2:], stream.shape[1])
         return closed, token
 

@@ -129,7 +129,9 @@ class CogVideoXBlockForward(BlockForward):
                 image_rotary_emb, lambda: _with_text(image_rotary_emb, tokens, device),
                 (tokens, device),
             )  # fmt: skip
-        given = Given(None, (temb,), rotary, more=(image_rotary_emb, attention_kwargs or {}))
+        given = Given(
+            None, (temb,), rotary, more=(image_rotary_emb, attention_kwargs or {}), forward=self
+        )
         text, video = self._run((encoder_hidden_states, hidden_states), given, guard, author)
         return video, text
 
@@ -200,7 +202,7 @@ class CogVideoXBlockForward(BlockForward):
 
         return CalledNorm(called)
 
-    def _call(self, branch: Branch, x: Tensor, hidden: Streams, given: Given) -> Streams:
+    def call_branch(self, branch: Branch, x: Tensor, hidden: Streams, given: Given) -> Streams:
         module, tokens = getattr(self._block, branch.name), [s.shape[1] for s in hidden]
         if branch.kind == "feed-forward":
             text, video = call(module, x).split(tokens, dim=1)
@@ -213,7 +215,7 @@ class CogVideoXBlockForward(BlockForward):
         )  # fmt: skip
         return text, video
 
-    def _summed(
+    def close_called(
         self, branch: Branch, mode: Mode, made: Streams, hidden: Streams, gate: Streams
     ) -> Streams:
         if mode == "called":

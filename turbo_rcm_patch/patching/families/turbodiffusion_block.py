@@ -103,7 +103,7 @@ class TurboBlockForward(BlockForward):
 
         rows = (block.modulation + e).chunk(6, dim=1)
         rotary = self._tables.of((freqs,), lambda: _tables(freqs))
-        given = Given(context, rows, rotary, more=(seq_lens, freqs, context_lens))
+        given = Given(context, rows, rotary, more=(seq_lens, freqs, context_lens), forward=self)
         out: Tensor = self._run(x, given, guard, author)
         return out
 
@@ -187,11 +187,11 @@ class TurboBlockForward(BlockForward):
     def _fused_norm(self, branch: Branch, like: Tensor) -> bool:
         return modulates(getattr(self._block, branch.norm), affine=branch.at is None)
 
-    def _called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
+    def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
         normed: Tensor = call(norm, hidden)
         return normed
 
-    def _call(self, branch: Branch, x: Tensor, hidden: Tensor, given: Given) -> Tensor:
+    def call_branch(self, branch: Branch, x: Tensor, hidden: Tensor, given: Given) -> Tensor:
         module = getattr(self._block, branch.name)
         seq_lens, freqs, context_lens = given.more
         if branch.kind == "self":

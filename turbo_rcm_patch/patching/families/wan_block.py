@@ -132,7 +132,9 @@ class WanBlockForward(BlockForward):
 
         rows = modulation(block.scale_shift_table, temb)
         hidden, context = same_batch(hidden_states, encoder_hidden_states)
-        out: Tensor = self._run(hidden, Given(context, rows, rotary_emb), guard, author)
+        out: Tensor = self._run(
+            hidden, Given(context, rows, rotary_emb, forward=self), guard, author
+        )
         return out
 
     def _warn(self, warned: set[str]) -> None:
@@ -232,11 +234,11 @@ class WanBlockForward(BlockForward):
             return False
         return branch.at is None or (norm.weight is None and norm.bias is None)
 
-    def _called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
+    def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
         normed: Tensor = call(norm, hidden.float())
         return normed
 
-    def _call(self, branch: Branch, x: Tensor, hidden: Tensor, given: Given) -> Tensor:
+    def call_branch(self, branch: Branch, x: Tensor, hidden: Tensor, given: Given) -> Tensor:
         module = getattr(self._block, branch.name)
         if branch.kind == "self":
             made: Tensor = call(module, x, None, given.mask, given.rotary)

@@ -98,6 +98,6 @@ class SkyReelsBlockForward(WanBlockForward):
             return out
 
         hidden, context = same_batch(hidden_states, encoder_hidden_states)
-        given = Given(context, rows, rotary_emb, attention_mask)
+        given = Given(context, rows, rotary_emb, attention_mask, forward=self)
         made: Tensor = self._run(hidden, given, guard, author)
         return made

@@ -141,7 +141,7 @@ class VACEBlockForward(WanBlockForward):
         rows = modulation(block.scale_shift_table.to(temb.device), temb)
         stream = control_hidden_states if block.proj_in is None else hidden_states
         stream, context = same_batch(stream, encoder_hidden_states)
-        given = Given(context, rows, rotary_emb, more=(control_hidden_states,))
+        given = Given(context, rows, rotary_emb, more=(control_hidden_states,), forward=self)
         control: Tensor = self._run(stream, given, guard, author)
         return None if block.proj_out is None else block.proj_out(control), control
 
