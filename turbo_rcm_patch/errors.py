@@ -33,6 +33,7 @@ __all__ = [
     "OutputError",
     "OutputExistsError",
     "PatchError",
+    "RankMismatchError",
     "SamplingError",
     "ShapeError",
     "SignatureDriftError",
@@ -161,6 +162,10 @@ class Fp8UnsupportedError(DeviceError):
 
 class GradientError(OpError, RuntimeError):
     """A gradient was asked for that the operation does not define."""
+
+
+class RankMismatchError(OpError, ValueError):
+    """Ranks that share one sequence disagree about an operation; raised on each of them."""
 
 
 class NonFiniteInputError(OpError, ValueError):

@@ -1,0 +1,679 @@
+"""Attention over a sequence whose tokens several ranks share: Ulysses, ring, and both.
+
+Ulysses: every rank sends each other rank a share of the heads of its tokens, computes the
+attention of its own heads over all tokens, and sends the output back. Ring: keys and values are
+passed on from rank to rank, and partial results are merged by their logsumexp in fp32. Unified:
+Ulysses within groups of neighbours, and a ring among those groups.
+
+Norms, rotary embedding, smoothing, Hadamard matrix and quantisation run on the local tokens before
+anything is sent, so that int8 q and k with their scales and e4m3 or 16-bit v travel. The mean of k
+and the scale of v belong to the whole sequence: one small gather makes them the same on every
+rank. Blocks of keys that share a scale begin where they would in one piece; the few tokens of a
+block that lie on the next rank are fetched before it is quantised.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, Final, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from turbo_rcm_patch.config import Impl, PVDType
+from turbo_rcm_patch.errors import (
+    ConfigError,
+    MaskError,
+    OpError,
+    RankMismatchError,
+    TurboRCMError,
+)
+from turbo_rcm_patch.ops import shards as reference_shards
+from turbo_rcm_patch.ops.attention import with_positive_scale
+from turbo_rcm_patch.ops.checks import (
+    check_attention,
+    check_norm,
+    check_out_dtype,
+    check_same_device,
+    rotary_parts,
+)
+from turbo_rcm_patch.ops.emulation import MEAN_SAMPLES
+from turbo_rcm_patch.ops.exchange import (
+    ContextParallel,
+    Pending,
+    all_to_all,
+    concatenated,
+    gather,
+    pass_on,
+    split_evenly,
+)
+from turbo_rcm_patch.ops.modes import as_documented, refuse_derivative
+from turbo_rcm_patch.ops.operation import Operation
+from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
+from turbo_rcm_patch.ops.sage import sage_attention
+from turbo_rcm_patch.ops.shards import Tokens, padded
+from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, key_block, resolve_impl, resolve_pv
+
+__all__ = ["parallel_attention"]
+
+_DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
+_NORMS: Final = ("none", "across heads", "per head", "layer norm per head")
+_PVS: Final = ("auto", "fp8", "bf16", "fp16")
+#: What ranks have to agree on: words, or "int", or "float".
+_HEADER: Final[dict[str, Sequence[str] | Literal["int", "float"]]] = {
+    "ulysses degree": "int",
+    "batch": "int",
+    "channels": "int",
+    "heads": "int",
+    "dtype": _DTYPES,
+    "out_dtype": _DTYPES,
+    "attention": ("int8", "int4", "exact", "sage"),
+    "pv": _PVS,
+    "pv on this device": _PVS,
+    "smooth_k": "int",
+    "sm_scale": "float",
+    "eps": "float",
+    "norm_q": _NORMS,
+    "norm_k": _NORMS,
+    "rotary": ("none", *_DTYPES),
+    "impl": ("triton", "reference"),
+}
+
+
+def parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    parallel: ContextParallel,
+    *,
+    norm_q: Tensor | None = None,
+    norm_k: Tensor | None = None,
+    norm_q_bias: Tensor | None = None,
+    norm_k_bias: Tensor | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    lengths: Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """softmax(sm_scale * q k^T) v over the tokens of all ranks of `parallel`, for the local q.
+
+    Every rank calls it with its own tokens, of any number above 0, and with the same spec. Heads
+    need not divide by the number of ranks. There is no gradient.
+
+    Args:
+        q: [B, N, H*D], bf16, fp16 or fp32, the local tokens.
+        k: [B, N, H*D], dtype of q.
+        v: [B, N, H*D], dtype of q.
+        spec: How the attention is computed; not causal.
+        parallel: The process groups.
+        norm_q: Weight of the norm of q; see `attention_skip` for it and the next three.
+        norm_k: Weight of the norm of k.
+        norm_q_bias: Bias of the norm of q, which makes it a layer norm.
+        norm_k_bias: Bias of the norm of k, likewise.
+        rotary: (cos, sin) of the local tokens, each [N, D] or [1, N, 1, D].
+        lengths: N of every rank, where all ranks agreed on them and on everything else for this
+            call already (a block of the same forward with the same arguments). None asks the other
+            ranks, which costs a small exchange through the host.
+        out_dtype: dtype of the result; q's by default.
+
+    Returns:
+        [B, N, H*D], contiguous.
+
+    Raises:
+        RankMismatchError: The arguments of the ranks do not fit together, or a rank refused its
+            own; on every rank alike. On a rank that refused, the reason is its cause.
+    """
+    if not isinstance(parallel, ContextParallel):
+        raise ConfigError("parallel", expected="a ContextParallel", got=type(parallel).__name__)
+    try:
+        args = _checked(
+            q, k, v, spec, parallel, (norm_q, norm_k, norm_q_bias, norm_k_bias), rotary, lengths,
+            out_dtype,
+        )  # fmt: skip
+    except TurboRCMError as error:
+        if lengths is not None or not isinstance(q, Tensor):
+            raise
+        _agree(parallel, q.device, None, error)
+        raise  # not reached: what one rank refuses is refused on all
+    out: Tensor = parallel_attention_forward(*args)
+    return out
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    parallel: ContextParallel,
+    norms: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    rotary: tuple[Tensor, Tensor] | None,
+    lengths: Sequence[int] | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:
+    """The arguments of the registered operation."""
+    check_attention(q, k, v, spec)
+    if q.shape[1] != k.shape[1]:
+        raise OpError(
+            "parallel_attention",
+            expected="self-attention: as many keys as queries",
+            got=f"{q.shape[1]} queries and {k.shape[1]} keys",
+            remedy="Keys that every rank has need no exchange: use attention_skip",
+        )
+    if spec.causal:
+        raise MaskError("causal=True", expected="no mask over several ranks")
+    if spec.attention == "sage" and parallel.ring is not None:
+        raise OpError(
+            'attention="sage" in a ring',
+            expected="an attention that gives its logsumexp",
+            remedy='Use Ulysses, or attention="int8" or "exact"',
+        )
+    channels, (norm_q, norm_k, norm_q_bias, norm_k_bias) = q.shape[2], norms
+    check_norm("norm_q", norm_q, norm_q_bias, channels, spec.heads)
+    check_norm("norm_k", norm_k, norm_k_bias, channels, spec.heads)
+    cos, sin = rotary_parts(rotary, q.shape[1], k.shape[1], channels // spec.heads)
+    check_out_dtype(out_dtype)
+    check_same_device(
+        q.device, norm_q=norm_q, norm_k=norm_k, norm_q_bias=norm_q_bias, norm_k_bias=norm_k_bias,
+        cos=cos, sin=sin,
+    )  # fmt: skip
+    refuse_derivative(
+        "parallel_attention",
+        q, k, v, *norms,
+        expected="inference: no gradient crosses the ranks",
+        remedy="Run it under torch.no_grad(), or train without context parallelism",
+    )  # fmt: skip
+    if lengths is not None and (
+        len(lengths) != parallel.size or lengths[parallel.rank] != q.shape[1]
+    ):
+        raise OpError(
+            "lengths",
+            expected=f"of {parallel.size} ranks, {q.shape[1]} at {parallel.rank}",
+            got=str(list(lengths)),
+        )
+    q, norm_q, norm_q_bias, sm_scale = with_positive_scale(
+        q, norm_q, norm_q_bias, spec.scale_of(channels // spec.heads)
+    )
+    return (
+        q, k, v, norm_q, norm_k, norm_q_bias, norm_k_bias, cos, sin,
+        [] if lengths is None else list(lengths), parallel.name, spec.heads, spec.attention,
+        spec.pv, spec.smooth_k, sm_scale, spec.eps, spec.impl,
+        q.dtype if out_dtype is None else out_dtype,
+    )  # fmt: skip
+
+
+# --- agreement -----------------------------------------------------------------------------------
+
+
+def _code(value: object, kind: Sequence[str] | str) -> int:
+    if kind == "float":
+        return int(struct.unpack("<q", struct.pack("<d", value))[0])
+    if kind == "int":
+        return int(cast("int", value))
+    return kind.index(str(value).removeprefix("torch."))
+
+
+def _word(code: int, kind: Sequence[str] | str) -> str:
+    if kind == "float":
+        return repr(struct.unpack("<d", struct.pack("<q", code))[0])
+    return str(code) if kind == "int" else kind[code]
+
+
+def _norm_word(weight: Tensor | None, bias: Tensor | None, channels: int) -> str:
+    if weight is None:
+        return "none"
+    if bias is not None:
+        return "layer norm per head"
+    return "across heads" if weight.numel() == channels else "per head"
+
+
+def _agree(
+    parallel: ContextParallel,
+    device: torch.device,
+    own: tuple[int, Mapping[str, object]] | None,
+    error: Exception | None = None,
+) -> list[int]:
+    """The number of tokens of every rank, when all agree on the rest.
+
+    Through the host, because sizes of messages depend on it: by a CPU backend where the group has
+    one beside the GPU's, which waits for no kernel.
+
+    Args:
+        own: Number of tokens and what `_HEADER` lists; None where this rank refuses because of
+            `error`.
+
+    Raises:
+        RankMismatchError: They do not, or one refused.
+    """
+    row = [1, 0, *(0 for _ in _HEADER)]
+    if own is not None:
+        row = [0, own[0], *(_code(own[1][name], kind) for name, kind in _HEADER.items())]
+    if "cpu:" in dist.get_backend_config(parallel.group):
+        device = torch.device("cpu")
+    rows = gather("header", torch.tensor(row, device=device), parallel.group).wait()
+    table = torch.stack(rows).tolist()
+    refused = [str(rank) for rank, row in enumerate(table) if row[0]]
+    if refused:
+        raise RankMismatchError(
+            "parallel_attention",
+            expected="arguments that every rank accepts",
+            got=f"a refusal on rank {', '.join(refused)}, which says why",
+        ) from error
+    differ = []
+    for at, (name, kind) in enumerate(_HEADER.items(), 2):
+        codes = [row[at] for row in table]
+        if len(set(codes)) > 1:
+            words = (f"{_word(c, kind)} on rank {rank}" for rank, c in enumerate(codes))
+            differ.append(f"{name} {', '.join(words)}")
+    if differ:
+        raise RankMismatchError(
+            "parallel_attention", expected="the same on every rank", got="; ".join(differ)
+        )
+    return [row[1] for row in table]
+
+
+# --- layout --------------------------------------------------------------------------------------
+
+
+class _Layout:
+    """Who has which tokens and which heads.
+
+    Args:
+        parallel: The process groups.
+        lengths: Tokens of every rank.
+        heads: H.
+    """
+
+    def __init__(self, parallel: ContextParallel, lengths: Sequence[int], heads: int) -> None:
+        degree, self.parallel = parallel.ulysses_degree, parallel
+        self.lengths = list(lengths)
+        #: Tokens of the ranks that exchange heads with this one, and of each group of the ring.
+        self.near = self.lengths[parallel.ring_rank * degree :][:degree]
+        self.chunks = [
+            sum(self.lengths[i : i + degree]) for i in range(0, len(self.lengths), degree)
+        ]
+        self.total, self.chunk = sum(self.lengths), self.chunks[parallel.ring_rank]
+        self.heads = split_evenly(heads, degree)
+        self.own_heads = self.heads[parallel.ulysses_rank]
+
+    @property
+    def sample(self) -> tuple[int, int]:
+        """The first local token of the sample that k's mean is taken over, and every how many
+        there is one: tokens 0, step, 2 * step of the whole sequence."""
+        step = max(1, -(-self.total // MEAN_SAMPLES))
+        return -sum(self.lengths[: self.parallel.rank]) % step, step
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of that sample."""
+        return -(-self.total // self.sample[1])
+
+    def aligned(self, lengths: Sequence[int]) -> list[int]:
+        """Keys that each rank quantises: all begin at multiples of `PADDED_TO`."""
+        ends = [0, *(min(padded(end), sum(lengths)) for end in accumulate(lengths))]
+        return [end - start for start, end in zip(ends[:-1], ends[1:], strict=True)]
+
+    def owned(self) -> tuple[list[slice], list[int]] | None:
+        """Which of this rank's tokens each rank quantises as keys, and how many of each rank's
+        tokens this one does; None where everybody quantises its own."""
+        after, here = self.aligned(self.near), self.parallel.ulysses_rank
+        if after == self.near:
+            return None
+        held, owned = (
+            [(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
+            for counts in (self.near, after)
+        )
+
+        def shared(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+            start = max(one[0], other[0])
+            return start, max(start, min(one[1], other[1]))
+
+        mine = [shared(held[here], other) for other in owned]
+        theirs = [shared(other, owned[here]) for other in held]
+        first = held[here][0]
+        return (
+            [slice(start - first, stop - first) for start, stop in mine],
+            [stop - start for start, stop in theirs],
+        )
+
+    def by_heads(self, x: Tensor, dim: int, channels: int = 1) -> list[Tensor]:
+        """x in the shares of the ranks, along a dimension of H * channels."""
+        return list(x.split([n * channels for n in self.heads], dim))
+
+
+# --- the operation -------------------------------------------------------------------------------
+
+
+def _shards(impl: Literal["triton", "reference"]) -> ModuleType:
+    if impl == "reference":
+        return reference_shards
+    from turbo_rcm_patch.kernels import shards
+
+    return shards
+
+
+@as_documented
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norm_q: Tensor | None,
+    norm_k: Tensor | None,
+    norm_q_bias: Tensor | None,
+    norm_k_bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    lengths: list[int],
+    parallel: str,
+    heads: int,
+    attention: str,
+    pv: str,
+    smooth_k: bool,
+    sm_scale: float,
+    eps: float,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    groups = ContextParallel.named(parallel)
+    (batch, tokens, channels), device = q.shape, q.device
+    implementation = resolve_impl(cast("Impl", impl), device)
+    if not lengths:
+        header = {
+            "ulysses degree": groups.ulysses_degree,
+            "batch": batch,
+            "channels": channels,
+            "heads": heads,
+            "dtype": q.dtype,
+            "out_dtype": out_dtype,
+            "attention": attention,
+            "pv": pv,
+            "pv on this device": resolve_pv(cast("PVDType", pv), device),
+            "smooth_k": smooth_k,
+            "sm_scale": sm_scale,
+            "eps": eps,
+            "norm_q": _norm_word(norm_q, norm_q_bias, channels),
+            "norm_k": _norm_word(norm_k, norm_k_bias, channels),
+            "rotary": "none" if cos is None else cos.dtype,
+            "impl": implementation,
+        }
+        lengths = _agree(groups, device, (tokens, header))
+    layout = _Layout(groups, lengths, heads)
+    queries = Tokens(q, heads, norm_q, norm_q_bias, cos, sin, eps)
+    keys = Tokens(k, heads, norm_k, norm_k_bias, cos, sin, eps)
+    own = _shards(implementation)
+    if attention in QMAX:
+        out = _quantised(
+            queries, keys, v, layout, own,
+            qmax=QMAX[attention], sm_scale=sm_scale, smooth_k=smooth_k, out_dtype=out_dtype,
+            pv=resolve_pv(cast("PVDType", pv), device, layout.total),
+        )  # fmt: skip
+    else:
+        out = _exact(queries, keys, v, layout, own, sm_scale, out_dtype, attention == "sage")
+    return _outputs(out, layout, tokens, channels // heads).contiguous()
+
+
+parallel_attention_forward = Operation("turbo_rcm_patch::parallel_attention_forward", _forward)
+
+
+@parallel_attention_forward.register_fake
+def _fake(q: Tensor, *args: Any) -> Tensor:
+    return q.new_empty(q.shape, dtype=args[-1])
+
+
+def _exact(
+    q: Tokens,
+    k: Tokens,
+    v: Tensor,
+    layout: _Layout,
+    own: ModuleType,
+    sm_scale: float,
+    out_dtype: torch.dtype,
+    sage: bool,
+) -> Tensor:
+    """The attention of this rank's heads for the queries of its Ulysses group."""
+    head_dim = v.shape[2] // q.heads
+    pending = [
+        _tokens_by_heads(what, x(), layout, head_dim)
+        for what, x in (
+            ("q", lambda: own.prepared(q, v.dtype)),
+            ("k", lambda: own.prepared(k, v.dtype)),
+            ("v", lambda: v),
+        )
+    ]
+    q_all, *kv = (concatenated(p.wait(), 1) for p in pending)
+    heads = layout.own_heads
+    if not heads:
+        return q_all.to(out_dtype)
+
+    def attend(kv: Sequence[Tensor], n_kv: int, partial: bool) -> tuple[Tensor, Tensor | None]:
+        qh, kh, vh = (split_heads(x, heads) for x in (q_all, *kv))
+        lse = None
+        if partial:
+            out, lse = own.exact_with_lse(qh, kh, vh, sm_scale)
+        elif sage:
+            out = sage_attention(qh, kh, vh, sm_scale=sm_scale, causal=False, smooth_k=True)
+        else:
+            out = sdpa_attention(qh, kh, vh, sm_scale=sm_scale)
+        return out.transpose(1, 2).flatten(2), lse
+
+    def shapes(n_kv: int) -> list[tuple[int, ...]]:
+        return [(x.shape[0], n_kv, x.shape[2]) for x in kv]
+
+    return _around(kv, shapes, attend, layout).to(out_dtype)
+
+
+def _quantised(
+    q: Tokens,
+    k: Tokens,
+    v: Tensor,
+    layout: _Layout,
+    own: ModuleType,
+    *,
+    qmax: int,
+    sm_scale: float,
+    smooth_k: bool,
+    pv: Literal["fp8", "bf16", "fp16"],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """As `_exact`, of quantised operands."""
+    batch, heads = v.shape[0], layout.own_heads
+    head_dim, fp8 = v.shape[2] // q.heads, pv == "fp8"
+    group, near = layout.parallel.ulysses, layout.near
+    width, block = own.width(head_dim), key_block(head_dim)
+    after = layout.aligned(near)
+
+    # What others wait for goes first; then whatever can be computed before theirs has come.
+    moved = _fetch(k, v if fp8 else None, layout)
+    statistics = None
+    if smooth_k or fp8:
+        first, step = layout.sample
+        parts = own.statistics(k, v, first=first, step=step, smooth_k=smooth_k, fp8=fp8)
+        statistics = gather("statistics", torch.stack(parts), layout.parallel.group)
+    q_int8, q_scale = own.queries(q, sm_scale=sm_scale, qmax=qmax)
+    pending_q = all_to_all(
+        "q", layout.by_heads(q_int8, 1), [(batch, heads, padded(n), width) for n in near], group
+    )
+    k, v_own = moved()
+    mean = amax = None
+    if statistics is not None:
+        gathered = torch.stack(statistics.wait())  # [ranks, 2, B, H, D]
+        mean = gathered[:, 0].sum(0) / layout.sampled if smooth_k else None
+        amax = gathered[:, 1].amax(0) if fp8 else None
+    k_int8, k_scale = own.keys(k, mean, qmax=qmax)
+    pending_k = all_to_all(
+        "k", layout.by_heads(k_int8, 1), [(batch, heads, padded(n), width) for n in after], group
+    )
+    scales = zip(layout.by_heads(q_scale, 1), layout.by_heads(k_scale, 1), strict=True)
+    sizes = [
+        (batch * heads * padded(n), batch * heads * padded(m) // block)
+        for n, m in zip(near, after, strict=True)
+    ]
+    pending_scales = all_to_all(
+        "scales",
+        [torch.cat([a.reshape(-1), b.reshape(-1)]) for a, b in scales],
+        [(sum(size),) for size in sizes],
+        group,
+    )
+    v_scale = None
+    if amax is not None:
+        v_scale = layout.by_heads(own.value_scale(amax), 1)[layout.parallel.ulysses_rank]
+        pending_v = all_to_all(
+            "v",
+            layout.by_heads(own.values(v_own, amax), 1),
+            [(batch, heads, width, padded(n)) for n in after],
+            group,
+        )
+    else:
+        wide = v.to(torch.bfloat16 if pv == "bf16" else torch.float16)
+        pending_v = _tokens_by_heads("v", wide, layout, head_dim)
+
+    if not heads:
+        for pending in (pending_q, pending_k, pending_scales, pending_v):
+            pending.wait()
+        return v.new_empty(batch, layout.chunk, 0, dtype=out_dtype)
+    rows = padded(layout.chunk)
+    scale_parts = [
+        [part.view(batch, heads, -1) for part in x.split(size)]
+        for x, size in zip(pending_scales.wait(), sizes, strict=True)
+    ]
+    q_all = (
+        _joined(pending_q.wait(), near, 2, rows),
+        _joined([x[0] for x in scale_parts], near, 2, rows),
+    )
+    kv = [
+        concatenated(pending_k.wait(), 2),
+        concatenated([x[1] for x in scale_parts], 2),
+        concatenated(pending_v.wait(), 3 if fp8 else 1),
+    ]
+
+    def attend(kv: Sequence[Tensor], n_kv: int, partial: bool) -> tuple[Tensor, Tensor | None]:
+        result: tuple[Tensor, Tensor | None] = own.attend(
+            q_all, (kv[0], kv[1]), kv[2], v_scale,
+            n_q=layout.chunk, n_kv=n_kv, head_dim=head_dim, pv=pv,
+            out_dtype=torch.float32 if partial else out_dtype, want_lse=partial,
+        )  # fmt: skip
+        return result
+
+    def shapes(n_kv: int) -> list[tuple[int, ...]]:
+        n = padded(n_kv)
+        last = (batch, heads, width, n) if fp8 else (batch, n_kv, heads * head_dim)
+        return [(batch, heads, n, width), (batch, heads, n // block), last]
+
+    return _around(kv, shapes, attend, layout).to(out_dtype)
+
+
+def _fetch(
+    k: Tokens, v: Tensor | None, layout: _Layout
+) -> Callable[[], tuple[Tokens, Tensor | None]]:
+    """Start to exchange the few tokens of k and v that other ranks quantise.
+
+    Returns:
+        Waits, and gives the tokens of k and v that this rank quantises.
+    """
+    owned = layout.owned()
+    if owned is None:
+        return lambda: (k, v)
+    mine, counts = owned
+    here = layout.parallel.ulysses_rank
+    # The widest elements first, so that all lie at multiples of their size.
+    given = [x for x in (k.cos, k.sin, k.x, v) if x is not None]
+
+    def take(x: Tensor, rows: slice) -> Tensor:
+        return x[rows] if x.dim() == 2 else x[:, rows]
+
+    def pack(rows: slice) -> Tensor:
+        return torch.cat([take(x, rows).reshape(-1).view(torch.uint8) for x in given])
+
+    def row_bytes(x: Tensor) -> int:
+        return x.numel() // x.shape[-2] * x.element_size()
+
+    others = [0 if rank == here else n for rank, n in enumerate(counts)]
+    pending = all_to_all(
+        "boundary",
+        [pack(slice(0, 0) if rank == here else rows) for rank, rows in enumerate(mine)],
+        [(n * sum(map(row_bytes, given)),) for n in others],
+        layout.parallel.ulysses,
+    )
+
+    def finish() -> tuple[Tokens, Tensor | None]:
+        pieces = [[take(x, mine[here])] for x in given]
+        for came, n in zip(pending.wait(), others, strict=True):
+            parts = came.split([n * row_bytes(x) for x in given])
+            for x, part, piece in zip(given, parts, pieces, strict=True):
+                shape = (*x.shape[:-2], n, x.shape[-1])
+                piece.append(part.clone().view(x.dtype).view(shape))
+        whole = iter([concatenated(piece, -2) for piece in pieces])
+        cos, sin = (None if t is None else next(whole) for t in (k.cos, k.sin))
+        return k._replace(x=next(whole), cos=cos, sin=sin), next(whole, None)
+
+    return finish
+
+
+def _tokens_by_heads(what: str, x: Tensor, layout: _Layout, head_dim: int) -> Pending:
+    """Start to exchange the heads of x [B, N, H*D]; gives [B, n, h*D] of every rank."""
+    shapes = [(x.shape[0], n, layout.own_heads * head_dim) for n in layout.near]
+    return all_to_all(what, layout.by_heads(x, 2, head_dim), shapes, layout.parallel.ulysses)
+
+
+def _outputs(out: Tensor, layout: _Layout, tokens: int, head_dim: int) -> Tensor:
+    """[B, n, h*D] of the heads of this rank and the tokens of its Ulysses group as [B, N, H*D] of
+    its own tokens."""
+    shapes = [(out.shape[0], tokens, n * head_dim) for n in layout.heads]
+    pieces = out.split(layout.near, 1)
+    return concatenated(all_to_all("out", pieces, shapes, layout.parallel.ulysses).wait(), 2)
+
+
+def _joined(parts: Sequence[Tensor], counts: Sequence[int], dim: int, rows: int) -> Tensor:
+    """The first so many rows of each part, and zeros up to `rows`."""
+    pieces = [x.narrow(dim, 0, n) for x, n in zip(parts, counts, strict=True)]
+    if rows > sum(counts):
+        shape = list(pieces[0].shape)
+        shape[dim] = rows - sum(counts)
+        pieces.append(pieces[0].new_zeros(shape))
+    return concatenated(pieces, dim)
+
+
+def _around(
+    kv: Sequence[Tensor],
+    shapes: Callable[[int], list[tuple[int, ...]]],
+    attend: Callable[[Sequence[Tensor], int, bool], tuple[Tensor, Tensor | None]],
+    layout: _Layout,
+) -> Tensor:
+    """The attention over the keys of a whole ring, which are passed on while they are used.
+
+    Args:
+        kv: Keys and values of this rank's part of the ring.
+        shapes: Of such, from a number of keys.
+        attend: The attention over so many keys; whether it is a part, in fp32 and with its
+            logsumexp.
+        layout: Who has how many.
+    """
+    ring = layout.parallel.ring
+    if ring is None:
+        return attend(kv, layout.chunk, False)[0]
+    rank, counts = layout.parallel.ring_rank, layout.chunks
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    for i in range(len(counts)):
+        following = None
+        if i + 1 < len(counts):
+            n_next = counts[(rank - i - 1) % len(counts)]
+            following = pass_on("ring", kv, shapes(n_next), ring)
+        part, part_lse = attend(kv, counts[(rank - i) % len(counts)], True)
+        assert part_lse is not None
+        if out is None or lse is None:
+            out, lse = part.float(), part_lse
+        else:
+            share = torch.sigmoid(part_lse - lse).transpose(1, 2).unsqueeze(-1)
+            heads = (lse.shape[1], -1)
+            out = torch.lerp(
+                out.unflatten(2, heads), part.float().unflatten(2, heads), share
+            ).flatten(2)
+            lse = torch.logaddexp(lse, part_lse)
+        if following is not None:
+            kv = following.wait()
+    assert out is not None
+    return out
