@@ -435,14 +435,13 @@ def _exact(
 ) -> Tensor:
     """The attention of this rank's heads for the queries of its Ulysses group."""
     head_dim = v.shape[2] // q.heads
-    pending = [
-        _tokens_by_heads(what, x(), layout, head_dim)
-        for what, x in (
-            ("q", lambda: own.prepared(q, v.dtype)),
-            ("k", lambda: own.prepared(k, v.dtype)),
-            ("v", lambda: v),
-        )
-    ]
+    pending = []
+    for what, tokens in (("q", q), ("k", k)):
+        x = own.prepared(tokens, v.dtype)
+        if x is None:  # no kernel has this norm
+            x = reference_shards.prepared(tokens, v.dtype)
+        pending.append(_tokens_by_heads(what, x, layout, head_dim))
+    pending.append(_tokens_by_heads("v", v, layout, head_dim))
     q_all, *kv = (concatenated(p.wait(), 1) for p in pending)
     heads = layout.own_heads
     if not heads:

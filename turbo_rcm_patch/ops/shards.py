@@ -160,7 +160,7 @@ def value_scale(amax: Tensor) -> Tensor:
 
 def values(v: Tensor, amax: Tensor) -> Tensor:
     """v [B, N, H*D] in e4m3: [B, H, width(D), padded(N)], 0 in the padding."""
-    head_dim, n = amax.shape[-1], v.shape[1]
+    head_dim, n = v.shape[2] // amax.shape[1], v.shape[1]
     x = split_heads(v.float(), amax.shape[1]) * (E4M3_MAX / amax.clamp_min(LEAST_V)).unsqueeze(2)
     x = F.pad(x, (0, width(head_dim) - head_dim, 0, padded(n) - n))
     return x.to(torch.float8_e4m3fn).transpose(2, 3).contiguous()
