@@ -1,4 +1,4 @@
-"""Several processes on a CPU that share gloo groups, for tests of what ranks send each other."""
+"""Several processes that share process groups, for tests of what ranks send each other."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def _main(rank: int, world: int, folder: str, function: Callable[..., None], arg
         dist.destroy_process_group()
 
 
-def on_ranks(world: int, function: Callable[..., None], *args: object) -> None:
-    """Run function(rank, *args) in so many processes of one gloo group."""
+def on_ranks(
+    world: int, function: Callable[..., None], *args: object, backend: str = "gloo"
+) -> None:
+    """Run function(rank, *args) in so many processes of one group."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_main, args=(world, os.fspath(folder), function, args), nprocs=world)
+        mp.spawn(_main, args=(world, backend, os.fspath(folder), function, args), nprocs=world)

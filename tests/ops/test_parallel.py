@@ -213,3 +213,133 @@ def test_two_ranks_equal_the_emulation_and_one_device() -> None:
 @pytest.mark.slow
 def test_four_ranks_equal_the_emulation_and_one_device() -> None:
     on_ranks(4, run_cases, CASES_OF_FOUR)
+
+
+def refused(parallel: ContextParallel, *args: Any, **kwargs: Any) -> str:
+    """What a mismatch says, which is the same on every rank."""
+    with pytest.raises(RankMismatchError) as caught:
+        parallel_attention(*args, parallel, **kwargs)
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, str(caught.value))
+    assert len(set(said)) == 1, said
+    return str(caught.value)
+
+
+def faults(rank: int) -> None:
+    parallel = groups(2, 1)
+    assert parallel is not None
+    x = torch.randn(1, 20, 128)
+    spec = AttentionSpec(heads=2)
+    # What differs is named, with its value on each rank.
+    other = torch.randn(1 + rank, 20, 128)
+    assert "batch 1 on rank 0, 2 on rank 1" in refused(parallel, other, other, other, spec)
+    wide = torch.randn(1, 20, 128 * (1 + rank))
+    assert "channels 128 on rank 0, 256" in refused(parallel, wide, wide, wide, spec)
+    y = x.bfloat16() if rank else x
+    assert "dtype float32 on rank 0, bfloat16 on rank 1" in refused(parallel, y, y, y, spec)
+    for change, word in (
+        ({"attention": "int8" if rank else "exact"}, "attention exact on rank 0, int8 on rank 1"),
+        ({"heads": 2 + 2 * rank}, "heads 2 on rank 0, 4 on rank 1"),
+        ({"sm_scale": 0.25 * (1 + rank)}, "sm_scale 0.25 on rank 0, 0.5 on rank 1"),
+        ({"smooth_k": rank == 0}, "smooth_k 1 on rank 0, 0 on rank 1"),
+    ):
+        assert word in refused(parallel, x, x, x, replace(spec, **change))
+    norm = torch.ones(128) if rank else None
+    assert "norm_k none on rank 0, across heads" in refused(parallel, x, x, x, spec, norm_k=norm)
+    # What one rank refuses is refused on all, and there it says why.
+    bad = torch.randn(1, 21, 128) if rank else x
+    assert "a refusal on rank 1" in refused(parallel, x, bad, bad, spec)
+    with pytest.raises(RankMismatchError) as caught:
+        parallel_attention(x, x, x if rank else x[:, 1:], spec, parallel)
+    assert isinstance(caught.value.__cause__, ShapeError | None)
+    assert (caught.value.__cause__ is None) == (rank == 1)
+    with pytest.raises(RankMismatchError) as caught:
+        parallel_attention(x, x, x, replace(spec, causal=True), parallel)
+    assert isinstance(caught.value.__cause__, MaskError)
+    with pytest.raises(RankMismatchError) as caught:
+        parallel_attention(x.clone().requires_grad_(), x, x, spec, parallel)
+    assert isinstance(caught.value.__cause__, GradientError)
+    # And the groups still work.
+    out = parallel_attention(x, x, x, spec, parallel)
+    again = parallel_attention(x, x, x, spec, parallel, lengths=(20, 20))
+    assert torch.equal(out, again)
+    compiled = torch.compile(
+        lambda a: parallel_attention(a * 1.0, a, a, spec, parallel) + 1.0,
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    with torch.no_grad():
+        assert torch.equal(compiled(x), out + 1.0)
+
+
+def test_ranks_that_disagree_all_say_so() -> None:
+    on_ranks(2, faults)
+
+
+def bytes_sent(rank: int) -> None:
+    """Against the formulas in the text of `docs`: 5 of 8 bytes with fp8, and what is small."""
+    heads, dim, n = 4, 64, 256
+    channels, share = heads * dim, n * heads * dim // 2
+    q, k, v = (torch.randn(1, n, channels).bfloat16() for _ in range(3))
+    ulysses, ring = groups(2, 1), groups(1, 2)
+    assert ulysses is not None and ring is not None
+    header = 8 * 18
+    statistics = 2 * channels * 4
+    counted = {}
+    for name, parallel in (("ulysses", ulysses), ("ring", ring)):
+        for attention in ("int8", "exact"):
+            spec = AttentionSpec(heads=heads, attention=attention, pv="fp8")
+            with counting_bytes() as counts:
+                parallel_attention(q, k, v, spec, parallel)
+            counted[name, attention] = counts
+    scales = (heads * n * 4 + heads * n // 128 * 4) // 2
+    assert counted["ulysses", "int8"] == {
+        "header": header, "statistics": statistics, "q": share, "k": share, "scales": scales,
+        "v": share, "out": 2 * share,
+    }  # fmt: skip
+    assert counted["ulysses", "exact"] == {
+        "header": header, "q": 2 * share, "k": 2 * share, "v": 2 * share, "out": 2 * share
+    }  # fmt: skip
+    ring_int8 = 2 * n * channels + heads * n // 128 * 4
+    assert counted["ring", "int8"] == {
+        "header": header, "statistics": statistics, "ring": ring_int8
+    }  # fmt: skip
+    assert counted["ring", "exact"] == {"header": header, "ring": 4 * n * channels}
+    # Tokens of a block that lies on two ranks: k, v and the rotary tables, of at most 127.
+    odd = 200
+    q, k, v = (x[:, :odd] for x in (q, k, v))
+    rotary = torch.randn(2, odd, dim).unbind(0)
+    with counting_bytes() as counts:
+        parallel_attention(q, k, v, AttentionSpec(heads=heads, pv="fp8"), ulysses, rotary=rotary)
+    moved = 256 - odd  # the first rank's keys end at a multiple of 128
+    assert counts["boundary"] == rank * moved * (2 * channels * 2 + 2 * dim * 4)
+
+
+def test_bytes_on_the_wire() -> None:
+    on_ranks(2, bytes_sent)
+
+
+def two_sequences(rank: int) -> None:
+    """Groups beside each other, of other shapes; a training's reduction in the default group that
+    ranks begin at different times; and calls that only some ranks make."""
+    first, second = groups(2, 1, first=0), groups(1, 2, first=2)
+    own = first if rank < 2 else second
+    assert own is not None
+    loss = torch.full((3,), float(rank + 1))
+    work = dist.all_reduce(loss, async_op=True) if rank in (1, 2) else None
+    case = (
+        Case("first", 2, 1, (70, 61), options={"pv": "fp8"})
+        if rank < 2
+        else Case("second", 1, 2, (140, 30), heads=2)
+    )
+    equals_one_device(rank % 2, case, own)
+    if rank < 2:  # the others run none
+        equals_one_device(rank, replace(case, lengths=(30, 99)), own)
+    work = work or dist.all_reduce(loss, async_op=True)
+    assert work is not None
+    work.wait()
+    assert loss.tolist() == [10.0] * 3
+
+
+@pytest.mark.slow
+def test_sequences_beside_each_other() -> None:
+    on_ranks(4, two_sequences)

@@ -206,9 +206,7 @@ def queries(q: Any, *, sm_scale: float, qmax: int) -> tuple[torch.Tensor, torch.
 
 
 @replayed
-def keys(
-    k: Any, mean: torch.Tensor | None, *, qmax: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def keys(k: Any, mean: torch.Tensor | None, *, qmax: int) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 k [B, H, padded(N), HEAD_PAD] less `mean` [B, H, HEAD_PAD], 0 in the padding, and its
     scales [B, H, padded(N) / scale_block(D)]."""
     k = _dense(k)
