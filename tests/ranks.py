@@ -37,12 +37,21 @@ def groups(ulysses: int, ring: int, first: int = 0) -> ContextParallel | None:
     return ContextParallel(group, *own) if here in ranks else None
 
 
-def _main(rank: int, world: int, folder: str, function: Callable[..., None], args: tuple) -> None:
+def _main(
+    rank: int,
+    world: int,
+    backend: str,
+    folder: str,
+    function: Callable[..., None],
+    args: tuple,
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = Path(folder, "store").as_uri()
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=world, timeout=TIMEOUT
+        backend, init_method=store, rank=rank, world_size=world, timeout=TIMEOUT
     )
     try:
         function(rank, *args)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import groups, on_ranks
+from tests.ranks import TIMEOUT, groups, on_ranks
 from turbo_rcm_patch.errors import GradientError, MaskError, RankMismatchError, ShapeError
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip
 from turbo_rcm_patch.ops.emulation import MEAN_SAMPLES, emulated_attention
 from turbo_rcm_patch.ops.exchange import ContextParallel, counting_bytes
-from turbo_rcm_patch.ops.parallel import parallel_attention
+from turbo_rcm_patch.ops.parallel import agreed_lengths, parallel_attention
 from turbo_rcm_patch.ops.reference import norm_rope, split_heads
 from turbo_rcm_patch.ops.spec import QMAX
 
@@ -259,9 +262,13 @@ def faults(rank: int) -> None:
     with pytest.raises(RankMismatchError) as caught:
         parallel_attention(x.clone().requires_grad_(), x, x, spec, parallel)
     assert isinstance(caught.value.__cause__, GradientError)
+    with pytest.raises(RankMismatchError, match="heads 2 on rank 0, 4 on rank 1"):
+        agreed_lengths(x, x, x, replace(spec, heads=2 + 2 * rank), parallel)
     # And the groups still work.
     out = parallel_attention(x, x, x, spec, parallel)
-    again = parallel_attention(x, x, x, spec, parallel, lengths=(20, 20))
+    lengths = agreed_lengths(x, x, x, spec, parallel)
+    assert lengths == [20, 20]
+    again = parallel_attention(x, x, x, spec, parallel, lengths=lengths)
     assert torch.equal(out, again)
     compiled = torch.compile(
         lambda a: parallel_attention(a * 1.0, a, a, spec, parallel) + 1.0,
@@ -343,3 +350,25 @@ def two_sequences(rank: int) -> None:
 @pytest.mark.slow
 def test_sequences_beside_each_other() -> None:
     on_ranks(4, two_sequences)
+
+
+def one_leaves(rank: int, said: str) -> None:
+    """A rank that dies ends the others with an error."""
+    parallel = groups(2, 1)
+    assert parallel is not None
+    x = torch.randn(1, 20, 128)
+    parallel_attention(x, x, x, AttentionSpec(heads=2), parallel)
+    if rank == 1:
+        time.sleep(1.0)
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        parallel_attention(x, x, x, AttentionSpec(heads=2), parallel)
+    Path(said).write_text(str(time.monotonic() - start), encoding="utf-8")
+    os._exit(0)  # there is nobody left to take leave of
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    on_ranks(2, one_leaves, os.fspath(said))
+    assert float(said.read_text(encoding="utf-8")) < TIMEOUT.total_seconds() + 5

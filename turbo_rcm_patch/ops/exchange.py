@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -70,11 +70,17 @@ class ContextParallel:
                 "neighbours and `ring` every so many",
                 got=f"group {ranks[0]}, ulysses {ranks[1]}, ring {ranks[2]}",
             )
-        names = (
-            g.group_name if g is not None else "" for g in (self.group, self.ulysses, self.ring)
-        )
-        object.__setattr__(self, "name", "/".join(names))
+        object.__setattr__(self, "name", _name(self.group, self.ulysses, self.ring))
         _known[self.name] = self
+
+    @classmethod
+    def of(
+        cls, group: ProcessGroup, ulysses: ProcessGroup | None, ring: ProcessGroup | None
+    ) -> ContextParallel:
+        """The same object for the same groups."""
+        known = _known.get(_name(group, ulysses, ring))
+        fits = known is not None and known.group is group
+        return cast(ContextParallel, known) if fits else cls(group, ulysses, ring)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ContextParallel:
@@ -83,7 +89,7 @@ class ContextParallel:
         """
         ring, ulysses = mesh["ring"], mesh["ulysses"]
         group = mesh["ring", "ulysses"]._flatten().get_group()
-        return cls(
+        return cls.of(
             group,
             ulysses.get_group() if ulysses.size() > 1 else None,
             ring.get_group() if ring.size() > 1 else None,
@@ -127,6 +133,10 @@ class ContextParallel:
 
 #: By name. Groups live as long as the process, or until they are destroyed.
 _known: Final[dict[str, ContextParallel]] = {}
+
+
+def _name(*groups: ProcessGroup | None) -> str:
+    return "/".join("" if group is None else group.group_name for group in groups)
 
 
 def _ranks(group: ProcessGroup | None) -> list[int]:
@@ -235,7 +245,7 @@ def all_to_all(
     _count(what, sum(sent) - sent[dist.get_rank(group)])
 
     def result() -> list[Tensor]:
-        parts = came.split(counts)
+        parts = torch.split(came, counts)
         return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
 
     return Pending([work], result, (flat, came))

@@ -58,7 +58,7 @@ from turbo_rcm_patch.ops.sage import sage_attention
 from turbo_rcm_patch.ops.shards import Tokens, padded
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, key_block, resolve_impl, resolve_pv
 
-__all__ = ["parallel_attention"]
+__all__ = ["agreed_lengths", "parallel_attention"]
 
 _DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 _NORMS: Final = ("none", "across heads", "per head", "layer norm per head")
@@ -115,9 +115,8 @@ def parallel_attention(
         norm_q_bias: Bias of the norm of q, which makes it a layer norm.
         norm_k_bias: Bias of the norm of k, likewise.
         rotary: (cos, sin) of the local tokens, each [N, D] or [1, N, 1, D].
-        lengths: N of every rank, where all ranks agreed on them and on everything else for this
-            call already (a block of the same forward with the same arguments). None asks the other
-            ranks, which costs a small exchange through the host.
+        lengths: What `agreed_lengths` gave for such arguments. None asks the other ranks, which
+            costs a small exchange through the host.
         out_dtype: dtype of the result; q's by default.
 
     Returns:
@@ -129,18 +128,62 @@ def parallel_attention(
     """
     if not isinstance(parallel, ContextParallel):
         raise ConfigError("parallel", expected="a ContextParallel", got=type(parallel).__name__)
-    try:
-        args = _checked(
-            q, k, v, spec, parallel, (norm_q, norm_k, norm_q_bias, norm_k_bias), rotary, lengths,
-            out_dtype,
-        )  # fmt: skip
-    except TurboRCMError as error:
-        if lengths is not None or not isinstance(q, Tensor):
-            raise
-        _agree(parallel, q.device, None, error)
-        raise  # not reached: what one rank refuses is refused on all
+    norms = norm_q, norm_k, norm_q_bias, norm_k_bias
+    given = [] if lengths is None else list(lengths)
+    args = _asked(q, k, v, spec, parallel, norms, rotary, given, out_dtype)
     out: Tensor = parallel_attention_forward(*args)
     return out
+
+
+def agreed_lengths(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    parallel: ContextParallel,
+    *,
+    norm_q: Tensor | None = None,
+    norm_k: Tensor | None = None,
+    norm_q_bias: Tensor | None = None,
+    norm_k_bias: Tensor | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> list[int]:
+    """Ask the other ranks, once for many calls: the `lengths` that `parallel_attention` takes.
+
+    Every rank calls it at the same point, as the first block of a forward does. They hold for
+    calls that differ from this one in the values of their tensors alone.
+
+    Raises:
+        RankMismatchError: As in `parallel_attention`.
+    """
+    norms = norm_q, norm_k, norm_q_bias, norm_k_bias
+    args = _asked(q, k, v, spec, parallel, norms, rotary, [], out_dtype)
+    return _agree(
+        parallel, args[0].device, _header(parallel, args[0], args[3:7], args[7], args[11:])
+    )
+
+
+def _asked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    parallel: ContextParallel,
+    norms: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    rotary: tuple[Tensor, Tensor] | None,
+    lengths: list[int],
+    out_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:
+    """`_checked`, and what this rank refuses is refused on all."""
+    if not isinstance(parallel, ContextParallel):
+        raise ConfigError("parallel", expected="a ContextParallel", got=type(parallel).__name__)
+    try:
+        return _checked(q, k, v, spec, parallel, norms, rotary, lengths, out_dtype)
+    except TurboRCMError as error:
+        if not lengths and isinstance(q, Tensor):
+            _agree(parallel, q.device, None, error)
+        raise
 
 
 def _checked(
@@ -151,7 +194,7 @@ def _checked(
     parallel: ContextParallel,
     norms: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     rotary: tuple[Tensor, Tensor] | None,
-    lengths: Sequence[int] | None,
+    lengths: list[int],
     out_dtype: torch.dtype | None,
 ) -> tuple[Any, ...]:
     """The arguments of the registered operation."""
@@ -186,20 +229,18 @@ def _checked(
         expected="inference: no gradient crosses the ranks",
         remedy="Run it under torch.no_grad(), or train without context parallelism",
     )  # fmt: skip
-    if lengths is not None and (
-        len(lengths) != parallel.size or lengths[parallel.rank] != q.shape[1]
-    ):
+    if lengths and (len(lengths) != parallel.size or lengths[parallel.rank] != q.shape[1]):
         raise OpError(
             "lengths",
             expected=f"of {parallel.size} ranks, {q.shape[1]} at {parallel.rank}",
-            got=str(list(lengths)),
+            got=str(lengths),
         )
     q, norm_q, norm_q_bias, sm_scale = with_positive_scale(
         q, norm_q, norm_q_bias, spec.scale_of(channels // spec.heads)
     )
     return (
         q, k, v, norm_q, norm_k, norm_q_bias, norm_k_bias, cos, sin,
-        [] if lengths is None else list(lengths), parallel.name, spec.heads, spec.attention,
+        lengths, parallel.name, spec.heads, spec.attention,
         spec.pv, spec.smooth_k, sm_scale, spec.eps, spec.impl,
         q.dtype if out_dtype is None else out_dtype,
     )  # fmt: skip
@@ -228,6 +269,38 @@ def _norm_word(weight: Tensor | None, bias: Tensor | None, channels: int) -> str
     if bias is not None:
         return "layer norm per head"
     return "across heads" if weight.numel() == channels else "per head"
+
+
+def _header(
+    parallel: ContextParallel,
+    q: Tensor,
+    norms: Sequence[Tensor | None],
+    cos: Tensor | None,
+    numbers: tuple[int, str, str, bool, float, float, str, torch.dtype],
+) -> tuple[int, dict[str, object]]:
+    """The local tokens, and what `_HEADER` lists; the numbers are the operation's last
+    arguments."""
+    batch, tokens, channels = q.shape
+    heads, attention, pv, smooth_k, sm_scale, eps, impl, out_dtype = numbers
+    norm_q, norm_k, norm_q_bias, norm_k_bias = norms
+    return tokens, {
+        "ulysses degree": parallel.ulysses_degree,
+        "batch": batch,
+        "channels": channels,
+        "heads": heads,
+        "dtype": q.dtype,
+        "out_dtype": out_dtype,
+        "attention": attention,
+        "pv": pv,
+        "pv on this device": resolve_pv(cast("PVDType", pv), q.device),
+        "smooth_k": smooth_k,
+        "sm_scale": sm_scale,
+        "eps": eps,
+        "norm_q": _norm_word(norm_q, norm_q_bias, channels),
+        "norm_k": _norm_word(norm_k, norm_k_bias, channels),
+        "rotary": "none" if cos is None else cos.dtype,
+        "impl": resolve_impl(cast("Impl", impl), q.device),
+    }
 
 
 def _agree(
@@ -341,7 +414,7 @@ class _Layout:
 
     def by_heads(self, x: Tensor, dim: int, channels: int = 1) -> list[Tensor]:
         """x in the shares of the ranks, along a dimension of H * channels."""
-        return list(x.split([n * channels for n in self.heads], dim))
+        return list(torch.split(x, [n * channels for n in self.heads], dim))
 
 
 # --- the operation -------------------------------------------------------------------------------
@@ -378,28 +451,12 @@ def _forward(
     out_dtype: torch.dtype,
 ) -> Tensor:
     groups = ContextParallel.named(parallel)
-    (batch, tokens, channels), device = q.shape, q.device
+    (_, tokens, channels), device = q.shape, q.device
     implementation = resolve_impl(cast("Impl", impl), device)
     if not lengths:
-        header = {
-            "ulysses degree": groups.ulysses_degree,
-            "batch": batch,
-            "channels": channels,
-            "heads": heads,
-            "dtype": q.dtype,
-            "out_dtype": out_dtype,
-            "attention": attention,
-            "pv": pv,
-            "pv on this device": resolve_pv(cast("PVDType", pv), device),
-            "smooth_k": smooth_k,
-            "sm_scale": sm_scale,
-            "eps": eps,
-            "norm_q": _norm_word(norm_q, norm_q_bias, channels),
-            "norm_k": _norm_word(norm_k, norm_k_bias, channels),
-            "rotary": "none" if cos is None else cos.dtype,
-            "impl": implementation,
-        }
-        lengths = _agree(groups, device, (tokens, header))
+        norms = norm_q, norm_k, norm_q_bias, norm_k_bias
+        numbers = heads, attention, pv, smooth_k, sm_scale, eps, impl, out_dtype
+        lengths = _agree(groups, device, _header(groups, q, norms, cos, numbers))
     layout = _Layout(groups, lengths, heads)
     queries = Tokens(q, heads, norm_q, norm_q_bias, cos, sin, eps)
     keys = Tokens(k, heads, norm_k, norm_k_bias, cos, sin, eps)
@@ -507,7 +564,7 @@ def _quantised(
     )
     scales = zip(layout.by_heads(q_scale, 1), layout.by_heads(k_scale, 1), strict=True)
     sizes = [
-        (batch * heads * padded(n), batch * heads * padded(m) // block)
+        [batch * heads * padded(n), batch * heads * padded(m) // block]
         for n, m in zip(near, after, strict=True)
     ]
     pending_scales = all_to_all(
@@ -535,7 +592,7 @@ def _quantised(
         return v.new_empty(batch, layout.chunk, 0, dtype=out_dtype)
     rows = padded(layout.chunk)
     scale_parts = [
-        [part.view(batch, heads, -1) for part in x.split(size)]
+        [part.view(batch, heads, -1) for part in torch.split(x, size)]
         for x, size in zip(pending_scales.wait(), sizes, strict=True)
     ]
     q_all = (
@@ -600,7 +657,7 @@ def _fetch(
     def finish() -> tuple[Tokens, Tensor | None]:
         pieces = [[take(x, mine[here])] for x in given]
         for came, n in zip(pending.wait(), others, strict=True):
-            parts = came.split([n * row_bytes(x) for x in given])
+            parts = torch.split(came, [n * row_bytes(x) for x in given])
             for x, part, piece in zip(given, parts, pieces, strict=True):
                 shape = (*x.shape[:-2], n, x.shape[-1])
                 piece.append(part.clone().view(x.dtype).view(shape))
@@ -621,7 +678,7 @@ def _outputs(out: Tensor, layout: _Layout, tokens: int, head_dim: int) -> Tensor
     """[B, n, h*D] of the heads of this rank and the tokens of its Ulysses group as [B, N, H*D] of
     its own tokens."""
     shapes = [(out.shape[0], tokens, n * head_dim) for n in layout.heads]
-    pieces = out.split(layout.near, 1)
+    pieces = torch.split(out, layout.near, 1)
     return concatenated(all_to_all("out", pieces, shapes, layout.parallel.ulysses).wait(), 2)
 
 
@@ -669,7 +726,7 @@ def _around(
             share = torch.sigmoid(part_lse - lse).transpose(1, 2).unsqueeze(-1)
             heads = (lse.shape[1], -1)
             out = torch.lerp(
-                out.unflatten(2, heads), part.float().unflatten(2, heads), share
+                torch.unflatten(out, 2, heads), torch.unflatten(part.float(), 2, heads), share
             ).flatten(2)
             lse = torch.logaddexp(lse, part_lse)
         if following is not None:

@@ -147,7 +147,7 @@ def keys(k: Tokens, mean: Tensor | None, *, qmax: int) -> tuple[Tensor, Tensor]:
     x = _rotated(k)
     if mean is not None:
         x = x - mean.unsqueeze(2)
-    x = F.pad(mixed(x), (0, 0, 0, padded(n) - n)).unflatten(2, (-1, block))
+    x = torch.unflatten(F.pad(mixed(x), (0, 0, 0, padded(n) - n)), 2, (-1, block))
     int8, scale = _int8(x, x.abs().amax((-1, -2), keepdim=True), qmax)
     return int8.flatten(2, 3), scale.flatten(2)
 
