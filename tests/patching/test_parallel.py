@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
+from diffusers.hooks import context_parallel
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.patching import cogvideox, wan, wan_family
@@ -134,6 +135,37 @@ def four(rank: int) -> None:
     for layout in (unified, ulysses):
         follows(case.model, case.inputs(), layout, "wan")
         follows(*cogvideox_case(True, 8), layout, "cogvideox")
+
+
+def gathered(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """diffusers' gather of unequal parts, which gloo does not have: in parts made equal."""
+    sizes: list[Any] = [None] * group.size()
+    dist.all_gather_object(sizes, tensor.shape[dim], group=group)
+    shape = list(tensor.shape)
+    shape[dim] = max(sizes)
+    mine = tensor.new_zeros(shape)
+    mine.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    parts = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat([x.narrow(dim, 0, n) for x, n in zip(parts, sizes, strict=True)], dim)
+
+
+def anything(rank: int) -> None:
+    """45 tokens of Wan, and 7 of text: halves of different length."""
+    case = wan.CASES[0]
+    inputs = case.inputs()
+    inputs["hidden_states"] = inputs["hidden_states"][:, :, :, :6]
+    with mock.patch.object(context_parallel, "_all_gather_anything", gathered):
+        for layout, more in (
+            (mesh(1, 2), {"ulysses_anything": True}),
+            (mesh(2, 1), {"ring_anything": True}),
+        ):
+            follows(case.model, inputs, layout, "wan", **more)
+            follows(*cogvideox_case(True, 7), layout, "cogvideox", **more)
+
+
+def test_lengths_that_do_not_divide() -> None:
+    on_ranks(2, anything)
 
 
 @pytest.mark.slow
