@@ -205,10 +205,18 @@ def queries(q: Any, *, sm_scale: float, qmax: int) -> tuple[torch.Tensor, torch.
     return int8, scale
 
 
-@replayed
 def keys(k: Any, mean: torch.Tensor | None, *, qmax: int) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 k [B, H, padded(N), HEAD_PAD] less `mean` [B, H, HEAD_PAD], 0 in the padding, and its
     scales [B, H, padded(N) / scale_block(D)]."""
+    batch, n, channels = k.x.shape
+    if not n:
+        empty = k.x.new_empty(batch, k.heads, 0, width(channels // k.heads), dtype=torch.float32)
+        return empty.to(torch.int8), empty[..., 0]
+    return _keys(k, mean, qmax)
+
+
+@replayed
+def _keys(k: Any, mean: torch.Tensor | None, qmax: int) -> tuple[torch.Tensor, torch.Tensor]:
     k = _dense(k)
     (batch, n, channels), heads = k.x.shape, k.heads
     head_dim, n_padded = channels // heads, _padded(n)
@@ -216,9 +224,8 @@ def keys(k: Any, mean: torch.Tensor | None, *, qmax: int) -> tuple[torch.Tensor,
     int8 = torch.empty(*shape, pad_head(head_dim), dtype=torch.int8, device=device)
     blocks = n_padded // scale_block(head_dim)
     scale = torch.empty(*shape[:2], blocks, dtype=torch.float32, device=device)
-    if n:
-        mean = None if mean is None else mean.contiguous()
-        _prologue(k, "k", int8=int8, scale=scale, qmax=qmax, mean=mean)
+    mean = None if mean is None else mean.contiguous()
+    _prologue(k, "k", int8=int8, scale=scale, qmax=qmax, mean=mean)
     return int8, scale
 
 
@@ -227,18 +234,23 @@ def value_scale(amax: torch.Tensor) -> torch.Tensor:
     return amax.clamp_min(LEAST_V.value) / _E4M3_MAX
 
 
-@replayed
 def values(v: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """v [B, N, H*D] in e4m3, from its largest magnitudes [B, H, HEAD_PAD]: [B, H, HEAD_PAD,
     padded(N)], 0 in the padding, permuted for the second product."""
+    if not v.shape[1]:
+        return torch.empty(*amax.shape, 0, dtype=torch.float8_e4m3fn, device=v.device)
+    return _values(v, amax)
+
+
+@replayed
+def _values(v: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     v = dense_rows(v)
     (batch, n, _), (_, heads, head_pad) = v.shape, amax.shape
     out = torch.empty(
         batch, heads, head_pad, _padded(n), dtype=torch.float8_e4m3fn, device=v.device
     )
-    if n:
-        scale = torch.empty(amax.shape, dtype=torch.float32, device=v.device)
-        _prologue(_Values(v, heads), "v", v_out=out, v_scale=scale, amax=amax.contiguous())
+    scale = torch.empty(amax.shape, dtype=torch.float32, device=v.device)
+    _prologue(_Values(v, heads), "v", v_out=out, v_scale=scale, amax=amax.contiguous())
     return out
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ __all__ = [
     "pass_on",
     "split_evenly",
 ]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ def _count(what: str, sent: int) -> None:
         _counts[what] = _counts.get(what, 0) + sent
 
 
-class Pending:
+class Pending(Generic[T]):
     """An exchange under way; what it reads stays alive until it was waited for.
 
     Args:
@@ -182,12 +184,12 @@ class Pending:
     def __init__(
         self,
         works: Sequence[dist.Work | None],
-        result: Callable[[], list[Tensor]],
+        result: Callable[[], T],
         keep: Sequence[Tensor] = (),
     ) -> None:
         self._works, self._result, self._keep = works, result, keep
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> T:
         """What came. On a GPU the current stream waits and the host does not."""
         for work in self._works:
             if work is not None:
@@ -202,56 +204,70 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _one_after_another(pieces: Sequence[Tensor]) -> Tensor:
-    """Pieces of one dtype as one flat tensor: their own memory where they lie in it like that."""
+    """Pieces as flat bytes: their own memory where they lie in it like that."""
     there = [piece for piece in pieces if piece.numel()]
     if not there:
-        return pieces[0].reshape(-1)
+        return _as_bytes(pieces[0])
     end = there[0].data_ptr()
     for piece in there:
         if not piece.is_contiguous() or piece.data_ptr() != end:
-            return torch.cat([piece.reshape(-1) for piece in pieces])
+            return torch.cat([_as_bytes(piece) for piece in there])
         end += piece.numel() * piece.element_size()
-    total = sum(piece.numel() for piece in there)
-    return there[0].as_strided((total,), (1,))
+    if len({piece.dtype for piece in there}) > 1:
+        return torch.cat([_as_bytes(piece) for piece in there])
+    return _as_bytes(there[0].as_strided((sum(piece.numel() for piece in there),), (1,)))
 
 
 def all_to_all(
     what: str,
-    pieces: Sequence[Tensor],
-    shapes: Sequence[Sequence[int]],
+    pieces: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[Sequence[int]]],
     group: ProcessGroup | None,
-) -> Pending:
-    """Start to send a piece to every rank of a group and to receive one from each.
+) -> Pending[list[list[Tensor]]]:
+    """Start to send some tensors to every rank of a group and to receive as many from each, in one
+    message.
 
     Args:
         what: Names it, for `counting_bytes`.
-        pieces: One for each rank, of one dtype and any shape.
-        shapes: Of what comes from each rank.
+        pieces: The tensors for each rank, of any shapes; the n-th of all ranks has one dtype.
+        shapes: Of those that come from each rank.
         group: None is this process alone.
 
     Returns:
-        Gives what came, by rank, in the dtype of the pieces.
+        Gives the tensors that came, by rank.
     """
     if group is None:
-        return Pending((), lambda: list(pieces))
-    dtype, item = pieces[0].dtype, pieces[0].element_size()
-    counts = [prod(shape) for shape in shapes]
-    sent = [piece.numel() * item for piece in pieces]
-    flat = _as_bytes(_one_after_another(pieces))
-    came = torch.empty(sum(counts), dtype=dtype, device=flat.device)
+        return Pending((), lambda: [list(each) for each in pieces])
+    dtypes = [piece.dtype for piece in pieces[0]]
+    sent = [sum(piece.numel() * piece.element_size() for piece in each) for each in pieces]
+    flat = _one_after_another([piece for each in pieces for piece in each])
+    sizes = [
+        [prod(shape) * dtype.itemsize for shape, dtype in zip(each, dtypes, strict=True)]
+        for each in shapes
+    ]
+    came = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=flat.device)
     work = dist.all_to_all_single(
-        _as_bytes(came), flat, [n * item for n in counts], sent, group=group, async_op=True
+        came, flat, [sum(each) for each in sizes], sent, group=group, async_op=True
     )
     _count(what, sum(sent) - sent[dist.get_rank(group)])
 
-    def result() -> list[Tensor]:
-        parts = torch.split(came, counts)
-        return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+    def result() -> list[list[Tensor]]:
+        made: list[list[Tensor]] = []
+        start = 0
+        for each, lengths in zip(shapes, sizes, strict=True):
+            made.append([])
+            for shape, size, dtype in zip(each, lengths, dtypes, strict=True):
+                part = came[start : start + size]
+                if start % dtype.itemsize:  # cannot be read there as what it is
+                    part = part.clone()
+                made[-1].append(part.view(dtype).view(*shape))
+                start += size
+        return made
 
     return Pending([work], result, (flat, came))
 
 
-def gather(what: str, x: Tensor, group: ProcessGroup) -> Pending:
+def gather(what: str, x: Tensor, group: ProcessGroup) -> Pending[list[Tensor]]:
     """Start to collect a tensor of one shape from every rank of a group."""
     x = x.contiguous()
     came = [torch.empty_like(x) for _ in range(group.size())]
@@ -262,7 +278,7 @@ def gather(what: str, x: Tensor, group: ProcessGroup) -> Pending:
 
 def pass_on(
     what: str, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup
-) -> Pending:
+) -> Pending[list[Tensor]]:
     """Start to send tensors to the next rank of a ring and to receive others, of the same dtypes
     and the given shapes, from the one before."""
     size, rank = group.size(), dist.get_rank(group)

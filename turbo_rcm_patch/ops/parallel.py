@@ -55,7 +55,7 @@ from turbo_rcm_patch.ops.modes import as_documented, refuse_derivative
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
 from turbo_rcm_patch.ops.sage import sage_attention
-from turbo_rcm_patch.ops.shards import Tokens, padded
+from turbo_rcm_patch.ops.shards import PADDED_TO, Tokens, padded
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, key_block, resolve_impl, resolve_pv
 
 __all__ = ["agreed_lengths", "parallel_attention"]
@@ -389,32 +389,51 @@ class _Layout:
         ends = [0, *(min(padded(end), sum(lengths)) for end in accumulate(lengths))]
         return [end - start for start, end in zip(ends[:-1], ends[1:], strict=True)]
 
-    def owned(self) -> tuple[list[slice], list[int]] | None:
-        """Which of this rank's tokens each rank quantises as keys, and how many of each rank's
-        tokens this one does; None where everybody quantises its own."""
-        after, here = self.aligned(self.near), self.parallel.ulysses_rank
-        if after == self.near:
-            return None
+    @property
+    def starts(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """First and last token that each near rank has, and that it quantises as a key."""
         held, owned = (
             [(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
-            for counts in (self.near, after)
+            for counts in (self.near, self.aligned(self.near))
         )
+        return held, owned
 
-        def shared(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-            start = max(one[0], other[0])
-            return start, max(start, min(one[1], other[1]))
-
-        mine = [shared(held[here], other) for other in owned]
-        theirs = [shared(other, owned[here]) for other in held]
+    def owned(self) -> tuple[list[slice], list[int]]:
+        """Which of this rank's tokens each near rank quantises as keys, and how many of each near
+        rank's tokens this one does."""
+        (held, owned), here = self.starts, self.parallel.ulysses_rank
         first = held[here][0]
+        mine = [_shared(held[here], other) for other in owned]
+        theirs = [_shared(other, owned[here]) for other in held]
         return (
             [slice(start - first, stop - first) for start, stop in mine],
             [stop - start for start, stop in theirs],
         )
 
-    def by_heads(self, x: Tensor, dim: int, channels: int = 1) -> list[Tensor]:
-        """x in the shares of the ranks, along a dimension of H * channels."""
-        return list(torch.split(x, [n * channels for n in self.heads], dim))
+    def parts(self) -> list[tuple[int, int]]:
+        """Keys that each near rank quantises where they lie, and in the block that it completes
+        with tokens of others."""
+        made = []
+        for held, owned in zip(*self.starts, strict=True):
+            start, stop = _shared(held, owned)
+            whole = owned[1] - owned[0]
+            kept = stop - start
+            main = kept if kept == whole else kept // PADDED_TO * PADDED_TO
+            made.append((main, whole - main))
+        return made
+
+    def by_heads(self, *tensors: Tensor, dim: int = 1, channels: int = 1) -> list[list[Tensor]]:
+        """Tensors in the shares of the ranks, along a dimension of H * channels."""
+        sizes = [n * channels for n in self.heads]
+        return [
+            list(each) for each in zip(*(torch.split(x, sizes, dim) for x in tensors), strict=True)
+        ]
+
+
+def _shared(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    """What two ranges have in common, from first to last."""
+    start = max(one[0], other[0])
+    return start, max(start, min(one[1], other[1]))
 
 
 # --- the operation -------------------------------------------------------------------------------
@@ -499,7 +518,7 @@ def _exact(
             x = reference_shards.prepared(tokens, v.dtype)
         pending.append(_tokens_by_heads(what, x, layout, head_dim))
     pending.append(_tokens_by_heads("v", v, layout, head_dim))
-    q_all, *kv = (concatenated(p.wait(), 1) for p in pending)
+    q_all, *kv = (concatenated([x for (x,) in p.wait()], 1) for p in pending)
     heads = layout.own_heads
     if not heads:
         return q_all.to(out_dtype)
@@ -537,72 +556,83 @@ def _quantised(
     """As `_exact`, of quantised operands."""
     batch, heads = v.shape[0], layout.own_heads
     head_dim, fp8 = v.shape[2] // q.heads, pv == "fp8"
-    group, near = layout.parallel.ulysses, layout.near
+    group, near, parts = layout.parallel.ulysses, layout.near, layout.parts()
     width, block = own.width(head_dim), key_block(head_dim)
-    after = layout.aligned(near)
+
+    def share(*shape: int) -> tuple[int, ...]:
+        return (batch, heads, *shape)
 
     # What others wait for goes first; then whatever can be computed before theirs has come.
-    moved = _fetch(k, v if fp8 else None, layout)
+    fetched = _fetch(k, v if fp8 else None, layout)
     statistics = None
     if smooth_k or fp8:
         first, step = layout.sample
-        parts = own.statistics(k, v, first=first, step=step, smooth_k=smooth_k, fp8=fp8)
-        statistics = gather("statistics", torch.stack(parts), layout.parallel.group)
+        both = own.statistics(k, v, first=first, step=step, smooth_k=smooth_k, fp8=fp8)
+        statistics = gather("statistics", torch.stack(both), layout.parallel.group)
     q_int8, q_scale = own.queries(q, sm_scale=sm_scale, qmax=qmax)
     pending_q = all_to_all(
-        "q", layout.by_heads(q_int8, 1), [(batch, heads, padded(n), width) for n in near], group
+        "q", layout.by_heads(q_int8), [[share(padded(n), width)] for n in near], group
     )
-    k, v_own = moved()
     mean = amax = None
     if statistics is not None:
         gathered = torch.stack(statistics.wait())  # [ranks, 2, B, H, D]
         mean = gathered[:, 0].sum(0) / layout.sampled if smooth_k else None
         amax = gathered[:, 1].amax(0) if fp8 else None
-    k_int8, k_scale = own.keys(k, mean, qmax=qmax)
+    start = layout.owned()[0][layout.parallel.ulysses_rank].start
+    here = slice(start, start + parts[layout.parallel.ulysses_rank][0])
+    k_int8, k_scale = own.keys(k.rows(here), mean, qmax=qmax)
     pending_k = all_to_all(
-        "k", layout.by_heads(k_int8, 1), [(batch, heads, padded(n), width) for n in after], group
-    )
-    scales = zip(layout.by_heads(q_scale, 1), layout.by_heads(k_scale, 1), strict=True)
-    sizes = [
-        [batch * heads * padded(n), batch * heads * padded(m) // block]
-        for n, m in zip(near, after, strict=True)
-    ]
-    pending_scales = all_to_all(
-        "scales",
-        [torch.cat([a.reshape(-1), b.reshape(-1)]) for a, b in scales],
-        [(sum(size),) for size in sizes],
-        group,
+        "k", layout.by_heads(k_int8), [[share(padded(n), width)] for n, _ in parts], group
     )
     v_scale = None
     if amax is not None:
-        v_scale = layout.by_heads(own.value_scale(amax), 1)[layout.parallel.ulysses_rank]
+        v_scale = layout.by_heads(own.value_scale(amax))[layout.parallel.ulysses_rank][0]
         pending_v = all_to_all(
             "v",
-            layout.by_heads(own.values(v_own, amax), 1),
-            [(batch, heads, width, padded(n)) for n in after],
+            layout.by_heads(own.values(v[:, here], amax)),
+            [[share(width, padded(n))] for n, _ in parts],
             group,
         )
     else:
         wide = v.to(torch.bfloat16 if pv == "bf16" else torch.float16)
         pending_v = _tokens_by_heads("v", wide, layout, head_dim)
+    # Last and least: scales, and the keys and values of the block that lies on two ranks.
+    k_rest, v_rest = fetched()
+    rest = [q_scale, k_scale, *reversed(own.keys(k_rest, mean, qmax=qmax))]
+    rest_shapes = [
+        [
+            share(padded(n)),
+            share(padded(main) // block),
+            share(padded(tail) // block),
+            share(padded(tail), width),
+            *([share(width, padded(tail))] if fp8 else []),
+        ]
+        for n, (main, tail) in zip(near, parts, strict=True)
+    ]
+    if amax is not None:
+        rest.append(own.values(v_rest, amax))
+    pending_rest = all_to_all("rest", layout.by_heads(*rest), rest_shapes, group)
 
+    q_came, k_came, v_came, rest_came = (
+        pending.wait() for pending in (pending_q, pending_k, pending_v, pending_rest)
+    )
     if not heads:
-        for pending in (pending_q, pending_k, pending_scales, pending_v):
-            pending.wait()
         return v.new_empty(batch, layout.chunk, 0, dtype=out_dtype)
     rows = padded(layout.chunk)
-    scale_parts = [
-        [part.view(batch, heads, -1) for part in torch.split(x, size)]
-        for x, size in zip(pending_scales.wait(), sizes, strict=True)
-    ]
     q_all = (
-        _joined(pending_q.wait(), near, 2, rows),
-        _joined([x[0] for x in scale_parts], near, 2, rows),
+        _joined([x for (x,) in q_came], near, 2, rows),
+        _joined([x[0] for x in rest_came], near, 2, rows),
     )
+
+    def whole(mains: Sequence[Tensor], at: int, dim: int = 2) -> Tensor:
+        pairs = zip(mains, (x[at] for x in rest_came), strict=True)
+        return concatenated([x for pair in pairs for x in pair], dim)
+
+    v_mains = [x for (x,) in v_came]
     kv = [
-        concatenated(pending_k.wait(), 2),
-        concatenated([x[1] for x in scale_parts], 2),
-        concatenated(pending_v.wait(), 3 if fp8 else 1),
+        whole([x for (x,) in k_came], 3),
+        whole([x[1] for x in rest_came], 2),
+        whole(v_mains, 4, 3) if fp8 else concatenated(v_mains, 1),
     ]
 
     def attend(kv: Sequence[Tensor], n_kv: int, partial: bool) -> tuple[Tensor, Tensor | None]:
@@ -627,40 +657,41 @@ def _fetch(
     """Start to exchange the few tokens of k and v that other ranks quantise.
 
     Returns:
-        Waits, and gives the tokens of k and v that this rank quantises.
+        Waits, and gives the tokens of the block that this rank completes: none, where it has its
+        blocks to itself.
     """
-    owned = layout.owned()
-    if owned is None:
-        return lambda: (k, v)
-    mine, counts = owned
+    mine, counts = layout.owned()
     here = layout.parallel.ulysses_rank
-    # The widest elements first, so that all lie at multiples of their size.
+    main, tail = layout.parts()[here]
     given = [x for x in (k.cos, k.sin, k.x, v) if x is not None]
 
     def take(x: Tensor, rows: slice) -> Tensor:
         return x[rows] if x.dim() == 2 else x[:, rows]
 
-    def pack(rows: slice) -> Tensor:
-        return torch.cat([take(x, rows).reshape(-1).view(torch.uint8) for x in given])
-
-    def row_bytes(x: Tensor) -> int:
-        return x.numel() // x.shape[-2] * x.element_size()
-
-    others = [0 if rank == here else n for rank, n in enumerate(counts)]
-    pending = all_to_all(
-        "boundary",
-        [pack(slice(0, 0) if rank == here else rows) for rank, rows in enumerate(mine)],
-        [(n * sum(map(row_bytes, given)),) for n in others],
-        layout.parallel.ulysses,
-    )
+    pending = None
+    if any(tail for _, tail in layout.parts()):
+        none = slice(0, 0)
+        pending = all_to_all(
+            "boundary",
+            [
+                [take(x, none if rank == here else rows) for x in given]
+                for rank, rows in enumerate(mine)
+            ],
+            [
+                [(*x.shape[:-2], 0 if rank == here else n, x.shape[-1]) for x in given]
+                for rank, n in enumerate(counts)
+            ],
+            layout.parallel.ulysses,
+        )
 
     def finish() -> tuple[Tokens, Tensor | None]:
-        pieces = [[take(x, mine[here])] for x in given]
-        for came, n in zip(pending.wait(), others, strict=True):
-            parts = torch.split(came, [n * row_bytes(x) for x in given])
-            for x, part, piece in zip(given, parts, pieces, strict=True):
-                shape = (*x.shape[:-2], n, x.shape[-1])
-                piece.append(part.clone().view(x.dtype).view(shape))
+        stop = mine[here].stop
+        own = slice(mine[here].start + main, stop) if tail else slice(stop, stop)
+        pieces = [[take(x, own)] for x in given]
+        if pending is not None:
+            for came in pending.wait():
+                for piece, x in zip(pieces, came, strict=True):
+                    piece.append(x)
         whole = iter([concatenated(piece, -2) for piece in pieces])
         cos, sin = (None if t is None else next(whole) for t in (k.cos, k.sin))
         return k._replace(x=next(whole), cos=cos, sin=sin), next(whole, None)
@@ -668,18 +699,22 @@ def _fetch(
     return finish
 
 
-def _tokens_by_heads(what: str, x: Tensor, layout: _Layout, head_dim: int) -> Pending:
+def _tokens_by_heads(
+    what: str, x: Tensor, layout: _Layout, head_dim: int
+) -> Pending[list[list[Tensor]]]:
     """Start to exchange the heads of x [B, N, H*D]; gives [B, n, h*D] of every rank."""
-    shapes = [(x.shape[0], n, layout.own_heads * head_dim) for n in layout.near]
-    return all_to_all(what, layout.by_heads(x, 2, head_dim), shapes, layout.parallel.ulysses)
+    shapes = [[(x.shape[0], n, layout.own_heads * head_dim)] for n in layout.near]
+    pieces = layout.by_heads(x, dim=2, channels=head_dim)
+    return all_to_all(what, pieces, shapes, layout.parallel.ulysses)
 
 
 def _outputs(out: Tensor, layout: _Layout, tokens: int, head_dim: int) -> Tensor:
     """[B, n, h*D] of the heads of this rank and the tokens of its Ulysses group as [B, N, H*D] of
     its own tokens."""
-    shapes = [(out.shape[0], tokens, n * head_dim) for n in layout.heads]
-    pieces = torch.split(out, layout.near, 1)
-    return concatenated(all_to_all("out", pieces, shapes, layout.parallel.ulysses).wait(), 2)
+    shapes = [[(out.shape[0], tokens, n * head_dim)] for n in layout.heads]
+    pieces = [[x] for x in torch.split(out, layout.near, 1)]
+    came = all_to_all("out", pieces, shapes, layout.parallel.ulysses).wait()
+    return concatenated([x for (x,) in came], 2)
 
 
 def _joined(parts: Sequence[Tensor], counts: Sequence[int], dim: int, rows: int) -> Tensor:
