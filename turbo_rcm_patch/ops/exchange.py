@@ -29,6 +29,7 @@ __all__ = [
     "concatenated",
     "counting_bytes",
     "gather",
+    "largest",
     "pass_on",
     "split_evenly",
 ]
@@ -274,6 +275,14 @@ def gather(what: str, x: Tensor, group: ProcessGroup) -> Pending[list[Tensor]]:
     work = dist.all_gather(came, x, group=group, async_op=True)
     _count(what, x.numel() * x.element_size() * (group.size() - 1))
     return Pending([work], lambda: came, (x,))
+
+
+def largest(x: Tensor, parallel: ContextParallel) -> Tensor:
+    """The largest of each number over the ranks of a sequence, the same on all of them; for what
+    they have to decide alike. NaN counts as the largest."""
+    x = torch.where(x.isnan(), torch.full_like(x, float("inf")), x)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=parallel.group)
+    return x
 
 
 def pass_on(

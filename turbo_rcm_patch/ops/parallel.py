@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, Final, Literal, cast
@@ -183,7 +184,7 @@ def _asked(
     except TurboRCMError as error:
         if not lengths and isinstance(q, Tensor):
             _agree(parallel, q.device, None, error)
-        raise
+        raise  # every rank refuses
 
 
 def _checked(
@@ -318,8 +319,11 @@ def _agree(
         own: Number of tokens and what `_HEADER` lists; None where this rank refuses because of
             `error`.
 
+    Returns:
+        Nothing where every rank refuses.
+
     Raises:
-        RankMismatchError: They do not, or one refused.
+        RankMismatchError: They do not, or some refused.
     """
     row = [1, 0, *(0 for _ in _HEADER)]
     if own is not None:
@@ -329,6 +333,8 @@ def _agree(
     rows = gather("header", torch.tensor(row, device=device), parallel.group).wait()
     table = torch.stack(rows).tolist()
     refused = [str(rank) for rank, row in enumerate(table) if row[0]]
+    if error is not None and len(refused) == len(table):
+        return []
     if refused:
         raise RankMismatchError(
             "parallel_attention",
@@ -358,69 +364,55 @@ class _Layout:
         parallel: The process groups.
         lengths: Tokens of every rank.
         heads: H.
+
+    Attributes:
+        parallel: As given.
+        here: This rank among those near it, which are those it exchanges heads with.
+        near: Tokens of the near ranks.
+        chunks: Tokens of each group of near ranks: of each part of the ring.
+        total: Of the whole sequence.
+        chunk: Of the near ranks together.
+        heads: Heads of the near ranks.
+        own_heads: Heads of this one.
+        first: The first local token of the sample that k's mean is taken over, which is tokens 0,
+            step, 2 * step of the whole sequence.
+        step: Every how many tokens there is one.
+        sampled: Tokens of that sample.
+        mine: Which of this rank's tokens each near rank quantises as keys.
+        theirs: How many of each near rank's tokens this one does.
+        parts: Keys that each near rank quantises where they lie, and in the block that it
+            completes with tokens of others.
     """
 
     def __init__(self, parallel: ContextParallel, lengths: Sequence[int], heads: int) -> None:
-        degree, self.parallel = parallel.ulysses_degree, parallel
-        self.lengths = list(lengths)
-        #: Tokens of the ranks that exchange heads with this one, and of each group of the ring.
-        self.near = self.lengths[parallel.ring_rank * degree :][:degree]
-        self.chunks = [
-            sum(self.lengths[i : i + degree]) for i in range(0, len(self.lengths), degree)
-        ]
-        self.total, self.chunk = sum(self.lengths), self.chunks[parallel.ring_rank]
+        degree, lengths = parallel.ulysses_degree, list(lengths)
+        self.parallel, self.here = parallel, parallel.ulysses_rank
+        self.near = lengths[parallel.ring_rank * degree :][:degree]
+        self.chunks = [sum(lengths[i : i + degree]) for i in range(0, len(lengths), degree)]
+        self.total, self.chunk = sum(lengths), sum(self.near)
         self.heads = split_evenly(heads, degree)
-        self.own_heads = self.heads[parallel.ulysses_rank]
+        self.own_heads = self.heads[self.here]
+        self.step = max(1, -(-self.total // MEAN_SAMPLES))
+        self.first = -sum(lengths[: parallel.rank]) % self.step
+        self.sampled = -(-self.total // self.step)
 
-    @property
-    def sample(self) -> tuple[int, int]:
-        """The first local token of the sample that k's mean is taken over, and every how many
-        there is one: tokens 0, step, 2 * step of the whole sequence."""
-        step = max(1, -(-self.total // MEAN_SAMPLES))
-        return -sum(self.lengths[: self.parallel.rank]) % step, step
-
-    @property
-    def sampled(self) -> int:
-        """Tokens of that sample."""
-        return -(-self.total // self.sample[1])
-
-    def aligned(self, lengths: Sequence[int]) -> list[int]:
-        """Keys that each rank quantises: all begin at multiples of `PADDED_TO`."""
-        ends = [0, *(min(padded(end), sum(lengths)) for end in accumulate(lengths))]
-        return [end - start for start, end in zip(ends[:-1], ends[1:], strict=True)]
-
-    @property
-    def starts(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """First and last token that each near rank has, and that it quantises as a key."""
-        held, owned = (
-            [(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
-            for counts in (self.near, self.aligned(self.near))
-        )
-        return held, owned
-
-    def owned(self) -> tuple[list[slice], list[int]]:
-        """Which of this rank's tokens each near rank quantises as keys, and how many of each near
-        rank's tokens this one does."""
-        (held, owned), here = self.starts, self.parallel.ulysses_rank
-        first = held[here][0]
-        mine = [_shared(held[here], other) for other in owned]
-        theirs = [_shared(other, owned[here]) for other in held]
-        return (
-            [slice(start - first, stop - first) for start, stop in mine],
-            [stop - start for start, stop in theirs],
-        )
-
-    def parts(self) -> list[tuple[int, int]]:
-        """Keys that each near rank quantises where they lie, and in the block that it completes
-        with tokens of others."""
-        made = []
-        for held, owned in zip(*self.starts, strict=True):
-            start, stop = _shared(held, owned)
-            whole = owned[1] - owned[0]
-            kept = stop - start
-            main = kept if kept == whole else kept // PADDED_TO * PADDED_TO
-            made.append((main, whole - main))
-        return made
+        # All keys but the first begin at multiples of PADDED_TO, as they would in one piece.
+        ends = list(accumulate(self.near))
+        held = list(zip([0, *ends], ends, strict=False))
+        ends = [min(padded(end), self.chunk) for end in ends]
+        owned = list(zip([0, *ends], ends, strict=False))
+        first = held[self.here][0]
+        shares = [_shared(held[self.here], other) for other in owned]
+        self.mine = [slice(start - first, stop - first) for start, stop in shares]
+        shares = [_shared(other, owned[self.here]) for other in held]
+        self.theirs = [stop - start for start, stop in shares]
+        self.parts = []
+        for own, keys in zip(held, owned, strict=True):
+            start, stop = _shared(own, keys)
+            whole, main = keys[1] - keys[0], stop - start
+            if main < whole:
+                main = main // PADDED_TO * PADDED_TO
+            self.parts.append((main, whole - main))
 
     def by_heads(self, *tensors: Tensor, dim: int = 1, channels: int = 1) -> list[list[Tensor]]:
         """Tensors in the shares of the ranks, along a dimension of H * channels."""
@@ -445,6 +437,11 @@ def _shards(impl: Literal["triton", "reference"]) -> ModuleType:
     from turbo_rcm_patch.kernels import shards
 
     return shards
+
+
+@lru_cache(maxsize=64)
+def _layout_of(parallel: ContextParallel, lengths: tuple[int, ...], heads: int) -> _Layout:
+    return _Layout(parallel, lengths, heads)
 
 
 @as_documented
@@ -476,7 +473,7 @@ def _forward(
         norms = norm_q, norm_k, norm_q_bias, norm_k_bias
         numbers = heads, attention, pv, smooth_k, sm_scale, eps, impl, out_dtype
         lengths = _agree(groups, device, _header(groups, q, norms, cos, numbers))
-    layout = _Layout(groups, lengths, heads)
+    layout = _layout_of(groups, tuple(lengths), heads)
     queries = Tokens(q, heads, norm_q, norm_q_bias, cos, sin, eps)
     keys = Tokens(k, heads, norm_k, norm_k_bias, cos, sin, eps)
     own = _shards(implementation)
@@ -556,7 +553,7 @@ def _quantised(
     """As `_exact`, of quantised operands."""
     batch, heads = v.shape[0], layout.own_heads
     head_dim, fp8 = v.shape[2] // q.heads, pv == "fp8"
-    group, near, parts = layout.parallel.ulysses, layout.near, layout.parts()
+    group, near, parts = layout.parallel.ulysses, layout.near, layout.parts
     width, block = own.width(head_dim), key_block(head_dim)
 
     def share(*shape: int) -> tuple[int, ...]:
@@ -566,8 +563,9 @@ def _quantised(
     fetched = _fetch(k, v if fp8 else None, layout)
     statistics = None
     if smooth_k or fp8:
-        first, step = layout.sample
-        both = own.statistics(k, v, first=first, step=step, smooth_k=smooth_k, fp8=fp8)
+        both = own.statistics(
+            k, v, first=layout.first, step=layout.step, smooth_k=smooth_k, fp8=fp8
+        )
         statistics = gather("statistics", torch.stack(both), layout.parallel.group)
     q_int8, q_scale = own.queries(q, sm_scale=sm_scale, qmax=qmax)
     pending_q = all_to_all(
@@ -578,15 +576,15 @@ def _quantised(
         gathered = torch.stack(statistics.wait())  # [ranks, 2, B, H, D]
         mean = gathered[:, 0].sum(0) / layout.sampled if smooth_k else None
         amax = gathered[:, 1].amax(0) if fp8 else None
-    start = layout.owned()[0][layout.parallel.ulysses_rank].start
-    here = slice(start, start + parts[layout.parallel.ulysses_rank][0])
+    start = layout.mine[layout.here].start
+    here = slice(start, start + parts[layout.here][0])
     k_int8, k_scale = own.keys(k.rows(here), mean, qmax=qmax)
     pending_k = all_to_all(
         "k", layout.by_heads(k_int8), [[share(padded(n), width)] for n, _ in parts], group
     )
     v_scale = None
     if amax is not None:
-        v_scale = layout.by_heads(own.value_scale(amax))[layout.parallel.ulysses_rank][0]
+        v_scale = layout.by_heads(own.value_scale(amax))[layout.here][0]
         pending_v = all_to_all(
             "v",
             layout.by_heads(own.values(v[:, here], amax)),
@@ -660,16 +658,15 @@ def _fetch(
         Waits, and gives the tokens of the block that this rank completes: none, where it has its
         blocks to itself.
     """
-    mine, counts = layout.owned()
-    here = layout.parallel.ulysses_rank
-    main, tail = layout.parts()[here]
+    mine, here = layout.mine, layout.here
+    main, tail = layout.parts[here]
     given = [x for x in (k.cos, k.sin, k.x, v) if x is not None]
 
     def take(x: Tensor, rows: slice) -> Tensor:
         return x[rows] if x.dim() == 2 else x[:, rows]
 
     pending = None
-    if any(tail for _, tail in layout.parts()):
+    if any(tail for _, tail in layout.parts):
         none = slice(0, 0)
         pending = all_to_all(
             "boundary",
@@ -679,7 +676,7 @@ def _fetch(
             ],
             [
                 [(*x.shape[:-2], 0 if rank == here else n, x.shape[-1]) for x in given]
-                for rank, n in enumerate(counts)
+                for rank, n in enumerate(layout.theirs)
             ],
             layout.parallel.ulysses,
         )
