@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.patching import cogvideox, wan, wan_family
 from tests.patching.wan import dicts, relative, run
 from tests.ranks import on_ranks
+from turbo_rcm_patch import patch_model, unpatch_model
 from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.patching.parallel import (
     attach_plan,
@@ -171,6 +172,41 @@ def test_lengths_that_do_not_divide() -> None:
 @pytest.mark.slow
 def test_four_ranks() -> None:
     on_ranks(4, four)
+
+
+def orders(rank: int) -> None:
+    """A patch made before survives parallelism that came and went; processors may come last."""
+    layout = mesh(1, 2)
+    animate = wan_family.named("animate")
+    for make, inputs in (
+        (wan.CASES[0].model, wan.CASES[0].inputs()),
+        (animate.model, animate.inputs()),
+        cogvideox_case(True, 8),
+    ):
+        model = make()
+        before, author = dicts(model), run(model, **inputs)
+        patch_model(model, wan.EXACT)
+        patched = run(model, **inputs)
+        attach_plan(model)
+        enable(model, layout)
+        disable_parallelism(model)
+        detach_plan(model)
+        assert torch.equal(run(model, **inputs), patched)
+        unpatch_model(model)
+        assert dicts(model) == before
+        attach_plan(model)
+        enable(model, layout)
+        distribute_attention(model)
+        assert relative(run(model, **inputs), author) < NEAR
+        restore_attention(model)
+        disable_parallelism(model)
+        detach_plan(model)
+        assert torch.equal(run(model, **inputs), author)
+        assert dicts(model) == before
+
+
+def test_orders() -> None:
+    on_ranks(2, orders)
 
 
 def test_a_plan_for_every_family_and_a_word_for_others() -> None:
