@@ -14,11 +14,15 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import TIMEOUT, groups, on_ranks
-from turbo_rcm_patch.errors import GradientError, MaskError, RankMismatchError, ShapeError
-from turbo_rcm_patch.ops import AttentionSpec, attention_skip
+from turbo_rcm_patch.errors import GradientError, MaskError, OpError, RankMismatchError, ShapeError
+from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
 from turbo_rcm_patch.ops.emulation import MEAN_SAMPLES, emulated_attention
 from turbo_rcm_patch.ops.exchange import ContextParallel, counting_bytes, largest
-from turbo_rcm_patch.ops.parallel import agreed_lengths, parallel_attention
+from turbo_rcm_patch.ops.parallel import (
+    agreed_lengths,
+    parallel_attention,
+    parallel_sparse_linear_attention,
+)
 from turbo_rcm_patch.ops.reference import norm_rope, split_heads
 from turbo_rcm_patch.ops.spec import QMAX
 
@@ -293,7 +297,7 @@ def bytes_sent(rank: int) -> None:
     q, k, v = (torch.randn(1, n, channels).bfloat16() for _ in range(3))
     ulysses, ring = groups(2, 1), groups(1, 2)
     assert ulysses is not None and ring is not None
-    header = 8 * 18
+    header = 8 * 21
     statistics = 2 * channels * 4
     counted = {}
     for name, parallel in (("ulysses", ulysses), ("ring", ring)):
@@ -376,3 +380,42 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     said = tmp_path / "said"
     on_ranks(2, one_leaves, os.fspath(said))
     assert float(said.read_text(encoding="utf-8")) < TIMEOUT.total_seconds() + 5
+
+
+def sparse(rank: int, world: int) -> None:
+    """TurboDiffusion's sparse and linear attention by Ulysses: the bits of one device."""
+    parallel = groups(world, 1)
+    assert parallel is not None
+    lengths = (150, 133, 70, 200)[:world]
+    for heads, attention, dtype in (
+        (4, "int8", torch.bfloat16), (3, "int8", torch.float32), (1, "exact", torch.bfloat16),
+    ):  # fmt: skip
+        case = Case("", world, 1, lengths, heads=heads, dtype=dtype,
+                    options={"attention": attention})  # fmt: skip
+        made = inputs(case)
+        weight, bias = torch.randn(64, 64) / 8, torch.randn(64)
+        sparsity = Sparsity(topk=0.3, block_q=64, block_k=64)
+        rest = {name: made[name] for name in ("norm_q", "norm_k", "rotary")}
+        whole = sparse_linear_attention(
+            made["q"], made["k"], made["v"], weight, bias, case.spec, sparsity, **rest
+        )
+        mine = local(made, case, rank)
+        q, k, v = (mine.pop(name) for name in "qkv")
+        out = parallel_sparse_linear_attention(
+            q, k, v, weight, bias, case.spec, sparsity, parallel, **mine
+        )
+        start = sum(lengths[:rank])
+        assert torch.equal(out, whole[:, start : start + lengths[rank]])
+        assert out.dtype == q.dtype and out.is_contiguous()
+    other = replace(sparsity, topk=0.3 if rank else 0.4)
+    with pytest.raises(RankMismatchError, match="topk 0.4 on rank 0, 0.3 on rank 1"):
+        parallel_sparse_linear_attention(q, k, v, weight, bias, case.spec, other, parallel, **mine)
+    ring = groups(1, world)
+    assert ring is not None
+    with pytest.raises(OpError, match="in a ring"):
+        parallel_sparse_linear_attention(q, k, v, weight, bias, case.spec, sparsity, ring, **mine)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sparse_linear_attention_equals_one_device(world: int) -> None:
+    on_ranks(world, sparse, world)

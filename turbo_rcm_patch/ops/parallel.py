@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from types import ModuleType
@@ -57,9 +58,10 @@ from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
 from turbo_rcm_patch.ops.sage import sage_attention
 from turbo_rcm_patch.ops.shards import PADDED_TO, Tokens, padded
+from turbo_rcm_patch.ops.sparse_linear import Sparsity, sparse_linear_attention
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, key_block, resolve_impl, resolve_pv
 
-__all__ = ["agreed_lengths", "parallel_attention"]
+__all__ = ["agreed_lengths", "parallel_attention", "parallel_sparse_linear_attention"]
 
 _DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 _NORMS: Final = ("none", "across heads", "per head", "layer norm per head")
@@ -82,6 +84,9 @@ _HEADER: Final[dict[str, Sequence[str] | Literal["int", "float"]]] = {
     "norm_k": _NORMS,
     "rotary": ("none", *_DTYPES),
     "impl": ("triton", "reference"),
+    "topk": "float",
+    "block_q": "int",
+    "block_k": "int",
 }
 
 
@@ -136,6 +141,75 @@ def parallel_attention(
     return out
 
 
+def parallel_sparse_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: AttentionSpec,
+    sparsity: Sparsity,
+    parallel: ContextParallel,
+    *,
+    norm_q: Tensor | None = None,
+    norm_k: Tensor | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    lengths: Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`sparse_linear_attention` over the tokens of all ranks, by Ulysses: blocks of keys are
+    chosen, and the linear branch is computed, head by head over the whole sequence, so the result
+    is that of one device, bit for bit. q and k travel as they are after their norm and rotary
+    embedding, in the dtype that they are rounded to in any case.
+
+    Args:
+        q: [B, N, H*D], the local tokens; see `sparse_linear_attention` for it and the next ones.
+        k: [B, N, H*D].
+        v: [B, N, H*D].
+        weight: [D, D] of proj_l, the same on every rank.
+        bias: [D] or None, likewise.
+        spec: How the sparse part is computed.
+        sparsity: Which keys it sees.
+        parallel: The process groups, without a ring.
+        norm_q: Weight of the norm of q.
+        norm_k: Weight of the norm of k.
+        rotary: (cos, sin) of the local tokens.
+        lengths: As in `parallel_attention`.
+        out_dtype: dtype of the result; q's by default.
+
+    Returns:
+        [B, N, H*D], contiguous.
+
+    Raises:
+        RankMismatchError: As in `parallel_attention`.
+        OpError: Likewise; also for a ring.
+    """
+    norms = norm_q, norm_k, None, None
+    given = [] if lengths is None else list(lengths)
+    args = _asked(q, k, v, spec, parallel, norms, rotary, given, out_dtype, sparse=True)
+    cos, sin = args[7:9]
+    if not given:
+        given = _agree(parallel, q.device, _header(parallel, q, norms, cos, args[11:], sparsity))
+    layout = _layout_of(parallel, tuple(given), spec.heads)
+    head_dim = q.shape[2] // spec.heads
+    own = _shards(resolve_impl(spec.impl, q.device))
+    whole = _exchanged(
+        Tokens(q, spec.heads, norm_q, None, cos, sin, spec.eps),
+        Tokens(k, spec.heads, norm_k, None, cos, sin, spec.eps),
+        v, layout, own,
+    )  # fmt: skip
+    if layout.own_heads:
+        out = sparse_linear_attention(
+            *whole, weight, bias, replace(spec, heads=layout.own_heads), sparsity,
+            out_dtype=out_dtype,
+        )  # fmt: skip
+    else:
+        # What the ranks with heads refuse is refused here too.
+        sparse_linear_attention(q[:, :1], k[:, :1], v[:, :1], weight, bias, spec, sparsity)
+        out = whole[0].to(args[-1])
+    return _outputs(out, layout, q.shape[1], head_dim).contiguous()
+
+
 def agreed_lengths(
     q: Tensor,
     k: Tensor,
@@ -175,11 +249,18 @@ def _asked(
     rotary: tuple[Tensor, Tensor] | None,
     lengths: list[int],
     out_dtype: torch.dtype | None,
+    sparse: bool = False,
 ) -> tuple[Any, ...]:
     """`_checked`, and what this rank refuses is refused on all."""
     if not isinstance(parallel, ContextParallel):
         raise ConfigError("parallel", expected="a ContextParallel", got=type(parallel).__name__)
     try:
+        if sparse and parallel.ring is not None:
+            raise OpError(
+                "sparse_linear_attention in a ring",
+                expected="all keys of a head on one rank, where the best are chosen",
+                remedy="Use Ulysses",
+            )
         return _checked(q, k, v, spec, parallel, norms, rotary, lengths, out_dtype)
     except TurboRCMError as error:
         if not lengths and isinstance(q, Tensor):
@@ -278,6 +359,7 @@ def _header(
     norms: Sequence[Tensor | None],
     cos: Tensor | None,
     numbers: tuple[int, str, str, bool, float, float, str, torch.dtype],
+    sparsity: Sparsity | None = None,
 ) -> tuple[int, dict[str, object]]:
     """The local tokens, and what `_HEADER` lists; the numbers are the operation's last
     arguments."""
@@ -301,6 +383,9 @@ def _header(
         "norm_k": _norm_word(norm_k, norm_k_bias, channels),
         "rotary": "none" if cos is None else cos.dtype,
         "impl": resolve_impl(cast("Impl", impl), q.device),
+        "topk": 0.0 if sparsity is None else sparsity.topk,
+        "block_q": 0 if sparsity is None else sparsity.block_q,
+        "block_k": 0 if sparsity is None else sparsity.block_k,
     }
 
 
@@ -496,6 +581,23 @@ def _fake(q: Tensor, *args: Any) -> Tensor:
     return q.new_empty(q.shape, dtype=args[-1])
 
 
+def _exchanged(
+    q: Tokens, k: Tokens, v: Tensor, layout: _Layout, own: ModuleType
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k after their norms and rotary embedding, and v, [B, n, h*D]: this rank's heads of the
+    tokens of its Ulysses group."""
+    head_dim = v.shape[2] // q.heads
+    pending = []
+    for what, tokens in (("q", q), ("k", k)):
+        x = own.prepared(tokens, v.dtype)
+        if x is None:  # no kernel has this norm
+            x = reference_shards.prepared(tokens, v.dtype)
+        pending.append(_tokens_by_heads(what, x, layout, head_dim))
+    pending.append(_tokens_by_heads("v", v, layout, head_dim))
+    q_all, k_all, v_all = (concatenated([x for (x,) in p.wait()], 1) for p in pending)
+    return q_all, k_all, v_all
+
+
 def _exact(
     q: Tokens,
     k: Tokens,
@@ -507,15 +609,7 @@ def _exact(
     sage: bool,
 ) -> Tensor:
     """The attention of this rank's heads for the queries of its Ulysses group."""
-    head_dim = v.shape[2] // q.heads
-    pending = []
-    for what, tokens in (("q", q), ("k", k)):
-        x = own.prepared(tokens, v.dtype)
-        if x is None:  # no kernel has this norm
-            x = reference_shards.prepared(tokens, v.dtype)
-        pending.append(_tokens_by_heads(what, x, layout, head_dim))
-    pending.append(_tokens_by_heads("v", v, layout, head_dim))
-    q_all, *kv = (concatenated([x for (x,) in p.wait()], 1) for p in pending)
+    q_all, *kv = _exchanged(q, k, v, layout, own)
     heads = layout.own_heads
     if not heads:
         return q_all.to(out_dtype)
