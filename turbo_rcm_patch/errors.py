@@ -30,6 +30,7 @@ __all__ = [
     "OutputError",
     "OutputExistsError",
     "PatchError",
+    "RankMismatchError",
     "SamplingError",
     "ShapeError",
     "TurboRCMError",
@@ -145,6 +146,10 @@ class Fp8UnsupportedError(DeviceError):
 
 class GradientError(OpError, RuntimeError):
     """A gradient was requested that the operation does not define."""
+
+
+class RankMismatchError(OpError, ValueError):
+    """Ranks that share one sequence disagree about an operation; raised on each of them."""
 
 
 class NonFiniteInputError(OpError, ValueError):

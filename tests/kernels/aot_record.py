@@ -20,12 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from turbo_rcm_patch.kernels.gluon import ran_on_hopper
 from turbo_rcm_patch.kernels.launch import Target, Tile
 from turbo_rcm_patch.kernels.operands import AttentionInputs
+from turbo_rcm_patch.ops.shards import Tokens
 
 PORTABLE = (
     "attention", "denoise", "fingerprint", "int8_linear", "norm", "one_launch", "project",
-    "prologue", "rows", "skip", "sparse_attention",
+    "prologue", "rows", "shards", "skip", "sparse_attention",
 )  # fmt: skip
-HOPPER = ("attention", "int8_linear", "linear_branch", "prologue")
+HOPPER = ("attention", "int8_linear", "linear_branch", "prologue", "shards")
 #: The portable modules by their names, Hopper's as "hopper.attention" and so on.
 MODULES = {name: f"portable.{name}" for name in PORTABLE} | {
     f"hopper.{name}": f"hopper.{name}" for name in HOPPER
@@ -180,6 +181,8 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
             inputs.alone(), empty(dim, dim, dtype=torch.float32), empty(dim),
             count=max(1, tokens // block_k // 10), block_q=block_q, block_k=block_k,
         )  # fmt: skip
+    elif operation == "shards":
+        shards(modules["shards"], q, k, v, common)
     elif operation == "int8-linear":
         int8_linears(case, modules, residual, gate)
     elif operation == "norm":
@@ -194,6 +197,28 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
         norm_rows(modules, residual, gate)
     elif operation in ("hopper-linear", "hopper-linear-blocks"):
         hopper_linears(case, modules, residual, gate)
+
+
+def shards(own, q, k, v, common) -> None:
+    """What context-parallel attention launches around its exchanges."""
+    heads, fp8 = common["heads"], common["pv"] == "fp8"
+    q, k = (
+        Tokens(
+            x, heads, common[f"norm_{name}"], common[f"norm_{name}_bias"], common["cos"],
+            common["sin"], 1e-6,
+        )
+        for name, x in (("q", q), ("k", k))
+    )  # fmt: skip
+    mean, amax = own.statistics(k, v, first=1, step=8, smooth_k=True, fp8=fp8)
+    queries = own.queries(q, sm_scale=common["sm_scale"], qmax=127)
+    keys = own.keys(k, mean, qmax=127)
+    scale = own.value_scale(mean) if fp8 else None
+    values = own.values(v, mean) if fp8 else v
+    own.attend(
+        queries, keys, values, scale,
+        n_q=v.shape[1], n_kv=v.shape[1], head_dim=v.shape[2] // heads, pv=common["pv"],
+        out_dtype=torch.float32, want_lse=True,
+    )  # fmt: skip
 
 
 def norm_rows(modules, residual, gate) -> None:

@@ -163,6 +163,26 @@ def test_other_variants_compile(
         assert not broken, broken
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", KINDS, ids=lambda t: f"{t[0]}-{t[1]}")
+def test_context_parallel_pieces_compile(
+    target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """q, k and v in a launch each, and the attention of operands that came from other ranks."""
+    pv = default_pv(target)
+    cases = [case("shards", target, 128, pv), case("shards", target, 64, "bf16", norm="layer")]
+    if target == ("cuda", 90):
+        cases += [case("shards", target, 128, pv, portable=True)]
+    for python in pythons(pytestconfig):
+        results = resources(python, cases, tmp_path)
+        assert {result["kernel"] for result in results} >= {"statistics_kernel"}
+        assert not any("error" in result for result in results), results
+        # Limits of their own are tested below.
+        results = [result for result in results if result["kernel"] != "hopper_kernel"]
+        broken = faults(results, target)
+        assert not broken, broken
+
+
 SPARSE = {
     "prepare_tokens_kernel",
     "select_kernel",

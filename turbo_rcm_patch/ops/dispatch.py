@@ -25,6 +25,7 @@ from importlib import resources
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ __all__ = [
     "choose",
     "choose_form",
     "choose_inputs",
+    "decider",
     "describe_pv",
     "dispatch_path",
     "dispatch_rows",
@@ -211,6 +213,13 @@ def _name_of(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     return _device_name(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def decider(device: torch.device) -> int:
+    """A number of what decides for "auto" on a device: its name and the rows for it. Devices and
+    tables with the same number decide alike."""
+    name = _name_of(device)
+    return crc32(json.dumps([name, [table.get(name) for table in _tables()]]).encode())
 
 
 # --- decisions -----------------------------------------------------------------------------------

@@ -1,0 +1,455 @@
+"""Attention over a sequence that several ranks share, on a CPU with gloo."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import TIMEOUT, groups, on_ranks
+from turbo_rcm_patch.errors import GradientError, MaskError, OpError, RankMismatchError, ShapeError
+from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
+from turbo_rcm_patch.ops import parallel as parallel_module
+from turbo_rcm_patch.ops.emulation import MEAN_SAMPLES, emulated_attention
+from turbo_rcm_patch.ops.exchange import ContextParallel, counting_bytes, largest
+from turbo_rcm_patch.ops.parallel import (
+    agreed_lengths,
+    parallel_attention,
+    parallel_sparse_linear_attention,
+)
+from turbo_rcm_patch.ops.reference import norm_rope, split_heads
+from turbo_rcm_patch.ops.spec import QMAX
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+#: int8 of one device against exact attention has 0.01 to 0.04 here, by P and head size.
+BUDGET = 1.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens of every rank, and what is asked of them."""
+
+    name: str
+    ulysses: int
+    ring: int
+    lengths: tuple[int, ...]
+    heads: int = 4
+    dim: int = 64
+    batch: int = 1
+    norm: str | None = "across"
+    rope: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(heads=self.heads, **{"pv": "bf16", **self.options})
+
+
+CASES = [
+    Case("even", 2, 1, (256, 256)),
+    Case("even-within-a-block", 2, 1, (130, 130)),
+    Case("anything", 2, 1, (301, 150)),
+    Case("anything-heads", 2, 1, (200, 199), heads=3),
+    Case("fewer-heads-than-ranks", 2, 1, (70, 90), heads=1),
+    Case("a-rank-without-keys", 2, 1, (20, 30)),
+    Case("fp8", 2, 1, (300, 211), options={"pv": "fp8"}),
+    Case("fp16-p", 2, 1, (140, 150), dtype=torch.float16, options={"pv": "fp16"}),
+    Case("batch", 2, 1, (150, 133), batch=2, options={"pv": "fp8"}),
+    Case("d128-per-head", 2, 1, (140, 141), dim=128, norm="head", options={"pv": "fp8"}),
+    Case("d40-layer-norm", 2, 1, (140, 99), dim=40, heads=3, norm="layer"),
+    Case("d160", 2, 1, (140, 99), dim=160, heads=2, norm=None, options={"pv": "fp8"}),
+    Case("fp32-no-norm", 2, 1, (140, 99), norm=None, rope=False, dtype=torch.float32),
+    Case("unsmoothed", 2, 1, (140, 99), options={"smooth_k": False, "pv": "fp8"}),
+    Case("negative-scale", 2, 1, (140, 99), options={"sm_scale": -0.1}),
+    Case("int4", 2, 1, (140, 99), options={"attention": "int4"}),
+    Case("exact", 2, 1, (140, 99), options={"attention": "exact"}),
+    Case("exact-batch-heads", 2, 1, (77, 99), heads=3, batch=2, options={"attention": "exact"}),
+    Case("ring", 1, 2, (300, 211)),
+    Case("ring-fp8", 1, 2, (300, 211), options={"pv": "fp8"}, batch=2),
+    Case("ring-exact", 1, 2, (140, 99), options={"attention": "exact"}),
+]
+
+CASES_OF_FOUR = [
+    Case("ulysses-4", 4, 1, (150, 150, 150, 149), heads=4, options={"pv": "fp8"}),
+    Case("ulysses-4-of-3-heads", 4, 1, (33, 1, 130, 40), heads=3),
+    Case("ring-4", 1, 4, (150, 20, 131, 64), options={"pv": "fp8"}),
+    Case("unified", 2, 2, (150, 140, 131, 64), heads=3),
+    Case("unified-fp8", 2, 2, (70, 70, 70, 70), batch=2, options={"pv": "fp8"}),
+    Case("unified-exact", 2, 2, (70, 60, 71, 64), options={"attention": "exact"}),
+    Case("ulysses-4-exact", 4, 1, (70, 60, 71, 64), options={"attention": "exact"}),
+]
+
+
+def inputs(case: Case) -> dict[str, Any]:
+    """The whole sequence, the same on every rank."""
+    torch.manual_seed(1)
+    n, channels = sum(case.lengths), case.heads * case.dim
+    made: dict[str, Any] = {
+        name: (torch.randn(case.batch, n, channels) + shift).to(case.dtype)
+        for name, shift in (("q", 0.0), ("k", 2.0 * torch.randn(channels)), ("v", 0.3))
+    }
+    # The largest value of a channel is in every part of the ring: its parts alone show the scale.
+    for end in accumulate(case.lengths):
+        made["v"][:, end - 1] = 6.0
+    if case.norm is not None:
+        size = channels if case.norm == "across" else case.dim
+        made["norm_q"], made["norm_k"] = 1 + 0.1 * torch.randn(2, size).to(case.dtype)
+    if case.norm == "layer":
+        made["norm_q_bias"], made["norm_k_bias"] = 0.1 * torch.randn(2, size).to(case.dtype)
+    if case.rope:
+        angle = torch.randn(n, case.dim // 2).repeat_interleave(2, -1)
+        made["rotary"] = angle.cos(), angle.sin()
+    return made
+
+
+def local(made: dict[str, Any], case: Case, rank: int) -> dict[str, Any]:
+    """What a rank has of it."""
+    start = sum(case.lengths[:rank])
+    rows = slice(start, start + case.lengths[rank])
+    mine = {name: made[name][:, rows] for name in "qkv"}
+    if "rotary" in made:
+        mine["rotary"] = tuple(table[rows] for table in made["rotary"])
+    return {**made, **mine}
+
+
+def emulated(made: dict[str, Any], case: Case) -> torch.Tensor:
+    """The sharded computation on one device, fp32: written with `emulated_attention` alone."""
+    spec, heads = case.spec, case.heads
+    scale = spec.scale_of(case.dim)
+    cos, sin = made.get("rotary", (None, None))
+    q, k = (
+        norm_rope(
+            made[x], heads, weight=made.get(f"norm_{x}"), bias=made.get(f"norm_{x}_bias"),
+            cos=cos, sin=sin, eps=spec.eps,
+        )
+        for x in "qk"
+    )  # fmt: skip
+    if scale < 0:
+        q, scale = -q, -scale
+    v = split_heads(made["v"], heads)
+    ends = list(accumulate(case.lengths))
+    n = ends[-1]
+    if spec.smooth_k:
+        step = max(1, -(-n // MEAN_SAMPLES))
+        sums = [
+            k[:, :, [i for i in range(end - size, end) if i % step == 0]].sum(2)
+            for size, end in zip(case.lengths, ends, strict=True)
+        ]
+        k = k - (torch.stack(sums).sum(0) / -(-n // step)).unsqueeze(2)
+    options: dict[str, Any] = {
+        "sm_scale": scale, "pv": spec.pv, "qmax": QMAX[spec.attention], "smooth_k": False,
+    }  # fmt: skip
+    if case.ring == 1:
+        return emulated_attention(q, k, v, **options)[0]
+    chunk_ends = [0, *ends[case.ulysses - 1 :: case.ulysses]]
+    chunks = [slice(a, b) for a, b in zip(chunk_ends, chunk_ends[1:], strict=False)]
+    rows = []
+    for here, own in enumerate(chunks):
+        out = lse = None
+        for i in range(case.ring):
+            keys = chunks[(here - i) % case.ring]
+            part, part_lse = emulated_attention(
+                q[:, :, own], k[:, :, keys], v[:, :, keys], want_lse=True, **options
+            )
+            part = split_heads(part, heads).transpose(1, 2)
+            part_lse = part_lse.transpose(1, 2).unsqueeze(-1)
+            if out is None:
+                out, lse = part, part_lse
+            else:
+                out = torch.lerp(out, part, torch.sigmoid(part_lse - lse))
+                lse = torch.logaddexp(lse, part_lse)
+        rows.append(out.flatten(2))
+    return torch.cat(rows, 1)
+
+
+def relative(x: torch.Tensor, y: torch.Tensor) -> float:
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
+def one_device(made: dict[str, Any], spec: AttentionSpec, **changes: Any) -> torch.Tensor:
+    q, k, v = (made[name] for name in "qkv")
+    rest = {name: x for name, x in made.items() if name not in "qkv"}
+    return attention_skip(q, k, v, replace(spec, **changes), **rest)
+
+
+def equals_one_device(rank: int, case: Case, parallel: ContextParallel) -> None:
+    made, spec = inputs(case), case.spec
+    mine = local(made, case, rank)
+    q, k, v = (mine.pop(name) for name in "qkv")
+    out = parallel_attention(q, k, v, spec, parallel, **mine)
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+    start = sum(case.lengths[:rank])
+    rows = slice(start, start + case.lengths[rank])
+    whole = one_device(made, spec)[:, rows]
+    if spec.attention == "exact":
+        if case.ring == 1:
+            assert torch.equal(out, whole), case.name
+        else:  # fp32 sums in another order, and one rounding less
+            assert relative(out, whole) < 4e-3, (case.name, relative(out, whole))
+        return
+    expected = emulated(made, case)[:, rows].to(q.dtype)
+    assert torch.equal(out, expected), (case.name, relative(out, expected))
+    exact = one_device({**made, **{n: made[n].float() for n in "qkv"}}, spec, attention="exact")
+    own, single = relative(out, exact[:, rows]), relative(whole, exact[:, rows])
+    assert own < BUDGET * single, (case.name, own, single)
+    if not spec.smooth_k and case.ring == 1:  # no mean, whose sum has an order
+        assert torch.equal(out, whole), case.name
+
+
+def run_cases(rank: int, cases: list[Case]) -> None:
+    made: dict[tuple[int, int], Any] = {}
+    for case in cases:
+        key = case.ulysses, case.ring
+        if key not in made:
+            made[key] = groups(*key)
+        equals_one_device(rank, case, made[key])
+
+
+def test_two_ranks_equal_the_emulation_and_one_device() -> None:
+    on_ranks(2, run_cases, CASES)
+
+
+@pytest.mark.slow
+def test_four_ranks_equal_the_emulation_and_one_device() -> None:
+    on_ranks(4, run_cases, CASES_OF_FOUR)
+
+
+def refused(parallel: ContextParallel, *args: Any, **kwargs: Any) -> str:
+    """What a mismatch says, which is the same on every rank."""
+    with pytest.raises(RankMismatchError) as caught:
+        parallel_attention(*args, parallel, **kwargs)
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, str(caught.value))
+    assert len(set(said)) == 1, said
+    return str(caught.value)
+
+
+def faults(rank: int) -> None:
+    parallel = groups(2, 1)
+    assert parallel is not None
+    x = torch.randn(1, 20, 128)
+    spec = AttentionSpec(heads=2)
+    # What differs is named, with its value on each rank.
+    other = torch.randn(1 + rank, 20, 128)
+    assert "batch 1 on rank 0, 2 on rank 1" in refused(parallel, other, other, other, spec)
+    wide = torch.randn(1, 20, 128 * (1 + rank))
+    assert "channels 128 on rank 0, 256" in refused(parallel, wide, wide, wide, spec)
+    y = x.bfloat16() if rank else x
+    assert "dtype float32 on rank 0, bfloat16 on rank 1" in refused(parallel, y, y, y, spec)
+    for change, word in (
+        ({"attention": "int8" if rank else "exact"}, "attention exact on rank 0, int8 on rank 1"),
+        ({"heads": 2 + 2 * rank}, "heads 2 on rank 0, 4 on rank 1"),
+        ({"sm_scale": 0.25 * (1 + rank)}, "sm_scale 0.25 on rank 0, 0.5 on rank 1"),
+        ({"smooth_k": rank == 0}, "smooth_k 1 on rank 0, 0 on rank 1"),
+    ):
+        assert word in refused(parallel, x, x, x, replace(spec, **change))
+    # Ranks with other tables would take other attentions.
+    with mock.patch.object(parallel_module, "decider", lambda device: 7 + rank):
+        said = refused(parallel, x, x, x, replace(spec, attention="auto"))
+    assert "what decides for auto 7 on rank 0, 8 on rank 1" in said
+    norm = torch.ones(128) if rank else None
+    assert "norm_k none on rank 0, across heads" in refused(parallel, x, x, x, spec, norm_k=norm)
+    # What one rank refuses is refused on all, and there it says why.
+    bad = torch.randn(1, 21, 128) if rank else x
+    assert "a refusal on rank 1" in refused(parallel, x, bad, bad, spec)
+    with pytest.raises(RankMismatchError) as caught:
+        parallel_attention(x, x, x if rank else x[:, 1:], spec, parallel)
+    assert isinstance(caught.value.__cause__, ShapeError | None)
+    assert (caught.value.__cause__ is None) == (rank == 1)
+    # What all refuse is refused for its own reason.
+    with pytest.raises(MaskError):
+        parallel_attention(x, x, x, replace(spec, causal=True), parallel)
+    with pytest.raises(GradientError):
+        parallel_attention(x.clone().requires_grad_(), x, x, spec, parallel)
+    with pytest.raises(RankMismatchError) as caught:
+        parallel_attention(x.clone().requires_grad_(rank == 0), x, x, spec, parallel)
+    assert isinstance(caught.value.__cause__, GradientError | None)
+    with pytest.raises(RankMismatchError, match="heads 2 on rank 0, 4 on rank 1"):
+        agreed_lengths(x, x, x, replace(spec, heads=2 + 2 * rank), parallel)
+    # And the groups still work.
+    out = parallel_attention(x, x, x, spec, parallel)
+    lengths = agreed_lengths(x, x, x, spec, parallel)
+    worst = largest(torch.tensor([float(rank), 0.5 if rank else float("nan")]), parallel)
+    assert worst.tolist() == [1.0, float("inf")]
+    assert lengths == [20, 20]
+    again = parallel_attention(x, x, x, spec, parallel, lengths=lengths)
+    assert torch.equal(out, again)
+    compiled = torch.compile(
+        lambda a: parallel_attention(a * 1.0, a, a, spec, parallel) + 1.0,
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    with torch.no_grad():
+        assert torch.equal(compiled(x), out + 1.0)
+
+
+def auto(rank: int) -> None:
+    """ "auto" asks for the lengths of the whole sequence, and takes what it is told."""
+    parallel = groups(2, 1)
+    assert parallel is not None
+    case = Case("auto", 2, 1, (70, 61), options={"pv": "auto", "attention": "auto"})
+    made = inputs(case)
+    mine = local(made, case, rank)
+    q, k, v = (mine.pop(name) for name in "qkv")
+    for attention in ("int8", "exact"):
+        asked = []
+
+        def told(spec: AttentionSpec, *args: Any, to: Any = attention) -> AttentionSpec:
+            asked.append(args)  # noqa: B023
+            return replace(spec, attention=to, pv="bf16", impl="reference")
+
+        with mock.patch.object(parallel_module, "resolved", told):
+            out = parallel_attention(q, k, v, case.spec, parallel, **mine)
+        assert asked == [(q.device, 131, 131, 64)]
+        named = replace(case.spec, attention=attention)
+        assert torch.equal(out, parallel_attention(q, k, v, named, parallel, **mine)), attention
+        if attention == "int8":  # on a CPU
+            assert torch.equal(out, parallel_attention(q, k, v, case.spec, parallel, **mine))
+
+
+def test_auto_is_decided_for_the_whole_sequence() -> None:
+    on_ranks(2, auto)
+
+
+def test_ranks_that_disagree_all_say_so() -> None:
+    on_ranks(2, faults)
+
+
+def bytes_sent(rank: int) -> None:
+    """Against the formulas in the text of `docs`: 5 of 8 bytes with fp8, and what is small."""
+    heads, dim, n = 4, 64, 256
+    channels, share = heads * dim, n * heads * dim // 2
+    q, k, v = (torch.randn(1, n, channels).bfloat16() for _ in range(3))
+    ulysses, ring = groups(2, 1), groups(1, 2)
+    assert ulysses is not None and ring is not None
+    header = 8 * 22
+    statistics = 2 * channels * 4
+    counted = {}
+    for name, parallel in (("ulysses", ulysses), ("ring", ring)):
+        for attention in ("int8", "exact"):
+            spec = AttentionSpec(heads=heads, attention=attention, pv="fp8")
+            with counting_bytes() as counts:
+                parallel_attention(q, k, v, spec, parallel)
+            counted[name, attention] = counts
+    scales = (heads * n * 4 + heads * n // 128 * 4) // 2
+    assert counted["ulysses", "int8"] == {
+        "header": header, "statistics": statistics, "q": share, "k": share, "rest": scales,
+        "v": share, "out": 2 * share,
+    }  # fmt: skip
+    assert counted["ulysses", "exact"] == {
+        "header": header, "q": 2 * share, "k": 2 * share, "v": 2 * share, "out": 2 * share
+    }  # fmt: skip
+    ring_int8 = 2 * n * channels + heads * n // 128 * 4
+    assert counted["ring", "int8"] == {
+        "header": header, "statistics": statistics, "ring": ring_int8
+    }  # fmt: skip
+    assert counted["ring", "exact"] == {"header": header, "ring": 4 * n * channels}
+    # Tokens of a block that lies on two ranks: k, v and the rotary tables, of at most 127.
+    odd = 200
+    q, k, v = (x[:, :odd] for x in (q, k, v))
+    rotary = torch.randn(2, odd, dim).unbind(0)
+    with counting_bytes() as counts:
+        parallel_attention(q, k, v, AttentionSpec(heads=heads, pv="fp8"), ulysses, rotary=rotary)
+    moved = 256 - odd  # the first rank's last block of 128 is completed by the second
+    assert counts["boundary"] == rank * moved * (2 * channels * 2 + 2 * dim * 4)
+
+
+def test_bytes_on_the_wire() -> None:
+    on_ranks(2, bytes_sent)
+
+
+def two_sequences(rank: int) -> None:
+    """Groups beside each other, of other shapes; a training's reduction in the default group that
+    ranks begin at different times; and calls that only some ranks make."""
+    first, second = groups(2, 1, first=0), groups(1, 2, first=2)
+    own = first if rank < 2 else second
+    assert own is not None
+    loss = torch.full((3,), float(rank + 1))
+    work = dist.all_reduce(loss, async_op=True) if rank in (1, 2) else None
+    case = (
+        Case("first", 2, 1, (70, 61), options={"pv": "fp8"})
+        if rank < 2
+        else Case("second", 1, 2, (140, 30), heads=2)
+    )
+    equals_one_device(rank % 2, case, own)
+    if rank < 2:  # the others run none
+        equals_one_device(rank, replace(case, lengths=(30, 99)), own)
+    work = work or dist.all_reduce(loss, async_op=True)
+    assert work is not None
+    work.wait()
+    assert loss.tolist() == [10.0] * 3
+
+
+@pytest.mark.slow
+def test_sequences_beside_each_other() -> None:
+    on_ranks(4, two_sequences)
+
+
+def one_leaves(rank: int, said: str) -> None:
+    """A rank that dies ends the others with an error."""
+    parallel = groups(2, 1)
+    assert parallel is not None
+    x = torch.randn(1, 20, 128)
+    parallel_attention(x, x, x, AttentionSpec(heads=2), parallel)
+    if rank == 1:
+        time.sleep(1.0)
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        parallel_attention(x, x, x, AttentionSpec(heads=2), parallel)
+    Path(said).write_text(str(time.monotonic() - start), encoding="utf-8")
+    os._exit(0)  # there is nobody left to take leave of
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    on_ranks(2, one_leaves, os.fspath(said))
+    assert float(said.read_text(encoding="utf-8")) < TIMEOUT.total_seconds() + 5
+
+
+def sparse(rank: int, world: int) -> None:
+    """TurboDiffusion's sparse and linear attention by Ulysses: the bits of one device."""
+    parallel = groups(world, 1)
+    assert parallel is not None
+    lengths = (150, 133, 70, 200)[:world]
+    for heads, attention, dtype in (
+        (4, "int8", torch.bfloat16), (3, "int8", torch.float32), (1, "exact", torch.bfloat16),
+    ):  # fmt: skip
+        case = Case("", world, 1, lengths, heads=heads, dtype=dtype,
+                    options={"attention": attention})  # fmt: skip
+        made = inputs(case)
+        weight, bias = torch.randn(64, 64) / 8, torch.randn(64)
+        sparsity = Sparsity(topk=0.3, block_q=64, block_k=64)
+        rest = {name: made[name] for name in ("norm_q", "norm_k", "rotary")}
+        whole = sparse_linear_attention(
+            made["q"], made["k"], made["v"], weight, bias, case.spec, sparsity, **rest
+        )
+        mine = local(made, case, rank)
+        q, k, v = (mine.pop(name) for name in "qkv")
+        out = parallel_sparse_linear_attention(
+            q, k, v, weight, bias, case.spec, sparsity, parallel, **mine
+        )
+        start = sum(lengths[:rank])
+        assert torch.equal(out, whole[:, start : start + lengths[rank]])
+        assert out.dtype == q.dtype and out.is_contiguous()
+    other = replace(sparsity, topk=0.3 if rank else 0.4)
+    with pytest.raises(RankMismatchError, match="topk 0.4 on rank 0, 0.3 on rank 1"):
+        parallel_sparse_linear_attention(q, k, v, weight, bias, case.spec, other, parallel, **mine)
+    ring = groups(1, world)
+    assert ring is not None
+    with pytest.raises(OpError, match="in a ring"):
+        parallel_sparse_linear_attention(q, k, v, weight, bias, case.spec, sparsity, ring, **mine)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sparse_linear_attention_equals_one_device(world: int) -> None:
+    on_ranks(world, sparse, world)

@@ -1,0 +1,68 @@
+"""Several processes that share process groups, for tests of what ranks send each other."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from turbo_rcm_patch.ops.exchange import ContextParallel
+
+#: An exchange that nobody answers fails after this.
+TIMEOUT = timedelta(seconds=40)
+
+
+def groups(ulysses: int, ring: int, first: int = 0) -> ContextParallel | None:
+    """The groups of ulysses * ring ranks from `first` on; None on other ranks.
+
+    Made by every process, because torch.distributed wants that."""
+    ranks = range(first, first + ulysses * ring)
+    here = dist.get_rank()
+    group = dist.new_group(list(ranks), timeout=TIMEOUT)
+    own: list[dist.ProcessGroup | None] = [None, None]
+    for which, degree, members in (
+        (0, ulysses, [ranks[i * ulysses :][:ulysses] for i in range(ring)]),
+        (1, ring, [ranks[i::ulysses] for i in range(ulysses)]),
+    ):
+        for each in members:
+            made = dist.new_group(list(each), timeout=TIMEOUT) if degree > 1 else None
+            if here in each:
+                own[which] = made
+    return ContextParallel(group, *own) if here in ranks else None
+
+
+def _main(
+    rank: int,
+    world: int,
+    backend: str,
+    folder: str,
+    function: Callable[..., None],
+    args: tuple,
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = Path(folder, "store").as_uri()
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend, init_method=store, rank=rank, world_size=world, timeout=TIMEOUT
+    )
+    try:
+        function(rank, *args)
+        dist.barrier()  # nobody leaves while another still needs it
+    finally:
+        dist.destroy_process_group()
+
+
+def on_ranks(
+    world: int, function: Callable[..., None], *args: object, backend: str = "gloo"
+) -> None:
+    """Run function(rank, *args) in so many processes of one group."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_main, args=(world, backend, os.fspath(folder), function, args), nprocs=world)

@@ -1,0 +1,319 @@
+"""What ranks that share one sequence send each other, over process groups of torch.distributed.
+
+Tensors travel as bytes, so that any dtype passes through any backend. Every exchange is started
+and waited for apart, so that what is computed in between hides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from turbo_rcm_patch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "ContextParallel",
+    "Pending",
+    "all_to_all",
+    "concatenated",
+    "counting_bytes",
+    "gather",
+    "largest",
+    "pass_on",
+    "split_evenly",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """The process groups that share one sequence.
+
+    The ranks of `group` hold consecutive parts of the sequence, in the order of the group. Ulysses
+    exchanges heads within groups of neighbours; a ring passes keys and values on from one of these
+    groups to the next. So the rank of a process in `group` is its rank in `ring` times the size of
+    `ulysses` plus its rank in `ulysses`.
+
+    Attributes:
+        group: All ranks of the sequence.
+        ulysses: The ranks that exchange heads, or None for no Ulysses.
+        ring: The ranks that pass keys and values on, or None for no ring.
+        name: Names the groups; registered operations take it in their place.
+    """
+
+    group: ProcessGroup
+    ulysses: ProcessGroup | None = None
+    ring: ProcessGroup | None = None
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks = [_ranks(group) for group in (self.group, self.ulysses, self.ring)]
+        degrees = [max(1, len(r)) for r in ranks]
+        here = [
+            dist.get_rank(g) if g is not None else 0 for g in (self.group, self.ulysses, self.ring)
+        ]
+        fits = degrees[0] == degrees[1] * degrees[2] and here[0] == here[2] * degrees[1] + here[1]
+        own = ranks[0][here[2] * degrees[1] :][: degrees[1]], ranks[0][here[1] :: degrees[1]]
+        if not fits or (ranks[1] and ranks[1] != own[0]) or (ranks[2] and ranks[2] != own[1]):
+            raise ConfigError(
+                "ContextParallel",
+                expected="ranks of `group` in the order (ring, ulysses), of which `ulysses` holds "
+                "neighbours and `ring` every so many",
+                got=f"group {ranks[0]}, ulysses {ranks[1]}, ring {ranks[2]}",
+            )
+        object.__setattr__(self, "name", _name(self.group, self.ulysses, self.ring))
+        _known[self.name] = self
+
+    @classmethod
+    def of(
+        cls, group: ProcessGroup, ulysses: ProcessGroup | None, ring: ProcessGroup | None
+    ) -> ContextParallel:
+        """The same object for the same groups."""
+        known = _known.get(_name(group, ulysses, ring))
+        fits = known is not None and known.group is group
+        return cast(ContextParallel, known) if fits else cls(group, ulysses, ring)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> ContextParallel:
+        """The groups of a mesh whose dimensions "ring" and "ulysses" share the sequence, as
+        diffusers' `ContextParallelConfig` makes it. Others (data parallel) may stand beside them.
+        """
+        ring, ulysses = mesh["ring"], mesh["ulysses"]
+        group = mesh["ring", "ulysses"]._flatten().get_group()
+        return cls.of(
+            group,
+            ulysses.get_group() if ulysses.size() > 1 else None,
+            ring.get_group() if ring.size() > 1 else None,
+        )
+
+    @classmethod
+    def named(cls, name: str) -> ContextParallel:
+        """The groups of a `name`."""
+        return _known[name]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share the sequence."""
+        return self.group.size()
+
+    @property
+    def ulysses_degree(self) -> int:
+        """Number of ranks that exchange heads."""
+        return 1 if self.ulysses is None else self.ulysses.size()
+
+    @property
+    def ring_degree(self) -> int:
+        """Number of groups that pass keys on."""
+        return 1 if self.ring is None else self.ring.size()
+
+    @property
+    def rank(self) -> int:
+        """Position of this process in the sequence."""
+        return dist.get_rank(self.group)
+
+    @property
+    def ulysses_rank(self) -> int:
+        """Position of this process among those it exchanges heads with."""
+        return 0 if self.ulysses is None else dist.get_rank(self.ulysses)
+
+    @property
+    def ring_rank(self) -> int:
+        """Position of this process in its ring."""
+        return 0 if self.ring is None else dist.get_rank(self.ring)
+
+
+#: By name. Groups live as long as the process, or until they are destroyed.
+_known: Final[dict[str, ContextParallel]] = {}
+
+
+def _name(*groups: ProcessGroup | None) -> str:
+    return "/".join("" if group is None else group.group_name for group in groups)
+
+
+def _ranks(group: ProcessGroup | None) -> list[int]:
+    return [] if group is None else dist.get_process_group_ranks(group)
+
+
+def split_evenly(count: int, parts: int) -> list[int]:
+    """Sizes of `count` things in so many parts that differ by one at most, as `tensor_split`."""
+    return [count // parts + (i < count % parts) for i in range(parts)]
+
+
+#: Bytes sent to other ranks, by what they are, while `counting_bytes` runs.
+_counts: dict[str, int] | None = None
+
+
+@contextmanager
+def counting_bytes() -> Iterator[dict[str, int]]:
+    """Gives a dict that counts the bytes this rank sends to others inside, by what they are."""
+    global _counts
+    _counts = {}
+    try:
+        yield _counts
+    finally:
+        _counts = None
+
+
+def _count(what: str, sent: int) -> None:
+    if _counts is not None:
+        _counts[what] = _counts.get(what, 0) + sent
+
+
+class Pending(Generic[T]):
+    """An exchange under way; what it reads stays alive until it was waited for.
+
+    Args:
+        works: Handles of torch.distributed.
+        result: Makes what came, once they are done.
+        keep: What they read.
+    """
+
+    __slots__ = ("_keep", "_result", "_works")
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work | None],
+        result: Callable[[], T],
+        keep: Sequence[Tensor] = (),
+    ) -> None:
+        self._works, self._result, self._keep = works, result, keep
+
+    def wait(self) -> T:
+        """What came. On a GPU the current stream waits and the host does not."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        result = self._result()
+        self._works, self._result, self._keep = (), lambda: result, ()
+        return result
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _one_after_another(pieces: Sequence[Tensor]) -> Tensor:
+    """Pieces as flat bytes: their own memory where they lie in it like that."""
+    there = [piece for piece in pieces if piece.numel()]
+    if not there:
+        return _as_bytes(pieces[0])
+    end = there[0].data_ptr()
+    for piece in there:
+        if not piece.is_contiguous() or piece.data_ptr() != end:
+            return torch.cat([_as_bytes(piece) for piece in there])
+        end += piece.numel() * piece.element_size()
+    if len({piece.dtype for piece in there}) > 1:
+        return torch.cat([_as_bytes(piece) for piece in there])
+    return _as_bytes(there[0].as_strided((sum(piece.numel() for piece in there),), (1,)))
+
+
+def all_to_all(
+    what: str,
+    pieces: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[Sequence[int]]],
+    group: ProcessGroup | None,
+) -> Pending[list[list[Tensor]]]:
+    """Start to send some tensors to every rank of a group and to receive as many from each, in one
+    message.
+
+    Args:
+        what: Names it, for `counting_bytes`.
+        pieces: The tensors for each rank, of any shapes; the n-th of all ranks has one dtype.
+        shapes: Of those that come from each rank.
+        group: None is this process alone.
+
+    Returns:
+        Gives the tensors that came, by rank.
+    """
+    if group is None:
+        return Pending((), lambda: [list(each) for each in pieces])
+    dtypes = [piece.dtype for piece in pieces[0]]
+    sent = [sum(piece.numel() * piece.element_size() for piece in each) for each in pieces]
+    flat = _one_after_another([piece for each in pieces for piece in each])
+    sizes = [
+        [prod(shape) * dtype.itemsize for shape, dtype in zip(each, dtypes, strict=True)]
+        for each in shapes
+    ]
+    came = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=flat.device)
+    work = dist.all_to_all_single(
+        came, flat, [sum(each) for each in sizes], sent, group=group, async_op=True
+    )
+    _count(what, sum(sent) - sent[dist.get_rank(group)])
+
+    def result() -> list[list[Tensor]]:
+        made: list[list[Tensor]] = []
+        start = 0
+        for each, lengths in zip(shapes, sizes, strict=True):
+            made.append([])
+            for shape, size, dtype in zip(each, lengths, dtypes, strict=True):
+                part = came[start : start + size]
+                if start % dtype.itemsize:  # cannot be read there as what it is
+                    part = part.clone()
+                made[-1].append(part.view(dtype).view(*shape))
+                start += size
+        return made
+
+    return Pending([work], result, (flat, came))
+
+
+def gather(what: str, x: Tensor, group: ProcessGroup) -> Pending[list[Tensor]]:
+    """Start to collect a tensor of one shape from every rank of a group."""
+    x = x.contiguous()
+    came = [torch.empty_like(x) for _ in range(group.size())]
+    work = dist.all_gather(came, x, group=group, async_op=True)
+    _count(what, x.numel() * x.element_size() * (group.size() - 1))
+    return Pending([work], lambda: came, (x,))
+
+
+def largest(x: Tensor, parallel: ContextParallel) -> Tensor:
+    """The largest of each number over the ranks of a sequence, the same on all of them; for what
+    they have to decide alike. NaN counts as the largest."""
+    x = torch.where(x.isnan(), torch.full_like(x, float("inf")), x)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=parallel.group)
+    return x
+
+
+def pass_on(
+    what: str, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup
+) -> Pending[list[Tensor]]:
+    """Start to send tensors to the next rank of a ring and to receive others, of the same dtypes
+    and the given shapes, from the one before."""
+    size, rank = group.size(), dist.get_rank(group)
+    came = [
+        torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
+        for x, shape in zip(tensors, shapes, strict=True)
+    ]
+    sent = [x.contiguous() for x in tensors]
+    operations = []
+    for x, y in zip(sent, came, strict=True):
+        for do, tensor, peer in (
+            (dist.isend, x, (rank + 1) % size),
+            (dist.irecv, y, (rank - 1) % size),
+        ):
+            if tensor.numel():
+                operations.append(dist.P2POp(do, _as_bytes(tensor), group=group, group_peer=peer))
+    works = dist.batch_isend_irecv(operations) if operations else []
+    _count(what, sum(x.numel() * x.element_size() for x in sent))
+    return Pending(works, lambda: came, sent)
+
+
+def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """torch.cat, without a copy of a single piece."""
+    there = [piece for piece in pieces if piece.shape[dim]] or list(pieces[:1])
+    if len(there) == 1:
+        return there[0]
+    if there[0].element_size() == 1:  # not every backend concatenates e4m3
+        return torch.cat([x.view(torch.uint8) for x in there], dim).view(there[0].dtype)
+    return torch.cat(there, dim)
