@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Final, get_args
 
 from turbo_rcm_patch.config import Attention, Form, Impl, Linear, PatchConfig, Precision, PVDType
 from turbo_rcm_patch.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
@@ -16,6 +16,10 @@ __all__ = ["main"]
 
 #: What `pip install .` brings, whose absence deserves a line and not a traceback.
 NEEDED = ("torch", "triton", "diffusers", "safetensors")
+
+
+#: What the shipped models understand, for the examples of `--help`.
+_PROMPT: Final = "a large red circle moving left on a black background"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "demo",
-            "compare --model tiny --prompt 'a red circle moves left'",
+            f"compare --model tiny --prompt '{_PROMPT}'",
             "compare --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --sampler scheduler --steps 30 \\\n"
             "    --prompts prompts.txt --out outputs/wan",
         )
@@ -223,7 +227,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         description="Generate one mp4 for each prompt with the patched model.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
-            "generate --prompt 'a red circle moves left' --out circle.mp4",
+            f"generate --prompt '{_PROMPT}' --out circle.mp4",
             "generate --model PATH --sampler scheduler --steps 50 --guidance-scale 5 \\\n"
             "    --offload model --prompt 'a cat on a skateboard' --out outputs/cat",
         ),
@@ -252,8 +256,8 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "the arguments, the model or the files, 3: an unexpected error, 130: interrupted.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
-            "compare --prompt 'a red circle moves left' --out outputs/circle",
-            "compare --prompt 'a red circle moves left' --attention int4   # shows what fails",
+            f"compare --prompt '{_PROMPT}' --out outputs/circle",
+            f"compare --prompt '{_PROMPT}' --attention int4   # shows what fails",
             "compare --model PATH --sampler scheduler --steps 30 --offload model \\\n"
             "    --prompts prompts.txt --out outputs/wan",
         ),

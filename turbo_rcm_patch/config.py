@@ -56,7 +56,8 @@ class PatchConfig:
             is faster and less accurate. A Linear runs in int8 only if it is plain (no hooks, no
             adapter) and needs no gradient. The int8 weights are kept beside the model's own, one
             byte per weight, and every forward first checks on the device whether a weight has
-            changed. A compiled or captured graph quantises the weights on every forward.
+            changed. A compiled graph, and a CUDA graph that somebody else captures, quantises the
+            weights on every forward.
         smooth_k: Subtract the mean over tokens from k before quantising. The softmax does not
             change.
         impl: "triton" or "reference" (plain torch). "auto" chooses by the model's device.
