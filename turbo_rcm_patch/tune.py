@@ -42,6 +42,7 @@ from turbo_rcm_patch.kernels.launch import (
 )
 from turbo_rcm_patch.kernels.tile_table import VARIABLE, Table, read_table, table_path
 from turbo_rcm_patch.ops import keep_dispatch, measure_dispatch
+from turbo_rcm_patch.ops.dispatch import dispatch_path
 from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.environment import device_name
 
@@ -204,7 +205,8 @@ def tune(
         _show(one, work.words)
         del work
     if choices and time.monotonic() < end:
-        _tune_choices(where, out=out, dry_run=dry_run, calls=calls or 20)
+        own = None if out is None or out == table_path() else out
+        _tune_choices(where, out=own, dry_run=dry_run, calls=calls or 20)
     elif choices:
         left.append(_CHOICES)
     for name in left:
@@ -232,7 +234,8 @@ def _tune_choices(device: torch.device, *, out: Path | None, dry_run: bool, call
     if dry_run:
         return
     path = keep_dispatch(table, None if out is None else out.with_suffix(".attention.json"))
-    print(f"written: {path}")
+    read = "" if out is None else f"; it is read as {dispatch_path()}"
+    print(f"written: {path}{read}")
 
 
 def write_table(path: Path, table: Table) -> None:

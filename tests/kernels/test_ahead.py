@@ -99,3 +99,25 @@ def test_kernels_are_compiled_side_by_side_and_a_failure_is_left_to_the_launch(
 
     ahead.compile_ahead(call, CPU)
     assert finalised == ["good"]
+
+
+def test_an_interrupt_while_compiling_leaves_triton_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(self: object, *error: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_async_compile.AsyncCompileMode, "__exit__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ahead.compile_ahead(lambda: None, CPU)
+    assert _async_compile.active_mode.get() is None and not ahead.compiling()
+
+
+def test_somebody_elses_parallel_compilation_is_left_alone() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    calls: list[int] = []
+    with ThreadPoolExecutor(1) as threads, _async_compile.AsyncCompileMode(threads):
+        assert not ahead.compile_ahead(lambda: calls.append(1), CPU)
+        assert _async_compile.active_mode.get() is not None
+    assert not calls

@@ -137,7 +137,16 @@ def processor(model: Any) -> None:
     model.blocks[0].attn1.set_processor(Processor())
 
 
+def forward_of_a_module_without_attributes(model: Any) -> None:
+    """As hooks of diffusers and accelerate set it; the module itself has no attribute of its own
+    but whether it trains."""
+    ffn = model.blocks[0].ffn
+    own = ffn.forward
+    ffn.forward = lambda *args, **kwargs: 2 * own(*args, **kwargs)
+
+
 CHANGES = [
+    forward_of_a_module_without_attributes,
     hook, pre_hook, instance_forward, replaced_linear, swapped_class, replaced_weight,
     replaced_norm_weight, written_weight, written_data, new_data, transposed_data, other_eps,
     other_layer_norm_eps, no_bias, replaced_block_norm, double_norms, other_table, processor,

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,11 +59,14 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> bool:
         device: Where they will run.
 
     Returns:
-        False where this release of Triton cannot compile in threads; nothing was done then.
+        False where this release of Triton cannot compile in threads, or is at it already; nothing
+        was done then.
     """
     try:
-        from triton.runtime._async_compile import AsyncCompileMode
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
     except ImportError:
+        return False
+    if active_mode.get() is not None:  # somebody else's, which does as well
         return False
 
     class Compiler(AsyncCompileMode):
@@ -71,12 +74,17 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> bool:
             return super().submit(key, lambda: _loaded(compile_fn(), device), finalize_fn)
 
     count = min(_MOST_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(count) as threads, Compiler(threads, ignore_errors=True):
-        _local.active = True
-        try:
-            call()
-        finally:
-            _local.active = False
+    # Triton compiles for the current device.
+    here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    try:
+        with here, ThreadPoolExecutor(count) as threads, Compiler(threads, ignore_errors=True):
+            _local.active = True
+            try:
+                call()
+            finally:
+                _local.active = False
+    finally:
+        active_mode.set(None)  # It stays set where its end is interrupted.
     return True
 
 

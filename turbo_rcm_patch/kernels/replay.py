@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -65,7 +66,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 _local = threading.local()
 #: Tensors that live as long as the process and may be read by any recording, by storage address.
 _kept: dict[int, torch.Tensor] = {}
-_caches: list[Recordings] = []
+_caches: weakref.WeakSet[Recordings] = weakref.WeakSet()
 _off = 0
 _generation = 0
 
@@ -85,7 +86,7 @@ def forget_programs() -> None:
     """Record every signature again; for when the tiles change."""
     global _generation
     _generation += 1
-    for cache in _caches:
+    for cache in list(_caches):
         cache.clear()
 
 
@@ -126,11 +127,12 @@ class Recordings:
             memory; a number while it has been tried in vain, None where it cannot be recorded.
     """
 
-    __slots__ = ("_most", "found")
+    __slots__ = ("__weakref__", "_most", "found")
 
     def __init__(self, most: int) -> None:
         self.found: dict[Any, list[Program] | int | None] = {}
         self._most = most
+        _caches.add(self)
 
     def clear(self) -> None:
         """Record every signature again."""
@@ -170,7 +172,7 @@ class Recordings:
             tried = (found or 0) + 1
             self.found[signature] = tried if tried < _ATTEMPTS else None
         while len(self.found) > self._most:
-            del self.found[next(iter(self.found))]
+            self.found.pop(next(iter(list(self.found))), None)
         return result
 
 
@@ -593,7 +595,6 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     watches launches, and inside another recording it runs as it is.
     """
     recordings = Recordings(_MOST_PROGRAMS)
-    _caches.append(recordings)
 
     @functools.wraps(launcher)
     def launch(*args: _P.args, **kwargs: _P.kwargs) -> _R:

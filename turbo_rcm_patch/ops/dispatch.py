@@ -161,7 +161,7 @@ def _row_problem(row: object) -> str:
     if not isinstance(row, dict):
         return f"{row!r}"
     choices = {
-        "attention": (*QMAX, "exact"), "pv": ("fp8", "bf16", "fp16"),
+        "attention": ("int8", "exact"), "pv": ("fp8", "bf16", "fp16"),
         "form": ("one-launch", "two-launch"),
     }  # fmt: skip
     for name, value in row.items():
@@ -331,21 +331,22 @@ def _decided(
     own = resolve_impl(impl, device)
     reason = "asked for"
     row = None
+    if device.type == "cuda" and exact_serves and (attention == "auto" or pv == "auto"):
+        row = _row_for(_name_of(device), "attention", (head_dim, heads, n_q, n_kv))
     if attention == "auto":
         if device.type != "cuda":
             attention, reason = "int8", f"nothing is measured on {device.type}"
         elif not exact_serves:
             attention, reason = "int8", "only our kernels return the logsumexp at this price"
         else:
-            name = _name_of(device)
-            row = _row_for(name, "attention", (head_dim, heads, n_q, n_kv))
             if row is not None:
                 attention, reason = row["attention"], row.get("source", "the table of this device")
             else:
                 long = n_kv >= INT8_DEFAULT_KEYS
                 attention = "int8" if long else "exact"
                 reason = (
-                    f"no measurement on {name} covers it: int8 from {INT8_DEFAULT_KEYS:,} keys on"
+                    f"no measurement on {_name_of(device)} covers it: int8 from "
+                    f"{INT8_DEFAULT_KEYS:,} keys on"
                 )
     if attention not in QMAX:
         return Choice(attention, pv, own, "torch", reason)

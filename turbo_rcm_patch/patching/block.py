@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ from turbo_rcm_patch.skip import Cast
 
 __all__ = ["BlockForward", "Branch"]
 
+#: Signatures of inputs that a block remembers to have compiled for.
+_MOST_COMPILED: Final = 64
 #: What of a pair's state decides how it runs.
 _decides = attrgetter("live", "int8", "precision")
 
@@ -89,7 +91,7 @@ class BlockForward:
         guard: Compares pairs on some forwards, or None.
     """
 
-    __slots__ = ("_block", "_compiled", "_config", "_first", "_guard", "_linears", "_slot",
+    __slots__ = ("_block", "_config", "_first", "_guard", "_linears", "_slot",
                  "_specs", "_states", "_warned")  # fmt: skip
 
     #: In the order in which they run.
@@ -114,7 +116,6 @@ class BlockForward:
         self._first, self._guard = first, guard
         self._linears = Linears(copies)
         self._warned: set[str] = set()
-        self._compiled: set[Any] = set()  # tokens
         self._specs = specs_of(
             ops.AttentionSpec(
                 heads=heads, attention=config.attention, pv=config.pv, smooth_k=config.smooth_k,
@@ -322,10 +323,13 @@ class BlockForward:
         such inputs; those of the other blocks are the same. Not where somebody else's module is
         called, because it would be called twice."""
         like: Tensor = hidden[1] if self.streams else hidden
-        if token is None or not like.is_cuda or token in self._compiled:
+        done = self._slot.compiled
+        if token is None or not like.is_cuda or token in done or is_capturing(like.device):
             return
-        self._compiled.add(token)
-        if is_capturing(like.device) or any([run.read is None for run in plan]):
+        if len(done) >= _MOST_COMPILED:
+            done.clear()
+        done.add(token)
+        if any([run.read is None for run in plan]):
             return
 
         def launches() -> None:

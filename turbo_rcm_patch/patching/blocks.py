@@ -196,13 +196,11 @@ class KeptTables:
     captured. A copy (deepcopy, pickle) starts empty.
     """
 
-    __slots__ = ("_facts", "_made", "_sources", "_versions")
+    __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        self._sources: list[weakref.ref[Tensor]] = []
-        self._versions: list[int] = []
-        self._facts: object = None
-        self._made: tuple[Tensor, Tensor] | None = None
+        # What they were made from and what was made, written at once: other threads read it.
+        self._kept: tuple[object, list[weakref.ref[Tensor]], tuple[Tensor, Tensor]] | None = None
 
     def __reduce__(self) -> tuple[type[KeptTables], tuple[()]]:
         return KeptTables, ()
@@ -223,14 +221,16 @@ class KeptTables:
         # What was made in inference mode has no version, and nothing shows that it changed.
         if torch.compiler.is_compiling() or any([x.is_inference() for x in sources]):
             return make()
-        facts = facts, any([is_capturing(x.device) for x in sources])
-        same = self._facts == facts and len(self._sources) == len(sources)
-        same = same and all([a() is b for a, b in zip(self._sources, sources, strict=True)])
-        versions = [x._version for x in sources]
-        if self._made is None or not same or self._versions != versions:
-            self._made, self._facts, self._versions = make(), facts, versions
-            self._sources = list(map(weakref.ref, sources))
-        return self._made
+        capturing = any([is_capturing(x.device) for x in sources])
+        facts, kept = (facts, capturing, [x._version for x in sources]), self._kept
+        same = kept is not None and kept[0] == facts and len(kept[1]) == len(sources)
+        if kept is not None and same:
+            same = all([a() is b for a, b in zip(kept[1], sources, strict=True)])
+        if kept is not None and same:
+            return kept[2]
+        made = make()
+        self._kept = facts, list(map(weakref.ref, sources)), made
+        return made
 
 
 def plain_dropout(module: nn.Module) -> bool:

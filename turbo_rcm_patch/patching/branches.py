@@ -177,7 +177,8 @@ class StreamsNorm:
         self._coefficients, self._eps, self._impl = coefficients, eps, impl
         self._plain = plain
         self._step = Step(_norm_two)
-        self.read: list[Tensor] = []
+        #: What makes the coefficients is called, where it is not plain.
+        self.read: list[Tensor] | None = [] if plain else None
 
     def __call__(
         self, token: Token, hidden: tuple[Tensor, ...], given: Given
@@ -367,9 +368,15 @@ class AttentionRun:
         self._masked = given.mask is not None and not cross
         self._readable = None if self._masked else modules.readable
         self._biased = self._readable is not None and self._readable[0].get("bias") is not None
+        # torch 2.11 traces no tuple and no function as a condition.
+        added = len(modules.image) > 0 or modules.sparse is not None
+        apart = close.int8 or not close.plain or self._masked or added
+        self._form: Form = "two-launch" if apart else form
         asked = specs[0]
-        if asked.attention == "auto" and modules.sparse is not None:
-            asked = replace(asked, attention="int8")  # No exact kernel is sparse.
+        if asked.attention == "auto" and (
+            modules.sparse is not None or self._form == "one-launch"
+        ):
+            asked = replace(asked, attention="int8")  # No exact kernel is sparse or projects.
         self._asked, self._few = self._way(asked, like), None
         if specs[1] is not None:
             self._few = self._way(specs[1], like)
@@ -382,11 +389,6 @@ class AttentionRun:
                 "exact": self._way(exact, like),
                 "int8": self._way(int8_way, like),
             }
-        self._form = form
-        # torch 2.11 traces no tuple and no function as a condition.
-        added = len(modules.image) > 0 or modules.sparse is not None
-        if close.int8 or not close.plain or self._masked or added:
-            self._form = "two-launch"
         operation = attention_forward if modules.sparse is None else sparse_linear_forward
         self._attend, self._attend_image = Step(operation), Step(attention_forward)
         self._rotate = Step(rotated), Step(rotated), Step(skip_forward)

@@ -135,7 +135,7 @@ class Watch:
             names = [name for name in own if name not in _CONTAINERS]
             if own is vars(block):  # Its forward is ours, or around ours, and holds this watch.
                 names = [name for name in names if name != "forward"]
-            if len(names) > 1:
+            if names:  # One name gives its value, several a tuple of theirs.
                 values_of = itemgetter(*names)
                 self._attributes.append((own, len(own), values_of, values_of(own)))
         # The block's own hooks run around the forward that the plan stands for.
@@ -198,13 +198,14 @@ class PlanSlot(Generic[_T]):
     A copy (deepcopy, pickle) starts empty, because a plan holds modules.
     """
 
-    __slots__ = ("_facts", "_failures", "_plan", "_watch")
+    __slots__ = ("_failures", "_kept", "compiled")
 
     def __init__(self) -> None:
-        self._watch: Watch | None = None
-        self._plan: _T | None = None
-        self._facts: object = None
+        # One attribute, written at once: another thread may read it at any time.
+        self._kept: tuple[Watch, object, _T] | None = None
         self._failures = 0
+        #: Tokens of the forwards whose kernels were compiled ahead.
+        self.compiled: set[Any] = set()
 
     def __reduce__(self) -> tuple[type[PlanSlot[_T]], tuple[()]]:
         return PlanSlot, ()
@@ -219,13 +220,14 @@ class PlanSlot(Generic[_T]):
             make: Makes the plan.
             watch: Makes what a plan rests on.
         """
-        if self._watch is not None and self._facts == facts and self._watch.holds():
+        kept = self._kept
+        if kept is not None and kept[1] == facts and kept[0].holds():
             self._failures = 0
-            return self._plan
+            return kept[2]
         self._failures += 1
         if self._failures > _MOST_FAILURES and self._failures % _REST:
-            self._watch = self._plan = None
+            self._kept = None
             return None
         plan = make()
-        self._watch, self._plan, self._facts = watch(plan), plan, facts
+        self._kept = watch(plan), facts, plan
         return plan

@@ -71,7 +71,10 @@ class PairState:
     @property
     def next_step(self) -> Step | None:
         """What can be made more precise before the pair is given back, the cheapest first."""
-        return self._steps[0] if self._steps else None
+        # An attention that ran exactly gets no more exact.
+        exact = self.ran.endswith("exact attention")
+        useful = (s for s in self._steps if s == "linears given back" or not exact)
+        return next(useful, None)
 
     def take(self, step: Step, reason: str) -> None:
         """Run the pair more precisely from now on, and fused as before."""
