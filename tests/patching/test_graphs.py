@@ -399,6 +399,7 @@ def test_scale_and_switch_of_a_lora() -> None:
 def settings() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     flash = torch.backends.cuda.enable_flash_sdp
     matmul = torch.backends.cuda.matmul
+    tf32 = matmul.allow_tf32  # another test of this process may have left it on
     return {
         "deterministic": (
             lambda: torch.use_deterministic_algorithms(True),
@@ -406,8 +407,8 @@ def settings() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
         ),
         "attention of torch": (lambda: flash(False), lambda: flash(True)),
         "tf32": (
-            lambda: setattr(matmul, "allow_tf32", True),
-            lambda: setattr(matmul, "allow_tf32", False),
+            lambda: setattr(matmul, "allow_tf32", not tf32),
+            lambda: setattr(matmul, "allow_tf32", tf32),
         ),
         "cudnn": (
             lambda: setattr(torch.backends.cudnn, "benchmark", True),

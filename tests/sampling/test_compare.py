@@ -94,7 +94,7 @@ def test_metrics_json_has_what_was_promised(finished, settings: Settings) -> Non
         assert metrics["times"][run]["first_call_seconds"] > 0
         assert metrics["times"][run]["median_seconds"] > 0
     assert {"torch", "diffusers", "triton", "python"} <= metrics["identity"]["versions"].keys()
-    assert metrics["identity"]["config"]["attention"] == "int8"
+    assert metrics["identity"]["config"]["attention"] == "auto"
     assert metrics["identity"]["settings"]["steps"] == settings.steps
     assert metrics["patch"]["impl"] == "reference"
     assert metrics["patch"]["guard"], "the guard has run"

@@ -58,7 +58,7 @@ def check_part(folder: Path, name: str, *, weights: bool) -> None:
 
 def _check_weights(path: Path) -> None:
     if not path.exists():
-        raise ModelFolderError(f"{path} is a link to nothing", remedy="Download the model again")
+        raise ModelFolderError(f"{path} is a broken link", remedy="Download the model again")
     with path.open("rb") as file:
         head = file.read(len(_LFS_MARK))
     if head == _LFS_MARK:

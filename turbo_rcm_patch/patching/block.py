@@ -303,7 +303,7 @@ class BlockForward:
         """
         if guard is None or not guard.wants(tuple(self._states.values())):
             plan, token = self._planned(hidden, given)
-            if self._first and token is not None:
+            if token is not None and self._first:  # A compiler must not ask which is first.
                 self._compile_ahead(plan, token, hidden, given)
             for run in plan:
                 hidden, token = run(token, hidden, given)
