@@ -223,14 +223,18 @@ class KeptTables:
             return make()
         capturing = any([is_capturing(x.device) for x in sources])
         facts, kept = (facts, capturing, [x._version for x in sources]), self._kept
-        same = kept is not None and kept[0] == facts and len(kept[1]) == len(sources)
-        if kept is not None and same:
-            same = all([a() is b for a, b in zip(kept[1], sources, strict=True)])
-        if kept is not None and same:
+        if kept is not None and kept[0] == facts and _are(kept[1], sources):
             return kept[2]
         made = make()
         self._kept = facts, list(map(weakref.ref, sources)), made
         return made
+
+
+def _are(references: Sequence[weakref.ref[Tensor]], tensors: Sequence[Tensor]) -> bool:
+    """Whether these references are to these tensors."""
+    return len(references) == len(tensors) and all(
+        [a() is b for a, b in zip(references, tensors, strict=True)]
+    )
 
 
 def plain_dropout(module: nn.Module) -> bool:
