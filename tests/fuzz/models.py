@@ -216,7 +216,7 @@ SUBJECTS: tuple[Callable[[random.Random], Subject], ...] = (
 )  # fmt: skip
 
 
-def _config(d: random.Random, subject: Subject) -> PatchConfig:
+def _config(d: random.Random, subject: Subject, device: torch.device) -> PatchConfig:
     """Options whose result has a budget."""
     attention = d.choice(["exact", "exact", "auto", "int8"])
     guard = d.random() < 0.5
@@ -237,6 +237,7 @@ def _config(d: random.Random, subject: Subject) -> PatchConfig:
     if d.random() < 0.2:
         pairs = {pair.kind for pair in find_pairs(subject.build()) if pair.fused}
         given["kinds"] = tuple(sorted(d.sample(sorted(pairs), d.randint(1, len(pairs)))))
+    given["cuda_graphs"] = device.type == "cuda" and d.random() < 0.25
     return PatchConfig(**given)
 
 
@@ -565,6 +566,9 @@ class Pair:
 
     def compare(self, context: Callable[[], Any] = nullcontext, autocast: bool = False) -> None:
         with context(), self.as_defined() if not autocast else nullcontext():
+            # A graph is captured on the third forward and replayed on the fourth.
+            for _ in range(3 if self.config is not None and self.config.cuda_graphs else 0):
+                self.run(self.ours, self.dtype)
             outputs = [self.run(model, self.dtype).float() for model in self.both]
         found = wan.relative(*outputs)
         limit = EXACT[self.dtype]
@@ -592,7 +596,7 @@ def run_orders(kind: random.Random, value: random.Random, device: torch.device) 
         Mismatch: It does not give what its twin gives, or something of the patch is left.
     """
     subject = kind.choice(SUBJECTS)(kind)
-    pair = Pair(subject, [_config(kind, subject) for _ in range(2)], value, device)
+    pair = Pair(subject, [_config(kind, subject, device) for _ in range(2)], value, device)
     done: list[str] = []
     before = wan.dicts(pair.ours)
     try:

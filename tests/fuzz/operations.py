@@ -296,7 +296,7 @@ def _absolute(branch: Tensor, residual: Tensor | None, c_skip: Any, c_out: Any) 
 
 
 def _linear_shape(d: Draw) -> tuple[int, int, int, int, torch.dtype]:
-    channels, features = d.of(1, 16, 33, 64, 130, 256), d.of(1, 16, 48, 65, 128, 200)
+    channels, features = d.of(1, 16, 33, 64, 130, 256), d.of(1, 16, 48, 65, 130, 200)
     return d.value.randint(1, 3), d.length(130), channels, features, d.dtype()
 
 
@@ -497,7 +497,7 @@ def int8_linear(d: Draw) -> str:
     batch, n, channels, features, dtype = _linear_shape(d)
     x = d.laid_out(batch, n, channels, dtype=dtype)
     weight = d.noise(features, channels, dtype=dtype)
-    kind = d.of("row", "row", "group", "block")
+    kind = d.of("row", "group", "block")
     integers, scale = ops.quantize_weight(weight)
     wide, of_rows = oracle.quantised_rows(weight)
     if not torch.equal(integers.double(), wide) and float(

@@ -106,9 +106,14 @@ def cases_of(plan: Plan, worker: int, workers: int) -> Iterator[int]:
 
 
 def run(
-    plan: Plan, cases: Iterable[int], *, until: float = float("inf"), echo: bool = True
+    plan: Plan,
+    cases: Iterable[int],
+    *,
+    until: float = float("inf"),
+    most: float = float("inf"),
+    echo: bool = True,
 ) -> Result:
-    """Run cases until a time of `time.monotonic`."""
+    """Run cases until a time of `time.monotonic`, or until so many failed."""
     result, start = Result(), time.monotonic()
     watch_compiling(result)
     logging.disable(logging.WARNING)
@@ -116,7 +121,7 @@ def run(
         with poisoned_memory(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for case in cases:
-                if time.monotonic() > until:
+                if time.monotonic() > until or len(result.failures) >= most:
                     break
                 result.cases += 1
                 try:
