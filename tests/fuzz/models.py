@@ -130,8 +130,8 @@ def _wan(d: random.Random) -> Subject:
 
     return Subject(
         "wan" + "-image" * image + "-sla" * holds, build, inputs, targets=WAN_LORA,
-        caches=("broadcast",) + ("first-block",) * (config["num_layers"] > 1), qkv=True, sla=holds, casts=not holds,
-        trains=not holds,
+        caches=("broadcast",) + ("first-block",) * (config["num_layers"] > 1), qkv=True,
+        sla=holds, casts=not holds, trains=not holds,
     )  # fmt: skip
 
 
@@ -173,13 +173,13 @@ def _turbodiffusion(d: random.Random) -> Subject:
     tokens, layers = d.choice([1, 30, 60, 150]), d.choice([1, 2])
     sparse, fast = d.choice(["", "", "sla"]), d.random() < 0.3
     options = {
-        "qk_norm": d.random() < 0.8, "cross_norm": d.random() < 0.7, "checkpoint": d.random() < 0.4,
-    }  # fmt: skip
+        "qk_norm": d.random() < 0.8,
+        "cross_norm": d.random() < 0.7,
+        "checkpoint": d.random() < 0.4,
+    }
 
     def build() -> Any:
-        made = turbodiffusion.tiny(
-            dim=dim, num_heads=heads, layers=layers, image=image, **options
-        )
+        made = turbodiffusion.tiny(dim=dim, num_heads=heads, layers=layers, image=image, **options)
         made = turbodiffusion.with_fast_norms(made) if fast else made
         return turbodiffusion.with_sparse(made, topk=1.0) if sparse else made
 

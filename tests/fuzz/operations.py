@@ -500,9 +500,10 @@ def int8_linear(d: Draw) -> str:
     kind = d.of("row", "group", "block")
     integers, scale = ops.quantize_weight(weight)
     wide, of_rows = oracle.quantised_rows(weight)
-    if not torch.equal(integers.double(), wide) and float(
-        (integers.double() - wide).abs().max()
-    ) > 1:
+    if (
+        not torch.equal(integers.double(), wide)
+        and float((integers.double() - wide).abs().max()) > 1
+    ):
         raise Mismatch(f"{named(weight=weight)}: quantised weight")
     groups = -(-channels // 128)
     if kind != "row":

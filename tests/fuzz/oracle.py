@@ -65,7 +65,9 @@ def seen_keys(q: Tensor, k: Tensor, lengths: Tensor | None, causal: bool) -> Ten
     return seen & (columns < lengths.view(-1, 1, 1, 1))
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor
+) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v over the keys that are seen, whatever the others hold, and the
     logsumexp; q, k, v [B, H, N, D]."""
     used = seen.any(2)[..., None]

@@ -87,9 +87,7 @@ def _own(name: str, among: list[Own]) -> Own:
     return next(one for one in among if one.name == name)
 
 
-def worker(
-    todo: list[Entry], done: Any, next_one: Any, limit: float, until: float
-) -> None:
+def worker(todo: list[Entry], done: Any, next_one: Any, limit: float, until: float) -> None:
     while True:
         with next_one.get_lock():
             index = next_one.value

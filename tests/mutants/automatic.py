@@ -62,7 +62,10 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.AST, Change]]:
         if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARED:
             yield node, _setter(node, "ops", [_COMPARED[type(node.ops[0])](), *node.ops[1:]])
         elif isinstance(node, ast.BoolOp):
-            yield node, _setter(node, "op", ast.Or() if isinstance(node.op, ast.And) else ast.And())
+            yield (
+                node,
+                _setter(node, "op", ast.Or() if isinstance(node.op, ast.And) else ast.And()),
+            )
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             yield node, _setter(node, "operand", ast.UnaryOp(ast.Not(), node.operand))
         elif isinstance(node, ast.BinOp) and isinstance(node.op, _SWAPPED):
@@ -80,7 +83,10 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.AST, Change]]:
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             yield node, _dropper(node)
         elif isinstance(node, ast.AugAssign):
-            yield node, _setter(node, "op", ast.Sub() if isinstance(node.op, ast.Add) else ast.Add())
+            yield (
+                node,
+                _setter(node, "op", ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()),
+            )
 
 
 def _of_interest(tree: ast.Module) -> Iterator[ast.AST]:

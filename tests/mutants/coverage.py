@@ -4,82 +4,74 @@ from __future__ import annotations
 
 __all__ = ["tests_of"]
 
-P, O = "tests/patching/", "tests/ops/"
+_FOLDERS = {"p": "patching/", "o": "ops/", "c": "checkpoints/", "s": "sampling/", "m": "models/"}
 
-#: Part of a path -> files of tests, the quick and sharp ones first.
-_TESTS: tuple[tuple[str, str], ...] = (
-    ("patching/author.py", f"{P}test_guard.py {P}test_guard_traces.py {P}test_linears.py"),
-    ("patching/backend.py", f"{P}test_backend.py"),
-    ("patching/block", f"{P}test_patch.py {P}test_short_way.py {P}test_plan.py {P}test_around.py "
-     f"{P}test_edges.py {P}test_wan_family.py {P}test_linears.py"),
-    ("patching/branches.py", f"{P}test_patch.py {P}test_linears.py {P}test_wan_family.py "
-     f"{P}test_plan.py {P}test_sla.py {P}test_turbodiffusion.py {P}test_around.py"),
-    ("patching/copies.py", f"{P}test_int8_copies.py {P}test_linears.py {P}test_orders.py"),
-    ("patching/find.py", f"{P}test_find.py {P}test_api.py {P}test_refusals.py"),
-    ("patching/graphs.py", f"{P}test_graphs.py"),
-    ("patching/guard.py", f"{P}test_guard.py {P}test_guard_traces.py {P}test_guard_mutants.py"),
-    ("patching/int8_weights.py", f"{P}test_int8_copies.py {P}test_linears.py"),
-    ("patching/linears.py", f"{P}test_linears.py {P}test_int8_copies.py {P}test_quantisers.py"),
-    ("patching/measure.py", f"{P}test_guard.py {P}test_guard_mutants.py"),
-    ("patching/pairs.py", f"{P}test_patch.py {P}test_refusals.py {P}test_said.py {P}test_find.py"),
-    ("patching/parallel.py", f"{P}test_parallel.py {P}test_ranks.py"),
-    ("patching/patch.py", f"{P}test_patch.py {P}test_orders.py {P}test_refusals.py {P}test_api.py "
-     f"{P}test_edges.py {P}test_sla.py"),
-    ("patching/plain.py", f"{P}test_around.py {P}test_plan.py {P}test_linears.py {P}test_edges.py"),
-    ("patching/plan.py", f"{P}test_plan.py {P}test_short_way.py {P}test_edges.py"),
-    ("patching/record.py", f"{P}test_patch.py {P}test_orders.py {P}test_around.py "
-     f"{P}test_caches.py"),
-    ("patching/registry.py", f"{P}test_find.py {P}test_refusals.py"),
-    ("patching/report.py", f"{P}test_said.py {P}test_api.py {P}test_patch.py {P}test_guard.py"),
-    ("patching/sla.py", f"{P}test_sla.py {P}test_sla_around.py tests/checkpoints/test_sla_kept.py"),
-    ("patching/state.py", f"{P}test_guard.py {P}test_said.py {P}test_patch.py"),
-    ("patching/stored.py", "tests/checkpoints/test_sla_kept.py tests/checkpoints/test_extra.py"),
-    ("families/cogvideox", f"{P}test_cogvideox.py {P}test_cogvideox_refusals.py "
-     f"{P}test_cogvideox_around.py"),
-    ("families/consisid", f"{P}test_cogvideox.py {P}test_cogvideox_refusals.py"),
-    ("families/turbo", f"{P}test_turbodiffusion.py"),
-    ("families/rcm", f"{P}test_rcm_attention.py tests/models/test_rcm_attention.py"),
-    ("families/", f"{P}test_wan_family.py {P}test_patch.py {P}test_refusals.py "
-     f"{P}test_wan_family_around.py {P}test_sla.py"),
-    ("ops/attention.py", f"{O}test_attention.py {O}test_masked_attention.py {O}test_edges.py "
-     f"{O}test_refusals.py {O}test_transforms.py {O}test_batches.py"),
-    ("ops/batches.py", f"{O}test_batches.py"),
-    ("ops/checks.py", f"{O}test_refusals.py {O}test_edges.py {O}test_int8_linear.py "
-     f"{O}test_sparse_linear.py {O}test_projection.py"),
-    ("ops/denoise.py", f"{O}test_denoise.py {O}test_edges.py"),
-    ("ops/dispatch.py", f"{O}test_dispatch.py tests/test_tune.py"),
-    ("ops/elementwise.py", f"{O}test_elementwise.py {O}test_edges.py {O}test_transforms.py "
-     f"{O}test_int8_linear.py {O}test_registration.py {O}test_batches.py"),
-    ("ops/emulation.py", f"{O}test_attention.py {O}test_edges.py"),
-    ("ops/exchange.py", f"{O}test_parallel.py {P}test_parallel.py"),
-    ("ops/fingerprint.py", f"{O}test_fingerprint.py {P}test_int8_copies.py"),
-    ("ops/fused.py", f"{O}test_attention.py {O}test_dispatch.py {O}test_edges.py "
-     f"{O}test_transforms.py {O}test_registration.py {O}test_batches.py"),
-    ("ops/gradients.py", f"{O}test_transforms.py {O}test_registration.py {O}test_attention.py"),
-    ("ops/int8_linear.py", f"{O}test_int8_linear.py {O}test_edges.py {O}test_transforms.py "
-     f"{O}test_registration.py {O}test_batches.py"),
-    ("ops/modes.py", f"{O}test_transforms.py {O}test_edges.py {P}test_transforms.py"),
-    ("ops/operation.py", f"{O}test_registration.py {O}test_transforms.py"),
-    ("ops/parallel.py", f"{O}test_parallel.py {P}test_parallel.py"),
-    ("ops/projection.py", f"{O}test_projection.py {O}test_edges.py {O}test_transforms.py "
-     f"{O}test_registration.py {O}test_refusals.py {O}test_batches.py"),
-    ("ops/quantize.py", f"{O}test_int8_linear.py {O}test_edges.py {O}test_registration.py"),
-    ("ops/reference.py", f"{O}test_attention.py {O}test_edges.py"),
-    ("ops/registry.py", f"{O}test_registration.py {O}test_attention.py {O}test_transforms.py "
-     f"{O}test_edges.py"),
-    ("ops/sage.py", f"{O}test_refusals.py {O}test_sageattn.py"),
-    ("ops/sageattn.py", f"{O}test_sageattn.py"),
-    ("ops/shards.py", f"{O}test_parallel.py {P}test_parallel.py"),
-    ("ops/sparse_linear.py", f"{O}test_sparse_linear.py {O}test_edges.py {O}test_transforms.py "
-     f"{O}test_registration.py {O}test_batches.py"),
-    ("ops/sparse_reference.py", f"{O}test_sparse_linear.py"),
-    ("ops/spec.py", f"{O}test_refusals.py {O}test_edges.py {O}test_attention.py"),
-    ("ops/streams.py", f"{O}test_streams.py {O}test_edges.py {O}test_transforms.py "
-     f"{O}test_registration.py {O}test_batches.py"),
-    ("sampling/verdict.py", "tests/sampling/test_verdict.py tests/sampling/test_compare.py"),
-)  # fmt: skip
+#: Part of a path -> names of test files: p:patch is tests/patching/test_patch.py.
+_TESTS = {
+    "patching/author.py": "p:guard p:guard_traces p:linears",
+    "patching/backend.py": "p:backend",
+    "patching/block": "p:patch p:short_way p:plan p:around p:edges p:wan_family p:linears",
+    "patching/branches.py":
+        "p:patch p:linears p:wan_family p:plan p:sla p:turbodiffusion p:around",
+    "patching/copies.py": "p:int8_copies p:linears p:orders",
+    "patching/find.py": "p:find p:api p:refusals",
+    "patching/graphs.py": "p:graphs",
+    "patching/guard.py": "p:guard p:guard_traces p:guard_mutants",
+    "patching/int8_weights.py": "p:int8_copies p:linears",
+    "patching/linears.py": "p:linears p:int8_copies p:quantisers",
+    "patching/measure.py": "p:guard p:guard_mutants",
+    "patching/pairs.py": "p:patch p:refusals p:said p:find",
+    "patching/parallel.py": "p:parallel p:ranks",
+    "patching/patch.py": "p:patch p:orders p:refusals p:api p:edges p:sla",
+    "patching/plain.py": "p:around p:plan p:linears p:edges",
+    "patching/plan.py": "p:plan p:short_way p:edges",
+    "patching/record.py": "p:patch p:orders p:around p:caches",
+    "patching/registry.py": "p:find p:refusals",
+    "patching/report.py": "p:said p:api p:patch p:guard",
+    "patching/sla.py": "p:sla p:sla_around c:sla_kept",
+    "patching/state.py": "p:guard p:said p:patch",
+    "patching/stored.py": "c:sla_kept c:extra",
+    "families/cogvideox": "p:cogvideox p:cogvideox_refusals p:cogvideox_around",
+    "families/consisid": "p:cogvideox p:cogvideox_refusals",
+    "families/turbo": "p:turbodiffusion",
+    "families/rcm": "p:rcm_attention m:rcm_attention",
+    "families/": "p:wan_family p:patch p:refusals p:wan_family_around p:sla",
+    "ops/attention.py": "o:attention o:masked_attention o:edges o:refusals o:transforms o:batches",
+    "ops/batches.py": "o:batches",
+    "ops/checks.py": "o:refusals o:edges o:int8_linear o:sparse_linear o:projection",
+    "ops/denoise.py": "o:denoise o:edges",
+    "ops/dispatch.py": "o:dispatch tune",
+    "ops/elementwise.py":
+        "o:elementwise o:edges o:transforms o:int8_linear o:registration o:batches",
+    "ops/emulation.py": "o:attention o:edges",
+    "ops/exchange.py": "o:parallel p:parallel",
+    "ops/fingerprint.py": "o:fingerprint p:int8_copies",
+    "ops/fused.py": "o:attention o:dispatch o:edges o:transforms o:registration o:batches",
+    "ops/gradients.py": "o:transforms o:registration o:attention",
+    "ops/int8_linear.py": "o:int8_linear o:edges o:transforms o:registration o:batches",
+    "ops/modes.py": "o:transforms o:edges p:transforms",
+    "ops/operation.py": "o:registration o:transforms",
+    "ops/parallel.py": "o:parallel p:parallel",
+    "ops/projection.py": "o:projection o:edges o:transforms o:registration o:refusals o:batches",
+    "ops/quantize.py": "o:int8_linear o:edges o:registration",
+    "ops/reference.py": "o:attention o:edges",
+    "ops/registry.py": "o:registration o:attention o:transforms o:edges",
+    "ops/sage.py": "o:refusals o:sageattn",
+    "ops/sageattn.py": "o:sageattn",
+    "ops/shards.py": "o:parallel p:parallel",
+    "ops/sparse_linear.py": "o:sparse_linear o:edges o:transforms o:registration o:batches",
+    "ops/sparse_reference.py": "o:sparse_linear",
+    "ops/spec.py": "o:refusals o:edges o:attention",
+    "ops/streams.py": "o:streams o:edges o:transforms o:registration o:batches",
+    "sampling/verdict.py": "s:verdict s:compare",
+}  # fmt: skip
 
 
 def tests_of(file: str) -> list[str]:
     """The test files that cover a file of the package."""
-    return next((tests.split() for part, tests in _TESTS if part in file), ["tests"])
+    names = next((names for part, names in _TESTS.items() if part in file), "")
+    found = []
+    for name in names.split():
+        folder, _, rest = name.rpartition(":")
+        found.append(f"tests/{_FOLDERS.get(folder, '')}test_{rest}.py")
+    return found or ["tests"]

@@ -180,9 +180,7 @@ def test_the_image_reaches_the_output(subject: Subject) -> None:
     assert relative(found[1], found[0]) < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("subject", "kind"), cells(of_kinds=False, capability="int8 Linears")
-)
+@pytest.mark.parametrize(("subject", "kind"), cells(of_kinds=False, capability="int8 Linears"))
 def test_linears_run_in_int8_there(
     subject: Subject, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +225,16 @@ def test_the_fused_projection_is_read(subject: Subject, linear: Any) -> None:
     assert found < 1e-5 if linear == "as-is" else 1e-5 < found < 0.06
     unpatch_model(model)
     assert torch.equal(output_of(subject, model), expected)
+
+
+def test_what_diffusers_fuses_of_consisid_is_read_as_it_is() -> None:
+    """Its own method leaves the processor, which reads the three Linears."""
+    subject = of_case(cogvideox.CASES[-2], CONSISID)
+    model = subject.model()
+    model.fuse_qkv_projections()
+    expected = output_of(subject, model)
+    patch_model(model, attention="exact", guard=False)
+    assert relative(output_of(subject, model), expected) < 1e-5
 
 
 @pytest.mark.supports(WAN, "SLA")
