@@ -52,6 +52,7 @@ LENGTHS = (
     "chunk_tokens",
     "chunks",
     "count",
+    "group_heads",
     "k_blocks",
     "k_group",
     "k_parts",

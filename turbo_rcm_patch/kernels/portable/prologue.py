@@ -357,18 +357,19 @@ def sample_mean(
     h, b, limit,
     x_ptr, words_ptr, mean_ptr, weight_ptr, weight_words_ptr,
     bias_ptr, bias_words_ptr, cos_ptr, sin_ptr,
-    stride_b, stride_n, step, heads, eps,
+    stride_b, stride_n, samples, step, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, SAMPLES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Mean of one head of x, normalised and rotated, over tokens 0, step, 2 * step, ... < limit.
+    """Mean of one head of x, normalised and rotated, over tokens 0, step, 2 * step, ... < limit,
+    of which there are at most `samples`.
 
     x [B, N, H*D], words the same as int64 (WORDS); mean [B, H, HEAD_PAD] fp32; weight [H*D] or
     [D]; bias [D]; cos, sin [N, D].
     """
     total = tl.zeros([HEAD_PAD], tl.float32)
-    for start in range(0, SAMPLES, BLOCK_T):
+    for start in range(0, samples, BLOCK_T):
         offs_t = (start + tl.arange(0, BLOCK_T)) * step
         mask_t = offs_t < limit
         rms = tl.zeros([BLOCK_T], tl.float32)
@@ -398,14 +399,14 @@ def key_block(
     block, group, b, limit,
     x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr,
     bias_ptr, bias_words_ptr, cos_ptr, sin_ptr, mean_ptr,
-    stride_b, stride_n, n_padded, n_scales, heads, eps,
+    stride_b, stride_n, n_padded, n_scales, heads, group_heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, QMAX: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
     SUBTRACT: tl.constexpr,
 ):  # fmt: skip
     """int8 k and its scales, after norm, rotary embedding, smoothing and `hadamard`: ROWS tokens
-    of GROUP heads, of which those before `limit` are seen.
+    of group_heads heads, of which those before `limit` are seen.
 
     x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64, 0
     for keys that are not seen; scale [B, H, n_scales] fp32; weight [H*D] or [D]; bias [D]; cos,
@@ -426,11 +427,11 @@ def key_block(
     # A head is read while the one before it is computed.
     padded: tl.constexpr = HEAD_DIM % 32 != 0
     offs = row[:, None] + first
-    last = tl.minimum((group + 1) * GROUP, heads) - 1
+    last = tl.minimum((group + 1) * group_heads, heads) - 1
     following = read_channels(
-        x_ptr, words_ptr, offs + group * GROUP * HEAD_DIM, mask, n_left, WORDS, padded
+        x_ptr, words_ptr, offs + group * group_heads * HEAD_DIM, mask, n_left, WORDS, padded
     )
-    for h in range(group * GROUP, last + 1):
+    for h in range(group * group_heads, last + 1):
         here = following
         at = offs + tl.minimum(h + 1, last) * HEAD_DIM
         following = read_channels(x_ptr, words_ptr, at, mask, n_left, WORDS, padded)
@@ -459,16 +460,16 @@ def query_block(
     block, group, b,
     x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr,
     bias_ptr, bias_words_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
-    stride_b, stride_n, n_tokens, n_padded, heads, n_counters,
+    stride_b, stride_n, n_tokens, n_padded, heads, group_heads, n_counters,
     eps, factor, shift_factor,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     COUNTER_ROWS: tl.constexpr, QMAX: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
     SHIFT: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """int8 q and its scales, after norm, rotary embedding and `hadamard`: BLOCK_T tokens of GROUP
-    heads.
+    """int8 q and its scales, after norm, rotary embedding and `hadamard`: BLOCK_T tokens of
+    group_heads heads.
 
     x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64;
     scale [B, H, n_padded] fp32, times `factor`; weight [H*D] or [D]; bias [D]; cos, sin [N, D];
@@ -496,11 +497,11 @@ def query_block(
     # A head is read while the one before it is computed.
     padded: tl.constexpr = HEAD_DIM % 32 != 0
     offs = row[:, None] + first
-    last = tl.minimum((group + 1) * GROUP, heads) - 1
+    last = tl.minimum((group + 1) * group_heads, heads) - 1
     following = read_channels(
-        x_ptr, words_ptr, offs + group * GROUP * HEAD_DIM, mask, n_left, WORDS, padded
+        x_ptr, words_ptr, offs + group * group_heads * HEAD_DIM, mask, n_left, WORDS, padded
     )
-    for h in range(group * GROUP, last + 1):
+    for h in range(group * group_heads, last + 1):
         here = following
         at = offs + tl.minimum(h + 1, last) * HEAD_DIM
         following = read_channels(x_ptr, words_ptr, at, mask, n_left, WORDS, padded)
@@ -541,7 +542,7 @@ def statistics_kernel(
     cos_ptr, sin_ptr, v_ptr, amax_ptr, lengths_ptr,
     k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, step, chunk_tokens, chunks, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, SAMPLES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     SMOOTH: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
@@ -559,8 +560,8 @@ def statistics_kernel(
             sample_mean(
                 at, b, limit, k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr,
                 bias_ptr, bias_words_ptr, cos_ptr, sin_ptr,
-                k_stride_b, k_stride_n, step, heads, eps,
-                CHANNELS, HEAD_DIM, HEAD_PAD, BLOCK_T, BLOCK_C, SAMPLES, NORM, ROPE, WORDS,
+                k_stride_b, k_stride_n, tl.cdiv(n_kv, step), step, heads, eps,
+                CHANNELS, HEAD_DIM, HEAD_PAD, BLOCK_T, BLOCK_C, NORM, ROPE, WORDS,
             )  # fmt: skip
     if FP8:  # noqa: SIM102 (decided when compiled: without it there is no v to read)
         if at >= means:
@@ -579,10 +580,10 @@ def prologue_kernel(
     k_bias_ptr, k_bias_words_ptr, mean_ptr,
     v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, cos_ptr, sin_ptr, lengths_ptr,
     q_stride_b, q_stride_n, k_stride_b, k_stride_n, v_stride_b, v_stride_n,
-    n_q, n_kv, n_q_padded, n_kv_padded, heads, n_counters, chunks, q_blocks, kv_blocks,
-    eps, factor, shift_factor,
+    n_q, n_kv, n_q_padded, n_kv_padded, heads, group_heads, n_counters, chunks, q_blocks,
+    kv_blocks, eps, factor, shift_factor,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, QMAX: tl.constexpr,
     COUNTER_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
     Q_WORDS: tl.constexpr, K_WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -590,7 +591,8 @@ def prologue_kernel(
 ):  # fmt: skip
     """q and k as int8 and, with FP8, v as transposed e4m3.
 
-    Grid: (blocks of ROWS tokens of k, then of q, then of v; groups of GROUP heads; batch).
+    Grid: (blocks of ROWS tokens of k, then of q, then of v; groups of group_heads heads;
+    batch).
     Arguments as in `key_block`, `query_block` and `value_block`.
     """
     block, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -600,8 +602,8 @@ def prologue_kernel(
             block, group, b, limit,
             k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr,
             k_bias_ptr, k_bias_words_ptr, cos_ptr, sin_ptr, mean_ptr,
-            k_stride_b, k_stride_n, n_kv_padded, kv_blocks, heads, eps,
-            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, QMAX,
+            k_stride_b, k_stride_n, n_kv_padded, kv_blocks, heads, group_heads, eps,
+            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, QMAX,
             K_NORM, ROPE, K_WORDS, SUBTRACT,
         )  # fmt: skip
     elif block < kv_blocks + q_blocks:
@@ -609,12 +611,13 @@ def prologue_kernel(
             block - kv_blocks, group, b,
             q_ptr, q_words_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_weight_words_ptr,
             q_bias_ptr, q_bias_words_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
-            q_stride_b, q_stride_n, n_q, n_q_padded, heads, n_counters, eps, factor, shift_factor,
-            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, COUNTER_ROWS, QMAX,
+            q_stride_b, q_stride_n, n_q, n_q_padded, heads, group_heads, n_counters,
+            eps, factor, shift_factor,
+            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, COUNTER_ROWS, QMAX,
             Q_NORM, ROPE, Q_WORDS, SHIFT, COUNTERS,
         )  # fmt: skip
     elif FP8:
-        for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
+        for h in range(group * group_heads, tl.minimum((group + 1) * group_heads, heads)):
             value_block(
                 block - kv_blocks - q_blocks, h, b, limit,
                 v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, v_stride_b, v_stride_n, n_kv_padded,
@@ -716,7 +719,6 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
             chunk_tokens=chunk_tokens,
             chunks=chunks,
             BLOCK_T=block_t,
-            SAMPLES=cdiv(cdiv(n_kv, job.step), block_t) * block_t,
             NORM=job.k_norm,
             WORDS=k_rows.words is not None,
             SMOOTH=smooth,
@@ -765,7 +767,7 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         factor=a.sm_scale * LOG2_E / hadamard_width(head_pad),
         shift_factor=a.sm_scale,
         ROWS=rows,
-        GROUP=group,
+        group_heads=group,
         QMAX=QMAX[a.attention],
         COUNTER_ROWS=counter_rows,
         CHUNKS=AMAX_CHUNKS,
