@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from diffusers import ContextParallelConfig
 
 from tests.patching.wan import CASES, run, wan
+from tests.ranks import on_ranks
 from turbo_rcm_patch import PatchConfig, errors, patch_model, unpatch_model
 
 
@@ -43,19 +41,12 @@ def refuses_context_parallelism(rank: int) -> None:
         patch_model(model)
 
 
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = Path(folder, "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    try:
-        decides_for_itself(rank)
-        refuses_context_parallelism(rank)
-    finally:
-        dist.destroy_process_group()
+def both(rank: int) -> None:
+    decides_for_itself(rank)
+    refuses_context_parallelism(rank)
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path: Path) -> None:
-    if not dist.is_available():
-        pytest.skip("this torch was built without torch.distributed")
-    mp.spawn(rank_main, args=(os.fspath(tmp_path),), nprocs=2)
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_two_ranks() -> None:
+    on_ranks(2, both)
