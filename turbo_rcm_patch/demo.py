@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from turbo_rcm_patch.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.sampling.comparison import Observer, compare
 from turbo_rcm_patch.sampling.generation import settings_for
@@ -36,7 +37,8 @@ def demo(
         command: The command line, for the report.
 
     Returns:
-        0 if nothing visible changed and the kernels agree with their reference, else 1.
+        0 if nothing visible changed and the kernels agree with their reference, else the code of
+        the verdict, or 1 if the kernels do not agree.
     """
     from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
@@ -76,7 +78,7 @@ def demo(
     )
     print(comparison)
     print(f"{time.perf_counter() - start:.0f} s in all")
-    return 0 if comparison.verdict == "unchanged" and check.passed else 1
+    return of_verdict(comparison.verdict) if check.passed else CHANGED
 
 
 def shape_observer(prompts: Sequence[str]) -> Observer | None:

@@ -80,7 +80,7 @@ def test_compare_says_where_the_report_is(micro_folder: Path, tmp_path: Path, ca
     arguments = ["compare", "--model", str(micro_folder), *QUICK, "--prompt", "a red circle"]
     code = main([*arguments, "--out", str(tmp_path / "out")])
     captured = capsys.readouterr()
-    verdict = {0: "unchanged", 1: "changed"}[code]
+    verdict = {0: "unchanged", 1: "changed", 4: "similar"}[code]
     assert f"verdict: {verdict}" in captured.out
     report = tmp_path / "out" / "report.html"
     assert str(report) in captured.out
@@ -160,7 +160,7 @@ def test_ctrl_c_keeps_what_is_finished(micro_folder: Path, tmp_path: Path) -> No
     finished = {path: path.stat().st_mtime_ns for path in out.glob("prompts/*/record.json")}
     assert 0 < len(finished) < 12
     # In a process of its own again: results depend on the number of threads, and so do folders.
-    assert subprocess.run(command, timeout=120, check=False).returncode in (0, 1)
+    assert subprocess.run(command, timeout=120, check=False).returncode in (0, 1, 4)
     assert (out / "report.html").is_file()
     assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
 
