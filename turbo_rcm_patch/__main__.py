@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, get_args
 
-from turbo_rcm_patch.config import Attention, Form, Impl, Linear, PatchConfig, Precision, PVDType
+from turbo_rcm_patch.config import (
+    Attention,
+    Form,
+    Impl,
+    Linear,
+    PatchConfig,
+    Precision,
+    PVDType,
+    ResidualDType,
+)
 from turbo_rcm_patch.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
 
 __all__ = ["main"]
@@ -482,6 +491,7 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
         ("precision", get_args(Precision), "auto: the guard may make an attention more precise"),
         ("impl", get_args(Impl), "Triton kernels or plain torch"),
         ("form", get_args(Form), "attention and projection in one launch or two"),
+        ("residual", get_args(ResidualDType), "dtype of the residual stream inside a block"),
     ):
         flag = "--pair-form" if name == "form" else f"--{name}"
         group.add_argument(

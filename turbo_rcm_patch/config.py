@@ -20,6 +20,7 @@ __all__ = [
     "PatchConfig",
     "PatchOptions",
     "Precision",
+    "ResidualDType",
     "chosen_config",
     "is_number",
 ]
@@ -30,7 +31,11 @@ Precision = Literal["fixed", "auto"]
 Linear = Literal["as-is", "int8"]
 Impl = Literal["auto", "triton", "reference"]
 Form = Literal["auto", "one-launch", "two-launch"]
+ResidualDType = Literal["fp32", "model"]
 Kind = Literal["self", "cross", "image", "feed-forward", "control"]
+
+#: How wide a residual stream is by default inside a patched block.
+RESIDUAL: Final[ResidualDType] = "fp32"
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
@@ -63,6 +68,11 @@ class PatchConfig:
         impl: "triton" or "reference" (plain torch). "auto" chooses by the model's device.
         form: Whether attention and output projection run in two kernel launches or in one. "auto"
             looks the shape up in a measured table.
+        residual: How wide the residual stream is between the branches of one patched block in a
+            model of a 16-bit dtype. "fp32" keeps it in fp32, computes every sum of the block in
+            fp32, and rounds once, behind the last branch; whatever is called, hooked or runs as
+            its author wrote it gets the model's dtype. "model" rounds it after every branch, as
+            the author's code does.
         kinds: Which kinds of skip pair are fused: "self" and "cross" attention, "image" (I2V's
             second attention), "feed-forward", "control" (VACE's input projection).
         guard: Compare each closed pair with its author's code on the first and the last step of
@@ -93,6 +103,7 @@ class PatchConfig:
     smooth_k: bool = True
     impl: Impl = "auto"
     form: Form = "auto"
+    residual: ResidualDType = RESIDUAL
     kinds: tuple[Kind, ...] = KINDS
     guard: bool = True
     precision: Precision = "fixed"
@@ -112,6 +123,7 @@ class PatchConfig:
             ("linear", get_args(Linear)),
             ("impl", get_args(Impl)),
             ("form", get_args(Form)),
+            ("residual", get_args(ResidualDType)),
             ("precision", get_args(Precision)),
         ):
             value = getattr(self, field)
@@ -168,6 +180,7 @@ class PatchOptions(TypedDict, total=False):
     smooth_k: bool
     impl: Impl
     form: Form
+    residual: ResidualDType
     kinds: tuple[Kind, ...]
     guard: bool
     precision: Precision

@@ -134,7 +134,7 @@ def test_an_interrupted_run_leaves_what_it_had(
     assert (tmp_path / "attention_scaling.png").is_file()
 
 
-@pytest.mark.parametrize("command", ["attention", "block", "network", "hbm"])
+@pytest.mark.parametrize("command", ["attention", "block", "network", "fidelity", "hbm"])
 def test_the_limit_is_kept_and_what_it_cuts_is_said(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +185,23 @@ def test_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < found["patched"]["error"]["relative_l2"] < forward.BROKEN
         assert case["comparison"]["16-bit linears"]["over"]["eager"] > 0
     assert (tmp_path / "network_forward.png").is_file()
+
+
+def test_fidelity(tmp_path: Path) -> None:
+    only = ["--only", "live-x8,cogvideox-2b", "--inputs", "2"]
+    peers = "exact / residual model,exact / residual fp32,int8 / residual fp32"
+    assert main(["fidelity", *MICRO_CPU, *only, "--peers", peers, "--out", str(tmp_path)]) == 0
+    cases = read(tmp_path / "fidelity.json")["cases"]
+    assert list(cases) == ["live-x8", "cogvideox-2b"]
+    for case in cases.values():
+        found = case["methods"]
+        assert list(found) == ["unpatched", *peers.split(",")]
+        assert all(one["status"] == "measured" for one in found.values())
+        assert all(len(one["errors"]) == 2 for one in found.values())
+        exact = found["exact / residual fp32"]
+        assert exact["of_unpatched"] < found["exact / residual model"]["of_unpatched"]
+        assert found["int8 / residual fp32"]["of_exact"] >= 0.95 and exact["of_exact"] == 1
+    assert cases["live-x8"]["methods"]["int8 / residual fp32"]["of_exact"] > 1.05
 
 
 def test_cogvideox(tmp_path: Path) -> None:

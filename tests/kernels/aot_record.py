@@ -191,6 +191,8 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
             modules["norm"].norm_rotate(
                 q, heads, weight=weight, bias=None, cos=table, sin=table, eps=1e-6
             )
+    elif operation == "residual":
+        wide_residual(case, modules, residual, gate, weight, bias)
     elif operation == "fingerprint":
         modules["fingerprint"].fingerprint(modules["fingerprint"].Table([weight, bias]))
     elif operation == "norm-rows":
@@ -225,6 +227,24 @@ def norm_rows(modules, residual, gate) -> None:
     """The norms before a block's products, with a modulation of the batch and of every token."""
     for factor in (gate, gate.expand(residual.shape).contiguous(), None):
         modules["norm"].norm_modulate_rows(residual, factor, factor, one=1.0, eps=1e-6)
+
+
+def wide_residual(case, modules, narrow, gate, weight, bias) -> None:
+    """What reads or writes a residual stream that is in fp32 between the branches of a block: the
+    norm in front of a branch, and the skip behind the first, a middle and the last one."""
+    wide, dtype, channels = narrow.float(), narrow.dtype, narrow.shape[2]
+    modules["norm"].norm_modulate(wide, gate, gate, one=1.0, eps=1e-6, out_dtype=dtype)
+    modules["norm"].norm_modulate_rows(wide, gate, gate, one=1.0, eps=1e-6)
+    rows = modules["rows"].quantize_rows(narrow)
+    int8, scale = weight.new_empty(channels, channels, dtype=torch.int8), gate.new_empty(channels)
+    few = narrow[:, :8192]  # more is cuBLAS's
+    for stream, out in ((narrow, torch.float32), (wide, torch.float32), (wide, dtype)):
+        how = {"cast": "fp32", "out_dtype": out}
+        modules["skip"].skip(stream, narrow, 1.0, gate, **how)
+        modules["project"].project_skip(few, weight, bias, stream[:, :8192], 1.0, gate, **how)
+        modules["int8_linear"].int8_linear(
+            rows, int8, scale, bias, stream, 1.0, gate, gelu=False, **how
+        )
 
 
 def int8_linears(case, modules, residual, gate) -> None:

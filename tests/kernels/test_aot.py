@@ -266,6 +266,27 @@ def test_int8_linears_compile(tmp_path: Path, pytestconfig: pytest.Config) -> No
         assert len(linears) == 5 and all(r["igmma"] for r in linears)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t[0]}-{t[1]}")
+def test_what_meets_a_wide_residual_compiles(
+    target: tuple[str, int | str], tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Norms that read the stream in fp32, and skips that read it, write it, or do both. Hopper's
+    linear may keep some of the skip in local memory, outside its loops over K, as it does in 16
+    bits."""
+    for python in pythons(pytestconfig):
+        results = resources(python, [case("residual", target, 128, "bf16")], tmp_path)
+        linear = "hopper_linear_kernel" if target == ("cuda", 90) else "int8_linear_kernel"
+        names = [result["kernel"] for result in results]
+        assert all(names.count(name) == 3 for name in ("skip_kernel", "project_kernel", linear))
+        assert {"norm_modulate_kernel", "norm_modulate_rows_kernel"} <= set(names)
+        broken = faults([r for r in results if r["kernel"] != "hopper_linear_kernel"], target)
+        assert not broken, broken
+        for result in (r for r in results if r["kernel"] == "hopper_linear_kernel"):
+            assert "error" not in result and result["shared"] <= SHARED[target], line(result)
+            assert not any(result["loop_spills"][:2]), line(result)
+
+
 def test_checksums_compile(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """A chunk is in registers, and on a GPU of NVIDIA's it is read 16 bytes at a time."""
     for python in pythons(pytestconfig):

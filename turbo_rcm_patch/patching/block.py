@@ -38,7 +38,7 @@ from turbo_rcm_patch.patching.branches import (
 )
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard, Pair
-from turbo_rcm_patch.patching.linears import Close, Linears, StreamsClose
+from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsClose, rounded
 from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast
@@ -174,26 +174,29 @@ class BlockForward:
         state, inner = self._states[name], self._states.get(branch.inner)
         like: Tensor = hidden[1] if self.streams else hidden
         mode: Mode = self._mode(branch, hidden, given) if state.live else "as-written"
+        rounding = self._rounding(branch, like.dtype)
         if mode != "ours":
-            norm = self._norm(branch, state, hidden, given, as_rows=False)
-            return CalledRun((state, inner), mode, norm, branch)
+            norm = self._norm(branch, state, hidden, given, rounding, as_rows=False)
+            return CalledRun((state, inner), mode, norm, branch, rounding)
         module = getattr(self._block, name)
 
         def norm_of(as_rows: bool) -> Norm:
-            return self._norm(branch, state, hidden, given, as_rows=as_rows)
+            return self._norm(branch, state, hidden, given, rounding, as_rows=as_rows)
 
         kind = StreamsClose if self.streams else Close
         if branch.kind == "feed-forward":
             parts = self._feed_forward(module)
             close = kind(
                 self._linears, f"{name}.2", parts.last, like,
-                int8=state.int8, cast=branch.cast, impl=config.impl,
+                int8=state.int8, cast=branch.cast, impl=config.impl, rounding=rounding,
             )  # fmt: skip
-            return FeedForwardRun(self._linears, name, parts, state, norm_of, like, close)
+            return FeedForwardRun(
+                self._linears, name, parts, state, norm_of, like, close, rounding
+            )
         modules = self._attention(branch, like, given)
         close = kind(
             self._linears, f"{name}.out", modules.out, like,
-            int8=state.int8, cast=branch.cast, impl=config.impl,
+            int8=state.int8, cast=branch.cast, impl=config.impl, rounding=rounding,
         )  # fmt: skip
         asked, few = self._specs[state.precision], None
         quantised = asked.attention in ("auto", "int8")
@@ -201,16 +204,39 @@ class BlockForward:
             few = self._specs["exact attention"]
         return AttentionRun(
             self._linears, name, modules, (state, inner), norm_of, (asked, few), like, given,
-            close, "two-launch" if self.streams else config.form,
+            close, "two-launch" if self.streams else config.form, rounding,
         )  # fmt: skip
 
+    def _rounding(self, branch: Branch, dtype: torch.dtype) -> Rounding | None:
+        """Where the residual stream is in fp32 around a branch, in a model of a 16-bit dtype.
+
+        It is rounded behind the last branch, and where the next one is its author's.
+        """
+        if self._config.residual == "model" or dtype not in (torch.bfloat16, torch.float16):
+            return None
+        live = [self._states[one.name].live for one in self._branches()]
+        at = [one.name for one in self._branches()].index(branch.name)
+        behind = at + 1 < len(live) and live[at + 1]
+        wide = behind or (at > 0 and live[at - 1])
+        out = torch.float32 if behind else dtype
+        return Rounding(dtype, out, "fp32" if wide else branch.cast)
+
     def _norm(
-        self, branch: Branch, state: PairState, hidden: Hidden, given: Given, *, as_rows: bool
+        self,
+        branch: Branch,
+        state: PairState,
+        hidden: Hidden,
+        given: Given,
+        rounding: Rounding | None,
+        *,
+        as_rows: bool,
     ) -> Norm:
         """The norm before a branch, and its modulation."""
         norm, at = getattr(self._block, branch.norm), branch.at
         if state.live and self._fused_norm(branch, hidden):
-            return FusedNorm(norm, at, self._config.impl, as_rows=as_rows and self.int8_rows)
+            return FusedNorm(
+                norm, at, self._config.impl, rounding, as_rows=as_rows and self.int8_rows
+            )
 
         def called(hidden: Tensor, given: Given) -> tuple[Tensor, Any]:
             x = given.forward.called_norm(norm, hidden)
@@ -219,16 +245,28 @@ class BlockForward:
             shift, scale, gate = given.rows[at : at + 3]
             return (x.float() * (1 + scale) + shift).type_as(hidden), gate
 
-        return CalledNorm(called)
+        return CalledNorm(called, rounding)
 
     def close_called(
-        self, branch: Branch, mode: Mode, made: Any, hidden: Any, gate: Any
+        self,
+        branch: Branch,
+        mode: Mode,
+        made: Any,
+        hidden: Any,
+        gate: Any,
+        rounding: Rounding | None,
     ) -> Hidden:
         """The skip after a branch that was called: ours, or the author's sum."""
-        cast = branch.cast
-        if mode == "called" and (cast == "fp32" or made.dtype == hidden.dtype):
+        cast, dtype = branch.cast, hidden.dtype if rounding is None else rounding.model
+        if mode == "called" and (cast == "fp32" or made.dtype == dtype):
             c_out = 1.0 if gate is None else gate
-            return ops.skip(hidden, made, 1.0, c_out, cast=cast, impl=self._config.impl)
+            if rounding is None:
+                return ops.skip(hidden, made, 1.0, c_out, cast=cast, impl=self._config.impl)
+            return ops.skip(
+                hidden, made, 1.0, c_out, cast=rounding.cast, impl=self._config.impl,
+                out_dtype=rounding.out,
+            )  # fmt: skip
+        hidden = rounded(hidden, rounding)
         if gate is None:
             return hidden + made
         if cast == "fp32":
@@ -312,8 +350,9 @@ class BlockForward:
             plan, token = self._planned(hidden, given)
             self._compile_ahead(plan, token, hidden, given)
         given = given._replace(compared=True)
+        dtype = (hidden[1] if self.streams else hidden).dtype
         for index, branch in enumerate(self._branches()):
-            hidden = self._compared(guard, index, branch, hidden, given, author)
+            hidden = self._compared(guard, index, branch, hidden, given, author, dtype)
         return hidden
 
     def _compile_ahead(
@@ -347,11 +386,17 @@ class BlockForward:
         hidden: Hidden,
         given: Given,
         author: Callable[[str, Any, Hidden], Hidden],
+        dtype: torch.dtype,
     ) -> Hidden:
-        """One pair, compared with its author's code where the guard wants that."""
+        """One pair, compared with its author's code where the guard wants that; the author's code
+        gets the residual stream in the model's dtype."""
+        seen = rounded(hidden, self._rounding(branch, dtype))
 
         def ours() -> Hidden:
-            plan, token = self._planned(hidden, given)  # A step of the guard makes another one.
+            plan, token = self._planned(seen, given)  # A step of the guard makes another one.
+            if token is not None and seen is not hidden:
+                # Another thread's guard may have made a plan that expects the rounded stream.
+                token = (token, "wide")
             return plan[index](token, hidden, given)[0]
 
         states = self._closed_together(branch, given)
@@ -362,9 +407,9 @@ class BlockForward:
             return author(branch.name, self._only(branch.name, notes, instead), x)
 
         def attention() -> Tensor | None:
-            return self._planned(hidden, given)[0][index].attention(hidden, given)
+            return self._planned(seen, given)[0][index].attention(hidden, given)
 
-        closed = guard.close(Pair(states, hidden, ours, written, attention))
+        closed = guard.close(Pair(states, seen, ours, written, attention))
         self._after_comparing(branch)
         return closed
 

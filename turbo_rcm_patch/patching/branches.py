@@ -34,8 +34,10 @@ from turbo_rcm_patch.patching.linears import (
     Input,
     Linears,
     Projection,
+    Rounding,
     StreamsClose,
     holder,
+    rounded,
     tensors_of,
 )
 from turbo_rcm_patch.patching.plan import Token, after_call
@@ -113,16 +115,20 @@ class FusedNorm:
         at: Where its shift, scale and gate begin in the rows of the block's modulation; None for
             its own weight and bias.
         impl: "triton", "reference" or "auto".
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
         as_rows: Whether it comes out as int8 rows.
     """
 
-    __slots__ = ("_as_rows", "_at", "_held", "_impl", "_norm", "_step")
+    __slots__ = ("_as_rows", "_at", "_held", "_impl", "_model", "_norm", "_step")
 
-    def __init__(self, norm: Any, at: int | None, impl: Impl, *, as_rows: bool) -> None:
+    def __init__(
+        self, norm: Any, at: int | None, impl: Impl, rounding: Rounding | None, *, as_rows: bool
+    ) -> None:
         self._norm, self._at, self._impl = norm, at, impl
         self._held = holder(norm)
         self._step = Step(rows_forward if as_rows else norm_forward)
         self._as_rows = as_rows
+        self._model = None if rounding is None else rounding.model
 
     @property
     def read(self) -> list[Tensor]:
@@ -131,22 +137,25 @@ class FusedNorm:
     def __call__(self, token: Token, hidden: Tensor, given: Given) -> tuple[Input, Any, Token]:
         at, eps, impl, gate = self._at, self._norm.eps, self._impl, None
         if token is not None:
+            how: tuple[Any, ...] = (eps, impl)
+            if not self._as_rows:
+                how += (self._model or hidden.dtype,)
             if at is None:
                 scale, shift = self._held["weight"], self._held["bias"]
                 scale = None if scale is None else scale.view(1, 1, -1)
                 shift = None if shift is None else shift.view(1, 1, -1)
-                return self._step(token, hidden, scale, shift, 0.0, eps, impl), None, token
+                return self._step(token, hidden, scale, shift, 0.0, *how), None, token
             shift, scale, gate = given.rows[at : at + 3]
-            return self._step(token, hidden, scale, shift, 1.0, eps, impl), gate, token
+            return self._step(token, hidden, scale, shift, 1.0, *how), gate, token
         form: Literal["modulation", "affine"] = "affine"
         if at is None:
             scale, shift = self._norm.weight, self._norm.bias
         else:
             form, (shift, scale, gate) = "modulation", given.rows[at : at + 3]
-        norm: Callable[..., Input] = ops.norm_modulate
+        named: Any = {"scale": scale, "shift": shift, "form": form, "eps": eps, "impl": impl}
         if self._as_rows and not _wants_gradient(hidden, scale, shift):
-            norm = ops.norm_modulate_rows
-        return norm(hidden, scale=scale, shift=shift, form=form, eps=eps, impl=impl), gate, None
+            return ops.norm_modulate_rows(hidden, **named), gate, None
+        return ops.norm_modulate(hidden, out_dtype=self._model, **named), gate, None
 
 
 def _wants_gradient(*parts: Tensor | None) -> bool:
@@ -161,20 +170,23 @@ class StreamsNorm:
         coefficients: Gives (factor, offset, gate) of each stream.
         eps: Of the norm.
         impl: "triton", "reference" or "auto".
+        rounding: Where the residual streams are wider than the model's dtype; None for nowhere.
         plain: Whether they come from modules that are what their classes say.
     """
 
-    __slots__ = ("_coefficients", "_eps", "_impl", "_plain", "_step", "read")
+    __slots__ = ("_coefficients", "_eps", "_impl", "_model", "_plain", "_step", "read")
 
     def __init__(
         self,
         coefficients: Callable[[Given], Sequence[Sequence[Tensor]]],
         eps: float,
         impl: Impl,
+        rounding: Rounding | None,
         *,
         plain: bool,
     ) -> None:
         self._coefficients, self._eps, self._impl = coefficients, eps, impl
+        self._model = None if rounding is None else rounding.model
         self._plain = plain
         self._step = Step(_norm_two)
         #: What makes the coefficients is called, where it is not plain.
@@ -184,16 +196,18 @@ class StreamsNorm:
         self, token: Token, hidden: tuple[Tensor, ...], given: Given
     ) -> tuple[Input, Any, Token]:
         scale, shift, gates = self._coefficients(given)
-        if gates[0].dtype != hidden[0].dtype:
+        dtype = self._model or hidden[0].dtype
+        if gates[0].dtype != dtype:
             token = None  # torch will promote the streams.
         elif token is not None and not self._plain:
             token = (token, *[(x[0].shape, x[0].stride()) for x in (scale, shift, gates)])
         if token is not None:
-            x = self._step(token, *hidden, *scale, *shift, 0.0, self._eps, self._impl)
+            x = self._step(token, *hidden, *scale, *shift, 0.0, self._eps, self._impl, dtype)
         else:
             x = ops.norm_modulate_streams(
-                hidden, scale=scale, shift=shift, form="affine", eps=self._eps, impl=self._impl
-            )
+                hidden, scale=scale, shift=shift, form="affine", eps=self._eps, impl=self._impl,
+                out_dtype=self._model,
+            )  # fmt: skip
         return x, gates, token
 
 
@@ -207,11 +221,12 @@ def _norm_two(
     one: float,
     eps: float,
     impl: str,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """`norm_modulate_streams` of two streams with flat arguments, as `Step` takes them."""
     together: Tensor = norm_streams.body(
         [first, second], [first_factor, second_factor], [first_offset, second_offset], one, eps,
-        impl,
+        impl, out_dtype,
     )  # fmt: skip
     return together
 
@@ -221,18 +236,23 @@ class CalledNorm:
 
     Args:
         run: Gives the input of the branch and its gate.
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere. What
+            is called gets it rounded.
     """
 
-    __slots__ = ("_run",)
+    __slots__ = ("_rounding", "_run")
     read = None
 
-    def __init__(self, run: Callable[[Hidden, Given], tuple[Tensor, Any]]) -> None:
-        self._run = run
+    def __init__(
+        self, run: Callable[[Hidden, Given], tuple[Tensor, Any]], rounding: Rounding | None
+    ) -> None:
+        self._run, self._rounding = run, rounding
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Input, Any, Token]:
+        hidden = rounded(hidden, self._rounding)
         x, gate = self._run(hidden, given)
         like = hidden if isinstance(hidden, Tensor) else hidden[1]
-        return x, gate, after_call(token, like, (x,), (like.shape[2],), x.shape[1])
+        return x, gate, after_call(token, like, like.dtype, (x,), (like.shape[2],), x.shape[1])
 
 
 # --- branches ------------------------------------------------------------------------------------
@@ -327,10 +347,11 @@ class AttentionRun:
         given: What else the block gets.
         close: Closes the skip.
         form: "one-launch", "two-launch" or "auto", of attention and projection.
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
     __slots__ = ("_asked", "_attend", "_attend_image", "_auto", "_biased", "_close", "_few",
-                 "_form", "_fused", "_image", "_inner", "_masked", "_modules", "_norm",
+                 "_form", "_fused", "_image", "_inner", "_masked", "_model", "_modules", "_norm",
                  "_of_context", "_of_x", "_readable", "_rotate", "_rotate_image", "_state",
                  "_streams", "_width")  # fmt: skip
 
@@ -346,23 +367,28 @@ class AttentionRun:
         given: Given,
         close: Close,
         form: Form,
+        rounding: Rounding | None,
     ) -> None:
         state, self._inner = states
+        self._model = None if rounding is None else rounding.model
         assert state is not None
         self._state, self._modules, self._close = state, modules, close
         self._streams = isinstance(close, StreamsClose)
         self._width = modules.heads * modules.head_dim
         int8, cross = state.int8, len(modules.kv) > 0
         self._of_x = Projection(
-            linears, f"{name}.q" if cross else f"{name}.qkv", modules.qkv, like, int8=int8
-        )
+            linears, f"{name}.q" if cross else f"{name}.qkv", modules.qkv, like, like.dtype,
+            int8=int8,
+        )  # fmt: skip
         self._of_context = self._image = None
         if cross:
             context = given.context
             assert context is not None
-            self._of_context = Projection(linears, f"{name}.kv", modules.kv, context, int8=int8)
+            of_text = (f"{name}.kv", modules.kv, context, like.dtype)
+            self._of_context = Projection(linears, *of_text, int8=int8)
             if len(modules.image) > 0:
-                self._image = Projection(linears, "image", modules.image, context, int8=int8)
+                of_image = ("image", modules.image, context, like.dtype)
+                self._image = Projection(linears, *of_image, int8=int8)
         self._norm = norm(self._of_x.int8)
         self._fused = len(modules.kv or modules.qkv) == 1
         self._masked = given.mask is not None and not cross
@@ -428,6 +454,7 @@ class AttentionRun:
     ) -> tuple[Hidden, Token]:
         modules, few, rotary = self._modules, self._few, given.rotary
         like: Tensor = hidden[1] if self._streams else hidden
+        dtype = self._model or like.dtype
         x, gate, token = self._norm(token, hidden, given)
         if given.compared:
             observe(x)
@@ -448,11 +475,11 @@ class AttentionRun:
             way = self._auto[ops.attention_name(way.spec, q, k)]
         self._note(token, way.how)
         own_q = q
-        if self._readable is None or (token is None and q.dtype != like.dtype):
+        if self._readable is None or (token is None and q.dtype != dtype):
             q, k = modules.call_norm(modules.norms[0], q), modules.call_norm(modules.norms[1], k)
             norms = _NO_NORMS
-            token = after_call(token, like, (q,), (self._width,), own_q.shape[1])
-            token = after_call(token, like, (k,), (self._width,), v.shape[1])
+            token = after_call(token, like, dtype, (q,), (self._width,), own_q.shape[1])
+            token = after_call(token, like, dtype, (k,), (self._width,), v.shape[1])
         else:
             of_q, of_k, _ = self._readable
             norms = of_q["weight"], of_k["weight"], None, None
@@ -462,7 +489,7 @@ class AttentionRun:
             joined = ops.attention_project_skip(
                 q, k, v, *self._close.weight, way.spec, residual=hidden,
                 c_out=1.0 if gate is None else gate, rotary=rotary, cast=self._close.cast,
-                form=self._form, **_named(norms),
+                form=self._form, out_dtype=self._close.out_dtype, **_named(norms),
             )  # fmt: skip
             return joined, token
         if self._masked:
@@ -482,8 +509,8 @@ class AttentionRun:
                 if norms[0] is not None:
                     q = modules.call_norm(modules.norms[0], own_q)
                 k, norms = modules.call_norm(modules.image_norm, k), _NO_NORMS
-                token = after_call(token, like, (q,), (self._width,), own_q.shape[1])
-                token = after_call(token, like, (k,), (self._width,), v.shape[1])
+                token = after_call(token, like, dtype, (q,), (self._width,), own_q.shape[1])
+                token = after_call(token, like, dtype, (k,), (self._width,), v.shape[1])
             out = self._dense(token, q, k, v, norms, None, way, out)
         return (self._close(token, out, hidden, gate) if close else out), token
 
@@ -609,9 +636,11 @@ class FeedForwardRun:
         norm: Makes the norm before it, as int8 rows or not.
         like: Of the dtype and on the device of the residual stream.
         close: Closes the skip.
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
-    __slots__ = ("_close", "_first", "_held", "_inner", "_modules", "_norm", "_state", "_streams")
+    __slots__ = ("_close", "_first", "_held", "_inner", "_model", "_modules", "_norm", "_state",
+                 "_streams")  # fmt: skip
 
     def __init__(
         self,
@@ -622,16 +651,19 @@ class FeedForwardRun:
         norm: Callable[[bool], Norm],
         like: Tensor,
         close: Close,
+        rounding: Rounding | None,
     ) -> None:
         self._modules, self._state, self._close = modules, state, close
+        self._model = None if rounding is None else rounding.model
         self._streams = isinstance(close, StreamsClose)
         self._first = self._held = None
         self._inner = getattr(modules.last[0], "in_features", -1)
         first = modules.first
         if first is not None:
             project = Projection(
-                linears, f"{name}.0", (first,), like, int8=state.int8, activation="gelu-tanh"
-            )
+                linears, f"{name}.0", (first,), like, like.dtype, int8=state.int8,
+                activation="gelu-tanh",
+            )  # fmt: skip
             if project.int8:
                 self._first = project
             elif project.plain and first.bias is not None:
@@ -658,6 +690,7 @@ class FeedForwardRun:
             note_mode(self._state, "ours")
         else:
             self._state.ran = "fused"
+        dtype = self._model or like.dtype
         h: Any = x  # int8 rows only where the first Linear is in int8
         tokens = like.shape[1] if not self._streams else hidden[0].shape[1] + like.shape[1]
         if self._first is not None:
@@ -665,14 +698,14 @@ class FeedForwardRun:
         elif self._held is None or (token is None and h.dtype != self._modules.first.weight.dtype):
             for module in self._modules.called:
                 h = call(module, h)
-            token = after_call(token, like, (h,), (self._inner,), tokens)
+            token = after_call(token, like, dtype, (h,), (self._inner,), tokens)
         elif token is None:
             h = ops.linear_gelu(h, self._modules.first.weight, self._modules.first.bias)
         else:  # A library's product, of which there is nothing to replay.
             h = gelu_forward.body(h, self._held["weight"], self._held["bias"])
         for module in self._modules.between:
             h = call(module, h)
-            token = after_call(token, like, (h,), (self._inner,), tokens)
+            token = after_call(token, like, dtype, (h,), (self._inner,), tokens)
         return self._close(token, h, hidden, gate), token
 
 
@@ -685,9 +718,10 @@ class CalledRun:
         mode: "called" or "as-written".
         norm: What stands before it.
         branch: What the block's forward calls it by.
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
-    __slots__ = ("_branch", "_mode", "_norm", "_states")
+    __slots__ = ("_branch", "_mode", "_norm", "_rounding", "_states")
     read = None
 
     def __init__(
@@ -696,25 +730,33 @@ class CalledRun:
         mode: Mode,
         norm: Norm,
         branch: Any,
+        rounding: Rounding | None,
     ) -> None:
         self._states, self._mode, self._norm, self._branch = states, mode, norm, branch
+        self._rounding = rounding
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
+        rounding, mode = self._rounding, self._mode
+        if mode == "as-written":
+            hidden = rounded(hidden, rounding)
         x, gate, token = self._norm(token, hidden, given)
         if given.compared:
             observe(x)
         for state in self._states:
-            note_mode(state, self._mode)
+            note_mode(state, mode)
         made = given.forward.call_branch(self._branch, x, hidden, given)
-        closed = given.forward.close_called(self._branch, self._mode, made, hidden, gate)
+        closed = given.forward.close_called(self._branch, mode, made, hidden, gate, rounding)
         pairs: Any = ((hidden, closed),)
         if not isinstance(hidden, Tensor):
             pairs = zip(hidden, closed, strict=True)
         for stream, x in pairs:
-            token = after_call(token, stream, (x,), stream.shape[2:], stream.shape[1])
+            dtype = stream.dtype
+            if rounding is not None and mode == "called":
+                dtype = rounding.out
+            token = after_call(token, stream, dtype, (x,), stream.shape[2:], stream.shape[1])
         return closed, token
 
 
@@ -747,7 +789,8 @@ class LinearRun:
         note_mode(self._state, "ours" if live else "as-written")
         if not live:
             written: Tensor = call(self._module, x) + hidden
-            return written, after_call(token, hidden, (written,), hidden.shape[2:], x.shape[1])
+            shape = hidden.shape[2:], x.shape[1]
+            return written, after_call(token, hidden, hidden.dtype, (written,), *shape)
         if given.compared:
             observe(x)
         return self._close(token, x, hidden, None), token

@@ -457,7 +457,7 @@ class _Reference:
             with notes.taken():
                 before = pair.attention()
         return measure(
-            _parts(result),
+            _narrowed(_parts(result), self._author),
             self._author,
             self._base,
             inputs=inputs,
@@ -485,6 +485,13 @@ def _gone() -> None:
 
 def _parts(branch: Branch) -> tuple[Tensor, ...]:
     return (branch,) if isinstance(branch, Tensor) else branch
+
+
+def _narrowed(ours: tuple[Tensor, ...], author: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Our streams in the dtype of the author's, where ours are wider."""
+    return tuple(
+        x.to(y.dtype) if x.dtype == torch.float32 else x for x, y in zip(ours, author, strict=True)
+    )
 
 
 def _transformed() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,11 @@ __all__ = [
     "Input",
     "Linears",
     "Projection",
+    "Rounding",
     "StreamsClose",
     "holder",
     "pair_state",
+    "rounded",
     "runs_int8",
     "skip_streams",
     "tensors_of",
@@ -136,6 +138,33 @@ class Linears:
         return self.copies.of((self._block, key), modules)
 
 
+class Rounding(NamedTuple):
+    """Where the residual stream of a block is wider than the model's dtype.
+
+    Attributes:
+        model: The model's dtype: of everything but the stream, and of the stream for whatever is
+            called or runs as its author wrote it.
+        out: Of the stream behind a branch.
+        cast: How the skip is summed: in fp32, unless the stream is in the model's dtype on both
+            sides.
+    """
+
+    model: torch.dtype
+    out: torch.dtype
+    cast: Cast
+
+
+def rounded(hidden: Any, rounding: Rounding | None) -> Any:
+    """A residual stream, or one tensor each of several, as the author's code would hold it."""
+    if rounding is None:
+        return hidden
+    if isinstance(hidden, Tensor):
+        return hidden.to(rounding.model)
+    if all([stream.dtype == rounding.model for stream in hidden]):
+        return hidden
+    return tuple([stream.to(rounding.model) for stream in hidden])
+
+
 def holder(module: Any) -> dict[str, Any]:
     """Where a module keeps its weight and bias: a look there costs less than an attribute, and
     sees a tensor that was replaced."""
@@ -158,12 +187,13 @@ class Projection:
         key: A name for these modules within the block.
         modules: Linears, or whatever stands in their places.
         like: Of the dtype and on the device of the input [B, N, K].
+        dtype: Of the result.
         int8: Whether int8 is wanted.
         activation: In the epilogue of an int8 product.
     """
 
-    __slots__ = ("_activation", "_chosen", "_key", "_linears", "_modules", "_on_rows", "_parts",
-                 "_step", "_weights", "_widths", "int8", "plain")  # fmt: skip
+    __slots__ = ("_activation", "_chosen", "_dtype", "_key", "_linears", "_modules", "_on_rows",
+                 "_parts", "_step", "_weights", "_widths", "int8", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -171,6 +201,7 @@ class Projection:
         key: str,
         modules: Sequence[Any],
         like: Tensor,
+        dtype: torch.dtype,
         *,
         int8: bool,
         activation: Activation | None = None,
@@ -179,7 +210,7 @@ class Projection:
             linears.forget(key)
         self._linears, self._key, self._modules = linears, key, modules
         self._chosen = [module for module in modules if int8 and runs_int8(module, like)]
-        self._activation = activation
+        self._activation, self._dtype = activation, dtype
         self._parts = None
         if len(self._chosen) > 1:
             self._parts = [module.out_features for module in self._chosen]
@@ -201,12 +232,12 @@ class Projection:
         Args:
             token: See `plan.signature`.
             x: [B, N, K], or int8 rows of it.
-            like: Of the dtype of the result.
+            like: Of the device and batch of the result.
         """
         chosen: list[Any] = self._chosen
         parts: Sequence[Tensor] = ()
         if chosen:
-            linears, impl, dtype = self._linears, self._linears.copies.impl, like.dtype
+            linears, impl, dtype = self._linears, self._linears.copies.impl, self._dtype
             weight, scale, bias = linears.weights(token, self._key, chosen)
             if token is None or not self.int8:
                 y = ops.int8_linear(
@@ -239,7 +270,7 @@ class Projection:
                 made.append(F.linear(x, own["weight"], own["bias"]))
             else:
                 made.append(call(module, x))
-        return made, after_call(token, like, made, self._widths, x.shape[1])
+        return made, after_call(token, like, self._dtype, made, self._widths, x.shape[1])
 
 
 class Close:
@@ -253,10 +284,11 @@ class Close:
         int8: Whether int8 is wanted.
         cast: Of the skip.
         impl: "triton", "reference" or "auto".
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
-    __slots__ = ("_apart", "_impl", "_key", "_linear", "_linears", "_modules", "_step", "_weights",
-                 "cast", "int8", "plain")  # fmt: skip
+    __slots__ = ("_apart", "_impl", "_key", "_linear", "_linears", "_modules", "_rounding",
+                 "_step", "_weights", "cast", "int8", "out_dtype", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -268,6 +300,7 @@ class Close:
         int8: bool,
         cast: Cast,
         impl: Impl,
+        rounding: Rounding | None = None,
     ) -> None:
         if not int8:
             linears.forget(key)
@@ -278,7 +311,10 @@ class Close:
         self.plain = plain_linear(linear, like) and all(map(plain_dropout, dropouts))
         self.int8 = self.plain and int8 and runs_int8(linear, like)
         self._weights = linear._parameters
-        self.cast, self._impl = cast, impl
+        self.cast, self._impl = cast if rounding is None else rounding.cast, impl
+        self._rounding = rounding
+        #: Of the residual stream behind the skip, where somebody chose it.
+        self.out_dtype = None if rounding is None else rounding.out
         #: Whether the library computes the product, of which there is nothing to replay.
         self._apart = self.plain and not self.int8 and closes_apart(like, impl)
         apart = skip_forward if self._apart else project_forward
@@ -303,12 +339,13 @@ class Close:
         c_skip: Coefficient = 1.0,
     ) -> Tensor:
         """c_skip * residual + c_out * linear(x); a c_out of None is 1."""
-        dtype, cast, impl = x.dtype, self.cast, self._impl
-        if not self.plain or (token is None and dtype != self._modules[0].weight.dtype):
+        dtype, cast, impl = self.out_dtype or x.dtype, self.cast, self._impl
+        if not self.plain or (token is None and x.dtype != self._modules[0].weight.dtype):
             branch = self._called(x)
             return ops.skip(
-                residual, branch, c_skip, 1.0 if c_out is None else c_out, cast=cast, impl=impl
-            )
+                residual, branch, c_skip, 1.0 if c_out is None else c_out, cast=cast, impl=impl,
+                out_dtype=self.out_dtype,
+            )  # fmt: skip
         if self.int8:
             weight, scale, bias = self._linears.weights(token, self._key, self._linear)
             if token is not None:
@@ -335,7 +372,7 @@ class Close:
             return closed
         return ops.project_skip(
             x, weight, bias, residual=residual, c_skip=c_skip,
-            c_out=1.0 if c_out is None else c_out, cast=cast, impl=impl,
+            c_out=1.0 if c_out is None else c_out, cast=cast, impl=impl, out_dtype=dtype,
         )  # fmt: skip
 
     def _called(self, x: Tensor) -> Tensor:
@@ -357,6 +394,8 @@ class StreamsClose(Close):
         self, token: Token, x: Tensor, streams: tuple[Tensor, ...], gates: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """stream + gate * (its rows of linear(x)) for each stream."""
+        dtype = self.out_dtype or x.dtype
+        one_dtype = _one_dtype(x, streams, gates, self._rounding)
         if not self.plain or (token is None and x.dtype != self._modules[0].weight.dtype):
             branch, token = self._called(x), None
         elif self.int8:
@@ -373,25 +412,27 @@ class StreamsClose(Close):
             weight, bias = self.weight
             if token is not None and self._apart:
                 branch = F.linear(x, weight, bias)
-            elif token is not None and _one_dtype(x, streams, gates):
+            elif token is not None and one_dtype:
                 both: tuple[Tensor, ...] = self._close_both(
-                    token, x, weight, bias, *streams, *gates, self.cast, self._impl
+                    token, x, weight, bias, *streams, *gates, self.cast, self._impl, dtype
                 )
                 return both
-            elif _one_dtype(x, streams, gates):
+            elif one_dtype:
                 return ops.project_skip_streams(
                     x, weight, bias, residuals=streams, c_out=gates, cast=self.cast,
-                    impl=self._impl,
+                    impl=self._impl, out_dtype=dtype,
                 )  # fmt: skip
             else:
                 branch = ops.project_skip(x, weight, bias, residual=None, impl=self._impl)
-        if token is not None and _one_dtype(x, streams, gates):
+        if token is not None and one_dtype:
             closed: tuple[Tensor, ...] = self._skip_both(
-                token, branch, *streams, *gates, self.cast, self._impl
+                token, branch, *streams, *gates, self.cast, self._impl, dtype
             )
             return closed
         parts = torch.split(branch, [stream.shape[1] for stream in streams], dim=1)
-        return skip_streams(parts, streams, gates, cast=self.cast, impl=self._impl)
+        return skip_streams(
+            parts, streams, gates, cast=self.cast, impl=self._impl, rounding=self._rounding
+        )
 
 
 def skip_streams(
@@ -401,22 +442,31 @@ def skip_streams(
     *,
     cast: Cast,
     impl: Impl,
+    rounding: Rounding | None,
 ) -> tuple[Tensor, ...]:
     """stream + gate * part for each stream: a pass each, or the author's sum where torch would
     promote one of them."""
-    if not _one_dtype(parts[0], streams, gates):
+    if not _one_dtype(parts[0], streams, gates, rounding):
+        streams = rounded(streams, rounding)
         return tuple([x + g * y for x, y, g in zip(streams, parts, gates, strict=True)])
+    out_dtype = None if rounding is None else rounding.out
     return tuple(
         [
-            ops.skip(x, y, 1.0, g, cast=cast, impl=impl)
+            ops.skip(x, y, 1.0, g, cast=cast, impl=impl, out_dtype=out_dtype)
             for x, y, g in zip(streams, parts, gates, strict=True)
         ]
     )
 
 
-def _one_dtype(x: Tensor, streams: tuple[Tensor, ...], gates: tuple[Tensor, ...]) -> bool:
+def _one_dtype(
+    x: Tensor,
+    streams: tuple[Tensor, ...],
+    gates: tuple[Tensor, ...],
+    rounding: Rounding | None,
+) -> bool:
     """Whether the author's sum is in one dtype throughout."""
-    return all([other.dtype == x.dtype for other in (*streams, *gates)])
+    others = (*streams, *gates) if rounding is None else gates
+    return all([other.dtype == x.dtype for other in others])
 
 
 def _project_two(
@@ -429,11 +479,12 @@ def _project_two(
     second_gate: Tensor,
     cast: str,
     impl: str,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """`project_skip_streams` of two streams with flat arguments, as `Step` takes them."""
     return tuple(
         project_streams.body(
-            x, weight, bias, [first, second], [first_gate, second_gate], cast, impl
+            x, weight, bias, [first, second], [first_gate, second_gate], cast, impl, out_dtype
         )
     )
 
@@ -446,10 +497,11 @@ def _skip_two(
     second_gate: Tensor,
     cast: str,
     impl: str,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """`skip` of two streams over their rows of a branch, as `Step` takes it."""
     parts = torch.split(branch, [first.shape[1], second.shape[1]], dim=1)
     pairs = zip((first, second), parts, (first_gate, second_gate), strict=True)
     return tuple(
-        [skip_forward.body(x, y, None, g, 1.0, 1.0, cast, impl, x.dtype) for x, y, g in pairs]
+        [skip_forward.body(x, y, None, g, 1.0, 1.0, cast, impl, out_dtype) for x, y, g in pairs]
     )

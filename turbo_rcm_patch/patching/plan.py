@@ -62,14 +62,20 @@ def signature(*inputs: Tensor) -> tuple[Any, ...] | None:
 
 
 def after_call(
-    token: Token, like: Tensor, made: Sequence[Any], widths: Sequence[int], tokens: int
+    token: Token,
+    like: Tensor,
+    dtype: torch.dtype,
+    made: Sequence[Any],
+    widths: Sequence[int],
+    tokens: int,
 ) -> Token:
     """The token behind modules that were called: what they return may lie otherwise in memory
     every time. None where only an operation that checks its arguments may take it.
 
     Args:
         token: The one before.
-        like: Of the dtype, device and batch that they should return.
+        like: Of the device and batch that they should return.
+        dtype: That they should return.
         made: What they returned.
         widths: How many channels each should have.
         tokens: How many rows each should have.
@@ -78,7 +84,7 @@ def after_call(
         return None
     shape = (like.shape[0], tokens)
     for x, width in zip(made, widths, strict=True):
-        if type(x) is not Tensor or x.dtype is not like.dtype or x.device != like.device:
+        if type(x) is not Tensor or x.dtype is not dtype or x.device != like.device:
             return None
         if tuple(x.shape) != (*shape, width):
             return None

@@ -261,6 +261,7 @@ def _config(arguments: argparse.Namespace) -> PatchConfig:
         precision=arguments.precision,
         impl=arguments.impl,
         form=arguments.pair_form,
+        residual=arguments.residual,
         guard=not arguments.no_guard,
         guard_budget=arguments.guard_budget,
         sla_topk=arguments.sla_topk,

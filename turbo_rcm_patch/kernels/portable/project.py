@@ -189,6 +189,7 @@ def project_skip_streams(
     c_out: list[torch.Tensor],
     *,
     cast: str,
+    out_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """residual + c_out * (rows of x W^T + bias) for residuals [B, Ni, Cout] that share the rows of
     x [B, N, Cin].
@@ -202,13 +203,12 @@ def project_skip_streams(
         x = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
     closed = []
     for rows, residual, gate in zip(x.split(lengths, dim=1), residuals, c_out, strict=True):
-        dtype = residual.dtype
         if not rows.shape[1]:
-            closed.append(torch.empty_like(residual))
-        elif library:
-            closed.append(skip(residual, rows, 1.0, gate, cast=cast, out_dtype=dtype))
+            closed.append(torch.empty_like(residual, dtype=out_dtype))
+            continue
+        how = {"cast": cast, "out_dtype": out_dtype}
+        if library:
+            closed.append(skip(residual, rows, 1.0, gate, **how))
         else:
-            closed.append(
-                project_skip(rows, weight, bias, residual, 1.0, gate, cast=cast, out_dtype=dtype)
-            )
+            closed.append(project_skip(rows, weight, bias, residual, 1.0, gate, **how))
     return closed

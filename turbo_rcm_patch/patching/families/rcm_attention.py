@@ -185,7 +185,9 @@ class RCMAttentionForward:
         return close(None, ops.attention_skip(q, k, v, spec), x, c_out, c_skip)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, ops.AttentionSpec]:
-        project = Projection(self._linears, "qkv", (self._module.qkv,), x, int8=self._state.int8)
+        project = Projection(
+            self._linears, "qkv", (self._module.qkv,), x, x.dtype, int8=self._state.int8
+        )
         (qkv,), _ = project(None, x, x)
         q, k, v = qkv.chunk(3, dim=-1)
         spec = self._specs[self._state.precision]
