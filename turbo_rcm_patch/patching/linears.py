@@ -32,10 +32,12 @@ from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
 
 __all__ = [
     "Close",
+    "FreshLinears",
     "Input",
     "Linears",
     "Projection",
     "StreamsClose",
+    "held_by",
     "holder",
     "pair_state",
     "runs_int8",
@@ -136,11 +138,27 @@ class Linears:
         return self.copies.of((self._block, key), modules)
 
 
+class FreshLinears(Linears):
+    """Quantises weights anew on every call, because it is given others every time."""
+
+    __slots__ = ()
+
+    def weights(
+        self, token: Token, key: str, modules: Sequence[Any]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.copies.fresh(modules, brought=False)
+
+
 def holder(module: Any) -> dict[str, Any]:
     """Where a module keeps its weight and bias: a look there costs less than an attribute, and
     sees a tensor that was replaced."""
     held: dict[str, Any] = module._parameters
     return held if "weight" in held else module._buffers
+
+
+def held_by(*held: dict[str, Any]) -> list[Tensor | None]:
+    """Weight and bias, None without one, in each of what `holder` gives."""
+    return [own.get(name) for own in held for name in ("weight", "bias")]
 
 
 def tensors_of(*held: dict[str, Any] | None) -> list[Tensor]:
@@ -194,6 +212,11 @@ class Projection:
         ]
         self._widths = [getattr(module, "out_features", -1) for module in modules]
         self._step, self._on_rows = Step(int8_forward), Step(rows_linear_forward)
+
+    @property
+    def held(self) -> list[Tensor | None]:
+        """Weight and bias of each module, where nothing has to be called."""
+        return held_by(*[own for own in self._weights if own is not None])
 
     def __call__(self, token: Token, x: Input, like: Tensor) -> tuple[Sequence[Tensor], Token]:
         """What each module makes of x, and the token behind them.
@@ -255,7 +278,7 @@ class Close:
         impl: "triton", "reference" or "auto".
     """
 
-    __slots__ = ("_impl", "_key", "_linear", "_linears", "_modules", "_step", "_weights", "cast",
+    __slots__ = ("_key", "_linear", "_linears", "_modules", "_step", "_weights", "cast", "impl",
                  "int8", "plain")  # fmt: skip
 
     def __init__(
@@ -278,7 +301,7 @@ class Close:
         self.plain = plain_linear(linear, like) and all(map(plain_dropout, dropouts))
         self.int8 = self.plain and int8 and runs_int8(linear, like)
         self._weights = linear._parameters
-        self.cast, self._impl = cast, impl
+        self.cast, self.impl = cast, impl
         self._step = Step(int8_forward if self.int8 else project_forward)
 
     @property
@@ -300,7 +323,7 @@ class Close:
         c_skip: Coefficient = 1.0,
     ) -> Tensor:
         """c_skip * residual + c_out * linear(x); a c_out of None is 1."""
-        dtype, cast, impl = x.dtype, self.cast, self._impl
+        dtype, cast, impl = x.dtype, self.cast, self.impl
         if not self.plain or (token is None and dtype != self._modules[0].weight.dtype):
             branch = self._called(x)
             return ops.skip(
@@ -367,21 +390,21 @@ class StreamsClose(Close):
             weight, bias = self.weight
             if token is not None and _one_dtype(x, streams, gates):
                 both: tuple[Tensor, ...] = self._close_both(
-                    token, x, weight, bias, *streams, *gates, self.cast, self._impl
+                    token, x, weight, bias, *streams, *gates, self.cast, self.impl
                 )
                 return both
             if _one_dtype(x, streams, gates):
                 return ops.project_skip_streams(
                     x, weight, bias, residuals=streams, c_out=gates, cast=self.cast,
-                    impl=self._impl,
+                    impl=self.impl,
                 )  # fmt: skip
-            branch = ops.project_skip(x, weight, bias, residual=None, impl=self._impl)
+            branch = ops.project_skip(x, weight, bias, residual=None, impl=self.impl)
         parts = torch.split(branch, [stream.shape[1] for stream in streams], dim=1)
         if token is None or not _one_dtype(x, streams, gates):
-            return skip_streams(parts, streams, gates, cast=self.cast, impl=self._impl)
+            return skip_streams(parts, streams, gates, cast=self.cast, impl=self.impl)
         closed = []
         for step, x, y, g in zip(self._skip, streams, parts, gates, strict=True):
-            closed.append(step(token, x, y, None, g, 1.0, 1.0, self.cast, self._impl, x.dtype))
+            closed.append(step(token, x, y, None, g, 1.0, 1.0, self.cast, self.impl, x.dtype))
         return tuple(closed)
 
 
