@@ -10,6 +10,7 @@ a forward that the guard checks, each branch of the plan is compared with the au
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Literal
@@ -38,6 +39,7 @@ from turbo_rcm_patch.patching.branches import (
 )
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard, Pair
+from turbo_rcm_patch.patching.joined import run_joined
 from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsClose, rounded
 from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference
 from turbo_rcm_patch.patching.state import PairState, specs_of
@@ -73,6 +75,19 @@ class Branch:
     cast: Cast = "model"
     inner: str = ""
     output: str = ""
+
+
+class _Plan(tuple[Run, ...]):
+    """A plan that is kept.
+
+    Attributes:
+        alone: Whether it calls no module.
+    """
+
+    alone: bool
+
+    def __init__(self, runs: tuple[Run, ...]) -> None:
+        self.alone = all([run.read is not None for run in runs])
 
 
 class BlockForward:
@@ -310,7 +325,7 @@ class BlockForward:
         inputs = hidden if self.streams else (hidden, given.context)
         if plain_inference((*inputs, *given.rows[:1])):
             facts = self._facts(hidden, given)
-            plan = self._slot.get(facts, lambda: self._resolve(hidden, given), self._watch)
+            plan = self._slot.get(facts, lambda: _Plan(self._resolve(hidden, given)), self._watch)
             if plan is not None:
                 return plan, self._token(hidden, given)
         return self._resolve(hidden, given), None
@@ -343,8 +358,16 @@ class BlockForward:
             plan, token = self._planned(hidden, given)
             if token is not None and self._first:  # A compiler must not ask which is first.
                 self._compile_ahead(plan, token, hidden, given)
-            for run in plan:
-                hidden, token = run(token, hidden, given)
+            if token is None and torch.compiler.is_compiling():
+                for run in plan:
+                    hidden = run_joined(run, hidden, given)
+                return hidden
+            # Torch looks for gradients in front of every product and allocation. A plan that calls
+            # nobody's module wants none, so it passes that by.
+            alone = token is not None and getattr(plan, "alone", False)
+            with torch._C._AutoDispatchBelowAutograd() if alone else nullcontext():
+                for run in plan:
+                    hidden, token = run(token, hidden, given)
             return hidden
         if self._first:
             plan, token = self._planned(hidden, given)

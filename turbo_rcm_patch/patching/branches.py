@@ -36,6 +36,7 @@ from turbo_rcm_patch.patching.linears import (
     Projection,
     Rounding,
     StreamsClose,
+    held_by,
     holder,
     rounded,
     tensors_of,
@@ -45,16 +46,19 @@ from turbo_rcm_patch.patching.state import PairState
 
 __all__ = [
     "TEXT_TOKENS",
+    "AttentionLayout",
     "AttentionModules",
     "AttentionRun",
     "CalledNorm",
     "CalledRun",
+    "FeedForwardLayout",
     "FeedForwardModules",
     "FeedForwardRun",
     "FusedNorm",
     "Given",
     "LinearRun",
     "Norm",
+    "Operands",
     "Run",
     "StreamsNorm",
 ]
@@ -90,7 +94,125 @@ class Given(NamedTuple):
     compared: bool = False
 
 
+# --- a branch as an operation --------------------------------------------------------------------
+
+
+class FeedForwardLayout(NamedTuple):
+    """How a feed-forward runs, in plain values: with its tensors, all that `joined` needs.
+
+    Attributes:
+        norm: What stands before it: "modulated", by rows of the modulation; "affine", by weights
+            of its own; or "streams", two of the first kind.
+        norm_eps: Of that norm.
+        as_rows: Whether that norm gives int8 rows.
+        cast: Of the skip.
+        model: The model's dtype.
+        out: Of the residual stream behind it; None where that has the model's dtype everywhere.
+        impl: "triton", "reference" or "auto".
+        int8: Whether its Linears are wanted in int8.
+    """
+
+    norm: str
+    norm_eps: float
+    as_rows: bool
+    cast: str
+    model: torch.dtype
+    out: torch.dtype | None
+    impl: str
+    int8: bool
+
+
+class AttentionLayout(NamedTuple):
+    """The same of an attention.
+
+    Attributes:
+        norm: As in `FeedForwardLayout`, as all that follows up to `int8`.
+        norm_eps: Likewise.
+        as_rows: Likewise.
+        cast: Likewise.
+        model: Likewise.
+        out: Likewise.
+        impl: Likewise.
+        int8: Likewise.
+        heads: H.
+        head_dim: D.
+        qkv: How many Linears make q, k and v, or q of a cross-attention.
+        kv: How many make k and v of a cross-attention.
+        image: How many make those of the image tokens.
+        attention: As in `AttentionSpec`, as all that follows up to `eps`.
+        pv: Likewise.
+        smooth_k: Likewise.
+        eps: Likewise.
+        few: Whether it is exact over few keys.
+        form: "one-launch", "two-launch" or "auto".
+        topk: Of a sparse attention, as in `Sparsity`; 0 for a dense one.
+        block_q: Likewise.
+        block_k: Likewise.
+    """
+
+    norm: str
+    norm_eps: float
+    as_rows: bool
+    cast: str
+    model: torch.dtype
+    out: torch.dtype | None
+    impl: str
+    int8: bool
+    heads: int
+    head_dim: int
+    qkv: int
+    kv: int
+    image: int
+    attention: str
+    pv: str
+    smooth_k: bool
+    eps: float
+    few: bool
+    form: str
+    topk: float
+    block_q: int
+    block_k: int
+
+
+class Operands(NamedTuple):
+    """A branch that calls no module, for `joined`.
+
+    Attributes:
+        rows: Shift, scale and gate of its norm; of two streams both factors, both offsets and both
+            gates. Empty where its norm has a weight.
+        rotary: (cos, sin), or None.
+        context: What a cross-attention reads.
+        held: Weights and biases: of the Linears in the order in which they run, of the norms of q
+            and k, of the norm of the image's k, of SLA's projection, and of the norm in front.
+        layout: How it runs.
+    """
+
+    rows: tuple[Tensor, ...]
+    rotary: tuple[Tensor, Tensor] | None
+    context: Tensor | None
+    held: list[Tensor | None]
+    layout: AttentionLayout | FeedForwardLayout
+
+
 # --- norms ---------------------------------------------------------------------------------------
+
+
+class Described(NamedTuple):
+    """A norm's part of `Operands`.
+
+    Attributes:
+        rows: As there.
+        held: Its weight and bias.
+        norm: As in `FeedForwardLayout`, as all that follows.
+        norm_eps: Likewise.
+        as_rows: Likewise.
+    """
+
+    rows: tuple[Tensor, ...]
+    held: list[Tensor | None]
+    norm: str
+    norm_eps: float
+    as_rows: bool = False
 
 
 class Norm(Protocol):
@@ -105,6 +227,9 @@ class Norm(Protocol):
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Input, Any, Token]:
         """The input of the branch, its gate (None for 1), and the token behind it."""
+
+    def described(self, hidden: Hidden, given: Given) -> Described | None:
+        """Its part of `Operands`; None where a module is called."""
 
 
 class FusedNorm:
@@ -156,6 +281,13 @@ class FusedNorm:
         if self._as_rows and not _wants_gradient(hidden, scale, shift):
             return ops.norm_modulate_rows(hidden, **named), gate, None
         return ops.norm_modulate(hidden, out_dtype=self._model, **named), gate, None
+
+    def described(self, hidden: Tensor, given: Given) -> Described | None:
+        at, eps = self._at, self._norm.eps
+        if at is None:
+            return Described((), held_by(self._held), "affine", eps, self._as_rows)
+        rows = tuple(given.rows[at : at + 3])
+        return Described(rows, [], "modulated", eps, self._as_rows)
 
 
 def _wants_gradient(*parts: Tensor | None) -> bool:
@@ -210,6 +342,12 @@ class StreamsNorm:
             )  # fmt: skip
         return x, gates, token
 
+    def described(self, hidden: tuple[Tensor, ...], given: Given) -> Described | None:
+        scale, shift, gates = self._coefficients(given)
+        if gates[0].dtype != (self._model or hidden[0].dtype):
+            return None  # torch will promote the streams.
+        return Described((*scale, *shift, *gates), [], "streams", self._eps)
+
 
 def _norm_two(
     first: Tensor,
@@ -254,6 +392,9 @@ class CalledNorm:
         like = hidden if isinstance(hidden, Tensor) else hidden[1]
         return x, gate, after_call(token, like, like.dtype, (x,), (like.shape[2],), x.shape[1])
 
+    def described(self, hidden: Hidden, given: Given) -> Described | None:
+        return None
+
 
 # --- branches ------------------------------------------------------------------------------------
 
@@ -274,6 +415,9 @@ class Run(Protocol):
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         """What the output projection gets, [B, N, H * D]; None where the branch is no attention
         of ours. For the guard."""
+
+    def operands(self, hidden: Hidden, given: Given) -> Operands | None:
+        """What one operation needs to run the whole branch; None where a module is called."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -408,7 +552,8 @@ class AttentionRun:
             self._few = self._way(specs[1], like)
         #: What "auto" may become, by name; "auto" itself where a compiler traces.
         self._auto: dict[str, _Way] | None = None
-        if asked.attention == "auto" and not self._masked:
+        tracing = torch.compiler.is_compiling()
+        if asked.attention == "auto" and not self._masked and not tracing:
             exact, int8_way = (replace(asked, attention=one) for one in ("exact", "int8"))
             self._auto = {
                 "auto": self._asked,
@@ -443,6 +588,42 @@ class AttentionRun:
         if norm is None or readable is None or called or (self._image and held is None):
             return None
         return [*norm, *tensors_of(*readable[:2], held), *self._close.read]
+
+    def operands(self, hidden: Hidden, given: Given) -> Operands | None:
+        modules, readable, close, context = self._modules, self._readable, self._close, None
+        like: Tensor = hidden[1] if self._streams else hidden
+        dtype = self._model or like.dtype
+        projections = [p for p in (self._of_x, self._of_context, self._image) if p is not None]
+        if readable is None or not close.plain or not all([p.plain for p in projections]):
+            return None
+        norms = [readable[0], readable[1]]
+        if self._image is not None:
+            if modules.image_readable is None:
+                return None
+            norms.append(modules.image_readable)
+        if self._of_context is not None:
+            context = given.context
+            if context is None or context.dtype != dtype:
+                return None
+        norm = self._norm.described(hidden, given)
+        if norm is None or len(self._asked.spec.exact_heads) > 0:
+            return None
+        spec, sparsity, sparse = self._asked.spec, modules.sparsity, modules.sparse
+        held = [x for p in projections for x in p.held]
+        held += [*close.weight, *held_by(*norms)]
+        topk, block_q, block_k = 0.0, 0, 0
+        if sparse is not None and sparsity is not None:
+            held += sparse(like.device)
+            topk, block_q, block_k = sparsity.topk, sparsity.block_q, sparsity.block_k
+        layout = AttentionLayout(
+            *norm[2:], close.cast, dtype, close.out_dtype, close.impl, self._state.int8,
+            modules.heads,
+            modules.head_dim, len(modules.qkv), len(modules.kv), len(modules.image),
+            spec.attention, spec.pv, spec.smooth_k, spec.eps, self._few is not None, self._form,
+            topk, block_q, block_k,
+        )  # fmt: skip
+        rotary = given.rotary if self._of_context is None else None
+        return Operands(norm.rows, rotary, context, held + norm.held, layout)
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         """What the output projection gets, [B, N, H * D]."""
@@ -674,12 +855,28 @@ class FeedForwardRun:
     def read(self) -> list[Tensor] | None:
         norm = self._norm.read
         called = self._first is None and self._held is None
-        if norm is None or called or not self._close.plain:
+        if norm is None or called or len(self._modules.between) > 0 or not self._close.plain:
             return None
         return [*norm, *self._close.read]
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
+
+    def operands(self, hidden: Hidden, given: Given) -> Operands | None:
+        close, first = self._close, self._held
+        if self._first is not None:
+            first = self._modules.first._parameters
+        if first is None or not close.plain or len(self._modules.between) > 0:
+            return None
+        norm = self._norm.described(hidden, given)
+        if norm is None:
+            return None
+        dtype = self._model or (hidden[1] if self._streams else hidden).dtype
+        layout = FeedForwardLayout(
+            *norm[2:], close.cast, dtype, close.out_dtype, close.impl, self._state.int8
+        )
+        held = [*held_by(first), *close.weight, *norm.held]
+        return Operands(norm.rows, None, None, held, layout)
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
         like: Tensor = hidden[1] if self._streams else hidden
@@ -735,6 +932,9 @@ class CalledRun:
         self._states, self._mode, self._norm, self._branch = states, mode, norm, branch
         self._rounding = rounding
 
+    def operands(self, hidden: Hidden, given: Given) -> Operands | None:
+        return None
+
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
 
@@ -780,6 +980,9 @@ class LinearRun:
     @property
     def read(self) -> list[Tensor] | None:
         return self._close.read if self._state.live and self._close.plain else None
+
+    def operands(self, hidden: Hidden, given: Given) -> Operands | None:
+        return None
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None

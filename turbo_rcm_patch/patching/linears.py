@@ -32,11 +32,13 @@ from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
 
 __all__ = [
     "Close",
+    "FreshLinears",
     "Input",
     "Linears",
     "Projection",
     "Rounding",
     "StreamsClose",
+    "held_by",
     "holder",
     "pair_state",
     "rounded",
@@ -138,6 +140,17 @@ class Linears:
         return self.copies.of((self._block, key), modules)
 
 
+class FreshLinears(Linears):
+    """Quantises weights anew on every call, because it is given others every time."""
+
+    __slots__ = ()
+
+    def weights(
+        self, token: Token, key: str, modules: Sequence[Any]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.copies.fresh(modules, brought=False)
+
+
 class Rounding(NamedTuple):
     """Where the residual stream of a block is wider than the model's dtype.
 
@@ -170,6 +183,11 @@ def holder(module: Any) -> dict[str, Any]:
     sees a tensor that was replaced."""
     held: dict[str, Any] = module._parameters
     return held if "weight" in held else module._buffers
+
+
+def held_by(*held: dict[str, Any]) -> list[Tensor | None]:
+    """Weight and bias, None without one, in each of what `holder` gives."""
+    return [own.get(name) for own in held for name in ("weight", "bias")]
 
 
 def tensors_of(*held: dict[str, Any] | None) -> list[Tensor]:
@@ -225,6 +243,11 @@ class Projection:
         ]
         self._widths = [getattr(module, "out_features", -1) for module in modules]
         self._step, self._on_rows = Step(int8_forward), Step(rows_linear_forward)
+
+    @property
+    def held(self) -> list[Tensor | None]:
+        """Weight and bias of each module, where nothing has to be called."""
+        return held_by(*[own for own in self._weights if own is not None])
 
     def __call__(self, token: Token, x: Input, like: Tensor) -> tuple[Sequence[Tensor], Token]:
         """What each module makes of x, and the token behind them.
@@ -287,8 +310,8 @@ class Close:
         rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
-    __slots__ = ("_apart", "_impl", "_key", "_linear", "_linears", "_modules", "_rounding",
-                 "_step", "_weights", "cast", "int8", "out_dtype", "plain")  # fmt: skip
+    __slots__ = ("_apart", "_key", "_linear", "_linears", "_modules", "_rounding", "_step",
+                 "_weights", "cast", "impl", "int8", "out_dtype", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -311,7 +334,7 @@ class Close:
         self.plain = plain_linear(linear, like) and all(map(plain_dropout, dropouts))
         self.int8 = self.plain and int8 and runs_int8(linear, like)
         self._weights = linear._parameters
-        self.cast, self._impl = cast if rounding is None else rounding.cast, impl
+        self.cast, self.impl = cast if rounding is None else rounding.cast, impl
         self._rounding = rounding
         #: Of the residual stream behind the skip, where somebody chose it.
         self.out_dtype = None if rounding is None else rounding.out
@@ -339,7 +362,7 @@ class Close:
         c_skip: Coefficient = 1.0,
     ) -> Tensor:
         """c_skip * residual + c_out * linear(x); a c_out of None is 1."""
-        dtype, cast, impl = self.out_dtype or x.dtype, self.cast, self._impl
+        dtype, cast, impl = self.out_dtype or x.dtype, self.cast, self.impl
         if not self.plain or (token is None and x.dtype != self._modules[0].weight.dtype):
             branch = self._called(x)
             return ops.skip(
@@ -414,24 +437,24 @@ class StreamsClose(Close):
                 branch = F.linear(x, weight, bias)
             elif token is not None and one_dtype:
                 both: tuple[Tensor, ...] = self._close_both(
-                    token, x, weight, bias, *streams, *gates, self.cast, self._impl, dtype
+                    token, x, weight, bias, *streams, *gates, self.cast, self.impl, dtype
                 )
                 return both
             elif one_dtype:
                 return ops.project_skip_streams(
                     x, weight, bias, residuals=streams, c_out=gates, cast=self.cast,
-                    impl=self._impl, out_dtype=dtype,
+                    impl=self.impl, out_dtype=dtype,
                 )  # fmt: skip
             else:
-                branch = ops.project_skip(x, weight, bias, residual=None, impl=self._impl)
+                branch = ops.project_skip(x, weight, bias, residual=None, impl=self.impl)
         if token is not None and one_dtype:
             closed: tuple[Tensor, ...] = self._skip_both(
-                token, branch, *streams, *gates, self.cast, self._impl, dtype
+                token, branch, *streams, *gates, self.cast, self.impl, dtype
             )
             return closed
         parts = torch.split(branch, [stream.shape[1] for stream in streams], dim=1)
         return skip_streams(
-            parts, streams, gates, cast=self.cast, impl=self._impl, rounding=self._rounding
+            parts, streams, gates, cast=self.cast, impl=self.impl, rounding=self._rounding
         )
 
 

@@ -13,11 +13,13 @@ from types import MethodType
 from typing import Any, Final
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.modes import transformed
 
 __all__ = [
+    "Weights",
     "autocasting",
     "bare",
     "drops",
@@ -33,6 +35,49 @@ __all__ = [
 
 #: What the kernels take.
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Weights:
+    """Stands for a plain Linear or norm inside an operation, which is given a module's tensors and
+    not the module.
+
+    Args:
+        weight: Of a Linear [Cout, K], or of a norm.
+        bias: None without one.
+        eps: Of a norm.
+    """
+
+    __slots__ = ("_parameters", "eps")
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, eps: float = 0.0) -> None:
+        #: As a module's: what reads weights reads them here.
+        self._parameters = {"weight": weight, "bias": bias}
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        assert weight is not None
+        return F.linear(x, weight, self.bias)
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self._parameters["weight"]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._parameters["bias"]
+
+    @property
+    def in_features(self) -> int:
+        weight = self.weight
+        assert weight is not None
+        return weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        weight = self.weight
+        assert weight is not None
+        return weight.shape[0]
 
 
 def autocasting(x: torch.Tensor) -> bool:
@@ -103,18 +148,22 @@ def hook_names(module: nn.Module) -> str:
     return ", ".join(names)
 
 
-def plain_linear(module: nn.Module, x: torch.Tensor) -> bool:
+def plain_linear(module: nn.Module | Weights, x: torch.Tensor) -> bool:
     """Whether `module(x)` is exactly `x @ weight.T + bias` with a weight that can be read now.
 
     Args:
-        module: Any module.
+        module: Any module, or what stands for a Linear.
         x: The activation it would be called with; dtype and device must be the weight's.
     """
-    if type(module) is not nn.Linear or not bare(module):
-        return False
-    weight = module.weight
-    # A quantised or sharded weight is a subclass of Tensor, and so is its Parameter.
-    return type(weight) is nn.Parameter and weight.dtype == x.dtype and weight.device == x.device
+    held: Any = module
+    if type(held) is not Weights:
+        if type(held) is not nn.Linear or not bare(held):
+            return False
+        # A quantised or sharded weight is a subclass of Tensor, and so is its Parameter.
+        if type(held.weight) is not nn.Parameter:
+            return False
+    fits: bool = held.weight.dtype == x.dtype and held.weight.device == x.device
+    return fits
 
 
 def plain_norm(module: nn.Module, x: torch.Tensor) -> bool:
