@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu record lint format docs clean
+.PHONY: help demo test test-gpu test-2gpu record lint format docs clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ test: $(VENV)/.installed-dev lint ## Lint, types and every test that a CPU can r
 # Most of a GPU test is compiling kernels on the CPU, so several processes share the card.
 test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card
 	$(BIN)/python -m pytest -v -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
+
+test-2gpu: $(VENV)/.installed-dev ## Attention and patched models over two cards, through NCCL
+	$(BIN)/python -m pytest -v -m gpu tests/gpu/test_parallel_gpu.py $(PYTEST_ARGS)
 
 record: $(VENV)/.installed ## Measure the proofs of the README on one card and write results/gpu.json
 	$(BIN)/python -m benchmarks record --out results/gpu.json

@@ -17,6 +17,7 @@ from typing import Any, Final, get_type_hints
 import torch
 
 from turbo_rcm_patch.errors import GradientError
+from turbo_rcm_patch.ops.exchange import silent
 from turbo_rcm_patch.ops.modes import as_documented, transformed
 
 __all__ = [
@@ -193,7 +194,8 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> None:
         return
     from turbo_rcm_patch.kernels import ahead
 
-    ahead.compile_ahead(call, device)
+    with silent():
+        ahead.compile_ahead(call, device)
 
 
 def running_for_real() -> AbstractContextManager[object]:

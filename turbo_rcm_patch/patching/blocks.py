@@ -124,13 +124,14 @@ def same_batch(x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refuse_parallel(path: str, holder: object) -> None:
-    """Raise if a model or a processor splits its attention over several ranks."""
-    if getattr(holder, "_parallel_config", None) is not None:
+    """Raise if a model or a processor is parallel in a way that is not known here."""
+    config = getattr(holder, "_parallel_config", None)
+    if config is not None and getattr(config, "context_parallel_config", None) is None:
         raise ContextParallelError(
             path,
-            expected="attention within one device",
-            got="a parallel configuration: ranks exchange heads or keys around the attention",
-            remedy="Run the patched model without enable_parallelism",
+            expected="a sequence split by a ContextParallelConfig, or no parallelism",
+            got=f"{type(config).__name__} without one",
+            remedy="Run the patched model without it",
         )
 
 

@@ -21,7 +21,9 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Form, Impl
 from turbo_rcm_patch.ops.elementwise import gelu_forward, norm_forward, rows_forward
+from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.operation import Step
+from turbo_rcm_patch.ops.parallel import parallel_attention, parallel_sparse_linear_attention
 from turbo_rcm_patch.ops.projection import skip_forward
 from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
 from turbo_rcm_patch.ops.registry import attention_forward, in_one_pass, rotated
@@ -492,12 +494,13 @@ class AttentionRun:
         close: Closes the skip.
         form: "one-launch", "two-launch" or "auto", of attention and projection.
         rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
+        parallel: The ranks that share its sequence; None where it is whole.
     """
 
     __slots__ = ("_asked", "_attend", "_attend_image", "_auto", "_biased", "_close", "_few",
                  "_form", "_fused", "_image", "_inner", "_masked", "_model", "_modules", "_norm",
-                 "_of_context", "_of_x", "_readable", "_rotate", "_rotate_image", "_state",
-                 "_streams", "_width")  # fmt: skip
+                 "_of_context", "_of_x", "_parallel", "_readable", "_rotate", "_rotate_image",
+                 "_state", "_streams", "_width")  # fmt: skip
 
     def __init__(
         self,
@@ -512,6 +515,7 @@ class AttentionRun:
         close: Close,
         form: Form,
         rounding: Rounding | None,
+        parallel: ContextParallel | None = None,
     ) -> None:
         state, self._inner = states
         self._model = None if rounding is None else rounding.model
@@ -540,7 +544,8 @@ class AttentionRun:
         self._biased = self._readable is not None and self._readable[0].get("bias") is not None
         # torch 2.11 traces no tuple and no function as a condition.
         added = len(modules.image) > 0 or modules.sparse is not None
-        apart = close.int8 or not close.plain or self._masked or added
+        self._parallel = parallel
+        apart = close.int8 or not close.plain or self._masked or added or parallel is not None
         self._form: Form = "two-launch" if apart else form
         asked = specs[0]
         if asked.attention == "auto" and (
@@ -606,7 +611,7 @@ class AttentionRun:
             if context is None or context.dtype != dtype:
                 return None
         norm = self._norm.described(hidden, given)
-        if norm is None or len(self._asked.spec.exact_heads) > 0:
+        if norm is None or self._parallel is not None or len(self._asked.spec.exact_heads) > 0:
             return None
         spec, sparsity, sparse = self._asked.spec, modules.sparsity, modules.sparse
         held = [x for p in projections for x in p.held]
@@ -653,7 +658,7 @@ class AttentionRun:
             k, v = made[0].chunk(2, -1) if self._fused else made
         way = self._asked if few is None or k.shape[1] >= ops.INT8_MIN_KEYS else few
         if self._auto is not None and way is self._asked:
-            way = self._auto[ops.attention_name(way.spec, q, k)]
+            way = self._auto[self._name(way.spec, q, k, given)]
         self._note(token, way.how)
         own_q = q
         if self._readable is None or (token is None and q.dtype != dtype):
@@ -676,6 +681,8 @@ class AttentionRun:
         if self._masked:
             assert given.mask is not None
             out = ops.masked_attention(q, k, v, given.mask, way.spec, rotary=rotary)
+        elif self._parallel is not None:
+            out = self._shared(q, k, v, norms, rotary, way.spec, given)
         elif modules.sparse is not None:
             out = self._sparse(token, q, k, v, norms, rotary, way.spec)
         else:
@@ -694,6 +701,45 @@ class AttentionRun:
                 token = after_call(token, like, dtype, (k,), (self._width,), v.shape[1])
             out = self._dense(token, q, k, v, norms, None, way, out)
         return (self._close(token, out, hidden, gate) if close else out), token
+
+    def _name(self, spec: ops.AttentionSpec, q: Tensor, k: Tensor, given: Given) -> str:
+        """The attention that runs, by the length of the whole sequence."""
+        lengths = self._lengths(given)
+        if self._parallel is None:
+            return ops.attention_name(spec, q, k)
+        if lengths is None:
+            return spec.attention  # The operation decides.
+        total = sum(lengths)
+        return ops.resolved(spec, q.device, total, total, self._modules.head_dim).attention
+
+    @staticmethod
+    def _lengths(given: Given) -> list[int] | None:
+        """The tokens of every rank; None in a graph, where the operation asks for them."""
+        return None if torch.compiler.is_compiling() else given.forward.ranks.lengths or None
+
+    def _shared(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: Norms,
+        rotary: tuple[Tensor, Tensor] | None,
+        spec: ops.AttentionSpec,
+        given: Given,
+    ) -> Tensor:
+        """The attention of the local tokens to those of all ranks."""
+        parallel, lengths, modules = self._parallel, self._lengths(given), self._modules
+        assert parallel is not None
+        if modules.sparse is None:
+            return parallel_attention(
+                q, k, v, spec, parallel, rotary=rotary, lengths=lengths, **_named(norms)
+            )
+        weight, bias = modules.sparse(q.device)
+        assert modules.sparsity is not None
+        return parallel_sparse_linear_attention(
+            q, k, v, weight, bias, spec, modules.sparsity, parallel,
+            norm_q=norms[0], norm_k=norms[1], rotary=rotary, lengths=lengths,
+        )  # fmt: skip
 
     def _joined(self, token: Token) -> bool:
         """Whether attention and projection are one operation. With "auto" that reads the measured

@@ -33,6 +33,13 @@ from turbo_rcm_patch.patching.find import (
 )
 from turbo_rcm_patch.patching.graphs import Graphs
 from turbo_rcm_patch.patching.guard import Guard, PipelineSteps, StepContext
+from turbo_rcm_patch.patching.parallel import (
+    EnableParallelism,
+    check_parallel,
+    follow,
+    leave,
+    split_words,
+)
 from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
 from turbo_rcm_patch.patching.report import GuardLog, PatchReport
 from turbo_rcm_patch.patching.sla import (
@@ -137,6 +144,8 @@ def _install(
             remedy="; ".join(sorted(reasons)) or "Widen PatchConfig.kinds",
         )
     _refuse_shared([plan for _, plan in planned])
+    for _, plan in planned:
+        check_parallel(plan.model, config)
     log = GuardLog()
     records = [_record(model, target, plan, log) for target, plan in planned]
     for record, one in zip(records, recovered, strict=True):
@@ -144,6 +153,8 @@ def _install(
     try:
         for record in records:
             record.install()
+        for record in records:
+            follow(record.plan.model, "patched")
         return _report(model, records)
     except BaseException:
         for record in reversed(records):
@@ -223,6 +234,7 @@ def _undo_all(records: list[PatchRecord]) -> None:
         record.check()
     for record in records:
         record.undo()
+        leave(record.plan.model)
 
 
 @contextmanager
@@ -338,6 +350,12 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
         if slot is not None:
             ours = StepContext(plan.model, guard)
             record.entries.append(Entry(plan.model, "cache_context", ours, slot, slot.get()))
+    if hasattr(type(plan.model), "enable_parallelism"):
+        slot = innermost(plan.model, "enable_parallelism")
+        if slot is not None:
+            enable = EnableParallelism(plan.model, plan.config)
+            entry = Entry(plan.model, "enable_parallelism", enable, slot, slot.get())
+            record.entries.append(entry)
     if plan.config.cuda_graphs:
         _capture_by_itself(record, guard)
     return record
@@ -398,6 +416,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         (weakref.ref(record.plan.model), record.plan.states, record.plan.boundary)
         for record in records
     ]
+    paths = [record.plan.path for record in records]
     last_device = execution_device(records[0].plan.model)
 
     def pairs() -> list[SkipPair]:
@@ -430,4 +449,11 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
             if record is not None and record.plan.states is states and record.graphs is not None
         ]
 
-    return PatchReport(type(model).__name__, config, log, pairs, ran, device, graphs)
+    def parallel() -> list[str]:
+        models = [(reference(), path) for (reference, *_), path in zip(held, paths, strict=True)]
+        lines = [
+            (path, split_words(m, config, device()[2])) for m, path in models if m is not None
+        ]
+        return [f"{path}: {line}".removeprefix(": ") for path, line in lines if line]
+
+    return PatchReport(type(model).__name__, config, log, pairs, ran, device, graphs, parallel)

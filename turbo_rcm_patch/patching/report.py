@@ -296,6 +296,7 @@ class PatchReport:
     _ran: Callable[[], list[str]] = field(repr=False)
     _device: Callable[[], tuple[str, str, str]] = field(repr=False)
     _graphs: Callable[[], list[str]] = field(repr=False)
+    _parallel: Callable[[], list[str]] = field(repr=False)
 
     def __repr__(self) -> str:
         return (
@@ -324,6 +325,12 @@ class PatchReport:
         return self._graphs()
 
     @property
+    def parallel(self) -> list[str]:
+        """A line for each model whose sequence several ranks share: how many, and what they send
+        each other."""
+        return self._parallel()
+
+    @property
     def impl(self) -> str:
         """The implementation on the model's device: "triton" or "reference"."""
         return self._device()[1]
@@ -350,6 +357,7 @@ class PatchReport:
         head = [
             f"{self.model}: {self.fused} of {len(self.pairs)} skip pairs run fused",
             f"attention {attention_text}; implementation {impl} on {device}; form {config.form}",
+            *self.parallel,
         ]
         if config.linear == "int8":
             head[1] += "; plain Linears in int8"
@@ -371,6 +379,7 @@ class PatchReport:
             "pairs": self.pairs.as_dict(),
             "last_forward": self.last_forward,
             "cuda_graphs": self.cuda_graphs,
+            "parallel": self.parallel,
             "not_compared": self.guard.unseen,
             "guard": [
                 # JSON has no infinity: None is a pair with non-finite values.

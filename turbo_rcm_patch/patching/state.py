@@ -16,6 +16,7 @@ from turbo_rcm_patch.skip import Residual, SkipPair
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.guard import Guard
+    from turbo_rcm_patch.patching.parallel import Ranks
 
 __all__ = ["Installation", "ModelPlan", "PairState", "Precise", "Step", "When", "specs_of"]
 
@@ -137,6 +138,7 @@ class ModelPlan:
         installations: The attributes to set.
         boundary: The network boundary, where one is owned here.
         copies: The int8 copies of its weights.
+        ranks: What its blocks agree on with those of other ranks; None where it has no blocks.
     """
 
     model: nn.Module
@@ -146,6 +148,7 @@ class ModelPlan:
     installations: list[Installation] = field(default_factory=list)
     boundary: list[SkipPair] = field(default_factory=list)
     copies: Copies = field(init=False)
+    ranks: Ranks | None = None
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.config.impl)
