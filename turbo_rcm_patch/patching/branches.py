@@ -416,7 +416,8 @@ class AttentionRun:
         called = not self._close.plain or not all([p.plain for p in projections])
         if norm is None or readable is None or called or (self._image and held is None):
             return None
-        return [*norm, *tensors_of(*readable[:2], held), *self._close.read]
+        int8 = [x for p in projections for x in p.read]
+        return [*norm, *tensors_of(*readable[:2], held), *int8, *self._close.read]
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         """What the output projection gets, [B, N, H * D]."""
@@ -644,7 +645,8 @@ class FeedForwardRun:
         called = self._first is None and self._held is None
         if norm is None or called or not self._close.plain:
             return None
-        return [*norm, *self._close.read]
+        first = [] if self._first is None else self._first.read
+        return [*norm, *first, *self._close.read]
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None

@@ -351,8 +351,10 @@ class PatchReport:
             f"{self.model}: {self.fused} of {len(self.pairs)} skip pairs run fused",
             f"attention {attention_text}; implementation {impl} on {device}; form {config.form}",
         ]
-        if config.linear == "int8":
+        if config.linear != "as-is":
             head[1] += "; plain Linears in int8"
+        if config.linear == "int8-only":
+            head[1] += ", without originals"
         guard = str(self.guard) if config.guard else "guard: off"
         ran = ", ".join(f"{count} {how}" for how, count in self.last_forward.items())
         last = f"last forward: {ran or 'none yet outside a compiled graph'}"
