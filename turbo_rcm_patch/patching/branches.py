@@ -592,14 +592,15 @@ class AttentionRun:
         called = not self._close.plain or not all([p.plain for p in projections])
         if norm is None or readable is None or called or (self._image and held is None):
             return None
-        return [*norm, *tensors_of(*readable[:2], held), *self._close.read]
+        int8 = [x for p in projections for x in p.read]
+        return [*norm, *tensors_of(*readable[:2], held), *int8, *self._close.read]
 
     def operands(self, hidden: Hidden, given: Given) -> Operands | None:
         modules, readable, close, context = self._modules, self._readable, self._close, None
         like: Tensor = hidden[1] if self._streams else hidden
         dtype = self._model or like.dtype
         projections = [p for p in (self._of_x, self._of_context, self._image) if p is not None]
-        if readable is None or not close.plain or not all([p.plain for p in projections]):
+        if readable is None or not close.readable or not all([p.readable for p in projections]):
             return None
         norms = [readable[0], readable[1]]
         if self._image is not None:
@@ -704,9 +705,9 @@ class AttentionRun:
 
     def _name(self, spec: ops.AttentionSpec, q: Tensor, k: Tensor, given: Given) -> str:
         """The attention that runs, by the length of the whole sequence."""
-        lengths = self._lengths(given)
         if self._parallel is None:
             return ops.attention_name(spec, q, k)
+        lengths = self._lengths(given)
         if lengths is None:
             return spec.attention  # The operation decides.
         total = sum(lengths)
@@ -903,7 +904,8 @@ class FeedForwardRun:
         called = self._first is None and self._held is None
         if norm is None or called or len(self._modules.between) > 0 or not self._close.plain:
             return None
-        return [*norm, *self._close.read]
+        first = [] if self._first is None else self._first.read
+        return [*norm, *first, *self._close.read]
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
@@ -912,7 +914,9 @@ class FeedForwardRun:
         close, first = self._close, self._held
         if self._first is not None:
             first = self._modules.first._parameters
-        if first is None or not close.plain or len(self._modules.between) > 0:
+        if first is None or not close.readable or len(self._modules.between) > 0:
+            return None
+        if first.get("weight") is None:  # It has int8 weights alone.
             return None
         norm = self._norm.described(hidden, given)
         if norm is None:

@@ -31,7 +31,7 @@ from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.exchange import ContextParallel, told
 from turbo_rcm_patch.patching.author import Notes, nothing, ones
 from turbo_rcm_patch.patching.measure import NORM_SHARE, Measure, measure
-from turbo_rcm_patch.patching.plain import drops, plain_linear
+from turbo_rcm_patch.patching.plain import drops, weight_is_known
 from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
 from turbo_rcm_patch.patching.state import PairState, Step, When
 
@@ -473,7 +473,7 @@ class _Reference:
         self._gates: tuple[Tensor, ...] | None = None
         self._last_keys: Tensor | None = None
         output = notes.output
-        if output is None or self._before is None or not plain_linear(output, self._before):
+        if output is None or self._before is None or not weight_is_known(output, self._before):
             return
         self._weight = cast("Tensor", output.weight)
         still = tuple(torch.zeros_like(x) for x in self._base)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.modes import transformed
+from turbo_rcm_patch.patching.int8_linear import Int8Linear
 
 __all__ = [
     "Weights",
@@ -29,6 +30,7 @@ __all__ = [
     "runs_itself",
     "stand_in",
     "unserved",
+    "weight_is_known",
     "why_not_plain",
 ]
 
@@ -166,6 +168,22 @@ def plain_linear(module: nn.Module | Weights, x: torch.Tensor) -> bool:
     return fits
 
 
+def weight_is_known(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether `module(x)` is exactly `x @ weight.T + bias`, with a weight that can be read now, or
+    int8 in its place.
+
+    Args:
+        module: Any module.
+        x: As for `plain_linear`.
+    """
+    if type(module) is not Int8Linear:
+        return plain_linear(module, x)
+    if not bare(module) or module.dtype != x.dtype:
+        return False
+    held = [p for p in module._parameters.values() if p is not None]
+    return all(type(p) is nn.Parameter and p.device == x.device for p in held)
+
+
 def plain_norm(module: nn.Module, x: torch.Tensor) -> bool:
     """Whether `module(x)` is exactly an RMSNorm of the last dimension, its weight readable."""
     if type(module) is not nn.RMSNorm or not bare(module):
@@ -192,7 +210,9 @@ def why_not_plain(module: nn.Module) -> str:
     an offloading hook belongs to a model without weights, which is described as it would run.
     """
     kind = type(module)
-    if kind is not nn.Linear:
+    if kind is Int8Linear and bare(module):
+        return ""
+    if kind is not nn.Linear and kind is not Int8Linear:
         return f"it is {kind.__module__.split('.')[0]}'s {kind.__qualname__}"
     if not bare(module):
         return f"it is hooked ({hook_names(module)})"

@@ -359,8 +359,10 @@ class PatchReport:
             f"attention {attention_text}; implementation {impl} on {device}; form {config.form}",
             *self.parallel,
         ]
-        if config.linear == "int8":
+        if config.linear != "as-is":
             head[1] += "; plain Linears in int8"
+        if config.linear == "int8-only":
+            head[1] += ", without originals"
         guard = str(self.guard) if config.guard else "guard: off"
         ran = ", ".join(f"{count} {how}" for how, count in self.last_forward.items())
         last = f"last forward: {ran or 'none yet outside a compiled graph'}"

@@ -37,10 +37,12 @@ class PairState:
         int8: Whether its Linears may run in int8; a plain flag too.
         precision: How its attention runs, where the guard may choose.
         unseen: Forwards on which the guard has yet to compare it.
+        originals: Its Linears that are to be dropped; none in a patched model.
         ran: How it ran on the last forward outside a compiled graph, "" before the first.
     """
 
-    __slots__ = ("_reason", "_steps", "int8", "live", "pair", "precision", "ran", "unseen")
+    __slots__ = ("_reason", "_steps", "int8", "live", "originals", "pair", "precision", "ran",
+                 "unseen")  # fmt: skip
 
     def __init__(
         self, pair: SkipPair, *, int8: bool = False, auto: bool = False, narrow: bool = True
@@ -50,6 +52,7 @@ class PairState:
         self.int8 = int8 and pair.fused
         self.precision: Precise = "as asked for"
         self.unseen: set[When] = {"first", "last"}
+        self.originals: tuple[nn.Module, ...] = ()
         self.ran = ""
         self._reason = ""
         self._steps: list[Step] = ["linears given back"] if self.int8 else []
