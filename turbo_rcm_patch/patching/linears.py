@@ -292,53 +292,50 @@ class Projection:
             like: Of the device and batch of the result.
         """
         chosen: list[Any] = self._chosen
-        parts = self._products(token, x)
-        if self.int8:
-            return parts, token
+        parts: Sequence[Tensor] = ()
+        if chosen:
+            linears, impl, dtype = self._linears, self._linears.copies.impl, self._dtype
+            ours = token if self.int8 else None
+            made: dict[int, Tensor] = {}
+            for (step, on_rows), modules in zip(self._steps, self._together, strict=True):
+                weight, scale, bias = linears.weights(ours, self._key, modules)
+                if ours is None:
+                    y = ops.int8_linear(
+                        x if isinstance(x, Tensor) else ops.Rows(*x), weight, scale, bias,
+                        activation=self._activation, impl=impl, out_dtype=dtype,
+                    )  # fmt: skip
+                else:
+                    # An int8 weight that a checkpoint brought along has scales of another shape.
+                    step_token = (ours, scale.shape, scale.stride())
+                    rest = (
+                        weight, scale, bias, None, None, None, 1.0, 1.0, self._activation or "",
+                        "fp32", impl, dtype,
+                    )  # fmt: skip
+                    if isinstance(x, Tensor):
+                        y = step(step_token, x, *rest)
+                    else:
+                        y = on_rows(step_token, *x, *rest)
+                if len(modules) == 1:
+                    made[id(modules[0])] = y
+                else:
+                    each = torch.split(y, [module.out_features for module in modules], -1)
+                    made.update(zip(map(id, modules), each, strict=True))
+            parts = [made[id(module)] for module in chosen]
+            if self.int8:
+                return parts, token
         assert isinstance(x, Tensor)
         if token is not None and self.plain:
             return [F.linear(x, w["weight"], w["bias"]) for w in self._weights if w], token
         products = iter(parts)
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         for module, own in zip(self._modules, self._weights, strict=True):
             if any([module is c for c in chosen]):
-                made.append(next(products))
+                outputs.append(next(products))
             elif token is not None and own is not None:
-                made.append(F.linear(x, own["weight"], own["bias"]))
+                outputs.append(F.linear(x, own["weight"], own["bias"]))
             else:
-                made.append(call(module, x))
-        return made, after_call(token, like, self._dtype, made, self._widths, x.shape[1])
-
-    def _products(self, token: Token, x: Input) -> list[Tensor]:
-        """What the Linears in int8 make of x, in their order."""
-        linears, impl, dtype = self._linears, self._linears.copies.impl, self._dtype
-        if not self.int8:
-            token = None
-        made: dict[int, Tensor] = {}
-        for (step, on_rows), modules in zip(self._steps, self._together, strict=True):
-            weight, scale, bias = linears.weights(token, self._key, modules)
-            if token is None:
-                y = ops.int8_linear(
-                    x if isinstance(x, Tensor) else ops.Rows(*x), weight, scale, bias,
-                    activation=self._activation, impl=impl, out_dtype=dtype,
-                )  # fmt: skip
-            else:
-                # An int8 weight that a checkpoint brought along has scales of another shape.
-                step_token = (token, scale.shape, scale.stride())
-                rest = (
-                    weight, scale, bias, None, None, None, 1.0, 1.0, self._activation or "",
-                    "fp32", impl, dtype,
-                )  # fmt: skip
-                if isinstance(x, Tensor):
-                    y = step(step_token, x, *rest)
-                else:
-                    y = on_rows(step_token, *x, *rest)
-            if len(modules) == 1:
-                made[id(modules[0])] = y
-            else:
-                parts = torch.split(y, [module.out_features for module in modules], -1)
-                made.update(zip(map(id, modules), parts, strict=True))
-        return [made[id(module)] for module in self._chosen]
+                outputs.append(call(module, x))
+        return outputs, after_call(token, like, self._dtype, outputs, self._widths, x.shape[1])
 
 
 class Close:
