@@ -52,7 +52,6 @@ LENGTHS = (
     "chunk_tokens",
     "chunks",
     "count",
-    "group_heads",
     "k_blocks",
     "k_group",
     "k_parts",

@@ -399,14 +399,14 @@ def key_block(
     block, group, b, limit,
     x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr,
     bias_ptr, bias_words_ptr, cos_ptr, sin_ptr, mean_ptr,
-    stride_b, stride_n, n_padded, n_scales, heads, group_heads, eps,
+    stride_b, stride_n, n_padded, n_scales, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, QMAX: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
     SUBTRACT: tl.constexpr,
 ):  # fmt: skip
     """int8 k and its scales, after norm, rotary embedding, smoothing and `hadamard`: ROWS tokens
-    of group_heads heads, of which those before `limit` are seen.
+    of GROUP heads, of which those before `limit` are seen.
 
     x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64, 0
     for keys that are not seen; scale [B, H, n_scales] fp32; weight [H*D] or [D]; bias [D]; cos,
@@ -427,11 +427,11 @@ def key_block(
     # A head is read while the one before it is computed.
     padded: tl.constexpr = HEAD_DIM % 32 != 0
     offs = row[:, None] + first
-    last = tl.minimum((group + 1) * group_heads, heads) - 1
+    last = tl.minimum((group + 1) * GROUP, heads) - 1
     following = read_channels(
-        x_ptr, words_ptr, offs + group * group_heads * HEAD_DIM, mask, n_left, WORDS, padded
+        x_ptr, words_ptr, offs + group * GROUP * HEAD_DIM, mask, n_left, WORDS, padded
     )
-    for h in range(group * group_heads, last + 1):
+    for h in range(group * GROUP, last + 1):
         here = following
         at = offs + tl.minimum(h + 1, last) * HEAD_DIM
         following = read_channels(x_ptr, words_ptr, at, mask, n_left, WORDS, padded)
@@ -460,16 +460,16 @@ def query_block(
     block, group, b,
     x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr,
     bias_ptr, bias_words_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
-    stride_b, stride_n, n_tokens, n_padded, heads, group_heads, n_counters,
+    stride_b, stride_n, n_tokens, n_padded, heads, n_counters,
     eps, factor, shift_factor,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
     COUNTER_ROWS: tl.constexpr, QMAX: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
     SHIFT: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """int8 q and its scales, after norm, rotary embedding and `hadamard`: BLOCK_T tokens of
-    group_heads heads.
+    """int8 q and its scales, after norm, rotary embedding and `hadamard`: BLOCK_T tokens of GROUP
+    heads.
 
     x [B, N, H*D], words the same as int64 (WORDS); int8 [B, H, n_padded, HEAD_PAD] as int64;
     scale [B, H, n_padded] fp32, times `factor`; weight [H*D] or [D]; bias [D]; cos, sin [N, D];
@@ -497,11 +497,11 @@ def query_block(
     # A head is read while the one before it is computed.
     padded: tl.constexpr = HEAD_DIM % 32 != 0
     offs = row[:, None] + first
-    last = tl.minimum((group + 1) * group_heads, heads) - 1
+    last = tl.minimum((group + 1) * GROUP, heads) - 1
     following = read_channels(
-        x_ptr, words_ptr, offs + group * group_heads * HEAD_DIM, mask, n_left, WORDS, padded
+        x_ptr, words_ptr, offs + group * GROUP * HEAD_DIM, mask, n_left, WORDS, padded
     )
-    for h in range(group * group_heads, last + 1):
+    for h in range(group * GROUP, last + 1):
         here = following
         at = offs + tl.minimum(h + 1, last) * HEAD_DIM
         following = read_channels(x_ptr, words_ptr, at, mask, n_left, WORDS, padded)
@@ -580,10 +580,10 @@ def prologue_kernel(
     k_bias_ptr, k_bias_words_ptr, mean_ptr,
     v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, cos_ptr, sin_ptr, lengths_ptr,
     q_stride_b, q_stride_n, k_stride_b, k_stride_n, v_stride_b, v_stride_n,
-    n_q, n_kv, n_q_padded, n_kv_padded, heads, group_heads, n_counters, chunks, q_blocks,
-    kv_blocks, eps, factor, shift_factor,
+    n_q, n_kv, n_q_padded, n_kv_padded, heads, n_counters, chunks, q_blocks, kv_blocks,
+    eps, factor, shift_factor,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, QMAX: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
     COUNTER_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr,
     Q_WORDS: tl.constexpr, K_WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -591,8 +591,7 @@ def prologue_kernel(
 ):  # fmt: skip
     """q and k as int8 and, with FP8, v as transposed e4m3.
 
-    Grid: (blocks of ROWS tokens of k, then of q, then of v; groups of group_heads heads;
-    batch).
+    Grid: (blocks of ROWS tokens of k, then of q, then of v; groups of GROUP heads; batch).
     Arguments as in `key_block`, `query_block` and `value_block`.
     """
     block, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -602,8 +601,8 @@ def prologue_kernel(
             block, group, b, limit,
             k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr,
             k_bias_ptr, k_bias_words_ptr, cos_ptr, sin_ptr, mean_ptr,
-            k_stride_b, k_stride_n, n_kv_padded, kv_blocks, heads, group_heads, eps,
-            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, QMAX,
+            k_stride_b, k_stride_n, n_kv_padded, kv_blocks, heads, eps,
+            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, QMAX,
             K_NORM, ROPE, K_WORDS, SUBTRACT,
         )  # fmt: skip
     elif block < kv_blocks + q_blocks:
@@ -611,13 +610,12 @@ def prologue_kernel(
             block - kv_blocks, group, b,
             q_ptr, q_words_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_weight_words_ptr,
             q_bias_ptr, q_bias_words_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
-            q_stride_b, q_stride_n, n_q, n_q_padded, heads, group_heads, n_counters,
-            eps, factor, shift_factor,
-            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, COUNTER_ROWS, QMAX,
+            q_stride_b, q_stride_n, n_q, n_q_padded, heads, n_counters, eps, factor, shift_factor,
+            CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, COUNTER_ROWS, QMAX,
             Q_NORM, ROPE, Q_WORDS, SHIFT, COUNTERS,
         )  # fmt: skip
     elif FP8:
-        for h in range(group * group_heads, tl.minimum((group + 1) * group_heads, heads)):
+        for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
             value_block(
                 block - kv_blocks - q_blocks, h, b, limit,
                 v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, v_stride_b, v_stride_n, n_kv_padded,
@@ -767,7 +765,7 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         factor=a.sm_scale * LOG2_E / hadamard_width(head_pad),
         shift_factor=a.sm_scale,
         ROWS=rows,
-        group_heads=group,
+        GROUP=group,
         QMAX=QMAX[a.attention],
         COUNTER_ROWS=counter_rows,
         CHUNKS=AMAX_CHUNKS,

@@ -362,7 +362,7 @@ def _prologue(
         HEAD_PAD=head_pad,
         ROWS=rows,
         BLOCK_C=min(tile.block_n, 2048 * warps // rows, triton.next_power_of_2(channels)),
-        group_heads=group,
+        GROUP=group,
         QMAX=qmax,
         COUNTER_ROWS=1,
         CHUNKS=AMAX_CHUNKS,
