@@ -12,7 +12,7 @@ from turbo_rcm_patch.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.sampling.comparison import Observer, compare
 from turbo_rcm_patch.sampling.generation import settings_for
-from turbo_rcm_patch.sampling.kernel_check import run_kernel_check
+from turbo_rcm_patch.sampling.kernel_check import check_interpreter, run_kernel_check
 from turbo_rcm_patch.sampling.load import TINY, load_pipeline, resolve_model
 from turbo_rcm_patch.sampling.progress import bars
 from turbo_rcm_patch.sampling.report import write_report
@@ -46,6 +46,7 @@ def demo(
     start = time.perf_counter()
     check_out(out, fresh=fresh)
     find_ffmpeg()
+    check_interpreter()
     model = MODEL if model is None else model
     pipe = load_pipeline(model)
     settings = settings_for(pipe)

@@ -133,6 +133,40 @@ def test_doctor_names_remedies(monkeypatch, capsys) -> None:
     assert "apt-get install gcc" in text
 
 
+def test_doctor_is_not_content_with_a_model_that_does_not_load(monkeypatch, capsys) -> None:
+    from turbo_rcm_patch.sampling import load
+
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.count(", loads") == 2
+
+    def broken(*_: object, **__: object) -> None:
+        raise AttributeError("module transformers has no attribute UMT5EncoderModel")
+
+    monkeypatch.setattr(load, "_from_pretrained", broken)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "cannot be loaded: AttributeError: module transformers has no" in text
+    assert "'transformers>=5.0'" in text and "something is missing" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "state"),
+    [
+        *(("transformers", "4.57.1", "missing"), ("transformers", "5.0.0", "ok")),
+        *(("diffusers", "0.41.9", "missing"), ("diffusers", "0.42.1", "ok")),
+        *(("diffusers", "0.43.0.dev0", "note"), ("torch", "2.7.1+cu128", "missing")),
+        *(("torch", "2.13.0+cpu", "ok"), ("imageio-ffmpeg", "0.6.0", "missing")),
+        *(("triton", "3.10.0", "ok"), ("accelerate", "unknown", "missing")),
+    ],
+)
+def test_doctor_compares_versions(name: str, version: str, state: str) -> None:
+    from turbo_rcm_patch.sampling.doctor import _in_range
+
+    found = _in_range(name, version)
+    assert found.state == state and version in found.text
+    assert (f"{name}>=" in found.remedy) == (state != "ok")
+
+
 def test_ctrl_c_keeps_what_is_finished(micro_folder: Path, tmp_path: Path) -> None:
     """A real signal to a real process, in the middle of the work; then the same command again."""
     out = tmp_path / "out"
