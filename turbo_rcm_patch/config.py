@@ -81,6 +81,11 @@ class PatchConfig:
             the guard try more exact attentions first: with 16-bit p and v, then exact with the
             skip fused after it, and only then the author's code. It needs the guard and
             attention="auto" or "int8".
+        fidelity: With precision="auto", the target for the network's error: at most so many times
+            that of the unpatched network, both to the same network in fp32. The guard estimates
+            what each pair adds to either error; a pair that adds more than its share runs some
+            heads exactly, those first that add the most, or gives int8 Linears back. The report
+            has the prediction (`report.fidelity`).
         guard_budget: Largest error that the guard accepts: the relative L2 of each sample, as a
             share of what the pair adds to its residual. Heads, the worst hundredth of the rows and
             the last keys may have a larger error, the input of a branch only a smaller one
@@ -107,6 +112,7 @@ class PatchConfig:
     kinds: tuple[Kind, ...] = KINDS
     guard: bool = True
     precision: Precision = "fixed"
+    fidelity: float = 1.10
     guard_budget: float = 0.10
     sla_topk: float = 0.1
     cuda_graphs: bool = False
@@ -156,6 +162,12 @@ class PatchConfig:
                 got=repr(self.guard_budget),
                 remedy="Use guard=False to switch the guard off",
             )
+        if not is_number(self.fidelity) or not self.fidelity >= 1.0:
+            raise ConfigError(
+                "PatchConfig.fidelity",
+                expected="1.0 or more, in units of the unpatched network's error",
+                got=repr(self.fidelity),
+            )
         if not is_number(self.sla_topk) or not 0.0 < self.sla_topk <= 1.0:
             raise ConfigError(
                 "PatchConfig.sla_topk",
@@ -184,6 +196,7 @@ class PatchOptions(TypedDict, total=False):
     kinds: tuple[Kind, ...]
     guard: bool
     precision: Precision
+    fidelity: float
     guard_budget: float
     sla_topk: float
     cuda_graphs: bool

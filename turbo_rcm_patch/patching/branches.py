@@ -24,10 +24,15 @@ from turbo_rcm_patch.ops.elementwise import gelu_forward, norm_forward, rows_for
 from turbo_rcm_patch.ops.operation import Step
 from turbo_rcm_patch.ops.projection import skip_forward
 from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
-from turbo_rcm_patch.ops.registry import attention_forward, in_one_pass, rotated
+from turbo_rcm_patch.ops.registry import (
+    attention_forward,
+    heads_forward,
+    in_one_pass,
+    rotated,
+)
 from turbo_rcm_patch.ops.sparse_linear import sparse_linear_forward
 from turbo_rcm_patch.ops.streams import norm_streams
-from turbo_rcm_patch.patching.author import call, observe
+from turbo_rcm_patch.patching.author import call, observe, observe_attention
 from turbo_rcm_patch.patching.blocks import Mode, note_mode
 from turbo_rcm_patch.patching.linears import (
     Close,
@@ -40,6 +45,7 @@ from turbo_rcm_patch.patching.linears import (
     rounded,
     tensors_of,
 )
+from turbo_rcm_patch.patching.noise import Operands
 from turbo_rcm_patch.patching.plan import Token, after_call
 from turbo_rcm_patch.patching.state import PairState
 
@@ -350,10 +356,10 @@ class AttentionRun:
         rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
-    __slots__ = ("_asked", "_attend", "_attend_image", "_auto", "_biased", "_close", "_few",
-                 "_form", "_fused", "_image", "_inner", "_masked", "_model", "_modules", "_norm",
-                 "_of_context", "_of_x", "_readable", "_rotate", "_rotate_image", "_state",
-                 "_streams", "_width")  # fmt: skip
+    __slots__ = ("_asked", "_attend", "_attend_heads", "_attend_image", "_auto", "_biased",
+                 "_close", "_few", "_form", "_fused", "_image", "_inner", "_masked", "_model",
+                 "_modules", "_norm", "_of_context", "_of_x", "_readable", "_rotate",
+                 "_rotate_image", "_state", "_streams", "_width")  # fmt: skip
 
     def __init__(
         self,
@@ -397,6 +403,7 @@ class AttentionRun:
         # torch 2.11 traces no tuple and no function as a condition.
         added = len(modules.image) > 0 or modules.sparse is not None
         apart = close.int8 or not close.plain or self._masked or added
+        apart = apart or len(specs[0].exact_heads) > 0
         self._form: Form = "two-launch" if apart else form
         asked = specs[0]
         if asked.attention == "auto" and (
@@ -417,6 +424,7 @@ class AttentionRun:
             }
         operation = attention_forward if modules.sparse is None else sparse_linear_forward
         self._attend, self._attend_image = Step(operation), Step(attention_forward)
+        self._attend_heads = Step(heads_forward), Step(heads_forward)
         self._rotate = Step(rotated), Step(rotated), Step(skip_forward)
         self._rotate_image = Step(rotated), Step(rotated), Step(skip_forward)
 
@@ -426,7 +434,9 @@ class AttentionRun:
             spec = replace(spec, eps=readable[2])
         how = "exact" if self._masked else spec.attention
         sparse = "sparse " * (modules.sparse is not None)
-        way = _Way(spec, modules.head_dim, f"fused with {sparse}{how} attention")
+        some = len(spec.exact_heads)
+        marked = f", {some} heads exact" if some and how != "exact" else ""
+        way = _Way(spec, modules.head_dim, f"fused with {sparse}{how} attention{marked}")
         if spec.attention == "exact" and ops.resolve_impl(spec.impl, like.device) == "triton":
             held: Any = ({}, {}) if readable is None else readable[:2]
             way.one_pass = like.shape[-1] == self._width and all(
@@ -485,6 +495,8 @@ class AttentionRun:
             norms = of_q["weight"], of_k["weight"], None, None
             if self._biased:
                 norms = *norms[:2], of_q["bias"], of_k["bias"]
+        if given.compared and not self._masked and modules.sparse is None and self._image is None:
+            observe_attention(Operands(q, k, v, norms, rotary, way.spec))
         if close and self._joined(token) and way.spec.attention != "exact":
             joined = ops.attention_project_skip(
                 q, k, v, *self._close.weight, way.spec, residual=hidden,
@@ -550,6 +562,12 @@ class AttentionRun:
         if rotary is not None:
             dim = self._modules.head_dim
             cos, sin = rotary[0].reshape(-1, dim), rotary[1].reshape(-1, dim)
+        if spec.exact_heads and way.spec.attention != "exact":
+            by_head: Tensor = self._attend_heads[residual is not None](
+                token, q, k, v, residual, None, None, *norms, cos, sin, None, 1.0, 1.0,
+                *way.numbers, q.dtype, False, list(spec.exact_heads),
+            )  # fmt: skip
+            return by_head
         if not way.one_pass:
             step = self._attend if residual is None else self._attend_image
             out, _ = step(

@@ -430,4 +430,8 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
             if record is not None and record.plan.states is states and record.graphs is not None
         ]
 
-    return PatchReport(type(model).__name__, config, log, pairs, ran, device, graphs)
+    def exact() -> dict[str, tuple[int, ...]]:
+        chosen = [state for _, states, _ in held for state in states]
+        return {s.pair.path: s.heads_in_16_bits for s in chosen if s.heads_in_16_bits}
+
+    return PatchReport(type(model).__name__, config, log, pairs, ran, device, graphs, exact)
