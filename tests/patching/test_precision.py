@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,15 +108,15 @@ def test_one_bad_sample_is_not_hidden_in_a_mean() -> None:
 def test_the_heads_that_add_the_most_are_marked_until_the_rest_fits() -> None:
     def noise(*added: float) -> Noise:
         heads = tuple(HeadNoise(0.1, 0.01, x, exact=False) for x in added)
-        return Noise(1.0, 1.0 + sum(x**2 for x in added), 0.0, heads)
+        return Noise(1.0, 1.0, 1.0 + sum(x**2 for x in added), 0.0, heads)
 
     assert noise(0.1, 0.1).over(1.1, 1.0) == ()
     assert noise(0.1, 5.0, 0.3, 2.0).over(1.1, 1.0) == (1, 3)
     assert noise(0.1, 5.0, 0.3, 2.0).over(3.0, 1.0) == (1,)
-    assert noise(0.1, 5.0, 0.3, 2.0).over(1.1, 30.0) == (1,), "room of pairs without 8 bits"
+    assert noise(0.1, 5.0, 0.3, 2.0).over(1.1, 21.0) == (1,), "room of pairs without 8 bits"
     assert noise(1.0, 2.0).over(1.0, 1.0) == (0, 1)
-    assert Noise(1.0, 9.0, 8.0, ()).linears_over(1.1, 1.0)
-    assert not Noise(1.0, 1.1, 0.1, ()).linears_over(1.1, 1.0)
+    assert Noise(1.0, 1.0, 9.0, 8.0, ()).linears_over(1.1, 1.0)
+    assert not Noise(1.0, 1.0, 1.1, 0.1, ()).linears_over(1.1, 1.0)
 
 
 # --- choosing ------------------------------------------------------------------------------------
@@ -245,3 +246,58 @@ def test_a_copy_keeps_its_marks() -> None:
     other: Any = record_of(copy.deepcopy(model))
     assert [s.exact_heads for s in other.plan.states][0] == (1,)
     assert torch.equal(wan.run(other.plan.model, **given), expected)
+
+
+# --- calibrations --------------------------------------------------------------------------------
+
+
+def calibrated(folder: Path, **options: Any) -> tuple[Any, dict[str, Any], Path, torch.Tensor]:
+    """A model with a peaked head, its input, the calibration that was saved, and its output."""
+    model, given = one_peaked_head(wan.CASES[0].model(BF16)), wan.CASES[0].inputs(1, BF16)
+    with patched(model, fidelity=1.5, **AUTO, **options) as report:
+        wan.run(model, **given)
+        expected = wan.run(model, **given)
+        report.save_calibration(folder / "kept.json")
+    return model, given, folder / "kept.json", expected
+
+
+@pytest.mark.parametrize("options", [{}, {"linear": "int8"}], ids=str)
+def test_a_calibration_runs_the_first_forward_as_it_was_chosen(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model, given, path, expected = calibrated(tmp_path, **options)
+    with patched(model, guard=False, calibration=path, **options) as report:
+        assert torch.equal(wan.run(model, **given), expected)
+        assert report.exact_heads["blocks.0.attn1"] == (1,)
+        assert "as calibrated (kept.json)" in str(report)
+    with patched(model, calibration=str(path), fidelity=1.5, **AUTO, **options) as report:
+        assert torch.equal(wan.run(model, **given), expected)
+        assert {record.verdict for record in report.guard} == {"kept"}
+        json.dumps(report.as_dict(), allow_nan=False)
+
+
+def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, given, path, _ = calibrated(tmp_path)
+    before = wan.run(model, **given)
+
+    def refused(words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            patch_model(model, calibration=path)
+        assert torch.equal(wan.run(model, **given), before), "nothing was changed"
+
+    kept = path.read_text(encoding="utf-8")
+    path.write_text(kept.replace("blocks.0.attn1", "blocks.7.attn1"), encoding="utf-8")
+    refused("a pair 'blocks.7.attn1'")
+    for wrong in ("[9]", "[1.5]", '"all"'):
+        document = json.loads(kept)
+        document["models"][""]["pairs"]["blocks.0.attn1"]["exact_heads"] = json.loads(wrong)
+        path.write_text(json.dumps(document), encoding="utf-8")
+        refused("heads below 2")
+    path.write_text(kept[:-20], encoding="utf-8")
+    refused("save_calibration")
+    path.write_text(kept, encoding="utf-8")
+    model.blocks[1].ffn.net[2].weight.data.mul_(1.5)
+    before = wan.run(model, **given)
+    refused("another fingerprint")
+    path.unlink()
+    refused("kept.json")

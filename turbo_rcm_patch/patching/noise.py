@@ -89,12 +89,14 @@ class Noise:
 
     Attributes:
         author: What the author's code adds by rounding.
+        stream: The part of that which is one rounding of the stream.
         ours: What ours adds, with its 8 bits.
         linears: The part of that which is not the heads': the 8 bits of int8 Linears.
         heads: One entry a head, none where the branch is no attention of ours in 8 bits.
     """
 
     author: float
+    stream: float
     ours: float
     linears: float = 0.0
     heads: tuple[HeadNoise, ...] = ()
@@ -105,7 +107,8 @@ class Noise:
 
         Args:
             target: For the network number.
-            pairs: Over how many pairs the author's roundings count for each one in 8 bits.
+            pairs: How many pairs there are for each one in 8 bits: the others round the stream,
+                too, and what the target allows them is free.
         """
         shares = [0.0 if h.exact else h.added**2 * self.author for h in self.heads]
         allowed, left = self._allowed(target, pairs) - self.linears, sum(shares)
@@ -125,7 +128,8 @@ class Noise:
         eight = (
             self.linears + sum(0.0 if h.exact else h.added**2 for h in self.heads) * self.author
         )
-        return pairs * (target**2 * self.author - (self.ours - eight))
+        free = (pairs - 1) * (target**2 - 1) * self.stream
+        return target**2 * self.author - (self.ours - eight) + free
 
 
 def pair_noise(
@@ -180,7 +184,8 @@ def pair_noise(
         )
     author_share = float(of_author[worst])
     eight = sum(h.added**2 for h in found) * author_share + float(of_linears[worst])
-    return Noise(author_share, float(of_ours[worst]) + eight, float(of_linears[worst]), found)
+    ours_share, linears_share = float(of_ours[worst]) + eight, float(of_linears[worst])
+    return Noise(author_share, square, ours_share, linears_share, found)
 
 
 def _rounding(dtype: torch.dtype) -> float:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final, Unpack
 
 import torch
@@ -24,6 +25,7 @@ from turbo_rcm_patch.errors import (
     NotPatchedError,
     WrappedError,
 )
+from turbo_rcm_patch.patching.calibration import apply_calibration, write_calibration
 from turbo_rcm_patch.patching.find import (
     Target,
     execution_device,
@@ -137,6 +139,8 @@ def _install(
             remedy="; ".join(sorted(reasons)) or "Widen PatchConfig.kinds",
         )
     _refuse_shared([plan for _, plan in planned])
+    if config.calibration is not None:
+        apply_calibration(Path(config.calibration), [plan for _, plan in planned])
     log = GuardLog()
     records = [_record(model, target, plan, log) for target, plan in planned]
     for record, one in zip(records, recovered, strict=True):
@@ -398,6 +402,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         (weakref.ref(record.plan.model), record.plan.states, record.plan.boundary)
         for record in records
     ]
+    places = [record.plan.path for record in records]
     last_device = execution_device(records[0].plan.model)
 
     def pairs() -> list[SkipPair]:
@@ -434,4 +439,14 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         chosen = [state for _, states, _ in held for state in states]
         return {s.pair.path: s.heads_in_16_bits for s in chosen if s.heads_in_16_bits}
 
-    return PatchReport(type(model).__name__, config, log, pairs, ran, device, graphs, exact)
+    def save(path: Path) -> None:
+        models = [reference() for reference, _, _ in held]
+        known = [
+            (place, model, states)
+            for place, model, (_, states, _) in zip(places, models, held, strict=True)
+            if model is not None
+        ]
+        about = {"config": repr(config), "predicted fidelity": log.fidelity}
+        write_calibration(path, known, about)
+
+    return PatchReport(type(model).__name__, config, log, pairs, ran, device, graphs, exact, save)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite, sqrt
+from pathlib import Path
 from typing import Final, Literal, Protocol, overload
 
 from turbo_rcm_patch.config import PatchConfig
@@ -312,6 +314,7 @@ class PatchReport:
     _device: Callable[[], tuple[str, str, str]] = field(repr=False)
     _graphs: Callable[[], list[str]] = field(repr=False)
     _exact: Callable[[], dict[str, tuple[int, ...]]] = field(repr=False)
+    _save: Callable[[Path], None] = field(repr=False)
 
     def __repr__(self) -> str:
         return (
@@ -338,6 +341,11 @@ class PatchReport:
         """The heads that run exactly for the target of precision="auto", by the path of their
         attention; all heads of an attention that was made exact."""
         return self._exact()
+
+    def save_calibration(self, path: str | os.PathLike[str]) -> None:
+        """Write how each pair runs now, for `PatchConfig(calibration=path)`, with a fingerprint of
+        the model's weights."""
+        self._save(Path(path))
 
     @property
     def precision_map(self) -> str:

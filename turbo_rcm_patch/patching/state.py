@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,15 +40,15 @@ class PairState:
         ran: How it ran on the last forward outside a compiled graph, "" before the first.
     """
 
-    __slots__ = ("_reason", "_steps", "exact_heads", "int8", "live", "pair", "precision", "ran",
-                 "unseen")  # fmt: skip
+    __slots__ = ("_linears", "_reason", "_steps", "exact_heads", "int8", "live", "pair",
+                 "precision", "ran", "unseen")  # fmt: skip
 
     def __init__(
         self, pair: SkipPair, *, int8: bool = False, auto: bool = False, narrow: bool = True
     ) -> None:
         self.pair = pair
         self.live = pair.fused
-        self.int8 = int8 and pair.fused
+        self.int8 = self._linears = int8 and pair.fused
         self.precision: Precise = "as asked for"
         self.exact_heads: tuple[int, ...] = ()
         self.unseen: set[When] = {"first", "last"}
@@ -96,6 +96,36 @@ class PairState:
         """The heads that the guard had run exactly, all of them where the attention is."""
         whole = self.live and self.precision == "exact attention"
         return tuple(range(self.pair.heads)) if whole else self.exact_heads * self.live
+
+    @property
+    def chosen(self) -> dict[str, object]:
+        """What was chosen since it was patched, for a calibration; empty if nothing was."""
+        found: dict[str, object] = {}
+        if not self.live:
+            return found
+        if self.exact_heads:
+            found["exact_heads"] = list(self.exact_heads)
+        if self.precision != "as asked for":
+            found["precision"] = self.precision
+        if not self.int8 and self._linears:
+            found["linears given back"] = True
+        return found
+
+    def choose(self, chosen: Mapping[str, Any], reason: str) -> None:
+        """Run as a calibration says from now on."""
+        if not self.live or not chosen:
+            return
+        self._reason = reason
+        self.exact_heads = tuple(sorted(set(chosen.get("exact_heads", ()))))
+        self.precision = chosen.get("precision", "as asked for")
+        if chosen.get("linears given back"):
+            self.int8 = False
+        self._steps = [
+            step
+            for step in self._steps
+            if step not in ("linears given back" if not self.int8 else "", self.precision)
+        ]
+        self.pair = self.shown(self.pair)
 
     def take_heads(self, heads: Collection[int], reason: str) -> None:
         """Run these heads exactly from now on, beside those that do; all of them are an exact
