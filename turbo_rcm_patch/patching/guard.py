@@ -529,11 +529,12 @@ class _Reference:
     def noise(self, result: Branch) -> Noise:
         """What the pair adds to the error of its network, after `compare`."""
         state, given, before = self._pair.states[0], self._notes.operands, self._ours_before
-        ours, heads = _parts(result), None
-        measurable = given is not None and before is not None and self._weight is not None
-        if measurable and self._gates is not None and quantised(given):
-            gate = torch.cat([g.expand_as(x) for g, x in zip(self._gates, ours, strict=True)], 1)
-            heads = head_noise(given, before, self._weight, gate)
+        ours, heads, gates, weight = _parts(result), None, self._gates, self._weight
+        known = before is not None and gates is not None and weight is not None
+        if known and given is not None and quantised(given):
+            assert before is not None and gates is not None and weight is not None
+            gate = torch.cat([g.expand_as(x) for g, x in zip(gates, ours, strict=True)], 1)
+            heads = head_noise(given, before, weight, gate)
         wide = ours[0].dtype == torch.float32 and self._author[0].dtype != torch.float32
         return pair_noise(
             ours, self._author, self._base, wide=wide, linears=state.int8, heads=heads,

@@ -227,7 +227,7 @@ def head_noise(
 
     def off_by_roundings(x: Tensor) -> Tensor:
         drawn = torch.randn(x.shape, generator=random, device=x.device)
-        return x.double() * (1 + spread * drawn)
+        return x.double() * drawn.mul_(spread).add_(1)
 
     for head in range(heads):
         at = slice(head * dim, (head + 1) * dim)

@@ -87,7 +87,7 @@ class PairState:
         self._reason = reason
         if step == "linears given back":
             self.int8 = False
-        else:
+        elif step != "some heads exact":
             self.precision = step
         self.pair = self.shown(self.pair)
 
