@@ -20,7 +20,7 @@ from turbo_rcm_patch.config import Impl, PatchConfig
 from turbo_rcm_patch.ops.int8_linear import Activation, rows_linear_forward
 from turbo_rcm_patch.ops.int8_linear import linear_forward as int8_forward
 from turbo_rcm_patch.ops.operation import Step
-from turbo_rcm_patch.ops.projection import project_forward, skip_forward
+from turbo_rcm_patch.ops.projection import closes_apart, project_forward, skip_forward
 from turbo_rcm_patch.ops.streams import project_streams
 from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.blocks import plain_dropout
@@ -287,8 +287,8 @@ class Close:
         rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
-    __slots__ = ("_impl", "_key", "_linear", "_linears", "_modules", "_rounding", "_step",
-                 "_weights", "cast", "int8", "out_dtype", "plain")  # fmt: skip
+    __slots__ = ("_apart", "_impl", "_key", "_linear", "_linears", "_modules", "_rounding",
+                 "_step", "_weights", "cast", "int8", "out_dtype", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -315,7 +315,10 @@ class Close:
         self._rounding = rounding
         #: Of the residual stream behind the skip, where somebody chose it.
         self.out_dtype = None if rounding is None else rounding.out
-        self._step = Step(int8_forward if self.int8 else project_forward)
+        #: Whether the library computes the product, of which there is nothing to replay.
+        self._apart = self.plain and not self.int8 and closes_apart(like, impl)
+        apart = skip_forward if self._apart else project_forward
+        self._step = Step(int8_forward if self.int8 else apart)
 
     @property
     def read(self) -> list[Tensor]:
@@ -358,6 +361,10 @@ class Close:
                 out_dtype=dtype,
             )  # fmt: skip
         weight, bias = self._weights["weight"], self._weights["bias"]
+        if token is not None and self._apart:
+            branch = F.linear(x, weight, bias)
+            closed = self._step(token, residual, branch, None, c_out, 1.0, 1.0, cast, impl, dtype)
+            return closed
         if token is not None:
             closed = self._step(
                 token, x, weight, bias, residual, None, c_out, 1.0, 1.0, cast, impl, dtype
@@ -377,12 +384,11 @@ class Close:
 class StreamsClose(Close):
     """The same for several residual streams, whose rows follow each other in x."""
 
-    __slots__ = ("_close_both", "_skip")
+    __slots__ = ("_close_both", "_skip_both")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._close_both = Step(_project_two)
-        self._skip = Step(skip_forward), Step(skip_forward)
+        self._close_both, self._skip_both = Step(_project_two), Step(_skip_two)
 
     def __call__(  # type: ignore[override]
         self, token: Token, x: Tensor, streams: tuple[Tensor, ...], gates: tuple[Tensor, ...]
@@ -403,26 +409,29 @@ class StreamsClose(Close):
                 )  # fmt: skip
         else:
             weight, bias = self.weight
-            if token is not None and _one_dtype(x, streams, gates, self._rounding):
+            if token is not None and self._apart:
+                branch = F.linear(x, weight, bias)
+            elif token is not None and _one_dtype(x, streams, gates, self._rounding):
                 both: tuple[Tensor, ...] = self._close_both(
                     token, x, weight, bias, *streams, *gates, self.cast, self._impl, dtype
                 )
                 return both
-            if _one_dtype(x, streams, gates, self._rounding):
+            elif _one_dtype(x, streams, gates, self._rounding):
                 return ops.project_skip_streams(
                     x, weight, bias, residuals=streams, c_out=gates, cast=self.cast,
                     impl=self._impl, out_dtype=dtype,
                 )  # fmt: skip
-            branch = ops.project_skip(x, weight, bias, residual=None, impl=self._impl)
-        parts = torch.split(branch, [stream.shape[1] for stream in streams], dim=1)
-        if token is None or not _one_dtype(x, streams, gates, self._rounding):
-            return skip_streams(
-                parts, streams, gates, cast=self.cast, impl=self._impl, rounding=self._rounding
+            else:
+                branch = ops.project_skip(x, weight, bias, residual=None, impl=self._impl)
+        if token is not None and _one_dtype(x, streams, gates, self._rounding):
+            closed: tuple[Tensor, ...] = self._skip_both(
+                token, branch, *streams, *gates, self.cast, self._impl, dtype
             )
-        closed = []
-        for step, x, y, g in zip(self._skip, streams, parts, gates, strict=True):
-            closed.append(step(token, x, y, None, g, 1.0, 1.0, self.cast, self._impl, dtype))
-        return tuple(closed)
+            return closed
+        parts = torch.split(branch, [stream.shape[1] for stream in streams], dim=1)
+        return skip_streams(
+            parts, streams, gates, cast=self.cast, impl=self._impl, rounding=self._rounding
+        )
 
 
 def skip_streams(
@@ -476,4 +485,22 @@ def _project_two(
         project_streams.body(
             x, weight, bias, [first, second], [first_gate, second_gate], cast, impl, out_dtype
         )
+    )
+
+
+def _skip_two(
+    branch: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_gate: Tensor,
+    second_gate: Tensor,
+    cast: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """`skip` of two streams over their rows of a branch, as `Step` takes it."""
+    parts = torch.split(branch, [first.shape[1], second.shape[1]], dim=1)
+    pairs = zip((first, second), parts, (first_gate, second_gate), strict=True)
+    return tuple(
+        [skip_forward.body(x, y, None, g, 1.0, 1.0, cast, impl, out_dtype) for x, y, g in pairs]
     )
