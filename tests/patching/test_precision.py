@@ -248,6 +248,35 @@ def test_a_copy_keeps_its_marks() -> None:
     assert torch.equal(wan.run(other.plan.model, **given), expected)
 
 
+@pytest.mark.usefixtures("no_plans")
+def test_a_head_scaled_by_a_twentieth_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is within the budget of a head, and its error does not go away with 8 bits."""
+    model, given = wan.CASES[0].model(BF16), wan.CASES[0].inputs(2, BF16)
+    expected, own = wan.run(model, **given), ops.attention_skip
+
+    def scaled(q: Any, k: Any, v: Any, spec: Any, **more: Any) -> torch.Tensor:
+        out = own(q, k, v, spec, **more).unflatten(-1, (spec.heads, -1)).clone()
+        out[..., -1, :] *= 1.05
+        return out.flatten(-2)
+
+    def projected(*args: Any, **more: Any) -> torch.Tensor:
+        names = ("norm_q", "norm_k", "norm_q_bias", "norm_k_bias", "rotary")
+        out = scaled(*args[:3], args[5], **{n: more.pop(n) for n in names if n in more})
+        more.pop("form")
+        return ops.project_skip(out, *args[3:5], **more)
+
+    monkeypatch.setattr(ops, "attention_skip", scaled)
+    monkeypatch.setattr(ops, "attention_project_skip", projected)
+    report = patch_model(model, kinds=("self",), **AUTO)
+    output = wan.run(model, **given)
+    assert [r.verdict for r in report.guard if r.path == "blocks.0.attn1"] == [
+        "some heads exact", "given back"
+    ]  # fmt: skip
+    assert report.fused == 0 and torch.equal(output, expected)
+    reasons = [pair.reason for pair in report.pairs if pair.path == "blocks.0.attn1"]
+    assert "head 1 runs exactly and is 0.05" in reasons[0]
+
+
 # --- calibrations --------------------------------------------------------------------------------
 
 

@@ -348,17 +348,27 @@ class Guard:
             found = self._measured(reference, result)
             over = found.error > self._budget
             noise = None if over else self._noise(reference, result)
+            broken = None if noise is None else noise.broken
             wanted = None if noise is None else self._finer(pair, noise)
-            if not over and wanted is None:
+            if not over and broken is None and wanted is None:
                 with self._lock:
                     self._record(when, here.step, pair, found, "kept", noise)
                 break
             with self._lock:
-                if over:
-                    step = next((one.next_step for one in pair.states if one.next_step), None)
-                    self._record(when, here.step, pair, found, step or "given back")
+                step: Step | None = None
+                if over or broken is not None:
+                    if over:
+                        step = next((one.next_step for one in pair.states if one.next_step), None)
+                    self._record(when, here.step, pair, found, step or "given back", noise)
                     what = _STEPS[step] if step else "given back to its author's code"
                     reason = self._reason(when, here.step, what, found)
+                    if not over and noise is not None and broken is not None:
+                        one = noise.heads[broken]
+                        reason = (
+                            f"{what} by the guard: head {broken} runs exactly and is "
+                            f"{one.error:.3g} from exact attention, where rounding is "
+                            f"{one.rounding:.3g}"
+                        )
                     for state in pair.states:
                         _log.warning("%s: %s", state.pair.path, reason)
                         if step is None:
@@ -531,14 +541,15 @@ class _Reference:
         state, given, before = self._pair.states[0], self._notes.operands, self._ours_before
         ours, heads, gates, weight = _parts(result), None, self._gates, self._weight
         known = before is not None and gates is not None and weight is not None
-        if known and given is not None and quantised(given):
+        exact = state.heads_in_16_bits
+        if known and given is not None and (exact or quantised(given)):
             assert before is not None and gates is not None and weight is not None
             gate = torch.cat([g.expand_as(x) for g, x in zip(gates, ours, strict=True)], 1)
             heads = head_noise(given, before, weight, gate)
         wide = ours[0].dtype == torch.float32 and self._author[0].dtype != torch.float32
         return pair_noise(
             ours, self._author, self._base, wide=wide, linears=state.int8, heads=heads,
-            exact=state.exact_heads,
+            exact=exact,
         )  # fmt: skip
 
 

@@ -33,6 +33,9 @@ ROWS: Final = 128
 #: The root mean square error of one rounding over evenly spread mantissas, as a share of the value
 #: and of the dtype's epsilon.
 _ROUNDING: Final = 0.204
+#: A head that ran exactly has the error of exact attention in the model's dtype; so many times
+#: that is another attention.
+_WRONG: Final = 4.0
 #: Roundings between the residual stream and q or k.
 _OF_OPERANDS: Final = 2.0
 #: Roundings inside a branch that reach its output: norm, projections, what is between them.
@@ -100,6 +103,12 @@ class Noise:
     ours: float
     linears: float = 0.0
     heads: tuple[HeadNoise, ...] = ()
+
+    @property
+    def broken(self) -> int | None:
+        """A head that ran exactly and is further from exact attention than rounding takes it."""
+        wrong = [i for i, h in enumerate(self.heads) if h.exact and h.error > _WRONG * h.rounding]
+        return wrong[0] if wrong else None
 
     def over(self, target: float, pairs: float) -> tuple[int, ...]:
         """The heads that have to run exactly, so that what is left fits into the budget; those
