@@ -34,6 +34,7 @@ from benchmarks.networks import (
 )
 from benchmarks.record_network import SETTINGS
 from benchmarks.runner import Journal, Plan, Record, run_cases
+from turbo_rcm_patch import PatchReport
 from turbo_rcm_patch.bench import Call, errors_of, reason_of, time_call
 from turbo_rcm_patch.sampling.measures import highest_precision, upcast
 
@@ -45,6 +46,8 @@ BROKEN: Final = 0.5
 _INPUTS: Final = ((988.0, 0), (988.0, 1), (988.0, 2), (988.0, 3), (700.0, 0), (300.0, 0))
 _UNPATCHED: Final = "unpatched"
 _RESIDUALS: Final = ("model", "fp32")
+#: In front of the names of what chooses a precision by head.
+_AUTO: Final = "precision "
 _COLUMNS: Final = (
     ("case", 22), ("method", 30), ("error", 8), ("of unpatched", 12), ("of exact", 9), ("ms", 8),
 )  # fmt: skip
@@ -96,6 +99,14 @@ def methods() -> list[Variant]:
         for name, options in ways.items():
             enter: Enter = patched_with(residual=residual, **options)
             found.append(Variant(f"{name} / residual {residual}", enter, ours=True))
+    targets: dict[str, dict[str, Any]] = {
+        "auto without a target": {"fidelity": 1e6},
+        "auto 1.10": {"fidelity": 1.10},
+        "auto 1.25 with int8 Linears": {"fidelity": 1.25, "linear": "int8"},
+    }
+    for name, options in targets.items():
+        enter = patched_with(guard=True, precision="auto", **options)
+        found.append(Variant(f"{_AUTO}{name}", enter, ours=True))
     return found
 
 
@@ -176,7 +187,9 @@ def _one(
     effort = journal.plan.effort(0.0, 5, quick=(0.0, 3))
     record: Record = {}
     try:
-        with method.enter(network, journal.plan.compiler):
+        with method.enter(network, journal.plan.compiler) as report:
+            if isinstance(report, PatchReport) and report.config.guard:
+                calls[0]()  # The guard chooses.
             errors = [
                 errors_of(call(), truth)["relative_l2"]
                 for call, truth in zip(calls, truths, strict=True)
@@ -187,6 +200,9 @@ def _one(
                 return record | {"status": "wrong", "reason": f"relL2 {record['error']:.3g}"}
             timing = time_call(calls[0], journal.device, effort.most, warmup=1)
             record |= {"milliseconds": asdict(timing), "status": "measured"}
+            if isinstance(report, PatchReport) and report.config.guard:
+                record["predicted"] = report.guard.fidelity
+                record["exact_heads"] = report.exact_heads
     except Exception as error:  # one that cannot run here says why, and the others go on
         record |= {"status": "missing", "reason": reason_of(error)}
     return record
@@ -194,7 +210,7 @@ def _one(
 
 def _compare(found: dict[str, Record], name: str) -> None:
     """Put a method's error beside the unpatched one's and the exact one's."""
-    one, residual = found[name], name.rpartition("residual ")[2]
+    one, residual = found[name], "fp32" if name.startswith(_AUTO) else name.rpartition(" ")[2]
     others = {"of_unpatched": _UNPATCHED, "of_exact": f"exact / residual {residual}"}
     for key, other in others.items():
         if "error" in one and "error" in found.get(other, {}):
@@ -206,5 +222,8 @@ def _show(case: str, name: str, one: Record, journal: Journal) -> None:
         journal.line((case, name, str(one["reason"])))
         return
     ratios = [f"{one[key]:.3f}" if key in one else "" for key in ("of_unpatched", "of_exact")]
+    if one.get("predicted") is not None:
+        counts = one["exact_heads"].values()
+        name += f" (predicted {one['predicted']:.3f}, {sum(map(len, counts))} heads exact)"
     milliseconds = f"{one['milliseconds']['median']:.1f}"
     journal.line((case, name, f"{one['error']:.5f}", *ratios, milliseconds))

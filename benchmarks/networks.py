@@ -330,12 +330,12 @@ as_written: Final = in_turn()
 
 
 def patched_with(**fields: Any) -> Enter:
-    """Patched, without the guard; entering gives the report."""
+    """Patched, without the guard unless that is asked for; entering gives the report."""
 
     def enter(network: Any, backend: str) -> AbstractContextManager[object]:
         from turbo_rcm_patch import patched
 
-        return patched(network, PatchConfig(guard=False, **fields))
+        return patched(network, PatchConfig(**{"guard": False, **fields}))
 
     return enter
 

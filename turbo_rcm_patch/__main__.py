@@ -514,6 +514,14 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     group.add_argument(
+        "--fidelity",
+        type=float,
+        default=default.fidelity,
+        metavar="R",
+        help="with --precision auto: target for the network's error, in units of the unpatched "
+        "network's (default: %(default)s)",
+    )
+    group.add_argument(
         "--sla-topk",
         type=float,
         default=default.sla_topk,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -83,6 +84,14 @@ class PatchConfig:
             the guard try more exact attentions first: with 16-bit p and v, then exact with the
             skip fused after it, and only then the author's code. It needs the guard and
             attention="auto" or "int8".
+        fidelity: With precision="auto", the target for the network's error: at most so many times
+            that of the unpatched network, both to the same network in fp32. The guard estimates
+            what each pair adds to either error; a pair that adds more than its share runs some
+            heads exactly, those first that add the most, or gives int8 Linears back. The report
+            has the prediction (`report.guard.fidelity`).
+        calibration: A file of `report.save_calibration`: from the first forward on, pairs run as
+            the guard chose for this model before, whatever `precision` says. A file of other
+            weights is refused.
         guard_budget: Largest error that the guard accepts: the relative L2 of each sample, as a
             share of what the pair adds to its residual. Heads, the worst hundredth of the rows and
             the last keys may have a larger error, the input of a branch only a smaller one
@@ -109,6 +118,8 @@ class PatchConfig:
     kinds: tuple[Kind, ...] = KINDS
     guard: bool = True
     precision: Precision = "fixed"
+    fidelity: float = 1.10
+    calibration: str | os.PathLike[str] | None = None
     guard_budget: float = 0.10
     sla_topk: float = 0.1
     cuda_graphs: bool = False
@@ -158,6 +169,21 @@ class PatchConfig:
                 got=repr(self.guard_budget),
                 remedy="Use guard=False to switch the guard off",
             )
+        if self.calibration is not None:
+            if not isinstance(self.calibration, str | os.PathLike):
+                raise ConfigError(
+                    "PatchConfig.calibration",
+                    expected="the path of a file, or None",
+                    got=repr(self.calibration),
+                )
+            # A configuration is hashed, compared and written to JSON.
+            object.__setattr__(self, "calibration", os.fspath(self.calibration))
+        if not is_number(self.fidelity) or not self.fidelity >= 1.0:
+            raise ConfigError(
+                "PatchConfig.fidelity",
+                expected="1.0 or more, in units of the unpatched network's error",
+                got=repr(self.fidelity),
+            )
         if not is_number(self.sla_topk) or not 0.0 < self.sla_topk <= 1.0:
             raise ConfigError(
                 "PatchConfig.sla_topk",
@@ -186,6 +212,8 @@ class PatchOptions(TypedDict, total=False):
     kinds: tuple[Kind, ...]
     guard: bool
     precision: Precision
+    fidelity: float
+    calibration: str | os.PathLike[str] | None
     guard_budget: float
     sla_topk: float
     cuda_graphs: bool

@@ -172,7 +172,8 @@ def _by_head(*args: Any) -> Tensor:
     a = choose_inputs(AttentionInputs(*args[:-1]))
     chosen = set(args[-1])
     if a.attention not in QMAX:
-        return _forward(*a)[0]
+        whole: Tensor = _forward(*a)[0]
+        return whole
     of_q, of_k = (a.q, a.norm_q, a.norm_q_bias), (a.k, a.norm_k, a.norm_k_bias)
     if a.impl == "triton" and all(in_one_pass(*norm, a.heads) for norm in (of_q, of_k)):
         q, k = (

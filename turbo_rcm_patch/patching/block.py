@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Literal
 
@@ -52,7 +52,7 @@ __all__ = ["BlockForward", "Branch"]
 #: Signatures of inputs that a block remembers to have compiled for.
 _MOST_COMPILED: Final = 64
 #: What of a pair's state decides how it runs.
-_decides = attrgetter("live", "int8", "precision")
+_decides = attrgetter("live", "int8", "precision", "exact_heads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +222,8 @@ class BlockForward:
             int8=state.int8, cast=branch.cast, impl=config.impl, rounding=rounding,
         )  # fmt: skip
         asked, few = self._specs[state.precision], None
+        if len(state.exact_heads) > 0:
+            asked = replace(asked, exact_heads=state.exact_heads)
         quantised = asked.attention in ("auto", "int8")
         if branch.kind == "cross" and quantised and config.form != "one-launch":
             few = self._specs["exact attention"]

@@ -26,10 +26,15 @@ from turbo_rcm_patch.ops.operation import Step
 from turbo_rcm_patch.ops.parallel import parallel_attention, parallel_sparse_linear_attention
 from turbo_rcm_patch.ops.projection import skip_forward
 from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
-from turbo_rcm_patch.ops.registry import attention_forward, in_one_pass, rotated
+from turbo_rcm_patch.ops.registry import (
+    attention_forward,
+    heads_forward,
+    in_one_pass,
+    rotated,
+)
 from turbo_rcm_patch.ops.sparse_linear import sparse_linear_forward
 from turbo_rcm_patch.ops.streams import norm_streams
-from turbo_rcm_patch.patching.author import call, observe
+from turbo_rcm_patch.patching.author import call, observe, observe_attention
 from turbo_rcm_patch.patching.blocks import Mode, note_mode
 from turbo_rcm_patch.patching.linears import (
     Close,
@@ -43,6 +48,7 @@ from turbo_rcm_patch.patching.linears import (
     rounded,
     tensors_of,
 )
+from turbo_rcm_patch.patching.noise import Operands
 from turbo_rcm_patch.patching.plan import Token, after_call
 from turbo_rcm_patch.patching.state import PairState
 
@@ -51,6 +57,7 @@ __all__ = [
     "AttentionLayout",
     "AttentionModules",
     "AttentionRun",
+    "BranchOperands",
     "CalledNorm",
     "CalledRun",
     "FeedForwardLayout",
@@ -60,7 +67,6 @@ __all__ = [
     "Given",
     "LinearRun",
     "Norm",
-    "Operands",
     "Run",
     "StreamsNorm",
 ]
@@ -176,7 +182,7 @@ class AttentionLayout(NamedTuple):
     block_k: int
 
 
-class Operands(NamedTuple):
+class BranchOperands(NamedTuple):
     """A branch that calls no module, for `joined`.
 
     Attributes:
@@ -200,7 +206,7 @@ class Operands(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A norm's part of `Operands`.
+    """A norm's part of `BranchOperands`.
 
     Attributes:
         rows: As there.
@@ -231,7 +237,7 @@ class Norm(Protocol):
         """The input of the branch, its gate (None for 1), and the token behind it."""
 
     def described(self, hidden: Hidden, given: Given) -> Described | None:
-        """Its part of `Operands`; None where a module is called."""
+        """Its part of `BranchOperands`; None where a module is called."""
 
 
 class FusedNorm:
@@ -418,7 +424,7 @@ class Run(Protocol):
         """What the output projection gets, [B, N, H * D]; None where the branch is no attention
         of ours. For the guard."""
 
-    def operands(self, hidden: Hidden, given: Given) -> Operands | None:
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
         """What one operation needs to run the whole branch; None where a module is called."""
 
 
@@ -497,10 +503,10 @@ class AttentionRun:
         parallel: The ranks that share its sequence; None where it is whole.
     """
 
-    __slots__ = ("_asked", "_attend", "_attend_image", "_auto", "_biased", "_close", "_few",
-                 "_form", "_fused", "_image", "_inner", "_masked", "_model", "_modules", "_norm",
-                 "_of_context", "_of_x", "_parallel", "_readable", "_rotate", "_rotate_image",
-                 "_state", "_streams", "_width")  # fmt: skip
+    __slots__ = ("_asked", "_attend", "_attend_heads", "_attend_image", "_auto", "_biased",
+                 "_close", "_few", "_form", "_fused", "_image", "_inner", "_masked", "_model",
+                 "_modules", "_norm", "_of_context", "_of_x", "_parallel", "_readable", "_rotate",
+                 "_rotate_image", "_state", "_streams", "_width")  # fmt: skip
 
     def __init__(
         self,
@@ -546,6 +552,7 @@ class AttentionRun:
         added = len(modules.image) > 0 or modules.sparse is not None
         self._parallel = parallel
         apart = close.int8 or not close.plain or self._masked or added or parallel is not None
+        apart = apart or len(specs[0].exact_heads) > 0
         self._form: Form = "two-launch" if apart else form
         asked = specs[0]
         if asked.attention == "auto" and (
@@ -567,6 +574,7 @@ class AttentionRun:
             }
         operation = attention_forward if modules.sparse is None else sparse_linear_forward
         self._attend, self._attend_image = Step(operation), Step(attention_forward)
+        self._attend_heads = Step(heads_forward), Step(heads_forward)
         self._rotate = Step(rotated), Step(rotated), Step(skip_forward)
         self._rotate_image = Step(rotated), Step(rotated), Step(skip_forward)
 
@@ -576,7 +584,9 @@ class AttentionRun:
             spec = replace(spec, eps=readable[2])
         how = "exact" if self._masked else spec.attention
         sparse = "sparse " * (modules.sparse is not None)
-        way = _Way(spec, modules.head_dim, f"fused with {sparse}{how} attention")
+        some = len(spec.exact_heads)
+        marked = f", {some} heads exact" if some and how != "exact" else ""
+        way = _Way(spec, modules.head_dim, f"fused with {sparse}{how} attention{marked}")
         if spec.attention == "exact" and ops.resolve_impl(spec.impl, like.device) == "triton":
             held: Any = ({}, {}) if readable is None else readable[:2]
             way.one_pass = like.shape[-1] == self._width and all(
@@ -595,7 +605,7 @@ class AttentionRun:
         int8 = [x for p in projections for x in p.read]
         return [*norm, *tensors_of(*readable[:2], held), *int8, *self._close.read]
 
-    def operands(self, hidden: Hidden, given: Given) -> Operands | None:
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
         modules, readable, close, context = self._modules, self._readable, self._close, None
         like: Tensor = hidden[1] if self._streams else hidden
         dtype = self._model or like.dtype
@@ -629,7 +639,7 @@ class AttentionRun:
             topk, block_q, block_k,
         )  # fmt: skip
         rotary = given.rotary if self._of_context is None else None
-        return Operands(norm.rows, rotary, context, held + norm.held, layout)
+        return BranchOperands(norm.rows, rotary, context, held + norm.held, layout)
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         """What the output projection gets, [B, N, H * D]."""
@@ -672,6 +682,8 @@ class AttentionRun:
             norms = of_q["weight"], of_k["weight"], None, None
             if self._biased:
                 norms = *norms[:2], of_q["bias"], of_k["bias"]
+        if given.compared and not self._masked and modules.sparse is None and self._image is None:
+            observe_attention(Operands(q, k, v, norms, rotary, way.spec))
         if close and self._joined(token) and way.spec.attention != "exact":
             joined = ops.attention_project_skip(
                 q, k, v, *self._close.weight, way.spec, residual=hidden,
@@ -778,6 +790,12 @@ class AttentionRun:
         if rotary is not None:
             dim = self._modules.head_dim
             cos, sin = rotary[0].reshape(-1, dim), rotary[1].reshape(-1, dim)
+        if spec.exact_heads and way.spec.attention != "exact":
+            by_head: Tensor = self._attend_heads[residual is not None](
+                token, q, k, v, residual, None, None, *norms, cos, sin, None, 1.0, 1.0,
+                *way.numbers, q.dtype, False, list(spec.exact_heads),
+            )  # fmt: skip
+            return by_head
         if not way.one_pass:
             step = self._attend if residual is None else self._attend_image
             out, _ = step(
@@ -910,7 +928,7 @@ class FeedForwardRun:
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
 
-    def operands(self, hidden: Hidden, given: Given) -> Operands | None:
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
         close, first = self._close, self._held
         if self._first is not None:
             first = self._modules.first._parameters
@@ -926,7 +944,7 @@ class FeedForwardRun:
             *norm[2:], close.cast, dtype, close.out_dtype, close.impl, self._state.int8
         )
         held = [*held_by(first), *close.weight, *norm.held]
-        return Operands(norm.rows, None, None, held, layout)
+        return BranchOperands(norm.rows, None, None, held, layout)
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
         like: Tensor = hidden[1] if self._streams else hidden
@@ -982,7 +1000,7 @@ class CalledRun:
         self._states, self._mode, self._norm, self._branch = states, mode, norm, branch
         self._rounding = rounding
 
-    def operands(self, hidden: Hidden, given: Given) -> Operands | None:
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
         return None
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
@@ -1031,7 +1049,7 @@ class LinearRun:
     def read(self) -> list[Tensor] | None:
         return self._close.read if self._state.live and self._close.plain else None
 
-    def operands(self, hidden: Hidden, given: Given) -> Operands | None:
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
         return None
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:

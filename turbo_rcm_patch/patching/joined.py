@@ -29,6 +29,7 @@ from turbo_rcm_patch.patching.branches import (
     AttentionLayout,
     AttentionModules,
     AttentionRun,
+    BranchOperands,
     FeedForwardLayout,
     FeedForwardModules,
     FeedForwardRun,
@@ -36,7 +37,6 @@ from turbo_rcm_patch.patching.branches import (
     Given,
     Hidden,
     Norm,
-    Operands,
     Run,
     StreamsNorm,
 )
@@ -78,7 +78,7 @@ def run_joined(run: Run, hidden: Hidden, given: Given) -> Hidden:
     return made[0] if isinstance(hidden, Tensor) else tuple(made)
 
 
-def _wants_gradient(streams: list[Tensor], operands: Operands) -> bool:
+def _wants_gradient(streams: list[Tensor], operands: BranchOperands) -> bool:
     if not torch.is_grad_enabled():
         return False
     tensors = [*streams, *operands.rows, operands.context, *operands.held]
@@ -100,7 +100,7 @@ class _Branch:
 
     Args:
         layout: How it runs.
-        held: Its weights and biases, see `Operands`.
+        held: Its weights and biases, see `BranchOperands`.
         streams: Its residual streams.
         given: What else it gets.
     """

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final, Unpack
 
 import torch
@@ -25,6 +26,7 @@ from turbo_rcm_patch.errors import (
     NotPatchedError,
     WrappedError,
 )
+from turbo_rcm_patch.patching.calibration import apply_calibration, write_calibration
 from turbo_rcm_patch.patching.find import (
     Target,
     execution_device,
@@ -159,6 +161,8 @@ def _install(
         planned.clear()  # Which holds the originals.
         drop_originals(modules, dropped, config.impl)
         planned = plan_all(model, config)
+    if config.calibration is not None:
+        apply_calibration(Path(config.calibration), [plan for _, plan in planned])
     log = GuardLog()
     records = [_record(model, target, plan, log) for target, plan in planned]
     records[0].dropped = count
@@ -448,7 +452,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         (weakref.ref(record.plan.model), record.plan.states, record.plan.boundary)
         for record in records
     ]
-    paths = [record.plan.path for record in records]
+    places = [record.plan.path for record in records]
     last_device = execution_device(records[0].plan.model)
 
     def pairs() -> list[SkipPair]:
@@ -482,10 +486,26 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         ]
 
     def parallel() -> list[str]:
-        models = [(reference(), path) for (reference, *_), path in zip(held, paths, strict=True)]
+        models = [(reference(), path) for (reference, *_), path in zip(held, places, strict=True)]
         lines = [
             (path, split_words(m, config, device()[2])) for m, path in models if m is not None
         ]
         return [f"{path}: {line}".removeprefix(": ") for path, line in lines if line]
 
-    return PatchReport(type(model).__name__, config, log, pairs, ran, device, graphs, parallel)
+    def exact() -> dict[str, tuple[int, ...]]:
+        chosen = [state for _, states, _ in held for state in states]
+        return {s.pair.path: s.heads_in_16_bits for s in chosen if s.heads_in_16_bits}
+
+    def save(path: Path) -> None:
+        models = [reference() for reference, _, _ in held]
+        known = [
+            (place, model, states)
+            for place, model, (_, states, _) in zip(places, models, held, strict=True)
+            if model is not None
+        ]
+        about = {"config": repr(config), "predicted fidelity": log.fidelity}
+        write_calibration(path, known, about)
+
+    return PatchReport(
+        type(model).__name__, config, log, pairs, ran, device, graphs, parallel, exact, save
+    )

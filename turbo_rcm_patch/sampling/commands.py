@@ -264,6 +264,7 @@ def _config(arguments: argparse.Namespace) -> PatchConfig:
         residual=arguments.residual,
         guard=not arguments.no_guard,
         guard_budget=arguments.guard_budget,
+        fidelity=arguments.fidelity,
         sla_topk=arguments.sla_topk,
     )
 
