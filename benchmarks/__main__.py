@@ -41,6 +41,12 @@ COMPARISONS: Final = {
         "780,7800,32760",
         '"eager,patched,patched int8 Linears"',
     ),
+    "video": (
+        "video.run",
+        "seconds a video of Wan, cold and warm, with the guard on",
+        "rcm-4-steps",
+        "eager,compiled,patched",
+    ),
     "sparse": (
         "sparse.run",
         "sparse-linear attention (SLA) against our dense int8 attention",

@@ -224,13 +224,18 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     generate = commands.add_parser(
         "generate",
         help="generate videos with the patched model",
-        description="Generate one mp4 for each prompt with the patched model.",
+        description="Generate one mp4 for each prompt with the patched model. Under torchrun "
+        "every process takes its share of the prompts, on the GPU of its number. If one of "
+        "several prompts fails, the others are still written, and the exit code is 2.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             f"generate --prompt '{_PROMPT}' --out circle.mp4",
             "generate --model PATH --sampler scheduler --steps 50 --guidance-scale 5 \\\n"
             "    --offload model --prompt 'a cat on a skateboard' --out outputs/cat",
-        ),
+            "generate --model PATH --prompts prompts.txt --out outputs/many --resume",
+        )
+        + "\n  torchrun --nproc-per-node 8 -m turbo_rcm_patch generate \\\n"
+        "      --model PATH --prompts prompts.txt --out outputs/many --resume",
     )
     _add_model(generate)
     _add_sampling(generate)
@@ -239,6 +244,12 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         default="outputs/generate",
         metavar="PATH",
         help="an .mp4 file, or a folder (default: %(default)s)",
+    )
+    generate.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep videos that are there and were made by the same command, from the same prompt "
+        "and seed. What a video was made from is written beside it, in a .json",
     )
     generate.add_argument("--no-patch", action="store_true", help="do not patch the model")
     _add_patch(generate)

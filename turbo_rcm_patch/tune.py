@@ -400,7 +400,7 @@ def work_for(
         seed: Of the inputs.
     """
     real = {"attention": 8192, "one_launch": 8192, "prologue": 65536, "skip": 32760,
-            "project": 32760 if variant.endswith("wide") else 4096}  # fmt: skip
+            "project": 4096}  # fmt: skip
     if kernel not in real:
         return None
     tokens = max(64, int(real[kernel] * scale))

@@ -348,3 +348,27 @@ def test_time_over_length_has_a_row_for_every_method(tmp_path: Path) -> None:
         assert methods["patched exact"]["in_int8"] == 0.0
         assert methods["patched exact"]["error"]["relative_l2"] < 0.02
     assert (tmp_path / "time_over_length.png").stat().st_size > 10_000
+
+
+def test_seconds_a_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--only", "guidance-30-steps", "--peers", "eager,patched"]
+    assert main(["video", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 0
+    (case,) = read(tmp_path / "video.json")["cases"].values()
+    assert case["settings"]["steps"] == 2 and case["settings"]["guidance_scale"] == 5.0
+    for record in case["methods"].values():
+        assert record["status"] == "timed"
+        both = record["denoise_seconds"] + record["decode_seconds"]
+        assert both == pytest.approx(record["warm_seconds"])
+    patched = case["methods"]["patched"]
+    assert patched["fused"] == patched["pairs"] > 0
+    assert "patched" in capsys.readouterr().out
+
+
+def test_a_video_that_is_not_finite_fails_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "benchmarks.video.decode_latents", lambda *args: torch.full((1,), float("nan"))
+    )
+    only = ["--only", "rcm-4-steps", "--peers", "patched"]
+    assert main(["video", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 1

@@ -112,7 +112,7 @@ def test_projection_of_several_streams(
     cast: str, library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if library:
-        monkeypatch.setattr(project_file, "LIBRARY", 1)
+        monkeypatch.setattr(project_file, "by_library", lambda x: True)
     lengths, dtype = (9, 0, 37), torch.float16
     x = torch.randn(2, 46, 3 * 72).to(dtype)[..., 72:144]
     weight, bias = torch.randn(100, 72).to(dtype), torch.randn(100).to(dtype)

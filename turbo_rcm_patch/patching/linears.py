@@ -20,7 +20,7 @@ from turbo_rcm_patch.config import Impl, PatchConfig
 from turbo_rcm_patch.ops.int8_linear import Activation, rows_linear_forward
 from turbo_rcm_patch.ops.int8_linear import linear_forward as int8_forward
 from turbo_rcm_patch.ops.operation import Step
-from turbo_rcm_patch.ops.projection import project_forward, skip_forward
+from turbo_rcm_patch.ops.projection import closes_apart, project_forward, skip_forward
 from turbo_rcm_patch.ops.streams import project_streams
 from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.blocks import plain_dropout
@@ -278,8 +278,8 @@ class Close:
         impl: "triton", "reference" or "auto".
     """
 
-    __slots__ = ("_key", "_linear", "_linears", "_modules", "_step", "_weights", "cast", "impl",
-                 "int8", "plain")  # fmt: skip
+    __slots__ = ("_apart", "_key", "_linear", "_linears", "_modules", "_step", "_weights", "cast",
+                 "impl", "int8", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -302,7 +302,10 @@ class Close:
         self.int8 = self.plain and int8 and runs_int8(linear, like)
         self._weights = linear._parameters
         self.cast, self.impl = cast, impl
-        self._step = Step(int8_forward if self.int8 else project_forward)
+        #: Whether the library computes the product, of which there is nothing to replay.
+        self._apart = self.plain and not self.int8 and closes_apart(like, impl)
+        apart = skip_forward if self._apart else project_forward
+        self._step = Step(int8_forward if self.int8 else apart)
 
     @property
     def read(self) -> list[Tensor]:
@@ -344,6 +347,10 @@ class Close:
                 out_dtype=dtype,
             )  # fmt: skip
         weight, bias = self._weights["weight"], self._weights["bias"]
+        if token is not None and self._apart:
+            branch = F.linear(x, weight, bias)
+            closed = self._step(token, residual, branch, None, c_out, 1.0, 1.0, cast, impl, dtype)
+            return closed
         if token is not None:
             closed = self._step(
                 token, x, weight, bias, residual, None, c_out, 1.0, 1.0, cast, impl, dtype
@@ -363,12 +370,11 @@ class Close:
 class StreamsClose(Close):
     """The same for several residual streams, whose rows follow each other in x."""
 
-    __slots__ = ("_close_both", "_skip")
+    __slots__ = ("_close_both", "_skip_both")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._close_both = Step(_project_two)
-        self._skip = Step(skip_forward), Step(skip_forward)
+        self._close_both, self._skip_both = Step(_project_two), Step(_skip_two)
 
     def __call__(  # type: ignore[override]
         self, token: Token, x: Tensor, streams: tuple[Tensor, ...], gates: tuple[Tensor, ...]
@@ -388,24 +394,27 @@ class StreamsClose(Close):
                 )  # fmt: skip
         else:
             weight, bias = self.weight
-            if token is not None and _one_dtype(x, streams, gates):
+            if token is not None and self._apart:
+                branch = F.linear(x, weight, bias)
+            elif token is not None and _one_dtype(x, streams, gates):
                 both: tuple[Tensor, ...] = self._close_both(
                     token, x, weight, bias, *streams, *gates, self.cast, self.impl
                 )
                 return both
-            if _one_dtype(x, streams, gates):
+            elif _one_dtype(x, streams, gates):
                 return ops.project_skip_streams(
                     x, weight, bias, residuals=streams, c_out=gates, cast=self.cast,
                     impl=self.impl,
                 )  # fmt: skip
-            branch = ops.project_skip(x, weight, bias, residual=None, impl=self.impl)
+            else:
+                branch = ops.project_skip(x, weight, bias, residual=None, impl=self.impl)
+        if token is not None and _one_dtype(x, streams, gates):
+            closed: tuple[Tensor, ...] = self._skip_both(
+                token, branch, *streams, *gates, self.cast, self.impl
+            )
+            return closed
         parts = torch.split(branch, [stream.shape[1] for stream in streams], dim=1)
-        if token is None or not _one_dtype(x, streams, gates):
-            return skip_streams(parts, streams, gates, cast=self.cast, impl=self.impl)
-        closed = []
-        for step, x, y, g in zip(self._skip, streams, parts, gates, strict=True):
-            closed.append(step(token, x, y, None, g, 1.0, 1.0, self.cast, self.impl, x.dtype))
-        return tuple(closed)
+        return skip_streams(parts, streams, gates, cast=self.cast, impl=self.impl)
 
 
 def skip_streams(
@@ -449,4 +458,21 @@ def _project_two(
         project_streams.body(
             x, weight, bias, [first, second], [first_gate, second_gate], cast, impl
         )
+    )
+
+
+def _skip_two(
+    branch: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_gate: Tensor,
+    second_gate: Tensor,
+    cast: str,
+    impl: str,
+) -> tuple[Tensor, ...]:
+    """`skip` of two streams over their rows of a branch, as `Step` takes it."""
+    parts = torch.split(branch, [first.shape[1], second.shape[1]], dim=1)
+    pairs = zip((first, second), parts, (first_gate, second_gate), strict=True)
+    return tuple(
+        [skip_forward.body(x, y, None, g, 1.0, 1.0, cast, impl, x.dtype) for x, y, g in pairs]
     )
