@@ -499,6 +499,26 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return run_all(2, tmp_path_factory.mktemp("two"), of_two())
 
 
+OF_FOUR = [
+    Case(name, MODELS[name], ring, ulysses, config)
+    for name in ("wan", "cogvideox")
+    for ring, ulysses in ((2, 2), (1, 4))  # four ranks are more than there are heads
+    for config in (EXACT, INT8)
+]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    todo = {case.id: partial(on_rank, case) for case in OF_FOUR}
+    return run_all(4, tmp_path_factory.mktemp("four"), todo)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [case.id for case in OF_FOUR])
+def test_a_family_on_four_ranks(name: str, four_ranks: Told) -> None:
+    four_ranks.check(name)
+
+
 SPLIT = (
     "WanTransformer3DModel", "WanVACETransformer3DModel", "WanAnimateTransformer3DModel",
     "ChronoEditTransformer3DModel", "SkyReelsV2Transformer3DModel", "CogVideoXTransformer3DModel",
