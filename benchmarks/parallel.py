@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.forward import _WAN, BROKEN, LENGTHS
 from benchmarks.networks import build_wan, sizes_of, tokens_of, wan_call
@@ -98,7 +98,7 @@ def run(plan: Plan) -> int:
         raise ConfigError("parallel", expected="two GPUs or more", got=str(ranks))
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store").as_uri()
-        mp.spawn(_spawned, args=(plan, ranks, store, folder), nprocs=ranks)
+        spawn(_spawned, args=(plan, ranks, store, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
         return 0 if Path(folder, "right").exists() else 1
 
 
@@ -132,7 +132,7 @@ def _about(ranks: int) -> Record:
     return {
         "network": "Wan2.1 with seeded random weights in bf16, batch 1, no guard",
         "ranks": ranks,
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
+        "NCCL": _nccl_version(),
         "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", ""),
         "milliseconds": "of forwards queued one after another on all ranks, median of rounds",
         "cpu_milliseconds": "until the call returns, the GPU idle before it; median",
@@ -142,6 +142,13 @@ def _about(ranks: int) -> Record:
         "apart_from_one": "to the patched forward on one GPU, with the same configuration",
         "same_on_all_ranks": "whether every rank got the same bits",
     }
+
+
+def _nccl_version() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))
 
 
 def _measure_all(plan: Plan, device: torch.device, journal: Journal | None) -> bool:
@@ -289,7 +296,6 @@ def _profile(call: Call, device: torch.device) -> Record:
     and the milliseconds of the longest kernels."""
     if device.type != "cuda":
         return {}
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     _wait(device)
@@ -297,11 +303,15 @@ def _profile(call: Call, device: torch.device) -> Record:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         call()
         _wait(device)
-    exchange, compute = [], []
+    exchange: list[tuple[int, int]] = []
+    compute: list[tuple[int, int]] = []
     by_name: dict[str, float] = {}
-    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+    profiler: Any = recorded.profiler
+    for event in profiler.kineto_results.events():
         name = event.name()
-        if event.device_type() != DeviceType.CUDA or name.startswith(("nccl:", "ProfilerStep")):
+        if str(event.device_type()) != "DeviceType.CUDA" or name.startswith(
+            ("nccl:", "ProfilerStep")
+        ):
             continue
         begin, long = event.start_ns(), event.duration_ns()
         if not long:

@@ -399,7 +399,7 @@ class BlockForward:
             self.ranks.lengths = []
             return
         like: Tensor = hidden[1] if self.streams else hidden
-        tokens = sum([x.shape[1] for x in hidden]) if self.streams else like.shape[1]
+        tokens = [x.shape[1] for x in (hidden if self.streams else (hidden,))]
         spec = self._specs["as asked for"]
         self.ranks.begin(parallel, like, tokens, spec, self._config, guard)
 

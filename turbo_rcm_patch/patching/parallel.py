@@ -19,7 +19,7 @@ from zlib import crc32
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.errors import ContextParallelError, RankMismatchError
 from turbo_rcm_patch.ops.exchange import ContextParallel, told
 from turbo_rcm_patch.ops.parallel import agreed_forward
 from turbo_rcm_patch.ops.spec import AttentionSpec
@@ -330,7 +330,7 @@ class Ranks:
         self,
         groups: ContextParallel,
         x: Tensor,
-        tokens: int,
+        streams: Sequence[int],
         spec: AttentionSpec,
         config: PatchConfig,
         guard: Guard | None,
@@ -342,7 +342,7 @@ class Ranks:
         Args:
             groups: Who shares the sequence.
             x: An input of the first block.
-            tokens: That this rank has.
+            streams: Tokens that this rank has of every stream.
             spec: How its attentions are computed.
             config: How the model is patched.
             guard: Compares pairs on some forwards, or None.
@@ -354,7 +354,9 @@ class Ranks:
         mine = self._caution()
         begun = (0,) * (len(_WHENS) + 1) if guard is None else guard.begun(_WHENS)
         digest = crc32(bytes([*mine, *begun]))
+        tokens, even = sum(streams), not _anything(self.model)
         same = {
+            "tokens": tokens if even else 0,
             "pairs": len(self._states),
             "guard": guard is not None,
             "guard_budget": float(config.guard_budget),
@@ -362,6 +364,14 @@ class Ranks:
             "the rest of PatchConfig": crc32(repr(config).encode()),
         }
         self.lengths, digests = agreed_forward(x, tokens, spec, groups, same=same, free=[digest])
+        lengths = self.lengths
+        if sorted(lengths, reverse=True) != lengths or lengths[0] - lengths[-1] > len(streams):
+            raise RankMismatchError(
+                "tokens of the ranks",
+                expected="those of one sequence, split as evenly as it can be",
+                got=str(lengths),
+                remedy="Give every rank the same inputs",
+            )
         if all(each == [digest] for each in digests):
             return
         rows = told("states", [*mine, *begun], groups, x.device)
@@ -397,6 +407,12 @@ class Ranks:
             state.give_back(f"given back {_ELSEWHERE}")
         unseen = zip(_WHENS, agreed[1 + len(_STEPS) :], strict=True)
         state.unseen = {when for when, bit in unseen if bit}
+
+
+def _anything(model: nn.Module | None) -> bool:
+    """Whether the ranks of a model may have different numbers of tokens."""
+    config: Any = getattr(getattr(model, _CONFIG, None), "context_parallel_config", None)
+    return any(getattr(config, name, False) for name in ("ulysses_anything", "ring_anything"))
 
 
 def _gone() -> None:

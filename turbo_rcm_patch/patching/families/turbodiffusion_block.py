@@ -239,7 +239,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _exact_over(groups: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same over the tokens of all ranks."""
     spec = ops.AttentionSpec(heads=q.shape[2], attention="exact")
-    return parallel_attention(*(x.flatten(2) for x in (q, k, v)), spec, groups)
+    return parallel_attention(q.flatten(2), k.flatten(2), v.flatten(2), spec, groups)
 
 
 def _tables(angles: Tensor) -> tuple[Tensor, Tensor]:
