@@ -193,7 +193,7 @@ def _attention_run(
         modules.image_norm = norm = next(weights)
         modules.image_readable = holder(norm)
     if layout.topk:
-        projection = next(weights)
+        projection: Any = next(weights)
         modules.sparse = lambda device: (projection.weight, projection.bias)
         modules.sparsity = ops.Sparsity(
             topk=layout.topk, block_q=layout.block_q, block_k=layout.block_k
