@@ -18,6 +18,8 @@ from turbo_rcm_patch.ops import (
     skip,
 )
 from turbo_rcm_patch.ops.denoise import denoise_step
+from turbo_rcm_patch.ops.reference import norm_rope
+from turbo_rcm_patch.ops.registry import rotated_heads
 
 #: DESIGN: the fusion alone, fp32, W_o included.
 FUSION = 3e-6
@@ -189,3 +191,23 @@ def test_one_launch(heads: int, dim: int, tokens: int, features: int) -> None:
     assert relative(two, truth) < FUSION
     unfused = 0.5 * residual + gate * F.linear(branch, weight, bias)
     assert relative(one, truth) <= 2 * relative(unfused, truth)
+
+
+@pytest.mark.parametrize("tokens", [(5, 5), (6, 1)], ids=["self", "one-key"])
+@pytest.mark.parametrize("norm", ["none", "rows", "heads"])
+def test_q_and_k_as_heads(norm: str, tokens: tuple[int, int]) -> None:
+    """Dense in memory as [B, N, H * D], whatever they are seen as."""
+    batch, heads, dim = 2, 3, 16
+    qkv = [torch.randn(batch, n, 2 * heads * dim)[..., : heads * dim] for n in tokens]
+    width = {"none": 0, "rows": heads * dim, "heads": dim}[norm]
+    weights: list[torch.Tensor | None] = [torch.randn(width) if width else None for _ in qkv]
+    cos = sin = None
+    if tokens[0] == tokens[1]:
+        angle = torch.randn(tokens[0], dim // 2).repeat_interleave(2, -1)
+        cos, sin = angle.cos(), angle.sin()
+    made = rotated_heads(*qkv, heads, *weights, None, None, cos, sin, 1e-6)
+    for x, y, weight in zip(qkv, made, weights, strict=True):
+        expected = norm_rope(x, heads, weight=weight, cos=cos, sin=sin, eps=1e-6)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+        if weight is not None or cos is not None:
+            assert y.transpose(1, 2).is_contiguous()

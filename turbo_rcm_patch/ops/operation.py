@@ -91,7 +91,7 @@ class Operation:
 
 
 #: Where `define` registers; what it registered goes with it.
-_LIBRARY: Final[Any] = torch.library.Library("turbo_rcm_patch", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = torch.library.Library("turbo_rcm_patch", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def define(name: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Any:

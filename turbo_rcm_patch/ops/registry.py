@@ -31,7 +31,7 @@ __all__ = [
     "heads_forward",
     "in_one_pass",
     "plain_attention",
-    "rotated",
+    "rotated_heads",
 ]
 
 #: q, k, v, residual, c_skip, c_out, norm_q, norm_k and the norms' biases: the first of the schema.
@@ -69,10 +69,10 @@ def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     one_pass = all(in_one_pass(*norm, a.heads) for norm in (of_q, of_k))
     if a.impl == "triton" and one_pass and not a.want_lse:
         # q and k in their own dtype are all that exact attention takes, so one pass makes them.
-        qh, kh = (
-            split_heads(rotated(x, a.heads, weight, bias, a.cos, a.sin, a.eps), a.heads)
-            for x, weight, bias in (of_q, of_k)
-        )
+        qh, kh = rotated_heads(
+            a.q, a.k, a.heads, a.norm_q, a.norm_k, a.norm_q_bias, a.norm_k_bias, a.cos, a.sin,
+            a.eps,
+        )  # fmt: skip
     else:
         qh, kh = prepared(a)
     if a.attention in QMAX:
@@ -122,7 +122,27 @@ def plain_attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def rotated(
+def rotated_heads(
+    q: Tensor,
+    k: Tensor,
+    heads: int,
+    norm_q: Tensor | None,
+    norm_k: Tensor | None,
+    norm_q_bias: Tensor | None,
+    norm_k_bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """q and k [B, N, H*D] after norm and rotary embedding, as heads [B, H, N, D] of their dtype,
+    by one kernel each."""
+    return (
+        _rotated(q, heads, norm_q, norm_q_bias, cos, sin, eps),
+        _rotated(k, heads, norm_k, norm_k_bias, cos, sin, eps),
+    )
+
+
+def _rotated(
     x: Tensor,
     heads: int,
     weight: Tensor | None,
@@ -131,12 +151,11 @@ def rotated(
     sin: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """q or k [B, N, H*D] after its norm and rotary embedding, in its dtype, by one kernel."""
     if weight is None and cos is None:
-        return x
+        return split_heads(x, heads)
     from turbo_rcm_patch.kernels.portable.norm import norm_rotate
 
-    return norm_rotate(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
+    return norm_rotate(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, by_head=True)
 
 
 def in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:

@@ -30,7 +30,7 @@ from turbo_rcm_patch.ops.registry import (
     attention_forward,
     heads_forward,
     in_one_pass,
-    rotated,
+    rotated_heads,
 )
 from turbo_rcm_patch.ops.sparse_linear import sparse_linear_forward
 from turbo_rcm_patch.ops.streams import norm_streams
@@ -575,8 +575,8 @@ class AttentionRun:
         operation = attention_forward if modules.sparse is None else sparse_linear_forward
         self._attend, self._attend_image = Step(operation), Step(attention_forward)
         self._attend_heads = Step(heads_forward), Step(heads_forward)
-        self._rotate = Step(rotated), Step(rotated), Step(skip_forward)
-        self._rotate_image = Step(rotated), Step(rotated), Step(skip_forward)
+        self._rotate = Step(rotated_heads), Step(skip_forward)
+        self._rotate_image = Step(rotated_heads), Step(skip_forward)
 
     def _way(self, spec: ops.AttentionSpec, like: Tensor) -> _Way:
         modules, readable = self._modules, self._readable
@@ -805,12 +805,15 @@ class AttentionRun:
             attended: Tensor = out
             return attended
         # The same as the operation, whose two passes are ours and can be replayed.
-        heads, eps, (of_q, of_k, bias_q, bias_k) = spec.heads, spec.eps, norms
-        rotate_q, rotate_k, skip = self._rotate if residual is None else self._rotate_image
-        qh = split_heads(rotate_q(token, q, heads, of_q, bias_q, cos, sin, eps), heads)
-        kh = split_heads(rotate_k(token, k, heads, of_k, bias_k, cos, sin, eps), heads)
+        rotate, skip = self._rotate if residual is None else self._rotate_image
+        qh, kh = rotate(token, q, k, spec.heads, *norms, cos, sin, spec.eps)
         out = sdpa_attention(
-            qh, kh, split_heads(v, heads), sm_scale=way.numbers[5], causal=False, kv_lengths=None
+            qh,
+            kh,
+            split_heads(v, spec.heads),
+            sm_scale=way.numbers[5],
+            causal=False,
+            kv_lengths=None,
         )
         out = out.transpose(1, 2).flatten(2)
         if residual is None:

@@ -382,7 +382,8 @@ class Close:
         #: Of the residual stream behind the skip, where somebody chose it.
         self.out_dtype = None if rounding is None else rounding.out
         #: Whether the library computes the product, of which there is nothing to replay.
-        self._apart = self.plain and not self.int8 and closes_apart(like, impl)
+        tracing = torch.compiler.is_compiling()
+        self._apart = self.plain and not (self.int8 or tracing) and closes_apart(like, impl)
         apart = skip_forward if self._apart else project_forward
         self._step = Step(int8_forward if self.int8 else apart)
 

@@ -165,16 +165,22 @@ def norm_rotate(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     eps: float,
+    by_head: bool = False,
 ) -> torch.Tensor:
     """x [B, N, H*D], cos and sin [N, D] or None; dtype of x.
 
     weight [H*D] or None, or, where D is a power of two, [D] with or without a bias [D]: a layer
-    norm or an RMSNorm of each head.
+    norm or an RMSNorm of each head. The result is dense, seen as [B, H, N, D] with by_head.
     """
     target_of(x.device)
     batch, n_tokens, channels = x.shape
     x = dense_rows(x)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if by_head:
+        dim = channels // heads
+        strides = (n_tokens * channels, dim, channels, 1)
+        y = x.new_empty_strided((batch, heads, n_tokens, dim), strides)
+    else:
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(
         norm_rotate_kernel,
         (n_tokens, batch),
