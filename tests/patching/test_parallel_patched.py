@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers.hooks import context_parallel
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from tests.patching import cogvideox, sla, turbodiffusion, wan, wan_family
@@ -441,6 +442,55 @@ def graphs_are_given_up(rank: int) -> None:
     assert "split over several ranks" in report.cuda_graphs[0], report.cuda_graphs
 
 
+# --- compiled and sharded ------------------------------------------------------------------------
+
+
+def compiled(rank: int) -> None:
+    """A compiled block asks for the lengths inside its operation."""
+    for config in (EXACT, SIXTEEN):
+        model, inputs = MODELS["wan"](torch.float32)
+        patch_model(model, config)
+        enable(model, mesh(1, 2))
+        expected = run(model, **inputs)
+        for block in model.blocks:
+            block.compile(backend="eager")
+        out = run(model, **inputs)
+        assert relative(out, expected) < NEAR, relative(out, expected)
+        assert same_everywhere(out)
+
+
+def sharded(rank: int) -> None:
+    """FSDP2 over a patched model and patching a sharded one; undone in both, also in turns."""
+    layout = init_device_mesh("cpu", (2,))
+    for name, config in (("wan", EXACT), ("cogvideox", SIXTEEN)):
+        model, inputs = MODELS[name](torch.float32)
+        author = run(model, **inputs)
+        patch_model(model, config)
+        expected = run(model, **inputs)
+        shard(model, layout)
+        assert torch.equal(run(model, **inputs), expected)
+        assert torch.equal(run(model, **inputs), expected)  # gathered again, somewhere else
+        unpatch_model(model)
+        assert torch.equal(run(model, **inputs), author)
+        report = patch_model(model, config)
+        assert report.fused == len(report.pairs)
+        assert torch.equal(run(model, **inputs), expected)
+        enable(model, mesh(1, 2))
+        assert relative(run(model, **inputs), expected) < 0.01
+        disable_parallelism(model)
+        assert torch.equal(run(model, **inputs), expected)
+        unpatch_model(model)
+        assert torch.equal(run(model, **inputs), author)
+
+
+def shard(model: Any, layout: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in getattr(model, "blocks", None) or model.transformer_blocks:
+        fully_shard(block, mesh=layout)
+    fully_shard(model, mesh=layout)
+
+
 #: Beside the cases, what is checked of one model.
 SCENARIOS: dict[str, Callable[[int], None]] = {
     "turbodiffusion": turbodiffusion_models,
@@ -452,6 +502,8 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "not-finite": not_finite,
     "mismatches": mismatches,
     "graphs-are-given-up": graphs_are_given_up,
+    "compiled": compiled,
+    "sharded": sharded,
 }
 
 
