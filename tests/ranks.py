@@ -44,6 +44,7 @@ def _main(
     folder: str,
     function: Callable[..., None],
     args: tuple,
+    timeout: timedelta,
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -51,7 +52,7 @@ def _main(
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend, init_method=store, rank=rank, world_size=world, timeout=TIMEOUT
+        backend, init_method=store, rank=rank, world_size=world, timeout=timeout
     )
     try:
         function(rank, *args)
@@ -61,8 +62,13 @@ def _main(
 
 
 def on_ranks(
-    world: int, function: Callable[..., None], *args: object, backend: str = "gloo"
+    world: int,
+    function: Callable[..., None],
+    *args: object,
+    backend: str = "gloo",
+    timeout: timedelta = TIMEOUT,
 ) -> None:
     """Run function(rank, *args) in so many processes of one group."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_main, args=(world, backend, os.fspath(folder), function, args), nprocs=world)
+        given = (world, backend, os.fspath(folder), function, args, timeout)
+        mp.spawn(_main, args=given, nprocs=world)
