@@ -35,11 +35,23 @@ COMPARISONS: Final = {
         "1.3b,14b,cogvideox-2b",
         '"eager,patched,patched compiled"',
     ),
+    "fidelity": (
+        "fidelity.run",
+        "the distance of one forward to the same network in fp32, by residual and precision",
+        "drawn-x1,live-x8,cogvideox-2b",
+        '"compiled,int8 / residual fp32"',
+    ),
     "length": (
         "forward.run_length",
         "one forward of Wan over the number of tokens: queued, on the CPU, as a CUDA graph",
         "780,7800,32760",
         '"eager,patched,patched int8 Linears"',
+    ),
+    "video": (
+        "video.run",
+        "seconds a video of Wan, cold and warm, with the guard on",
+        "rcm-4-steps",
+        "eager,compiled,patched",
     ),
     "sparse": (
         "sparse.run",
@@ -111,6 +123,14 @@ def parser() -> argparse.ArgumentParser:
             "(default: %(default)s)",
         )
         add("--micro", action="store_true", help="toy sizes, to try the command itself")
+        if name == "fidelity":
+            add(
+                "--inputs",
+                type=int,
+                default=1,
+                metavar="N",
+                help="pairs of a timestep and a seed, 1 to 6 (default: %(default)s)",
+            )
         if name == "network":
             add(
                 "--turbodiffusion",

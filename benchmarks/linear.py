@@ -1,4 +1,5 @@
-"""`linear`: a Linear in int8, a scale per row of the weight or per block, against bf16.
+"""`linear`: a Linear in int8, a scale per row of the weight or per block, against bf16; and a
+Linear in bf16 with the skip after it, by the library and a pass of its own or by one kernel.
 
 The activation comes in bf16, so the pass that quantises it is in the time of the int8 ones; the
 product alone is beside it.
@@ -26,6 +27,7 @@ from benchmarks.runner import (
 from benchmarks.turbo import quantised_blocks
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call, generator
+from turbo_rcm_patch.kernels.launch import Tile
 
 #: Relative L2 to the product in fp32 from which an output is wrong and not inaccurate.
 _WRONG: Final = 0.05
@@ -38,10 +40,17 @@ _INT8: Final = {
     "int8 scale per block": ("block", True),
     "int8 per block portable": ("block", False),
 }
+#: Method that closes a skip, in bf16 -> tile of our kernel, or None for the library and a pass.
+_CLOSED: Final[dict[str, Tile | None]] = {
+    "bf16 then skip": None,
+    "bf16 skip in epilogue, 64x64": Tile(64, 64, 4, 4),
+    "bf16 skip in epilogue, 64x128": Tile(64, 128, 4, 4),
+    "bf16 skip in epilogue, 128x128": Tile(128, 128, 8, 4),
+}
 #: Rows that are compared with the truth: some of the first and all of the last tile.
 _ROWS: Final = 256
 _COLUMNS: Final = (
-    ("case", 20), ("method", 26), ("ms", 9), ("p20", 9), ("p80", 9), ("product", 9),
+    ("case", 20), ("method", 30), ("ms", 9), ("p20", 9), ("p80", 9), ("graph", 9), ("product", 9),
     ("TOPS", 7), ("speed-up", 9), ("relL2", 8),
 )  # fmt: skip
 
@@ -61,6 +70,9 @@ def run(plan: Plan) -> int:
     """Measure and write `linear.json`; 0 if everything was right."""
     # Wan2.1-1.3B at 480p and 81 frames: attention, and the feed-forward's two.
     cases = [_Case(32760, 1536, 1536), _Case(32760, 1536, 8960), _Case(32760, 8960, 1536)]
+    # Short sequences, and 14B's.
+    cases += [_Case(n, k, 1536) for n in (780, 1950, 7800) for k in (1536, 8960)]
+    cases += [_Case(n, 5120, 5120) for n in (780, 7800)]
     if plan.micro:
         cases = [_Case(70, 160, 48)]
     return run_cases(
@@ -70,7 +82,9 @@ def run(plan: Plan) -> int:
         {
             "inputs": "x [1, N, K] and the weight normal, bf16, with bias; several sets in turn",
             "milliseconds": "the quantisation of x included where the product is int8",
+            "graph_milliseconds": "one call of a CUDA graph over all sets",
             "product_milliseconds": "the product alone, by torch.profiler",
+            "skip": "c_skip 1, c_out [1, 1, Cout] in fp32; the same weight in every set",
             "TOPS": "2 N K Cout / milliseconds, in 1e12 operations a second",
             "truth": f"fp64 with the bf16 weight, {_ROWS} rows",
             "scale per block": "of 128 x 128, as in TurboDiffusion's int8 checkpoints",
@@ -78,7 +92,7 @@ def run(plan: Plan) -> int:
         },
         {case.name: case for case in cases},
         _run_case,
-        methods=[_BASE, *_INT8],
+        methods=[_BASE, *_INT8, *_CLOSED],
     )
 
 
@@ -119,10 +133,35 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
             name, make, note="" if hopper else "the Hopper kernel not used", several=True
         )
 
+    residual = normal(random, 1, tokens, case.features).bfloat16()
+    gate = normal(random, 1, 1, case.features)
+
+    def closed(name: str) -> Method:
+        tile = _CLOSED[name]
+
+        def make(inputs: Sequence[torch.Tensor]) -> Call:
+            if tile is None:
+                return lambda: ops.project_skip(
+                    inputs[0], weight, bias, residual=residual, c_out=gate
+                )
+            from turbo_rcm_patch.kernels.portable.project import project_skip
+
+            return lambda: project_skip(
+                inputs[0], weight, bias, residual, 1.0, gate, cast="fp32",
+                out_dtype=torch.bfloat16, tile=tile,
+            )  # fmt: skip
+
+        return Method(
+            name,
+            make,
+            note="" if tile is None else "the kernel asked for by its tile",
+            errors=errors_to(residual[:, rows].double() + gate.double() * truth, rows),
+        )
+
     half = min(_ROWS, tokens) // 2
     rows = torch.cat([torch.arange(half), torch.arange(tokens - half, tokens)]).to(device)
     truth = F.linear(sets[0][0][:, rows].double(), weight.double(), bias.double())
-    methods = [Method(_BASE, plain, several=True), *map(int8, _INT8)]
+    methods = [Method(_BASE, plain, several=True), *map(int8, _INT8), *map(closed, _CLOSED)]
     entrants = compete(
         [method for method in methods if method.name in peers],
         sets,
@@ -131,6 +170,7 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
         plan.effort(200.0, 60),
         case.name,
         wrong=_WRONG,
+        clocks=("milliseconds", "graph_milliseconds"),
         alone=("GEMM", "product_milliseconds"),
     )
     speed_ups(entrants, _BASE)
@@ -138,8 +178,10 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
         record, median = entrant.record, entrant.median()
         if median is not None:
             record["tops"] = 2e-9 * tokens * case.channels * case.features / median
+        graph = record.get("graph_milliseconds")
         cells = (("product_milliseconds", ".4f"), ("tops", ".0f"), ("speed_up", ".2f"))
-        more = [f"{record[key]:{form}}" if key in record else "" for key, form in cells]
+        more = ["" if graph is None else f"{graph['median']:.4f}"]
+        more += [f"{record[key]:{form}}" if key in record else "" for key, form in cells]
         journal.show(case.name, entrant.name, record, more)
     journal.case(
         case.name,
@@ -149,4 +191,7 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
         },
     )
     # The kernel called by name has no CPU.
-    return all(e.calls for e in entrants if device.type == "cuda" or "portable" not in e.name)
+    called = ("portable", "epilogue")
+    return all(
+        e.calls for e in entrants if device.type == "cuda" or not any(c in e.name for c in called)
+    )

@@ -183,13 +183,10 @@ def wan_call(
     seed: int,
     *,
     timestep: float = 988.0,
+    wide: bool = False,
 ) -> Call:
-    """One forward of a network of `build_wan`."""
-    random = generator(device, seed)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=random, device=device).bfloat16()
-
+    """One forward of a network of `build_wan`; `wide` gives it the same inputs in fp32."""
+    normal = _bf16_noise(device, seed, wide)
     inputs = {
         "hidden_states": normal(*latents),
         "encoder_hidden_states": normal(1, text_tokens, network.config.text_dim),
@@ -242,20 +239,35 @@ def build_cogvideox(
     return network.eval().requires_grad_(False)
 
 
-def cogvideox_call(network: CogVideoXTransformer3DModel, device: torch.device, seed: int) -> Call:
-    """One forward, batch 1; 480 x 720 and 49 frames are 17,550 tokens of video and 226 of text."""
-    from diffusers.models.embeddings import get_3d_rotary_pos_embed
-
-    config, random = network.config, generator(device, seed)
-    frames = (config.sample_frames - 1) // config.temporal_compression_ratio + 1
-    height, width = config.sample_height, config.sample_width
+def _bf16_noise(device: torch.device, seed: int, wide: bool) -> Callable[..., torch.Tensor]:
+    """Draws seeded normal noise of a size: values of bf16, in fp32 where `wide` asks for it."""
+    random = generator(device, seed)
 
     def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=random, device=device).bfloat16()
+        drawn = torch.randn(*size, generator=random, device=device).bfloat16()
+        return drawn.float() if wide else drawn
 
+    return normal
+
+
+def cogvideox_call(
+    network: CogVideoXTransformer3DModel,
+    device: torch.device,
+    seed: int,
+    *,
+    timestep: float = 988.0,
+    wide: bool = False,
+) -> Call:
+    """One forward, batch 1; 480 x 720 and 49 frames are 17,550 tokens of video and 226 of text.
+    `wide` gives it the same inputs in fp32."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    config, normal = network.config, _bf16_noise(device, seed, wide)
+    frames = (config.sample_frames - 1) // config.temporal_compression_ratio + 1
+    height, width = config.sample_height, config.sample_width
     latents = normal(1, frames, config.in_channels, height, width)
     text = normal(1, config.max_text_seq_length, config.text_embed_dim)
-    timestep = torch.tensor([988], device=device)
+    time = torch.tensor([int(timestep)], device=device)
     rotary = None
     if config.use_rotary_positional_embeddings:
         grid = (height // config.patch_size, width // config.patch_size)
@@ -267,7 +279,7 @@ def cogvideox_call(network: CogVideoXTransformer3DModel, device: torch.device, s
         output: torch.Tensor = network(
             hidden_states=latents,
             encoder_hidden_states=text,
-            timestep=timestep,
+            timestep=time,
             image_rotary_emb=rotary,
             return_dict=False,
         )[0]
@@ -318,12 +330,12 @@ as_written: Final = in_turn()
 
 
 def patched_with(**fields: Any) -> Enter:
-    """Patched, without the guard; entering gives the report."""
+    """Patched, without the guard unless that is asked for; entering gives the report."""
 
     def enter(network: Any, backend: str) -> AbstractContextManager[object]:
         from turbo_rcm_patch import patched
 
-        return patched(network, PatchConfig(guard=False, **fields))
+        return patched(network, PatchConfig(**{"guard": False, **fields}))
 
     return enter
 
@@ -348,6 +360,21 @@ def compiled(network: Any, backend: str, *, fullgraph: bool = True) -> Iterator[
         torch._dynamo.reset()
 
 
+@contextmanager
+def compiled_in_graphs(network: Any, backend: str) -> Iterator[None]:
+    """Inside, the whole network is compiled with mode="reduce-overhead", which captures CUDA
+    graphs."""
+    torch._dynamo.reset()
+    # Other backends have no modes.
+    options = {"mode": "reduce-overhead"} if backend == "inductor" else {"backend": backend}
+    network.compile(fullgraph=True, **options)
+    try:
+        yield
+    finally:
+        network._compiled_call_impl = None
+        torch._dynamo.reset()
+
+
 def _compiled_in_pieces(network: Any, backend: str) -> AbstractContextManager[object]:
     return compiled(network, backend, fullgraph=False)
 
@@ -357,7 +384,7 @@ def _cudnn(network: Any, backend: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _sage(network: Any, backend: str) -> Iterator[None]:
+def sage_attention(network: Any, backend: str) -> Iterator[None]:
     from diffusers.models.attention_dispatch import attention_backend
 
     if not hasattr(network, "blocks"):
@@ -396,9 +423,9 @@ def variants() -> list[Variant]:
         Variant("eager cuDNN", _cudnn),
         Variant("compiled", compiled, profiled=True),
         Variant("compiled fused qkv", in_turn(_fused_qkv, compiled)),
-        Variant("eager sage", _sage),
+        Variant("eager sage", sage_attention),
         # Its CUDA build breaks the graph at every attention.
-        Variant("compiled sage", in_turn(_sage, _compiled_in_pieces)),
+        Variant("compiled sage", in_turn(sage_attention, _compiled_in_pieces)),
         Variant("patched", patched, ours=True, profiled=True),
         Variant("patched compiled", in_turn(patched, compiled), ours=True, profiled=True),
         Variant("patched fused qkv", in_turn(_fused_qkv, patched), ours=True),

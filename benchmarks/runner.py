@@ -109,6 +109,7 @@ class Plan:
         seed: Of inputs and weights.
         command: The command line, for the file.
         turbodiffusion: A checkout of TurboDiffusion, for `network`.
+        inputs: Pairs of a timestep and a seed, for `fidelity`.
     """
 
     out: Path
@@ -122,10 +123,13 @@ class Plan:
     seed: int = 0
     command: str = ""
     turbodiffusion: Path | None = None
+    inputs: int = 1
 
     def __post_init__(self) -> None:
         if self.calls is not None and self.calls < 1:
             raise ConfigError("--calls", expected="1 or more", got=str(self.calls))
+        if self.inputs < 1:
+            raise ConfigError("--inputs", expected="1 or more", got=str(self.inputs))
         if not self.limit >= 0:
             raise ConfigError("--limit", expected="seconds, 0 or more", got=str(self.limit))
         if self.out.exists() and not self.out.is_dir():

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, get_args
 
-from turbo_rcm_patch.config import Attention, Form, Impl, Linear, PatchConfig, Precision, PVDType
+from turbo_rcm_patch.config import (
+    Attention,
+    Form,
+    Impl,
+    Linear,
+    PatchConfig,
+    Precision,
+    PVDType,
+    ResidualDType,
+)
 from turbo_rcm_patch.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
 
 __all__ = ["main"]
@@ -29,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default those of the process.
 
     Returns:
-        0 on success (for `compare` and `demo`: "unchanged"), 1 for another verdict, 2 for a
-        mistake in the arguments, the model or the files, 3 for an unexpected error, 130 if
-        interrupted; see `exit_codes`.
+        0 on success (for `compare` and `demo`: "unchanged"), 4 for "similar", 1 for another
+        verdict, 2 for a mistake in the arguments, the model or the files, 3 for an unexpected
+        error, 130 if interrupted; see `exit_codes`.
     """
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
@@ -142,7 +151,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Generate 10 prompts with a shipped model: unpatched, patched, and unpatched "
         "with another exact attention. Judge the videos, then run one block of the model through "
         "the Triton kernels. Exit code 0 only if nothing visible changed and the kernels are "
-        "right, 1 if not, 2 for a mistake, 3 for an unexpected error.",
+        "right, 4 if the videos are only similar, else 1, 2 for a mistake, 3 for an unexpected "
+        "error.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "demo --out outputs/demo", "demo --model tiny-cogvideox --out outputs/cogvideox"
@@ -224,13 +234,18 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     generate = commands.add_parser(
         "generate",
         help="generate videos with the patched model",
-        description="Generate one mp4 for each prompt with the patched model.",
+        description="Generate one mp4 for each prompt with the patched model. Under torchrun "
+        "every process takes its share of the prompts, on the GPU of its number. If one of "
+        "several prompts fails, the others are still written, and the exit code is 2.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             f"generate --prompt '{_PROMPT}' --out circle.mp4",
             "generate --model PATH --sampler scheduler --steps 50 --guidance-scale 5 \\\n"
             "    --offload model --prompt 'a cat on a skateboard' --out outputs/cat",
-        ),
+            "generate --model PATH --prompts prompts.txt --out outputs/many --resume",
+        )
+        + "\n  torchrun --nproc-per-node 8 -m turbo_rcm_patch generate \\\n"
+        "      --model PATH --prompts prompts.txt --out outputs/many --resume",
     )
     _add_model(generate)
     _add_sampling(generate)
@@ -239,6 +254,12 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         default="outputs/generate",
         metavar="PATH",
         help="an .mp4 file, or a folder (default: %(default)s)",
+    )
+    generate.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep videos that are there and were made by the same command, from the same prompt "
+        "and seed. What a video was made from is written beside it, in a .json",
     )
     generate.add_argument("--no-patch", action="store_true", help="do not patch the model")
     _add_patch(generate)
@@ -251,9 +272,10 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="compare the videos before and after patching, and give a verdict",
         description="Generate every prompt three times from the same noise: unpatched, patched, "
         "and unpatched with another exact attention backend. Judge whether anything visible "
-        "changed. Writes videos, plots, metrics.json and report.html. If it was interrupted, the "
-        "same command continues. Exit code 0: unchanged, 1: changed or undecided, 2: a mistake in "
-        "the arguments, the model or the files, 3: an unexpected error, 130: interrupted.",
+        "changed. Writes videos, plots, metrics.json, report.html and report.md. If it was "
+        "interrupted, the same command continues. Exit code 0: unchanged, 4: similar, 1: changed "
+        "or undecided, 2: a mistake in the arguments, the model or the files, 3: an unexpected "
+        "error, 130: interrupted.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             f"compare --prompt '{_PROMPT}' --out outputs/circle",
@@ -469,6 +491,7 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
         ("precision", get_args(Precision), "auto: the guard may make an attention more precise"),
         ("impl", get_args(Impl), "Triton kernels or plain torch"),
         ("form", get_args(Form), "attention and projection in one launch or two"),
+        ("residual", get_args(ResidualDType), "dtype of the residual stream inside a block"),
     ):
         flag = "--pair-form" if name == "form" else f"--{name}"
         group.add_argument(
@@ -489,6 +512,14 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
         metavar="E",
         help="largest error the guard accepts, as a share of what a pair adds to its residual "
         "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--fidelity",
+        type=float,
+        default=default.fidelity,
+        metavar="R",
+        help="with --precision auto: target for the network's error, in units of the unpatched "
+        "network's (default: %(default)s)",
     )
     group.add_argument(
         "--sla-topk",

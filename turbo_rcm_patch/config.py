@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -20,6 +21,7 @@ __all__ = [
     "PatchConfig",
     "PatchOptions",
     "Precision",
+    "ResidualDType",
     "chosen_config",
     "is_number",
 ]
@@ -27,10 +29,14 @@ __all__ = [
 Attention = Literal["auto", "int8", "int4", "exact", "sage"]
 PVDType = Literal["auto", "fp8", "bf16", "fp16"]
 Precision = Literal["fixed", "auto"]
-Linear = Literal["as-is", "int8"]
+Linear = Literal["as-is", "int8", "int8-only"]
 Impl = Literal["auto", "triton", "reference"]
 Form = Literal["auto", "one-launch", "two-launch"]
+ResidualDType = Literal["fp32", "model"]
 Kind = Literal["self", "cross", "image", "feed-forward", "control"]
+
+#: How wide a residual stream is by default inside a patched block.
+RESIDUAL: Final[ResidualDType] = "fp32"
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
@@ -57,12 +63,19 @@ class PatchConfig:
             adapter) and needs no gradient. The int8 weights are kept beside the model's own, one
             byte per weight, and every forward first checks on the device whether a weight has
             changed. A compiled graph, and a CUDA graph that somebody else captures, quantises the
-            weights on every forward.
+            weights on every forward. "int8-only" runs the same and keeps the int8 weights alone:
+            patching drops the model's own, Linear by Linear, and they do not come back
+            (`keep_int8_only`). What calls such a Linear gets the product with int8 times scale.
         smooth_k: Subtract the mean over tokens from k before quantising. The softmax does not
             change.
         impl: "triton" or "reference" (plain torch). "auto" chooses by the model's device.
         form: Whether attention and output projection run in two kernel launches or in one. "auto"
             looks the shape up in a measured table.
+        residual: How wide the residual stream is between the branches of one patched block in a
+            model of a 16-bit dtype. "fp32" keeps it in fp32, computes every sum of the block in
+            fp32, and rounds once, behind the last branch; whatever is called, hooked or runs as
+            its author wrote it gets the model's dtype. "model" rounds it after every branch, as
+            the author's code does.
         kinds: Which kinds of skip pair are fused: "self" and "cross" attention, "image" (I2V's
             second attention), "feed-forward", "control" (VACE's input projection).
         guard: Compare each closed pair with its author's code on the first and the last step of
@@ -71,6 +84,14 @@ class PatchConfig:
             the guard try more exact attentions first: with 16-bit p and v, then exact with the
             skip fused after it, and only then the author's code. It needs the guard and
             attention="auto" or "int8".
+        fidelity: With precision="auto", the target for the network's error: at most so many times
+            that of the unpatched network, both to the same network in fp32. The guard estimates
+            what each pair adds to either error; a pair that adds more than its share runs some
+            heads exactly, those first that add the most, or gives int8 Linears back. The report
+            has the prediction (`report.guard.fidelity`).
+        calibration: A file of `report.save_calibration`: from the first forward on, pairs run as
+            the guard chose for this model before, whatever `precision` says. A file of other
+            weights is refused.
         guard_budget: Largest error that the guard accepts: the relative L2 of each sample, as a
             share of what the pair adds to its residual. Heads, the worst hundredth of the rows and
             the last keys may have a larger error, the input of a branch only a smaller one
@@ -93,9 +114,12 @@ class PatchConfig:
     smooth_k: bool = True
     impl: Impl = "auto"
     form: Form = "auto"
+    residual: ResidualDType = RESIDUAL
     kinds: tuple[Kind, ...] = KINDS
     guard: bool = True
     precision: Precision = "fixed"
+    fidelity: float = 1.10
+    calibration: str | os.PathLike[str] | None = None
     guard_budget: float = 0.10
     sla_topk: float = 0.1
     cuda_graphs: bool = False
@@ -112,6 +136,7 @@ class PatchConfig:
             ("linear", get_args(Linear)),
             ("impl", get_args(Impl)),
             ("form", get_args(Form)),
+            ("residual", get_args(ResidualDType)),
             ("precision", get_args(Precision)),
         ):
             value = getattr(self, field)
@@ -144,6 +169,21 @@ class PatchConfig:
                 got=repr(self.guard_budget),
                 remedy="Use guard=False to switch the guard off",
             )
+        if self.calibration is not None:
+            if not isinstance(self.calibration, str | os.PathLike):
+                raise ConfigError(
+                    "PatchConfig.calibration",
+                    expected="the path of a file, or None",
+                    got=repr(self.calibration),
+                )
+            # A configuration is hashed, compared and written to JSON.
+            object.__setattr__(self, "calibration", os.fspath(self.calibration))
+        if not is_number(self.fidelity) or not self.fidelity >= 1.0:
+            raise ConfigError(
+                "PatchConfig.fidelity",
+                expected="1.0 or more, in units of the unpatched network's error",
+                got=repr(self.fidelity),
+            )
         if not is_number(self.sla_topk) or not 0.0 < self.sla_topk <= 1.0:
             raise ConfigError(
                 "PatchConfig.sla_topk",
@@ -168,9 +208,12 @@ class PatchOptions(TypedDict, total=False):
     smooth_k: bool
     impl: Impl
     form: Form
+    residual: ResidualDType
     kinds: tuple[Kind, ...]
     guard: bool
     precision: Precision
+    fidelity: float
+    calibration: str | os.PathLike[str] | None
     guard_budget: float
     sla_topk: float
     cuda_graphs: bool

@@ -134,7 +134,7 @@ def test_an_interrupted_run_leaves_what_it_had(
     assert (tmp_path / "attention_scaling.png").is_file()
 
 
-@pytest.mark.parametrize("command", ["attention", "block", "network", "hbm"])
+@pytest.mark.parametrize("command", ["attention", "block", "network", "fidelity", "hbm"])
 def test_the_limit_is_kept_and_what_it_cuts_is_said(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +185,23 @@ def test_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < found["patched"]["error"]["relative_l2"] < forward.BROKEN
         assert case["comparison"]["16-bit linears"]["over"]["eager"] > 0
     assert (tmp_path / "network_forward.png").is_file()
+
+
+def test_fidelity(tmp_path: Path) -> None:
+    only = ["--only", "live-x8,cogvideox-2b", "--inputs", "2"]
+    peers = "exact / residual model,exact / residual fp32,int8 / residual fp32"
+    assert main(["fidelity", *MICRO_CPU, *only, "--peers", peers, "--out", str(tmp_path)]) == 0
+    cases = read(tmp_path / "fidelity.json")["cases"]
+    assert list(cases) == ["live-x8", "cogvideox-2b"]
+    for case in cases.values():
+        found = case["methods"]
+        assert list(found) == ["unpatched", *peers.split(",")]
+        assert all(one["status"] == "measured" for one in found.values())
+        assert all(len(one["errors"]) == 2 for one in found.values())
+        exact = found["exact / residual fp32"]
+        assert exact["of_unpatched"] < found["exact / residual model"]["of_unpatched"]
+        assert found["int8 / residual fp32"]["of_exact"] >= 0.95 and exact["of_exact"] == 1
+    assert cases["live-x8"]["methods"]["int8 / residual fp32"]["of_exact"] > 1.05
 
 
 def test_cogvideox(tmp_path: Path) -> None:
@@ -348,3 +365,27 @@ def test_time_over_length_has_a_row_for_every_method(tmp_path: Path) -> None:
         assert methods["patched exact"]["in_int8"] == 0.0
         assert methods["patched exact"]["error"]["relative_l2"] < 0.02
     assert (tmp_path / "time_over_length.png").stat().st_size > 10_000
+
+
+def test_seconds_a_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--only", "guidance-30-steps", "--peers", "eager,patched"]
+    assert main(["video", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 0
+    (case,) = read(tmp_path / "video.json")["cases"].values()
+    assert case["settings"]["steps"] == 2 and case["settings"]["guidance_scale"] == 5.0
+    for record in case["methods"].values():
+        assert record["status"] == "timed"
+        both = record["denoise_seconds"] + record["decode_seconds"]
+        assert both == pytest.approx(record["warm_seconds"])
+    patched = case["methods"]["patched"]
+    assert patched["fused"] == patched["pairs"] > 0
+    assert "patched" in capsys.readouterr().out
+
+
+def test_a_video_that_is_not_finite_fails_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "benchmarks.video.decode_latents", lambda *args: torch.full((1,), float("nan"))
+    )
+    only = ["--only", "rcm-4-steps", "--peers", "patched"]
+    assert main(["video", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 1

@@ -94,7 +94,7 @@ def linear() -> tuple[nn.Linear, Tensor, Tensor]:
 
 
 def product(linears: Linears, module: nn.Linear, x: Tensor) -> Tensor:
-    (made,), _ = Projection(linears, "a", (module,), x, int8=True)(None, x, x)
+    (made,), _ = Projection(linears, "a", (module,), x, x.dtype, int8=True)(None, x, x)
     return made
 
 

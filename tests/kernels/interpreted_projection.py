@@ -11,6 +11,7 @@ from turbo_rcm_patch.ops import (
     AttentionSpec,
     attention_project_skip,
     attention_skip,
+    norm_modulate,
     norm_modulate_streams,
     project_skip,
     project_skip_streams,
@@ -85,6 +86,27 @@ def test_projection(form: str, dtype: torch.dtype, cast: str) -> None:
     assert relative(out, truth) < budget
 
 
+@pytest.mark.parametrize("out", [torch.float32, torch.float16], ids=["to-fp32", "to-fp16"])
+@pytest.mark.parametrize("stream", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_a_residual_in_fp32_beside_16_bits(stream: torch.dtype, out: torch.dtype) -> None:
+    """Nothing is rounded but the result, whatever the cast policy of the 16-bit model."""
+    x, weight = torch.randn(2, 70, 72).half(), torch.randn(100, 72).half()
+    residual = 100 * torch.randn(2, 70, 100).to(stream)
+    gate = torch.randn(2, 1, 100)
+    given = {"c_out": gate, "impl": "triton", "out_dtype": out}
+    branch = F.linear(x.double(), weight.double())
+    truth = residual.double() + gate.double() * branch
+    budget = 1e-6 if out == torch.float32 else 4e-4
+    made = project_skip(x, weight, residual=residual, **given)
+    assert made.dtype == out and relative(made, truth) < budget
+    narrow = branch.half()
+    made, truth = skip(residual, narrow, **given), residual.double() + gate.double() * narrow
+    assert made.dtype == out and relative(made, truth) < budget
+    normed = norm_modulate(residual, scale=gate, impl="triton", out_dtype=out)
+    truth = F.layer_norm(residual.double(), (100,), eps=1e-6) * (1 + gate.double())
+    assert normed.dtype == out and relative(normed, truth) < budget
+
+
 @pytest.mark.parametrize("form", ["modulation", "affine"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_norm_of_several_streams(form: str, dtype: torch.dtype) -> None:
@@ -93,6 +115,9 @@ def test_norm_of_several_streams(form: str, dtype: torch.dtype) -> None:
     scale, shift = ([torch.randn(2, 1, channels) for _ in lengths] for _ in range(2))
     given = {"scale": scale, "shift": shift, "form": form, "eps": 1e-5}
     out = norm_modulate_streams(xs, **given, impl="triton")
+    other = torch.float16 if dtype == torch.float32 else torch.float32
+    converted = norm_modulate_streams(xs, **given, impl="triton", out_dtype=other)
+    assert converted.dtype == other and relative(converted, out) < 4e-4
     wide = [x.double() for x in xs]
     one = form == "modulation"
     truth = torch.cat(
@@ -112,7 +137,7 @@ def test_projection_of_several_streams(
     cast: str, library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if library:
-        monkeypatch.setattr(project_file, "LIBRARY", 1)
+        monkeypatch.setattr(project_file, "by_library", lambda x: True)
     lengths, dtype = (9, 0, 37), torch.float16
     x = torch.randn(2, 46, 3 * 72).to(dtype)[..., 72:144]
     weight, bias = torch.randn(100, 72).to(dtype), torch.randn(100).to(dtype)
@@ -121,7 +146,15 @@ def test_projection_of_several_streams(
     outs = project_skip_streams(
         x, weight, bias, residuals=residuals, c_out=gates, cast=cast, impl="triton"
     )
+    wide = project_skip_streams(
+        x, weight, bias, residuals=[r.float() for r in residuals], c_out=gates, cast=cast,
+        impl="triton", out_dtype=torch.float32,
+    )  # fmt: skip
     branch = F.linear(x.double(), weight.double(), bias.double()).split(lengths, dim=1)
+    for one, out in zip(wide, outs, strict=True):
+        assert one.dtype == torch.float32
+        if one.numel():
+            assert relative(out, one) < 1.5e-3
     for out, residual, gate, part in zip(outs, residuals, gates, branch, strict=True):
         assert out.is_contiguous() and out.shape == residual.shape
         truth = residual.double() + gate.double() * part

@@ -74,7 +74,7 @@ def test_registration(operation: str) -> None:
     call = getattr(torch.ops.turbo_rcm_patch, operation).default
     x = torch.randn(2, 5, 16, requires_grad=True)
     if operation == "norm_modulate":
-        args = (x, torch.randn(2, 1, 16), torch.randn(2, 1, 16), 1.0, 1e-6, "auto")
+        args = (x, torch.randn(2, 1, 16), torch.randn(2, 1, 16), 1.0, 1e-6, "auto", torch.bfloat16)
     else:
         args = (x, torch.randn(24, 16), torch.randn(24))
     torch.library.opcheck(call, args)

@@ -82,12 +82,21 @@ def test_registered_with_gradients() -> None:
     torch.library.opcheck(
         norm_streams.registered,
         (leaves(streams(lengths)), leaves(rows(lengths)), leaves(rows(lengths)), 1.0, 1e-5,
-         "reference"),
+         "reference", torch.float32),
     )  # fmt: skip
     x, weight, bias = leaves([torch.randn(2, 8, 16), torch.randn(24, 16), torch.randn(24)])
     torch.library.opcheck(
         project_streams.registered,
-        (x, weight, bias, leaves(streams(lengths)), leaves(rows(lengths)), "fp32", "reference"),
+        (
+            x,
+            weight,
+            bias,
+            leaves(streams(lengths)),
+            leaves(rows(lengths)),
+            "fp32",
+            "reference",
+            torch.float32,
+        ),
     )
 
 

@@ -277,8 +277,9 @@ def test_auto_precision_makes_an_attention_exact_before_it_gives_it_back() -> No
 
 
 def test_auto_precision_keeps_what_is_within_the_budget() -> None:
+    """And within the target for the network, which heads as peaked as these do not meet at 1.1."""
     model = wan()
-    report = patch_model(model, PatchConfig(precision="auto"))
+    report = patch_model(model, PatchConfig(precision="auto", fidelity=10.0))
     run(model)
     assert {record.verdict for record in report.guard} == {"kept"}
 

@@ -356,7 +356,7 @@ def test_a_captured_graph_makes_its_own_int8_weights(monkeypatch: pytest.MonkeyP
     x, linears = torch.randn(1, 4, 32), Linears(Copies("reference"))
 
     def product() -> torch.Tensor:
-        (made,), _ = Projection(linears, "a", (module,), x, int8=True)(None, x, x)
+        (made,), _ = Projection(linears, "a", (module,), x, x.dtype, int8=True)(None, x, x)
         return made
 
     monkeypatch.setattr(copies_file, "is_capturing", lambda device: True)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.patching.wan import run, wan
+from tests.ranks import on_ranks
 from turbo_rcm_patch import PatchConfig, patch_model
 
 
@@ -27,18 +23,7 @@ def decides_for_itself(rank: int) -> None:
     assert [pair.path for pair in report.pairs if pair.fused][0] == "blocks.1.attn1"
 
 
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = Path(folder, "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    try:
-        decides_for_itself(rank)
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.slow
-def test_two_ranks(tmp_path: Path) -> None:
-    if not dist.is_available():
-        pytest.skip("this torch was built without torch.distributed")
-    mp.spawn(rank_main, args=(os.fspath(tmp_path),), nprocs=2)
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_two_ranks() -> None:
+    on_ranks(2, decides_for_itself)

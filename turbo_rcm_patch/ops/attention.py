@@ -19,12 +19,13 @@ from turbo_rcm_patch.ops.checks import (
     check_out_dtype,
     check_same_device,
     check_spec,
+    refuse_exact_heads,
     rotary_parts,
     skip_parts,
 )
 from turbo_rcm_patch.ops.modes import transformed, without_autocast
 from turbo_rcm_patch.ops.reference import apart, norm_rope, split_heads
-from turbo_rcm_patch.ops.registry import attention_forward, plain_attention
+from turbo_rcm_patch.ops.registry import attention_forward, heads_forward, plain_attention
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
@@ -85,7 +86,7 @@ def attention_skip(
     """
     skip, norms = (residual, c_skip, c_out), (norm_q, norm_k, norm_q_bias, norm_k_bias)
     inputs = describe(q, k, v, spec, skip, norms, rotary, kv_lengths, out_dtype)
-    return _run(inputs)[0]
+    return _run(inputs, spec.exact_heads)[0]
 
 
 def attention_lse(
@@ -113,6 +114,7 @@ def attention_lse(
         key.
     """
     check_spec(spec)
+    refuse_exact_heads(spec, "attention_lse")
     if spec.attention == "sage":
         raise OpError(
             'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
@@ -255,18 +257,22 @@ def describe(
     )  # fmt: skip
 
 
-def _run(a: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(
+    a: AttentionInputs, exact_heads: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
     batch = a.q.shape[0]
     if batch > batches.MAX_BATCH:
         of_samples = ("q", "k", "v", "residual", "c_skip", "c_out", "kv_lengths")
 
         def run(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
             own = {name: batches.of_batch(getattr(a, name), part, batch) for name in of_samples}
-            return _run(a._replace(**own))
+            return _run(a._replace(**own), exact_heads)
 
         out, lse = batches.in_parts(batch, run)
     elif transformed() or not batch:  # no kernel has to know of an empty batch
         out, lse = plain_attention(a)
+    elif exact_heads and a.attention != "sage":
+        out, lse = heads_forward(*a, list(exact_heads)), a.q.new_empty(0)
     else:
         out, lse = attention_forward(*a)
     return out, lse

@@ -30,6 +30,7 @@ __all__ = [
     "check_weight",
     "coefficient_parts",
     "one_for_form",
+    "refuse_exact_heads",
     "rotary_parts",
     "skip_parts",
 ]
@@ -96,6 +97,17 @@ def check_float(name: str, x: torch.Tensor) -> None:
 def check_spec(spec: object) -> None:
     if not isinstance(spec, AttentionSpec):
         raise ConfigError("spec", expected="an AttentionSpec", got=type(spec).__name__)
+
+
+def refuse_exact_heads(spec: AttentionSpec, what: str) -> None:
+    """Raise where an attention cannot run some of its heads exactly."""
+    if spec.exact_heads:
+        raise ConfigError(
+            f"{what}: AttentionSpec.exact_heads",
+            expected="none",
+            got=repr(spec.exact_heads),
+            remedy='Use attention="exact", or attention_skip',
+        )
 
 
 def broadcasts(own: Sequence[int], full: Sequence[int]) -> bool:

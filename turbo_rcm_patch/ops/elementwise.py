@@ -18,6 +18,7 @@ from turbo_rcm_patch.ops.checks import (
     check_eps,
     check_float,
     check_impl,
+    check_out_dtype,
     check_same_device,
     check_tensor,
     check_weight,
@@ -41,29 +42,40 @@ __all__ = ["linear_gelu", "norm_modulate", "norm_modulate_rows"]
 
 @as_documented
 def _norm_forward(
-    x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
+    x: Tensor,
+    factor: Tensor | None,
+    offset: Tensor | None,
+    one: float,
+    eps: float,
+    impl: str,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     if resolve_impl(cast("Impl", impl), x.device) == "triton":
         from turbo_rcm_patch.kernels.portable.norm import norm_modulate as launch
 
-        return launch(x, factor, offset, one=one, eps=eps, out_dtype=x.dtype)
-    return norm_in_plain_torch(x, factor, offset, one, eps)
+        return launch(x, factor, offset, one=one, eps=eps, out_dtype=out_dtype)
+    return norm_in_plain_torch(x, factor, offset, one, eps, out_dtype)
 
 
 def norm_in_plain_torch(
-    x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float
+    x: Tensor,
+    factor: Tensor | None,
+    offset: Tensor | None,
+    one: float,
+    eps: float,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """layer_norm(x) * (one + factor) + offset in fp32, rounded once; see `norm_modulate`."""
     if one == 0.0 and factor is not None and offset is not None and _is_row(factor, offset, x):
         weight, bias = factor.flatten().float(), offset.flatten().float()
         y = F.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps)
-        return y.to(x.dtype).clone(memory_format=torch.contiguous_format)
+        return y.to(out_dtype).clone(memory_format=torch.contiguous_format)
     y = F.layer_norm(x.float(), (x.shape[-1],), eps=eps)
     if factor is not None:
         y = y * (one + factor.float())
     if offset is not None:
         y = y + offset.float()
-    return y.to(x.dtype).clone(memory_format=torch.contiguous_format)
+    return y.to(out_dtype).clone(memory_format=torch.contiguous_format)
 
 
 def _is_row(factor: Tensor, offset: Tensor, x: Tensor) -> bool:
@@ -75,14 +87,12 @@ norm_forward = Operation("turbo_rcm_patch::norm_modulate", _norm_forward)
 
 
 @norm_forward.register_fake
-def _norm_fake(
-    x: Tensor, factor: Tensor | None, offset: Tensor | None, one: float, eps: float, impl: str
-) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _norm_fake(x: Tensor, *args: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=args[-1], device=x.device)
 
 
 def _norm_setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
-    x, factor, offset, one, eps, _ = inputs
+    x, factor, offset, one, eps, *_ = inputs
     ctx.save_for_backward(x, factor)
     ctx.numbers = one, eps
     ctx.offset = None if offset is None else (offset.shape, offset.dtype)  # type: ignore[attr-defined]
@@ -119,7 +129,7 @@ def _norm_autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     x, factor = ctx.saved_tensors
     one, eps = ctx.numbers
     grads = norm_gradients(d_out, x, factor, ctx.offset, one, eps, ctx.needs_input_grad)
-    return (*grads, None, None, None)
+    return (*grads, None, None, None, None)
 
 
 norm_forward.register_autograd(_norm_autograd, setup_context=_norm_setup)
@@ -133,6 +143,7 @@ def norm_modulate(
     form: Literal["modulation", "affine"] = "modulation",
     eps: float = 1e-6,
     impl: Impl = "auto",
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute layer_norm(x) * (1 + scale) + shift, or layer_norm(x) * scale + shift, in fp32.
 
@@ -144,27 +155,33 @@ def norm_modulate(
             not.
         eps: Added to the variance.
         impl: "triton", "reference" or "auto".
+        out_dtype: dtype of the result; x's by default.
 
     Returns:
-        [B, N, C], contiguous, dtype of x.
+        [B, N, C], contiguous.
 
     Raises:
         ShapeError: x is not [B, N, C], or scale or shift does not broadcast to it.
     """
     check_impl(impl)
     check_eps(eps)
+    check_out_dtype(out_dtype)
     parts = _modulation(x, scale, shift)
     one = one_for_form(form)
     if x.shape[0] > batches.MAX_BATCH:
-        return batches.in_parts(
-            x.shape[0],
-            lambda part: norm_modulate(
-                x[part], form=form, eps=eps, impl=impl, **_named(parts, part, x)
-            ),
-        )
+
+        def run(part: slice) -> Tensor:
+            scale, shift = batches.of_batch(parts, part, x.shape[0])
+            return norm_modulate(
+                x[part], scale=scale, shift=shift, form=form, eps=eps, impl=impl,
+                out_dtype=out_dtype,
+            )  # fmt: skip
+
+        return batches.in_parts(x.shape[0], run)
+    dtype = x.dtype if out_dtype is None else out_dtype
     if transformed():
-        return norm_in_plain_torch(x, *parts, one, eps)
-    out: Tensor = norm_forward(x, *parts, one, eps, impl)
+        return norm_in_plain_torch(x, *parts, one, eps, dtype)
+    out: Tensor = norm_forward(x, *parts, one, eps, impl, dtype)
     return out
 
 
@@ -211,7 +228,8 @@ def _rows_forward(
 
         rows = launch(x, factor, offset, one=one, eps=eps)
         return rows.int8, rows.scale
-    int8, scale = quantized_rows(_norm_forward(x.float(), factor, offset, one, eps, impl))
+    normed = _norm_forward(x, factor, offset, one, eps, impl, torch.float32)
+    int8, scale = quantized_rows(normed)
     return F.pad(int8, (0, padded_channels(x.shape[2]) - x.shape[2])), scale
 
 

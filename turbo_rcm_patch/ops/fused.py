@@ -12,7 +12,7 @@ from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
 from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.attention import attention_skip, describe
-from turbo_rcm_patch.ops.checks import check_attention, check_weight
+from turbo_rcm_patch.ops.checks import check_attention, check_weight, refuse_exact_heads
 from turbo_rcm_patch.ops.dispatch import FORMS_MEASURED, choose_form, choose_inputs, quantises
 from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.operation import Operation, flattened
@@ -171,10 +171,12 @@ def attention_project_skip(
             got=repr(spec.attention),
             remedy='Use form="two-launch"',
         )
+    if form == "one-launch":
+        refuse_exact_heads(spec, 'form="one-launch"')
     skip, norms = (residual, c_skip, c_out), (norm_q, norm_k, norm_q_bias, norm_k_bias)
     # On a GPU the operation reads the table: tracing asks no device.
     looks = FORMS_MEASURED and quantises(spec.attention) and q.device.type == "cuda"
-    two = form == "auto" and not looks
+    two = bool(spec.exact_heads) or (form == "auto" and not looks)
     if two or form == "two-launch" or transformed() or not 0 < q.shape[0] <= batches.MAX_BATCH:
         branch = attention_skip(
             q, k, v, spec, norm_q=norm_q, norm_k=norm_k, norm_q_bias=norm_q_bias,

@@ -40,6 +40,7 @@ from turbo_rcm_patch.ops.checks import (
     check_norm,
     check_out_dtype,
     check_same_device,
+    refuse_exact_heads,
     rotary_parts,
 )
 from turbo_rcm_patch.ops.dispatch import decider, resolve_impl, resolve_pv, resolved
@@ -340,6 +341,7 @@ def _checked(
 ) -> tuple[Any, ...]:
     """The arguments of the registered operation."""
     check_attention(q, k, v, spec)
+    refuse_exact_heads(spec, "parallel_attention")
     if q.shape[1] != k.shape[1]:
         raise OpError(
             "parallel_attention",

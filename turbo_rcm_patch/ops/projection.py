@@ -31,7 +31,7 @@ from turbo_rcm_patch.ops.operation import Operation, flattened
 from turbo_rcm_patch.ops.reference import close_skip, project
 from turbo_rcm_patch.skip import Cast, Coefficient
 
-__all__ = ["project_skip", "skip"]
+__all__ = ["closes_apart", "project_skip", "skip"]
 
 
 #: What a schema has of words.
@@ -237,6 +237,15 @@ def _project_fake(*args: Any) -> Tensor:
     return a.x.new_empty((a.x.shape[0], a.x.shape[1], a.weight.shape[0]), dtype=a.out_dtype)
 
 
+def closes_apart(x: Tensor, impl: Impl) -> bool:
+    """Whether `project_skip` of x is a product of the library and a pass that closes the skip."""
+    if resolve_impl(impl, x.device) != "triton":
+        return False
+    from turbo_rcm_patch.kernels.portable.project import by_library
+
+    return by_library(x)
+
+
 def project_gradients(
     d_out: Tensor,
     x: Tensor,
@@ -311,8 +320,8 @@ def project_skip(
         c_skip: Float or tensor [B], [B, 1, Cout] or [B, N, Cout].
         c_out: Likewise.
         cast: "fp32": product, bias and skip are computed in fp32 and rounded once at the end.
-            (cuBLAS computes a large 16-bit product on a GPU; then the product is rounded to x's
-            dtype first.) "model": the projection and then every step of the skip is rounded to
+            (cuBLAS computes a 16-bit product on a GPU; then the product is rounded to x's dtype
+            first.) "model": the projection and then every step of the skip is rounded to
             the residual's dtype.
         impl: "triton", "reference" or "auto".
         out_dtype: dtype of the result; x's by default.

@@ -28,6 +28,7 @@ __all__ = [
     "attention_backward",
     "attention_forward",
     "gradients_of",
+    "heads_forward",
     "in_one_pass",
     "plain_attention",
     "rotated",
@@ -158,6 +159,92 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
         a.q.new_empty(a.q.shape, dtype=a.out_dtype),
         a.q.new_empty(lse_shape, dtype=torch.float32),
     )
+
+
+# --- some heads exactly --------------------------------------------------------------------------
+
+
+@as_documented
+@flattened(
+    (*_FIELDS, "exact_heads"), Tensor, AttentionInputs, {"exact_heads": Sequence[int]}
+)  # fmt: skip
+def _by_head(*args: Any) -> Tensor:
+    a = choose_inputs(AttentionInputs(*args[:-1]))
+    chosen = set(args[-1])
+    if a.attention not in QMAX:
+        whole: Tensor = _forward(*a)[0]
+        return whole
+    of_q, of_k = (a.q, a.norm_q, a.norm_q_bias), (a.k, a.norm_k, a.norm_k_bias)
+    if a.impl == "triton" and all(in_one_pass(*norm, a.heads) for norm in (of_q, of_k)):
+        q, k = (
+            rotated(x, a.heads, weight, bias, a.cos, a.sin, a.eps)
+            for x, weight, bias in (of_q, of_k)
+        )  # fmt: skip
+    else:  # The reference takes q and k unrounded, a kernel in the dtype of v.
+        dtype = torch.float32 if a.impl == "reference" else a.v.dtype
+        q, k = (x.transpose(1, 2).flatten(2).to(dtype) for x in prepared(a))
+    branch = a.q.new_empty(a.q.shape, dtype=a.v.dtype)
+    exact = [head in chosen for head in range(a.heads)]
+    for attention, marked in ((a.attention, False), ("exact", True)):
+        spans = _spans([one == marked for one in exact], a.head_dim)
+        if not spans:
+            continue
+        own = AttentionInputs(
+            _columns(q, spans), _columns(k, spans), _columns(a.v, spans), None, None, None, None,
+            None, None, None, None, None, a.kv_lengths, 1.0, 1.0, exact.count(marked), attention,
+            a.pv, a.smooth_k, a.causal, a.sm_scale, a.eps, a.impl, a.v.dtype, False,
+        )  # fmt: skip
+        made, at = _forward(*own)[0], 0
+        for first, last in spans:
+            branch[..., first:last] = made[..., at : at + last - first]
+            at += last - first
+    if not a.closes_skip:
+        return branch.to(a.out_dtype)
+    return closed(
+        a.residual, branch, a.skip_factor, a.out_factor,
+        cast="fp32", impl=cast("Any", a.impl), out_dtype=a.out_dtype,
+    )  # fmt: skip
+
+
+def _spans(chosen: Sequence[bool], dim: int) -> list[tuple[int, int]]:
+    """First and last channel of each run of chosen heads."""
+    spans: list[tuple[int, int]] = []
+    for head in (head for head, one in enumerate(chosen) if one):
+        if spans and spans[-1][1] == head * dim:
+            spans[-1] = spans[-1][0], (head + 1) * dim
+        else:
+            spans.append((head * dim, (head + 1) * dim))
+    return spans
+
+
+def _columns(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Some channels of x [B, N, C], a view where they lie side by side. No list of indices goes to
+    the device, which would wait for it."""
+    parts = [x[..., first:last] for first, last in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+heads_forward = Operation("turbo_rcm_patch::attention_by_head", _by_head)
+
+
+@heads_forward.register_fake
+def _by_head_fake(*args: Any) -> Tensor:
+    a = AttentionInputs(*args[:-1])
+    return a.q.new_empty(a.q.shape, dtype=a.out_dtype)
+
+
+def _by_head_setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
+    _setup(ctx, inputs[:-1], (output, output))
+
+
+def _by_head_autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_autograd(ctx, d_out, d_out), None)
+
+
+heads_forward.register_autograd(_by_head_autograd, setup_context=_by_head_setup)
+
+
+# --- gradients -----------------------------------------------------------------------------------
 
 
 @as_documented

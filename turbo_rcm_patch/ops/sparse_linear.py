@@ -25,6 +25,7 @@ from turbo_rcm_patch.ops.checks import (
     check_norm,
     check_out_dtype,
     check_same_device,
+    refuse_exact_heads,
     rotary_parts,
 )
 from turbo_rcm_patch.ops.dispatch import choose_inputs
@@ -210,6 +211,7 @@ def sparse_linear_attention(
         ShapeError: Shapes do not fit together.
     """
     check_attention(q, k, v, spec)
+    refuse_exact_heads(spec, "sparse_linear_attention")
     if spec.attention == "sage" or spec.causal or (spec.sm_scale or 0.0) < 0.0:
         raise ConfigError(
             "spec of sparse_linear_attention",

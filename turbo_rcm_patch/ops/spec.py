@@ -45,6 +45,9 @@ class AttentionSpec:
         sm_scale: Factor on the logits, of either sign, head_dim ** -0.5 by default.
         eps: Epsilon of the norms of q and k.
         impl: "triton", "reference", or "auto", which asks `resolve_impl`.
+        exact_heads: Heads of an attention that quantises which run exactly, ascending: they go
+            through torch's scaled_dot_product_attention, and the kernel runs over the others.
+            `attention_skip` and the two launches of `attention_project_skip` take them.
     """
 
     heads: int
@@ -55,6 +58,7 @@ class AttentionSpec:
     sm_scale: float | None = None
     eps: float = 1e-6
     impl: Impl = "auto"
+    exact_heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.heads, int) or self.heads < 1:
@@ -71,6 +75,13 @@ class AttentionSpec:
                 raise ConfigError(
                     f"AttentionSpec.{field}", expected=f"one of {choices}", got=repr(value)
                 )
+        known, ascending = range(self.heads), sorted(set(self.exact_heads))
+        if any(h not in known for h in ascending) or list(self.exact_heads) != ascending:
+            raise ConfigError(
+                "AttentionSpec.exact_heads",
+                expected=f"a tuple of heads below {self.heads}, ascending",
+                got=repr(self.exact_heads),
+            )
         scale = self.sm_scale
         if scale is not None and not (is_number(scale) and isfinite(scale)):
             raise ConfigError(

@@ -21,6 +21,7 @@ from turbo_rcm_patch.ops.checks import (
     check_eps,
     check_float,
     check_impl,
+    check_out_dtype,
     check_residual,
     check_same_device,
     check_tensor,
@@ -114,21 +115,23 @@ def _norm_streams(
     one: float,
     eps: float,
     impl: str,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     first = streams[0]
     if resolve_impl(cast("Impl", impl), first.device) != "triton":
         parts = [
-            norm_in_plain_torch(x, factor, offset, one, eps)
+            norm_in_plain_torch(x, factor, offset, one, eps, out_dtype)
             for x, factor, offset in zip(streams, factors, offsets, strict=True)
         ]
         return torch.cat(parts, dim=1)
     from turbo_rcm_patch.kernels.portable.norm import norm_modulate as launch
 
-    together = first.new_empty(first.shape[0], sum(_lengths(streams)), first.shape[-1])
+    shape = (first.shape[0], sum(_lengths(streams)), first.shape[-1])
+    together = first.new_empty(shape, dtype=out_dtype)
     rows = torch.split(together, _lengths(streams), dim=1)
     for x, factor, offset, out in zip(streams, factors, offsets, rows, strict=True):
         if x.shape[1]:
-            launch(x, factor, offset, one=one, eps=eps, out_dtype=x.dtype, out=out)
+            launch(x, factor, offset, one=one, eps=eps, out_dtype=out_dtype, out=out)
     return together
 
 
@@ -136,13 +139,14 @@ norm_streams = Operation("turbo_rcm_patch::norm_modulate_streams", _norm_streams
 
 
 @norm_streams.register_fake
-def _norm_fake(streams: list[Tensor], *args: object) -> Tensor:
+def _norm_fake(streams: list[Tensor], *args: Any) -> Tensor:
     first = streams[0]
-    return first.new_empty(first.shape[0], sum(_lengths(streams)), first.shape[-1])
+    shape = (first.shape[0], sum(_lengths(streams)), first.shape[-1])
+    return first.new_empty(shape, dtype=args[-1])
 
 
 def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    streams, factors, offsets, one, eps, _ = inputs
+    streams, factors, offsets, one, eps, *_ = inputs
     ctx.save_for_backward(*streams, *factors)
     ctx.numbers = one, eps
     ctx.offsets = [(offset.shape, offset.dtype) for offset in offsets]
@@ -164,7 +168,7 @@ def _norm_autograd(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
             strict=True,
         )
     ]
-    return (*map(list, zip(*grads, strict=True)), None, None, None)
+    return (*map(list, zip(*grads, strict=True)), None, None, None, None)
 
 
 norm_streams.register_autograd(_norm_autograd, setup_context=_norm_setup)
@@ -178,6 +182,7 @@ def norm_modulate_streams(
     form: Literal["modulation", "affine"] = "modulation",
     eps: float = 1e-6,
     impl: Impl = "auto",
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute `norm_modulate` of each stream with its own scale and shift, as one sequence.
 
@@ -188,9 +193,10 @@ def norm_modulate_streams(
         form: As in `norm_modulate`.
         eps: Added to the variance.
         impl: "triton", "reference" or "auto".
+        out_dtype: dtype of the result; that of the streams by default.
 
     Returns:
-        [B, N1 + N2 + ..., C], contiguous, dtype of the streams.
+        [B, N1 + N2 + ..., C], contiguous.
 
     Raises:
         ShapeError: The streams do not share batch and channels, or a scale or shift does not
@@ -199,6 +205,7 @@ def norm_modulate_streams(
     """
     check_impl(impl)
     check_eps(eps)
+    check_out_dtype(out_dtype)
     _check_streams("streams", streams)
     factors = _check_coefficients("scale", scale, streams)
     offsets = _check_coefficients("shift", shift, streams)
@@ -210,13 +217,15 @@ def norm_modulate_streams(
         def run(part: slice) -> Tensor:
             streams, scale, shift = batches.of_batch(each, part, batch)
             return norm_modulate_streams(
-                streams, scale=scale, shift=shift, form=form, eps=eps, impl=impl
-            )
+                streams, scale=scale, shift=shift, form=form, eps=eps, impl=impl,
+                out_dtype=out_dtype,
+            )  # fmt: skip
 
         return batches.in_parts(batch, run)
+    dtype = streams[0].dtype if out_dtype is None else out_dtype
     if transformed():
-        return _norm_streams(list(streams), factors, offsets, one, eps, "reference")
-    out: Tensor = norm_streams(list(streams), factors, offsets, one, eps, impl)
+        return _norm_streams(list(streams), factors, offsets, one, eps, "reference", dtype)
+    out: Tensor = norm_streams(list(streams), factors, offsets, one, eps, impl, dtype)
     return out
 
 
@@ -232,15 +241,16 @@ def _project_streams(
     c_out: list[Tensor],
     cast_policy: str,
     impl: str,
+    out_dtype: torch.dtype,
 ) -> list[Tensor]:
     policy = cast("Cast", cast_policy)
     if resolve_impl(cast("Impl", impl), x.device) == "triton":
         from turbo_rcm_patch.kernels.portable.project import project_skip_streams as launch
 
-        return launch(x, weight, bias, residuals, c_out, cast=policy)
+        return launch(x, weight, bias, residuals, c_out, cast=policy, out_dtype=out_dtype)
     branch = torch.split(project(x, weight, bias), _lengths(residuals), dim=1)
     return [
-        close_skip(r, part, 1.0, c, cast=policy, out_dtype=r.dtype).contiguous()
+        close_skip(r, part, 1.0, c, cast=policy, out_dtype=out_dtype).contiguous()
         for r, part, c in zip(residuals, branch, c_out, strict=True)
     ]
 
@@ -250,13 +260,13 @@ project_streams = Operation("turbo_rcm_patch::project_skip_streams", _project_st
 
 @project_streams.register_fake
 def _project_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residuals: list[Tensor], *args: object
+    x: Tensor, weight: Tensor, bias: Tensor | None, residuals: list[Tensor], *args: Any
 ) -> list[Tensor]:
-    return [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in residuals]
+    return [torch.empty(r.shape, dtype=args[-1], device=r.device) for r in residuals]
 
 
 def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weight, bias, residuals, c_out, _, _ = inputs
+    x, weight, bias, residuals, c_out, *_ = inputs
     ctx.save_for_backward(x, weight, bias, *residuals, *c_out)
 
 
@@ -283,6 +293,7 @@ def _project_autograd(ctx: Any, d_outs: list[Tensor]) -> tuple[Any, ...]:
         list(d_c_out),
         None,
         None,
+        None,
     )
 
 
@@ -298,6 +309,7 @@ def project_skip_streams(
     c_out: Sequence[Tensor],
     cast: Cast = "fp32",
     impl: Impl = "auto",
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute residual + c_out * (rows of x @ weight^T + bias) for each residual stream.
 
@@ -309,9 +321,10 @@ def project_skip_streams(
         c_out: One per residual, [B, 1, Cout] or [B, Ni, Cout], any float dtype.
         cast: As in `project_skip`.
         impl: "triton", "reference" or "auto".
+        out_dtype: dtype of the results; that of the residuals by default.
 
     Returns:
-        One [B, Ni, Cout] per residual, contiguous, dtype of the residual.
+        One [B, Ni, Cout] per residual, contiguous.
 
     Raises:
         ShapeError: The residuals' rows do not add up to those of x, or shapes do not fit.
@@ -320,6 +333,7 @@ def project_skip_streams(
     """
     check_cast(cast)
     check_impl(impl)
+    check_out_dtype(out_dtype)
     check_weight(x, weight, bias)
     _check_streams("residuals", residuals)
     check_same_device(x.device, residuals=residuals[0])
@@ -340,11 +354,13 @@ def project_skip_streams(
         def run(part: slice) -> tuple[Tensor, ...]:
             x, residuals, c_out = batches.of_batch(each, part, batch)
             return project_skip_streams(
-                x, weight, bias, residuals=residuals, c_out=c_out, cast=cast, impl=impl
-            )
+                x, weight, bias, residuals=residuals, c_out=c_out, cast=cast, impl=impl,
+                out_dtype=out_dtype,
+            )  # fmt: skip
 
         return batches.in_parts(batch, run)
+    dtype = residuals[0].dtype if out_dtype is None else out_dtype
+    given = (x, weight, bias, list(residuals), gates, cast)
     if transformed():
-        plain = _project_streams(x, weight, bias, list(residuals), gates, cast, "reference")
-        return tuple(plain)
-    return tuple(project_streams(x, weight, bias, list(residuals), gates, cast, impl))
+        return tuple(_project_streams(*given, "reference", dtype))
+    return tuple(project_streams(*given, impl, dtype))

@@ -23,7 +23,16 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.patching.plain import runs_itself, stand_in
 
-__all__ = ["Author", "Notes", "call", "nothing", "observe", "ones", "same"]
+__all__ = [
+    "Author",
+    "Notes",
+    "call",
+    "nothing",
+    "observe",
+    "observe_attention",
+    "ones",
+    "same",
+]
 
 _local = threading.local()
 
@@ -52,6 +61,13 @@ def observe(x: Any) -> None:
         notes.ours = x
 
 
+def observe_attention(operands: Any) -> None:
+    """Tell the guard what an attention in 8 bits is given: `noise.Operands`."""
+    notes: Notes | None = getattr(_local, "notes", None)
+    if notes is not None:
+        notes.operands = operands
+
+
 def quiet(module: nn.Module) -> bool:
     """Whether calling a module again changes nothing: nothing hangs on it or on what is in it."""
     return all(map(runs_itself, module.modules()))
@@ -73,6 +89,7 @@ class Notes:
         theirs: The author's.
         before: What the author's output projection gets, [B, N, H * D].
         output: The author's output projection.
+        operands: What our attention was given, where it runs in 8 bits.
         replayed: What hooked modules got from ours and would have got from the author.
     """
 
@@ -81,6 +98,7 @@ class Notes:
         self.theirs: Tensor | None = None
         self.before: Tensor | None = None
         self.output: nn.Module | None = None
+        self.operands: Any = None
         self.replayed: list[tuple[Tensor, Tensor]] = []
         self._calls: dict[int, list[_Call]] = {}
         self._branch: Callable[[], Any] | None = None

@@ -10,7 +10,8 @@ a forward that the guard checks, each branch of the plan is compared with the au
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Literal
 
@@ -39,7 +40,8 @@ from turbo_rcm_patch.patching.branches import (
 )
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard, Pair
-from turbo_rcm_patch.patching.linears import Close, Linears, StreamsClose
+from turbo_rcm_patch.patching.joined import run_joined
+from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsClose, rounded
 from turbo_rcm_patch.patching.parallel import Ranks
 from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference
 from turbo_rcm_patch.patching.state import PairState, specs_of
@@ -50,7 +52,7 @@ __all__ = ["BlockForward", "Branch"]
 #: Signatures of inputs that a block remembers to have compiled for.
 _MOST_COMPILED: Final = 64
 #: What of a pair's state decides how it runs.
-_decides = attrgetter("live", "int8", "precision")
+_decides = attrgetter("live", "int8", "precision", "exact_heads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,19 @@ class Branch:
     cast: Cast = "model"
     inner: str = ""
     output: str = ""
+
+
+class _Plan(tuple[Run, ...]):
+    """A plan that is kept.
+
+    Attributes:
+        alone: Whether it calls no module.
+    """
+
+    alone: bool
+
+    def __init__(self, runs: tuple[Run, ...]) -> None:
+        self.alone = all([run.read is not None for run in runs])
 
 
 class BlockForward:
@@ -182,44 +197,72 @@ class BlockForward:
         state, inner = self._states[name], self._states.get(branch.inner)
         like: Tensor = hidden[1] if self.streams else hidden
         mode: Mode = self._mode(branch, hidden, given) if state.live else "as-written"
+        rounding = self._rounding(branch, like.dtype)
         if mode != "ours":
-            norm = self._norm(branch, state, hidden, given, as_rows=False)
-            return CalledRun((state, inner), mode, norm, branch)
+            norm = self._norm(branch, state, hidden, given, rounding, as_rows=False)
+            return CalledRun((state, inner), mode, norm, branch, rounding)
         module = getattr(self._block, name)
 
         def norm_of(as_rows: bool) -> Norm:
-            return self._norm(branch, state, hidden, given, as_rows=as_rows)
+            return self._norm(branch, state, hidden, given, rounding, as_rows=as_rows)
 
         kind = StreamsClose if self.streams else Close
         if branch.kind == "feed-forward":
             parts = self._feed_forward(module)
             close = kind(
                 self._linears, f"{name}.2", parts.last, like,
-                int8=state.int8, cast=branch.cast, impl=config.impl,
+                int8=state.int8, cast=branch.cast, impl=config.impl, rounding=rounding,
             )  # fmt: skip
-            return FeedForwardRun(self._linears, name, parts, state, norm_of, like, close)
+            return FeedForwardRun(
+                self._linears, name, parts, state, norm_of, like, close, rounding
+            )
         modules = self._attention(branch, like, given)
         close = kind(
             self._linears, f"{name}.out", modules.out, like,
-            int8=state.int8, cast=branch.cast, impl=config.impl,
+            int8=state.int8, cast=branch.cast, impl=config.impl, rounding=rounding,
         )  # fmt: skip
         asked, few = self._specs[state.precision], None
+        if len(state.exact_heads) > 0:
+            asked = replace(asked, exact_heads=state.exact_heads)
         quantised = asked.attention in ("auto", "int8")
         if branch.kind == "cross" and quantised and config.form != "one-launch":
             few = self._specs["exact attention"]
         return AttentionRun(
             self._linears, name, modules, (state, inner), norm_of, (asked, few), like, given,
-            close, "two-launch" if self.streams else config.form,
+            close, "two-launch" if self.streams else config.form, rounding,
             self._groups() if branch.kind == "self" else None,
         )  # fmt: skip
 
+    def _rounding(self, branch: Branch, dtype: torch.dtype) -> Rounding | None:
+        """Where the residual stream is in fp32 around a branch, in a model of a 16-bit dtype.
+
+        It is rounded behind the last branch, and where the next one is its author's.
+        """
+        if self._config.residual == "model" or dtype not in (torch.bfloat16, torch.float16):
+            return None
+        live = [self._states[one.name].live for one in self._branches()]
+        at = [one.name for one in self._branches()].index(branch.name)
+        behind = at + 1 < len(live) and live[at + 1]
+        wide = behind or (at > 0 and live[at - 1])
+        out = torch.float32 if behind else dtype
+        return Rounding(dtype, out, "fp32" if wide else branch.cast)
+
     def _norm(
-        self, branch: Branch, state: PairState, hidden: Hidden, given: Given, *, as_rows: bool
+        self,
+        branch: Branch,
+        state: PairState,
+        hidden: Hidden,
+        given: Given,
+        rounding: Rounding | None,
+        *,
+        as_rows: bool,
     ) -> Norm:
         """The norm before a branch, and its modulation."""
         norm, at = getattr(self._block, branch.norm), branch.at
         if state.live and self._fused_norm(branch, hidden):
-            return FusedNorm(norm, at, self._config.impl, as_rows=as_rows and self.int8_rows)
+            return FusedNorm(
+                norm, at, self._config.impl, rounding, as_rows=as_rows and self.int8_rows
+            )
 
         def called(hidden: Tensor, given: Given) -> tuple[Tensor, Any]:
             x = given.forward.called_norm(norm, hidden)
@@ -228,16 +271,28 @@ class BlockForward:
             shift, scale, gate = given.rows[at : at + 3]
             return (x.float() * (1 + scale) + shift).type_as(hidden), gate
 
-        return CalledNorm(called)
+        return CalledNorm(called, rounding)
 
     def close_called(
-        self, branch: Branch, mode: Mode, made: Any, hidden: Any, gate: Any
+        self,
+        branch: Branch,
+        mode: Mode,
+        made: Any,
+        hidden: Any,
+        gate: Any,
+        rounding: Rounding | None,
     ) -> Hidden:
         """The skip after a branch that was called: ours, or the author's sum."""
-        cast = branch.cast
-        if mode == "called" and (cast == "fp32" or made.dtype == hidden.dtype):
+        cast, dtype = branch.cast, hidden.dtype if rounding is None else rounding.model
+        if mode == "called" and (cast == "fp32" or made.dtype == dtype):
             c_out = 1.0 if gate is None else gate
-            return ops.skip(hidden, made, 1.0, c_out, cast=cast, impl=self._config.impl)
+            if rounding is None:
+                return ops.skip(hidden, made, 1.0, c_out, cast=cast, impl=self._config.impl)
+            return ops.skip(
+                hidden, made, 1.0, c_out, cast=rounding.cast, impl=self._config.impl,
+                out_dtype=rounding.out,
+            )  # fmt: skip
+        hidden = rounded(hidden, rounding)
         if gate is None:
             return hidden + made
         if cast == "fp32":
@@ -281,7 +336,7 @@ class BlockForward:
         inputs = hidden if self.streams else (hidden, given.context)
         if plain_inference((*inputs, *given.rows[:1])):
             facts = self._facts(hidden, given)
-            plan = self._slot.get(facts, lambda: self._resolve(hidden, given), self._watch)
+            plan = self._slot.get(facts, lambda: _Plan(self._resolve(hidden, given)), self._watch)
             if plan is not None:
                 return plan, self._token(hidden, given)
         return self._resolve(hidden, given), None
@@ -317,15 +372,24 @@ class BlockForward:
             plan, token = self._planned(hidden, given)
             if token is not None and self._first:  # A compiler must not ask which is first.
                 self._compile_ahead(plan, token, hidden, given)
-            for run in plan:
-                hidden, token = run(token, hidden, given)
+            if token is None and torch.compiler.is_compiling():
+                for run in plan:
+                    hidden = run_joined(run, hidden, given)
+                return hidden
+            # Torch looks for gradients in front of every product and allocation. A plan that calls
+            # nobody's module wants none, so it passes that by.
+            alone = token is not None and getattr(plan, "alone", False)
+            with torch._C._AutoDispatchBelowAutograd() if alone else nullcontext():
+                for run in plan:
+                    hidden, token = run(token, hidden, given)
             return hidden
         if self._first:
             plan, token = self._planned(hidden, given)
             self._compile_ahead(plan, token, hidden, given)
         given, parallel = given._replace(compared=True), self._groups()
+        dtype = (hidden[1] if self.streams else hidden).dtype
         for index, branch in enumerate(self._branches()):
-            hidden = self._compared(guard, index, branch, hidden, given, author, parallel)
+            hidden = self._compared(guard, index, branch, hidden, given, author, dtype, parallel)
         return hidden
 
     def _begin_parallel(self, hidden: Hidden, guard: Guard | None) -> None:
@@ -370,12 +434,18 @@ class BlockForward:
         hidden: Hidden,
         given: Given,
         author: Callable[[str, Any, Hidden], Hidden],
+        dtype: torch.dtype,
         parallel: ContextParallel | None,
     ) -> Hidden:
-        """One pair, compared with its author's code where the guard wants that."""
+        """One pair, compared with its author's code where the guard wants that; the author's code
+        gets the residual stream in the model's dtype."""
+        seen = rounded(hidden, self._rounding(branch, dtype))
 
         def ours() -> Hidden:
-            plan, token = self._planned(hidden, given)  # A step of the guard makes another one.
+            plan, token = self._planned(seen, given)  # A step of the guard makes another one.
+            if token is not None and seen is not hidden:
+                # Another thread's guard may have made a plan that expects the rounded stream.
+                token = (token, "wide")
             return plan[index](token, hidden, given)[0]
 
         states = self._closed_together(branch, given)
@@ -386,9 +456,9 @@ class BlockForward:
             return author(branch.name, self._only(branch.name, notes, instead), x)
 
         def attention() -> Tensor | None:
-            return self._planned(hidden, given)[0][index].attention(hidden, given)
+            return self._planned(seen, given)[0][index].attention(hidden, given)
 
-        closed = guard.close(Pair(states, hidden, ours, written, attention, parallel))
+        closed = guard.close(Pair(states, seen, ours, written, attention, parallel))
         self._after_comparing(branch)
         return closed
 

@@ -26,29 +26,41 @@ from turbo_rcm_patch.ops.operation import Step
 from turbo_rcm_patch.ops.parallel import parallel_attention, parallel_sparse_linear_attention
 from turbo_rcm_patch.ops.projection import skip_forward
 from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
-from turbo_rcm_patch.ops.registry import attention_forward, in_one_pass, rotated
+from turbo_rcm_patch.ops.registry import (
+    attention_forward,
+    heads_forward,
+    in_one_pass,
+    rotated,
+)
 from turbo_rcm_patch.ops.sparse_linear import sparse_linear_forward
 from turbo_rcm_patch.ops.streams import norm_streams
-from turbo_rcm_patch.patching.author import call, observe
+from turbo_rcm_patch.patching.author import call, observe, observe_attention
 from turbo_rcm_patch.patching.blocks import Mode, note_mode
 from turbo_rcm_patch.patching.linears import (
     Close,
     Input,
     Linears,
     Projection,
+    Rounding,
     StreamsClose,
+    held_by,
     holder,
+    rounded,
     tensors_of,
 )
+from turbo_rcm_patch.patching.noise import Operands
 from turbo_rcm_patch.patching.plan import Token, after_call
 from turbo_rcm_patch.patching.state import PairState
 
 __all__ = [
     "TEXT_TOKENS",
+    "AttentionLayout",
     "AttentionModules",
     "AttentionRun",
+    "BranchOperands",
     "CalledNorm",
     "CalledRun",
+    "FeedForwardLayout",
     "FeedForwardModules",
     "FeedForwardRun",
     "FusedNorm",
@@ -90,7 +102,125 @@ class Given(NamedTuple):
     compared: bool = False
 
 
+# --- a branch as an operation --------------------------------------------------------------------
+
+
+class FeedForwardLayout(NamedTuple):
+    """How a feed-forward runs, in plain values: with its tensors, all that `joined` needs.
+
+    Attributes:
+        norm: What stands before it: "modulated", by rows of the modulation; "affine", by weights
+            of its own; or "streams", two of the first kind.
+        norm_eps: Of that norm.
+        as_rows: Whether that norm gives int8 rows.
+        cast: Of the skip.
+        model: The model's dtype.
+        out: Of the residual stream behind it; None where that has the model's dtype everywhere.
+        impl: "triton", "reference" or "auto".
+        int8: Whether its Linears are wanted in int8.
+    """
+
+    norm: str
+    norm_eps: float
+    as_rows: bool
+    cast: str
+    model: torch.dtype
+    out: torch.dtype | None
+    impl: str
+    int8: bool
+
+
+class AttentionLayout(NamedTuple):
+    """The same of an attention.
+
+    Attributes:
+        norm: As in `FeedForwardLayout`, as all that follows up to `int8`.
+        norm_eps: Likewise.
+        as_rows: Likewise.
+        cast: Likewise.
+        model: Likewise.
+        out: Likewise.
+        impl: Likewise.
+        int8: Likewise.
+        heads: H.
+        head_dim: D.
+        qkv: How many Linears make q, k and v, or q of a cross-attention.
+        kv: How many make k and v of a cross-attention.
+        image: How many make those of the image tokens.
+        attention: As in `AttentionSpec`, as all that follows up to `eps`.
+        pv: Likewise.
+        smooth_k: Likewise.
+        eps: Likewise.
+        few: Whether it is exact over few keys.
+        form: "one-launch", "two-launch" or "auto".
+        topk: Of a sparse attention, as in `Sparsity`; 0 for a dense one.
+        block_q: Likewise.
+        block_k: Likewise.
+    """
+
+    norm: str
+    norm_eps: float
+    as_rows: bool
+    cast: str
+    model: torch.dtype
+    out: torch.dtype | None
+    impl: str
+    int8: bool
+    heads: int
+    head_dim: int
+    qkv: int
+    kv: int
+    image: int
+    attention: str
+    pv: str
+    smooth_k: bool
+    eps: float
+    few: bool
+    form: str
+    topk: float
+    block_q: int
+    block_k: int
+
+
+class BranchOperands(NamedTuple):
+    """A branch that calls no module, for `joined`.
+
+    Attributes:
+        rows: Shift, scale and gate of its norm; of two streams both factors, both offsets and both
+            gates. Empty where its norm has a weight.
+        rotary: (cos, sin), or None.
+        context: What a cross-attention reads.
+        held: Weights and biases: of the Linears in the order in which they run, of the norms of q
+            and k, of the norm of the image's k, of SLA's projection, and of the norm in front.
+        layout: How it runs.
+    """
+
+    rows: tuple[Tensor, ...]
+    rotary: tuple[Tensor, Tensor] | None
+    context: Tensor | None
+    held: list[Tensor | None]
+    layout: AttentionLayout | FeedForwardLayout
+
+
 # --- norms ---------------------------------------------------------------------------------------
+
+
+class Described(NamedTuple):
+    """A norm's part of `BranchOperands`.
+
+    Attributes:
+        rows: As there.
+        held: Its weight and bias.
+        norm: As in `FeedForwardLayout`, as all that follows.
+        norm_eps: Likewise.
+        as_rows: Likewise.
+    """
+
+    rows: tuple[Tensor, ...]
+    held: list[Tensor | None]
+    norm: str
+    norm_eps: float
+    as_rows: bool = False
 
 
 class Norm(Protocol):
@@ -106,6 +236,9 @@ class Norm(Protocol):
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Input, Any, Token]:
         """The input of the branch, its gate (None for 1), and the token behind it."""
 
+    def described(self, hidden: Hidden, given: Given) -> Described | None:
+        """Its part of `BranchOperands`; None where a module is called."""
+
 
 class FusedNorm:
     """A layer norm with a factor and an offset, in one pass.
@@ -115,16 +248,20 @@ class FusedNorm:
         at: Where its shift, scale and gate begin in the rows of the block's modulation; None for
             its own weight and bias.
         impl: "triton", "reference" or "auto".
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
         as_rows: Whether it comes out as int8 rows.
     """
 
-    __slots__ = ("_as_rows", "_at", "_held", "_impl", "_norm", "_step")
+    __slots__ = ("_as_rows", "_at", "_held", "_impl", "_model", "_norm", "_step")
 
-    def __init__(self, norm: Any, at: int | None, impl: Impl, *, as_rows: bool) -> None:
+    def __init__(
+        self, norm: Any, at: int | None, impl: Impl, rounding: Rounding | None, *, as_rows: bool
+    ) -> None:
         self._norm, self._at, self._impl = norm, at, impl
         self._held = holder(norm)
         self._step = Step(rows_forward if as_rows else norm_forward)
         self._as_rows = as_rows
+        self._model = None if rounding is None else rounding.model
 
     @property
     def read(self) -> list[Tensor]:
@@ -133,22 +270,32 @@ class FusedNorm:
     def __call__(self, token: Token, hidden: Tensor, given: Given) -> tuple[Input, Any, Token]:
         at, eps, impl, gate = self._at, self._norm.eps, self._impl, None
         if token is not None:
+            how: tuple[Any, ...] = (eps, impl)
+            if not self._as_rows:
+                how += (self._model or hidden.dtype,)
             if at is None:
                 scale, shift = self._held["weight"], self._held["bias"]
                 scale = None if scale is None else scale.view(1, 1, -1)
                 shift = None if shift is None else shift.view(1, 1, -1)
-                return self._step(token, hidden, scale, shift, 0.0, eps, impl), None, token
+                return self._step(token, hidden, scale, shift, 0.0, *how), None, token
             shift, scale, gate = given.rows[at : at + 3]
-            return self._step(token, hidden, scale, shift, 1.0, eps, impl), gate, token
+            return self._step(token, hidden, scale, shift, 1.0, *how), gate, token
         form: Literal["modulation", "affine"] = "affine"
         if at is None:
             scale, shift = self._norm.weight, self._norm.bias
         else:
             form, (shift, scale, gate) = "modulation", given.rows[at : at + 3]
-        norm: Callable[..., Input] = ops.norm_modulate
+        named: Any = {"scale": scale, "shift": shift, "form": form, "eps": eps, "impl": impl}
         if self._as_rows and not _wants_gradient(hidden, scale, shift):
-            norm = ops.norm_modulate_rows
-        return norm(hidden, scale=scale, shift=shift, form=form, eps=eps, impl=impl), gate, None
+            return ops.norm_modulate_rows(hidden, **named), gate, None
+        return ops.norm_modulate(hidden, out_dtype=self._model, **named), gate, None
+
+    def described(self, hidden: Tensor, given: Given) -> Described | None:
+        at, eps = self._at, self._norm.eps
+        if at is None:
+            return Described((), held_by(self._held), "affine", eps, self._as_rows)
+        rows = tuple(given.rows[at : at + 3])
+        return Described(rows, [], "modulated", eps, self._as_rows)
 
 
 def _wants_gradient(*parts: Tensor | None) -> bool:
@@ -163,20 +310,23 @@ class StreamsNorm:
         coefficients: Gives (factor, offset, gate) of each stream.
         eps: Of the norm.
         impl: "triton", "reference" or "auto".
+        rounding: Where the residual streams are wider than the model's dtype; None for nowhere.
         plain: Whether they come from modules that are what their classes say.
     """
 
-    __slots__ = ("_coefficients", "_eps", "_impl", "_plain", "_step", "read")
+    __slots__ = ("_coefficients", "_eps", "_impl", "_model", "_plain", "_step", "read")
 
     def __init__(
         self,
         coefficients: Callable[[Given], Sequence[Sequence[Tensor]]],
         eps: float,
         impl: Impl,
+        rounding: Rounding | None,
         *,
         plain: bool,
     ) -> None:
         self._coefficients, self._eps, self._impl = coefficients, eps, impl
+        self._model = None if rounding is None else rounding.model
         self._plain = plain
         self._step = Step(_norm_two)
         #: What makes the coefficients is called, where it is not plain.
@@ -186,17 +336,25 @@ class StreamsNorm:
         self, token: Token, hidden: tuple[Tensor, ...], given: Given
     ) -> tuple[Input, Any, Token]:
         scale, shift, gates = self._coefficients(given)
-        if gates[0].dtype != hidden[0].dtype:
+        dtype = self._model or hidden[0].dtype
+        if gates[0].dtype != dtype:
             token = None  # torch will promote the streams.
         elif token is not None and not self._plain:
             token = (token, *[(x[0].shape, x[0].stride()) for x in (scale, shift, gates)])
         if token is not None:
-            x = self._step(token, *hidden, *scale, *shift, 0.0, self._eps, self._impl)
+            x = self._step(token, *hidden, *scale, *shift, 0.0, self._eps, self._impl, dtype)
         else:
             x = ops.norm_modulate_streams(
-                hidden, scale=scale, shift=shift, form="affine", eps=self._eps, impl=self._impl
-            )
+                hidden, scale=scale, shift=shift, form="affine", eps=self._eps, impl=self._impl,
+                out_dtype=self._model,
+            )  # fmt: skip
         return x, gates, token
+
+    def described(self, hidden: tuple[Tensor, ...], given: Given) -> Described | None:
+        scale, shift, gates = self._coefficients(given)
+        if gates[0].dtype != (self._model or hidden[0].dtype):
+            return None  # torch will promote the streams.
+        return Described((*scale, *shift, *gates), [], "streams", self._eps)
 
 
 def _norm_two(
@@ -209,11 +367,12 @@ def _norm_two(
     one: float,
     eps: float,
     impl: str,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """`norm_modulate_streams` of two streams with flat arguments, as `Step` takes them."""
     together: Tensor = norm_streams.body(
         [first, second], [first_factor, second_factor], [first_offset, second_offset], one, eps,
-        impl,
+        impl, out_dtype,
     )  # fmt: skip
     return together
 
@@ -223,18 +382,26 @@ class CalledNorm:
 
     Args:
         run: Gives the input of the branch and its gate.
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere. What
+            is called gets it rounded.
     """
 
-    __slots__ = ("_run",)
+    __slots__ = ("_rounding", "_run")
     read = None
 
-    def __init__(self, run: Callable[[Hidden, Given], tuple[Tensor, Any]]) -> None:
-        self._run = run
+    def __init__(
+        self, run: Callable[[Hidden, Given], tuple[Tensor, Any]], rounding: Rounding | None
+    ) -> None:
+        self._run, self._rounding = run, rounding
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Input, Any, Token]:
+        hidden = rounded(hidden, self._rounding)
         x, gate = self._run(hidden, given)
         like = hidden if isinstance(hidden, Tensor) else hidden[1]
-        return x, gate, after_call(token, like, (x,), (like.shape[2],), x.shape[1])
+        return x, gate, after_call(token, like, like.dtype, (x,), (like.shape[2],), x.shape[1])
+
+    def described(self, hidden: Hidden, given: Given) -> Described | None:
+        return None
 
 
 # --- branches ------------------------------------------------------------------------------------
@@ -256,6 +423,9 @@ class Run(Protocol):
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         """What the output projection gets, [B, N, H * D]; None where the branch is no attention
         of ours. For the guard."""
+
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        """What one operation needs to run the whole branch; None where a module is called."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -329,13 +499,14 @@ class AttentionRun:
         given: What else the block gets.
         close: Closes the skip.
         form: "one-launch", "two-launch" or "auto", of attention and projection.
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
         parallel: The ranks that share its sequence; None where it is whole.
     """
 
-    __slots__ = ("_asked", "_attend", "_attend_image", "_auto", "_biased", "_close", "_few",
-                 "_form", "_fused", "_image", "_inner", "_masked", "_modules", "_norm",
-                 "_of_context", "_of_x", "_parallel", "_readable", "_rotate", "_rotate_image",
-                 "_state", "_streams", "_width")  # fmt: skip
+    __slots__ = ("_asked", "_attend", "_attend_heads", "_attend_image", "_auto", "_biased",
+                 "_close", "_few", "_form", "_fused", "_image", "_inner", "_masked", "_model",
+                 "_modules", "_norm", "_of_context", "_of_x", "_parallel", "_readable", "_rotate",
+                 "_rotate_image", "_state", "_streams", "_width")  # fmt: skip
 
     def __init__(
         self,
@@ -349,24 +520,29 @@ class AttentionRun:
         given: Given,
         close: Close,
         form: Form,
+        rounding: Rounding | None,
         parallel: ContextParallel | None = None,
     ) -> None:
         state, self._inner = states
+        self._model = None if rounding is None else rounding.model
         assert state is not None
         self._state, self._modules, self._close = state, modules, close
         self._streams = isinstance(close, StreamsClose)
         self._width = modules.heads * modules.head_dim
         int8, cross = state.int8, len(modules.kv) > 0
         self._of_x = Projection(
-            linears, f"{name}.q" if cross else f"{name}.qkv", modules.qkv, like, int8=int8
-        )
+            linears, f"{name}.q" if cross else f"{name}.qkv", modules.qkv, like, like.dtype,
+            int8=int8,
+        )  # fmt: skip
         self._of_context = self._image = None
         if cross:
             context = given.context
             assert context is not None
-            self._of_context = Projection(linears, f"{name}.kv", modules.kv, context, int8=int8)
+            of_text = (f"{name}.kv", modules.kv, context, like.dtype)
+            self._of_context = Projection(linears, *of_text, int8=int8)
             if len(modules.image) > 0:
-                self._image = Projection(linears, "image", modules.image, context, int8=int8)
+                of_image = ("image", modules.image, context, like.dtype)
+                self._image = Projection(linears, *of_image, int8=int8)
         self._norm = norm(self._of_x.int8)
         self._fused = len(modules.kv or modules.qkv) == 1
         self._masked = given.mask is not None and not cross
@@ -376,6 +552,7 @@ class AttentionRun:
         added = len(modules.image) > 0 or modules.sparse is not None
         self._parallel = parallel
         apart = close.int8 or not close.plain or self._masked or added or parallel is not None
+        apart = apart or len(specs[0].exact_heads) > 0
         self._form: Form = "two-launch" if apart else form
         asked = specs[0]
         if asked.attention == "auto" and (
@@ -387,7 +564,8 @@ class AttentionRun:
             self._few = self._way(specs[1], like)
         #: What "auto" may become, by name; "auto" itself where a compiler traces.
         self._auto: dict[str, _Way] | None = None
-        if asked.attention == "auto" and not self._masked:
+        tracing = torch.compiler.is_compiling()
+        if asked.attention == "auto" and not self._masked and not tracing:
             exact, int8_way = (replace(asked, attention=one) for one in ("exact", "int8"))
             self._auto = {
                 "auto": self._asked,
@@ -396,6 +574,7 @@ class AttentionRun:
             }
         operation = attention_forward if modules.sparse is None else sparse_linear_forward
         self._attend, self._attend_image = Step(operation), Step(attention_forward)
+        self._attend_heads = Step(heads_forward), Step(heads_forward)
         self._rotate = Step(rotated), Step(rotated), Step(skip_forward)
         self._rotate_image = Step(rotated), Step(rotated), Step(skip_forward)
 
@@ -405,7 +584,9 @@ class AttentionRun:
             spec = replace(spec, eps=readable[2])
         how = "exact" if self._masked else spec.attention
         sparse = "sparse " * (modules.sparse is not None)
-        way = _Way(spec, modules.head_dim, f"fused with {sparse}{how} attention")
+        some = len(spec.exact_heads)
+        marked = f", {some} heads exact" if some and how != "exact" else ""
+        way = _Way(spec, modules.head_dim, f"fused with {sparse}{how} attention{marked}")
         if spec.attention == "exact" and ops.resolve_impl(spec.impl, like.device) == "triton":
             held: Any = ({}, {}) if readable is None else readable[:2]
             way.one_pass = like.shape[-1] == self._width and all(
@@ -421,7 +602,44 @@ class AttentionRun:
         called = not self._close.plain or not all([p.plain for p in projections])
         if norm is None or readable is None or called or (self._image and held is None):
             return None
-        return [*norm, *tensors_of(*readable[:2], held), *self._close.read]
+        int8 = [x for p in projections for x in p.read]
+        return [*norm, *tensors_of(*readable[:2], held), *int8, *self._close.read]
+
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        modules, readable, close, context = self._modules, self._readable, self._close, None
+        like: Tensor = hidden[1] if self._streams else hidden
+        dtype = self._model or like.dtype
+        projections = [p for p in (self._of_x, self._of_context, self._image) if p is not None]
+        if readable is None or not close.readable or not all([p.readable for p in projections]):
+            return None
+        norms = [readable[0], readable[1]]
+        if self._image is not None:
+            if modules.image_readable is None:
+                return None
+            norms.append(modules.image_readable)
+        if self._of_context is not None:
+            context = given.context
+            if context is None or context.dtype != dtype:
+                return None
+        norm = self._norm.described(hidden, given)
+        if norm is None or self._parallel is not None or len(self._asked.spec.exact_heads) > 0:
+            return None
+        spec, sparsity, sparse = self._asked.spec, modules.sparsity, modules.sparse
+        held = [x for p in projections for x in p.held]
+        held += [*close.weight, *held_by(*norms)]
+        topk, block_q, block_k = 0.0, 0, 0
+        if sparse is not None and sparsity is not None:
+            held += sparse(like.device)
+            topk, block_q, block_k = sparsity.topk, sparsity.block_q, sparsity.block_k
+        layout = AttentionLayout(
+            *norm[2:], close.cast, dtype, close.out_dtype, close.impl, self._state.int8,
+            modules.heads,
+            modules.head_dim, len(modules.qkv), len(modules.kv), len(modules.image),
+            spec.attention, spec.pv, spec.smooth_k, spec.eps, self._few is not None, self._form,
+            topk, block_q, block_k,
+        )  # fmt: skip
+        rotary = given.rotary if self._of_context is None else None
+        return BranchOperands(norm.rows, rotary, context, held + norm.held, layout)
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         """What the output projection gets, [B, N, H * D]."""
@@ -433,6 +651,7 @@ class AttentionRun:
     ) -> tuple[Hidden, Token]:
         modules, few, rotary = self._modules, self._few, given.rotary
         like: Tensor = hidden[1] if self._streams else hidden
+        dtype = self._model or like.dtype
         x, gate, token = self._norm(token, hidden, given)
         if given.compared:
             observe(x)
@@ -453,21 +672,23 @@ class AttentionRun:
             way = self._auto[self._name(way.spec, q, k, given)]
         self._note(token, way.how)
         own_q = q
-        if self._readable is None or (token is None and q.dtype != like.dtype):
+        if self._readable is None or (token is None and q.dtype != dtype):
             q, k = modules.call_norm(modules.norms[0], q), modules.call_norm(modules.norms[1], k)
             norms = _NO_NORMS
-            token = after_call(token, like, (q,), (self._width,), own_q.shape[1])
-            token = after_call(token, like, (k,), (self._width,), v.shape[1])
+            token = after_call(token, like, dtype, (q,), (self._width,), own_q.shape[1])
+            token = after_call(token, like, dtype, (k,), (self._width,), v.shape[1])
         else:
             of_q, of_k, _ = self._readable
             norms = of_q["weight"], of_k["weight"], None, None
             if self._biased:
                 norms = *norms[:2], of_q["bias"], of_k["bias"]
+        if given.compared and not self._masked and modules.sparse is None and self._image is None:
+            observe_attention(Operands(q, k, v, norms, rotary, way.spec))
         if close and self._joined(token) and way.spec.attention != "exact":
             joined = ops.attention_project_skip(
                 q, k, v, *self._close.weight, way.spec, residual=hidden,
                 c_out=1.0 if gate is None else gate, rotary=rotary, cast=self._close.cast,
-                form=self._form, **_named(norms),
+                form=self._form, out_dtype=self._close.out_dtype, **_named(norms),
             )  # fmt: skip
             return joined, token
         if self._masked:
@@ -489,16 +710,16 @@ class AttentionRun:
                 if norms[0] is not None:
                     q = modules.call_norm(modules.norms[0], own_q)
                 k, norms = modules.call_norm(modules.image_norm, k), _NO_NORMS
-                token = after_call(token, like, (q,), (self._width,), own_q.shape[1])
-                token = after_call(token, like, (k,), (self._width,), v.shape[1])
+                token = after_call(token, like, dtype, (q,), (self._width,), own_q.shape[1])
+                token = after_call(token, like, dtype, (k,), (self._width,), v.shape[1])
             out = self._dense(token, q, k, v, norms, None, way, out)
         return (self._close(token, out, hidden, gate) if close else out), token
 
     def _name(self, spec: ops.AttentionSpec, q: Tensor, k: Tensor, given: Given) -> str:
         """The attention that runs, by the length of the whole sequence."""
-        lengths = self._lengths(given)
         if self._parallel is None:
             return ops.attention_name(spec, q, k)
+        lengths = self._lengths(given)
         if lengths is None:
             return spec.attention  # The operation decides.
         total = sum(lengths)
@@ -569,6 +790,12 @@ class AttentionRun:
         if rotary is not None:
             dim = self._modules.head_dim
             cos, sin = rotary[0].reshape(-1, dim), rotary[1].reshape(-1, dim)
+        if spec.exact_heads and way.spec.attention != "exact":
+            by_head: Tensor = self._attend_heads[residual is not None](
+                token, q, k, v, residual, None, None, *norms, cos, sin, None, 1.0, 1.0,
+                *way.numbers, q.dtype, False, list(spec.exact_heads),
+            )  # fmt: skip
+            return by_head
         if not way.one_pass:
             step = self._attend if residual is None else self._attend_image
             out, _ = step(
@@ -655,9 +882,11 @@ class FeedForwardRun:
         norm: Makes the norm before it, as int8 rows or not.
         like: Of the dtype and on the device of the residual stream.
         close: Closes the skip.
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
-    __slots__ = ("_close", "_first", "_held", "_inner", "_modules", "_norm", "_state", "_streams")
+    __slots__ = ("_close", "_first", "_held", "_inner", "_model", "_modules", "_norm", "_state",
+                 "_streams")  # fmt: skip
 
     def __init__(
         self,
@@ -668,16 +897,19 @@ class FeedForwardRun:
         norm: Callable[[bool], Norm],
         like: Tensor,
         close: Close,
+        rounding: Rounding | None,
     ) -> None:
         self._modules, self._state, self._close = modules, state, close
+        self._model = None if rounding is None else rounding.model
         self._streams = isinstance(close, StreamsClose)
         self._first = self._held = None
         self._inner = getattr(modules.last[0], "in_features", -1)
         first = modules.first
         if first is not None:
             project = Projection(
-                linears, f"{name}.0", (first,), like, int8=state.int8, activation="gelu-tanh"
-            )
+                linears, f"{name}.0", (first,), like, like.dtype, int8=state.int8,
+                activation="gelu-tanh",
+            )  # fmt: skip
             if project.int8:
                 self._first = project
             elif project.plain and first.bias is not None:
@@ -688,12 +920,31 @@ class FeedForwardRun:
     def read(self) -> list[Tensor] | None:
         norm = self._norm.read
         called = self._first is None and self._held is None
-        if norm is None or called or not self._close.plain:
+        if norm is None or called or len(self._modules.between) > 0 or not self._close.plain:
             return None
-        return [*norm, *self._close.read]
+        first = [] if self._first is None else self._first.read
+        return [*norm, *first, *self._close.read]
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
+
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        close, first = self._close, self._held
+        if self._first is not None:
+            first = self._modules.first._parameters
+        if first is None or not close.readable or len(self._modules.between) > 0:
+            return None
+        if first.get("weight") is None:  # It has int8 weights alone.
+            return None
+        norm = self._norm.described(hidden, given)
+        if norm is None:
+            return None
+        dtype = self._model or (hidden[1] if self._streams else hidden).dtype
+        layout = FeedForwardLayout(
+            *norm[2:], close.cast, dtype, close.out_dtype, close.impl, self._state.int8
+        )
+        held = [*held_by(first), *close.weight, *norm.held]
+        return BranchOperands(norm.rows, None, None, held, layout)
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
         like: Tensor = hidden[1] if self._streams else hidden
@@ -704,6 +955,7 @@ class FeedForwardRun:
             note_mode(self._state, "ours")
         else:
             self._state.ran = "fused"
+        dtype = self._model or like.dtype
         h: Any = x  # int8 rows only where the first Linear is in int8
         tokens = like.shape[1] if not self._streams else hidden[0].shape[1] + like.shape[1]
         if self._first is not None:
@@ -711,14 +963,14 @@ class FeedForwardRun:
         elif self._held is None or (token is None and h.dtype != self._modules.first.weight.dtype):
             for module in self._modules.called:
                 h = call(module, h)
-            token = after_call(token, like, (h,), (self._inner,), tokens)
+            token = after_call(token, like, dtype, (h,), (self._inner,), tokens)
         elif token is None:
             h = ops.linear_gelu(h, self._modules.first.weight, self._modules.first.bias)
         else:  # A library's product, of which there is nothing to replay.
             h = gelu_forward.body(h, self._held["weight"], self._held["bias"])
         for module in self._modules.between:
             h = call(module, h)
-            token = after_call(token, like, (h,), (self._inner,), tokens)
+            token = after_call(token, like, dtype, (h,), (self._inner,), tokens)
         return self._close(token, h, hidden, gate), token
 
 
@@ -731,9 +983,10 @@ class CalledRun:
         mode: "called" or "as-written".
         norm: What stands before it.
         branch: What the block's forward calls it by.
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
-    __slots__ = ("_branch", "_mode", "_norm", "_states")
+    __slots__ = ("_branch", "_mode", "_norm", "_rounding", "_states")
     read = None
 
     def __init__(
@@ -742,25 +995,36 @@ class CalledRun:
         mode: Mode,
         norm: Norm,
         branch: Any,
+        rounding: Rounding | None,
     ) -> None:
         self._states, self._mode, self._norm, self._branch = states, mode, norm, branch
+        self._rounding = rounding
+
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        return None
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
+        rounding, mode = self._rounding, self._mode
+        if mode == "as-written":
+            hidden = rounded(hidden, rounding)
         x, gate, token = self._norm(token, hidden, given)
         if given.compared:
             observe(x)
         for state in self._states:
-            note_mode(state, self._mode)
+            note_mode(state, mode)
         made = given.forward.call_branch(self._branch, x, hidden, given)
-        closed = given.forward.close_called(self._branch, self._mode, made, hidden, gate)
+        closed = given.forward.close_called(self._branch, mode, made, hidden, gate, rounding)
         pairs: Any = ((hidden, closed),)
         if not isinstance(hidden, Tensor):
             pairs = zip(hidden, closed, strict=True)
         for stream, x in pairs:
-            token = after_call(token, stream, (x,), stream.shape[2:], stream.shape[1])
+            dtype = stream.dtype
+            if rounding is not None and mode == "called":
+                dtype = rounding.out
+            token = after_call(token, stream, dtype, (x,), stream.shape[2:], stream.shape[1])
         return closed, token
 
 
@@ -785,6 +1049,9 @@ class LinearRun:
     def read(self) -> list[Tensor] | None:
         return self._close.read if self._state.live and self._close.plain else None
 
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        return None
+
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
 
@@ -793,7 +1060,8 @@ class LinearRun:
         note_mode(self._state, "ours" if live else "as-written")
         if not live:
             written: Tensor = call(self._module, x) + hidden
-            return written, after_call(token, hidden, (written,), hidden.shape[2:], x.shape[1])
+            shape = hidden.shape[2:], x.shape[1]
+            return written, after_call(token, hidden, hidden.dtype, (written,), *shape)
         if given.compared:
             observe(x)
         return self._close(token, x, hidden, None), token

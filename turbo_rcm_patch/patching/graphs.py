@@ -315,7 +315,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _decides(state: PairState) -> tuple[object, ...]:
-    return state.live, state.int8, state.precision
+    return state.live, state.int8, state.precision, state.exact_heads
 
 
 class _Look:

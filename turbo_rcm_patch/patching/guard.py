@@ -31,7 +31,8 @@ from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.exchange import ContextParallel, told
 from turbo_rcm_patch.patching.author import Notes, nothing, ones
 from turbo_rcm_patch.patching.measure import NORM_SHARE, Measure, measure
-from turbo_rcm_patch.patching.plain import drops, plain_linear
+from turbo_rcm_patch.patching.noise import Noise, head_noise, pair_noise, quantised
+from turbo_rcm_patch.patching.plain import drops, weight_is_known
 from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
 from turbo_rcm_patch.patching.state import PairState, Step, When
 
@@ -164,6 +165,8 @@ class Guard:
     ) -> None:
         self.log = log
         self._budget = config.guard_budget
+        self._target = config.fidelity if config.precision == "auto" else None
+        self._int8_linears = config.linear == "int8"
         self._path = path
         self._steps = steps
         self._states = states
@@ -350,7 +353,9 @@ class Guard:
         Before that, what can be made more precise is: Linears that run in int8 are given back
         first, then, with precision="auto", p and v get 16 bits, then the attention is exact. The
         pair runs once more after each step; hooked modules are called again only with another
-        input.
+        input. With precision="auto" a pair within its budget may still add more to the error of
+        the network than the target allows: then some heads run exactly, or int8 Linears are given
+        back.
 
         Returns:
             What the pair comes to, as it was accepted or as its author wrote it.
@@ -367,29 +372,85 @@ class Guard:
             result = pair.ours()
         with torch.no_grad():
             reference = _Reference(pair, notes)
-        while (found := self._measured(reference, result, pair)).error > self._budget:
+        while True:
+            found = self._measured(reference, result, pair)
+            over = found.error > self._budget
+            noise = None if over else self._noise(reference, result, pair)
+            broken = None if noise is None else noise.broken
+            wanted = None if noise is None else self._finer(pair, noise)
+            if not over and broken is None and wanted is None:
+                with self._lock:
+                    self._record(when, here.step, pair, found, "kept", noise)
+                break
             with self._lock:
-                step = next((one.next_step for one in pair.states if one.next_step), None)
-                self._record(when, here.step, pair, found, step or "given back")
-                what = _STEPS[step] if step else "given back to its author's code"
-                reason = self._reason(when, here.step, what, found)
-                for state in pair.states:
-                    _log.warning("%s: %s", state.pair.path, reason)
-                    if step is None:
-                        state.give_back(reason)
-                    else:
-                        state.take(step, reason)
+                step: Step | None = None
+                if over or broken is not None:
+                    if over:
+                        step = next((one.next_step for one in pair.states if one.next_step), None)
+                    self._record(when, here.step, pair, found, step or "given back", noise)
+                    what = _STEPS[step] if step else "given back to its author's code"
+                    reason = self._reason(when, here.step, what, found)
+                    if not over and noise is not None and broken is not None:
+                        one = noise.heads[broken]
+                        reason = (
+                            f"{what} by the guard: head {broken} runs exactly and is "
+                            f"{one.error:.3g} from exact attention, where rounding is "
+                            f"{one.rounding:.3g}"
+                        )
+                    for state in pair.states:
+                        _log.warning("%s: %s", state.pair.path, reason)
+                        if step is None:
+                            state.give_back(reason)
+                        else:
+                            state.take(step, reason)
+                else:
+                    assert wanted is not None
+                    step = self._refine(pair, wanted)
+                    self._record(when, here.step, pair, found, step, noise)
+            notes.operands = None
             with notes.taken():
                 result = pair.ours()
             if step is None:
                 break
-        else:
-            with self._lock:
-                self._record(when, here.step, pair, found, "kept")
         for state in pair.states:
             state.unseen.difference_update(here.whens)
             here.done[id(state)] = when
         return result
+
+    @torch.no_grad()
+    def _noise(self, reference: _Reference, result: Branch, pair: Pair) -> Noise | None:
+        """What a pair adds to the error of the network, where a target for that decides. Ranks
+        that share a sequence run every head alike."""
+        if self._target is None or pair.parallel is not None:
+            return None
+        return reference.noise(result)
+
+    def _finer(self, pair: Pair, noise: Noise) -> tuple[int, ...] | None:
+        """The heads that have to run exactly for the target; an empty tuple where int8 Linears
+        have to be given back, None where all is well."""
+        state, target = pair.states[0], self._target
+        assert target is not None
+        projected = [s for s in self._states if s.live and s.pair.projection]
+        attentions = [s for s in projected if s.pair.kind == "self"]
+        # The author's roundings in pairs that have no 8 bits are room for those that have.
+        pairs = len(projected) / max(1, len(attentions)) if not self._int8_linears else 1.0
+        if state.int8 and noise.linears_over(target, pairs):
+            return ()
+        heads = tuple(h for h in noise.over(target, pairs) if h not in state.exact_heads)
+        return heads or None
+
+    def _refine(self, pair: Pair, heads: tuple[int, ...]) -> Step:
+        """Take a step that the target for the network asks for."""
+        target = f"the target of {self._target:g} for the network's error"
+        if not heads:
+            reason = f"{_STEPS['linears given back']} by the guard for {target}"
+            for state in pair.states:
+                state.take("linears given back", reason)
+            return "linears given back"
+        state = pair.states[0]
+        count = len({*heads, *state.exact_heads})
+        state.take_heads(heads, f"{count} heads made exact by the guard for {target}")
+        return "some heads exact"
 
     @torch.no_grad()
     def _measured(self, reference: _Reference, result: Branch, pair: Pair) -> Measure:
@@ -405,7 +466,13 @@ class Guard:
         return replace(found, error=worst, where=where)
 
     def _record(
-        self, when: When, at: int | None, pair: Pair, found: Measure, verdict: Decision
+        self,
+        when: When,
+        at: int | None,
+        pair: Pair,
+        found: Measure,
+        verdict: Decision,
+        noise: Noise | None = None,
     ) -> None:
         for state in pair.states:
             self.log.add(
@@ -422,6 +489,7 @@ class Guard:
                     head_error=found.head_error,
                     rows=found.rows,
                     row_error=found.row_error,
+                    noise=noise if state is pair.states[0] else None,
                 )
             )
 
@@ -472,8 +540,9 @@ class _Reference:
         self._weight: Tensor | None = None
         self._gates: tuple[Tensor, ...] | None = None
         self._last_keys: Tensor | None = None
+        self._ours_before: Tensor | None = None
         output = notes.output
-        if output is None or self._before is None or not plain_linear(output, self._before):
+        if output is None or self._before is None or not weight_is_known(output, self._before):
             return
         self._weight = cast("Tensor", output.weight)
         still = tuple(torch.zeros_like(x) for x in self._base)
@@ -495,8 +564,9 @@ class _Reference:
         if self._heads:
             with notes.taken():
                 before = pair.attention()
+        self._ours_before = before
         return measure(
-            _parts(result),
+            _narrowed(_parts(result), self._author),
             self._author,
             self._base,
             inputs=inputs,
@@ -508,9 +578,26 @@ class _Reference:
             last_keys=self._last_keys,
         )
 
+    def noise(self, result: Branch) -> Noise:
+        """What the pair adds to the error of its network, after `compare`."""
+        state, given, before = self._pair.states[0], self._notes.operands, self._ours_before
+        ours, heads, gates, weight = _parts(result), None, self._gates, self._weight
+        known = before is not None and gates is not None and weight is not None
+        exact = state.heads_in_16_bits
+        if known and given is not None and (exact or quantised(given)):
+            assert before is not None and gates is not None and weight is not None
+            gate = torch.cat([g.expand_as(x) for g, x in zip(gates, ours, strict=True)], 1)
+            heads = head_noise(given, before, weight, gate)
+        wide = ours[0].dtype == torch.float32 and self._author[0].dtype != torch.float32
+        return pair_noise(
+            ours, self._author, self._base, wide=wide, linears=state.int8, heads=heads,
+            exact=exact,
+        )  # fmt: skip
+
 
 _STEPS: Final[dict[Step, str]] = {
     "linears given back": "int8 Linears given back",
+    "some heads exact": "some heads made exact",
     "16-bit p and v": "p and v changed to 16 bits",
     "exact attention": "attention made exact",
 }
@@ -524,6 +611,13 @@ def _gone() -> None:
 
 def _parts(branch: Branch) -> tuple[Tensor, ...]:
     return (branch,) if isinstance(branch, Tensor) else branch
+
+
+def _narrowed(ours: tuple[Tensor, ...], author: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Our streams in the dtype of the author's, where ours are wider."""
+    return tuple(
+        x.to(y.dtype) if x.dtype == torch.float32 else x for x, y in zip(ours, author, strict=True)
+    )
 
 
 def _transformed() -> bool:

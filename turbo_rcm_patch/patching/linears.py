@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,24 +20,29 @@ from turbo_rcm_patch.config import Impl, PatchConfig
 from turbo_rcm_patch.ops.int8_linear import Activation, rows_linear_forward
 from turbo_rcm_patch.ops.int8_linear import linear_forward as int8_forward
 from turbo_rcm_patch.ops.operation import Step
-from turbo_rcm_patch.ops.projection import project_forward, skip_forward
+from turbo_rcm_patch.ops.projection import closes_apart, project_forward, skip_forward
 from turbo_rcm_patch.ops.streams import project_streams
 from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.blocks import plain_dropout
 from turbo_rcm_patch.patching.copies import Copies
-from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
+from turbo_rcm_patch.patching.int8_linear import Int8Linear, weight_dtype
+from turbo_rcm_patch.patching.plain import plain_linear, weight_is_known, why_not_plain
 from turbo_rcm_patch.patching.plan import Token, after_call
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
 
 __all__ = [
     "Close",
+    "FreshLinears",
     "Input",
     "Linears",
     "Projection",
+    "Rounding",
     "StreamsClose",
+    "held_by",
     "holder",
     "pair_state",
+    "rounded",
     "runs_int8",
     "skip_streams",
     "tensors_of",
@@ -49,17 +54,19 @@ Input = Tensor | tuple[Tensor, Tensor]
 
 def runs_int8(module: nn.Module, x: Tensor) -> bool:
     """Whether `module(x)` may run in int8 now."""
-    if x.dim() != 3 or not plain_linear(module, x):
+    if x.dim() != 3:
         return False
     linear: Any = module
-    weight, bias = linear.weight, linear.bias
-    if weight.shape[1] > ops.MAX_CHANNELS:
+    if not weight_is_known(linear, x):
         return False
-    if not torch.compiler.is_compiling() and weight.is_inference():
+    original = type(linear) is not Int8Linear
+    if original and not torch.compiler.is_compiling() and linear.weight.is_inference():
+        return False
+    if linear.in_features > ops.MAX_CHANNELS:
         return False
     if not torch.is_grad_enabled():
         return True
-    return not (weight.requires_grad or (bias is not None and bias.requires_grad))
+    return not any(p.requires_grad for p in linear._parameters.values() if p is not None)
 
 
 def why_not_int8(module: nn.Module) -> str:
@@ -67,11 +74,12 @@ def why_not_int8(module: nn.Module) -> str:
     why = why_not_plain(module)
     if why:
         return why
-    weight: Any = module.weight
-    if weight.shape[1] > ops.MAX_CHANNELS:
-        return f"its {weight.shape[1]} channels overflow an int32 sum"
+    linear: Any = module
+    if linear.in_features > ops.MAX_CHANNELS:
+        return f"its {linear.in_features} channels overflow an int32 sum"
     # What is changed in place could not be seen.
-    return "its weight was made in inference mode" if weight.is_inference() else ""
+    inference = type(linear) is not Int8Linear and linear.weight.is_inference()
+    return "its weight was made in inference mode" if inference else ""
 
 
 def pair_state(pair: SkipPair, linears: Mapping[str, nn.Module], config: PatchConfig) -> PairState:
@@ -85,20 +93,30 @@ def pair_state(pair: SkipPair, linears: Mapping[str, nn.Module], config: PatchCo
     auto = config.precision == "auto" and pair.kind != "feed-forward"
     narrow = config.pv in ("auto", "fp8")
     if config.linear == "as-is" or pair.runs == "as-written":
+        held = [name for name, module in linears.items() if type(module) is Int8Linear]
+        if held and pair.runs != "as-written":
+            why_called = f"{', '.join(held)} called: multiplied back from int8"
+            pair = replace(pair, reason="; ".join(filter(None, [pair.reason, why_called])))
         return PairState(pair, auto=auto, narrow=narrow)
     why = {name: why_not_int8(module) for name, module in linears.items()}
     chosen = tuple(name for name, reason in why.items() if not reason)
     left = [f"{name} is not in int8: {reason}" for name, reason in why.items() if reason]
     reason = "; ".join(filter(None, [pair.reason, *left]))
-    return PairState(
+    state = PairState(
         replace(pair, int8_linears=chosen, reason=reason), int8=True, auto=auto, narrow=narrow
     )
+    if config.linear == "int8-only":
+        state.originals = tuple(
+            linears[name] for name in chosen if type(linears[name]) is nn.Linear
+        )
+    return state
 
 
 class Linears:
     """Runs the Linears of one block, with the model's int8 copies of those that run in int8.
 
-    A Linear that brings an int8 weight along (`int8_weights`) runs with that one.
+    A Linear that brings an int8 weight along (`int8_weights`), or has no other (`int8_linear`),
+    runs with that one.
     """
 
     __slots__ = ("_block", "copies")
@@ -130,10 +148,50 @@ class Linears:
             key: A name for these modules within the block.
             modules: The Linears.
         """
+        if type(modules[0]) is Int8Linear:  # Which is alone, see `_together`.
+            return *modules[0].int8, modules[0].bias
         # Nothing is kept in a graph, and none of it is to know the number of its block.
         if token is None and torch.compiler.is_compiling():
             return self.copies.fresh(modules)
         return self.copies.of((self._block, key), modules)
+
+
+class FreshLinears(Linears):
+    """Quantises weights anew on every call, because it is given others every time."""
+
+    __slots__ = ()
+
+    def weights(
+        self, token: Token, key: str, modules: Sequence[Any]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.copies.fresh(modules, brought=False)
+
+
+class Rounding(NamedTuple):
+    """Where the residual stream of a block is wider than the model's dtype.
+
+    Attributes:
+        model: The model's dtype: of everything but the stream, and of the stream for whatever is
+            called or runs as its author wrote it.
+        out: Of the stream behind a branch.
+        cast: How the skip is summed: in fp32, unless the stream is in the model's dtype on both
+            sides.
+    """
+
+    model: torch.dtype
+    out: torch.dtype
+    cast: Cast
+
+
+def rounded(hidden: Any, rounding: Rounding | None) -> Any:
+    """A residual stream, or one tensor each of several, as the author's code would hold it."""
+    if rounding is None:
+        return hidden
+    if isinstance(hidden, Tensor):
+        return hidden.to(rounding.model)
+    if all([stream.dtype == rounding.model for stream in hidden]):
+        return hidden
+    return tuple([stream.to(rounding.model) for stream in hidden])
 
 
 def holder(module: Any) -> dict[str, Any]:
@@ -143,10 +201,23 @@ def holder(module: Any) -> dict[str, Any]:
     return held if "weight" in held else module._buffers
 
 
+def held_by(*held: dict[str, Any]) -> list[Tensor | None]:
+    """Weight and bias, None without one, in each of what `holder` gives."""
+    return [own.get(name) for own in held for name in ("weight", "bias")]
+
+
 def tensors_of(*held: dict[str, Any] | None) -> list[Tensor]:
     """The weights and biases in some of what `holder` gives."""
     pairs = [(own.get("weight"), own.get("bias")) for own in held if own is not None]
     return [x for pair in pairs for x in pair if x is not None]
+
+
+def _together(modules: Sequence[Any]) -> list[list[Any]]:
+    """Linears over one input that are one product: a copy may be of several, and what is there
+    already is multiplied as it is."""
+    copied = [module for module in modules if type(module) is not Int8Linear]
+    alone = [[module] for module in modules if type(module) is Int8Linear]
+    return [copied, *alone] if copied else alone
 
 
 class Projection:
@@ -158,12 +229,13 @@ class Projection:
         key: A name for these modules within the block.
         modules: Linears, or whatever stands in their places.
         like: Of the dtype and on the device of the input [B, N, K].
+        dtype: Of the result.
         int8: Whether int8 is wanted.
         activation: In the epilogue of an int8 product.
     """
 
-    __slots__ = ("_activation", "_chosen", "_key", "_linears", "_modules", "_on_rows", "_parts",
-                 "_step", "_weights", "_widths", "int8", "plain")  # fmt: skip
+    __slots__ = ("_activation", "_chosen", "_dtype", "_key", "_linears", "_modules", "_steps",
+                 "_together", "_weights", "_widths", "int8", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -171,6 +243,7 @@ class Projection:
         key: str,
         modules: Sequence[Any],
         like: Tensor,
+        dtype: torch.dtype,
         *,
         int8: bool,
         activation: Activation | None = None,
@@ -179,21 +252,36 @@ class Projection:
             linears.forget(key)
         self._linears, self._key, self._modules = linears, key, modules
         self._chosen = [module for module in modules if int8 and runs_int8(module, like)]
-        self._activation = activation
-        self._parts = None
-        if len(self._chosen) > 1:
-            self._parts = [module.out_features for module in self._chosen]
-        #: Whether one int8 product is all of it, so that the input may come as int8 rows.
+        self._activation, self._dtype = activation, dtype
+        self._together = _together(self._chosen)
+        #: Whether int8 products are all of it, so that the input may come as int8 rows.
         self.int8 = len(self._chosen) == len(modules)
         readable = [plain_linear(module, like) for module in modules]
         #: Whether nothing has to be called.
-        self.plain = all(readable) and len(self._chosen) in (0, len(modules))
+        self.plain = self.int8 or (all(readable) and not self._chosen)
         self._weights = [
             module._parameters if read else None
             for module, read in zip(modules, readable, strict=True)
         ]
         self._widths = [getattr(module, "out_features", -1) for module in modules]
-        self._step, self._on_rows = Step(int8_forward), Step(rows_linear_forward)
+        self._steps = [(Step(int8_forward), Step(rows_linear_forward)) for _ in self._together]
+
+    @property
+    def read(self) -> list[Tensor]:
+        """The tensors of int8 weights without an original, which a kernel reads."""
+        return [x for m in self._chosen if type(m) is Int8Linear for x in m.parameters()]
+
+    @property
+    def readable(self) -> bool:
+        """Whether nothing has to be called and every module has a weight to be read."""
+        return self.plain and all(
+            [own is not None and own.get("weight") is not None for own in self._weights]
+        )
+
+    @property
+    def held(self) -> list[Tensor | None]:
+        """Weight and bias of each module, where nothing has to be called."""
+        return held_by(*[own for own in self._weights if own is not None])
 
     def __call__(self, token: Token, x: Input, like: Tensor) -> tuple[Sequence[Tensor], Token]:
         """What each module makes of x, and the token behind them.
@@ -201,45 +289,53 @@ class Projection:
         Args:
             token: See `plan.signature`.
             x: [B, N, K], or int8 rows of it.
-            like: Of the dtype of the result.
+            like: Of the device and batch of the result.
         """
         chosen: list[Any] = self._chosen
         parts: Sequence[Tensor] = ()
         if chosen:
-            linears, impl, dtype = self._linears, self._linears.copies.impl, like.dtype
-            weight, scale, bias = linears.weights(token, self._key, chosen)
-            if token is None or not self.int8:
-                y = ops.int8_linear(
-                    x if isinstance(x, Tensor) else ops.Rows(*x), weight, scale, bias,
-                    activation=self._activation, impl=impl, out_dtype=dtype,
-                )  # fmt: skip
-            else:
-                # An int8 weight that a checkpoint brought along has scales of another shape.
-                step_token = (token, scale.shape, scale.stride())
-                rest = (
-                    weight, scale, bias, None, None, None, 1.0, 1.0, self._activation or "",
-                    "fp32", impl, dtype,
-                )  # fmt: skip
-                if isinstance(x, Tensor):
-                    y = self._step(step_token, x, *rest)
+            linears, impl, dtype = self._linears, self._linears.copies.impl, self._dtype
+            ours = token if self.int8 else None
+            made: dict[int, Tensor] = {}
+            for (step, on_rows), modules in zip(self._steps, self._together, strict=True):
+                weight, scale, bias = linears.weights(ours, self._key, modules)
+                if ours is None:
+                    y = ops.int8_linear(
+                        x if isinstance(x, Tensor) else ops.Rows(*x), weight, scale, bias,
+                        activation=self._activation, impl=impl, out_dtype=dtype,
+                    )  # fmt: skip
                 else:
-                    y = self._on_rows(step_token, *x, *rest)
-            parts = (y,) if self._parts is None else torch.split(y, self._parts, -1)
+                    # An int8 weight that a checkpoint brought along has scales of another shape.
+                    step_token = (ours, scale.shape, scale.stride())
+                    rest = (
+                        weight, scale, bias, None, None, None, 1.0, 1.0, self._activation or "",
+                        "fp32", impl, dtype,
+                    )  # fmt: skip
+                    if isinstance(x, Tensor):
+                        y = step(step_token, x, *rest)
+                    else:
+                        y = on_rows(step_token, *x, *rest)
+                if len(modules) == 1:
+                    made[id(modules[0])] = y
+                else:
+                    each = torch.split(y, [module.out_features for module in modules], -1)
+                    made.update(zip(map(id, modules), each, strict=True))
+            parts = [made[id(module)] for module in chosen]
             if self.int8:
                 return parts, token
         assert isinstance(x, Tensor)
         if token is not None and self.plain:
             return [F.linear(x, w["weight"], w["bias"]) for w in self._weights if w], token
         products = iter(parts)
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         for module, own in zip(self._modules, self._weights, strict=True):
             if any([module is c for c in chosen]):
-                made.append(next(products))
+                outputs.append(next(products))
             elif token is not None and own is not None:
-                made.append(F.linear(x, own["weight"], own["bias"]))
+                outputs.append(F.linear(x, own["weight"], own["bias"]))
             else:
-                made.append(call(module, x))
-        return made, after_call(token, like, made, self._widths, x.shape[1])
+                outputs.append(call(module, x))
+        return outputs, after_call(token, like, self._dtype, outputs, self._widths, x.shape[1])
 
 
 class Close:
@@ -253,10 +349,11 @@ class Close:
         int8: Whether int8 is wanted.
         cast: Of the skip.
         impl: "triton", "reference" or "auto".
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
-    __slots__ = ("_impl", "_key", "_linear", "_linears", "_modules", "_step", "_weights", "cast",
-                 "int8", "plain")  # fmt: skip
+    __slots__ = ("_apart", "_key", "_linear", "_linears", "_modules", "_rounding", "_step",
+                 "_weights", "cast", "impl", "int8", "out_dtype", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -268,23 +365,39 @@ class Close:
         int8: bool,
         cast: Cast,
         impl: Impl,
+        rounding: Rounding | None = None,
     ) -> None:
         if not int8:
             linears.forget(key)
         linear, *dropouts = modules
         self._linears, self._key = linears, key
         self._linear, self._modules = (linear,), (linear, *dropouts)
+        between = all(map(plain_dropout, dropouts))
+        self.int8 = between and int8 and runs_int8(linear, like)
         #: Whether the weight can be read.
-        self.plain = plain_linear(linear, like) and all(map(plain_dropout, dropouts))
-        self.int8 = self.plain and int8 and runs_int8(linear, like)
+        self.plain = self.int8 or (between and plain_linear(linear, like))
         self._weights = linear._parameters
-        self.cast, self._impl = cast, impl
-        self._step = Step(int8_forward if self.int8 else project_forward)
+        self.cast, self.impl = cast if rounding is None else rounding.cast, impl
+        self._rounding = rounding
+        #: Of the residual stream behind the skip, where somebody chose it.
+        self.out_dtype = None if rounding is None else rounding.out
+        #: Whether the library computes the product, of which there is nothing to replay.
+        self._apart = self.plain and not self.int8 and closes_apart(like, impl)
+        apart = skip_forward if self._apart else project_forward
+        self._step = Step(int8_forward if self.int8 else apart)
 
     @property
     def read(self) -> list[Tensor]:
         """The tensors that a kernel reads."""
-        return tensors_of(self._weights) if self.plain and not self.int8 else []
+        if self.int8:
+            linear = self._linear[0]
+            return list(linear.parameters()) if type(linear) is Int8Linear else []
+        return tensors_of(self._weights) if self.plain else []
+
+    @property
+    def readable(self) -> bool:
+        """Whether there is a weight to be read: not where int8 weights are all there is."""
+        return self.plain and self._weights.get("weight") is not None
 
     @property
     def weight(self) -> tuple[Tensor, Tensor | None]:
@@ -300,12 +413,13 @@ class Close:
         c_skip: Coefficient = 1.0,
     ) -> Tensor:
         """c_skip * residual + c_out * linear(x); a c_out of None is 1."""
-        dtype, cast, impl = x.dtype, self.cast, self._impl
-        if not self.plain or (token is None and dtype != self._modules[0].weight.dtype):
+        dtype, cast, impl = self.out_dtype or x.dtype, self.cast, self.impl
+        if not self.plain or (token is None and x.dtype != weight_dtype(self._modules[0])):
             branch = self._called(x)
             return ops.skip(
-                residual, branch, c_skip, 1.0 if c_out is None else c_out, cast=cast, impl=impl
-            )
+                residual, branch, c_skip, 1.0 if c_out is None else c_out, cast=cast, impl=impl,
+                out_dtype=self.out_dtype,
+            )  # fmt: skip
         if self.int8:
             weight, scale, bias = self._linears.weights(token, self._key, self._linear)
             if token is not None:
@@ -321,6 +435,10 @@ class Close:
                 out_dtype=dtype,
             )  # fmt: skip
         weight, bias = self._weights["weight"], self._weights["bias"]
+        if token is not None and self._apart:
+            branch = F.linear(x, weight, bias)
+            closed = self._step(token, residual, branch, None, c_out, 1.0, 1.0, cast, impl, dtype)
+            return closed
         if token is not None:
             closed = self._step(
                 token, x, weight, bias, residual, None, c_out, 1.0, 1.0, cast, impl, dtype
@@ -328,7 +446,7 @@ class Close:
             return closed
         return ops.project_skip(
             x, weight, bias, residual=residual, c_skip=c_skip,
-            c_out=1.0 if c_out is None else c_out, cast=cast, impl=impl,
+            c_out=1.0 if c_out is None else c_out, cast=cast, impl=impl, out_dtype=dtype,
         )  # fmt: skip
 
     def _called(self, x: Tensor) -> Tensor:
@@ -340,18 +458,19 @@ class Close:
 class StreamsClose(Close):
     """The same for several residual streams, whose rows follow each other in x."""
 
-    __slots__ = ("_close_both", "_skip")
+    __slots__ = ("_close_both", "_skip_both")
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._close_both = Step(_project_two)
-        self._skip = Step(skip_forward), Step(skip_forward)
+        self._close_both, self._skip_both = Step(_project_two), Step(_skip_two)
 
     def __call__(  # type: ignore[override]
         self, token: Token, x: Tensor, streams: tuple[Tensor, ...], gates: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """stream + gate * (its rows of linear(x)) for each stream."""
-        if not self.plain or (token is None and x.dtype != self._modules[0].weight.dtype):
+        dtype = self.out_dtype or x.dtype
+        one_dtype = _one_dtype(x, streams, gates, self._rounding)
+        if not self.plain or (token is None and x.dtype != weight_dtype(self._modules[0])):
             branch, token = self._called(x), None
         elif self.int8:
             weight, scale, bias = self._linears.weights(token, self._key, self._linear)
@@ -365,24 +484,29 @@ class StreamsClose(Close):
                 )  # fmt: skip
         else:
             weight, bias = self.weight
-            if token is not None and _one_dtype(x, streams, gates):
+            if token is not None and self._apart:
+                branch = F.linear(x, weight, bias)
+            elif token is not None and one_dtype:
                 both: tuple[Tensor, ...] = self._close_both(
-                    token, x, weight, bias, *streams, *gates, self.cast, self._impl
+                    token, x, weight, bias, *streams, *gates, self.cast, self.impl, dtype
                 )
                 return both
-            if _one_dtype(x, streams, gates):
+            elif one_dtype:
                 return ops.project_skip_streams(
                     x, weight, bias, residuals=streams, c_out=gates, cast=self.cast,
-                    impl=self._impl,
+                    impl=self.impl, out_dtype=dtype,
                 )  # fmt: skip
-            branch = ops.project_skip(x, weight, bias, residual=None, impl=self._impl)
+            else:
+                branch = ops.project_skip(x, weight, bias, residual=None, impl=self.impl)
+        if token is not None and one_dtype:
+            closed: tuple[Tensor, ...] = self._skip_both(
+                token, branch, *streams, *gates, self.cast, self.impl, dtype
+            )
+            return closed
         parts = torch.split(branch, [stream.shape[1] for stream in streams], dim=1)
-        if token is None or not _one_dtype(x, streams, gates):
-            return skip_streams(parts, streams, gates, cast=self.cast, impl=self._impl)
-        closed = []
-        for step, x, y, g in zip(self._skip, streams, parts, gates, strict=True):
-            closed.append(step(token, x, y, None, g, 1.0, 1.0, self.cast, self._impl, x.dtype))
-        return tuple(closed)
+        return skip_streams(
+            parts, streams, gates, cast=self.cast, impl=self.impl, rounding=self._rounding
+        )
 
 
 def skip_streams(
@@ -392,22 +516,31 @@ def skip_streams(
     *,
     cast: Cast,
     impl: Impl,
+    rounding: Rounding | None,
 ) -> tuple[Tensor, ...]:
     """stream + gate * part for each stream: a pass each, or the author's sum where torch would
     promote one of them."""
-    if not _one_dtype(parts[0], streams, gates):
+    if not _one_dtype(parts[0], streams, gates, rounding):
+        streams = rounded(streams, rounding)
         return tuple([x + g * y for x, y, g in zip(streams, parts, gates, strict=True)])
+    out_dtype = None if rounding is None else rounding.out
     return tuple(
         [
-            ops.skip(x, y, 1.0, g, cast=cast, impl=impl)
+            ops.skip(x, y, 1.0, g, cast=cast, impl=impl, out_dtype=out_dtype)
             for x, y, g in zip(streams, parts, gates, strict=True)
         ]
     )
 
 
-def _one_dtype(x: Tensor, streams: tuple[Tensor, ...], gates: tuple[Tensor, ...]) -> bool:
+def _one_dtype(
+    x: Tensor,
+    streams: tuple[Tensor, ...],
+    gates: tuple[Tensor, ...],
+    rounding: Rounding | None,
+) -> bool:
     """Whether the author's sum is in one dtype throughout."""
-    return all([other.dtype == x.dtype for other in (*streams, *gates)])
+    others = (*streams, *gates) if rounding is None else gates
+    return all([other.dtype == x.dtype for other in others])
 
 
 def _project_two(
@@ -420,10 +553,29 @@ def _project_two(
     second_gate: Tensor,
     cast: str,
     impl: str,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """`project_skip_streams` of two streams with flat arguments, as `Step` takes them."""
     return tuple(
         project_streams.body(
-            x, weight, bias, [first, second], [first_gate, second_gate], cast, impl
+            x, weight, bias, [first, second], [first_gate, second_gate], cast, impl, out_dtype
         )
+    )
+
+
+def _skip_two(
+    branch: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_gate: Tensor,
+    second_gate: Tensor,
+    cast: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """`skip` of two streams over their rows of a branch, as `Step` takes it."""
+    parts = torch.split(branch, [first.shape[1], second.shape[1]], dim=1)
+    pairs = zip((first, second), parts, (first_gate, second_gate), strict=True)
+    return tuple(
+        [skip_forward.body(x, y, None, g, 1.0, 1.0, cast, impl, out_dtype) for x, y, g in pairs]
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final, Unpack
 
 import torch
@@ -24,6 +26,7 @@ from turbo_rcm_patch.errors import (
     NotPatchedError,
     WrappedError,
 )
+from turbo_rcm_patch.patching.calibration import apply_calibration, write_calibration
 from turbo_rcm_patch.patching.find import (
     Target,
     execution_device,
@@ -33,6 +36,7 @@ from turbo_rcm_patch.patching.find import (
 )
 from turbo_rcm_patch.patching.graphs import Graphs
 from turbo_rcm_patch.patching.guard import Guard, PipelineSteps, StepContext
+from turbo_rcm_patch.patching.int8_only import drop_originals, originals_of, refuse_offloaded
 from turbo_rcm_patch.patching.parallel import (
     EnableParallelism,
     check_parallel,
@@ -60,6 +64,8 @@ __all__ = [
     "sla_as_defined",
     "unpatch_model",
 ]
+
+_log = logging.getLogger(__name__)
 
 #: Two threads may patch one model, or put it back, at once: the second finds what the first left.
 _LOCK: Final = threading.RLock()
@@ -146,8 +152,20 @@ def _install(
     _refuse_shared([plan for _, plan in planned])
     for _, plan in planned:
         check_parallel(plan.model, config)
+    dropped = originals_of([plan for _, plan in planned])
+    count = len(dropped)
+    if config.linear == "int8-only":
+        refuse_offloaded([target.module for target in targets])
+    if dropped:
+        modules = [target.module for target in targets]
+        planned.clear()  # Which holds the originals.
+        drop_originals(modules, dropped, config.impl)
+        planned = plan_all(model, config)
+    if config.calibration is not None:
+        apply_calibration(Path(config.calibration), [plan for _, plan in planned])
     log = GuardLog()
     records = [_record(model, target, plan, log) for target, plan in planned]
+    records[0].dropped = count
     for record, one in zip(records, recovered, strict=True):
         record.recovered = one
     try:
@@ -190,12 +208,17 @@ def _modules(model: object) -> Iterator[nn.Module]:
 def unpatch_model(model: object) -> None:
     """Restore a patched model or pipeline exactly as it was.
 
+    Weights that were dropped (`linear="int8-only"`) do not come back, which a warning in the log
+    says: such Linears go on with the product of int8 and scale.
+
     Raises:
         NotPatchedError: The model is not patched.
         WrappedError: Other code wrapped a patched function; nothing was changed.
     """
     with _LOCK:
-        _undo_all(_records(model, "unpatch_model"))
+        records = _records(model, "unpatch_model")
+        _undo_all(records)
+    _say_dropped(records)
 
 
 def refresh(model: object) -> None:
@@ -237,6 +260,17 @@ def _undo_all(records: list[PatchRecord]) -> None:
         leave(record.plan.model)
 
 
+def _say_dropped(records: list[PatchRecord]) -> None:
+    count = sum(record.dropped for record in records)
+    if count:
+        _log.warning(
+            "The model is unpatched, but %d Linears have int8 weights alone, because it was "
+            'patched with linear="int8-only". They multiply them back. Load the model again for '
+            "its own weights",
+            count,
+        )
+
+
 @contextmanager
 def patched(
     model: object, config: PatchConfig | None = None, **options: Unpack[PatchOptions]
@@ -249,8 +283,10 @@ def patched(
     finally:
         # By module, not by searching again: a pipeline may hold other components by now.
         with _LOCK:
-            records = [record_of(module) for module in modules]
-            _undo_all([record for record in records if record is not None])
+            found = [record_of(module) for module in modules]
+            records = [record for record in found if record is not None]
+            _undo_all(records)
+        _say_dropped(records)
 
 
 @contextmanager
@@ -416,7 +452,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         (weakref.ref(record.plan.model), record.plan.states, record.plan.boundary)
         for record in records
     ]
-    paths = [record.plan.path for record in records]
+    places = [record.plan.path for record in records]
     last_device = execution_device(records[0].plan.model)
 
     def pairs() -> list[SkipPair]:
@@ -450,10 +486,26 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         ]
 
     def parallel() -> list[str]:
-        models = [(reference(), path) for (reference, *_), path in zip(held, paths, strict=True)]
+        models = [(reference(), path) for (reference, *_), path in zip(held, places, strict=True)]
         lines = [
             (path, split_words(m, config, device()[2])) for m, path in models if m is not None
         ]
         return [f"{path}: {line}".removeprefix(": ") for path, line in lines if line]
 
-    return PatchReport(type(model).__name__, config, log, pairs, ran, device, graphs, parallel)
+    def exact() -> dict[str, tuple[int, ...]]:
+        chosen = [state for _, states, _ in held for state in states]
+        return {s.pair.path: s.heads_in_16_bits for s in chosen if s.heads_in_16_bits}
+
+    def save(path: Path) -> None:
+        models = [reference() for reference, _, _ in held]
+        known = [
+            (place, model, states)
+            for place, model, (_, states, _) in zip(places, models, held, strict=True)
+            if model is not None
+        ]
+        about = {"config": repr(config), "predicted fidelity": log.fidelity}
+        write_calibration(path, known, about)
+
+    return PatchReport(
+        type(model).__name__, config, log, pairs, ran, device, graphs, parallel, exact, save
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, count
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Final, Generic, TypeVar
 
@@ -44,6 +44,11 @@ _HOOKS: Final = (
 #: What every module has and never replaces; what is inside is looked at.
 _CONTAINERS: Final = frozenset(vars(nn.Module())) - {"training"}
 
+#: Signatures of inputs that have a number.
+_MOST_SIGNATURES: Final = 4096
+_numbers: Final[dict[Any, int]] = {}
+_count: Final = count()
+
 _T = TypeVar("_T")
 
 
@@ -52,24 +57,42 @@ def plain_inference(inputs: tuple[Any, ...]) -> bool:
     return not (torch.compiler.is_compiling() or torch.is_grad_enabled()) and runs_directly(inputs)
 
 
-def signature(*inputs: Tensor) -> tuple[Any, ...] | None:
+def signature(*inputs: Tensor) -> int | None:
     """The token of `Step` for a block's inputs: every tensor inside a plan has a shape, stride and
-    dtype that follow from theirs. None where nothing may be replayed."""
+    dtype that follow from theirs. None where nothing may be replayed.
+
+    A number stands for what the inputs look like, because every step looks its token up.
+    """
     generation = replay_token()
     if generation is None:
         return None
-    return (generation, *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs])
+    key = (
+        generation, tuple(map(_shape, inputs)), tuple(map(_stride, inputs)),
+        tuple(map(_dtype, inputs)), tuple(map(_device, inputs)),
+    )  # fmt: skip
+    number = _numbers.get(key)
+    if number is None:
+        if len(_numbers) >= _MOST_SIGNATURES:
+            _numbers.clear()  # Others get new numbers, and no number comes twice.
+        number = _numbers[key] = next(_count)
+    return number
 
 
 def after_call(
-    token: Token, like: Tensor, made: Sequence[Any], widths: Sequence[int], tokens: int
+    token: Token,
+    like: Tensor,
+    dtype: torch.dtype,
+    made: Sequence[Any],
+    widths: Sequence[int],
+    tokens: int,
 ) -> Token:
     """The token behind modules that were called: what they return may lie otherwise in memory
     every time. None where only an operation that checks its arguments may take it.
 
     Args:
         token: The one before.
-        like: Of the dtype, device and batch that they should return.
+        like: Of the device and batch that they should return.
+        dtype: That they should return.
         made: What they returned.
         widths: How many channels each should have.
         tokens: How many rows each should have.
@@ -78,7 +101,7 @@ def after_call(
         return None
     shape = (like.shape[0], tokens)
     for x, width in zip(made, widths, strict=True):
-        if type(x) is not Tensor or x.dtype is not like.dtype or x.device != like.device:
+        if type(x) is not Tensor or x.dtype is not dtype or x.device != like.device:
             return None
         if tuple(x.shape) != (*shape, width):
             return None

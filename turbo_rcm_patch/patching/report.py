@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from math import isfinite
+from math import isfinite, sqrt
+from pathlib import Path
 from typing import Final, Literal, Protocol, overload
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, quantises
+from turbo_rcm_patch.patching.noise import Noise
 from turbo_rcm_patch.patching.state import Step, When
 from turbo_rcm_patch.skip import SkipPair
 
@@ -38,13 +41,15 @@ class GuardRecord:
         budget: Largest error that is accepted.
         verdict: "kept", "given back" to the author's code, or a step towards precision after which
             the pair was compared again: "linears given back" (int8 Linears run as they are),
-            "16-bit p and v", "exact attention".
+            "some heads exact", "16-bit p and v", "exact attention".
         where: Where the error is: in a sample, rows, a head, the input of the branch, last keys.
         sample: The sample with the largest error.
         head: Its worst head, before the output projection; None where there is no attention.
         head_error: The error of that head.
         rows: Its worst rows, at most eight of them.
         row_error: The error of the worst hundredth of its rows.
+        noise: What the pair adds to the error of the network, and each head; None unless
+            precision="auto" decides by it.
     """
 
     path: str
@@ -59,9 +64,10 @@ class GuardRecord:
     head_error: float = 0.0
     rows: tuple[int, ...] = ()
     row_error: float = 0.0
+    noise: Noise | None = None
 
 
-_MORE_PRECISE: Final = ("16-bit p and v", "exact attention")
+_MORE_PRECISE: Final = ("some heads exact", "16-bit p and v", "exact attention")
 
 
 class _Guard(Protocol):
@@ -101,6 +107,17 @@ class GuardLog(Sequence[GuardRecord]):
         """Compare every fused pair on the next forward, whatever its step."""
         for guard in self._guards:
             guard.check_next()
+
+    @property
+    def fidelity(self) -> float | None:
+        """The network's error that the last comparison of each pair predicts, in units of the
+        unpatched network's; None where nothing was measured (see `noise`)."""
+        last = {r.path: r for r in self._records if r.noise is not None}
+        back = {r.path for r in self._records if r.verdict == "given back"}
+        noises = [(path, r.noise) for path, r in last.items() if r.noise is not None]
+        author = sum(noise.author for _, noise in noises)
+        ours = sum(noise.author if path in back else noise.ours for path, noise in noises)
+        return sqrt(ours / author) if author else None
 
     @property
     def unseen(self) -> list[str]:
@@ -297,6 +314,8 @@ class PatchReport:
     _device: Callable[[], tuple[str, str, str]] = field(repr=False)
     _graphs: Callable[[], list[str]] = field(repr=False)
     _parallel: Callable[[], list[str]] = field(repr=False)
+    _exact: Callable[[], dict[str, tuple[int, ...]]] = field(repr=False)
+    _save: Callable[[Path], None] = field(repr=False)
 
     def __repr__(self) -> str:
         return (
@@ -317,6 +336,30 @@ class PatchReport:
     def last_forward(self) -> dict[str, int]:
         """How many pairs ran in which way on the last forward outside a compiled graph."""
         return dict(Counter(filter(None, self._ran())))
+
+    @property
+    def exact_heads(self) -> dict[str, tuple[int, ...]]:
+        """The heads that run exactly for the target of precision="auto", by the path of their
+        attention; all heads of an attention that was made exact."""
+        return self._exact()
+
+    def save_calibration(self, path: str | os.PathLike[str]) -> None:
+        """Write how each pair runs now, for `PatchConfig(calibration=path)`, with a fingerprint of
+        the model's weights."""
+        self._save(Path(path))
+
+    @property
+    def precision_map(self) -> str:
+        """A line for each self-attention, and for others with exact heads. A head is
+        8 (int8 q and k, or what `attention` asks for) or e (exact)."""
+        exact = self.exact_heads
+        rows = [
+            (pair.path, "".join("8e"[h in exact.get(pair.path, ())] for h in range(pair.heads)))
+            for pair in self.pairs
+            if pair.fused and (pair.kind == "self" or pair.path in exact) and pair.projection
+        ]
+        width = max((len(path) for path, _ in rows), default=0)
+        return "\n".join(f"{path:{width}}  {heads}" for path, heads in rows)
 
     @property
     def cuda_graphs(self) -> list[str]:
@@ -359,12 +402,23 @@ class PatchReport:
             f"attention {attention_text}; implementation {impl} on {device}; form {config.form}",
             *self.parallel,
         ]
-        if config.linear == "int8":
+        if config.linear != "as-is":
             head[1] += "; plain Linears in int8"
+        if config.linear == "int8-only":
+            head[1] += ", without originals"
         guard = str(self.guard) if config.guard else "guard: off"
         ran = ", ".join(f"{count} {how}" for how, count in self.last_forward.items())
         last = f"last forward: {ran or 'none yet outside a compiled graph'}"
-        return "\n".join([*head, "", str(self.pairs), "", last, *self.cuda_graphs, guard])
+        lines = [*head, "", str(self.pairs), "", last, *self.cuda_graphs, guard]
+        predicted = self.guard.fidelity
+        if predicted is not None:
+            lines.append(
+                f"predicted error of the network: {predicted:.2f} of the unpatched one's, target "
+                f"{config.fidelity:g}"
+            )
+        if self.exact_heads:
+            lines += ["heads of the attentions (8: int8, e: exact)", self.precision_map]
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -381,6 +435,8 @@ class PatchReport:
             "cuda_graphs": self.cuda_graphs,
             "parallel": self.parallel,
             "not_compared": self.guard.unseen,
+            "exact_heads": {path: list(heads) for path, heads in self.exact_heads.items()},
+            "predicted_fidelity": self.guard.fidelity,
             "guard": [
                 # JSON has no infinity: None is a pair with non-finite values.
                 {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,7 @@ Precise = Literal["as asked for", "16-bit p and v", "exact attention"]
 #: Forwards on which the guard compares a pair.
 When = Literal["first", "last", "asked"]
 #: What the guard may do about a pair before it gives it back.
-Step = Literal["linears given back", "16-bit p and v", "exact attention"]
+Step = Literal["linears given back", "some heads exact", "16-bit p and v", "exact attention"]
 
 
 class PairState:
@@ -36,20 +36,25 @@ class PairState:
         live: Whether the fused path runs. A plain flag, because a forward reads it on every call.
         int8: Whether its Linears may run in int8; a plain flag too.
         precision: How its attention runs, where the guard may choose.
+        exact_heads: Heads of its attention that run exactly, ascending.
         unseen: Forwards on which the guard has yet to compare it.
+        originals: Its Linears that are to be dropped; none in a patched model.
         ran: How it ran on the last forward outside a compiled graph, "" before the first.
     """
 
-    __slots__ = ("_reason", "_steps", "int8", "live", "pair", "precision", "ran", "unseen")
+    __slots__ = ("_linears", "_reason", "_steps", "exact_heads", "int8", "live", "originals",
+                 "pair", "precision", "ran", "unseen")  # fmt: skip
 
     def __init__(
         self, pair: SkipPair, *, int8: bool = False, auto: bool = False, narrow: bool = True
     ) -> None:
         self.pair = pair
         self.live = pair.fused
-        self.int8 = int8 and pair.fused
+        self.int8 = self._linears = int8 and pair.fused
         self.precision: Precise = "as asked for"
+        self.exact_heads: tuple[int, ...] = ()
         self.unseen: set[When] = {"first", "last"}
+        self.originals: tuple[nn.Module, ...] = ()
         self.ran = ""
         self._reason = ""
         self._steps: list[Step] = ["linears given back"] if self.int8 else []
@@ -85,8 +90,54 @@ class PairState:
         self._reason = reason
         if step == "linears given back":
             self.int8 = False
-        else:
+        elif step != "some heads exact":
             self.precision = step
+        self.pair = self.shown(self.pair)
+
+    @property
+    def heads_in_16_bits(self) -> tuple[int, ...]:
+        """The heads that the guard had run exactly, all of them where the attention is."""
+        whole = self.live and self.precision == "exact attention"
+        return tuple(range(self.pair.heads)) if whole else self.exact_heads * self.live
+
+    @property
+    def chosen(self) -> dict[str, object]:
+        """What was chosen since it was patched, for a calibration; empty if nothing was."""
+        found: dict[str, object] = {}
+        if not self.live:
+            return found
+        if self.exact_heads:
+            found["exact_heads"] = list(self.exact_heads)
+        if self.precision != "as asked for":
+            found["precision"] = self.precision
+        if not self.int8 and self._linears:
+            found["linears given back"] = True
+        return found
+
+    def choose(self, chosen: Mapping[str, Any], reason: str) -> None:
+        """Run as a calibration says from now on."""
+        if not self.live or not chosen:
+            return
+        self._reason = reason
+        self.exact_heads = tuple(sorted(set(chosen.get("exact_heads", ()))))
+        self.precision = chosen.get("precision", "as asked for")
+        if chosen.get("linears given back"):
+            self.int8 = False
+        self._steps = [
+            step
+            for step in self._steps
+            if step not in ("linears given back" if not self.int8 else "", self.precision)
+        ]
+        self.pair = self.shown(self.pair)
+
+    def take_heads(self, heads: Collection[int], reason: str) -> None:
+        """Run these heads exactly from now on, beside those that do; all of them are an exact
+        attention."""
+        marked = tuple(sorted({*self.exact_heads, *heads}))
+        if len(marked) == self.pair.heads and "exact attention" in self._steps:
+            self.take("exact attention", reason)
+            return
+        self.exact_heads, self._reason = marked, reason
         self.pair = self.shown(self.pair)
 
     def shown(self, fresh: SkipPair) -> SkipPair:
@@ -96,8 +147,8 @@ class PairState:
         if not self._reason:
             return fresh
         linears = fresh.int8_linears if self.int8 else ()
-        exact = self.precision == "exact attention" and fresh.runs == "one-launch"
-        runs: Residual = "two-launch" if exact else fresh.runs
+        apart = self.precision == "exact attention" or self.exact_heads
+        runs: Residual = "two-launch" if apart and fresh.runs == "one-launch" else fresh.runs
         return replace(fresh, runs=runs, reason=self._reason, int8_linears=linears)
 
 

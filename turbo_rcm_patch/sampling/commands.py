@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
+from contextlib import nullcontext
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
+from turbo_rcm_patch import __version__
 from turbo_rcm_patch.checkpoints.convert import convert_pipeline, convert_transformer
 from turbo_rcm_patch.checkpoints.folder import Written
 from turbo_rcm_patch.checkpoints.stored import write_checkpoint
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.exit_codes import CHANGED, INTERRUPTED, OK
+from turbo_rcm_patch.exit_codes import INTERRUPTED, OK, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.output import check_writable
 from turbo_rcm_patch.patching import find_pairs, patched
@@ -22,7 +24,8 @@ from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.sampling import comparison, generation
 from turbo_rcm_patch.sampling.families import VideoPipeline
 from turbo_rcm_patch.sampling.generation import settings_for
-from turbo_rcm_patch.sampling.load import load_pipeline, load_skeleton
+from turbo_rcm_patch.sampling.load import first_line, load_pipeline, load_skeleton
+from turbo_rcm_patch.sampling.many import Ranks, is_made, note_made, ranks_here
 from turbo_rcm_patch.sampling.progress import Progress, bars
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.store import Store, check_out
@@ -33,8 +36,8 @@ __all__ = ["compare", "convert", "generate", "pairs", "support"]
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Write one mp4 per prompt."""
-    prompts, config = _prompts(arguments), _config(arguments)
+    """Write one mp4 per prompt; under torchrun every process writes its share."""
+    prompts, config, ranks = _prompts(arguments), _config(arguments), ranks_here()
     out = Path(arguments.out).expanduser()
     if out.suffix and len(prompts) > 1:
         raise SamplingError(
@@ -47,16 +50,51 @@ def generate(arguments: argparse.Namespace) -> int:
     # What would fail at the end fails before a model is loaded.
     check_writable(out if out.suffix else out / f"{Store.key(prompts[0], arguments.seed)}.mp4")
     find_ffmpeg()
-    pipe = _load(arguments)
+    mine = [(prompt, arguments.seed + i) for i, prompt in ranks.share(list(enumerate(prompts)))]
+    try:
+        _write_share(arguments, config, mine, ranks, out)
+    except SamplingError:
+        ranks.wait()
+        raise
+    ranks.wait()
+    return OK
+
+
+def _write_share(
+    arguments: argparse.Namespace,
+    config: PatchConfig,
+    work: list[tuple[str, int]],
+    ranks: Ranks,
+    out: Path,
+) -> None:
+    """The videos of one process."""
+    if not work:
+        print(f"rank {ranks.rank} of {ranks.world}: no prompt is left for it")
+        return
+    pipe = _load(arguments, ranks.device(arguments.device))
     settings = _settings(pipe, arguments)
+    identity = {
+        "made by": f"turbo_rcm_patch {__version__}",
+        "model": str(arguments.model),
+        "dtype": arguments.dtype,
+        "patch": None if arguments.no_patch else asdict(config),
+        "settings": settings.as_dict(),
+    }
+    shown = bars() if ranks.rank == 0 else nullcontext(_silent)
     if arguments.no_patch:
         _say_dense(pipe)
-        _write_videos(pipe, prompts, settings, arguments.seed, out)
-        return OK
+        with shown as progress:
+            _write_videos(pipe, work, settings, out, identity, arguments.resume, progress)
+        return
     with patched(pipe, config) as report:
-        _write_videos(pipe, prompts, settings, arguments.seed, out)
-        print(report)
-    return OK
+        with shown as progress:
+            _write_videos(pipe, work, settings, out, identity, arguments.resume, progress)
+        if ranks.rank == 0:
+            print(report)
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Progress of which nobody is told."""
 
 
 def _say_dense(pipe: VideoPipeline) -> None:
@@ -68,22 +106,55 @@ def _say_dense(pipe: VideoPipeline) -> None:
 
 
 def _write_videos(
-    pipe: VideoPipeline, prompts: list[str], settings: Settings, first_seed: int, out: Path
+    pipe: VideoPipeline,
+    work: list[tuple[str, int]],
+    settings: Settings,
+    out: Path,
+    about: dict[str, object],
+    resume: bool,
+    progress: Progress,
 ) -> None:
-    total = settings.steps * len(prompts)
-    with bars() as progress:
-        for i, prompt in enumerate(prompts):
+    """Write the video of each prompt and seed. Of several, one that fails costs the others
+    nothing.
 
-            def on_step(step: int, steps: int, before: int = i * settings.steps) -> None:
-                progress("generate", before + step, total)
+    Raises:
+        SamplingError: Some failed; the others are written.
+    """
+    total, failed = settings.steps * len(work), []
+    for i, (prompt, seed) in enumerate(work):
 
-            seed = first_seed + i
+        def on_step(step: int, steps: int, before: int = i * settings.steps) -> None:
+            progress("generate", before + step, total)
+
+        path = out if out.suffix else out / f"{Store.key(prompt, seed)}.mp4"
+        identity = {"prompt": prompt, "seed": seed, **about}
+        if resume and is_made(path, identity):
+            print(f"{path}  was there")
+            on_step(settings.steps, settings.steps)
+            continue
+        try:
             video = generation.generate(
                 pipe, prompt, seed=seed, settings=settings, on_step=on_step
             )
-            path = out if out.suffix else out / f"{Store.key(prompt, seed)}.mp4"
             write_mp4(enlarge(video.frames), path, settings.fps)
-            print(f"{path}  {video.seconds:.2f} s, and {video.decode_seconds:.2f} s to decode")
+            if resume or not out.suffix:
+                note_made(path, identity)
+        except Exception as error:
+            if len(work) == 1:
+                raise
+            failed.append(prompt)
+            why = first_line(error)
+            print(f"failed: {prompt!r} (seed {seed}): {why}", file=sys.stderr, flush=True)
+            continue
+        print(f"{path}  {video.seconds:.2f} s, and {video.decode_seconds:.2f} s to decode")
+    if failed:
+        raise SamplingError(
+            f"{len(failed)} of {len(work)} prompts failed",
+            expected="a video of each",
+            got=f"none of {', '.join(map(repr, failed[:3]))}" + (", ..." if failed[3:] else ""),
+            remedy="The reasons are above. The same command with --resume makes only what is "
+            "missing",
+        )
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -116,7 +187,7 @@ def compare(arguments: argparse.Namespace) -> int:
         )
         return INTERRUPTED
     print(found)
-    return OK if found.verdict == "unchanged" else CHANGED
+    return of_verdict(found.verdict)
 
 
 def pairs(arguments: argparse.Namespace) -> int:
@@ -190,8 +261,10 @@ def _config(arguments: argparse.Namespace) -> PatchConfig:
         precision=arguments.precision,
         impl=arguments.impl,
         form=arguments.pair_form,
+        residual=arguments.residual,
         guard=not arguments.no_guard,
         guard_budget=arguments.guard_budget,
+        fidelity=arguments.fidelity,
         sla_topk=arguments.sla_topk,
     )
 
@@ -221,11 +294,11 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _load(arguments: argparse.Namespace) -> VideoPipeline:
+def _load(arguments: argparse.Namespace, device: str | None = None) -> VideoPipeline:
     return load_pipeline(
         arguments.model,
         dtype=getattr(torch, arguments.dtype),
-        device=arguments.device,
+        device=arguments.device if device is None else device,
         offload=arguments.offload,
         int8=arguments.linear == "int8" and not getattr(arguments, "no_patch", False),
     )

@@ -28,11 +28,15 @@ from turbo_rcm_patch.kernels.portable.rows import ALIGNED, Rows
 from turbo_rcm_patch.kernels.portable.skip import close_skip, gelu_tanh
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = ["WIDE", "int8_linear", "int8_linear_kernel"]
+__all__ = ["MEDIUM", "WIDE", "int8_linear", "int8_linear_kernel"]
 
-#: Outputs from which on large tiles fill the card: 256 of 128x256, about two for each of the
-#: H200's 132 multiprocessors.
-WIDE = 2**23
+#: Outputs from which on tiles of 128x256 fill the card: 192 of them on the H200's 132
+#: multiprocessors. From there on Hopper's own kernel is faster (29.5 us against 33.0 for 4,096 x
+#: 1,536 from 1,536 channels, 76 against 148 from 8,960).
+WIDE = 3 * 2**21
+#: Outputs from which on tiles of 128x128 are faster than those of 64x64 (1,950 x 1,536 from 8,960
+#: channels: 52 us against 74).
+MEDIUM = 5 * 2**19
 #: Channels of one step over K: 128 bytes of int8, the widest swizzle of a hardware copy.
 BLOCK_K = 128
 
@@ -232,7 +236,8 @@ def int8_linear(
     target = target_of(x.int8.device)
     grouped = weight_scale.dim() == 2
     blocks = grouped and weight_scale.shape[0] != features
-    wide = batch * n_tokens * features >= WIDE
+    outputs = batch * n_tokens * features
+    wide = outputs >= WIDE
     if weight.shape[1] != channels:  # padding by nothing would copy
         weight = torch.nn.functional.pad(weight, (0, channels - weight.shape[1]))
     weight = weight.contiguous()
@@ -254,7 +259,8 @@ def int8_linear(
     if hopper and ran_on_hopper("int8_linear", what, on_hopper):
         return y
     if tile is None:
-        tile = tile_for("int8_linear", "wide" if wide else "small", target)
+        size = "wide" if wide else "medium" if outputs >= MEDIUM else "small"
+        tile = tile_for("int8_linear", size, target)
         if grouped and _crowded(tile):  # Two sums a value: the integers' and their scaled total.
             tile = tile._replace(warps=2 * tile.warps)
     block_k = BLOCK_K if block_k is None or grouped else block_k

@@ -22,21 +22,12 @@ from turbo_rcm_patch.kernels.portable.skip import close_skip, skip
 from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = [
-    "LIBRARY",
-    "WIDE",
+    "by_library",
     "project_kernel",
     "project_skip",
     "project_skip_streams",
     "project_tile",
 ]
-
-#: Outputs from which on large tiles fill the card: 512 of 128x128, about four for each of the
-#: H200's 132 multiprocessors.
-WIDE = 2**23
-#: Multiply-adds from which on cuBLAS and a skip of its own pass beat this kernel. On an H200 at
-#: 32,760 tokens: 208 + 81 us against 348 (1,536 to 1,536 channels), 1,145 + 81 against 1,743
-#: (8,960 to 1,536); at 8,192 tokens and 1,536 channels, 2**34.2, they are equal.
-LIBRARY = 2**35
 
 
 @triton.jit
@@ -121,8 +112,13 @@ def project_kernel(
     )
 
 
-def _library(x: torch.Tensor, features: int) -> bool:
-    return x.dtype != torch.float32 and x.numel() * features >= LIBRARY
+def by_library(x: torch.Tensor) -> bool:
+    """Whether cuBLAS and a skip of its own pass close this product.
+
+    They do in 16 bits on a GPU: on an H200 they are faster than this kernel with its best tile at
+    every size that was measured, 256 to 17,160 tokens (`python -m benchmarks linear`).
+    """
+    return x.is_cuda and x.dtype != torch.float32
 
 
 @replayed
@@ -140,20 +136,18 @@ def project_skip(
 ) -> torch.Tensor:
     """x [B, N, Cin], weight [Cout, Cin], residual [B, N, Cout]; `tile` asks for this kernel.
 
-    A product of `LIBRARY` multiply-adds or more in 16 bits is cuBLAS's, which rounds it to x's
-    dtype before the skip, as eager code does.
+    A product in 16 bits on a GPU is cuBLAS's, which rounds it to x's dtype before the skip, as
+    eager code does.
     """
     batch, n_tokens, c_in = x.shape
     features = weight.shape[0]
-    if tile is None and _library(x, features):
+    if tile is None and by_library(x):
         branch = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
         if residual is None and not isinstance(c_out, torch.Tensor) and c_out == 1.0:
             return branch.to(out_dtype)
         return skip(residual, branch, c_skip, c_out, cast=cast, out_dtype=out_dtype)
     if tile is None:
         variant = "fp32" if x.dtype == torch.float32 else "16bit"
-        if variant == "16bit" and batch * n_tokens * features >= WIDE:
-            variant = "16bit_wide"
         tile = tile_for("project", variant, target_of(x.device))
     block_k = 32 if x.dtype == torch.float32 else 64
     x, weight = dense_rows(x), dense_rows(weight)
@@ -195,6 +189,7 @@ def project_skip_streams(
     c_out: list[torch.Tensor],
     *,
     cast: str,
+    out_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """residual + c_out * (rows of x W^T + bias) for residuals [B, Ni, Cout] that share the rows of
     x [B, N, Cin].
@@ -203,18 +198,17 @@ def project_skip_streams(
     a product of them would first copy them.
     """
     lengths = [residual.shape[1] for residual in residuals]
-    library = _library(x, weight.shape[0])
+    library = by_library(x)
     if library:
         x = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
     closed = []
     for rows, residual, gate in zip(x.split(lengths, dim=1), residuals, c_out, strict=True):
-        dtype = residual.dtype
         if not rows.shape[1]:
-            closed.append(torch.empty_like(residual))
-        elif library:
-            closed.append(skip(residual, rows, 1.0, gate, cast=cast, out_dtype=dtype))
+            closed.append(torch.empty_like(residual, dtype=out_dtype))
+            continue
+        how = {"cast": cast, "out_dtype": out_dtype}
+        if library:
+            closed.append(skip(residual, rows, 1.0, gate, **how))
         else:
-            closed.append(
-                project_skip(rows, weight, bias, residual, 1.0, gate, cast=cast, out_dtype=dtype)
-            )
+            closed.append(project_skip(rows, weight, bias, residual, 1.0, gate, **how))
     return closed

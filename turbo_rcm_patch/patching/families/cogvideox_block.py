@@ -41,7 +41,7 @@ from turbo_rcm_patch.patching.families._feed_forward import (
     feed_forward_modules,
 )
 from turbo_rcm_patch.patching.guard import Guard
-from turbo_rcm_patch.patching.linears import skip_streams
+from turbo_rcm_patch.patching.linears import Rounding, skip_streams
 from turbo_rcm_patch.patching.parallel import follow, groups_of, processor_class
 from turbo_rcm_patch.patching.plain import bare, drops, plain_linear
 from turbo_rcm_patch.patching.plan import Token, signature
@@ -188,7 +188,14 @@ class CogVideoXBlockForward(BlockForward):
         return feed_forward_modules(module)
 
     def _norm(
-        self, branch: Branch, state: PairState, hidden: Streams, given: Given, *, as_rows: bool
+        self,
+        branch: Branch,
+        state: PairState,
+        hidden: Streams,
+        given: Given,
+        rounding: Rounding | None,
+        *,
+        as_rows: bool,
     ) -> Norm:
         """Both streams as one sequence after layer norm and modulation, and their gates.
 
@@ -200,7 +207,7 @@ class CogVideoXBlockForward(BlockForward):
             plain = plain_linear(norm.linear, given.rows[0]) and bare(norm.silu)
             return StreamsNorm(
                 lambda given: _coefficients(norm, given.rows[0]), norm.norm.eps,
-                self._config.impl, plain=plain,
+                self._config.impl, rounding, plain=plain,
             )  # fmt: skip
 
         def called(streams: Streams, given: Given) -> tuple[Tensor, Streams]:
@@ -208,7 +215,7 @@ class CogVideoXBlockForward(BlockForward):
             x, context, gate, context_gate = call(norm, video, text, given.rows[0])
             return torch.cat([context, x], dim=1), (context_gate, gate)
 
-        return CalledNorm(called)
+        return CalledNorm(called, rounding)
 
     def call_branch(self, branch: Branch, x: Tensor, hidden: Streams, given: Given) -> Streams:
         module, tokens = getattr(self._block, branch.name), [s.shape[1] for s in hidden]
@@ -224,12 +231,19 @@ class CogVideoXBlockForward(BlockForward):
         return text, video
 
     def close_called(
-        self, branch: Branch, mode: Mode, made: Streams, hidden: Streams, gate: Streams
+        self,
+        branch: Branch,
+        mode: Mode,
+        made: Streams,
+        hidden: Streams,
+        gate: Streams,
+        rounding: Rounding | None,
     ) -> Streams:
         if mode == "called":
             text, video = skip_streams(
-                made, hidden, gate, cast=branch.cast, impl=self._config.impl
-            )
+                made, hidden, gate, cast=branch.cast if rounding is None else rounding.cast,
+                impl=self._config.impl, rounding=rounding,
+            )  # fmt: skip
         else:
             text, video = (x + g * y for x, y, g in zip(hidden, made, gate, strict=True))
         return text, video

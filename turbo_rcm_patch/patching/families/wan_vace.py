@@ -155,6 +155,7 @@ class VACEBlockForward(WanBlockForward):
         close = Close(
             self._linears, branch.name, (proj_in,), given.more[0],
             int8=state.int8, cast="model", impl=self._config.impl,
+            rounding=self._rounding(branch, hidden.dtype),
         )  # fmt: skip
         return LinearRun(state, proj_in, close, lambda given: given.more[0])
 

@@ -1,0 +1,197 @@
+"""`video`: seconds from text embeddings to frames, Wan2.1-1.3B's sizes, with its VAE.
+
+Weights and embeddings are random: nothing of a video's time depends on what they hold. The text
+encoder is left out, because all methods would pay the same for it. The guard is on, as it is for a
+user: it compares the first and the last step.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from benchmarks.networks import Enter, as_written, build_wan, compiled, sizes_of
+from benchmarks.runner import Journal, Plan, Record, free, run_cases
+from turbo_rcm_patch import PatchConfig, patched
+from turbo_rcm_patch.bench import generator, reason_of
+from turbo_rcm_patch.sampling.generation import Conditioning, decode_latents, sample_latents
+from turbo_rcm_patch.sampling.settings import Settings
+
+
+def _patched(**fields: Any) -> Enter:
+    """Patched as a user patches: with the guard."""
+
+    def enter(network: Any, backend: str) -> AbstractContextManager[object]:
+        return patched(network, PatchConfig(**fields))
+
+    return enter
+
+
+_BASE: Final = "eager"
+METHODS: Final[dict[str, Enter]] = {
+    _BASE: as_written,
+    "compiled": compiled,
+    "patched": _patched(),
+    "patched int8 Linears": _patched(linear="int8"),
+}
+_COLUMNS: Final = (
+    ("case", 22), ("method", 22), ("cold s", 8), ("warm s", 8), ("denoise s", 9), ("decode s", 8),
+    ("speed-up", 8), ("peak GiB", 8),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """How a video is sampled: rCM's few steps, or many with guidance."""
+
+    name: str
+    sampler: dict[str, Any]
+
+
+_CASES: Final = (
+    _Case("rcm-4-steps", {"sampler": "rcm", "steps": 4}),
+    _Case(
+        "guidance-30-steps", {"sampler": "scheduler", "steps": 30, "guidance_scale": 5.0}
+    ),
+)  # fmt: skip
+
+
+def run(plan: Plan) -> int:
+    """Measure and write `video.json`; 0 if every patched video came out finite."""
+    return run_cases(
+        plan,
+        "video",
+        _COLUMNS,
+        {
+            "network": "Wan2.1-T2V-1.3B and its VAE (fp32) with seeded random weights, 480p, 81 "
+            "frames; --quick takes 10 steps for 30",
+            "cold_seconds": "the first video in this process, compilation included; kernels that "
+            "an earlier method compiled are kept",
+            "warm_seconds": "median of the videos after it; the methods do not take turns",
+            "denoise_seconds": "of these, in the sampler",
+            "decode_seconds": "of these, in the VAE",
+            "peak_bytes": "of allocated memory over one warm video, weights included",
+            "guard": "on",
+        },
+        {case.name: case for case in _CASES},
+        _measure_case,
+        methods=list(METHODS),
+    )
+
+
+def _pipeline(plan: Plan, device: torch.device) -> Any:
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
+
+    sizes = sizes_of(plan)
+    small = {"base_dim": 8, "num_res_blocks": 1} if plan.micro else {}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(plan.seed)
+        vae = AutoencoderKLWan(**small).eval().requires_grad_(False)
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    network = build_wan(sizes.network, device, plan.seed)
+    return WanPipeline(
+        tokenizer=None, text_encoder=None, transformer=network, vae=vae, scheduler=scheduler
+    )
+
+
+def _settings(plan: Plan, case: _Case) -> Settings:
+    size = {"height": 64, "width": 64, "num_frames": 9} if plan.micro else {}
+    given = case.sampler | size
+    if given["steps"] > 4 and (plan.quick or plan.micro):
+        given["steps"] = 2 if plan.micro else 10
+    return Settings(**given)
+
+
+def _measure_case(case: _Case, peers: list[str], journal: Journal) -> bool:
+    plan, device = journal.plan, journal.device
+    pipe, settings = _pipeline(plan, device), _settings(plan, case)
+    random, sizes = generator(device, plan.seed), sizes_of(plan)
+    embeds = [
+        torch.randn(
+            1, sizes.text_tokens, sizes.network["text_dim"], generator=random, device=device
+        ).bfloat16()
+        for _ in range(2)
+    ]
+    conditioning = Conditioning(embeds[0], embeds[1] if settings.guidance_scale > 1 else None)
+
+    def video() -> tuple[float, float, bool]:
+        """Seconds of denoising, of decoding, and whether the frames are finite."""
+        begin = time.perf_counter()
+        sample = sample_latents(pipe, conditioning, seed=plan.seed, settings=settings)
+        middle = time.perf_counter()
+        frames = decode_latents(pipe, sample.latents)
+        return middle - begin, time.perf_counter() - middle, bool(frames.isfinite().all())
+
+    found: dict[str, Record] = {}
+    good = True
+    for name in peers:
+        if journal.late(f"{case.name}, {name}"):
+            continue
+        found[name] = record = _measure(METHODS[name], pipe, video, plan, device)
+        good &= record["status"] == "timed" or not name.startswith("patched")
+        _show(case.name, name, found, journal)
+        journal.case(case.name, {"settings": settings.as_dict(), "methods": found})
+    free(device)
+    return good
+
+
+def _measure(
+    enter: Enter,
+    pipe: Any,
+    video: Callable[[], tuple[float, float, bool]],
+    plan: Plan,
+    device: torch.device,
+) -> Record:
+    record: Record = {}
+    try:
+        with enter(pipe.transformer, plan.compiler) as report, torch.no_grad():
+            denoise, decode, finite = video()
+            record["cold_seconds"] = denoise + decode
+            times = []
+            for _ in range(plan.calls or (1 if plan.quick or plan.micro else 3)):
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)
+                denoise, decode, fine = video()
+                times.append((denoise + decode, denoise, decode))
+                finite &= fine
+            if device.type == "cuda":
+                record["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+            for key, values in zip(
+                ("warm_seconds", "denoise_seconds", "decode_seconds"),
+                zip(*times, strict=True),
+                strict=True,
+            ):
+                record[key] = statistics.median(values)
+            pairs = getattr(report, "pairs", None)
+            if pairs is not None:
+                record["fused"] = sum(pair.fused for pair in pairs)
+                record["pairs"] = len(pairs)
+            record["status"] = "timed" if finite else "wrong"
+            if not finite:
+                record["reason"] = "frames that are not finite"
+    except Exception as error:  # one that cannot run here says why, and the others go on
+        record |= {"status": "missing", "reason": reason_of(error)}
+    gc.collect()
+    return record
+
+
+def _show(case: str, name: str, found: dict[str, Record], journal: Journal) -> None:
+    record = found[name]
+    if record["status"] != "timed":
+        journal.line((case, name, record["reason"]))
+        return
+    before = found.get(_BASE, {}).get("warm_seconds")
+    keys = ("cold_seconds", "warm_seconds", "denoise_seconds", "decode_seconds")
+    cells = [f"{record[key]:.2f}" for key in keys]
+    cells.append(f"{before / record['warm_seconds']:.2f}" if before else "")
+    cells.append(f"{record['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in record else "")
+    journal.line((case, name, *cells))

@@ -1,0 +1,332 @@
+"""Precision by head: what is measured, which heads run exactly, and what that predicts."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.patching import cogvideox, sla, wan
+from tests.patching.test_residual import BF16, errors, relative
+from turbo_rcm_patch import PatchConfig, ops, patch_model, patched
+from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.ops.reference import exact_attention, norm_rope
+from turbo_rcm_patch.patching.noise import HeadNoise, Noise, Operands, head_noise, pair_noise
+from turbo_rcm_patch.patching.record import record_of
+
+AUTO: dict[str, Any] = {"precision": "auto"}
+SUBJECTS = [wan.CASES[0], wan.CASES[4], cogvideox.ROTARY]
+#: Nothing is over this.
+ANY = 1e6
+
+
+def one_peaked_head(model: Any, head: int = 1) -> Any:
+    """One head of the first self-attention is far more peaked than the others."""
+    blocks = getattr(model, "blocks", None) or model.transformer_blocks
+    attn = blocks[0].attn1
+    dim = attn.inner_dim // attn.heads
+    at = slice(head * dim, (head + 1) * dim)
+    if attn.norm_q.weight.numel() == dim:  # of every head, so its v is larger instead
+        attn.to_v.weight.data[at] *= 30
+    else:
+        attn.norm_q.weight.data[at] *= 8
+        attn.to_v.weight.data[at] *= 4
+    return model
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def operands(**options: Any) -> Operands:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 300, 3 * 4 * 32).bfloat16().chunk(3, -1)
+    angles = torch.rand(300, 16).repeat_interleave(2, -1)
+    norms = (1 + torch.rand(128).bfloat16(), 1 + torch.rand(128).bfloat16(), None, None)
+    spec = ops.AttentionSpec(heads=4, **options)
+    return Operands(3 * q, k, v, norms, (angles.cos(), angles.sin()), spec)
+
+
+def attended(given: Operands) -> torch.Tensor:
+    return ops.attention_skip(
+        given.q, given.k, given.v, given.spec, norm_q=given.norms[0], norm_k=given.norms[1],
+        rotary=given.rotary,
+    )  # fmt: skip
+
+
+def test_the_error_of_a_head_is_that_to_attention_in_fp64_over_the_same_operands() -> None:
+    given = operands()
+    ours, weight = attended(given), torch.randn(24, 128).bfloat16()
+    gate = torch.rand(2, 1, 24)
+    error, rounding, added, both = head_noise(given, ours, weight, gate)
+    qh, kh = (
+        norm_rope(x, 4, weight=w, cos=given.rotary[0], sin=given.rotary[1], eps=1e-6)  # type: ignore[index]
+        for x, w in zip(given[:2], given.norms, strict=False)
+    )
+    vh = given.v.view(2, 300, 4, 32).transpose(1, 2)
+    truth, _ = exact_attention(qh.double(), kh.double(), vh.double(), sm_scale=32**-0.5)
+    rows = slice(0, 300, 3)
+    off = ours.view(2, 300, 4, 32).transpose(1, 2)[:, :, rows].double() - truth[:, :, rows]
+    expected = off.norm(dim=(2, 3)) / truth[:, :, rows].norm(dim=(2, 3))
+    torch.testing.assert_close(error, expected)
+    assert (rounding < 0.5 * error).all() and (rounding > 0).all()
+    behind = torch.einsum("bhnd,chd->bhnc", off.float(), weight.float().view(24, 4, 32))
+    squares = (behind * gate.unsqueeze(1)).square().sum((2, 3)).double()
+    assert ((added - squares).abs() < 0.2 * squares).all()
+    assert (both > 0).all() and (both < squares).all()
+
+
+def test_exact_heads_add_nothing_beyond_rounding() -> None:
+    given = operands(exact_heads=(0, 2))
+    error, rounding, added, _ = head_noise(
+        given, attended(given), torch.randn(24, 128), torch.ones(2, 1, 24)
+    )
+    assert (error[:, [0, 2]] < 2 * rounding[:, [0, 2]]).all()
+    assert (error[:, [1, 3]] > 3 * rounding[:, [1, 3]]).all()
+    assert (added[:, [0, 2]] < 0.05 * added[:, [1, 3]].amin()).all()
+
+
+def test_one_bad_sample_is_not_hidden_in_a_mean() -> None:
+    given = operands()
+    ours = attended(given)
+    before = head_noise(given, ours, torch.randn(24, 128), torch.ones(2, 1, 24))[0]
+    ours[1, :, 32:64] *= 1.2
+    after = head_noise(given, ours, torch.randn(24, 128), torch.ones(2, 1, 24))[0]
+    assert torch.equal(before[0], after[0]) and after[1, 1] > 0.15
+    author = torch.randn(2, 40, 16).bfloat16()
+    off = author.clone()
+    off[1] += 0.1
+    base = torch.zeros_like(author)
+    made = pair_noise([off], [author], [base], wide=False, linears=True, heads=None, exact=())
+    fine = pair_noise([author], [author], [base], wide=False, linears=True, heads=None, exact=())
+    assert fine.linears == 0 and made.linears > 100 * made.author
+
+
+def test_the_heads_that_add_the_most_are_marked_until_the_rest_fits() -> None:
+    def noise(*added: float) -> Noise:
+        heads = tuple(HeadNoise(0.1, 0.01, x, exact=False) for x in added)
+        return Noise(1.0, 1.0, 1.0 + sum(x**2 for x in added), 0.0, heads)
+
+    assert noise(0.1, 0.1).over(1.1, 1.0) == ()
+    assert noise(0.1, 5.0, 0.3, 2.0).over(1.1, 1.0) == (1, 3)
+    assert noise(0.1, 5.0, 0.3, 2.0).over(3.0, 1.0) == (1,)
+    assert noise(0.1, 5.0, 0.3, 2.0).over(1.1, 21.0) == (1,), "room of pairs without 8 bits"
+    assert noise(1.0, 2.0).over(1.0, 1.0) == (0, 1)
+    assert Noise(1.0, 1.0, 9.0, 8.0, ()).linears_over(1.1, 1.0)
+    assert not Noise(1.0, 1.0, 1.1, 0.1, ()).linears_over(1.1, 1.0)
+
+
+# --- choosing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
+def test_a_peaked_head_runs_exactly_and_the_others_in_int8(subject: Any) -> None:
+    model, given = one_peaked_head(subject.model(BF16)), subject.inputs(2, BF16)
+    report = patch_model(model, fidelity=1.5, **AUTO)
+    first = wan.run(model, **given)
+    path = report.pairs[0].path
+    assert report.exact_heads.get(path) == (1,), report.precision_map
+    assert report.fused == len(report.pairs) and "heads exact" in "".join(report.last_forward)
+    again = wan.run(model, **given)
+    assert torch.equal(first, again), "what the guard accepted is what runs from then on"
+    verdicts = [r.verdict for r in report.guard if r.path == path]
+    assert verdicts == ["some heads exact", "kept"]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
+def test_a_target_is_met_and_what_it_costs_follows_it(subject: Any) -> None:
+    model, given = one_peaked_head(subject.model(BF16)), subject.inputs(2, BF16)
+    marked, found = [], []
+    for target in (ANY, 1.2, 1.0):
+        with patched(model, fidelity=target, **AUTO) as report:
+            wan.run(model, **given)
+            marked.append(sum(map(len, report.exact_heads.values())))
+            found.append((wan.run(model, **given), report.guard.fidelity))
+    assert marked[0] == 0 < marked[1] <= marked[2]
+    base, _ = errors(model, given, {"attention": "exact", "guard": False})
+    with torch.no_grad(), errors_upcast(model):
+        truth = model(**cogvideox.widened(given))[0]
+    for (output, predicted), target in zip(found, (ANY, 1.2, 1.0), strict=True):
+        ratio = relative(output, truth) / base
+        assert ratio <= 1.1 * target
+        assert predicted is not None and 0.6 < predicted / ratio < 1.7
+
+
+def errors_upcast(model: Any) -> Any:
+    from turbo_rcm_patch.sampling.measures import upcast
+
+    return upcast(model)
+
+
+def test_int8_linears_go_back_where_they_add_too_much() -> None:
+    model, given = wan.CASES[0].model(BF16), wan.CASES[0].inputs(2, BF16)
+    report = patch_model(model, linear="int8", fidelity=1.0, **AUTO)
+    wan.run(model, **given)
+    assert not any(pair.int8_linears for pair in report.pairs)
+    assert {"linears given back"} <= {record.verdict for record in report.guard}
+    with patched(
+        copy.deepcopy(wan.CASES[0].model(BF16)), linear="int8", fidelity=ANY, **AUTO
+    ) as r:
+        assert all(pair.int8_linears for pair in r.pairs)
+
+
+def test_nothing_is_measured_or_marked_without_auto() -> None:
+    model, given = one_peaked_head(wan.CASES[0].model(BF16)), wan.CASES[0].inputs(1, BF16)
+    report = patch_model(model)
+    wan.run(model, **given)
+    assert not report.exact_heads and report.guard.fidelity is None
+    assert all(record.noise is None for record in report.guard)
+
+
+def test_all_heads_over_the_target_are_an_exact_attention() -> None:
+    model, given = wan.CASES[0].model(BF16), wan.CASES[0].inputs(2, BF16)
+    for block in model.blocks:
+        block.attn1.norm_q.weight.data.mul_(8)
+    report = patch_model(model, fidelity=1.0, **AUTO)
+    wan.run(model, **given)
+    assert set(report.exact_heads.values()) == {(0, 1)}
+    assert any(how.endswith("exact attention") for how in report.last_forward)
+
+
+def test_sparse_attention_and_few_keys_have_no_heads_to_mark() -> None:
+    model, given = sla.with_sla(sla.T2V.model(BF16)), sla.inputs_of(sla.T2V, BF16)
+    report = patch_model(model, sla_topk=sla.TOPK, fidelity=1.0, **AUTO)
+    sla.run(model, given)
+    assert not report.exact_heads
+
+
+def test_the_report_shows_a_map_and_the_prediction() -> None:
+    model, given = one_peaked_head(wan.CASES[0].model(BF16)), wan.CASES[0].inputs(1, BF16)
+    report = patch_model(model, fidelity=1.5, **AUTO)
+    wan.run(model, **given)
+    assert report.precision_map.splitlines() == ["blocks.0.attn1  8e", "blocks.1.attn1  88"]
+    text = str(report)
+    assert report.precision_map in text and "predicted error of the network" in text
+    data = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert data["exact_heads"] == {"blocks.0.attn1": [1]}
+    assert data["predicted_fidelity"] == pytest.approx(report.guard.fidelity)
+    noise = next(r["noise"] for r in data["guard"] if r["path"] == "blocks.0.attn1")
+    assert noise["heads"][1]["added"] > noise["heads"][0]["added"]
+
+
+def test_marked_heads_survive_a_gradient_and_a_compiler() -> None:
+    model, given = one_peaked_head(wan.CASES[0].model(BF16)), wan.CASES[0].inputs(1, BF16)
+    report = patch_model(model, fidelity=1.5, **AUTO)
+    wan.run(model, **given)
+    expected = wan.run(model, **given)
+    assert report.exact_heads
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    try:
+        assert relative(wan.run(model, **given), expected) < 2e-3
+    finally:
+        for block in model.blocks:
+            block._compiled_call_impl = None
+        torch._dynamo.reset()
+    model.requires_grad_(True)
+    out = model(**given)[0]
+    assert relative(out.detach(), expected) < 2e-3
+    out.float().square().sum().backward()
+    assert model.blocks[0].attn1.to_q.weight.grad.isfinite().all()
+
+
+def test_a_wrong_target_is_refused() -> None:
+    for wrong in (0.9, float("nan"), "1.1", True):
+        with pytest.raises(ConfigError, match="fidelity"):
+            PatchConfig(fidelity=wrong)  # type: ignore[arg-type]
+
+
+def test_a_copy_keeps_its_marks() -> None:
+    model, given = one_peaked_head(wan.CASES[0].model(BF16)), wan.CASES[0].inputs(1, BF16)
+    patch_model(model, fidelity=1.5, **AUTO)
+    expected = wan.run(model, **given)
+    other: Any = record_of(copy.deepcopy(model))
+    assert [s.exact_heads for s in other.plan.states][0] == (1,)
+    assert torch.equal(wan.run(other.plan.model, **given), expected)
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_a_head_scaled_by_a_twentieth_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is within the budget of a head, and its error does not go away with 8 bits."""
+    model, given = wan.CASES[0].model(BF16), wan.CASES[0].inputs(2, BF16)
+    expected, own = wan.run(model, **given), ops.attention_skip
+
+    def scaled(q: Any, k: Any, v: Any, spec: Any, **more: Any) -> torch.Tensor:
+        out = own(q, k, v, spec, **more).unflatten(-1, (spec.heads, -1)).clone()
+        out[..., -1, :] *= 1.05
+        return out.flatten(-2)
+
+    def projected(*args: Any, **more: Any) -> torch.Tensor:
+        names = ("norm_q", "norm_k", "norm_q_bias", "norm_k_bias", "rotary")
+        out = scaled(*args[:3], args[5], **{n: more.pop(n) for n in names if n in more})
+        more.pop("form")
+        return ops.project_skip(out, *args[3:5], **more)
+
+    monkeypatch.setattr(ops, "attention_skip", scaled)
+    monkeypatch.setattr(ops, "attention_project_skip", projected)
+    report = patch_model(model, kinds=("self",), **AUTO)
+    output = wan.run(model, **given)
+    assert [r.verdict for r in report.guard if r.path == "blocks.0.attn1"] == [
+        "some heads exact", "given back"
+    ]  # fmt: skip
+    assert report.fused == 0 and torch.equal(output, expected)
+    reasons = [pair.reason for pair in report.pairs if pair.path == "blocks.0.attn1"]
+    assert "head 1 runs exactly and is 0.05" in reasons[0]
+
+
+# --- calibrations --------------------------------------------------------------------------------
+
+
+def calibrated(folder: Path, **options: Any) -> tuple[Any, dict[str, Any], Path, torch.Tensor]:
+    """A model with a peaked head, its input, the calibration that was saved, and its output."""
+    model, given = one_peaked_head(wan.CASES[0].model(BF16)), wan.CASES[0].inputs(1, BF16)
+    with patched(model, fidelity=1.5, **AUTO, **options) as report:
+        wan.run(model, **given)
+        expected = wan.run(model, **given)
+        report.save_calibration(folder / "kept.json")
+    return model, given, folder / "kept.json", expected
+
+
+@pytest.mark.parametrize("options", [{}, {"linear": "int8"}], ids=str)
+def test_a_calibration_runs_the_first_forward_as_it_was_chosen(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model, given, path, expected = calibrated(tmp_path, **options)
+    with patched(model, guard=False, calibration=path, **options) as report:
+        assert torch.equal(wan.run(model, **given), expected)
+        assert report.exact_heads["blocks.0.attn1"] == (1,)
+        assert "as calibrated (kept.json)" in str(report)
+    with patched(model, calibration=str(path), fidelity=1.5, **AUTO, **options) as report:
+        assert torch.equal(wan.run(model, **given), expected)
+        assert {record.verdict for record in report.guard} == {"kept"}
+        json.dumps(report.as_dict(), allow_nan=False)
+
+
+def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, given, path, _ = calibrated(tmp_path)
+    before = wan.run(model, **given)
+
+    def refused(words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            patch_model(model, calibration=path)
+        assert torch.equal(wan.run(model, **given), before), "nothing was changed"
+
+    kept = path.read_text(encoding="utf-8")
+    path.write_text(kept.replace("blocks.0.attn1", "blocks.7.attn1"), encoding="utf-8")
+    refused("a pair 'blocks.7.attn1'")
+    for wrong in ("[9]", "[1.5]", '"all"'):
+        document = json.loads(kept)
+        document["models"][""]["pairs"]["blocks.0.attn1"]["exact_heads"] = json.loads(wrong)
+        path.write_text(json.dumps(document), encoding="utf-8")
+        refused("heads below 2")
+    path.write_text(kept[:-20], encoding="utf-8")
+    refused("save_calibration")
+    path.write_text(kept, encoding="utf-8")
+    model.blocks[1].ffn.net[2].weight.data.mul_(1.5)
+    before = wan.run(model, **given)
+    refused("another fingerprint")
+    path.unlink()
+    refused("kept.json")

@@ -1,0 +1,293 @@
+"""What a pair adds to the error of its network, by head, and which heads are to run exactly.
+
+The network number is e(patched) / e(unpatched), both to the same network in fp32. A pair adds to
+either error what its own roundings are worth in the residual stream behind it. Here that is a
+square over some evenly spaced rows, as a share of the stream's own. If the network carries every
+such error on to its output alike, the number is the root of the sum of ours over the sum of the
+author's: the prediction. A target for the number is then a budget for each pair.
+
+Estimated are the roundings that both have: one of the stream behind a pair (none where ours stays
+in fp32), and those inside a branch. Measured are, for each head, attention in fp64 over the
+operands that the model gave it, and how far from that are: exact attention in the model's dtype,
+exact attention of operands that are off by a rounding or two, as those of the model are, and ours.
+Each goes through the output projection and the gate; what 8 bits add is ours less the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, sdpa_attention
+
+__all__ = ["HeadNoise", "Noise", "Operands", "head_noise", "pair_noise", "quantised"]
+
+#: Rows that are looked at, evenly spaced over the sequence.
+ROWS: Final = 128
+#: The root mean square error of one rounding over evenly spread mantissas, as a share of the value
+#: and of the dtype's epsilon.
+_ROUNDING: Final = 0.204
+#: A head that ran exactly has the error of exact attention in the model's dtype; so many times
+#: that is another attention.
+_WRONG: Final = 4.0
+#: Roundings between the residual stream and q or k.
+_OF_OPERANDS: Final = 2.0
+#: Roundings inside a branch that reach its output: norm, projections, what is between them.
+_INSIDE: Final = 4.0
+
+
+class Operands(NamedTuple):
+    """What an attention of ours was given.
+
+    Attributes:
+        q: [B, N, H * D].
+        k: [B, Nk, H * D].
+        v: [B, Nk, H * D].
+        norms: Weights of the norms of q and k, then their biases, each or None.
+        rotary: (cos, sin), or None.
+        spec: How it is computed.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    norms: tuple[Tensor | None, ...]
+    rotary: tuple[Tensor, Tensor] | None
+    spec: ops.AttentionSpec
+
+
+def quantised(given: Operands) -> bool:
+    """Whether an attention runs in 8 bits, or some of its heads do."""
+    return ops.quantises(ops.attention_name(given.spec, given.q, given.k))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNoise:
+    """One head of one attention, the worst sample of each number.
+
+    Attributes:
+        error: Relative L2 of its output to attention in fp64 over the same operands.
+        rounding: The same of exact attention in the model's dtype.
+        added: What it adds to the residual stream beyond that rounding, in units of what the
+            author's pair adds by rounding.
+        exact: Whether it ran exactly.
+    """
+
+    error: float
+    rounding: float
+    added: float
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What one pair adds to the error of the residual stream behind it, as shares of the stream's
+    square.
+
+    Attributes:
+        author: What the author's code adds by rounding.
+        stream: The part of that which is one rounding of the stream.
+        ours: What ours adds, with its 8 bits.
+        linears: The part of that which is not the heads': the 8 bits of int8 Linears.
+        heads: One entry a head, none where the branch is no attention of ours in 8 bits.
+    """
+
+    author: float
+    stream: float
+    ours: float
+    linears: float = 0.0
+    heads: tuple[HeadNoise, ...] = ()
+
+    @property
+    def broken(self) -> int | None:
+        """A head that ran exactly and is further from exact attention than rounding takes it."""
+        wrong = [i for i, h in enumerate(self.heads) if h.exact and h.error > _WRONG * h.rounding]
+        return wrong[0] if wrong else None
+
+    def over(self, target: float, pairs: float) -> tuple[int, ...]:
+        """The heads that have to run exactly, so that what is left fits into the budget; those
+        first that add the most.
+
+        Args:
+            target: For the network number.
+            pairs: How many pairs there are for each one in 8 bits: the others round the stream,
+                too, and what the target allows them is free.
+        """
+        shares = [0.0 if h.exact else h.added**2 * self.author for h in self.heads]
+        allowed, left = self._allowed(target, pairs) - self.linears, sum(shares)
+        marked: list[int] = []
+        for head in sorted(range(len(shares)), key=shares.__getitem__, reverse=True):
+            if left <= max(allowed, 0.0) or not shares[head]:
+                break
+            marked.append(head)
+            left -= shares[head]
+        return tuple(sorted(marked))
+
+    def linears_over(self, target: float, pairs: float) -> bool:
+        """Whether int8 Linears alone take more than the budget."""
+        return self.linears > self._allowed(target, pairs)
+
+    def _allowed(self, target: float, pairs: float) -> float:
+        eight = (
+            self.linears + sum(0.0 if h.exact else h.added**2 for h in self.heads) * self.author
+        )
+        free = (pairs - 1) * (target**2 - 1) * self.stream
+        return target**2 * self.author - (self.ours - eight) + free
+
+
+def pair_noise(
+    ours: Sequence[Tensor],
+    author: Sequence[Tensor],
+    base: Sequence[Tensor],
+    *,
+    wide: bool,
+    linears: bool,
+    heads: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    exact: tuple[int, ...],
+) -> Noise:
+    """What a pair adds, over the worst of its samples.
+
+    Args:
+        ours: [B, N, C] a residual stream behind the pair, any float dtype.
+        author: The same from the author's code.
+        base: What the residual alone comes to.
+        wide: Whether our stream stays in fp32 behind the pair.
+        linears: Whether some of its Linears ran in int8.
+        heads: Of `head_noise`, or None.
+        exact: Heads that ran exactly.
+    """
+    step = -(-sum(y.shape[1] for y in author) // ROWS)
+    sums = torch.zeros(3, author[0].shape[0], device=author[0].device).double()
+    for x, y, r in zip(ours, author, base, strict=True):
+        wide_y = y[:, ::step].float()
+        parts = (wide_y, wide_y - r[:, ::step].float(), x[:, ::step].float() - wide_y)
+        sums += torch.stack([part.square().sum((1, 2)).double() for part in parts])
+    stream, added, apart = (sums[0].clamp_min(1e-30), sums[1], sums[2])
+    inside = _INSIDE * (added / stream)
+    square = _rounding(author[0].dtype) ** 2
+    of_author = square * (1 + inside)
+    of_ours = square * ((0.0 if wide else 1.0) + inside)
+    of_heads = torch.zeros_like(of_author).unsqueeze(1)
+    if heads is not None:
+        both = heads[3].sum(1) / stream
+        of_author, of_ours = of_author + both, of_ours + both
+        of_heads = heads[2] / stream.unsqueeze(1)
+    of_linears = torch.zeros_like(of_author)
+    if linears:
+        of_linears = (apart / stream - of_author - of_ours - of_heads.sum(1)).clamp_min(0)
+    total = of_ours + of_heads.sum(1) + of_linears
+    worst = int((total / of_author).argmax())
+    found: tuple[HeadNoise, ...] = ()
+    if heads is not None:
+        units = (of_heads / of_author.unsqueeze(1)).sqrt()
+        numbers = [x.amax(0).tolist() for x in (heads[0], heads[1], units)]
+        found = tuple(
+            HeadNoise(error, rounding, added, head in exact)
+            for head, (error, rounding, added) in enumerate(zip(*numbers, strict=True))
+        )
+    author_share = float(of_author[worst])
+    eight = sum(h.added**2 for h in found) * author_share + float(of_linears[worst])
+    ours_share, linears_share = float(of_ours[worst]) + eight, float(of_linears[worst])
+    return Noise(author_share, square, ours_share, linears_share, found)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Relative root mean square error of one rounding to a dtype. Nothing in 8 bits is near fp32:
+    there a model in bf16 is the measure."""
+    return _ROUNDING * torch.finfo(torch.bfloat16 if dtype == torch.float32 else dtype).eps
+
+
+def head_noise(
+    given: Operands, ours: Tensor, weight: Tensor, gate: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compare each head of an attention with attention in fp64.
+
+    Args:
+        given: What the attention was given.
+        ours: What it made, [B, N, H * D].
+        weight: Of the output projection, [C, H * D].
+        gate: What the projected branch is multiplied with, [B, N, C].
+
+    Returns:
+        [B, H] each: relative L2 of ours, that of exact attention in the model's dtype, the square
+        of what ours adds to the residual stream beyond that, over `ROWS` rows, and the square of
+        what exact attention adds there with rounded operands.
+    """
+    q, k, v, (of_q, of_k, bias_q, bias_k), rotary, spec = given
+    heads, dim = spec.heads, q.shape[2] // spec.heads
+    step, scale = -(-q.shape[1] // ROWS), spec.scale_of(dim)
+    cos, sin = (None, None) if rotary is None else (x.reshape(-1, dim) for x in rotary)
+    rows_cos, rows_sin = (None, None) if cos is None or sin is None else (cos[::step], sin[::step])
+    gate = gate.expand(-1, q.shape[1], -1)[:, ::step].float()
+    inverse_q, inverse_k = (
+        _inverse(x, w, b, spec.eps)
+        for x, w, b in ((q[:, ::step], of_q, bias_q), (k, of_k, bias_k))
+    )
+    numbers = []
+    # A generator of its own: the caller's random numbers stay as they are.
+    random = torch.Generator(q.device).manual_seed(0)
+    spread = _OF_OPERANDS**0.5 * _rounding(v.dtype)
+
+    def off_by_roundings(x: Tensor) -> Tensor:
+        drawn = torch.randn(x.shape, generator=random, device=x.device)
+        return x.double() * drawn.mul_(spread).add_(1)
+
+    for head in range(heads):
+        at = slice(head * dim, (head + 1) * dim)
+        qh = _prepared(q[:, ::step, at], of_q, bias_q, inverse_q, at, rows_cos, rows_sin, spec.eps)
+        kh = _prepared(k[..., at], of_k, bias_k, inverse_k, at, cos, sin, spec.eps)
+        vh = v[..., at].unsqueeze(1)
+        truth, _ = exact_attention(qh.double(), kh.double(), vh.double(), sm_scale=scale)
+        rounded = sdpa_attention(qh.to(v.dtype), kh.to(v.dtype), vh, sm_scale=scale)
+        size = truth.square().sum((1, 2, 3)).clamp_min(1e-60)
+        shaken, _ = exact_attention(
+            off_by_roundings(qh), off_by_roundings(kh), vh.double(), sm_scale=scale
+        )
+        parts = (ours[:, ::step, at], rounded[:, 0], shaken[:, 0])
+        off = [part.double() - truth[:, 0] for part in parts]
+        columns = weight[:, at].float()
+        energy = [(F.linear(x.float(), columns) * gate).square().sum((1, 2)).double() for x in off]
+        numbers.append(
+            torch.stack(
+                [
+                    *[(x.square().sum((1, 2)) / size).sqrt() for x in off[:2]],
+                    (energy[0] - energy[1]).clamp_min(0),
+                    energy[1] + energy[2],
+                ]
+            )
+        )
+    error, rounding, added, both = torch.nan_to_num(
+        torch.stack(numbers, -1), nan=float("inf")
+    ).unbind()
+    return error, rounding, added, both
+
+
+def _inverse(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
+    """1 / root mean square of the rows [B, N, 1], where a norm goes across all heads."""
+    if weight is None or bias is not None or weight.numel() != x.shape[-1]:
+        return None
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return torch.rsqrt(size.square() / x.shape[-1] + eps)
+
+
+def _prepared(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    inverse: Tensor | None,
+    at: slice,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """One head of q or k after its norm and rotary embedding, [B, 1, N, D] fp32."""
+    x = x.float()
+    if inverse is not None and weight is not None:
+        x, weight = x * inverse * weight[at].float(), None
+    return norm_rope(x, 1, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
