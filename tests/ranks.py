@@ -45,6 +45,7 @@ def _main(
     folder: str,
     function: Callable[..., None],
     args: tuple,
+    timeout: timedelta,
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -52,7 +53,7 @@ def _main(
     if "nccl" in backend:
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend, init_method=store, rank=rank, world_size=world, timeout=TIMEOUT
+        backend, init_method=store, rank=rank, world_size=world, timeout=timeout
     )
     try:
         function(rank, *args)
@@ -62,10 +63,14 @@ def _main(
 
 
 def on_ranks(
-    world: int, function: Callable[..., None], *args: object, backend: str = "gloo"
+    world: int,
+    function: Callable[..., None],
+    *args: object,
+    backend: str = "gloo",
+    timeout: timedelta = TIMEOUT,
 ) -> None:
     """Run function(rank, *args) in so many processes of one group. On GPUs nothing is shared."""
     start = "spawn" if "nccl" in backend else server().get_start_method()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world, backend, os.fspath(folder), function, args)
-        mp.start_processes(_main, args=arguments, nprocs=world, start_method=start)
+        given = (world, backend, os.fspath(folder), function, args, timeout)
+        mp.start_processes(_main, args=given, nprocs=world, start_method=start)

@@ -6,10 +6,13 @@ The ranks are started once and run all cases; a test looks up what became of its
 from __future__ import annotations
 
 import json
+import os
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers.hooks import context_parallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from tests.patching import cogvideox, sla, turbodiffusion, wan, wan_family
@@ -441,6 +446,82 @@ def graphs_are_given_up(rank: int) -> None:
     assert "split over several ranks" in report.cuda_graphs[0], report.cuda_graphs
 
 
+# --- compiled and sharded ------------------------------------------------------------------------
+
+
+def compiled(rank: int) -> None:
+    """A compiled block asks for the lengths inside its operation."""
+    for config in (EXACT, SIXTEEN):
+        model, inputs = MODELS["wan"](torch.float32)
+        patch_model(model, config)
+        enable(model, mesh(1, 2))
+        expected = run(model, **inputs)
+        for block in model.blocks:
+            block.compile(backend="eager")
+        out = run(model, **inputs)
+        assert relative(out, expected) < NEAR, relative(out, expected)
+        assert same_everywhere(out)
+
+
+def sharded(rank: int) -> None:
+    """FSDP2 over a patched model and patching a sharded one; undone in both, also in turns."""
+    layout = init_device_mesh("cpu", (2,))
+    for name, config in (("wan", EXACT), ("cogvideox", SIXTEEN)):
+        model, inputs = MODELS[name](torch.float32)
+        author = run(model, **inputs)
+        patch_model(model, config)
+        expected = run(model, **inputs)
+        shard(model, layout)
+        assert torch.equal(run(model, **inputs), expected)
+        assert torch.equal(run(model, **inputs), expected)  # gathered again, somewhere else
+        unpatch_model(model)
+        assert torch.equal(run(model, **inputs), author)
+        report = patch_model(model, config)
+        assert report.fused == len(report.pairs)
+        assert torch.equal(run(model, **inputs), expected)
+        enable(model, mesh(1, 2))
+        assert relative(run(model, **inputs), expected) < 0.01
+        disable_parallelism(model)
+        assert torch.equal(run(model, **inputs), expected)
+        unpatch_model(model)
+        assert torch.equal(run(model, **inputs), author)
+
+
+def tensor_parallel(rank: int) -> None:
+    """Linears whose weights are DTensors are called, and are as they were afterwards."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    layout = init_device_mesh("cpu", (2,))
+    model, inputs = MODELS["wan"](torch.float32)
+    author = run(model, **inputs)
+    plan = {"net.0.proj": ColwiseParallel(), "net.2": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block.ffn, layout, dict(plan))
+        for attn in (block.attn1, block.attn2):
+            parallelize_module(attn, layout, {"to_out.0": RowwiseParallel(
+                input_layouts=Replicate())})  # fmt: skip
+    assert relative(run(model, **inputs), author) < NEAR
+    for config in (EXACT, PatchConfig(guard=False, attention="exact", linear="int8")):
+        report = patch_model(model, config)
+        assert relative(run(model, **inputs), author) < (NEAR if config is EXACT else 0.05)
+        assert same_everywhere(run(model, **inputs))
+        assert "it is" in str(report.pairs) or "DTensor" in str(report.pairs), str(report.pairs)
+        unpatch_model(model)
+        assert relative(run(model, **inputs), author) < NEAR
+
+
+def shard(model: Any, layout: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in getattr(model, "blocks", None) or model.transformer_blocks:
+        fully_shard(block, mesh=layout)
+    fully_shard(model, mesh=layout)
+
+
 #: Beside the cases, what is checked of one model.
 SCENARIOS: dict[str, Callable[[int], None]] = {
     "turbodiffusion": turbodiffusion_models,
@@ -452,6 +533,9 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "not-finite": not_finite,
     "mismatches": mismatches,
     "graphs-are-given-up": graphs_are_given_up,
+    "compiled": compiled,
+    "sharded": sharded,
+    "tensor-parallel": tensor_parallel,
 }
 
 
@@ -497,6 +581,39 @@ def of_two() -> dict[str, Callable[[int], None]]:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return run_all(2, tmp_path_factory.mktemp("two"), of_two())
+
+
+def raising(*_: Any) -> None:
+    raise ValueError("mine")
+
+
+def one_raises(rank: int, folder: str) -> None:
+    """A rank that raises between two exchanges, and does not join the next."""
+    model, inputs = MODELS["wan"](torch.float32)
+    patch_model(model, INT8)
+    enable(model, mesh(1, 2))
+    run(model, **inputs)
+    done = Path(folder, "done")
+    if rank == 1:
+        model.blocks[1].register_forward_pre_hook(raising)
+        with pytest.raises(ValueError, match="mine"):
+            run(model, **inputs)
+        while not done.exists():
+            time.sleep(0.1)
+    else:
+        start = time.monotonic()
+        try:
+            run(model, **inputs)
+        except RuntimeError:
+            done.write_text(str(time.monotonic() - start), encoding="utf-8")
+        else:
+            done.touch()
+    os._exit(0)  # the group is of no use any more
+
+
+def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
+    on_ranks(2, one_raises, str(tmp_path), timeout=timedelta(seconds=8))
+    assert 4 < float((tmp_path / "done").read_text(encoding="utf-8")) < 20
 
 
 OF_FOUR = [

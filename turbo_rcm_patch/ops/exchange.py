@@ -82,10 +82,13 @@ class ContextParallel:
         _known[self.name] = self
 
     @classmethod
-    def of(
+    def from_groups(
         cls, group: ProcessGroup, ulysses: ProcessGroup | None, ring: ProcessGroup | None
     ) -> ContextParallel:
-        """The same object for the same groups."""
+        """The same object for the same groups. Where one of the two is the whole sequence, it is
+        `group` as well: exchanges of one communicator do not run into each other."""
+        if ring is None or ulysses is None:
+            group = ulysses or ring or group
         known = _known.get(_name(group, ulysses, ring))
         fits = known is not None and known.group is group
         return cast(ContextParallel, known) if fits else cls(group, ulysses, ring)
@@ -97,7 +100,7 @@ class ContextParallel:
         """
         ring, ulysses = mesh["ring"], mesh["ulysses"]
         group = mesh["ring", "ulysses"]._flatten().get_group()
-        return cls.of(
+        return cls.from_groups(
             group,
             ulysses.get_group() if ulysses.size() > 1 else None,
             ring.get_group() if ring.size() > 1 else None,

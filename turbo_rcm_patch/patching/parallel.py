@@ -71,7 +71,7 @@ def groups_of(holder: object) -> ContextParallel | None:
     config = getattr(config, "context_parallel_config", None)
     if config is None:
         return None
-    return ContextParallel.of(
+    return ContextParallel.from_groups(
         config._flattened_mesh.get_group(),
         config._ulysses_mesh.get_group() if config.ulysses_degree > 1 else None,
         config._ring_mesh.get_group() if config.ring_degree > 1 else None,
@@ -87,7 +87,7 @@ def ulysses_over(group: Any) -> ContextParallel | None:
     """Ulysses over the ranks of one process group; None for no group or one rank."""
     if group is None or group.size() < 2:
         return None
-    return ContextParallel.of(group, group, None)
+    return ContextParallel.from_groups(group, group, None)
 
 
 def processor_class(processor: object) -> type:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch.ops.parallel import parallel_attention
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.patching.parallel import groups_of
+from turbo_rcm_patch.patching.registry import author_class
 
 __all__ = ["distributed", "is_distributed", "plan_of"]
 
@@ -123,7 +124,7 @@ def plan_of(model: nn.Module) -> dict[str, Any] | None:
     """Which inputs are split and which outputs are gathered: ours, else diffusers' plan of this
     class, else None."""
     own: dict[str, Any] | None = getattr(type(model), "_cp_plan", None)
-    make = _PLANS.get(type(model).__name__)
+    make = _PLANS.get(author_class(model).__name__)
     return own if make is None else make(model)
 
 
