@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu record lint format docs clean
+.PHONY: help demo test test-gpu test-2gpu record lint format docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -31,6 +31,9 @@ test: $(VENV)/.installed-dev lint ## Lint, types and every test that a CPU can r
 test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card
 	$(BIN)/python -m pytest -v -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
 
+test-2gpu: $(VENV)/.installed-dev ## Attention and patched models over two cards, through NCCL
+	$(BIN)/python -m pytest -v -m gpu tests/gpu/test_parallel_gpu.py $(PYTEST_ARGS)
+
 record: $(VENV)/.installed ## Measure the proofs of the README on one card and write results/gpu.json
 	$(BIN)/python -m benchmarks record --out results/gpu.json
 
@@ -45,6 +48,12 @@ format: $(VENV)/.installed-dev ## Format and fix what can be fixed
 
 docs: $(VENV)/.installed-dev ## The API reference, from the docstrings, into build/docs
 	$(BIN)/python -m pdoc -d google -o build/docs $(API)
+
+dist: $(VENV)/.installed-dev ## Wheel and source distribution into dist/, checked: metadata, contents, sizes
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python .ci/check_dist.py dist
 
 # Not outputs/: what is there may have taken hours. VENV may name a folder that is no environment.
 clean: ## Remove the environment and what was built; videos and reports in outputs/ stay

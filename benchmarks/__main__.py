@@ -65,6 +65,12 @@ COMPARISONS: Final = {
         "N32760-1536-1536",
         '"torch bf16,int8 scale per block"',
     ),
+    "parallel": (
+        "parallel.run",
+        "one forward of Wan split over all GPUs, unpatched and patched",
+        "1.3b,14b",
+        '"Ulysses cuDNN,Ulysses patched"',
+    ),
     "hbm": (
         "traffic.run",
         "memory traffic of attention + projection + skip, counted by Nsight Compute",

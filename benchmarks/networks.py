@@ -360,6 +360,21 @@ def compiled(network: Any, backend: str, *, fullgraph: bool = True) -> Iterator[
         torch._dynamo.reset()
 
 
+@contextmanager
+def compiled_in_graphs(network: Any, backend: str) -> Iterator[None]:
+    """Inside, the whole network is compiled with mode="reduce-overhead", which captures CUDA
+    graphs."""
+    torch._dynamo.reset()
+    # Other backends have no modes.
+    options = {"mode": "reduce-overhead"} if backend == "inductor" else {"backend": backend}
+    network.compile(fullgraph=True, **options)
+    try:
+        yield
+    finally:
+        network._compiled_call_impl = None
+        torch._dynamo.reset()
+
+
 def _compiled_in_pieces(network: Any, backend: str) -> AbstractContextManager[object]:
     return compiled(network, backend, fullgraph=False)
 

@@ -38,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-target",
         action="store_true",
-        help="compile rare variants of the kernels for every GPU target, not for three of them",
+        help="compile every variant of the kernels for every GPU target, and with every release "
+        "of Triton; without it each variant, target and kind of release has a representative",
     )
 
 

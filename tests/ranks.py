@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.processes import server
 from turbo_rcm_patch.ops.exchange import ContextParallel
 
 #: An exchange that nobody answers fails after this.
@@ -63,6 +64,8 @@ def _main(
 def on_ranks(
     world: int, function: Callable[..., None], *args: object, backend: str = "gloo"
 ) -> None:
-    """Run function(rank, *args) in so many processes of one group."""
+    """Run function(rank, *args) in so many processes of one group. On GPUs nothing is shared."""
+    start = "spawn" if "nccl" in backend else server().get_start_method()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_main, args=(world, backend, os.fspath(folder), function, args), nprocs=world)
+        arguments = (world, backend, os.fspath(folder), function, args)
+        mp.start_processes(_main, args=arguments, nprocs=world, start_method=start)

@@ -107,6 +107,49 @@ assert not HIDDEN & {name.split(".")[0] for name in sys.modules}
     run(HIDE + code)
 
 
+@pytest.mark.parametrize("system", ["windows", "neither"])
+def test_pipelines_load_and_patch_without_unix(system: str) -> None:
+    """Windows has no fcntl, and neither it nor macOS has Triton."""
+    code = """
+import builtins, subprocess, sys, tempfile, types  # subprocess looks for msvcrt too
+from pathlib import Path
+import torch
+UNIX = {"fcntl", "resource", "pwd", "grp", "termios"}
+real = builtins.__import__
+def refuse(name, given=None, *rest, **more):  # Other packages may ask the system its name.
+    if name in UNIX and str((given or {}).get("__name__")).startswith("turbo_rcm_patch"):
+        refused.append(name)
+        raise ImportError(name)
+    return real(name, given, *rest, **more)
+builtins.__import__ = refuse
+locked, refused = [], []
+if SYSTEM == "windows":
+    msvcrt = types.ModuleType("msvcrt")
+    msvcrt.LK_NBLCK = 2
+    def locking(descriptor, mode, size):
+        assert (mode, size) == (2, 1)
+        locked.append(descriptor)
+    msvcrt.locking = locking
+    sys.modules["msvcrt"] = msvcrt
+from turbo_rcm_patch import patch_model
+from turbo_rcm_patch.checkpoints.staging import staged
+from turbo_rcm_patch.sampling import load_pipeline
+pipe = load_pipeline("tiny", device="cpu")
+assert patch_model(pipe.transformer).fused > 0
+with tempfile.TemporaryDirectory() as folder:
+    left = Path(folder) / ".model.partial-left"
+    left.mkdir()
+    (left / "lock").touch()
+    with staged(Path(folder) / "model", force=False, folder=True) as made:
+        (made / "config.json").touch()
+    assert (Path(folder) / "model" / "config.json").is_file()
+    assert left.exists() == (SYSTEM == "neither"), "what cannot be locked stays"
+assert len(locked) == (2 if SYSTEM == "windows" else 0)
+assert refused == ["fcntl"] and "triton" not in sys.modules
+"""
+    run(f"SYSTEM = {system!r}\n{code}", blocked=("triton",))
+
+
 def test_a_missing_extra_is_a_typed_error_that_names_it() -> None:
     code = """
 import contextlib, io

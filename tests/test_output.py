@@ -50,6 +50,26 @@ def test_a_disk_that_is_full_only_when_it_is_flushed(tmp_path: Path, monkeypatch
     assert everything(tmp_path) == {"a.json": "old"}
 
 
+def test_a_file_is_flushed_through_a_descriptor_that_may_write(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Windows refuses any other, and has none for folders."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def windows(descriptor: int) -> None:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(os, "fsync", windows)
+    with atomic(tmp_path / "a.json") as partial:
+        partial.write_text("new")
+    with merged(tmp_path / "folder") as folder:
+        (folder / "b").write_text("new")
+    check_writable(tmp_path / "c")
+    assert everything(tmp_path) == {"a.json": "new", "folder/b": "new"}
+
+
 def test_a_typed_error_is_passed_on(tmp_path: Path) -> None:
     with pytest.raises(SamplingError, match="mine"), atomic(tmp_path / "a"):
         raise SamplingError("mine")

@@ -87,6 +87,15 @@ def test_the_error_for_a_missing_package_knows_every_extra() -> None:
     assert before == set(declared("all")) - set(base)
 
 
+def test_doctor_knows_the_declared_ranges() -> None:
+    from turbo_rcm_patch.sampling.doctor import RANGES
+
+    known = declared("video")
+    for name, (least, first_untested) in RANGES.items():
+        bounds = {s.operator: s.version for s in known[name].specifier}
+        assert bounds == {">=": least} | ({"<": first_untested} if first_untested else {}), name
+
+
 def test_every_dependency_is_pinned_within_its_range() -> None:
     pinned = pins()
     for name, requirement in declared("dev").items():

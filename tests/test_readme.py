@@ -9,15 +9,13 @@ order, as a reader would type them.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import run_fresh
 from turbo_rcm_patch.__main__ import _parser
 
 ROOT = Path(__file__).parents[1]
@@ -115,18 +113,7 @@ def test_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
     runnable = [code for code, reason in blocks(text_of(page)) if not reason]
     if page == README:
         assert runnable, "the README shows how to use the library"
-    script = tmp_path / "page.py"
-    script.write_text("\n\n".join(runnable), encoding="utf-8")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_fresh("\n\n".join(runnable), cwd=tmp_path)
 
 
 @EVERY_PAGE

@@ -34,9 +34,28 @@ def test_the_cpu_tests_run_on_every_python() -> None:
     assert re.search(r'pytest .*-m "not gpu"$', commands("test"), re.MULTILINE)
 
 
-def test_the_main_branch_of_diffusers_is_tried_every_week() -> None:
+def test_both_ends_of_the_ranges_are_tried() -> None:
+    job = WORKFLOW["jobs"]["versions"]
+    ends = {one["ends"] for one in job["strategy"]["matrix"]["include"]}
+    assert ends == {"lowest-direct", "highest"}
+    assert "--resolution ${{ matrix.ends }} -e '.[dev]'" in commands("versions")
+    assert "constraints" not in commands("versions")
+    assert re.search(r'pytest .*-m "not gpu"$', commands("versions"), re.MULTILINE)
+
+
+def test_a_release_is_built_and_other_systems_generate() -> None:
+    assert "make dist" in commands("dist")
+    systems = WORKFLOW["jobs"]["other-systems"]["strategy"]["matrix"]["system"]
+    assert {name.partition("-")[0] for name in systems} == {"windows", "macos"}
+    assert "generate --prompt" in commands("other-systems")
+
+
+def test_every_week_what_is_rare_and_the_main_branch_of_diffusers_are_tried() -> None:
     (schedule,) = WORKFLOW[True]["schedule"]  # YAML reads `on` as true
     assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", schedule["cron"])
+    assert "--every-target tests/kernels" in commands("every-target")
+    for job in ("every-target", "diffusers-main"):
+        assert "'schedule'" in WORKFLOW["jobs"][job]["if"]
     assert "diffusers@main" in commands("diffusers-main")
     folders = re.findall(r"tests/\w+", commands("diffusers-main"))
     assert folders and all((ROOT / folder).is_dir() for folder in folders)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.ops.sageattn import sageattn
     from turbo_rcm_patch.patching.backend import register_backend, unregister_backend
     from turbo_rcm_patch.patching.find import find_pairs
+    from turbo_rcm_patch.patching.int8_only import keep_int8_only
     from turbo_rcm_patch.patching.patch import (
         is_patched,
         patch_model,
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "find_pairs",
     "is_patched",
+    "keep_int8_only",
     "load_extra",
     "patch_model",
     "patched",
@@ -60,6 +62,7 @@ _HOME: Final = {
     "SkipPair": "turbo_rcm_patch.skip",
     "find_pairs": "turbo_rcm_patch.patching.find",
     "is_patched": "turbo_rcm_patch.patching.patch",
+    "keep_int8_only": "turbo_rcm_patch.patching.int8_only",
     "load_extra": "turbo_rcm_patch.checkpoints.extra",
     "patch_model": "turbo_rcm_patch.patching.patch",
     "patched": "turbo_rcm_patch.patching.patch",

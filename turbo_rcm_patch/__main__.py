@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default those of the process.
 
     Returns:
-        0 on success (for `compare` and `demo`: "unchanged"), 1 for another verdict, 2 for a
-        mistake in the arguments, the model or the files, 3 for an unexpected error, 130 if
-        interrupted; see `exit_codes`.
+        0 on success (for `compare` and `demo`: "unchanged"), 4 for "similar", 1 for another
+        verdict, 2 for a mistake in the arguments, the model or the files, 3 for an unexpected
+        error, 130 if interrupted; see `exit_codes`.
     """
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
@@ -151,7 +151,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Generate 10 prompts with a shipped model: unpatched, patched, and unpatched "
         "with another exact attention. Judge the videos, then run one block of the model through "
         "the Triton kernels. Exit code 0 only if nothing visible changed and the kernels are "
-        "right, 1 if not, 2 for a mistake, 3 for an unexpected error.",
+        "right, 4 if the videos are only similar, else 1, 2 for a mistake, 3 for an unexpected "
+        "error.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             "demo --out outputs/demo", "demo --model tiny-cogvideox --out outputs/cogvideox"
@@ -271,9 +272,10 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="compare the videos before and after patching, and give a verdict",
         description="Generate every prompt three times from the same noise: unpatched, patched, "
         "and unpatched with another exact attention backend. Judge whether anything visible "
-        "changed. Writes videos, plots, metrics.json and report.html. If it was interrupted, the "
-        "same command continues. Exit code 0: unchanged, 1: changed or undecided, 2: a mistake in "
-        "the arguments, the model or the files, 3: an unexpected error, 130: interrupted.",
+        "changed. Writes videos, plots, metrics.json, report.html and report.md. If it was "
+        "interrupted, the same command continues. Exit code 0: unchanged, 4: similar, 1: changed "
+        "or undecided, 2: a mistake in the arguments, the model or the files, 3: an unexpected "
+        "error, 130: interrupted.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             f"compare --prompt '{_PROMPT}' --out outputs/circle",

@@ -29,7 +29,7 @@ __all__ = [
 Attention = Literal["auto", "int8", "int4", "exact", "sage"]
 PVDType = Literal["auto", "fp8", "bf16", "fp16"]
 Precision = Literal["fixed", "auto"]
-Linear = Literal["as-is", "int8"]
+Linear = Literal["as-is", "int8", "int8-only"]
 Impl = Literal["auto", "triton", "reference"]
 Form = Literal["auto", "one-launch", "two-launch"]
 ResidualDType = Literal["fp32", "model"]
@@ -63,7 +63,9 @@ class PatchConfig:
             adapter) and needs no gradient. The int8 weights are kept beside the model's own, one
             byte per weight, and every forward first checks on the device whether a weight has
             changed. A compiled graph, and a CUDA graph that somebody else captures, quantises the
-            weights on every forward.
+            weights on every forward. "int8-only" runs the same and keeps the int8 weights alone:
+            patching drops the model's own, Linear by Linear, and they do not come back
+            (`keep_int8_only`). What calls such a Linear gets the product with int8 times scale.
         smooth_k: Subtract the mean over tokens from k before quantising. The softmax does not
             change.
         impl: "triton" or "reference" (plain torch). "auto" chooses by the model's device.

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
+from turbo_rcm_patch.exit_codes import CHANGED, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.sampling.comparison import Observer, compare
 from turbo_rcm_patch.sampling.generation import settings_for
-from turbo_rcm_patch.sampling.kernel_check import run_kernel_check
+from turbo_rcm_patch.sampling.kernel_check import check_interpreter, run_kernel_check
 from turbo_rcm_patch.sampling.load import TINY, load_pipeline, resolve_model
 from turbo_rcm_patch.sampling.progress import bars
 from turbo_rcm_patch.sampling.report import write_report
@@ -36,7 +37,8 @@ def demo(
         command: The command line, for the report.
 
     Returns:
-        0 if nothing visible changed and the kernels agree with their reference, else 1.
+        0 if nothing visible changed and the kernels agree with their reference, else the code of
+        the verdict, or 1 if the kernels do not agree.
     """
     from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
@@ -44,6 +46,7 @@ def demo(
     start = time.perf_counter()
     check_out(out, fresh=fresh)
     find_ffmpeg()
+    check_interpreter()
     model = MODEL if model is None else model
     pipe = load_pipeline(model)
     settings = settings_for(pipe)
@@ -76,7 +79,7 @@ def demo(
     )
     print(comparison)
     print(f"{time.perf_counter() - start:.0f} s in all")
-    return 0 if comparison.verdict == "unchanged" and check.passed else 1
+    return of_verdict(comparison.verdict) if check.passed else CHANGED
 
 
 def shape_observer(prompts: Sequence[str]) -> Observer | None:

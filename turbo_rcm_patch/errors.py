@@ -16,6 +16,7 @@ __all__ = [
     "ContextParallelError",
     "DTypeError",
     "DeviceError",
+    "DroppedWeightError",
     "FamilyError",
     "Fp8UnsupportedError",
     "GradientError",
@@ -26,6 +27,7 @@ __all__ = [
     "NotAModelError",
     "NotPatchedError",
     "NothingToPatchError",
+    "OffloadedError",
     "OpError",
     "OutputError",
     "OutputExistsError",
@@ -111,6 +113,14 @@ class WrappedError(PatchError, RuntimeError):
 class FamilyError(PatchError, RuntimeError):
     """The class is known, but this instance cannot be patched, for example because a forward has
     another signature than this release knows."""
+
+
+class OffloadedError(PatchError, RuntimeError):
+    """The weights that are to be replaced are in the hands of an offloading hook."""
+
+
+class DroppedWeightError(PatchError, RuntimeError):
+    """Something would write into a weight that exists in int8 alone."""
 
 
 class ContextParallelError(PatchError, RuntimeError):

@@ -10,12 +10,25 @@ from typing import Final
 
 from turbo_rcm_patch.errors import TurboRCMError
 
-__all__ = ["CHANGED", "INTERRUPTED", "OK", "PIPE", "TABLE", "UNEXPECTED", "USAGE", "run_command"]
+__all__ = [
+    "CHANGED",
+    "INTERRUPTED",
+    "OK",
+    "PIPE",
+    "SIMILAR",
+    "TABLE",
+    "UNEXPECTED",
+    "USAGE",
+    "of_verdict",
+    "run_command",
+]
 
 OK: Final = 0
 CHANGED: Final = 1
 USAGE: Final = 2
 UNEXPECTED: Final = 3
+#: Not 0, so that nothing passes as unchanged by mistake; not 1, so that a script can accept it.
+SIMILAR: Final = 4
 INTERRUPTED: Final = 130
 #: The reader of our output has gone, as in `pairs | head`: 128 plus the number of SIGPIPE.
 PIPE: Final = 141
@@ -27,8 +40,14 @@ exit codes:
   {CHANGED:<4} for compare and demo: changed or undecided; for doctor: something needed is missing
   {USAGE:<4} a mistake in the arguments, the model or the files, or too little memory
   {UNEXPECTED:<4} an unexpected error, with its traceback
+  {SIMILAR:<4} for compare and demo: similar
   {INTERRUPTED:<4} interrupted
 """
+
+
+def of_verdict(word: str) -> int:
+    """The exit code of `compare` for its verdict."""
+    return {"unchanged": OK, "similar": SIMILAR}.get(word, CHANGED)
 
 
 def run_command(

@@ -140,7 +140,8 @@ def _real_file(target: Path) -> Path:
 
 def _flush(path: Path) -> None:
     """Wait until the disk has a file's contents or a folder's entries."""
-    descriptor = os.open(path, os.O_RDONLY)
+    # Windows flushes only what was opened for writing; a folder cannot be.
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:

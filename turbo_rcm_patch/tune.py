@@ -42,7 +42,6 @@ from turbo_rcm_patch.kernels.launch import (
 )
 from turbo_rcm_patch.kernels.tile_table import VARIABLE, Table, read_table, table_path
 from turbo_rcm_patch.ops import keep_dispatch, measure_dispatch
-from turbo_rcm_patch.ops.dispatch import dispatch_path
 from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.environment import device_name
 
@@ -205,7 +204,7 @@ def tune(
         _show(one, work.words)
         del work
     if choices and time.monotonic() < end:
-        own = None if out is None or out == table_path() else out
+        own = None if _is_default(path) else out
         _tune_choices(where, out=own, dry_run=dry_run, calls=calls or 20)
     elif choices:
         left.append(_CHOICES)
@@ -216,9 +215,17 @@ def tune(
     else:
         write_table(path, _merged(before, key, found))
         forget_tiles()
-        default = out is None or path == table_path()
-        print(f"written: {path}" + ("" if default else f"; read with {VARIABLE}={path}"))
+        read = "" if _is_default(path) else f"; read with {VARIABLE}={path}"
+        print(f"written: {path}{read}")
     return 1 if left else 0
+
+
+def _is_default(path: Path) -> bool:
+    """Whether kernels look for a table there."""
+    try:
+        return path == table_path()
+    except ConfigError:  # There is no such place.
+        return False
 
 
 def _tune_choices(device: torch.device, *, out: Path | None, dry_run: bool, calls: int) -> None:
@@ -234,7 +241,7 @@ def _tune_choices(device: torch.device, *, out: Path | None, dry_run: bool, call
     if dry_run:
         return
     path = keep_dispatch(table, None if out is None else out.with_suffix(".attention.json"))
-    read = "" if out is None else f"; it is read as {dispatch_path()}"
+    read = "" if out is None else "; it is read as dispatch.json beside the user's table of tiles"
     print(f"written: {path}{read}")
 
 

@@ -1,16 +1,23 @@
-"""Attention over a sequence that two GPUs share, through NCCL:
-`pytest -m gpu tests/gpu/test_parallel_gpu.py` on a machine with two of them."""
+"""Attention and patched models over a sequence that two GPUs share, through NCCL: `make test-2gpu`
+on a machine with two of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.networks import build_wan, wan_call
 from tests.ops.test_parallel import Case, inputs, local, one_device, relative
+from tests.patching import test_parallel_patched as patched
+from tests.patching.wan import run
 from tests.ranks import groups, on_ranks
+from turbo_rcm_patch import PatchConfig, patch_model
 from turbo_rcm_patch.errors import RankMismatchError
 from turbo_rcm_patch.ops import AttentionSpec
 from turbo_rcm_patch.ops.exchange import counting_bytes
@@ -96,6 +103,75 @@ def faults_and_streams(rank: int) -> None:
     assert torch.equal(out, other)
     assert "header" not in counts
     dist.barrier()
+
+
+# --- patched models ------------------------------------------------------------------------------
+
+#: bf16 products of half as many rows are other kernels, which round otherwise.
+NEAR_BF16 = 1e-2
+#: Of int8's own distance to exact attention, with bf16's rounding in both.
+SHARE_BF16 = 0.9
+
+
+def on_gpu(case: patched.Case, rank: int) -> None:
+    if case.config.attention != "exact":
+        case = replace(case, config=PatchConfig(guard=False, attention="int8"))
+    patched.equals_one_process(
+        case, f"cuda:{rank}", torch.bfloat16, near=NEAR_BF16, share=SHARE_BF16
+    )
+
+
+def guarded(rank: int) -> None:
+    """With the guard and `precision="auto"`, which compare with exact attention over both."""
+    device = f"cuda:{rank}"
+    model, inputs = patched.MODELS["wan"](torch.bfloat16)
+    model, inputs = model.to(device), patched.moved(inputs, device)
+    author = run(model, **inputs)
+    report = patch_model(model, attention="int4", precision="auto", guard_budget=0.05)
+    patched.enable(model, patched.mesh(1, 2, "cuda"))
+    out = run(model, **inputs)
+    assert relative(out, author) < 0.05
+    assert patched.same_everywhere(out)
+    verdicts = [(record.path, record.verdict, record.error) for record in report.guard]
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, verdicts)
+    assert everyone[0] == everyone[1] and verdicts
+
+
+def a_long_video(rank: int) -> None:
+    """Four blocks of Wan2.1-1.3B's size over 8,190 tokens, whose halves end within a block."""
+    device = torch.device("cuda", rank)
+    torch.manual_seed(0)
+    config = {"num_attention_heads": 12, "num_layers": 4, "ffn_dim": 8960}
+    model = build_wan(config, device, 0)
+    call = wan_call(model, (1, 16, 21, 30, 52), 512, device, 0)
+    with torch.no_grad():
+        exact = call()
+        patch_model(model, guard=False, attention="int8")
+        single = call()
+        patched.enable(model, patched.mesh(1, 2, "cuda"))
+        outs = [call() for _ in range(3)]  # recorded, then replayed
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert patched.same_everywhere(outs[0])
+    assert relative(outs[0], exact) < BUDGET * relative(single, exact)
+
+
+PATCHED: dict[str, Callable[[int], None]] = {
+    **{case.id: partial(on_gpu, case) for case in patched.cases()},
+    "guarded": guarded,
+    "a-long-video": a_long_video,
+}
+
+
+@pytest.fixture(scope="module")
+def two_patched(tmp_path_factory: pytest.TempPathFactory) -> patched.Told:
+    two_gpus()
+    return patched.run_all(2, tmp_path_factory.mktemp("two"), PATCHED, backend="nccl")
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_a_patched_model_on_two_gpus(name: str, two_patched: patched.Told) -> None:
+    two_patched.check(name)
 
 
 def two_gpus() -> None:

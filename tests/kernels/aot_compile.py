@@ -1,17 +1,22 @@
 """Compile recorded launches ahead of time and report what they need, as JSON.
 
-`python aot_compile.py LAUNCHES.json KERNELS_FOLDER`. Needs triton alone (a torch that is not there
-is replaced by a stub, which the jit functions never touch), so that another release of Triton can
-be tried from an environment of its own.
+`python aot_compile.py KERNELS_FOLDER RESULTS_FOLDER` reads lists of launches, one a line, from its
+input, and answers each with a line: the results. They are kept in RESULTS_FOLDER, which processes
+may share, so that nobody compiles the same launch twice.
+
+Needs triton alone (a torch that is not there is replaced by a stub, which the jit functions never
+touch), so that another release of Triton can be tried from an environment of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import re
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -63,7 +68,6 @@ def compile_one(launch: dict) -> dict:
     compiled = triton.compile(source, target=target, options=launch["options"])
     result = {
         "kernel": launch["kernel"],
-        "case": launch["case"],
         "target": f"{backend}:{arch}",
         "triton": triton.__version__,
         "warps": launch["options"]["num_warps"],
@@ -77,14 +81,15 @@ def compile_one(launch: dict) -> dict:
 
 
 def cuda_resources(cubin: bytes, kernel: str) -> dict:
-    path = Path(sys.argv[1]).with_suffix(".cubin")
-    path.write_bytes(cubin)
-    usage = subprocess.run(
-        [BIN / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True
-    ).stdout
-    sass = subprocess.run(
-        [BIN / "nvdisasm", "-c", path], capture_output=True, text=True, check=True
-    ).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run(
+                [BIN / tool, option, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
     stack = re.search(r"STACK:(\d+)", usage)
     registers = re.search(r"REG:(\d+)", usage)
     assert stack and registers, usage
@@ -153,23 +158,35 @@ def hip_resources(assembly: str) -> dict:
     }
 
 
+def result_of(launch: dict, kept: Path) -> dict:
+    """The result of one launch, from the folder if somebody has compiled it."""
+    launch = dict(launch)
+    case = launch.pop("case")
+    text = f"{triton.__version__} {json.dumps(launch, sort_keys=True)}"
+    path = kept / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8")) | {"case": case}
+    try:
+        result = compile_one(launch)
+    except Exception as error:  # reported per kernel, so that one failure shows them all
+        result = {
+            "kernel": launch["kernel"],
+            "target": f"{launch['backend']}:{launch['arch']}",
+            "error": f"{type(error).__name__}: {error}"[:2000],
+        }
+    with tempfile.NamedTemporaryFile("w", dir=kept, delete=False, encoding="utf-8") as file:
+        json.dump(result, file)
+    Path(file.name).replace(path)  # whole or not there, for whoever looks meanwhile
+    return result | {"case": case}
+
+
 def main() -> None:
-    import_kernels(Path(sys.argv[2]))
-    launches = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    results = []
-    for launch in launches:
-        try:
-            results.append(compile_one(launch))
-        except Exception as error:  # reported per kernel, so that one failure shows them all
-            results.append(
-                {
-                    "kernel": launch["kernel"],
-                    "case": launch["case"],
-                    "target": f"{launch['backend']}:{launch['arch']}",
-                    "error": f"{type(error).__name__}: {error}"[:2000],
-                }
-            )
-    json.dump(results, sys.stdout)
+    kernels, kept = map(Path, sys.argv[1:])
+    import_kernels(kernels)
+    kept.mkdir(parents=True, exist_ok=True)
+    for asked in sys.stdin:
+        results = [result_of(launch, kept) for launch in json.loads(asked)]
+        print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Which kernels the launchers would start on a target, written as JSON: no GPU, no compilation.
 
-`python aot_record.py CASES.json`, where a case names a target and an operation. The launchers run
-on meta tensors with their `launch` and `target_of` replaced, so what is recorded is what a GPU
-gets: the same tiles, argument types and constants.
+Reads lists of cases, one a line, from its input, and answers each with a line: the launches. A
+case names a target and an operation. The launchers run on meta tensors with their `launch` and
+`target_of` replaced, so what is recorded is what a GPU gets: the same tiles, argument types and
+constants.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import importlib
 import json
 import sys
 import types
-from pathlib import Path
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
@@ -274,7 +274,8 @@ def int8_linears(case, modules, residual, gate) -> None:
 
 
 def hopper_linears(case, modules, residual, gate) -> None:
-    """With GELU, plain, and with the skip; a scale per row in the schedule of the case."""
+    """With GELU, plain, and with the skip, or those that the case names; a scale per row in the
+    schedule of the case."""
     channels, blocks = residual.shape[2], case["operation"] == "hopper-linear-blocks"
     own = modules["hopper.int8_linear"]
     schedule = None if blocks else own.SCHEDULES[case["schedule"]]
@@ -282,7 +283,12 @@ def hopper_linears(case, modules, residual, gate) -> None:
     groups = -(-channels // 128)
     scale = residual.new_empty((groups, groups) if blocks else channels, dtype=torch.float32)
     weight, y = residual.new_empty(channels, channels, dtype=torch.int8), residual.clone()
-    for gelu, skip, c_out in ((True, None, 1.0), (False, None, 1.0), (False, residual, gate)):
+    forms = {
+        "gelu": (True, None, 1.0),
+        "plain": (False, None, 1.0),
+        "skip": (False, residual, gate),
+    }
+    for gelu, skip, c_out in map(forms.get, case.get("forms", forms)):
         own.hopper_linear(
             y, rows, weight, scale, residual[0, 0], skip, 1.0, c_out,
             gelu=gelu, cast="fp32", permuted=case.get("permuted"), schedule=schedule,
@@ -290,13 +296,16 @@ def hopper_linears(case, modules, residual, gate) -> None:
 
 
 def main() -> None:
-    cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    unique: dict[str, dict[str, object]] = {}
-    for case in cases:
-        for launch in record(case):
-            key = json.dumps({k: v for k, v in launch.items() if k != "case"}, sort_keys=True)
-            unique.setdefault(key, launch)
-    json.dump(list(unique.values()), sys.stdout)
+    for asked in sys.stdin:
+        unique: dict[str, dict[str, object]] = {}
+        for case in json.loads(asked):
+            only = case.pop("only", None)
+            for launch in record(case):
+                if only is not None and launch["kernel"] not in only:
+                    continue
+                key = json.dumps({k: v for k, v in launch.items() if k != "case"}, sort_keys=True)
+                unique.setdefault(key, launch)
+        print(json.dumps(list(unique.values())), flush=True)
 
 
 if __name__ == "__main__":

@@ -47,10 +47,11 @@ def flat(result: Any) -> list[torch.Tensor]:
 
 
 def labelled(
-    launches: list[tuple[Any, ...]], inputs: list[torch.Tensor], result: Any, fresh: bool
+    launches: Log, fresh: Log, inputs: list[torch.Tensor], result: Any
 ) -> list[tuple[Any, ...]]:
     """Launches with every address replaced by what lies there: an argument, a part of the result,
-    or the n-th scratch buffer that was seen."""
+    or the n-th scratch buffer that was seen. An address is what stands where a launcher gave
+    memory in `fresh`."""
     places = [(f"input {i}", t) for i, t in enumerate(inputs)]
     places += [(f"output {i}", t) for i, t in enumerate(flat(result))]
     scratch: dict[int, int] = {}
@@ -63,11 +64,11 @@ def labelled(
         return f"scratch {scratch.setdefault(at, len(scratch))}", 0
 
     shown = []
-    for name, grid, arguments in launches:
+    for (name, grid, arguments), (_, _, given) in zip(launches, fresh, strict=True):
         values = []
-        for value in arguments:
+        for value, like in zip(arguments, given, strict=True):
             at = address(value)
-            if at is None and not fresh and isinstance(value, int) and value > 2**32:
+            if at is None and address(like) is not None and isinstance(value, int):
                 at = value
             values.append(value if at is None else label(at))
         shown.append((name, grid, values))
@@ -98,7 +99,7 @@ def compare(log: Log, call: Call, make: Callable[[], list[torch.Tensor]]) -> int
         (t.shape, t.stride(), t.dtype) for t in flat(expected)
     ]
     assert type(result) is type(expected)
-    assert labelled(replays, again, result, False) == labelled(fresh, again, expected, True)
+    assert labelled(replays, fresh, again, result) == labelled(fresh, fresh, again, expected)
     assert len(fresh) == recorded
     return recorded
 

@@ -19,8 +19,9 @@ from turbo_rcm_patch.errors import GradientError, MaskError, OpError, RankMismat
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
 from turbo_rcm_patch.ops import parallel as parallel_module
 from turbo_rcm_patch.ops.emulation import MEAN_SAMPLES, emulated_attention
-from turbo_rcm_patch.ops.exchange import ContextParallel, counting_bytes, largest
+from turbo_rcm_patch.ops.exchange import ContextParallel, counting_bytes, silent, told
 from turbo_rcm_patch.ops.parallel import (
+    agreed_forward,
     agreed_lengths,
     parallel_attention,
     parallel_sparse_linear_attention,
@@ -279,8 +280,18 @@ def faults(rank: int) -> None:
     # And the groups still work.
     out = parallel_attention(x, x, x, spec, parallel)
     lengths = agreed_lengths(x, x, x, spec, parallel)
-    worst = largest(torch.tensor([float(rank), 0.5 if rank else float("nan")]), parallel)
-    assert worst.tolist() == [1.0, float("inf")]
+    assert told("it", [rank, 7], parallel, x.device) == [[0, 7], [1, 7]]
+    assert told("it", [rank + 0.5, 7], parallel, x.device) == [[0.5, 7.0], [1.5, 7.0]]
+    if rank == 0:  # what only compiles its kernels needs nobody else
+        with silent():
+            assert parallel_attention(x, x, x, spec, parallel, lengths=lengths).shape == x.shape
+    x_here = x.expand(1 + rank, -1, -1)
+    with pytest.raises(RankMismatchError, match="forward.*batch 1 on rank 0, 2 on rank 1"):
+        agreed_forward(x_here, 20, spec, parallel)
+    with pytest.raises(RankMismatchError, match="pairs 3 on rank 0, 4 on rank 1"):
+        agreed_forward(x, 20, spec, parallel, same={"pairs": 3 + rank, "budget": 0.1})
+    found = agreed_forward(x, 20 + rank, spec, parallel, same={"pairs": 3}, free=[rank, 5])
+    assert found == ([20, 21], [[0, 5], [1, 5]])
     assert lengths == [20, 20]
     again = parallel_attention(x, x, x, spec, parallel, lengths=lengths)
     assert torch.equal(out, again)

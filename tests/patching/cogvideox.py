@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from diffusers import CogVideoXTransformer3DModel, ConsisIDTransformer3DModel
+from diffusers.models.attention_processor import FusedCogVideoXAttnProcessor2_0
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import nn
 
@@ -56,7 +57,9 @@ class Case:
     def model(self, dtype: torch.dtype = torch.float32) -> Any:
         config = self.config | {"use_rotary_positional_embeddings": self.rotary}
         made = cogvideox(self.consisid, **config)
-        if self.fuse_qkv:
+        if self.fuse_qkv and self.consisid:
+            fuse_by_hand(made)
+        elif self.fuse_qkv:
             made.fuse_qkv_projections()
         if self.unfuse:
             made.unfuse_qkv_projections()
@@ -131,6 +134,14 @@ def widened(inputs: dict[str, Any]) -> dict[str, Any]:
         else value
         for name, value in inputs.items()
     }
+
+
+def fuse_by_hand(model: Any) -> None:
+    """ConsisID's `fuse_qkv_projections` does nothing: its attentions are not of the kind that it
+    looks for."""
+    for block in model.transformer_blocks:
+        block.attn1.fuse_projections()
+        block.attn1.set_processor(FusedCogVideoXAttnProcessor2_0())
 
 
 def cogvideox(consisid: bool = False, **config: Any) -> Any:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from diffusers import (
     AttentionBackendName,
     ContextParallelConfig,
@@ -29,6 +26,7 @@ from diffusers.models.attention_dispatch import (
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 from tests.patching.wan import CASES, run, wan
+from tests.ranks import on_ranks
 from turbo_rcm_patch import errors, ops, register_backend, unregister_backend
 from turbo_rcm_patch.patching import backend as ours
 
@@ -320,20 +318,13 @@ def refuses_what_the_ranks_cannot_share(rank: int, degrees: dict[str, int]) -> N
             )  # fmt: skip
 
 
-def rank_main(rank: int, folder: str, degrees: dict[str, int]) -> None:
-    torch.set_num_threads(1)
-    store = Path(folder, "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    try:
-        parallel_forward(rank, degrees)
-        refuses_what_the_ranks_cannot_share(rank, degrees)
-    finally:
-        dist.destroy_process_group()
+def both(rank: int, degrees: dict[str, int]) -> None:
+    parallel_forward(rank, degrees)
+    refuses_what_the_ranks_cannot_share(rank, degrees)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize("degree", ["ulysses_degree", "ring_degree"])
-def test_context_parallelism_on_two_ranks(degree: str, tmp_path: Path) -> None:
-    if not dist.is_available():
-        pytest.skip("this torch was built without torch.distributed")
-    mp.spawn(rank_main, args=(os.fspath(tmp_path), {degree: 2}), nprocs=2)
+def test_context_parallelism_on_two_ranks(degree: str) -> None:
+    on_ranks(2, both, {degree: 2})

@@ -175,8 +175,7 @@ def test_int8_linears_stay_near_the_author_s_forward(case: Case) -> None:
     linear = PatchConfig(attention="exact", linear="int8", guard=False)
     with patched(model, linear) as report:
         assert 1e-3 < relative(run(model, **inputs), expected) < 0.02
-        # diffusers' ConsisID keeps its processor when fused, which reads the three.
-        to_qkv = case.fuse_qkv and not (case.unfuse or case.consisid)
+        to_qkv = case.fuse_qkv and not case.unfuse
         qkv = ("to_qkv",) if to_qkv else ("to_q", "to_k", "to_v")
         assert report.pairs[0].int8_linears == (*qkv, "to_out.0")
         first = () if "activation_fn" in case.config else ("net.0.proj",)

@@ -12,7 +12,7 @@ from diffusers.models import attention_processor
 from diffusers.models.transformers import cogvideox_transformer_3d
 from torch import nn
 
-from tests.patching.cogvideox import BOTH_CLASSES, CASES, ONE_EACH, ROTARY, Case, cogvideox
+from tests.patching.cogvideox import CASES, ONE_EACH, ROTARY, Case, cogvideox
 from tests.patching.wan import EXACT, dicts, relative, run
 from turbo_rcm_patch import PatchConfig, errors, find_pairs, patch_model, unpatch_model
 
@@ -110,9 +110,8 @@ def test_dtype_and_head_dim_are_refused() -> None:
         patch_model(model)
 
 
-@pytest.mark.supports(BOTH_CLASSES, "context parallel")
 @EACH_CLASS
-def test_context_parallel_is_refused(case: Case) -> None:
+def test_an_unknown_parallelism_is_refused(case: Case) -> None:
     model = case.model()
     model._parallel_config = object()
     before = dicts(model)

@@ -66,7 +66,7 @@ def test_switched_off() -> None:
     model = wan()
     before = set(vars(model))
     report = patch_model(model, PatchConfig(guard=False))
-    assert set(vars(model)) - before == {"_turbo_rcm_patch"}
+    assert set(vars(model)) - before == {"_turbo_rcm_patch", "enable_parallelism"}
     denoise(model, 2)
     assert len(report.guard) == 0 and "guard: off" in str(report)
 

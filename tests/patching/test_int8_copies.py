@@ -299,3 +299,59 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(copies_file.Copies, "_make", counting)
     return names
+
+
+# --- between the look at all copies and the use of one -------------------------------------------
+
+
+def write_in_place(linear: nn.Linear) -> None:
+    with torch.no_grad():
+        linear.weight.mul_(-1.0)
+
+
+def replace_the_parameter(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(-linear.weight.detach(), requires_grad=False)
+
+
+def replace_its_memory(linear: nn.Linear) -> None:
+    linear.weight.data = -linear.weight.data
+
+
+def drop_the_bias(linear: nn.Linear) -> None:
+    linear.weight.data = -linear.weight.data
+    linear.bias = None
+
+
+def bring_an_int8_weight(linear: nn.Linear) -> None:
+    rows, columns = linear.weight.shape
+    scale = torch.full((-(-rows // 128), -(-columns // 128)), 0.01)
+    with torch.no_grad():
+        linear.weight.copy_(linear.weight.mul(-100.0).round().clamp(-127, 127) * 0.01)
+    attach_int8(linear, (linear.weight * 100.0).round().to(torch.int8), scale)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        write_in_place, replace_the_parameter, replace_its_memory, drop_the_bias,
+        bring_an_int8_weight,
+    ],
+)  # fmt: skip
+def test_a_weight_that_changes_while_a_forward_runs(change: Callable[[nn.Linear], None]) -> None:
+    """All copies are looked at in front of the first block, and the change comes behind it."""
+    model = wan()
+    patch_model(model, LINEAR)
+    for _ in range(3):
+        run(model)
+    linear = model.blocks[1].ffn.net[2]
+    handle = model.blocks[1].register_forward_pre_hook(lambda *_: change(linear))
+    made = run(model)
+    handle.remove()
+    truth = copy.deepcopy(model)
+    unpatch_model(truth)
+    if change is bring_an_int8_weight:  # A deep copy leaves it behind.
+        held = attached_int8(linear)
+        assert held is not None
+        attach_int8(truth.blocks[1].ffn.net[2], *held)
+    patch_model(truth, LINEAR)
+    assert torch.equal(made, run(truth))

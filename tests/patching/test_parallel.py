@@ -38,13 +38,15 @@ NEAR = 2e-5
 def enable(model: Any, mesh: DeviceMesh, **more: Any) -> None:
     ring, ulysses = mesh.shape
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, mesh=mesh, **more)
+    count = max(1, torch.accelerator.device_count())
     # diffusers counts accelerators, of which a CPU machine has none.
-    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
+    with mock.patch.object(torch.accelerator, "device_count", return_value=count):
         model.enable_parallelism(config=config)
 
 
-def mesh(ring: int, ulysses: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+def mesh(ring: int, ulysses: int, device: str = "cpu") -> DeviceMesh:
+    kind = device.partition(":")[0]
+    return init_device_mesh(kind, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
 
 
 def follows(

@@ -1,19 +1,13 @@
-"""Two real ranks on a CPU: diffusers' context parallelism is refused, each has its verdict."""
+"""Two real ranks on a CPU that share no sequence: each has its own verdict, and asks nobody."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from unittest import mock
-
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from diffusers import ContextParallelConfig
 
-from tests.patching.wan import CASES, run, wan
-from turbo_rcm_patch import PatchConfig, errors, patch_model, unpatch_model
+from tests.patching.wan import run, wan
+from tests.ranks import on_ranks
+from turbo_rcm_patch import PatchConfig, patch_model
 
 
 def decides_for_itself(rank: int) -> None:
@@ -29,33 +23,7 @@ def decides_for_itself(rank: int) -> None:
     assert [pair.path for pair in report.pairs if pair.fused][0] == "blocks.1.attn1"
 
 
-def refuses_context_parallelism(rank: int) -> None:
-    config = ContextParallelConfig(ulysses_degree=2)
-    model = wan()
-    patch_model(model)
-    # diffusers counts accelerators, of which a CPU machine has none.
-    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
-        model.enable_parallelism(config=config)
-    with pytest.raises(errors.ContextParallelError):
-        run(model, **CASES[0].inputs())
-    unpatch_model(model)
-    with pytest.raises(errors.ContextParallelError):
-        patch_model(model)
-
-
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = Path(folder, "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    try:
-        decides_for_itself(rank)
-        refuses_context_parallelism(rank)
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.slow
-def test_two_ranks(tmp_path: Path) -> None:
-    if not dist.is_available():
-        pytest.skip("this torch was built without torch.distributed")
-    mp.spawn(rank_main, args=(os.fspath(tmp_path),), nprocs=2)
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_two_ranks() -> None:
+    on_ranks(2, decides_for_itself)

@@ -188,8 +188,7 @@ def on_processor(model: Any) -> None:
 
 
 @pytest.mark.parametrize("enable", [on_model, on_processor])
-@pytest.mark.supports("WanTransformer3DModel", "context parallel")
-def test_context_parallel_before(enable: Callable[[Any], None]) -> None:
+def test_an_unknown_parallelism_before(enable: Callable[[Any], None]) -> None:
     model = wan()
     enable(model)
     before = dicts(model)
@@ -199,7 +198,7 @@ def test_context_parallel_before(enable: Callable[[Any], None]) -> None:
     assert dicts(model) == before
 
 
-def test_context_parallel_afterwards_is_refused_on_the_first_forward() -> None:
+def test_an_unknown_parallelism_afterwards_is_refused_on_the_first_forward() -> None:
     model = wan()
     patch_model(model)
     on_processor(model)

@@ -280,8 +280,7 @@ def test_signature_drift(
 
 
 @pytest.mark.parametrize("name", PARALLEL)
-@pytest.mark.supports(classes(map(named, PARALLEL)), "context parallel")
-def test_context_parallel_is_refused(name: str) -> None:
+def test_an_unknown_parallelism_is_refused(name: str) -> None:
     model = named(name).model()
     blocks = model.vace_blocks if name == "vace" else model.blocks
     blocks[0].attn1.processor._parallel_config = object()

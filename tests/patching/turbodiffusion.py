@@ -4,9 +4,11 @@ here as an oracle. The real one needs packages and a GPU; a test runs it from a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -32,8 +34,25 @@ class MinimalA2AAttnOp(nn.Module):
         self.pg = None
         self.stream = None
 
+    def set_context_parallel_group(self, process_group: Any, ranks: Any, stream: Any) -> None:
+        self.pg, self.stream = process_group, stream
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any):
-        return self.local_attn(query, key, value).flatten(2)
+        if self.pg is None or self.pg.size() < 2:
+            return self.local_attn(query, key, value).flatten(2)
+        parts = self.pg.size()
+        # Every rank gets its share of the heads of all tokens, and gives the output back.
+        by_head = (exchanged(x.chunk(parts, 2), self.pg) for x in (query, key, value))
+        out = self.local_attn(*(torch.cat(list(x), 1) for x in by_head))
+        return torch.cat(exchanged(out.chunk(parts, 1), self.pg), 2).flatten(2)
+
+
+def exchanged(pieces: Sequence[Tensor], group: Any) -> list[Tensor]:
+    """The n-th piece of this rank goes to rank n; pieces are of one shape."""
+    sent = torch.stack([piece.contiguous() for piece in pieces])
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent, group=group)
+    return list(came.unbind())
 
 
 class WanRMSNorm(nn.Module):
@@ -177,6 +196,7 @@ class WanModel(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.num_heads = dim, num_heads
+        self._cp_group: Any = None
         cross = WanI2VCrossAttention if image else WanT2VCrossAttention
         self.patch_embedding = nn.Linear(16, dim)
         self.blocks = nn.ModuleList(
@@ -189,19 +209,38 @@ class WanModel(nn.Module):
                 self.blocks.register_module(name, checkpoint_wrapper(block))
 
     def forward(self, x: Tensor, e: Tensor, context: Tensor) -> Tensor:
-        hidden = self.patch_embedding(x)
-        places = torch.arange(hidden.shape[1], device=x.device).float()
+        places = torch.arange(x.shape[1], device=x.device).float()
         rates = torch.logspace(0, -3, self.dim // self.num_heads // 2, device=x.device)
+        freqs, group = torch.outer(places, rates), self._cp_group
+        if group is not None:
+            x, freqs = (
+                x.chunk(group.size(), 1)[group.rank()],
+                freqs.chunk(group.size())[group.rank()],
+            )
+        hidden = self.patch_embedding(x)
         given = {
             "e": e,
             "seq_lens": torch.tensor([hidden.shape[1]] * len(x)),
-            "freqs": torch.outer(places, rates),
+            "freqs": freqs,
             "context": context,
             "context_lens": None,
         }
         for block in self.blocks:
             hidden = block(hidden, **given)
-        return self.head(hidden)
+        out = self.head(hidden)
+        if group is not None:
+            parts = [torch.empty_like(out) for _ in range(group.size())]
+            dist.all_gather(parts, out.contiguous(), group=group)
+            out = torch.cat(parts, 1)
+        return out
+
+    def enable_context_parallel(self, process_group: Any = None) -> None:
+        for block in self.blocks:
+            block.self_attn.attn_op.set_context_parallel_group(process_group, None, None)
+        self._cp_group = process_group
+
+    def disable_context_parallel(self) -> None:
+        self.enable_context_parallel(None)
 
 
 class SparseLinearAttention(nn.Module):

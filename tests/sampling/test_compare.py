@@ -55,12 +55,12 @@ def fingerprint(pipe) -> dict[str, object]:
 
 def test_everything_is_written(finished, settings: Settings) -> None:
     comparison, out = finished
-    assert comparison.verdict in ("unchanged", "changed")
+    assert comparison.verdict in ("unchanged", "similar", "changed")
     for one in comparison.results:
         folder = out / "prompts" / one.key
         shapes = {p.name: video_shape(p) for p in sorted(folder.glob("*.mp4"))}
         assert sorted(shapes) == [
-            "baseline.mp4", "difference.mp4", "patched.mp4", "side_by_side.mp4"
+            "baseline.mp4", "difference.mp4", "panes.mp4", "patched.mp4", "side_by_side.mp4"
         ]  # fmt: skip
         assert all(s[0] == settings.num_frames for s in shapes.values())
         assert all(s[1] % 2 == 0 and s[2] % 2 == 0 for s in shapes.values())
@@ -108,7 +108,7 @@ def test_the_report_needs_nothing_but_itself(finished) -> None:
     page = comparison.report.read_text()
     assert not re.search(r"https?://", page)
     sources = re.findall(r"""(?:src|href|poster)\s*=\s*["']([^"']{0,30})""", page)
-    assert len(sources) == 2 + 3
+    assert len(sources) == 2 + 2 * 3, "a video a prompt, and each plot in light and in dark"
     assert all(source.startswith("data:") for source in sources)
     assert "url(" not in page
     assert "@import" not in page

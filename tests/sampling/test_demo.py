@@ -6,18 +6,26 @@ import json
 import os
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.sampling.micro import SMALL, save
 from tests.sampling.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import demo as demo_module
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.sampling import kernel_check
 from turbo_rcm_patch.sampling.environment import python_command
-from turbo_rcm_patch.sampling.kernel_check import LIMIT, KernelCheck, run_kernel_check
+from turbo_rcm_patch.sampling.kernel_check import (
+    LIMIT,
+    KernelCheck,
+    check_interpreter,
+    run_kernel_check,
+)
 from turbo_rcm_patch.tiny import prompts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -68,6 +76,61 @@ def test_every_python_that_is_started_is_told_to_leave_the_working_directory_alo
     command, own = python_command("turbo_rcm_patch", "pairs")
     assert command[:3] == [sys.executable, "-P", "-m"]
     assert own["PYTHONPATH"].split(os.pathsep)[0] == str(package.parent)
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"),
+    [
+        *(("3.4.0", "2.4.6", False), ("3.5.1", "2.10.0", False), ("3.4.0", "3.0.0", False)),
+        *(("3.4.0", "2.3.5", True), ("3.6.0", "2.4.6", True), ("3.10.0", "2.4.6", True)),
+    ],
+)
+def test_an_interpreter_that_cannot_run_is_told_before_the_work(
+    triton: str, numpy: str, works: bool, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    installed = {"triton": triton, "numpy": numpy}
+    monkeypatch.setattr(kernel_check.metadata, "version", installed.__getitem__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def load(*_: object) -> None:
+        raise SamplingError("the work has begun")
+
+    monkeypatch.setattr(demo_module, "load_pipeline", load)
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert ("the work has begun" in said) == works
+    assert ("pip install 'numpy<2.4'" in said) == (not works)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_interpreter()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_remedy_for_an_old_interpreter_works(
+    micro_folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Triton 3.5 beside the installed NumPy breaks, and beside the one of the remedy it runs."""
+    for folder, wanted in (("triton", "triton==3.5.1"), ("numpy", "numpy<2.4")):
+        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-input", "--quiet"]
+        command += ["--only-binary", ":all:", "--target", str(tmp_path / folder), wanted]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        if done.returncode:
+            pytest.skip(f"pip cannot fetch {wanted} here: {done.stderr[-200:]}")
+    monkeypatch.setattr(kernel_check, "check_interpreter", lambda: None)
+    rest = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'triton'}{os.pathsep}{rest}")
+
+    def own_first(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+        command, own = python_command(module, *arguments)
+        return command, own | {"PYTHONPATH": f"{first}{os.pathsep}{own['PYTHONPATH']}"}
+
+    monkeypatch.setattr(kernel_check, "python_command", own_first)
+    first = str(tmp_path / "triton")
+    if kernel_check._version("numpy") >= (2, 4):
+        with pytest.raises(SamplingError, match="0-dimensional"):
+            run_kernel_check(micro_folder)
+    first += f"{os.pathsep}{tmp_path / 'numpy'}"
+    assert run_kernel_check(micro_folder).passed
 
 
 def test_a_kernel_check_that_breaks_says_how_to_look(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from skimage import metrics
 
 from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.sampling.generation import Sample
-from turbo_rcm_patch.sampling.measures import Drift, drift, psnr, relative_l2, ssim
+from turbo_rcm_patch.sampling.measures import Drift, drift, flicker, psnr, relative_l2, ssim
 
 
 def video(seed: int, shape=(3, 24, 31, 3)) -> torch.Tensor:
@@ -50,6 +50,27 @@ def test_ssim_of_equal_and_opposite_frames() -> None:
 
 def test_relative_l2() -> None:
     assert relative_l2(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
+
+
+def test_flicker_is_that_of_the_difference_and_not_of_the_motion() -> None:
+    a = video(0, (4, 16, 16, 3))
+    constant, flickering = a + 0.1, a.clone()
+    flickering[1::2] += 2 / 255
+    assert flicker(a, a) == 0.0
+    assert flicker(constant, a) == pytest.approx(0.0, abs=1e-4)
+    assert flicker(flickering, a) == pytest.approx(2.0, abs=1e-4)
+    assert flicker(a[:1] + 0.1, a[:1]) == 0.0
+    expected = np.abs(np.diff((flickering - a).double().numpy(), axis=0)).mean() * 255
+    assert flicker(flickering, a) == pytest.approx(expected)
+
+
+def test_a_drift_survives_json() -> None:
+    import json
+
+    from turbo_rcm_patch.sampling.store import to_json
+
+    one = Drift(math.inf, 1.0, (30.0, math.inf), (1.0, 1.0), 0.1, (0.2,), 0.3, None, math.inf)
+    assert Drift.from_dict(json.loads(json.dumps(to_json(one.as_dict())))) == one
 
 
 def test_drift_takes_the_whole_video_and_its_worst_frame() -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 from diffusers import DiffusionPipeline, WanPipeline
 from PIL import Image
 
+from tests.processes import run_fresh
 from tests.sampling.micro import (
     SMALL,
     micro_image_pipe,
@@ -266,7 +265,7 @@ def test_a_new_process_loads_it(loader: str, recorded: str, saved: Path, tmp_pat
     code = LOADERS[loader]
     if recorded == "older" and loader != "load_pipeline":
         code = code.replace("turbo_rcm_patch", "turbo_rcm_patch.sampling.scheduler", 1)
-    run_alone(
+    run_fresh(
         f"import sys; folder = sys.argv[1]\n{code}\n"
         "assert type(pipe.scheduler).__name__ == 'RCMScheduler'\n"
         "assert pipe.scheduler.config.sigma_max == 200.0\n"
@@ -278,18 +277,11 @@ def test_a_new_process_loads_it(loader: str, recorded: str, saved: Path, tmp_pat
 def test_its_folder_names_what_a_user_imports(saved: Path) -> None:
     index = json.loads((saved / "model_index.json").read_text())
     assert index["scheduler"] == ["turbo_rcm_patch", "RCMScheduler"]
-    run_alone(
+    run_fresh(
         "import pickle, turbo_rcm_patch\n"
         "scheduler = pickle.loads(pickle.dumps(turbo_rcm_patch.RCMScheduler(sigma_max=200.0)))\n"
         "assert scheduler.config.sigma_max == 200.0"
     )
-
-
-def run_alone(code: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["t2v-two-experts", "i2v-two-experts"])

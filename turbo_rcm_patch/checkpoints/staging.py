@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from turbo_rcm_patch.checkpoints.locks import lock_file
 from turbo_rcm_patch.errors import OutputExistsError, TurboRCMError
 
 __all__ = ["check_outside", "check_space", "check_target", "remove_abandoned", "staged"]
@@ -172,7 +172,7 @@ def remove_abandoned(target: Path) -> None:
         except OSError:
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock)
             shutil.rmtree(place, ignore_errors=True)
         except OSError:
             pass
@@ -191,7 +191,7 @@ def _lock(place: Path) -> int | None:
     except OSError:
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(lock)
         os.rename(place / "unlocked", place / _LOCK)  # Nobody sees it before it is locked.
     except OSError:
         os.close(lock)

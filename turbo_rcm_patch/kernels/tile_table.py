@@ -13,7 +13,7 @@ from pathlib import Path
 
 from turbo_rcm_patch.errors import ConfigError
 
-__all__ = ["VARIABLE", "Table", "read_table", "table_path", "user_table"]
+__all__ = ["VARIABLE", "Table", "existing_table", "read_table", "table_path", "user_table"]
 
 #: Environment variable that names the table instead of the default place. A table belongs to a
 #: machine and not to a program, so it is no field of a configuration.
@@ -24,12 +24,34 @@ Table = dict[str, dict[str, dict[str, list[int]]]]
 
 
 def table_path() -> Path:
-    """Where the user's table is looked for and written by default."""
-    named = os.environ.get(VARIABLE)
-    if named:
-        return Path(named).expanduser()
+    """Where the user's table is looked for and written by default.
+
+    Raises:
+        ConfigError: Nothing says where: there is no home folder, as in a container that runs as a
+            user whom it does not know.
+    """
     cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache_home).expanduser() / "turbo_rcm_patch" / "tiles.json"
+    named = os.environ.get(VARIABLE)
+    try:
+        return Path(named or f"{cache_home}/turbo_rcm_patch/tiles.json").expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            "the place of the user's tables",
+            expected="a home folder",
+            got=str(error),
+            remedy=f"Set HOME, XDG_CACHE_HOME or {VARIABLE}",
+        ) from error
+
+
+def existing_table(name: str) -> Path | None:
+    """The user's table of this name; None where there is none, no home folder, or only one that
+    must not be entered."""
+    try:
+        path = table_path().with_name(name)
+        path.stat()
+    except (ConfigError, OSError):
+        return None
+    return path
 
 
 @cache
@@ -39,10 +61,8 @@ def user_table() -> Table:
     Raises:
         ConfigError: It cannot be used, or the environment variable names a file that is not there.
     """
-    path = table_path()
-    if not path.exists() and not os.environ.get(VARIABLE):
-        return {}
-    return read_table(path)
+    path = table_path() if os.environ.get(VARIABLE) else existing_table("tiles.json")
+    return {} if path is None else read_table(path)
 
 
 def read_table(path: Path) -> Table:

@@ -101,7 +101,11 @@ class Choice(NamedTuple):
 
 
 def dispatch_path() -> Path:
-    """Where the user's table is: beside the user's table of tiles."""
+    """Where the user's table is: beside the user's table of tiles.
+
+    Raises:
+        ConfigError: There is no home folder.
+    """
     from turbo_rcm_patch.kernels.tile_table import table_path
 
     return table_path().with_name("dispatch.json")
@@ -125,8 +129,10 @@ FORMS_MEASURED: Final = any("form" in row for rows in _SHIPPED.values() for row 
 @cache
 def _tables() -> tuple[Table, Table]:
     """The user's table and the shipped ones."""
-    path = dispatch_path()
-    return _read(path) if path.exists() else {}, _SHIPPED
+    from turbo_rcm_patch.kernels.tile_table import existing_table
+
+    path = existing_table("dispatch.json")
+    return {} if path is None else _read(path), _SHIPPED
 
 
 def _read(path: Path) -> Table:

@@ -6,11 +6,13 @@ and waited for apart, so that what is computed in between hides it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from math import prod
-from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,9 +31,10 @@ __all__ = [
     "concatenated",
     "counting_bytes",
     "gather",
-    "largest",
     "pass_on",
+    "silent",
     "split_evenly",
+    "told",
 ]
 
 T = TypeVar("T")
@@ -51,12 +54,14 @@ class ContextParallel:
         ulysses: The ranks that exchange heads, or None for no Ulysses.
         ring: The ranks that pass keys and values on, or None for no ring.
         name: Names the groups; registered operations take it in their place.
+        host: Ranks of `group` on a CPU backend, once `told` needed one.
     """
 
     group: ProcessGroup
     ulysses: ProcessGroup | None = None
     ring: ProcessGroup | None = None
     name: str = field(init=False)
+    host: ProcessGroup | None = field(init=False, default=None, compare=False)
 
     def __post_init__(self) -> None:
         ranks = [_ranks(group) for group in (self.group, self.ulysses, self.ring)]
@@ -144,6 +149,26 @@ def _name(*groups: ProcessGroup | None) -> str:
 
 def _ranks(group: ProcessGroup | None) -> list[int]:
     return [] if group is None else dist.get_process_group_ranks(group)
+
+
+#: Whether exchanges under way are left out; see `silent`.
+_silent = threading.local()
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Inside, this thread's exchanges send nothing and give garbage: for a call that only compiles
+    its kernels, which other ranks need not make."""
+    before = getattr(_silent, "active", False)
+    _silent.active = True
+    try:
+        yield
+    finally:
+        _silent.active = before
+
+
+def _is_silent() -> bool:
+    return getattr(_silent, "active", False)
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
@@ -247,10 +272,12 @@ def all_to_all(
         for each in shapes
     ]
     came = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=flat.device)
-    work = dist.all_to_all_single(
-        came, flat, [sum(each) for each in sizes], sent, group=group, async_op=True
-    )
-    _count(what, sum(sent) - sent[dist.get_rank(group)])
+    work = None
+    if not _is_silent():
+        work = dist.all_to_all_single(
+            came, flat, [sum(each) for each in sizes], sent, group=group, async_op=True
+        )
+        _count(what, sum(sent) - sent[dist.get_rank(group)])
 
     def result() -> list[list[Tensor]]:
         made: list[list[Tensor]] = []
@@ -268,21 +295,55 @@ def all_to_all(
     return Pending([work], result, (flat, came))
 
 
-def gather(what: str, x: Tensor, group: ProcessGroup) -> Pending[list[Tensor]]:
-    """Start to collect a tensor of one shape from every rank of a group."""
+def gather(what: str, x: Tensor, group: ProcessGroup) -> Pending[Tensor]:
+    """Start to collect a tensor of one shape from every rank of a group: [ranks, *shape]."""
     x = x.contiguous()
-    came = [torch.empty_like(x) for _ in range(group.size())]
-    work = dist.all_gather(came, x, group=group, async_op=True)
+    together = x.new_empty(group.size(), *x.shape)
+    came = list(together.unbind())
+    if _is_silent():
+        return Pending((), lambda: together)
+    if x.is_cuda:
+        work = dist.all_gather_into_tensor(together, x, group=group, async_op=True)
+    else:  # gloo gathers into a list
+        work = dist.all_gather(came, x, group=group, async_op=True)
     _count(what, x.numel() * x.element_size() * (group.size() - 1))
-    return Pending([work], lambda: came, (x,))
+    return Pending([work], lambda: together, (x,))
 
 
-def largest(x: Tensor, parallel: ContextParallel) -> Tensor:
-    """The largest of each number over the ranks of a sequence, the same on all of them; for what
-    they have to decide alike. NaN counts as the largest."""
-    x = torch.where(x.isnan(), torch.full_like(x, float("inf")), x)
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=parallel.group)
-    return x
+def told(
+    what: str, values: Sequence[int | float], parallel: ContextParallel, device: torch.device
+) -> list[list[Any]]:
+    """A few numbers of every rank of a sequence, on the host; all of one type.
+
+    Through a CPU backend, which waits for no kernel and fails at once where a rank died: that of
+    the group, else one made for the same ranks the first time. Where there is none, through the
+    device, for which the host then waits.
+    """
+    group, at = parallel.group, torch.device("cpu")
+    if "cpu:" not in dist.get_backend_config(group):
+        group = _host_group(parallel)
+        at = device if group is parallel.group else at
+    floats = any(isinstance(value, float) for value in values)
+    dtype = torch.float64 if floats else torch.int64
+    rows = gather(what, torch.tensor(list(values), dtype=dtype, device=at), group).wait()
+    return cast("list[list[Any]]", rows.tolist())
+
+
+def _host_group(parallel: ContextParallel) -> ProcessGroup:
+    """The ranks of a sequence on gloo; the group itself where that cannot be had."""
+    if parallel.host is None:
+        made, timeout = parallel.group, timedelta(minutes=10)
+        with suppress(AttributeError, RuntimeError):  # As long as the device's backend waits.
+            own: Any = parallel.group._get_backend(torch.device("cuda"))
+            timeout = own.options._timeout
+        if dist.is_gloo_available():
+            with suppress(RuntimeError):  # no network interface for it
+                made = dist.new_group(
+                    dist.get_process_group_ranks(parallel.group),
+                    timeout=timeout, backend="gloo", use_local_synchronization=True,
+                )  # fmt: skip
+        object.__setattr__(parallel, "host", made)
+    return cast("ProcessGroup", parallel.host)
 
 
 def pass_on(
@@ -304,16 +365,19 @@ def pass_on(
         ):
             if tensor.numel():
                 operations.append(dist.P2POp(do, _as_bytes(tensor), group=group, group_peer=peer))
+    if _is_silent():
+        return Pending((), lambda: came)
     works = dist.batch_isend_irecv(operations) if operations else []
     _count(what, sum(x.numel() * x.element_size() for x in sent))
     return Pending(works, lambda: came, sent)
 
 
 def concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """torch.cat, without a copy of a single piece."""
+    """torch.cat, without a copy of a single piece that kernels can read where it is."""
     there = [piece for piece in pieces if piece.shape[dim]] or list(pieces[:1])
     if len(there) == 1:
-        return there[0]
+        # Tensor descriptors want 16 bytes, and a piece may lie anywhere in a message.
+        return there[0].clone() if there[0].data_ptr() % 16 else there[0]
     if there[0].element_size() == 1:  # not every backend concatenates e4m3
         return torch.cat([x.view(torch.uint8) for x in there], dim).view(there[0].dtype)
     return torch.cat(there, dim)

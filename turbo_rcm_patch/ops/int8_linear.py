@@ -48,11 +48,14 @@ from turbo_rcm_patch.ops.quantize import (
 from turbo_rcm_patch.ops.reference import close_skip
 from turbo_rcm_patch.skip import Cast, Coefficient
 
-__all__ = ["GROUP", "Activation", "int8_linear", "scales_of_rows"]
+__all__ = ["GROUP", "Activation", "dequantized", "int8_linear", "scales_of_rows"]
 
 #: Input channels that share a scale where a weight has more than one for a row; with blocks,
 #: output channels too.
 GROUP: Final = 128
+
+#: Rows of a weight that are in fp32 at once; a multiple of `GROUP`.
+_ROWS_AT_ONCE: Final = 1024
 
 Activation = Literal["gelu-tanh"]
 
@@ -146,6 +149,29 @@ def _multiplied_weight(weight: Tensor, weight_scale: Tensor) -> Tensor:
     if weight_scale.shape[0] != weight.shape[0]:
         weight_scale = scales_of_rows(weight_scale, weight.shape[0])
     return weight.float() * weight_scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+
+
+def dequantized(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """int8 times scale, rounded once to `dtype`; without an fp32 copy of the whole.
+
+    Args:
+        weight: int8 [Cout, K].
+        weight_scale: As `int8_linear` takes it.
+        dtype: Any float dtype.
+
+    Returns:
+        [Cout, K].
+    """
+    rows = weight.shape[0]
+    if dtype == torch.float32 or rows <= _ROWS_AT_ONCE or torch.compiler.is_compiling():
+        return _multiplied_weight(weight, weight_scale).to(dtype)
+    by_row = weight_scale.shape[0] == rows
+    made = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        blocks = slice(start // GROUP, (start + _ROWS_AT_ONCE) // GROUP)
+        made[part] = _multiplied_weight(weight[part], weight_scale[part if by_row else blocks])
+    return made
 
 
 def _activated(x: Tensor, activation: str) -> Tensor:

@@ -8,20 +8,23 @@ a forward. Eager inference on plain tensors is none of that.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any, Final, get_type_hints
 
 import torch
 
-from turbo_rcm_patch.ops.modes import transformed
+from turbo_rcm_patch.errors import GradientError
+from turbo_rcm_patch.ops.exchange import silent
+from turbo_rcm_patch.ops.modes import as_documented, transformed
 
 __all__ = [
     "Operation",
     "Step",
     "compile_ahead",
+    "define",
     "flattened",
     "replay_token",
     "running_for_real",
@@ -87,6 +90,53 @@ class Operation:
         self.registered.register_autograd(backward, setup_context=setup_context)
 
 
+#: Where `define` registers; what it registered goes with it.
+_LIBRARY: Final[Any] = torch.library.Library("turbo_rcm_patch", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def define(name: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register an operation that has no derivative, for graphs in which none is wanted.
+
+    A call costs some 2 us where one of an `Operation` through the registry costs 10: it has no
+    wrapper for autograd. A derivative is refused when it runs.
+
+    Args:
+        name: Within this library's namespace.
+        body: What it computes, from tensors, numbers and strings alone; it returns new tensors.
+        fake: Makes what it returns, without values.
+
+    Returns:
+        The operation, to be called.
+    """
+
+    @as_documented
+    @wraps(body)
+    def run(*args: Any) -> Any:
+        if torch.is_grad_enabled() and _wants_gradient(args):
+            raise GradientError(
+                f"turbo_rcm_patch::{name}",
+                expected="inference, for which its graph was made",
+                got="a tensor that requires a gradient",
+                remedy="Call it under torch.no_grad(), or compile or export the model with grad "
+                "enabled",
+            )
+        return body(*args)
+
+    schema = torch.library.infer_schema(body, mutates_args=())
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"turbo_rcm_patch::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.turbo_rcm_patch, name).default
+
+
+def _wants_gradient(args: Iterable[Any]) -> bool:
+    return any(
+        _wants_gradient(x) if isinstance(x, list | tuple) else getattr(x, "requires_grad", False)
+        for x in args
+    )
+
+
 def flattened(
     order: tuple[str, ...], returns: object, *types: object
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -144,7 +194,8 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> None:
         return
     from turbo_rcm_patch.kernels import ahead
 
-    ahead.compile_ahead(call, device)
+    with silent():
+        ahead.compile_ahead(call, device)
 
 
 def running_for_real() -> AbstractContextManager[object]:

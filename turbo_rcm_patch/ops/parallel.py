@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import Any, Final, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl, PVDType
@@ -54,6 +53,7 @@ from turbo_rcm_patch.ops.exchange import (
     gather,
     pass_on,
     split_evenly,
+    told,
 )
 from turbo_rcm_patch.ops.modes import as_documented, refuse_derivative
 from turbo_rcm_patch.ops.operation import Operation
@@ -63,13 +63,19 @@ from turbo_rcm_patch.ops.shards import PADDED_TO, Tokens, padded
 from turbo_rcm_patch.ops.sparse_linear import Sparsity, sparse_linear_attention
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, key_block
 
-__all__ = ["agreed_lengths", "parallel_attention", "parallel_sparse_linear_attention"]
+__all__ = [
+    "agreed_forward",
+    "agreed_lengths",
+    "parallel_attention",
+    "parallel_sparse_linear_attention",
+]
 
 _DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 _NORMS: Final = ("none", "across heads", "per head", "layer norm per head")
 _PVS: Final = ("auto", "fp8", "bf16", "fp16")
-#: What ranks have to agree on: words, or "int", or "float".
-_HEADER: Final[dict[str, Sequence[str] | Literal["int", "float"]]] = {
+#: How what ranks have to agree on is written as a number: words, or "int", or "float".
+Kind = Sequence[str] | Literal["int", "float"]
+_HEADER: Final[dict[str, Kind]] = {
     "ulysses degree": "int",
     "batch": "int",
     "channels": "int",
@@ -242,6 +248,57 @@ def agreed_lengths(
     )
 
 
+def agreed_forward(
+    x: Tensor,
+    tokens: int,
+    spec: AttentionSpec,
+    parallel: ContextParallel,
+    *,
+    same: Mapping[str, int | float] | None = None,
+    free: Sequence[int] = (),
+) -> tuple[list[int], list[list[int]]]:
+    """Ask the other ranks, once at the beginning of a model's forward: the `lengths` that every
+    attention of this forward takes.
+
+    Args:
+        x: [B, ..., C], an input of the model's blocks.
+        tokens: That this rank has.
+        spec: How its attentions are computed.
+        parallel: The process groups.
+        same: What else has to be the same on every rank, by name.
+        free: Numbers to tell the others.
+
+    Returns:
+        The lengths, and what every rank told.
+
+    Raises:
+        RankMismatchError: The forwards of the ranks do not fit together; on every rank alike.
+    """
+    impl = resolve_impl(spec.impl, x.device)
+    values: dict[str, object] = {
+        "ulysses degree": parallel.ulysses_degree,
+        "batch": x.shape[0],
+        "channels": x.shape[-1],
+        "heads": spec.heads,
+        "dtype": x.dtype,
+        "attention": spec.attention,
+        "what decides for auto": decider(x.device) if spec.attention == "auto" else 0,
+        "pv": spec.pv,
+        "pv on this device": resolve_pv(spec.pv, x.device),
+        "smooth_k": spec.smooth_k,
+        "impl": impl,
+    }
+    kinds = {name: _HEADER[name] for name in values}
+    for name, value in (same or {}).items():
+        values[name] = value
+        kinds[name] = "float" if isinstance(value, float) else "int"
+    codes = [_code(value, kinds[name]) for name, value in values.items()]
+    table = told("header", [tokens, *codes, *free], parallel, x.device)
+    end = 1 + len(codes)
+    _refuse_differing("the forward of a parallel model", [row[1:end] for row in table], kinds)
+    return [row[0] for row in table], [row[end:] for row in table]
+
+
 def _asked(
     q: Tensor,
     k: Tensor,
@@ -335,7 +392,7 @@ def _checked(
 # --- agreement -----------------------------------------------------------------------------------
 
 
-def _code(value: object, kind: Sequence[str] | str) -> int:
+def _code(value: object, kind: Kind) -> int:
     if kind == "float":
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
     if kind == "int":
@@ -343,7 +400,7 @@ def _code(value: object, kind: Sequence[str] | str) -> int:
     return kind.index(str(value).removeprefix("torch."))
 
 
-def _word(code: int, kind: Sequence[str] | str) -> str:
+def _word(code: int, kind: Kind) -> str:
     if kind == "float":
         return repr(struct.unpack("<d", struct.pack("<q", code))[0])
     return str(code) if kind == "int" else kind[code]
@@ -421,10 +478,7 @@ def _agree(
     row = [1, 0, *(0 for _ in _HEADER)]
     if own is not None:
         row = [0, own[0], *(_code(own[1][name], kind) for name, kind in _HEADER.items())]
-    if "cpu:" in dist.get_backend_config(parallel.group):
-        device = torch.device("cpu")
-    rows = gather("header", torch.tensor(row, device=device), parallel.group).wait()
-    table = torch.stack(rows).tolist()
+    table = told("header", row, parallel, device)
     refused = [str(rank) for rank, row in enumerate(table) if row[0]]
     if error is not None and len(refused) == len(table):
         return []
@@ -434,17 +488,21 @@ def _agree(
             expected="arguments that every rank accepts",
             got=f"a refusal on rank {', '.join(refused)}, which says why",
         ) from error
+    _refuse_differing("parallel_attention", [row[2:] for row in table], _HEADER)
+    return [row[1] for row in table]
+
+
+def _refuse_differing(
+    what: str, table: Sequence[Sequence[int]], kinds: Mapping[str, Kind]
+) -> None:
     differ = []
-    for at, (name, kind) in enumerate(_HEADER.items(), 2):
+    for at, (name, kind) in enumerate(kinds.items()):
         codes = [row[at] for row in table]
         if len(set(codes)) > 1:
             words = (f"{_word(c, kind)} on rank {rank}" for rank, c in enumerate(codes))
             differ.append(f"{name} {', '.join(words)}")
     if differ:
-        raise RankMismatchError(
-            "parallel_attention", expected="the same on every rank", got="; ".join(differ)
-        )
-    return [row[1] for row in table]
+        raise RankMismatchError(what, expected="the same on every rank", got="; ".join(differ))
 
 
 # --- layout --------------------------------------------------------------------------------------
@@ -680,7 +738,7 @@ def _quantised(
     )
     mean = amax = None
     if statistics is not None:
-        gathered = torch.stack(statistics.wait())  # [ranks, 2, B, H, D]
+        gathered = statistics.wait()  # [ranks, 2, B, H, D]
         mean = gathered[:, 0].sum(0) / layout.sampled if smooth_k else None
         amax = gathered[:, 1].amax(0) if fp8 else None
     start = layout.mine[layout.here].start

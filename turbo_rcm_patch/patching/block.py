@@ -10,6 +10,7 @@ a forward that the guard checks, each branch of the plan is compared with the au
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Literal
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.operation import compile_ahead
 from turbo_rcm_patch.patching.author import Notes, nothing, same
@@ -38,7 +40,9 @@ from turbo_rcm_patch.patching.branches import (
 )
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard, Pair
+from turbo_rcm_patch.patching.joined import run_joined
 from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsClose, rounded
+from turbo_rcm_patch.patching.parallel import Ranks
 from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast
@@ -75,6 +79,19 @@ class Branch:
     output: str = ""
 
 
+class _Plan(tuple[Run, ...]):
+    """A plan that is kept.
+
+    Attributes:
+        alone: Whether it calls no module.
+    """
+
+    alone: bool
+
+    def __init__(self, runs: tuple[Run, ...]) -> None:
+        self.alone = all([run.read is not None for run in runs])
+
+
 class BlockForward:
     """Stands in for the forward of one block.
 
@@ -92,7 +109,7 @@ class BlockForward:
     """
 
     __slots__ = ("_block", "_config", "_first", "_guard", "_linears", "_slot",
-                 "_specs", "_states", "_warned")  # fmt: skip
+                 "_specs", "_states", "_warned", "ranks")  # fmt: skip
 
     #: In the order in which they run.
     branches: ClassVar[tuple[Branch, ...]]
@@ -123,6 +140,8 @@ class BlockForward:
             )
         )  # fmt: skip
         self._slot: PlanSlot[tuple[Run, ...]] = PlanSlot()
+        #: What the blocks of one model agree on with those of other ranks.
+        self.ranks = Ranks([], None)
 
     # --- what a family says of its own -----------------------------------------------------------
 
@@ -136,6 +155,10 @@ class BlockForward:
 
     def _feed_forward(self, module: Any) -> FeedForwardModules:
         """The modules of a feed-forward whose mode is "ours"."""
+        raise NotImplementedError
+
+    def _groups(self) -> ContextParallel | None:
+        """The ranks that share the sequence of self-attention; None where it is whole."""
         raise NotImplementedError
 
     def _fused_norm(self, branch: Branch, like: Tensor) -> bool:
@@ -207,6 +230,7 @@ class BlockForward:
         return AttentionRun(
             self._linears, name, modules, (state, inner), norm_of, (asked, few), like, given,
             close, "two-launch" if self.streams else config.form, rounding,
+            self._groups() if branch.kind == "self" else None,
         )  # fmt: skip
 
     def _rounding(self, branch: Branch, dtype: torch.dtype) -> Rounding | None:
@@ -312,7 +336,7 @@ class BlockForward:
         inputs = hidden if self.streams else (hidden, given.context)
         if plain_inference((*inputs, *given.rows[:1])):
             facts = self._facts(hidden, given)
-            plan = self._slot.get(facts, lambda: self._resolve(hidden, given), self._watch)
+            plan = self._slot.get(facts, lambda: _Plan(self._resolve(hidden, given)), self._watch)
             if plan is not None:
                 return plan, self._token(hidden, given)
         return self._resolve(hidden, given), None
@@ -341,21 +365,43 @@ class BlockForward:
             author: The author's forward, given the name of the only branch that it is to run, what
                 stands for the block, and the streams.
         """
+        # Blocks share one compiled graph, so none may look at whether it is the first there.
+        if not torch.compiler.is_compiling() and self._first:
+            self._begin_parallel(hidden, guard)
         if guard is None or not guard.wants(tuple(self._states.values())):
             plan, token = self._planned(hidden, given)
             if token is not None and self._first:  # A compiler must not ask which is first.
                 self._compile_ahead(plan, token, hidden, given)
-            for run in plan:
-                hidden, token = run(token, hidden, given)
+            if token is None and torch.compiler.is_compiling():
+                for run in plan:
+                    hidden = run_joined(run, hidden, given)
+                return hidden
+            # Torch looks for gradients in front of every product and allocation. A plan that calls
+            # nobody's module wants none, so it passes that by.
+            alone = token is not None and getattr(plan, "alone", False)
+            with torch._C._AutoDispatchBelowAutograd() if alone else nullcontext():
+                for run in plan:
+                    hidden, token = run(token, hidden, given)
             return hidden
         if self._first:
             plan, token = self._planned(hidden, given)
             self._compile_ahead(plan, token, hidden, given)
-        given = given._replace(compared=True)
+        given, parallel = given._replace(compared=True), self._groups()
         dtype = (hidden[1] if self.streams else hidden).dtype
         for index, branch in enumerate(self._branches()):
-            hidden = self._compared(guard, index, branch, hidden, given, author, dtype)
+            hidden = self._compared(guard, index, branch, hidden, given, author, dtype, parallel)
         return hidden
+
+    def _begin_parallel(self, hidden: Hidden, guard: Guard | None) -> None:
+        """Agree on this forward with the ranks that share its sequence."""
+        parallel = self._groups()
+        if parallel is None:
+            self.ranks.lengths = []
+            return
+        like: Tensor = hidden[1] if self.streams else hidden
+        tokens = [x.shape[1] for x in (hidden if self.streams else (hidden,))]
+        spec = self._specs["as asked for"]
+        self.ranks.begin(parallel, like, tokens, spec, self._config, guard)
 
     def _compile_ahead(
         self, plan: tuple[Run, ...], token: Token, hidden: Hidden, given: Given
@@ -389,6 +435,7 @@ class BlockForward:
         given: Given,
         author: Callable[[str, Any, Hidden], Hidden],
         dtype: torch.dtype,
+        parallel: ContextParallel | None,
     ) -> Hidden:
         """One pair, compared with its author's code where the guard wants that; the author's code
         gets the residual stream in the model's dtype."""
@@ -411,7 +458,7 @@ class BlockForward:
         def attention() -> Tensor | None:
             return self._planned(seen, given)[0][index].attention(hidden, given)
 
-        closed = guard.close(Pair(states, seen, ours, written, attention))
+        closed = guard.close(Pair(states, seen, ours, written, attention, parallel))
         self._after_comparing(branch)
         return closed
 

@@ -15,6 +15,7 @@ from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.errors import ContextParallelError, DTypeError, FamilyError, ShapeError
 from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
+from turbo_rcm_patch.patching.int8_linear import weight_dtype
 from turbo_rcm_patch.patching.plain import autocasting, bare, unserved, why_not_plain
 from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import PairState
@@ -124,13 +125,14 @@ def same_batch(x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def refuse_parallel(path: str, holder: object) -> None:
-    """Raise if a model or a processor splits its attention over several ranks."""
-    if getattr(holder, "_parallel_config", None) is not None:
+    """Raise if a model or a processor is parallel in a way that is not known here."""
+    config = getattr(holder, "_parallel_config", None)
+    if config is not None and getattr(config, "context_parallel_config", None) is None:
         raise ContextParallelError(
             path,
-            expected="attention within one device",
-            got="a parallel configuration: ranks exchange heads or keys around the attention",
-            remedy="Run the patched model without enable_parallelism",
+            expected="a sequence split by a ContextParallelConfig, or no parallelism",
+            got=f"{type(config).__name__} without one",
+            remedy="Run the patched model without it",
         )
 
 
@@ -172,12 +174,11 @@ def check_weights(path: str, linears: Mapping[str, nn.Module]) -> None:
     What is called can have any storage dtype; only a plain Linear's weight is the compute dtype.
     """
     for name, linear in linears.items():
-        weight: Any = getattr(linear, "weight", None)
-        if why_not_plain(linear) == "" and weight.dtype not in _FLOATS:
+        if why_not_plain(linear) == "" and weight_dtype(linear) not in _FLOATS:
             raise DTypeError(
                 f"{path}.{name}.weight",
                 expected="bfloat16, float16 or float32",
-                got=str(weight.dtype),
+                got=str(weight_dtype(linear)),
                 remedy="Cast the model first, e.g. model.to(torch.bfloat16)",
             )
 

@@ -21,7 +21,9 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Form, Impl
 from turbo_rcm_patch.ops.elementwise import gelu_forward, norm_forward, rows_forward
+from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.operation import Step
+from turbo_rcm_patch.ops.parallel import parallel_attention, parallel_sparse_linear_attention
 from turbo_rcm_patch.ops.projection import skip_forward
 from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
 from turbo_rcm_patch.ops.registry import (
@@ -41,6 +43,7 @@ from turbo_rcm_patch.patching.linears import (
     Projection,
     Rounding,
     StreamsClose,
+    held_by,
     holder,
     rounded,
     tensors_of,
@@ -51,10 +54,13 @@ from turbo_rcm_patch.patching.state import PairState
 
 __all__ = [
     "TEXT_TOKENS",
+    "AttentionLayout",
     "AttentionModules",
     "AttentionRun",
+    "BranchOperands",
     "CalledNorm",
     "CalledRun",
+    "FeedForwardLayout",
     "FeedForwardModules",
     "FeedForwardRun",
     "FusedNorm",
@@ -96,7 +102,125 @@ class Given(NamedTuple):
     compared: bool = False
 
 
+# --- a branch as an operation --------------------------------------------------------------------
+
+
+class FeedForwardLayout(NamedTuple):
+    """How a feed-forward runs, in plain values: with its tensors, all that `joined` needs.
+
+    Attributes:
+        norm: What stands before it: "modulated", by rows of the modulation; "affine", by weights
+            of its own; or "streams", two of the first kind.
+        norm_eps: Of that norm.
+        as_rows: Whether that norm gives int8 rows.
+        cast: Of the skip.
+        model: The model's dtype.
+        out: Of the residual stream behind it; None where that has the model's dtype everywhere.
+        impl: "triton", "reference" or "auto".
+        int8: Whether its Linears are wanted in int8.
+    """
+
+    norm: str
+    norm_eps: float
+    as_rows: bool
+    cast: str
+    model: torch.dtype
+    out: torch.dtype | None
+    impl: str
+    int8: bool
+
+
+class AttentionLayout(NamedTuple):
+    """The same of an attention.
+
+    Attributes:
+        norm: As in `FeedForwardLayout`, as all that follows up to `int8`.
+        norm_eps: Likewise.
+        as_rows: Likewise.
+        cast: Likewise.
+        model: Likewise.
+        out: Likewise.
+        impl: Likewise.
+        int8: Likewise.
+        heads: H.
+        head_dim: D.
+        qkv: How many Linears make q, k and v, or q of a cross-attention.
+        kv: How many make k and v of a cross-attention.
+        image: How many make those of the image tokens.
+        attention: As in `AttentionSpec`, as all that follows up to `eps`.
+        pv: Likewise.
+        smooth_k: Likewise.
+        eps: Likewise.
+        few: Whether it is exact over few keys.
+        form: "one-launch", "two-launch" or "auto".
+        topk: Of a sparse attention, as in `Sparsity`; 0 for a dense one.
+        block_q: Likewise.
+        block_k: Likewise.
+    """
+
+    norm: str
+    norm_eps: float
+    as_rows: bool
+    cast: str
+    model: torch.dtype
+    out: torch.dtype | None
+    impl: str
+    int8: bool
+    heads: int
+    head_dim: int
+    qkv: int
+    kv: int
+    image: int
+    attention: str
+    pv: str
+    smooth_k: bool
+    eps: float
+    few: bool
+    form: str
+    topk: float
+    block_q: int
+    block_k: int
+
+
+class BranchOperands(NamedTuple):
+    """A branch that calls no module, for `joined`.
+
+    Attributes:
+        rows: Shift, scale and gate of its norm; of two streams both factors, both offsets and both
+            gates. Empty where its norm has a weight.
+        rotary: (cos, sin), or None.
+        context: What a cross-attention reads.
+        held: Weights and biases: of the Linears in the order in which they run, of the norms of q
+            and k, of the norm of the image's k, of SLA's projection, and of the norm in front.
+        layout: How it runs.
+    """
+
+    rows: tuple[Tensor, ...]
+    rotary: tuple[Tensor, Tensor] | None
+    context: Tensor | None
+    held: list[Tensor | None]
+    layout: AttentionLayout | FeedForwardLayout
+
+
 # --- norms ---------------------------------------------------------------------------------------
+
+
+class Described(NamedTuple):
+    """A norm's part of `BranchOperands`.
+
+    Attributes:
+        rows: As there.
+        held: Its weight and bias.
+        norm: As in `FeedForwardLayout`, as all that follows.
+        norm_eps: Likewise.
+        as_rows: Likewise.
+    """
+
+    rows: tuple[Tensor, ...]
+    held: list[Tensor | None]
+    norm: str
+    norm_eps: float
+    as_rows: bool = False
 
 
 class Norm(Protocol):
@@ -111,6 +235,9 @@ class Norm(Protocol):
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Input, Any, Token]:
         """The input of the branch, its gate (None for 1), and the token behind it."""
+
+    def described(self, hidden: Hidden, given: Given) -> Described | None:
+        """Its part of `BranchOperands`; None where a module is called."""
 
 
 class FusedNorm:
@@ -162,6 +289,13 @@ class FusedNorm:
         if self._as_rows and not _wants_gradient(hidden, scale, shift):
             return ops.norm_modulate_rows(hidden, **named), gate, None
         return ops.norm_modulate(hidden, out_dtype=self._model, **named), gate, None
+
+    def described(self, hidden: Tensor, given: Given) -> Described | None:
+        at, eps = self._at, self._norm.eps
+        if at is None:
+            return Described((), held_by(self._held), "affine", eps, self._as_rows)
+        rows = tuple(given.rows[at : at + 3])
+        return Described(rows, [], "modulated", eps, self._as_rows)
 
 
 def _wants_gradient(*parts: Tensor | None) -> bool:
@@ -216,6 +350,12 @@ class StreamsNorm:
             )  # fmt: skip
         return x, gates, token
 
+    def described(self, hidden: tuple[Tensor, ...], given: Given) -> Described | None:
+        scale, shift, gates = self._coefficients(given)
+        if gates[0].dtype != (self._model or hidden[0].dtype):
+            return None  # torch will promote the streams.
+        return Described((*scale, *shift, *gates), [], "streams", self._eps)
+
 
 def _norm_two(
     first: Tensor,
@@ -260,6 +400,9 @@ class CalledNorm:
         like = hidden if isinstance(hidden, Tensor) else hidden[1]
         return x, gate, after_call(token, like, like.dtype, (x,), (like.shape[2],), x.shape[1])
 
+    def described(self, hidden: Hidden, given: Given) -> Described | None:
+        return None
+
 
 # --- branches ------------------------------------------------------------------------------------
 
@@ -280,6 +423,9 @@ class Run(Protocol):
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         """What the output projection gets, [B, N, H * D]; None where the branch is no attention
         of ours. For the guard."""
+
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        """What one operation needs to run the whole branch; None where a module is called."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -354,11 +500,12 @@ class AttentionRun:
         close: Closes the skip.
         form: "one-launch", "two-launch" or "auto", of attention and projection.
         rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
+        parallel: The ranks that share its sequence; None where it is whole.
     """
 
     __slots__ = ("_asked", "_attend", "_attend_heads", "_attend_image", "_auto", "_biased",
                  "_close", "_few", "_form", "_fused", "_image", "_inner", "_masked", "_model",
-                 "_modules", "_norm", "_of_context", "_of_x", "_readable", "_rotate",
+                 "_modules", "_norm", "_of_context", "_of_x", "_parallel", "_readable", "_rotate",
                  "_rotate_image", "_state", "_streams", "_width")  # fmt: skip
 
     def __init__(
@@ -374,6 +521,7 @@ class AttentionRun:
         close: Close,
         form: Form,
         rounding: Rounding | None,
+        parallel: ContextParallel | None = None,
     ) -> None:
         state, self._inner = states
         self._model = None if rounding is None else rounding.model
@@ -402,7 +550,8 @@ class AttentionRun:
         self._biased = self._readable is not None and self._readable[0].get("bias") is not None
         # torch 2.11 traces no tuple and no function as a condition.
         added = len(modules.image) > 0 or modules.sparse is not None
-        apart = close.int8 or not close.plain or self._masked or added
+        self._parallel = parallel
+        apart = close.int8 or not close.plain or self._masked or added or parallel is not None
         apart = apart or len(specs[0].exact_heads) > 0
         self._form: Form = "two-launch" if apart else form
         asked = specs[0]
@@ -415,7 +564,8 @@ class AttentionRun:
             self._few = self._way(specs[1], like)
         #: What "auto" may become, by name; "auto" itself where a compiler traces.
         self._auto: dict[str, _Way] | None = None
-        if asked.attention == "auto" and not self._masked:
+        tracing = torch.compiler.is_compiling()
+        if asked.attention == "auto" and not self._masked and not tracing:
             exact, int8_way = (replace(asked, attention=one) for one in ("exact", "int8"))
             self._auto = {
                 "auto": self._asked,
@@ -452,7 +602,44 @@ class AttentionRun:
         called = not self._close.plain or not all([p.plain for p in projections])
         if norm is None or readable is None or called or (self._image and held is None):
             return None
-        return [*norm, *tensors_of(*readable[:2], held), *self._close.read]
+        int8 = [x for p in projections for x in p.read]
+        return [*norm, *tensors_of(*readable[:2], held), *int8, *self._close.read]
+
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        modules, readable, close, context = self._modules, self._readable, self._close, None
+        like: Tensor = hidden[1] if self._streams else hidden
+        dtype = self._model or like.dtype
+        projections = [p for p in (self._of_x, self._of_context, self._image) if p is not None]
+        if readable is None or not close.readable or not all([p.readable for p in projections]):
+            return None
+        norms = [readable[0], readable[1]]
+        if self._image is not None:
+            if modules.image_readable is None:
+                return None
+            norms.append(modules.image_readable)
+        if self._of_context is not None:
+            context = given.context
+            if context is None or context.dtype != dtype:
+                return None
+        norm = self._norm.described(hidden, given)
+        if norm is None or self._parallel is not None or len(self._asked.spec.exact_heads) > 0:
+            return None
+        spec, sparsity, sparse = self._asked.spec, modules.sparsity, modules.sparse
+        held = [x for p in projections for x in p.held]
+        held += [*close.weight, *held_by(*norms)]
+        topk, block_q, block_k = 0.0, 0, 0
+        if sparse is not None and sparsity is not None:
+            held += sparse(like.device)
+            topk, block_q, block_k = sparsity.topk, sparsity.block_q, sparsity.block_k
+        layout = AttentionLayout(
+            *norm[2:], close.cast, dtype, close.out_dtype, close.impl, self._state.int8,
+            modules.heads,
+            modules.head_dim, len(modules.qkv), len(modules.kv), len(modules.image),
+            spec.attention, spec.pv, spec.smooth_k, spec.eps, self._few is not None, self._form,
+            topk, block_q, block_k,
+        )  # fmt: skip
+        rotary = given.rotary if self._of_context is None else None
+        return BranchOperands(norm.rows, rotary, context, held + norm.held, layout)
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         """What the output projection gets, [B, N, H * D]."""
@@ -482,7 +669,7 @@ class AttentionRun:
             k, v = made[0].chunk(2, -1) if self._fused else made
         way = self._asked if few is None or k.shape[1] >= ops.INT8_MIN_KEYS else few
         if self._auto is not None and way is self._asked:
-            way = self._auto[ops.attention_name(way.spec, q, k)]
+            way = self._auto[self._name(way.spec, q, k, given)]
         self._note(token, way.how)
         own_q = q
         if self._readable is None or (token is None and q.dtype != dtype):
@@ -507,6 +694,8 @@ class AttentionRun:
         if self._masked:
             assert given.mask is not None
             out = ops.masked_attention(q, k, v, given.mask, way.spec, rotary=rotary)
+        elif self._parallel is not None:
+            out = self._shared(q, k, v, norms, rotary, way.spec, given)
         elif modules.sparse is not None:
             out = self._sparse(token, q, k, v, norms, rotary, way.spec)
         else:
@@ -525,6 +714,45 @@ class AttentionRun:
                 token = after_call(token, like, dtype, (k,), (self._width,), v.shape[1])
             out = self._dense(token, q, k, v, norms, None, way, out)
         return (self._close(token, out, hidden, gate) if close else out), token
+
+    def _name(self, spec: ops.AttentionSpec, q: Tensor, k: Tensor, given: Given) -> str:
+        """The attention that runs, by the length of the whole sequence."""
+        if self._parallel is None:
+            return ops.attention_name(spec, q, k)
+        lengths = self._lengths(given)
+        if lengths is None:
+            return spec.attention  # The operation decides.
+        total = sum(lengths)
+        return ops.resolved(spec, q.device, total, total, self._modules.head_dim).attention
+
+    @staticmethod
+    def _lengths(given: Given) -> list[int] | None:
+        """The tokens of every rank; None in a graph, where the operation asks for them."""
+        return None if torch.compiler.is_compiling() else given.forward.ranks.lengths or None
+
+    def _shared(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: Norms,
+        rotary: tuple[Tensor, Tensor] | None,
+        spec: ops.AttentionSpec,
+        given: Given,
+    ) -> Tensor:
+        """The attention of the local tokens to those of all ranks."""
+        parallel, lengths, modules = self._parallel, self._lengths(given), self._modules
+        assert parallel is not None
+        if modules.sparse is None:
+            return parallel_attention(
+                q, k, v, spec, parallel, rotary=rotary, lengths=lengths, **_named(norms)
+            )
+        weight, bias = modules.sparse(q.device)
+        assert modules.sparsity is not None
+        return parallel_sparse_linear_attention(
+            q, k, v, weight, bias, spec, modules.sparsity, parallel,
+            norm_q=norms[0], norm_k=norms[1], rotary=rotary, lengths=lengths,
+        )  # fmt: skip
 
     def _joined(self, token: Token) -> bool:
         """Whether attention and projection are one operation. With "auto" that reads the measured
@@ -692,12 +920,31 @@ class FeedForwardRun:
     def read(self) -> list[Tensor] | None:
         norm = self._norm.read
         called = self._first is None and self._held is None
-        if norm is None or called or not self._close.plain:
+        if norm is None or called or len(self._modules.between) > 0 or not self._close.plain:
             return None
-        return [*norm, *self._close.read]
+        first = [] if self._first is None else self._first.read
+        return [*norm, *first, *self._close.read]
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
+
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        close, first = self._close, self._held
+        if self._first is not None:
+            first = self._modules.first._parameters
+        if first is None or not close.readable or len(self._modules.between) > 0:
+            return None
+        if first.get("weight") is None:  # It has int8 weights alone.
+            return None
+        norm = self._norm.described(hidden, given)
+        if norm is None:
+            return None
+        dtype = self._model or (hidden[1] if self._streams else hidden).dtype
+        layout = FeedForwardLayout(
+            *norm[2:], close.cast, dtype, close.out_dtype, close.impl, self._state.int8
+        )
+        held = [*held_by(first), *close.weight, *norm.held]
+        return BranchOperands(norm.rows, None, None, held, layout)
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
         like: Tensor = hidden[1] if self._streams else hidden
@@ -753,6 +1000,9 @@ class CalledRun:
         self._states, self._mode, self._norm, self._branch = states, mode, norm, branch
         self._rounding = rounding
 
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        return None
+
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
 
@@ -798,6 +1048,9 @@ class LinearRun:
     @property
     def read(self) -> list[Tensor] | None:
         return self._close.read if self._state.live and self._close.plain else None
+
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        return None
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None

@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -96,10 +97,21 @@ class _Copy:
 
     def in_place(self) -> bool:
         """Whether the sources are where they were, with the versions they had."""
-        sources = [reference() for reference in self.sources]
-        return all(
-            source is not None and source._version == version and _place(source) == place
-            for source, version, place in zip(sources, self.versions, self.places, strict=False)
+        return _in_place([reference() for reference in self.sources], self.versions, self.places)
+
+    def holds(self, linears: Sequence[Any]) -> bool:
+        """The same, and whether these are its Linears, with no int8 weight that came along."""
+        parameters: list[Tensor | None] = []
+        for linear in linears:
+            if linear._buffers:
+                return False
+            own = linear._parameters
+            bias = own["bias"]
+            parameters += (own["weight"],) if bias is None else (own["weight"], bias)
+        return (
+            len(parameters) == len(self.places) == len(self.sources)
+            and all([p is source() for p, source in zip(parameters, self.sources, strict=True)])
+            and _in_place(parameters, self.versions, self.places)
         )
 
     def release(self) -> None:
@@ -107,6 +119,19 @@ class _Copy:
         if self.made is not None and not is_capturing(self.made[0].device):
             synchronize(self.made[0].device, every_stream=True)
         self.made = self.checksums = self.prints = None
+
+
+def _in_place(
+    sources: Sequence[Tensor | None], versions: Sequence[int], places: Sequence[_Place]
+) -> bool:
+    """Whether tensors are where they were, with the versions they had. Places that follow are of
+    int8 weights."""
+    for source, version, place in zip(sources, versions, places, strict=False):
+        if source is None or source._version != version:
+            return False
+        if (source.data_ptr(), source.device, source.dtype) != place:
+            return False
+    return True
 
 
 class Held:
@@ -228,6 +253,16 @@ class Copies:
         if not self._looked:
             self._looked = True
             self._look()
+        known = self._copies.get(key)
+        # Looked at with all others, and not used since: nearly every time.
+        if (
+            known is not None
+            and known.made is not None
+            and known.sound == self._forward != known.used
+            and known.holds(linears)
+        ):
+            known.used, known.moves = self._forward, 0
+            return known.made
         parameters = _parameters(linears)
         brought = [int8 for int8, _ in _brought(linears)]
         places = tuple(map(_place, (*parameters, *brought)))
@@ -403,7 +438,7 @@ def _place(tensor: Tensor) -> _Place:
 
 
 def _same(one: list[_Copy], other: list[_Copy]) -> bool:
-    return len(one) == len(other) and all(map(lambda a, b: a is b, one, other))
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def _taken(copy: _Copy) -> tuple[Fingerprints, Tensor]:

@@ -45,6 +45,7 @@ from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.operation import replay_token, runs_directly
 from turbo_rcm_patch.patching.copies import Copies, Held
 from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.parallel import groups_of_model
 from turbo_rcm_patch.patching.plain import autocasting, bare, drops, hook_names
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.state import PairState
@@ -439,6 +440,8 @@ def _why_never(
     record = record_of(model)
     ours = {id(entry.ours) for entry in record.entries} if record is not None else set()
     names = {id(module): name for name, module in model.named_modules()}
+    if groups_of_model(model) is not None or getattr(model, "_parallel_config", None) is not None:
+        return "it is split over several ranks"
     for module in modules:
         name = names[id(module)] or "the model"
         own = vars(module)
@@ -454,8 +457,6 @@ def _why_never(
             return f"the forward of {type(module).__qualname__} was replaced"
         if isinstance(module, nn.modules.dropout._DropoutNd) and drops(module):
             return f"{name} is an active dropout"
-    if getattr(model, "_parallel_config", None) is not None:
-        return "it is split over several ranks"
     package = _package(type(model))
     for processor in processors:
         if _package(type(processor)) != package:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf, isnan
 from typing import Any, Final, cast
 
 import torch
@@ -27,10 +28,11 @@ from torch.autograd import forward_ad
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
+from turbo_rcm_patch.ops.exchange import ContextParallel, told
 from turbo_rcm_patch.patching.author import Notes, nothing, ones
 from turbo_rcm_patch.patching.measure import NORM_SHARE, Measure, measure
 from turbo_rcm_patch.patching.noise import Noise, head_noise, pair_noise, quantised
-from turbo_rcm_patch.patching.plain import drops, plain_linear
+from turbo_rcm_patch.patching.plain import drops, weight_is_known
 from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
 from turbo_rcm_patch.patching.state import PairState, Step, When
 
@@ -124,6 +126,7 @@ class _Thread:
         whens: What pairs are checked as on the current forward: a single step is the first and
             the last, and a pair that missed the first one is seen on a later one.
         inputs: Of the current forward, until a pair of it is compared.
+        fresh: Whether no pair of the current forward was compared yet.
         again: Whether it is another forward of the same step.
         done: What pairs were compared as on this step, by their states' ids.
         last: Index of the last step.
@@ -134,6 +137,7 @@ class _Thread:
     step: int | None = None
     whens: tuple[When, ...] = ()
     inputs: dict[str, Tensor] = field(default_factory=dict)
+    fresh: bool = False
     again: bool = False
     done: dict[int, When] = field(default_factory=dict)
     last: int | None = None
@@ -144,8 +148,10 @@ class Guard:
 
     Which forward is checked is a thread's own affair; what a pair still has to show is kept in its
     state, and is over only once it was compared, so a forward that is interrupted leaves the rest
-    to the next one. Nothing is exchanged with other ranks: each decides for itself, because ranks
-    need not run the same forwards, and a collective that one of them does not join never returns.
+    to the next one. Only the ranks that share the sequence of a parallel forward decide together,
+    through the group of that model's own mesh. In any other forward a rank decides for itself,
+    because ranks need not run the same forwards, and a collective that one of them does not join
+    never returns.
     """
 
     def __init__(
@@ -220,7 +226,7 @@ class Guard:
         while a CUDA graph is captured, where nothing can be read.
         """
         here = self._here
-        before, here.whens, here.inputs = here.whens, (), {}
+        before, here.whens, here.inputs, here.fresh = here.whens, (), {}, False
         unseen = {when for state in self._states if state.live for when in state.unseen}
         if not unseen and not before:
             return
@@ -230,7 +236,18 @@ class Guard:
         if self._is_training(inputs) or _capturing():
             here.names = set()
             return
-        here.whens, here.inputs = whens, inputs
+        here.whens, here.inputs, here.fresh = whens, inputs, True
+
+    def begun(self, whens: Sequence[When]) -> tuple[int, ...]:
+        """What the forward that began is checked as, a bit for each, and whether it is another one
+        of its step: for ranks that have to check the same."""
+        here = self._here
+        return (*[int(when in here.whens) for when in whens], int(here.again))
+
+    def resume(self, whens: Sequence[When]) -> None:
+        """The forward that began is checked as these, which ranks agreed on."""
+        here = self._here
+        here.whens, here.again, here.done, here.fresh = tuple(whens), False, {}, bool(whens)
 
     def skips(self) -> bool:
         """Whether the forward that begins now is none to check. Then it counts as begun, though it
@@ -292,18 +309,28 @@ class Guard:
         return here.last
 
     @torch.no_grad()
-    def _refuse_non_finite(self, here: _Thread) -> None:
-        inputs, here.inputs = here.inputs, {}
-        for name, x in inputs.items():
-            if not bool(torch.isfinite(x).all()):
-                here.whens, here.names = (), set()  # The step has yet to be seen.
-                raise NonFiniteInputError(
-                    f"{name} of the first patched block of {self._path or 'the model'}",
-                    expected="finite values",
-                    got=f"{int((~torch.isfinite(x)).sum())} of {x.numel()} values not finite",
-                    remedy="Check the latents, the prompt embeddings and the layers before the "
-                    "blocks; with guard=False such values pass through, as in the author's code",
-                )
+    def _refuse_non_finite(self, here: _Thread, pair: Pair) -> None:
+        inputs, here.inputs, here.fresh = here.inputs, {}, False
+        counts = {name: int((~torch.isfinite(x)).sum()) for name, x in inputs.items()}
+        what, got = "an input", ""
+        if pair.parallel is not None:  # No rank may stop alone.
+            device = _parts(pair.residual)[0].device
+            found = told("not finite", [sum(counts.values())], pair.parallel, device)
+            ranks = [str(rank) for rank, (count,) in enumerate(found) if count]
+            got = f"others on rank {', '.join(ranks)}" if ranks else ""
+        for name, count in counts.items():
+            if count:
+                what, got = name, f"{count} of {inputs[name].numel()} values not finite"
+                break
+        if got:
+            here.whens, here.names = (), set()  # The step has yet to be seen.
+            raise NonFiniteInputError(
+                f"{what} of the first patched block of {self._path or 'the model'}",
+                expected="finite values",
+                got=got,
+                remedy="Check the latents, the prompt embeddings and the layers before the "
+                "blocks; with guard=False such values pass through, as in the author's code",
+            )
 
     # --- comparing -------------------------------------------------------------------------------
 
@@ -338,16 +365,17 @@ class Guard:
         """
         here = self._here
         when = self._shown_as(here, pair.states) or "asked"
-        self._refuse_non_finite(here)
+        if here.fresh:
+            self._refuse_non_finite(here, pair)
         notes = Notes()
         with notes.taken():
             result = pair.ours()
         with torch.no_grad():
             reference = _Reference(pair, notes)
         while True:
-            found = self._measured(reference, result)
+            found = self._measured(reference, result, pair)
             over = found.error > self._budget
-            noise = None if over else self._noise(reference, result)
+            noise = None if over else self._noise(reference, result, pair)
             broken = None if noise is None else noise.broken
             wanted = None if noise is None else self._finer(pair, noise)
             if not over and broken is None and wanted is None:
@@ -390,9 +418,12 @@ class Guard:
         return result
 
     @torch.no_grad()
-    def _noise(self, reference: _Reference, result: Branch) -> Noise | None:
-        """What a pair adds to the error of the network, where a target for that decides."""
-        return None if self._target is None else reference.noise(result)
+    def _noise(self, reference: _Reference, result: Branch, pair: Pair) -> Noise | None:
+        """What a pair adds to the error of the network, where a target for that decides. Ranks
+        that share a sequence run every head alike."""
+        if self._target is None or pair.parallel is not None:
+            return None
+        return reference.noise(result)
 
     def _finer(self, pair: Pair, noise: Noise) -> tuple[int, ...] | None:
         """The heads that have to run exactly for the target; an empty tuple where int8 Linears
@@ -422,8 +453,17 @@ class Guard:
         return "some heads exact"
 
     @torch.no_grad()
-    def _measured(self, reference: _Reference, result: Branch) -> Measure:
-        return reference.compare(result, self._budget)
+    def _measured(self, reference: _Reference, result: Branch, pair: Pair) -> Measure:
+        found = reference.compare(result, self._budget)
+        if pair.parallel is None:
+            return found
+        device = _parts(pair.residual)[0].device
+        errors = [error for (error,) in told("guard", [float(found.error)], pair.parallel, device)]
+        worst = max(errors, key=lambda error: inf if isnan(error) else error)
+        if worst == errors[pair.parallel.rank]:
+            return found
+        where = f"the part of rank {errors.index(worst)}"
+        return replace(found, error=worst, where=where)
 
     def _record(
         self,
@@ -474,6 +514,7 @@ class Pair:
             that it is given, or with the author's own, made over the notes.
         attention: Our attention before the output projection, [B, N, H * D], with the notes of
             `ours`; it returns None where the branch is none or was called.
+        parallel: The ranks that share the sequence, and compare their parts of it now.
     """
 
     states: tuple[PairState, ...]
@@ -481,6 +522,7 @@ class Pair:
     ours: Callable[[], Branch]
     author: Callable[[Notes, Branch, Callable[..., Any] | None], Branch]
     attention: Callable[[], Tensor | None] = lambda: None
+    parallel: ContextParallel | None = None
 
 
 class _Reference:
@@ -500,7 +542,7 @@ class _Reference:
         self._last_keys: Tensor | None = None
         self._ours_before: Tensor | None = None
         output = notes.output
-        if output is None or self._before is None or not plain_linear(output, self._before):
+        if output is None or self._before is None or not weight_is_known(output, self._before):
             return
         self._weight = cast("Tensor", output.weight)
         still = tuple(torch.zeros_like(x) for x in self._base)

@@ -25,18 +25,21 @@ from turbo_rcm_patch.ops.streams import project_streams
 from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.blocks import plain_dropout
 from turbo_rcm_patch.patching.copies import Copies
-from turbo_rcm_patch.patching.plain import plain_linear, why_not_plain
+from turbo_rcm_patch.patching.int8_linear import Int8Linear, weight_dtype
+from turbo_rcm_patch.patching.plain import plain_linear, weight_is_known, why_not_plain
 from turbo_rcm_patch.patching.plan import Token, after_call
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
 
 __all__ = [
     "Close",
+    "FreshLinears",
     "Input",
     "Linears",
     "Projection",
     "Rounding",
     "StreamsClose",
+    "held_by",
     "holder",
     "pair_state",
     "rounded",
@@ -51,17 +54,19 @@ Input = Tensor | tuple[Tensor, Tensor]
 
 def runs_int8(module: nn.Module, x: Tensor) -> bool:
     """Whether `module(x)` may run in int8 now."""
-    if x.dim() != 3 or not plain_linear(module, x):
+    if x.dim() != 3:
         return False
     linear: Any = module
-    weight, bias = linear.weight, linear.bias
-    if weight.shape[1] > ops.MAX_CHANNELS:
+    if not weight_is_known(linear, x):
         return False
-    if not torch.compiler.is_compiling() and weight.is_inference():
+    original = type(linear) is not Int8Linear
+    if original and not torch.compiler.is_compiling() and linear.weight.is_inference():
+        return False
+    if linear.in_features > ops.MAX_CHANNELS:
         return False
     if not torch.is_grad_enabled():
         return True
-    return not (weight.requires_grad or (bias is not None and bias.requires_grad))
+    return not any(p.requires_grad for p in linear._parameters.values() if p is not None)
 
 
 def why_not_int8(module: nn.Module) -> str:
@@ -69,11 +74,12 @@ def why_not_int8(module: nn.Module) -> str:
     why = why_not_plain(module)
     if why:
         return why
-    weight: Any = module.weight
-    if weight.shape[1] > ops.MAX_CHANNELS:
-        return f"its {weight.shape[1]} channels overflow an int32 sum"
+    linear: Any = module
+    if linear.in_features > ops.MAX_CHANNELS:
+        return f"its {linear.in_features} channels overflow an int32 sum"
     # What is changed in place could not be seen.
-    return "its weight was made in inference mode" if weight.is_inference() else ""
+    inference = type(linear) is not Int8Linear and linear.weight.is_inference()
+    return "its weight was made in inference mode" if inference else ""
 
 
 def pair_state(pair: SkipPair, linears: Mapping[str, nn.Module], config: PatchConfig) -> PairState:
@@ -87,20 +93,30 @@ def pair_state(pair: SkipPair, linears: Mapping[str, nn.Module], config: PatchCo
     auto = config.precision == "auto" and pair.kind != "feed-forward"
     narrow = config.pv in ("auto", "fp8")
     if config.linear == "as-is" or pair.runs == "as-written":
+        held = [name for name, module in linears.items() if type(module) is Int8Linear]
+        if held and pair.runs != "as-written":
+            why_called = f"{', '.join(held)} called: multiplied back from int8"
+            pair = replace(pair, reason="; ".join(filter(None, [pair.reason, why_called])))
         return PairState(pair, auto=auto, narrow=narrow)
     why = {name: why_not_int8(module) for name, module in linears.items()}
     chosen = tuple(name for name, reason in why.items() if not reason)
     left = [f"{name} is not in int8: {reason}" for name, reason in why.items() if reason]
     reason = "; ".join(filter(None, [pair.reason, *left]))
-    return PairState(
+    state = PairState(
         replace(pair, int8_linears=chosen, reason=reason), int8=True, auto=auto, narrow=narrow
     )
+    if config.linear == "int8-only":
+        state.originals = tuple(
+            linears[name] for name in chosen if type(linears[name]) is nn.Linear
+        )
+    return state
 
 
 class Linears:
     """Runs the Linears of one block, with the model's int8 copies of those that run in int8.
 
-    A Linear that brings an int8 weight along (`int8_weights`) runs with that one.
+    A Linear that brings an int8 weight along (`int8_weights`), or has no other (`int8_linear`),
+    runs with that one.
     """
 
     __slots__ = ("_block", "copies")
@@ -132,10 +148,23 @@ class Linears:
             key: A name for these modules within the block.
             modules: The Linears.
         """
+        if type(modules[0]) is Int8Linear:  # Which is alone, see `_together`.
+            return *modules[0].int8, modules[0].bias
         # Nothing is kept in a graph, and none of it is to know the number of its block.
         if token is None and torch.compiler.is_compiling():
             return self.copies.fresh(modules)
         return self.copies.of((self._block, key), modules)
+
+
+class FreshLinears(Linears):
+    """Quantises weights anew on every call, because it is given others every time."""
+
+    __slots__ = ()
+
+    def weights(
+        self, token: Token, key: str, modules: Sequence[Any]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.copies.fresh(modules, brought=False)
 
 
 class Rounding(NamedTuple):
@@ -172,10 +201,23 @@ def holder(module: Any) -> dict[str, Any]:
     return held if "weight" in held else module._buffers
 
 
+def held_by(*held: dict[str, Any]) -> list[Tensor | None]:
+    """Weight and bias, None without one, in each of what `holder` gives."""
+    return [own.get(name) for own in held for name in ("weight", "bias")]
+
+
 def tensors_of(*held: dict[str, Any] | None) -> list[Tensor]:
     """The weights and biases in some of what `holder` gives."""
     pairs = [(own.get("weight"), own.get("bias")) for own in held if own is not None]
     return [x for pair in pairs for x in pair if x is not None]
+
+
+def _together(modules: Sequence[Any]) -> list[list[Any]]:
+    """Linears over one input that are one product: a copy may be of several, and what is there
+    already is multiplied as it is."""
+    copied = [module for module in modules if type(module) is not Int8Linear]
+    alone = [[module] for module in modules if type(module) is Int8Linear]
+    return [copied, *alone] if copied else alone
 
 
 class Projection:
@@ -192,8 +234,8 @@ class Projection:
         activation: In the epilogue of an int8 product.
     """
 
-    __slots__ = ("_activation", "_chosen", "_dtype", "_key", "_linears", "_modules", "_on_rows",
-                 "_parts", "_step", "_weights", "_widths", "int8", "plain")  # fmt: skip
+    __slots__ = ("_activation", "_chosen", "_dtype", "_key", "_linears", "_modules", "_steps",
+                 "_together", "_weights", "_widths", "int8", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -211,20 +253,35 @@ class Projection:
         self._linears, self._key, self._modules = linears, key, modules
         self._chosen = [module for module in modules if int8 and runs_int8(module, like)]
         self._activation, self._dtype = activation, dtype
-        self._parts = None
-        if len(self._chosen) > 1:
-            self._parts = [module.out_features for module in self._chosen]
-        #: Whether one int8 product is all of it, so that the input may come as int8 rows.
+        self._together = _together(self._chosen)
+        #: Whether int8 products are all of it, so that the input may come as int8 rows.
         self.int8 = len(self._chosen) == len(modules)
         readable = [plain_linear(module, like) for module in modules]
         #: Whether nothing has to be called.
-        self.plain = all(readable) and len(self._chosen) in (0, len(modules))
+        self.plain = self.int8 or (all(readable) and not self._chosen)
         self._weights = [
             module._parameters if read else None
             for module, read in zip(modules, readable, strict=True)
         ]
         self._widths = [getattr(module, "out_features", -1) for module in modules]
-        self._step, self._on_rows = Step(int8_forward), Step(rows_linear_forward)
+        self._steps = [(Step(int8_forward), Step(rows_linear_forward)) for _ in self._together]
+
+    @property
+    def read(self) -> list[Tensor]:
+        """The tensors of int8 weights without an original, which a kernel reads."""
+        return [x for m in self._chosen if type(m) is Int8Linear for x in m.parameters()]
+
+    @property
+    def readable(self) -> bool:
+        """Whether nothing has to be called and every module has a weight to be read."""
+        return self.plain and all(
+            [own is not None and own.get("weight") is not None for own in self._weights]
+        )
+
+    @property
+    def held(self) -> list[Tensor | None]:
+        """Weight and bias of each module, where nothing has to be called."""
+        return held_by(*[own for own in self._weights if own is not None])
 
     def __call__(self, token: Token, x: Input, like: Tensor) -> tuple[Sequence[Tensor], Token]:
         """What each module makes of x, and the token behind them.
@@ -238,39 +295,47 @@ class Projection:
         parts: Sequence[Tensor] = ()
         if chosen:
             linears, impl, dtype = self._linears, self._linears.copies.impl, self._dtype
-            weight, scale, bias = linears.weights(token, self._key, chosen)
-            if token is None or not self.int8:
-                y = ops.int8_linear(
-                    x if isinstance(x, Tensor) else ops.Rows(*x), weight, scale, bias,
-                    activation=self._activation, impl=impl, out_dtype=dtype,
-                )  # fmt: skip
-            else:
-                # An int8 weight that a checkpoint brought along has scales of another shape.
-                step_token = (token, scale.shape, scale.stride())
-                rest = (
-                    weight, scale, bias, None, None, None, 1.0, 1.0, self._activation or "",
-                    "fp32", impl, dtype,
-                )  # fmt: skip
-                if isinstance(x, Tensor):
-                    y = self._step(step_token, x, *rest)
+            ours = token if self.int8 else None
+            made: dict[int, Tensor] = {}
+            for (step, on_rows), modules in zip(self._steps, self._together, strict=True):
+                weight, scale, bias = linears.weights(ours, self._key, modules)
+                if ours is None:
+                    y = ops.int8_linear(
+                        x if isinstance(x, Tensor) else ops.Rows(*x), weight, scale, bias,
+                        activation=self._activation, impl=impl, out_dtype=dtype,
+                    )  # fmt: skip
                 else:
-                    y = self._on_rows(step_token, *x, *rest)
-            parts = (y,) if self._parts is None else torch.split(y, self._parts, -1)
+                    # An int8 weight that a checkpoint brought along has scales of another shape.
+                    step_token = (ours, scale.shape, scale.stride())
+                    rest = (
+                        weight, scale, bias, None, None, None, 1.0, 1.0, self._activation or "",
+                        "fp32", impl, dtype,
+                    )  # fmt: skip
+                    if isinstance(x, Tensor):
+                        y = step(step_token, x, *rest)
+                    else:
+                        y = on_rows(step_token, *x, *rest)
+                if len(modules) == 1:
+                    made[id(modules[0])] = y
+                else:
+                    each = torch.split(y, [module.out_features for module in modules], -1)
+                    made.update(zip(map(id, modules), each, strict=True))
+            parts = [made[id(module)] for module in chosen]
             if self.int8:
                 return parts, token
         assert isinstance(x, Tensor)
         if token is not None and self.plain:
             return [F.linear(x, w["weight"], w["bias"]) for w in self._weights if w], token
         products = iter(parts)
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
         for module, own in zip(self._modules, self._weights, strict=True):
             if any([module is c for c in chosen]):
-                made.append(next(products))
+                outputs.append(next(products))
             elif token is not None and own is not None:
-                made.append(F.linear(x, own["weight"], own["bias"]))
+                outputs.append(F.linear(x, own["weight"], own["bias"]))
             else:
-                made.append(call(module, x))
-        return made, after_call(token, like, self._dtype, made, self._widths, x.shape[1])
+                outputs.append(call(module, x))
+        return outputs, after_call(token, like, self._dtype, outputs, self._widths, x.shape[1])
 
 
 class Close:
@@ -287,8 +352,8 @@ class Close:
         rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
-    __slots__ = ("_apart", "_impl", "_key", "_linear", "_linears", "_modules", "_rounding",
-                 "_step", "_weights", "cast", "int8", "out_dtype", "plain")  # fmt: skip
+    __slots__ = ("_apart", "_key", "_linear", "_linears", "_modules", "_rounding", "_step",
+                 "_weights", "cast", "impl", "int8", "out_dtype", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -307,11 +372,12 @@ class Close:
         linear, *dropouts = modules
         self._linears, self._key = linears, key
         self._linear, self._modules = (linear,), (linear, *dropouts)
+        between = all(map(plain_dropout, dropouts))
+        self.int8 = between and int8 and runs_int8(linear, like)
         #: Whether the weight can be read.
-        self.plain = plain_linear(linear, like) and all(map(plain_dropout, dropouts))
-        self.int8 = self.plain and int8 and runs_int8(linear, like)
+        self.plain = self.int8 or (between and plain_linear(linear, like))
         self._weights = linear._parameters
-        self.cast, self._impl = cast if rounding is None else rounding.cast, impl
+        self.cast, self.impl = cast if rounding is None else rounding.cast, impl
         self._rounding = rounding
         #: Of the residual stream behind the skip, where somebody chose it.
         self.out_dtype = None if rounding is None else rounding.out
@@ -323,7 +389,15 @@ class Close:
     @property
     def read(self) -> list[Tensor]:
         """The tensors that a kernel reads."""
-        return tensors_of(self._weights) if self.plain and not self.int8 else []
+        if self.int8:
+            linear = self._linear[0]
+            return list(linear.parameters()) if type(linear) is Int8Linear else []
+        return tensors_of(self._weights) if self.plain else []
+
+    @property
+    def readable(self) -> bool:
+        """Whether there is a weight to be read: not where int8 weights are all there is."""
+        return self.plain and self._weights.get("weight") is not None
 
     @property
     def weight(self) -> tuple[Tensor, Tensor | None]:
@@ -339,8 +413,8 @@ class Close:
         c_skip: Coefficient = 1.0,
     ) -> Tensor:
         """c_skip * residual + c_out * linear(x); a c_out of None is 1."""
-        dtype, cast, impl = self.out_dtype or x.dtype, self.cast, self._impl
-        if not self.plain or (token is None and x.dtype != self._modules[0].weight.dtype):
+        dtype, cast, impl = self.out_dtype or x.dtype, self.cast, self.impl
+        if not self.plain or (token is None and x.dtype != weight_dtype(self._modules[0])):
             branch = self._called(x)
             return ops.skip(
                 residual, branch, c_skip, 1.0 if c_out is None else c_out, cast=cast, impl=impl,
@@ -395,7 +469,8 @@ class StreamsClose(Close):
     ) -> tuple[Tensor, ...]:
         """stream + gate * (its rows of linear(x)) for each stream."""
         dtype = self.out_dtype or x.dtype
-        if not self.plain or (token is None and x.dtype != self._modules[0].weight.dtype):
+        one_dtype = _one_dtype(x, streams, gates, self._rounding)
+        if not self.plain or (token is None and x.dtype != weight_dtype(self._modules[0])):
             branch, token = self._called(x), None
         elif self.int8:
             weight, scale, bias = self._linears.weights(token, self._key, self._linear)
@@ -411,26 +486,26 @@ class StreamsClose(Close):
             weight, bias = self.weight
             if token is not None and self._apart:
                 branch = F.linear(x, weight, bias)
-            elif token is not None and _one_dtype(x, streams, gates, self._rounding):
+            elif token is not None and one_dtype:
                 both: tuple[Tensor, ...] = self._close_both(
-                    token, x, weight, bias, *streams, *gates, self.cast, self._impl, dtype
+                    token, x, weight, bias, *streams, *gates, self.cast, self.impl, dtype
                 )
                 return both
-            elif _one_dtype(x, streams, gates, self._rounding):
+            elif one_dtype:
                 return ops.project_skip_streams(
                     x, weight, bias, residuals=streams, c_out=gates, cast=self.cast,
-                    impl=self._impl, out_dtype=dtype,
+                    impl=self.impl, out_dtype=dtype,
                 )  # fmt: skip
             else:
-                branch = ops.project_skip(x, weight, bias, residual=None, impl=self._impl)
-        if token is not None and _one_dtype(x, streams, gates, self._rounding):
+                branch = ops.project_skip(x, weight, bias, residual=None, impl=self.impl)
+        if token is not None and one_dtype:
             closed: tuple[Tensor, ...] = self._skip_both(
-                token, branch, *streams, *gates, self.cast, self._impl, dtype
+                token, branch, *streams, *gates, self.cast, self.impl, dtype
             )
             return closed
         parts = torch.split(branch, [stream.shape[1] for stream in streams], dim=1)
         return skip_streams(
-            parts, streams, gates, cast=self.cast, impl=self._impl, rounding=self._rounding
+            parts, streams, gates, cast=self.cast, impl=self.impl, rounding=self._rounding
         )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.patching.blocks import distinct, known_inside, left_by_config
 from turbo_rcm_patch.patching.linears import pair_state
+from turbo_rcm_patch.patching.parallel import Ranks
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
@@ -84,8 +85,19 @@ def install(result: ModelPlan, block: nn.Module, states: States, make: Callable[
     result.states += states.values()
     if any(state.live for state in states.values()):
         first = not result.installations
-        forward = partial(make, block, states, result.config, result.copies, first)
+        if result.ranks is None:
+            result.ranks = Ranks(result.states, result.model)
+        forward = partial(
+            _sharing, result.ranks, make, block, states, result.config, result.copies, first
+        )
         result.installations.append(Installation(block, "forward", forward))
+
+
+def _sharing(ranks: Ranks, make: Callable[..., Any], *args: Any) -> Any:
+    """What stands in for a block's forward, with what all blocks of its model share."""
+    made = make(*args)
+    made.ranks = ranks
+    return made
 
 
 def foreign(block: nn.Module, result: ModelPlan, classes: tuple[type[nn.Module], ...]) -> str:

@@ -2,35 +2,66 @@
 
 diffusers writes its configuration to the model and to the attention processors, and hooks that
 split inputs and gather outputs to some modules. Here is what the patch reads of that, what makes
-it work for the families that diffusers has no plan for, and the way back, which diffusers lacks.
+it work for the families that diffusers has no plan for, and the way back, which diffusers lacks;
+and what the ranks of a patched model agree on at the beginning of every forward.
+
+While a patched model is parallel, its attentions have processors of ours that compute exact
+attention over all ranks: what the guard compares with, and what a pair that is given back runs.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
+from zlib import crc32
 
-from torch import nn
+from torch import Tensor, nn
 
-from turbo_rcm_patch.errors import ContextParallelError
-from turbo_rcm_patch.ops.exchange import ContextParallel
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import ContextParallelError, RankMismatchError
+from turbo_rcm_patch.ops.exchange import ContextParallel, told
+from turbo_rcm_patch.ops.parallel import agreed_forward
+from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.patching.registry import family_of
+from turbo_rcm_patch.patching.sla import attached_proj_l
+from turbo_rcm_patch.patching.state import PairState, Step, When
+
+if TYPE_CHECKING:
+    from turbo_rcm_patch.patching.guard import Guard
 
 __all__ = [
+    "EnableParallelism",
+    "Ranks",
     "attach_plan",
+    "check_parallel",
     "context_parallel_plan",
     "detach_plan",
     "disable_parallelism",
     "distribute_attention",
+    "follow",
     "groups_of",
+    "groups_of_model",
+    "leave",
+    "processor_class",
     "restore_attention",
+    "split_words",
+    "ulysses_over",
 ]
 
 _CONFIG: Final = "_parallel_config"
 _PLAN: Final = "_cp_plan"
 #: On an attention module: the processor that stood there before `distribute_attention`.
 _BEFORE: Final = "_turbo_rcm_processor"
+#: On a model: its processors were replaced because it is patched and parallel, and go with its
+#: parallelism.
+_FOLLOWS: Final = "_turbo_rcm_follows"
 #: What diffusers' names of its hooks begin with.
 _HOOKS: Final = ("cp_input---", "cp_output---")
+_WHENS: Final[tuple[When, ...]] = ("first", "last", "asked")
+#: What a pair may do without, in the order of `Ranks._caution`.
+_STEPS: Final[tuple[Step, ...]] = ("linears given back", "16-bit p and v", "exact attention")
+_ELSEWHERE: Final = "as on another rank of its sequence, where the guard decided it"
 
 
 def groups_of(holder: object) -> ContextParallel | None:
@@ -45,6 +76,25 @@ def groups_of(holder: object) -> ContextParallel | None:
         config._ulysses_mesh.get_group() if config.ulysses_degree > 1 else None,
         config._ring_mesh.get_group() if config.ring_degree > 1 else None,
     )
+
+
+def groups_of_model(model: Any) -> ContextParallel | None:
+    """The same for a whole model, TurboDiffusion's own among them."""
+    return groups_of(model) or ulysses_over(getattr(model, "_cp_group", None))
+
+
+def ulysses_over(group: Any) -> ContextParallel | None:
+    """Ulysses over the ranks of one process group; None for no group or one rank."""
+    if group is None or group.size() < 2:
+        return None
+    return ContextParallel.of(group, group, None)
+
+
+def processor_class(processor: object) -> type:
+    """The class of an attention processor; of one that `distribute_attention` made, its author's
+    class, whose attention it computes."""
+    kind: type = getattr(type(processor), "author_class", type(processor))
+    return kind
 
 
 def context_parallel_plan(model: nn.Module) -> dict[str, Any]:
@@ -78,16 +128,19 @@ def detach_plan(model: nn.Module) -> None:
     model.__dict__.pop(_PLAN, None)
 
 
-def distribute_attention(model: nn.Module) -> None:
+def distribute_attention(model: nn.Module) -> bool:
     """Give every attention a processor that computes exactly what its own does, over the tokens of
     all ranks while the model is parallel, by the exchanges of `ops.parallel`.
 
     CogVideoX and ConsisID need it, because their processors take no notice of parallelism; the
     others gain rings that pass keys on, and numbers of heads and tokens that do not divide.
+
+    Returns:
+        Whether any was replaced.
     """
     from turbo_rcm_patch.patching.families._parallel import distributed
 
-    config = getattr(model, _CONFIG, None)
+    config, found = getattr(model, _CONFIG, None), False
     for module in model.modules():
         processor = module.__dict__.get("processor")
         made = None if processor is None else distributed(processor)
@@ -96,6 +149,8 @@ def distribute_attention(model: nn.Module) -> None:
         if getattr(config, "context_parallel_config", None) is not None:
             made._parallel_config = config
         module.__dict__.update({_BEFORE: processor, "processor": made})
+        found = True
+    return found
 
 
 def restore_attention(model: nn.Module) -> None:
@@ -110,8 +165,8 @@ def restore_attention(model: nn.Module) -> None:
 
 
 def disable_parallelism(model: nn.Module) -> None:
-    """Undo `model.enable_parallelism`: drop its hooks and its configuration. The process groups
-    stay, because others may use them.
+    """Undo `model.enable_parallelism`: drop its hooks and its configuration, and the processors
+    that a patched model got for it. The process groups stay, because others may use them.
 
     Raises:
         ContextParallelError: The model is not parallel, or shards its weights.
@@ -136,3 +191,229 @@ def disable_parallelism(model: nn.Module) -> None:
         for holder in (module, module.__dict__.get("processor")):
             if holder is not None and vars(holder).get(_CONFIG) is config:
                 delattr(holder, _CONFIG)
+    for module in model.modules():
+        # What the processor of ours replaced has the configuration still.
+        before = module.__dict__.get(_BEFORE)
+        if before is not None and vars(before).get(_CONFIG) is config:
+            delattr(before, _CONFIG)
+    if model.__dict__.pop(_FOLLOWS, ""):
+        restore_attention(model)
+
+
+# --- a patched model -----------------------------------------------------------------------------
+
+
+class EnableParallelism:
+    """Stands in for the `enable_parallelism` of a patched model: as its author's, with a plan for
+    every family, and processors that compute exact attention over all ranks."""
+
+    __slots__ = ("_config", "_model")
+
+    def __init__(self, model: nn.Module, config: PatchConfig) -> None:
+        self._model, self._config = model, config
+
+    def __call__(self, *, config: Any, cp_plan: dict[str, Any] | None = None) -> None:
+        """As diffusers' method.
+
+        Raises:
+            ContextParallelError: The patched model cannot run so; nothing was changed.
+        """
+        model: Any = self._model
+        splits = getattr(config, "context_parallel_config", config)
+        if hasattr(splits, "ring_degree"):
+            _refuse_ring(model, self._config, splits.ring_degree > 1)
+            if cp_plan is None and _PLAN not in vars(model):
+                cp_plan = context_parallel_plan(model)
+        type(model).enable_parallelism(model, config=config, cp_plan=cp_plan)
+        follow(model, "enabled")
+
+
+def follow(model: nn.Module, since: Literal["enabled", "patched"]) -> None:
+    """Give the attentions of a patched model that is parallel processors of ours, until it is
+    parallel no more.
+
+    Args:
+        model: The model.
+        since: What came last.
+    """
+    if groups_of(model) is not None and distribute_attention(model):
+        model.__dict__.setdefault(_FOLLOWS, since)
+
+
+def leave(model: nn.Module) -> None:
+    """The patch goes and the parallelism stays. Processors that know of ranks come back where the
+    model was parallel before it was patched; elsewhere ours stay until `disable_parallelism`,
+    because the model would be wrong without them."""
+    before = [vars(module).get(_BEFORE) for module in model.modules()]
+    know = all(hasattr(type(one), _CONFIG) for one in before if one is not None)
+    if vars(model).get(_FOLLOWS) == "patched" and know:
+        del model.__dict__[_FOLLOWS]
+        restore_attention(model)
+
+
+def check_parallel(model: nn.Module, config: PatchConfig) -> None:
+    """Raise before anything changes if a parallel model cannot be patched like this.
+
+    Raises:
+        ContextParallelError: It asks in a ring for an attention that no ring has.
+    """
+    groups = groups_of(model)
+    _refuse_ring(model, config, groups is not None and groups.ring is not None)
+
+
+def _refuse_ring(model: nn.Module, config: PatchConfig, ring: bool) -> None:
+    if not ring:
+        return
+    what = ""
+    if config.attention == "sage":
+        what = 'attention="sage", which gives no logsumexp'
+    elif any(attached_proj_l(module) is not None for module in model.modules()):
+        what = "SLA, which chooses among all keys of a head"
+    if what:
+        raise ContextParallelError(
+            "ring_degree",
+            expected="Ulysses alone",
+            got=f"a ring and {what}",
+            remedy="Use ContextParallelConfig(ulysses_degree=...)",
+        )
+
+
+def split_words(model: nn.Module, config: PatchConfig, pv: str) -> str:
+    """Over how many ranks a model's sequence is split, and what they send each other; "" where it
+    is whole. For the report."""
+    groups = groups_of_model(model)
+    if groups is None:
+        return ""
+    degrees = [("Ulysses", groups.ulysses_degree), ("ring", groups.ring_degree)]
+    form = " x ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
+    sparse = any(attached_proj_l(module) is not None for module in model.modules())
+    exact = sparse or config.attention in ("exact", "sage")
+    sent = "q, k and v in the model's dtype" if exact else f"{config.attention} q and k, {pv} v"
+    if config.attention == "auto":
+        sent = f"int8 q and k and {pv} v, or all in the model's dtype, by length"
+    back = "the output in the model's dtype" if groups.ulysses is not None else "no output"
+    return f"parallel: rank {groups.rank} of {groups.size} ({form}); sent: {sent}; {back}"
+
+
+class Ranks:
+    """What the ranks of one patched model agree on, forward by forward.
+
+    They have the same pairs and decide about them together, because how a pair runs decides what
+    the ranks send each other. A forward that is not parallel asks nobody.
+
+    Args:
+        states: The model's pairs.
+        model: The model.
+
+    Attributes:
+        lengths: Tokens of every rank in the forward under way; none where nobody was asked.
+    """
+
+    __slots__ = ("_model", "_states", "lengths")
+
+    def __init__(self, states: list[PairState], model: nn.Module | None) -> None:
+        self._states = states
+        self._model: Callable[[], nn.Module | None] = (
+            _gone if model is None else weakref.ref(model)
+        )
+        self.lengths: list[int] = []
+
+    def __reduce__(self) -> tuple[type[Ranks], tuple[Any, ...]]:
+        return Ranks, (self._states, self._model())
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, while it lives."""
+        return self._model()
+
+    def begin(
+        self,
+        groups: ContextParallel,
+        x: Tensor,
+        streams: Sequence[int],
+        spec: AttentionSpec,
+        config: PatchConfig,
+        guard: Guard | None,
+    ) -> None:
+        """A forward of a parallel model begins on every rank: check that theirs fit together, and
+        if the ranks have seen different forwards before, go on with what the most careful of them
+        does.
+
+        Args:
+            groups: Who shares the sequence.
+            x: An input of the first block.
+            streams: Tokens that this rank has of every stream.
+            spec: How its attentions are computed.
+            config: How the model is patched.
+            guard: Compares pairs on some forwards, or None.
+
+        Raises:
+            RankMismatchError: They do not fit; on every rank alike.
+        """
+        self.lengths = []
+        mine = self._caution()
+        begun = (0,) * (len(_WHENS) + 1) if guard is None else guard.begun(_WHENS)
+        digest = crc32(bytes([*mine, *begun]))
+        tokens, even = sum(streams), not _anything(self.model)
+        same = {
+            "tokens": tokens if even else 0,
+            "pairs": len(self._states),
+            "guard": guard is not None,
+            "guard_budget": float(config.guard_budget),
+            "sla_topk": float(config.sla_topk),
+            "the rest of PatchConfig": crc32(repr(config).encode()),
+        }
+        self.lengths, digests = agreed_forward(x, tokens, spec, groups, same=same, free=[digest])
+        lengths = self.lengths
+        if sorted(lengths, reverse=True) != lengths or lengths[0] - lengths[-1] > len(streams):
+            raise RankMismatchError(
+                "tokens of the ranks",
+                expected="those of one sequence, split as evenly as it can be",
+                got=str(lengths),
+                remedy="Give every rank the same inputs",
+            )
+        if all(each == [digest] for each in digests):
+            return
+        rows = told("states", [*mine, *begun], groups, x.device)
+        agreed = [max(column) for column in zip(*rows, strict=True)]
+        width = len(mine) // max(1, len(self._states))
+        for index, state in enumerate(self._states):
+            self._follow(state, agreed[index * width :][:width])
+        if guard is not None:
+            asked = agreed[len(mine) :][: len(_WHENS)]
+            guard.resume([when for when, bit in zip(_WHENS, asked, strict=True) if bit])
+
+    def _caution(self) -> list[int]:
+        """What decides how each pair runs and whether it is compared, such that the larger of two
+        numbers is the more careful."""
+        made: list[int] = []
+        for state in self._states:
+            careful = state.precision
+            made += (
+                not state.live,
+                not state.int8,
+                careful != "as asked for",
+                careful == "exact attention",
+                *[when in state.unseen for when in _WHENS],
+            )
+        return list(map(int, made))
+
+    def _follow(self, state: PairState, agreed: Sequence[int]) -> None:
+        given_back, *steps = agreed[: 1 + len(_STEPS)]
+        for step, wanted in zip(_STEPS, steps, strict=True):
+            if wanted and state.live:
+                state.take(step, _ELSEWHERE)
+        if given_back and state.live:
+            state.give_back(f"given back {_ELSEWHERE}")
+        unseen = zip(_WHENS, agreed[1 + len(_STEPS) :], strict=True)
+        state.unseen = {when for when, bit in unseen if bit}
+
+
+def _anything(model: nn.Module | None) -> bool:
+    """Whether the ranks of a model may have different numbers of tokens."""
+    config: Any = getattr(getattr(model, _CONFIG, None), "context_parallel_config", None)
+    return any(getattr(config, name, False) for name in ("ulysses_anything", "ring_anything"))
+
+
+def _gone() -> None:
+    """A model that is not there."""

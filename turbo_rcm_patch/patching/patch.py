@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -35,6 +36,14 @@ from turbo_rcm_patch.patching.find import (
 )
 from turbo_rcm_patch.patching.graphs import Graphs
 from turbo_rcm_patch.patching.guard import Guard, PipelineSteps, StepContext
+from turbo_rcm_patch.patching.int8_only import drop_originals, originals_of, refuse_offloaded
+from turbo_rcm_patch.patching.parallel import (
+    EnableParallelism,
+    check_parallel,
+    follow,
+    leave,
+    split_words,
+)
 from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
 from turbo_rcm_patch.patching.report import GuardLog, PatchReport
 from turbo_rcm_patch.patching.sla import (
@@ -55,6 +64,8 @@ __all__ = [
     "sla_as_defined",
     "unpatch_model",
 ]
+
+_log = logging.getLogger(__name__)
 
 #: Two threads may patch one model, or put it back, at once: the second finds what the first left.
 _LOCK: Final = threading.RLock()
@@ -139,15 +150,29 @@ def _install(
             remedy="; ".join(sorted(reasons)) or "Widen PatchConfig.kinds",
         )
     _refuse_shared([plan for _, plan in planned])
+    for _, plan in planned:
+        check_parallel(plan.model, config)
+    dropped = originals_of([plan for _, plan in planned])
+    count = len(dropped)
+    if config.linear == "int8-only":
+        refuse_offloaded([target.module for target in targets])
+    if dropped:
+        modules = [target.module for target in targets]
+        planned.clear()  # Which holds the originals.
+        drop_originals(modules, dropped, config.impl)
+        planned = plan_all(model, config)
     if config.calibration is not None:
         apply_calibration(Path(config.calibration), [plan for _, plan in planned])
     log = GuardLog()
     records = [_record(model, target, plan, log) for target, plan in planned]
+    records[0].dropped = count
     for record, one in zip(records, recovered, strict=True):
         record.recovered = one
     try:
         for record in records:
             record.install()
+        for record in records:
+            follow(record.plan.model, "patched")
         return _report(model, records)
     except BaseException:
         for record in reversed(records):
@@ -183,12 +208,17 @@ def _modules(model: object) -> Iterator[nn.Module]:
 def unpatch_model(model: object) -> None:
     """Restore a patched model or pipeline exactly as it was.
 
+    Weights that were dropped (`linear="int8-only"`) do not come back, which a warning in the log
+    says: such Linears go on with the product of int8 and scale.
+
     Raises:
         NotPatchedError: The model is not patched.
         WrappedError: Other code wrapped a patched function; nothing was changed.
     """
     with _LOCK:
-        _undo_all(_records(model, "unpatch_model"))
+        records = _records(model, "unpatch_model")
+        _undo_all(records)
+    _say_dropped(records)
 
 
 def refresh(model: object) -> None:
@@ -227,6 +257,18 @@ def _undo_all(records: list[PatchRecord]) -> None:
         record.check()
     for record in records:
         record.undo()
+        leave(record.plan.model)
+
+
+def _say_dropped(records: list[PatchRecord]) -> None:
+    count = sum(record.dropped for record in records)
+    if count:
+        _log.warning(
+            "The model is unpatched, but %d Linears have int8 weights alone, because it was "
+            'patched with linear="int8-only". They multiply them back. Load the model again for '
+            "its own weights",
+            count,
+        )
 
 
 @contextmanager
@@ -241,8 +283,10 @@ def patched(
     finally:
         # By module, not by searching again: a pipeline may hold other components by now.
         with _LOCK:
-            records = [record_of(module) for module in modules]
-            _undo_all([record for record in records if record is not None])
+            found = [record_of(module) for module in modules]
+            records = [record for record in found if record is not None]
+            _undo_all(records)
+        _say_dropped(records)
 
 
 @contextmanager
@@ -342,6 +386,12 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
         if slot is not None:
             ours = StepContext(plan.model, guard)
             record.entries.append(Entry(plan.model, "cache_context", ours, slot, slot.get()))
+    if hasattr(type(plan.model), "enable_parallelism"):
+        slot = innermost(plan.model, "enable_parallelism")
+        if slot is not None:
+            enable = EnableParallelism(plan.model, plan.config)
+            entry = Entry(plan.model, "enable_parallelism", enable, slot, slot.get())
+            record.entries.append(entry)
     if plan.config.cuda_graphs:
         _capture_by_itself(record, guard)
     return record
@@ -435,6 +485,13 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
             if record is not None and record.plan.states is states and record.graphs is not None
         ]
 
+    def parallel() -> list[str]:
+        models = [(reference(), path) for (reference, *_), path in zip(held, places, strict=True)]
+        lines = [
+            (path, split_words(m, config, device()[2])) for m, path in models if m is not None
+        ]
+        return [f"{path}: {line}".removeprefix(": ") for path, line in lines if line]
+
     def exact() -> dict[str, tuple[int, ...]]:
         chosen = [state for _, states, _ in held for state in states]
         return {s.pair.path: s.heads_in_16_bits for s in chosen if s.heads_in_16_bits}
@@ -449,4 +506,6 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         about = {"config": repr(config), "predicted fidelity": log.fidelity}
         write_calibration(path, known, about)
 
-    return PatchReport(type(model).__name__, config, log, pairs, ran, device, graphs, exact, save)
+    return PatchReport(
+        type(model).__name__, config, log, pairs, ran, device, graphs, parallel, exact, save
+    )

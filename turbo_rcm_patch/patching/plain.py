@@ -13,11 +13,14 @@ from types import MethodType
 from typing import Any, Final
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.modes import transformed
+from turbo_rcm_patch.patching.int8_linear import Int8Linear
 
 __all__ = [
+    "Weights",
     "autocasting",
     "bare",
     "drops",
@@ -27,12 +30,56 @@ __all__ = [
     "runs_itself",
     "stand_in",
     "unserved",
+    "weight_is_known",
     "why_not_plain",
 ]
 
 
 #: What the kernels take.
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Weights:
+    """Stands for a plain Linear or norm inside an operation, which is given a module's tensors and
+    not the module.
+
+    Args:
+        weight: Of a Linear [Cout, K], or of a norm.
+        bias: None without one.
+        eps: Of a norm.
+    """
+
+    __slots__ = ("_parameters", "eps")
+
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, eps: float = 0.0) -> None:
+        #: As a module's: what reads weights reads them here.
+        self._parameters = {"weight": weight, "bias": bias}
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        assert weight is not None
+        return F.linear(x, weight, self.bias)
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self._parameters["weight"]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._parameters["bias"]
+
+    @property
+    def in_features(self) -> int:
+        weight = self.weight
+        assert weight is not None
+        return weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        weight = self.weight
+        assert weight is not None
+        return weight.shape[0]
 
 
 def autocasting(x: torch.Tensor) -> bool:
@@ -103,18 +150,38 @@ def hook_names(module: nn.Module) -> str:
     return ", ".join(names)
 
 
-def plain_linear(module: nn.Module, x: torch.Tensor) -> bool:
+def plain_linear(module: nn.Module | Weights, x: torch.Tensor) -> bool:
     """Whether `module(x)` is exactly `x @ weight.T + bias` with a weight that can be read now.
 
     Args:
-        module: Any module.
+        module: Any module, or what stands for a Linear.
         x: The activation it would be called with; dtype and device must be the weight's.
     """
-    if type(module) is not nn.Linear or not bare(module):
+    held: Any = module
+    if type(held) is not Weights:
+        if type(held) is not nn.Linear or not bare(held):
+            return False
+        # A quantised or sharded weight is a subclass of Tensor, and so is its Parameter.
+        if type(held.weight) is not nn.Parameter:
+            return False
+    fits: bool = held.weight.dtype == x.dtype and held.weight.device == x.device
+    return fits
+
+
+def weight_is_known(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether `module(x)` is exactly `x @ weight.T + bias`, with a weight that can be read now, or
+    int8 in its place.
+
+    Args:
+        module: Any module.
+        x: As for `plain_linear`.
+    """
+    if type(module) is not Int8Linear:
+        return plain_linear(module, x)
+    if not bare(module) or module.dtype != x.dtype:
         return False
-    weight = module.weight
-    # A quantised or sharded weight is a subclass of Tensor, and so is its Parameter.
-    return type(weight) is nn.Parameter and weight.dtype == x.dtype and weight.device == x.device
+    held = [p for p in module._parameters.values() if p is not None]
+    return all(type(p) is nn.Parameter and p.device == x.device for p in held)
 
 
 def plain_norm(module: nn.Module, x: torch.Tensor) -> bool:
@@ -143,7 +210,9 @@ def why_not_plain(module: nn.Module) -> str:
     an offloading hook belongs to a model without weights, which is described as it would run.
     """
     kind = type(module)
-    if kind is not nn.Linear:
+    if kind is Int8Linear and bare(module):
+        return ""
+    if kind is not nn.Linear and kind is not Int8Linear:
         return f"it is {kind.__module__.split('.')[0]}'s {kind.__qualname__}"
     if not bare(module):
         return f"it is hooked ({hook_names(module)})"

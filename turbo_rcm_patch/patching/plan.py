@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, count
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, Final, Generic, TypeVar
 
@@ -44,6 +44,11 @@ _HOOKS: Final = (
 #: What every module has and never replaces; what is inside is looked at.
 _CONTAINERS: Final = frozenset(vars(nn.Module())) - {"training"}
 
+#: Signatures of inputs that have a number.
+_MOST_SIGNATURES: Final = 4096
+_numbers: Final[dict[Any, int]] = {}
+_count: Final = count()
+
 _T = TypeVar("_T")
 
 
@@ -52,13 +57,25 @@ def plain_inference(inputs: tuple[Any, ...]) -> bool:
     return not (torch.compiler.is_compiling() or torch.is_grad_enabled()) and runs_directly(inputs)
 
 
-def signature(*inputs: Tensor) -> tuple[Any, ...] | None:
+def signature(*inputs: Tensor) -> int | None:
     """The token of `Step` for a block's inputs: every tensor inside a plan has a shape, stride and
-    dtype that follow from theirs. None where nothing may be replayed."""
+    dtype that follow from theirs. None where nothing may be replayed.
+
+    A number stands for what the inputs look like, because every step looks its token up.
+    """
     generation = replay_token()
     if generation is None:
         return None
-    return (generation, *[(x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs])
+    key = (
+        generation, tuple(map(_shape, inputs)), tuple(map(_stride, inputs)),
+        tuple(map(_dtype, inputs)), tuple(map(_device, inputs)),
+    )  # fmt: skip
+    number = _numbers.get(key)
+    if number is None:
+        if len(_numbers) >= _MOST_SIGNATURES:
+            _numbers.clear()  # Others get new numbers, and no number comes twice.
+        number = _numbers[key] = next(_count)
+    return number
 
 
 def after_call(

@@ -177,6 +177,8 @@ class PatchRecord:
     entries: list[Entry] = field(default_factory=list)
     recovered: Recovered | None = None
     graphs: Graphs | None = None
+    #: Linears of all models patched with this one whose originals were dropped.
+    dropped: int = 0
 
     def __repr__(self) -> str:
         return f"PatchRecord({self.plan.path or 'model'!r}, {len(self.entries)} functions)"

@@ -313,6 +313,7 @@ class PatchReport:
     _ran: Callable[[], list[str]] = field(repr=False)
     _device: Callable[[], tuple[str, str, str]] = field(repr=False)
     _graphs: Callable[[], list[str]] = field(repr=False)
+    _parallel: Callable[[], list[str]] = field(repr=False)
     _exact: Callable[[], dict[str, tuple[int, ...]]] = field(repr=False)
     _save: Callable[[Path], None] = field(repr=False)
 
@@ -367,6 +368,12 @@ class PatchReport:
         return self._graphs()
 
     @property
+    def parallel(self) -> list[str]:
+        """A line for each model whose sequence several ranks share: how many, and what they send
+        each other."""
+        return self._parallel()
+
+    @property
     def impl(self) -> str:
         """The implementation on the model's device: "triton" or "reference"."""
         return self._device()[1]
@@ -393,9 +400,12 @@ class PatchReport:
         head = [
             f"{self.model}: {self.fused} of {len(self.pairs)} skip pairs run fused",
             f"attention {attention_text}; implementation {impl} on {device}; form {config.form}",
+            *self.parallel,
         ]
-        if config.linear == "int8":
+        if config.linear != "as-is":
             head[1] += "; plain Linears in int8"
+        if config.linear == "int8-only":
+            head[1] += ", without originals"
         guard = str(self.guard) if config.guard else "guard: off"
         ran = ", ".join(f"{count} {how}" for how, count in self.last_forward.items())
         last = f"last forward: {ran or 'none yet outside a compiled graph'}"
@@ -423,6 +433,7 @@ class PatchReport:
             "pairs": self.pairs.as_dict(),
             "last_forward": self.last_forward,
             "cuda_graphs": self.cuda_graphs,
+            "parallel": self.parallel,
             "not_compared": self.guard.unseen,
             "exact_heads": {path: list(heads) for path, heads in self.exact_heads.items()},
             "predicted_fidelity": self.guard.fidelity,

@@ -16,6 +16,7 @@ from turbo_rcm_patch.skip import Residual, SkipPair
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.guard import Guard
+    from turbo_rcm_patch.patching.parallel import Ranks
 
 __all__ = ["Installation", "ModelPlan", "PairState", "Precise", "Step", "When", "specs_of"]
 
@@ -37,11 +38,12 @@ class PairState:
         precision: How its attention runs, where the guard may choose.
         exact_heads: Heads of its attention that run exactly, ascending.
         unseen: Forwards on which the guard has yet to compare it.
+        originals: Its Linears that are to be dropped; none in a patched model.
         ran: How it ran on the last forward outside a compiled graph, "" before the first.
     """
 
-    __slots__ = ("_linears", "_reason", "_steps", "exact_heads", "int8", "live", "pair",
-                 "precision", "ran", "unseen")  # fmt: skip
+    __slots__ = ("_linears", "_reason", "_steps", "exact_heads", "int8", "live", "originals",
+                 "pair", "precision", "ran", "unseen")  # fmt: skip
 
     def __init__(
         self, pair: SkipPair, *, int8: bool = False, auto: bool = False, narrow: bool = True
@@ -52,6 +54,7 @@ class PairState:
         self.precision: Precise = "as asked for"
         self.exact_heads: tuple[int, ...] = ()
         self.unseen: set[When] = {"first", "last"}
+        self.originals: tuple[nn.Module, ...] = ()
         self.ran = ""
         self._reason = ""
         self._steps: list[Step] = ["linears given back"] if self.int8 else []
@@ -186,6 +189,7 @@ class ModelPlan:
         installations: The attributes to set.
         boundary: The network boundary, where one is owned here.
         copies: The int8 copies of its weights.
+        ranks: What its blocks agree on with those of other ranks; None where it has no blocks.
     """
 
     model: nn.Module
@@ -195,6 +199,7 @@ class ModelPlan:
     installations: list[Installation] = field(default_factory=list)
     boundary: list[SkipPair] = field(default_factory=list)
     copies: Copies = field(init=False)
+    ranks: Ranks | None = None
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.config.impl)

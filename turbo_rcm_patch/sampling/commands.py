@@ -16,7 +16,7 @@ from turbo_rcm_patch.checkpoints.folder import Written
 from turbo_rcm_patch.checkpoints.stored import write_checkpoint
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.exit_codes import CHANGED, INTERRUPTED, OK
+from turbo_rcm_patch.exit_codes import INTERRUPTED, OK, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.output import check_writable
 from turbo_rcm_patch.patching import find_pairs, patched
@@ -187,7 +187,7 @@ def compare(arguments: argparse.Namespace) -> int:
         )
         return INTERRUPTED
     print(found)
-    return OK if found.verdict == "unchanged" else CHANGED
+    return of_verdict(found.verdict)
 
 
 def pairs(arguments: argparse.Namespace) -> int:

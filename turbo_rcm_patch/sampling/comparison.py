@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -25,6 +25,7 @@ from turbo_rcm_patch.patching import patched, sla_as_defined
 from turbo_rcm_patch.patching.sla import attached_proj_l, recovered_proj_l
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
 from turbo_rcm_patch.sampling.families import VideoPipeline
+from turbo_rcm_patch.sampling.filters import filtered
 from turbo_rcm_patch.sampling.generation import (
     Meter,
     Sample,
@@ -47,11 +48,14 @@ from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.store import Store, check_out, reading
 from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT, Verdict, Word, judge
 from turbo_rcm_patch.sampling.video import (
+    SEEK_EVERY,
     amplified_difference,
     choose_gain,
     contact_sheet,
     enlarge,
     find_ffmpeg,
+    pane_size,
+    panes,
     side_by_side,
     write_mp4,
 )
@@ -107,6 +111,8 @@ class PromptResult:
         patched: Distance of the patched video from the baseline.
         control: Distance of the control video from the baseline.
         decode_seconds: Mean time of one decoding.
+        gain: By how much the videos of differences are amplified.
+        unmeasured: Why a measure of ffmpeg is missing, else empty.
         seen: What an observer says of the videos, if there was one.
     """
 
@@ -116,6 +122,8 @@ class PromptResult:
     patched: Drift
     control: Drift
     decode_seconds: float
+    gain: int
+    unmeasured: str = ""
     seen: Seen | None = None
 
     def as_dict(self) -> dict[str, object]:
@@ -160,13 +168,18 @@ class Comparison:
 
     @property
     def verdict(self) -> Word:
-        """ "unchanged", "changed" or "undecided" (see `Verdict`)."""
+        """ "unchanged", "similar", "changed" or "undecided" (see `Verdict`)."""
         return self.judgement.word
 
     @property
     def report(self) -> Path:
         """The HTML page."""
         return self.out / "report.html"
+
+    @property
+    def short_report(self) -> Path:
+        """The short form of the page in Markdown, to paste."""
+        return self.out / "report.md"
 
     @property
     def metrics(self) -> Path:
@@ -194,7 +207,10 @@ class Comparison:
         return {
             "schema": 1,
             "verdict": self.verdict,
-            "checks": [asdict(check) | {"passed": check.passed} for check in checks],
+            "checks": [
+                asdict(check) | {"passed": check.passed, "similar": check.similar}
+                for check in checks
+            ],
             "control_backend": self.control_backend,
             "times": self.times,
             "prompts": [one.as_dict() for one in self.results],
@@ -221,7 +237,7 @@ class Comparison:
             ]
         lines += [f"baseline: {self.baseline}"]
         lines += [f"control: exact attention on the {self.control_backend!r} backend"]
-        lines += [f"report:  {self.report}"]
+        lines += [f"report:  {self.report}", f"short:   {self.short_report}"]
         return "\n".join(lines)
 
 
@@ -249,8 +265,8 @@ def compare(
     Args:
         pipe: An unpatched pipeline, with the transformer in bf16 and the VAE in fp32.
         prompts: One or many. Prompt i uses seed + i.
-        out: Folder for videos, plots, metrics.json and report.html. Finished prompts in it are
-            kept, and so are files that no comparison wrote.
+        out: Folder for videos, plots, metrics.json, report.html and report.md. Finished prompts in
+            it are kept, and so are files that no comparison wrote.
         seed: Seed of initial noise and re-noising.
         config: How to patch.
         settings: How to sample; by default as the model's folder says.
@@ -524,6 +540,8 @@ class _Run:
                 patched=Drift.from_dict(record["patched"]),
                 control=Drift.from_dict(record["control"]),
                 decode_seconds=float(record["decode_seconds"]),
+                gain=int(record["gain"]),
+                unmeasured=str(record["unmeasured"]),
                 seen=Seen(**record["seen"]) if record.get("seen") else None,
             )
 
@@ -536,10 +554,12 @@ class _Run:
         with Meter(self.pipe._execution_device) as meter:
             frames = self._decode({name: sample.latents for name, sample in samples.items()})
         changed = ("patched", "control")
-        patched, control = (
-            drift(frames[name], samples[name], frames["baseline"], samples["baseline"])
-            for name in changed
-        )
+        drifts, missing = {}, set()
+        for name in changed:
+            found = filtered(frames[name], frames["baseline"], fps)
+            far = drift(frames[name], samples[name], frames["baseline"], samples["baseline"])
+            drifts[name] = replace(far, vmaf=found.vmaf, xpsnr=found.xpsnr)
+            missing |= {found.why} - {""}
         gain = choose_gain([(frames[n] - frames["baseline"]).abs() for n in changed])
         baseline_video, patched_video = enlarge(frames["baseline"]), enlarge(frames["patched"])
         patched_difference, control_difference = (
@@ -557,13 +577,30 @@ class _Run:
         write_mp4(patched_video, folder / "patched.mp4", fps)
         write_mp4(patched_difference, folder / "difference.mp4", fps)
         write_mp4(side_by_side(rows), folder / "side_by_side.mp4", fps)
+        shown = {
+            "baseline": baseline_video,
+            "patched": patched_video,
+            "control": enlarge(frames["control"]),
+            "patched difference": patched_difference,
+            "control difference": control_difference,
+        }
+        pane = pane_size(self.settings.height, self.settings.width)
+        write_mp4(panes(shown, pane), folder / "panes.mp4", fps, seek_every=SEEK_EVERY)
         contact_sheet(rows, folder / "sheet.png")
         seen = None
         if observer is not None:
-            shown = (observer.sees(frames[name]) for name in ("baseline", "patched"))
-            seen = Seen(observer.asks(prompt), *shown)
+            both = (observer.sees(frames[name]) for name in ("baseline", "patched"))
+            seen = Seen(observer.asks(prompt), *both)
         result = PromptResult(
-            key, prompt, self.seeds[i], patched, control, meter.seconds / len(samples), seen
+            key,
+            prompt,
+            self.seeds[i],
+            drifts["patched"],
+            drifts["control"],
+            decode_seconds=meter.seconds / len(samples),
+            gain=gain,
+            unmeasured="; ".join(sorted(missing)),
+            seen=seen,
         )
         self.store.write_json(f"prompts/{key}/record.json", result.as_dict())
         return result

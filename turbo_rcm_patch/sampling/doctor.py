@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -16,13 +17,24 @@ from typing import Final, Literal
 import torch
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.errors import TurboRCMError
+from turbo_rcm_patch.errors import MissingPackageError, SamplingError, TurboRCMError
 from turbo_rcm_patch.extras import EXTRAS
 from turbo_rcm_patch.ops import describe_pv, dispatch_rows, resolve_impl
 
 __all__ = ["Examination", "Finding", "examine"]
 
 _MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}
+#: Package -> the least version that works, and the first that was not tested, as in pyproject.toml
+#: (tests/test_packaging.py compares them).
+RANGES: Final = {
+    "torch": ("2.8", ""),
+    "triton": ("3.4", ""),
+    "diffusers": ("0.42", "0.43"),
+    "safetensors": ("0.5", ""),
+    "transformers": ("5.0", ""),
+    "accelerate": ("1.0", ""),
+    "imageio-ffmpeg": ("0.8.1", ""),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +81,14 @@ class Examination:
 
 
 def examine() -> Examination:
-    """Check the installation and the machine. Starts and changes nothing."""
+    """Check the installation and the machine, and load the shipped models. Changes nothing."""
     return Examination((*_packages(), *_machine(), *_compiler(), *_choices(), *_model()))
 
 
 def _packages() -> Iterator[Finding]:
     python = sys.version.split()[0]
     yield Finding("python", "ok", python)
-    yield Finding("torch", "ok", torch.__version__)
+    yield _in_range("torch", torch.__version__)
     for name in ("triton", "diffusers", "safetensors", "transformers", "accelerate"):
         version = _version(name)
         if version is None and name in EXTRAS["video"]:
@@ -84,15 +96,8 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "note", "not installed; only pipelines need it", remedy)
         elif version is None:
             yield Finding(name, "missing", "not installed", f"pip install {name}")
-        elif name == "diffusers" and not version.startswith("0.42"):
-            yield Finding(
-                name,
-                "note",
-                f"{version}, but only 0.42 was tested",
-                "pip install 'diffusers>=0.42,<0.43'",
-            )
         else:
-            yield Finding(name, "ok", version)
+            yield _in_range(name, version)
     sage = _version("sageattention")
     yield (
         Finding("sageattention", "ok", f"{sage} (only for attention='sage')")
@@ -107,7 +112,7 @@ def _packages() -> Iterator[Finding]:
         import imageio_ffmpeg
 
         program = imageio_ffmpeg.get_ffmpeg_exe()
-        yield Finding("imageio-ffmpeg", "ok", f"{_version('imageio-ffmpeg')}, {program}")
+        yield _in_range("imageio-ffmpeg", _version("imageio-ffmpeg") or "", f", {program}")
     except (ImportError, RuntimeError) as error:
         yield Finding(
             "imageio-ffmpeg",
@@ -115,6 +120,26 @@ def _packages() -> Iterator[Finding]:
             f"no ffmpeg, so no mp4 can be written ({error})",
             "pip install --force-reinstall imageio-ffmpeg",
         )
+
+
+def _in_range(name: str, version: str, more: str = "") -> Finding:
+    """Whether a version is one that works."""
+    least, first_untested = RANGES[name]
+    wanted = f"{name}>={least}" + (f",<{first_untested}" if first_untested else "")
+    remedy = f"pip install '{wanted}'"
+    if _numbers(version) < _numbers(least):
+        text = f"{version}, but {least} is the least that works{more}"
+        return Finding(name, "missing", text, remedy)
+    if first_untested and _numbers(version) >= _numbers(first_untested):
+        text = f"{version}, but nothing from {first_untested} on was tested{more}"
+        return Finding(name, "note", text, remedy)
+    return Finding(name, "ok", f"{version}{more}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Of "2.13.0+cpu" (2, 13, 0); what cannot be read is older than anything."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def _machine() -> Iterator[Finding]:
@@ -195,14 +220,36 @@ def _choices() -> Iterator[Finding]:
 
 
 def _model() -> Iterator[Finding]:
+    from turbo_rcm_patch.sampling.kernel_check import check_interpreter
+    from turbo_rcm_patch.sampling.load import load_pipeline
     from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
 
     for folder in (TINY_WAN, TINY_COGVIDEOX):
-        if (folder / "model_index.json").is_file():
-            size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-            yield Finding("shipped model", "ok", f"{folder} ({size / 2**20:.1f} MiB)")
-        else:
+        if not (folder / "model_index.json").is_file():
             yield Finding("shipped model", "missing", f"not at {folder}", "reinstall the package")
+            continue
+        size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+        found = f"{folder} ({size / 2**20:.1f} MiB)"
+        try:
+            load_pipeline(folder, device="cpu")
+            yield Finding("shipped model", "ok", f"{found}, loads")
+        except MissingPackageError as error:
+            yield Finding("shipped model", "note", f"{found}, not loaded: {error.got}")
+        except Exception as error:  # Whatever versions that do not fit together may raise.
+            last = " ".join(str(error).split())[:200]
+            ranges = ("transformers", "accelerate", "diffusers")
+            wanted = [f"'{name}>={RANGES[name][0]}'" for name in ranges]
+            yield Finding(
+                "shipped model",
+                "missing",
+                f"{found} cannot be loaded: {type(error).__name__}: {last}",
+                f"pip install {' '.join(wanted)}",
+            )
+    try:
+        check_interpreter()
+    except SamplingError as error:
+        text = f"{error.got}: the demo cannot check the kernels in Triton's interpreter"
+        yield Finding("interpreter", "missing", text, error.remedy)
 
 
 def _version(name: str) -> str | None:

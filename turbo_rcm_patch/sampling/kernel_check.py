@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import time
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +29,7 @@ from turbo_rcm_patch.sampling.families import family_named
 from turbo_rcm_patch.sampling.load import check_folder, quiet_loading
 from turbo_rcm_patch.sampling.measures import relative_l2
 
-__all__ = ["LIMIT", "KernelCheck", "run_kernel_check"]
+__all__ = ["LIMIT", "KernelCheck", "check_interpreter", "run_kernel_check"]
 
 #: Largest relative L2 between kernels and reference. Both round alike, in fp32 with fp16 PV; what
 #: is left is the order of sums, and values that fall on the other side of a rounding boundary
@@ -81,12 +82,42 @@ class KernelCheck:
         return asdict(self) | {"passed": self.passed, "what": self.what}
 
 
+def check_interpreter() -> None:
+    """Raise if the kernels cannot run on this machine because Triton's interpreter and NumPy do
+    not fit together. A GPU needs no interpreter.
+
+    Raises:
+        SamplingError: The interpreter of Triton 3.4 and 3.5 takes arrays of one element for
+            numbers, which NumPy 2.4 no longer does. Nothing that pip could know keeps them apart,
+            because torch says which Triton it needs.
+    """
+    if torch.cuda.is_available():
+        return
+    triton, numpy = (_version(name) for name in ("triton", "numpy"))
+    if triton and triton < (3, 6) and numpy >= (2, 4):
+        raise SamplingError(
+            "the kernels cannot run in the interpreter of this Triton",
+            expected="Triton 3.6 or newer, or NumPy older than 2.4",
+            got=f"Triton {metadata.version('triton')} and NumPy {metadata.version('numpy')}",
+            remedy="pip install 'numpy<2.4'",
+        )
+
+
+def _version(name: str) -> tuple[int, ...]:
+    """Major and minor version of a package, () if it is not installed."""
+    try:
+        return tuple(int(part) for part in metadata.version(name).split(".")[:2])
+    except metadata.PackageNotFoundError:
+        return ()
+
+
 def run_kernel_check(folder: Path) -> KernelCheck:
     """Run the check in a new process: on a GPU if there is one, else in Triton's interpreter.
 
     Args:
         folder: A pipeline folder; its transformer's first block is used.
     """
+    check_interpreter()
     command, own = python_command(__name__, str(folder))
     if not torch.cuda.is_available():
         own["TRITON_INTERPRET"] = "1"

@@ -28,6 +28,7 @@ __all__ = [
     "NetworkInput",
     "NetworkNumber",
     "drift",
+    "flicker",
     "fusion_number",
     "highest_precision",
     "measure_network",
@@ -64,6 +65,9 @@ class Drift:
         frame_ssim: SSIM of each frame.
         latents: Relative L2 of the final latents.
         steps: Relative L2 of the latents after each step of the trajectories.
+        flicker: See `flicker`.
+        vmaf: VMAF of the whole video, 0..100, None if it was not measured (see `filters`).
+        xpsnr: XPSNR in dB, None if it was not measured; infinite if the frames are equal.
     """
 
     psnr: float
@@ -72,6 +76,9 @@ class Drift:
     frame_ssim: tuple[float, ...]
     latents: float = math.nan
     steps: tuple[float, ...] = ()
+    flicker: float = math.nan
+    vmaf: float | None = None
+    xpsnr: float | None = None
 
     @property
     def worst_frame(self) -> int:
@@ -97,6 +104,9 @@ class Drift:
             frame_ssim=tuple(map(float, values["frame_ssim"])),
             latents=float(values["latents"]),
             steps=tuple(map(float, values["steps"])),
+            flicker=float(values["flicker"]),
+            vmaf=_float(values["vmaf"]),
+            xpsnr=_float(values["xpsnr"]),
         )
 
 
@@ -133,6 +143,31 @@ def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.stack([_ssim_frame(x, y) for x, y in zip(a, b, strict=True)])
 
 
+def flicker(frames: torch.Tensor, truth: torch.Tensor) -> float:
+    """How much the difference from another video changes from frame to frame.
+
+    The mean absolute difference of consecutive frames is the "temporal flickering" of VBench
+    (Huang et al. 2024, arXiv 2311.17982; their score is 1 minus it). Motion counts there as well.
+    So it is taken here of `frames - truth`, from which the motion that both share is gone.
+
+    Args:
+        frames: [F, H, W, 3] in 0..1.
+        truth: The same.
+
+    Returns:
+        In steps of an 8-bit pixel; 0 if the difference is the same in every frame.
+    """
+    _check(frames, truth)
+    if len(frames) < 2:
+        return 0.0
+    means, before = [], frames[0].double() - truth[0].double()
+    for frame, other in zip(frames[1:], truth[1:], strict=True):
+        after = frame.double() - other.double()
+        means.append(float((after - before).abs().mean()))
+        before = after
+    return 255.0 * sum(means) / len(means)
+
+
 def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
     """|value - truth| / |truth| over all elements, computed in fp64."""
     truth64 = truth.double()
@@ -142,7 +177,7 @@ def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
 def drift(
     frames: torch.Tensor, sample: Sample, truth_frames: torch.Tensor, truth: Sample
 ) -> Drift:
-    """All distances of a video from the one it should equal.
+    """All distances of a video from the one it should equal, but those of ffmpeg (`filters`).
 
     Args:
         frames: [F, H, W, 3] in 0..1.
@@ -160,6 +195,7 @@ def drift(
         frame_ssim=tuple(similarity.tolist()),
         latents=relative_l2(sample.latents, truth.latents),
         steps=tuple(relative_l2(a, b) for a, b in steps),
+        flicker=flicker(frames, truth_frames),
     )
 
 
@@ -190,6 +226,10 @@ def _check(a: torch.Tensor, b: torch.Tensor) -> None:
             expected="two videos [F, H, W, 3] of one shape",
             got=f"{tuple(a.shape)} and {tuple(b.shape)}",
         )
+
+
+def _float(value: object) -> float | None:
+    return None if value is None else float(str(value))
 
 
 def _nan_first(value: float) -> float:

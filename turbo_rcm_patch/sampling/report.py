@@ -1,14 +1,18 @@
-"""What a comparison leaves for people and programs: plots, metrics.json, and report.html, a page
-that refers to nothing outside itself.
+"""What a comparison leaves for people and programs: plots, metrics.json, report.md, which is short
+enough to be pasted, and report.html, a page that refers to nothing outside itself.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
+import re
+import shlex
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,6 +21,7 @@ from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.sampling import verdict
 from turbo_rcm_patch.sampling.generation import trajectory_steps
 from turbo_rcm_patch.sampling.store import to_json
+from turbo_rcm_patch.sampling.video import PANES, pane_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,11 +30,11 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.kernel_check import KernelCheck
     from turbo_rcm_patch.sampling.measures import Drift
 
-__all__ = ["STYLE", "write_report"]
+__all__ = ["STYLE", "without_places", "write_report"]
 
 #: Run -> its colour in plots; the control is drawn first.
-COLOURS: Final = {"control": "#9ca3af", "patched": "#2563eb"}
-MARGIN: Final = "#dc2626"
+COLOURS: Final = {"control": "#c2410c", "patched": "#2563eb"}
+_LIMIT: Final = "#dc2626"
 
 #: matplotlib settings of every plot of this package.
 STYLE: Final[dict[str, object]] = {
@@ -48,10 +53,42 @@ STYLE: Final[dict[str, object]] = {
     "font.size": 9.5,
     "legend.frameon": False,
 }
+#: What a dark page changes in them, and in the colours of runs.
+_DARK: Final[dict[str, object]] = {
+    "figure.facecolor": "#131a26",
+    "axes.facecolor": "#131a26",
+    "axes.edgecolor": "#64748b",
+    "grid.color": "#253044",
+    "text.color": "#e8edf5",
+    "axes.labelcolor": "#c3cddb",
+    "xtick.color": "#9aa7ba",
+    "ytick.color": "#9aa7ba",
+}
+_DARK_COLOURS: Final = {"control": "#fb923c", "patched": "#6ea8fe", "limit": "#f87171"}
+
+#: Label of each pane of the player, and what it shows.
+_LABELS: Final = {
+    "baseline": ("Baseline", "the unpatched model's video"),
+    "patched": ("Patched", "the patched model's video"),
+    "control": ("Control", "the unpatched model's video with another exact attention"),
+    "patched difference": ("Patched − baseline", "what the patch changes, amplified"),
+    "control difference": (
+        "Control − baseline",
+        "what another exact attention changes, amplified",
+    ),
+}
+assert _LABELS.keys() == PANES.keys()
+
+_FLICKER: Final = (
+    "Flicker is how much the difference from the baseline changes from one frame to the next, in "
+    "steps of an 8-bit pixel: the mean absolute difference of consecutive frames, which is the "
+    "temporal flickering of VBench (arXiv 2311.17982), taken of the difference, so that motion "
+    "does not count."
+)
 
 
 def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None) -> None:
-    """Draw the plots and write metrics.json and the page.
+    """Draw the plots and write metrics.json, report.md and the page.
 
     Args:
         comparison: With the videos of every prompt in its folder.
@@ -64,34 +101,116 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         metrics["kernel_check"] = kernel_check.as_dict()
     with atomic(comparison.metrics) as path:
         path.write_text(json.dumps(to_json(metrics), indent=1) + "\n", encoding="utf-8")
-    plots = _draw_plots(comparison)
     jinja = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
+        loader=FileSystemLoader(Path(__file__).parent / "page"),
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     jinja.filters.update(
-        db=partial(_number, form=".1f"), number=_number, seconds=_seconds, memory=_memory
+        db=_db, number=_number, seconds=_seconds, memory=_memory, code=_markdown_code
     )
-    videos = {
-        one.key: comparison.out / "prompts" / one.key / "side_by_side.mp4"
-        for one in comparison.results
+    results = comparison.results
+    shared = {
+        "m": comparison,
+        "kernel_check": kernel_check,
+        "chips": _chips(comparison),
+        "facts": _facts(comparison),
+        "measures": [measure.row(results) for measure in _MEASURES],
+        "unmeasured": sorted({one.unmeasured for one in results} - {""}),
+        "summary": {
+            name: {"psnr": _median([one.psnr for one in drifts])}
+            | {"ssim": _median([one.ssim for one in drifts])}
+            | {"worst_psnr": _lowest([one.worst_psnr for one in drifts])}
+            for name, drifts in _runs(results)
+        },
     }
+    plots = _draw_plots(comparison)
+    folders = {one.key: comparison.out / "prompts" / one.key for one in results}
     page = jinja.get_template("report.html.j2").render(
-        m=comparison,
-        kernel_check=kernel_check,
-        videos={key: _data_url(path, "video/mp4") for key, path in videos.items()},
-        plots=[_data_url(path, "image/png") for path in plots],
-        summary={name: _summary(drifts) for name, drifts in _runs(comparison.results)},
+        **shared,
+        videos={key: _data_url(_read(path / "panes.mp4")) for key, path in folders.items()},
+        players={one.key: json.dumps(_player(comparison, one)) for one in results},
+        plots=plots,
+        scales=_scales(comparison.judgement),
         # In place of the kernels ran plain torch, so that its time means nothing.
         emulated=comparison.patch.get("impl") == "reference",
-        facts=_facts(comparison),
+        patch_report=without_places(comparison.patch_report),
+        flicker=_FLICKER,
         limits=verdict,
     )
-    with atomic(comparison.report) as path:
-        path.write_text(page, encoding="utf-8")
+    short = jinja.get_template("report.md.j2").render(**shared)
+    for target, text in ((comparison.report, page), (comparison.short_report, short)):
+        with atomic(target) as path:
+            path.write_text(text, encoding="utf-8")
+
+
+def without_places(text: str) -> str:
+    """The text without the folders of absolute paths: a report is sent to other people."""
+    return _ABSOLUTE.sub(lambda found: "…" + found["end"], text)
+
+
+#: A path that begins at a root, a home or a drive, and its last part.
+_ABSOLUTE: Final = re.compile(
+    r"(?<![\w./\\…~:-])(?:~|[A-Za-z]:)?(?:[/\\](?!\s)[^\s/\\'\"=,;:]+)+(?P<end>[/\\][^\s/\\'\"=,;:]+)[/\\]?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """A column of the tables.
+
+    Attributes:
+        name: With its unit.
+        why: What it is, in a line.
+        of: The number of a run.
+        form: How it is written.
+        low: Whether lower is worse.
+    """
+
+    name: str
+    why: str
+    of: Callable[[Drift], float | None]
+    form: str
+    low: bool = True
+
+    def row(self, results: Sequence[PromptResult]) -> dict[str, object]:
+        """The texts of the tables: over all prompts, and of each."""
+        runs = {
+            name: [value for drift in drifts if (value := self.of(drift)) is not None]
+            for name, drifts in _runs(results)
+        }
+        worst = _lowest if self.low else partial(max, default=math.nan)
+        cells = [
+            self._text(how(runs[name]) if runs[name] else None)
+            for how in (_median, worst)
+            for name in ("patched", "control")
+        ]
+        each = {
+            one.key: f"{self._text(self.of(one.patched))} / {self._text(self.of(one.control))}"
+            for one in results
+        }
+        return {"name": self.name, "why": self.why, "cells": cells, "each": each}
+
+    def _text(self, value: float | None) -> str:
+        return "–" if value is None else _number(value, self.form)
+
+
+_MEASURES: Final = (
+    _Measure("PSNR, dB", "mean square error of all pixels", lambda d: d.psnr, ".1f"),
+    _Measure("PSNR of the worst frame, dB", "the frame with the largest error",
+             lambda d: d.worst_psnr, ".1f"),
+    _Measure("SSIM", "structure, 1 is equal (Wang et al. 2004)", lambda d: d.ssim, ".4f"),
+    _Measure("VMAF", "0 to 100; equal videos have some 97 to 100, 6 are just noticeable",
+             lambda d: d.vmaf, ".1f"),
+    _Measure("XPSNR, dB", "PSNR weighted by what the eye sees, worst of three planes",
+             lambda d: d.xpsnr, ".1f"),
+    _Measure("flicker", "how much the difference changes between frames, 8-bit steps; 0 is best",
+             lambda d: d.flicker, ".3f", low=False),
+    _Measure("latents, relative L2", "before decoding; 0 is equal",
+             lambda d: d.latents, ".4f", low=False),
+)  # fmt: skip
 
 
 def _runs(results: Sequence[PromptResult]) -> Iterator[tuple[str, list[Drift]]]:
@@ -99,13 +218,22 @@ def _runs(results: Sequence[PromptResult]) -> Iterator[tuple[str, list[Drift]]]:
     return ((name, [getattr(one, name) for one in results]) for name in COLOURS)
 
 
-def _summary(drifts: Sequence[Drift]) -> dict[str, float]:
-    """Median PSNR, SSIM and drift of the latents, and the worst frame."""
-    medians = {
-        name: statistics.median(getattr(one, name) for one in drifts)
-        for name in ("psnr", "ssim", "latents")
-    }
-    return medians | {"worst": min(one.worst_psnr for one in drifts)}
+def _chips(comparison: Comparison) -> list[str]:
+    """What was compared and where, in a few words each."""
+    settings, identity = comparison.settings, comparison.identity
+    versions = identity["versions"]
+    return [
+        _name_of_model(identity["model"]),
+        identity["device"],
+        f"{settings.num_frames} frames, {settings.width} × {settings.height}",
+        f"{settings.steps} steps",
+        *(f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions),
+    ]
+
+
+def _name_of_model(model: str) -> str:
+    """A hub id as it is, of a folder its name."""
+    return Path(model).name if Path(model).is_absolute() else without_places(model)
 
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
@@ -120,9 +248,9 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
         name: "/".join(map(str, value)) if isinstance(value, (list, tuple)) else value
         for name, value in identity["config"].items()
     }
-    return [
-        ("command", comparison.command or "called from Python"),
-        ("model", identity["model"]),
+    facts = [
+        ("command", _shown_command(comparison.command) or "called from Python"),
+        ("model", _name_of_model(identity["model"])),
         ("machine", identity["device"]),
         ("video", f"{settings.num_frames} frames of {settings.width} x {settings.height}"),
         ("sampler", sampler),
@@ -132,10 +260,116 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("patch", ", ".join(f"{name}={value}" for name, value in config.items())),
         ("versions", ", ".join(f"{k} {v}" for k, v in identity["versions"].items())),
     ]
+    return [(name, without_places(text)) for name, text in facts]
 
 
-def _data_url(path: Path, kind: str) -> str:
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+def _shown_command(command: str) -> str:
+    """A command line whose absolute paths are their last part, however they are quoted."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # Not a command line of ours.
+        return command
+    return shlex.join(
+        f"…/{Path(word).name}" if Path(word).is_absolute() else word for word in words
+    )
+
+
+def _player(comparison: Comparison, result: PromptResult) -> dict[str, object]:
+    """What the script of the page needs to know about one video."""
+    height, width = pane_size(comparison.settings.height, comparison.settings.width)
+    runs = {name: [_finite_or_none(v) for v in getattr(result, name).frame_psnr]
+            for name in COLOURS}  # fmt: skip
+    known = [value for values in runs.values() for value in values if value is not None]
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    step = next((s for s in (1, 2, 5, 10, 20) if (high - low) / s <= 3), 50)
+    bottom, top = math.floor(low / step) * step, (math.floor(high / step) + 1) * step
+    return {
+        "frames": len(result.patched.frame_psnr),
+        "fps": comparison.settings.fps,
+        "height": height,
+        "width": width,
+        "gain": result.gain,
+        "gains": [result.gain * share // 4 for share in (1, 2, 4, 8, 16, 32)],
+        "panes": {
+            name: {
+                "column": column,
+                "row": row,
+                "label": _LABELS[name][0],
+                "alt": f"{_LABELS[name][1]}: {result.prompt}",
+                "difference": name.endswith("difference"),
+            }
+            for name, (column, row) in PANES.items()
+        },
+        "plot": {
+            "bottom": bottom,
+            "top": top,
+            "ticks": list(range(bottom, top, step)),
+            "alt": f"PSNR of each frame against the baseline. Patched: {_span(runs['patched'])}. "
+            f"Control: {_span(runs['control'])}.",
+        },
+        **runs,
+    }
+
+
+def _span(values: Sequence[float | None]) -> str:
+    known = [v for v in values if v is not None]
+    return f"{min(known):.1f} to {max(known):.1f} dB" if known else "equal in every frame"
+
+
+def _scales(judgement: verdict.Verdict) -> dict[str, dict[str, object]]:
+    """Where limit, patched and control lie on a small scale, in percent."""
+    checks = {check.name: check for check in judgement.checks}
+    median, worst = (checks[n] for n in ("median PSNR over prompts", "worst frame"))
+    network = checks.get("error of the network, patched / unpatched")
+    fusion = checks.get("fused against unfused, relative L2")
+    scales = {
+        "median": _scale(median, median.limit + verdict.MEDIAN_MARGIN_DB, 3.0),
+        "worst": _scale(worst, worst.limit + verdict.WORST_FRAME_MARGIN_DB, 4.0),
+    }
+    if network:
+        scales["network"] = _scale(network, None, 0.5)
+    if fusion:
+        scales["fusion"] = _scale(fusion, None, fusion.limit / 4)
+    return scales
+
+
+def _scale(check: verdict.Check, control: float | None, room: float) -> dict[str, object]:
+    """A scale that shows all of these.
+
+    Args:
+        check: With the value and its limit.
+        control: What the control has, if it has such a number.
+        room: What to show beyond the outermost of them.
+    """
+    value = check.value if math.isfinite(check.value) else (control or check.limit)
+    shown = [value, check.limit, *([] if control is None else [control])]
+    low = min(shown) - room if check.at_least else 0.0
+    high = max(shown) + room
+
+    def place(number: float) -> float:
+        return round(100 * (number - low) / (high - low), 1)
+
+    limit = place(check.limit)
+    other = "" if control is None else f", control {_number(control)}{check.unit}"
+    return {
+        "limit": limit,
+        "patched": place(value),
+        "control": None if control is None else place(control),
+        "good": (limit, 100) if check.at_least else (0, limit),
+        "alt": f"{_number(check.value)}{check.unit}{other}; accepted: {check.accepted}",
+    }
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def _data_url(content: bytes, kind: str = "video/mp4") -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
+
+
+def _db(value: float) -> str:
+    return _number(value, ".1f")
 
 
 def _number(value: float, form: str = ".4g") -> str:
@@ -152,8 +386,21 @@ def _memory(value: float | None) -> str:
     return "–" if value is None else f"{value / 2**30:.2f} GiB"
 
 
-def _draw_plots(comparison: Comparison) -> list[Path]:
-    """Draw drift per prompt, per frame and per step as PNG files."""
+def _markdown_code(text: str) -> str:
+    """A text between backticks, in which Markdown reads nothing; also within a table."""
+    text = " ".join(text.split()).replace("|", "\\|")
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    pad = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
+    """Draw drift per prompt, per frame and per step.
+
+    Returns:
+        Of each plot a light picture, which is also a file in plots/, a dark one, and what it
+        shows in words.
+    """
     import matplotlib
 
     # Without pyplot there is no global figure list and no window system to choose.
@@ -161,73 +408,99 @@ def _draw_plots(comparison: Comparison) -> list[Path]:
     from matplotlib.figure import Figure
 
     steps = [index + 1 for index in trajectory_steps(comparison.settings.steps)]
-    drawings: dict[str, Callable[[Axes, Sequence[PromptResult]], None]] = {
+    drawings: dict[str, Callable[[Axes, Sequence[PromptResult], dict[str, str]], str]] = {
         "prompts.png": _per_prompt,
         "frames.png": _per_frame,
         "steps.png": partial(_per_step, steps),
     }
-    paths = []
-    with matplotlib.rc_context(STYLE):
-        for name, draw in drawings.items():
-            figure = Figure(figsize=(5.0, 3.4), layout="constrained")
-            FigureCanvasAgg(figure)
-            axes = figure.add_subplot()
-            draw(axes, comparison.results)
-            axes.legend(loc="best", fontsize=8.5)
-            paths.append(comparison.out / "plots" / name)
-            with atomic(paths[-1]) as temporary:
-                figure.savefig(temporary, dpi=160, format="png")
-    return paths
+    plots = []
+    for name, draw in drawings.items():
+        found: dict[str, str] = {}
+        for theme, style, colours in (
+            ("light", STYLE, COLOURS | {"limit": _LIMIT}),
+            ("dark", STYLE | _DARK, _DARK_COLOURS),
+        ):
+            with matplotlib.rc_context(style):
+                figure = Figure(figsize=(5.0, 3.6), layout="constrained")
+                FigureCanvasAgg(figure)
+                axes = figure.add_subplot()
+                found["alt"] = draw(axes, comparison.results, colours)
+                # Outside of the axes, where it can hide nothing.
+                figure.legend(loc="outside lower center", ncols=2, fontsize=8.5)
+                picture = io.BytesIO()
+                figure.savefig(picture, dpi=160, format="png")
+            found[theme] = _data_url(picture.getvalue(), "image/png")
+            if theme == "light":
+                with atomic(comparison.out / "plots" / name) as temporary:
+                    temporary.write_bytes(picture.getvalue())
+        plots.append(found)
+    return plots
 
 
-def _per_prompt(axes: Axes, results: Sequence[PromptResult]) -> None:
+def _per_prompt(axes: Axes, results: Sequence[PromptResult], colours: dict[str, str]) -> str:
     places = range(1, len(results) + 1)
     labels = {"control": "control: another exact attention", "patched": "patched"}
+    said = []
     for name, drifts in _runs(results):
-        values, colour = [one.psnr for one in drifts], COLOURS[name]
+        values, colour = [one.psnr for one in drifts], colours[name]
         axes.plot(places, _finite(values), "o", color=colour, markersize=7, label=labels[name])
         axes.axhline(_median(values), color=colour, linewidth=1)
+        said.append(f"{name} {_span(list(map(_finite_or_none, values)))}")
         if name == "control":
             limit = _median(values) - verdict.MEDIAN_MARGIN_DB
-            _draw_limit(axes, limit, "lowest median accepted")
+            _draw_limit(axes, limit, "lowest median accepted", colours["limit"])
+            said.append(f"lowest median accepted {_db(limit)} dB")
     axes.set(title="Distance from the baseline, per prompt", xlabel="prompt", ylabel="PSNR, dB")
     axes.set_xticks(list(places))
+    return f"Points: PSNR of each of {len(results)} prompts. {'; '.join(said)}."
 
 
-def _per_frame(axes: Axes, results: Sequence[PromptResult]) -> None:
+def _per_frame(axes: Axes, results: Sequence[PromptResult], colours: dict[str, str]) -> str:
+    said = []
     for name, drifts in _runs(results):
         columns = list(zip(*(one.frame_psnr for one in drifts), strict=True))
-        frames, colour = range(1, len(columns) + 1), COLOURS[name]
+        frames, colour = range(1, len(columns) + 1), colours[name]
         low = _finite([min(c) for c in columns])
         high = _finite([max(c) for c in columns])
         axes.fill_between(frames, low, high, color=colour, alpha=0.18, linewidth=0)
         middle = _finite([_median(c) for c in columns])
         axes.plot(frames, middle, color=colour, linewidth=2, label=name)
+        said.append(f"{name} {_span(list(map(_finite_or_none, middle)))}")
         if name == "control":
             limit = min(low, default=math.nan) - verdict.WORST_FRAME_MARGIN_DB
-            _draw_limit(axes, limit, "worst frame accepted")
+            _draw_limit(axes, limit, "worst frame accepted", colours["limit"])
+            said.append(f"worst frame accepted {_db(limit)} dB")
     axes.set(title="Per frame: median over prompts, and range", xlabel="frame", ylabel="PSNR, dB")
+    return f"Curves: PSNR of each frame, median over prompts. {'; '.join(said)}."
 
 
-def _per_step(steps: Sequence[int], axes: Axes, results: Sequence[PromptResult]) -> None:
+def _per_step(
+    steps: Sequence[int],
+    axes: Axes,
+    results: Sequence[PromptResult],
+    colours: dict[str, str],
+) -> str:
+    said = []
     for name, drifts in _runs(results):
-        colour = COLOURS[name]
+        colour = colours[name]
         for one in drifts:
             axes.plot(steps, one.steps, color=colour, linewidth=0.7, alpha=0.35)
         middle = [_median(c) for c in zip(*(one.steps for one in drifts), strict=True)]
         axes.plot(steps, middle, "o-", color=colour, linewidth=2, markersize=4, label=name)
+        said.append(f"{name} {middle[0]:.2g} after the first, {middle[-1]:.2g} after the last")
     axes.set_xticks(steps)
     axes.set_yscale("log")
     axes.set(
         title="Drift of the latents, step by step", xlabel="denoising step", ylabel="relative L2"
     )
+    return f"Curves: drift of the latents after each step, median. {'; '.join(said)}."
 
 
-def _draw_limit(axes: Axes, limit: float, label: str) -> None:
-    axes.axhline(limit, color=MARGIN, linestyle="--", linewidth=1)
+def _draw_limit(axes: Axes, limit: float, label: str, colour: str) -> None:
+    axes.axhline(limit, color=colour, linestyle="--", linewidth=1)
     axes.annotate(
         label, (1, limit), xytext=(0, 4), textcoords="offset points",
-        xycoords=axes.get_yaxis_transform(), ha="right", color=MARGIN, fontsize=8.5,
+        xycoords=axes.get_yaxis_transform(), ha="right", color=colour, fontsize=8.5,
     )  # fmt: skip
 
 
@@ -236,6 +509,14 @@ def _finite(values: Sequence[float]) -> list[float]:
     return [v if math.isfinite(v) else math.nan for v in values]
 
 
+def _finite_or_none(value: float) -> float | None:
+    return round(value, 3) if math.isfinite(value) else None
+
+
 def _median(values: Sequence[float]) -> float:
     known = [v for v in values if not math.isnan(v)]
     return statistics.median(known) if known else math.nan
+
+
+def _lowest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else min(values)

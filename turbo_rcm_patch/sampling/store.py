@@ -2,8 +2,8 @@
 
 Layout: settings.json (what the folder belongs to), latents/ (one file a prompt and variant),
 prompts/ (videos and record of each finished prompt), runs/ (one file a variant), plots/,
-metrics.json and report.html; and the list of all of these, `MARKER`. What is not on that list is
-somebody else's: it is never read as ours, replaced or removed.
+metrics.json, report.html and report.md; and the list of all of these, `MARKER`. What is not on
+that list is somebody else's: it is never read as ours, replaced or removed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
 MARKER: Final = "turbo_rcm_patch_files.json"
 #: Files of a finished prompt; the record comes last.
 PROMPT_FILES: Final = (
-    *("baseline.mp4", "patched.mp4", "difference.mp4", "side_by_side.mp4"),
+    *("baseline.mp4", "patched.mp4", "difference.mp4", "side_by_side.mp4", "panes.mp4"),
     *("sheet.png", "record.json"),
 )
 _PLOTS: Final = ("prompts.png", "frames.png", "steps.png")
 _RUNS: Final = ("baseline.json", "patched.json", "control.json", "network.json")
 #: Files whose names do not depend on the prompts.
 _FIXED: Final = (
-    *("settings.json", "metrics.json", "report.html"),
+    *("settings.json", "metrics.json", "report.html", "report.md"),
     *(f"plots/{name}" for name in _PLOTS),
     *(f"runs/{name}" for name in _RUNS),
 )
@@ -160,7 +160,9 @@ class Store:
 
     def claim_report(self) -> None:
         """Put what `write_report` writes on the list."""
-        self.claim("metrics.json", "report.html", *(f"plots/{name}" for name in _PLOTS))
+        self.claim(
+            "metrics.json", "report.html", "report.md", *(f"plots/{name}" for name in _PLOTS)
+        )
 
     def has_sample(self, key: str, variant: str) -> bool:
         """Whether a generation is finished."""

@@ -170,7 +170,7 @@ GROUPS: Final = {
         "FirstBlockCache":   "yes yes  -    -    -    yes -    -   -",
         "PAB, FasterCache":  "yes yes  yes  yes  yes  yes -    -   -",
         "offloading, casting": "yes yes yes yes  yes  yes yes  -   -",
-        "context parallel":  "refused refused refused refused refused refused refused refused -",
+        "context parallel":  "yes yes  yes  yes  yes  yes yes  yes -",
     },
     "proof": {
         "the guard":         "yes yes  yes  yes  yes  yes yes  yes yes",

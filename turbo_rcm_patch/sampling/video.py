@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -23,6 +23,9 @@ __all__ = [
     "contact_sheet",
     "enlarge",
     "find_ffmpeg",
+    "pane_size",
+    "panes",
+    "run_ffmpeg",
     "side_by_side",
     "write_mp4",
 ]
@@ -33,6 +36,19 @@ ENDINGS: Final = (".mp4", ".m4v", ".mov", ".mkv")
 MIN_SIDE: Final = 256
 #: Videos side by side are at most this wide.
 MAX_WIDTH: Final = 1920
+#: Panes of the report's player are at most this wide: a report is sent around, and phones decode
+#: no video that is wider than some 4,000 pixels.
+MAX_PANE: Final = 832
+#: What the panes show and where: column and row.
+PANES: Final = {
+    "baseline": (0, 0),
+    "patched": (1, 0),
+    "control": (2, 0),
+    "patched difference": (1, 1),
+    "control difference": (2, 1),
+}
+#: Frames between two of which each can be shown without those before it, so that seeking is quick.
+SEEK_EVERY: Final = 8
 #: Differences are amplified by one of these where they are shown.
 GAINS: Final = (4, 8, 16, 32, 64, 128)
 LABEL_HEIGHT: Final = 26
@@ -106,6 +122,37 @@ def side_by_side(videos: dict[str, np.ndarray]) -> np.ndarray:
     return canvas
 
 
+def pane_size(height: int, width: int) -> tuple[int, int]:
+    """Height and width of a pane of the report's player, both even, of a video of this size."""
+    factor = math.ceil(MIN_SIDE / min(height, width))
+    scale = min(factor, MAX_PANE / width)
+    return round(height * scale / 2) * 2, round(width * scale / 2) * 2
+
+
+def panes(videos: Mapping[str, np.ndarray], size: tuple[int, int]) -> np.ndarray:
+    """One video that holds several, so that a player cannot show different frames of them.
+
+    Args:
+        videos: What each pane of `PANES` shows; uint8, [F, H, W, 3], of one size.
+        size: Height and width of a pane.
+
+    Returns:
+        uint8, [F, 2 * height, 3 * width, 3]; black where there is no pane.
+    """
+    height, width = size
+    columns, rows = (1 + max(place[i] for place in PANES.values()) for i in (0, 1))
+    count = min(len(video) for video in videos.values())
+    canvas = np.zeros((count, rows * height, columns * width, 3), np.uint8)
+    for name, (column, row) in PANES.items():
+        top, left = row * height, column * width
+        for target, frame in zip(canvas, videos[name], strict=False):
+            if frame.shape[:2] != size:
+                picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BOX)
+                frame = np.asarray(picture)
+            target[top : top + height, left : left + width] = frame
+    return canvas
+
+
 def find_ffmpeg() -> str:
     """Find the ffmpeg that writes videos.
 
@@ -125,13 +172,14 @@ def find_ffmpeg() -> str:
         ) from error
 
 
-def write_mp4(frames: np.ndarray, path: Path, fps: int) -> None:
+def write_mp4(frames: np.ndarray, path: Path, fps: int, *, seek_every: int | None = None) -> None:
     """Write h264 that every browser plays; odd sides are padded by repeating the edge.
 
     Args:
         frames: uint8, [F, H, W, 3].
         path: The file, replaced only by one that is complete and can be read again.
         fps: Frames a second.
+        seek_every: Most frames between two that can be shown without those before them.
 
     Raises:
         SamplingError: The ending is one that has no place for h264.
@@ -151,10 +199,13 @@ def write_mp4(frames: np.ndarray, path: Path, fps: int) -> None:
     reads = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps)]
     encodes = ["-an", "-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", "16"]
     encodes += ["-preset", "veryfast"]
+    if seek_every is not None:
+        encodes += ["-g", str(seek_every)]
     if ending != ".mkv":
         encodes += ["-movflags", "+faststart"]
     with atomic(path) as temporary:
-        _ffmpeg([*reads, "-i", "pipe:0", *encodes, "-y", _file(temporary)], path, frames)
+        arguments = [*reads, "-i", "pipe:0", *encodes, "-y", _file(temporary)]
+        run_ffmpeg(arguments, f"{path} was not written", frames)
         found = _count_frames(temporary, path)
         if found != count:
             raise OutputError(
@@ -168,7 +219,8 @@ def write_mp4(frames: np.ndarray, path: Path, fps: int) -> None:
 def _count_frames(video: Path, told: Path) -> int:
     """Count the frames of a video by reading all of it."""
     copies = ["-xerror", "-i", _file(video), "-map", "0:v:0", "-c", "copy", "-f", "null"]
-    said = _ffmpeg([*copies, "-nostats", "-progress", "pipe:1", "-"], told)
+    arguments = [*copies, "-nostats", "-progress", "pipe:1", "-"]
+    said, _ = run_ffmpeg(arguments, f"{told} was not written")
     counts = [line.partition("=")[2] for line in said.splitlines() if line.startswith("frame=")]
     return int(counts[-1]) if counts else 0
 
@@ -179,19 +231,28 @@ def _file(path: Path) -> str:
     return f"file:{path.absolute()}"
 
 
-def _ffmpeg(arguments: Sequence[str], told: Path, frames: np.ndarray | None = None) -> str:
-    """Run ffmpeg, and end it if we are interrupted; return what it printed.
+def run_ffmpeg(
+    arguments: Sequence[str], failed: str, given: np.ndarray | None = None
+) -> tuple[str, str]:
+    """Run ffmpeg, and end it if we are interrupted.
 
     Args:
-        arguments: Of ffmpeg.
-        told: The file that an error names.
-        frames: What it reads, if anything.
+        arguments: Of ffmpeg; `-v error` comes before them.
+        failed: What an error says first.
+        given: What it reads, if anything.
+
+    Returns:
+        What it printed, and what it logged.
+
+    Raises:
+        OutputError: It failed.
+        MissingPackageError: There is no ffmpeg.
     """
     program = find_ffmpeg()
     try:
         done = subprocess.run(
             [program, "-v", "error", *arguments],
-            input=b"" if frames is None else frames.data.cast("B"),
+            input=b"" if given is None else given.data.cast("B"),
             capture_output=True,
             check=False,
         )
@@ -206,11 +267,11 @@ def _ffmpeg(arguments: Sequence[str], told: Path, frames: np.ndarray | None = No
         # The first lines say what happened, the last that therefore nothing else did.
         how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
         raise OutputError(
-            f"{told} was not written: ffmpeg failed",
+            f"{failed}: ffmpeg failed",
             got=f"{how}, {' / '.join(said[:3])[:400] or 'no message'}",
             remedy=_REMEDY,
         )
-    return done.stdout.decode(errors="replace")
+    return done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
 
 
 def contact_sheet(rows: dict[str, np.ndarray], path: Path) -> None:

@@ -357,18 +357,19 @@ def sample_mean(
     h, b, limit,
     x_ptr, words_ptr, mean_ptr, weight_ptr, weight_words_ptr,
     bias_ptr, bias_words_ptr, cos_ptr, sin_ptr,
-    stride_b, stride_n, step, heads, eps,
+    stride_b, stride_n, samples, step, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, SAMPLES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Mean of one head of x, normalised and rotated, over tokens 0, step, 2 * step, ... < limit.
+    """Mean of one head of x, normalised and rotated, over tokens 0, step, 2 * step, ... < limit,
+    of which there are at most `samples`.
 
     x [B, N, H*D], words the same as int64 (WORDS); mean [B, H, HEAD_PAD] fp32; weight [H*D] or
     [D]; bias [D]; cos, sin [N, D].
     """
     total = tl.zeros([HEAD_PAD], tl.float32)
-    for start in range(0, SAMPLES, BLOCK_T):
+    for start in range(0, samples, BLOCK_T):
         offs_t = (start + tl.arange(0, BLOCK_T)) * step
         mask_t = offs_t < limit
         rms = tl.zeros([BLOCK_T], tl.float32)
@@ -541,7 +542,7 @@ def statistics_kernel(
     cos_ptr, sin_ptr, v_ptr, amax_ptr, lengths_ptr,
     k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, step, chunk_tokens, chunks, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, SAMPLES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     SMOOTH: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
@@ -559,8 +560,8 @@ def statistics_kernel(
             sample_mean(
                 at, b, limit, k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr,
                 bias_ptr, bias_words_ptr, cos_ptr, sin_ptr,
-                k_stride_b, k_stride_n, step, heads, eps,
-                CHANNELS, HEAD_DIM, HEAD_PAD, BLOCK_T, BLOCK_C, SAMPLES, NORM, ROPE, WORDS,
+                k_stride_b, k_stride_n, tl.cdiv(n_kv, step), step, heads, eps,
+                CHANNELS, HEAD_DIM, HEAD_PAD, BLOCK_T, BLOCK_C, NORM, ROPE, WORDS,
             )  # fmt: skip
     if FP8:  # noqa: SIM102 (decided when compiled: without it there is no v to read)
         if at >= means:
@@ -716,7 +717,6 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
             chunk_tokens=chunk_tokens,
             chunks=chunks,
             BLOCK_T=block_t,
-            SAMPLES=cdiv(cdiv(n_kv, job.step), block_t) * block_t,
             NORM=job.k_norm,
             WORDS=k_rows.words is not None,
             SMOOTH=smooth,

@@ -188,7 +188,6 @@ def _statistics(
         HEAD_PAD=head_pad,
         BLOCK_T=block_t,
         BLOCK_C=min(tile.block_n, 2048 * warps // rows, triton.next_power_of_2(channels)),
-        SAMPLES=block_t if mean is None else cdiv(cdiv(n, step), block_t) * block_t,
         NORM=norm_kind(k.weight, k.bias, channels),
         ROPE=k.cos is not None,
         WORDS=words.words is not None,

@@ -258,7 +258,7 @@ _MIXINS: Final[dict[type, type]] = {
 @cache
 def _distributed_class(cls: Hashable) -> type:
     assert isinstance(cls, type)
-    return type(f"Distributed{cls.__name__}", (_MIXINS[cls], cls), {})
+    return type(f"Distributed{cls.__name__}", (_MIXINS[cls], cls), {"author_class": cls})
 
 
 def distributed(processor: Any) -> Any | None:
@@ -267,7 +267,8 @@ def distributed(processor: Any) -> Any | None:
     if type(processor) not in _MIXINS:
         return None
     made = _distributed_class(cast(Hashable, type(processor)))()
-    vars(made).update(vars(processor))
+    own = vars(processor)
+    vars(made).update({name: own[name] for name in own if name != "_parallel_config"})
     return made
 
 

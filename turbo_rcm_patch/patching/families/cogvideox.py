@@ -46,6 +46,7 @@ from turbo_rcm_patch.patching.pairs import (
     left_alone,
     states_of,
 )
+from turbo_rcm_patch.patching.parallel import processor_class
 from turbo_rcm_patch.patching.plain import hook_names, why_not_plain
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import SkipPair, Stream
@@ -144,7 +145,7 @@ def _attention_runs(attn: Any, config: PatchConfig) -> Runs:
     if mode == "as-written":
         if type(attn) is not Attention:
             return mode, f"its attention is a {type(attn).__qualname__}"
-        if type(attn.processor) not in PROCESSORS:
+        if processor_class(attn.processor) not in PROCESSORS:
             return mode, f"its processor is a {type(attn.processor).__qualname__}"
         if attn.is_cross_attention:
             return mode, "it is a cross-attention"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.batches import MAX_BATCH
+from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.block import BlockForward, Branch
 from turbo_rcm_patch.patching.blocks import KeptTables, Mode, refuse_parallel
@@ -41,6 +42,7 @@ from turbo_rcm_patch.patching.families._feed_forward import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Rounding, skip_streams
+from turbo_rcm_patch.patching.parallel import follow, groups_of, processor_class
 from turbo_rcm_patch.patching.plain import bare, drops, plain_linear
 from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.state import PairState
@@ -110,6 +112,9 @@ class CogVideoXBlockForward(BlockForward):
         if attention_kwargs is not None:  # ConsisID's block takes none.
             inputs += (attention_kwargs,)
         same = hidden_states.dtype == encoder_hidden_states.dtype == temb.dtype
+        if not torch.compiler.is_compiling() and self._first and self.ranks.model is not None:
+            # Fusing projections swaps the processors, and the new ones take no notice of ranks.
+            follow(self.ranks.model, "enabled")
         if not self._serves(hidden_states) or not same:
             written: tuple[Tensor, Tensor] = self._as_written(*inputs)
             return written
@@ -175,6 +180,9 @@ class CogVideoXBlockForward(BlockForward):
             norms=norms, readable=readable, out=attn.to_out,
             call_norm=lambda norm, x: _normed(norm, x, attn.heads),
         )  # fmt: skip
+
+    def _groups(self) -> ContextParallel | None:
+        return groups_of(getattr(self._block.attn1, "processor", None))
 
     def _feed_forward(self, module: Any) -> FeedForwardModules:
         return feed_forward_modules(module)
@@ -317,7 +325,7 @@ def _normed(norm: Any, x: Tensor, heads: int) -> Tensor:
 def qkv_names(attn: Any) -> tuple[str, ...]:
     """Which Linears project q, k and v: `fuse_qkv_projections` swaps the processor, and undoing it
     swaps only that back."""
-    fused = type(attn.processor) is FusedCogVideoXAttnProcessor2_0
+    fused = processor_class(attn.processor) is FusedCogVideoXAttnProcessor2_0
     return ("to_qkv",) if fused else ("to_q", "to_k", "to_v")
 
 
@@ -325,9 +333,9 @@ def attention_mode(attn: Any) -> Mode:
     """What may run now: ours in the place of the attention, the skip after it, or nothing of ours.
 
     Raises:
-        ContextParallelError: The attention is split over several ranks.
+        ContextParallelError: The attention is parallel in a way that is not known.
     """
-    if type(attn) is not Attention or type(attn.processor) not in PROCESSORS:
+    if type(attn) is not Attention or processor_class(attn.processor) not in PROCESSORS:
         return "as-written"
     refuse_parallel("attention", attn.processor)
     if attn.is_cross_attention or drops(attn.to_out[1]):

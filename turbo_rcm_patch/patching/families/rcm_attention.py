@@ -21,6 +21,7 @@ from turbo_rcm_patch.patching.author import Notes
 from turbo_rcm_patch.patching.blocks import check_parameters, may_run
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard, Pair
+from turbo_rcm_patch.patching.int8_linear import weight_dtype
 from turbo_rcm_patch.patching.linears import Close, Linears, Projection, pair_state
 from turbo_rcm_patch.patching.plain import why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
@@ -51,11 +52,11 @@ def check(model: nn.Module) -> None:
             got=str(head_dim),
             remedy="This module cannot run through the fused attention",
         )
-    if why_not_plain(module.qkv) == "" and module.qkv.weight.dtype not in _FLOATS:
+    if why_not_plain(module.qkv) == "" and weight_dtype(module.qkv) not in _FLOATS:
         raise DTypeError(
             "qkv.weight",
             expected="bfloat16, float16 or float32",
-            got=str(module.qkv.weight.dtype),
+            got=str(weight_dtype(module.qkv)),
             remedy="Cast the module first, e.g. module.to(torch.bfloat16)",
         )
 

@@ -27,7 +27,6 @@ from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     has_image,
     is_sparse,
     lacks_rotary,
-    refuse_parallel,
     unwrapped,
     why_attention_called,
     why_feed_forward_called,
@@ -88,7 +87,6 @@ def check(model: nn.Module) -> None:
 
 
 def _check_attention(path: str, attn: Any) -> None:
-    refuse_parallel(path, attn.attn_op)
     check_head_dim(path, attn.dim // attn.num_heads)
     check_weights(path, {name: getattr(attn, name) for name in ("q", "k", "v")})
 

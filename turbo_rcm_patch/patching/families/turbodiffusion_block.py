@@ -9,15 +9,19 @@ the output projection.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.ops.dispatch import quantises
+from turbo_rcm_patch.ops.exchange import ContextParallel
+from turbo_rcm_patch.ops.parallel import parallel_attention
 from turbo_rcm_patch.patching.author import Notes, call
 from turbo_rcm_patch.patching.block import BlockForward, Branch
 from turbo_rcm_patch.patching.blocks import KeptTables, Mode
@@ -38,6 +42,7 @@ from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import holder
+from turbo_rcm_patch.patching.parallel import ulysses_over
 from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.state import PairState
 
@@ -180,6 +185,10 @@ class TurboBlockForward(BlockForward):
             modules.sparsity = sparsity_of(attn, like.device)
         return modules
 
+    def _groups(self) -> ContextParallel | None:
+        operator = getattr(self._block.self_attn, "attn_op", None)
+        return ulysses_over(getattr(operator, "pg", None))
+
     def _feed_forward(self, module: Any) -> FeedForwardModules:
         first, gelu, last = module
         return FeedForwardModules(first=first, called=(first, gelu), last=(last,))
@@ -212,7 +221,9 @@ class TurboBlockForward(BlockForward):
         module = getattr(self._block, branch.name)
         # A dense attention may need a package for what torch has too.
         names = () if branch.kind == "feed-forward" or is_sparse(module) else _OPERATORS
-        exact = {name: _exact for name in names if hasattr(module, name)}
+        groups = self._groups() if branch.kind == "self" else None
+        operator = _exact if groups is None else partial(_exact_over, groups)
+        exact = {name: operator for name in names if hasattr(module, name)}
         return notes.branch(module, branch.output, **exact)
 
 
@@ -223,6 +234,12 @@ def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The author's dense attention, [B, N, H, D] to [B, N, H * D]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def _exact_over(groups: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same over the tokens of all ranks."""
+    spec = ops.AttentionSpec(heads=q.shape[2], attention="exact")
+    return parallel_attention(q.flatten(2), k.flatten(2), v.flatten(2), spec, groups)
 
 
 def _tables(angles: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.errors import ContextParallelError
 from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.parallel import ulysses_over
 from turbo_rcm_patch.patching.plain import bare, hook_names, runs_itself, why_not_plain
 from turbo_rcm_patch.patching.registry import author_class
 
@@ -31,7 +31,6 @@ __all__ = [
     "is_sparse",
     "lacks_rotary",
     "modulates",
-    "refuse_parallel",
     "rms_weight",
     "sparsity_of",
     "unwrapped",
@@ -70,18 +69,6 @@ def unwrapped(block: Any) -> Any:
     return block
 
 
-def refuse_parallel(path: str, attn_op: Any) -> None:
-    """Raise if an attention exchanges heads with other ranks."""
-    group = getattr(attn_op, "pg", None)
-    if group is not None and group.size() > 1:
-        raise ContextParallelError(
-            path,
-            expected="attention within one device",
-            got=f"a context parallel group of {group.size()} ranks",
-            remedy="Call the model's disable_context_parallel(), or run it unpatched",
-        )
-
-
 def has_image(attn: Any) -> bool:
     """Whether a cross-attention has an image branch (image-to-video of Wan 2.1)."""
     return author_class(attn).__name__ == "WanI2VCrossAttention"
@@ -102,11 +89,7 @@ def sparsity_of(attn: Any, device: torch.device) -> ops.Sparsity:
 
 
 def why_attention_called(attn: Any, kind: str) -> str:
-    """Why an attention is called as a module, or "" if ours runs in its place.
-
-    Raises:
-        ContextParallelError: It is split over several ranks.
-    """
+    """Why an attention is called as a module, or "" if ours runs in its place."""
     if author_class(attn).__name__ not in _ATTENTIONS[kind]:
         return f"it is a {type(attn).__qualname__}"
     if not runs_itself(attn):
@@ -114,13 +97,14 @@ def why_attention_called(attn: Any, kind: str) -> str:
     operators = [attn.attn_op] + ([attn.attn_op_image] if has_image(attn) else [])
     for op in operators:
         why = _why_operator_called(op)
+        if not why and kind == "cross" and ulysses_over(op.pg) is not None:
+            why = "its attn_op exchanges heads with other ranks"
         if why:
             return why
     return ""
 
 
 def _why_operator_called(op: Any) -> str:
-    refuse_parallel("attention", op)
     if type(op).__name__ != "MinimalA2AAttnOp" or not bare(op):
         return f"its attn_op is a {type(op).__qualname__} that is called as a module"
     local = op.local_attn

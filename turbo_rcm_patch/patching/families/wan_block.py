@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.batches import MAX_BATCH
+from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.block import BlockForward, Branch
 from turbo_rcm_patch.patching.blocks import Mode, refuse_parallel, same_batch, warn_once
@@ -41,6 +42,7 @@ from turbo_rcm_patch.patching.families.wan_sla import (
 )
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import holder
+from turbo_rcm_patch.patching.parallel import groups_of, processor_class
 from turbo_rcm_patch.patching.plain import bare, drops, plain_norm, runs_itself
 from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.sla import attached_proj_l
@@ -188,6 +190,8 @@ class WanBlockForward(BlockForward):
         if (
             # An exact attention is called where somebody chose what computes it.
             (exact and _chosen_backend(module))
+            # A mask over several ranks is its author's.
+            or (branch.kind == "self" and given.mask is not None and self._groups() is not None)
             # No sparse kernel of that package.
             or (branch.kind == "self" and self._config.attention == "sage" and self._linear_now())
             # Both attentions go through one projection, so ours runs for both or for neither.
@@ -224,6 +228,9 @@ class WanBlockForward(BlockForward):
             modules.sparse = lambda device: attached(attn, device)
             modules.sparsity = ops.Sparsity.sage(self._config.sla_topk, like.device)
         return modules
+
+    def _groups(self) -> ContextParallel | None:
+        return groups_of(getattr(self._block.attn1, "processor", None))
 
     def _feed_forward(self, module: Any) -> FeedForwardModules:
         return feed_forward_modules(module)
@@ -273,10 +280,10 @@ def attention_mode(attn: Any, classes: BlockClasses) -> Mode:
     """What may run now: ours in the place of the attention, the skip after it, or nothing of ours.
 
     Raises:
-        ContextParallelError: The attention is split over several ranks.
+        ContextParallelError: The attention is parallel in a way that is not known.
     """
     kind: object = type(attn)  # an object, or a type checker would take attn for a plain Module
-    if kind is not classes.attention or type(attn.processor) is not classes.processor:
+    if kind is not classes.attention or processor_class(attn.processor) is not classes.processor:
         return "as-written"
     refuse_parallel("attention", attn.processor)
     if drops(attn.to_out[1]):

@@ -44,6 +44,7 @@ from turbo_rcm_patch.patching.pairs import (
     states_of,
     with_image,
 )
+from turbo_rcm_patch.patching.parallel import processor_class
 from turbo_rcm_patch.patching.plain import bare, hook_names, why_not_plain
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import Installation, ModelPlan
@@ -187,7 +188,8 @@ def _left_dense(
     attn: Any, config: PatchConfig, classes: BlockClasses, whole: str, masked: bool
 ) -> bool:
     """Whether SLA may not take the place of an attention that holds a proj_l."""
-    known = type(attn) is classes.attention and type(attn.processor) is classes.processor
+    processor = processor_class(attn.processor)
+    known = type(attn) is classes.attention and processor is classes.processor
     if masked or not known or not replaceable(attn):
         return True
     return left_alone("self", config, whole) is not None
@@ -215,7 +217,7 @@ def _attention_runs(attn: Any, config: PatchConfig, classes: BlockClasses, maske
     if mode == "as-written":
         if type(attn) is not classes.attention:
             return mode, f"its attention is a {type(attn).__qualname__}"
-        if type(attn.processor) is not classes.processor:
+        if processor_class(attn.processor) is not classes.processor:
             return mode, f"its processor is a {type(attn.processor).__qualname__}"
         return mode, "dropout is active (training mode)"
     if mode == "called":

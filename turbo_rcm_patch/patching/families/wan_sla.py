@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ShapeError
-from turbo_rcm_patch.patching.blocks import refuse_parallel
+from turbo_rcm_patch.ops.parallel import parallel_sparse_linear_attention
 from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.pairs import linear_pair
+from turbo_rcm_patch.patching.parallel import groups_of, processor_class
 from turbo_rcm_patch.patching.plain import autocasting, runs_itself
 from turbo_rcm_patch.patching.record import holds, innermost
 from turbo_rcm_patch.patching.sla import attached_proj_l
@@ -81,7 +82,6 @@ class SLAForward:
             [B, N, C].
 
         Raises:
-            ContextParallelError: The attention is split over several ranks.
             GradientError: A gradient is wanted.
         """
         attn = self._attn
@@ -91,7 +91,6 @@ class SLAForward:
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, **kwargs
             )
             return written
-        refuse_parallel("attention", attn.processor)
         if attn.fused_projections:
             q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
@@ -111,6 +110,11 @@ class SLAForward:
     ) -> Tensor:
         weight, bias = attached(self._attn, q.device)
         sparsity = ops.Sparsity.sage(self._topk, q.device)
+        groups = groups_of(self._attn.processor)
+        if groups is not None:
+            return parallel_sparse_linear_attention(
+                q, k, v, weight, bias, self._spec, sparsity, groups, rotary=rotary
+            )
         return ops.sparse_linear_attention(
             q, k, v, weight, bias, self._spec, sparsity, rotary=rotary
         )
@@ -124,7 +128,7 @@ def attached(attn: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _serves(attn: Any, processor: type) -> bool:
-    return attached_proj_l(attn) is not None and type(attn.processor) is processor
+    return attached_proj_l(attn) is not None and processor_class(attn.processor) is processor
 
 
 def check_sla(path: str, attn: Any) -> None:

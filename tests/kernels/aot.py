@@ -1,0 +1,132 @@
+"""Compiling what the launchers start, for a GPU that is not there: cases, processes, limits.
+
+One process records launches and one compiles them. Both run without Triton's interpreter, live as
+long as the session, and keep every result, so that tests share what they compile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+#: (backend, architecture).
+Target = tuple[str, int | str]
+#: Largest shared memory of one program, in bytes.
+SHARED: dict[Target, int] = {
+    ("cuda", 80): 163 * 1024,
+    ("cuda", 86): 99 * 1024,
+    ("cuda", 89): 99 * 1024,
+    ("cuda", 90): 227 * 1024,
+    ("cuda", 100): 227 * 1024,
+    ("cuda", 120): 99 * 1024,
+    ("hip", "gfx942"): 64 * 1024,
+}
+TARGETS = list(SHARED)
+AMPERE, ADA, HOPPER, HIP = ("cuda", 80), ("cuda", 89), ("cuda", 90), ("hip", "gfx942")
+#: One of each kind: portable code for NVIDIA's GPUs, descriptors and Hopper's own kernels, AMD's.
+KINDS: list[Target] = [AMPERE, HOPPER, HIP]
+
+
+def default_pv(target: Target) -> str:
+    backend, arch = target
+    return "fp8" if backend == "cuda" and isinstance(arch, int) and arch >= 89 else "bf16"
+
+
+def case(
+    operation: str, target: Target, dim: int, pv: str | None = None, **more: object
+) -> dict[str, object]:
+    """A call of an operation on a target; `pv` is the target's default. `only`: the names of the
+    kernels that count, all if it is not given."""
+    pv = pv or default_pv(target)
+    return {
+        "name": f"{operation}-{pv}-d{dim}",
+        "operation": operation,
+        "backend": target[0],
+        "arch": target[1],
+        "heads": 12,
+        "head_dim": dim,
+        "tokens": 32760,
+        "dtype": "bfloat16",
+        "pv": pv,
+        **more,
+    }
+
+
+class Process:
+    """A script that answers every line of JSON with one."""
+
+    def __init__(self, python: str, path: Sequence[Path], script: str, *arguments: Path) -> None:
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        env["PYTHONPATH"] = os.pathsep.join(map(str, path))
+        if arguments:
+            env["TRITON_CACHE_DIR"] = str(arguments[-1] / "triton")
+        self._process = subprocess.Popen(
+            [python, HERE / script, *arguments],
+            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ask(self, question: object) -> list[dict]:
+        asked: IO[str] | None = self._process.stdin
+        answers: IO[str] | None = self._process.stdout
+        assert asked is not None and answers is not None
+        print(json.dumps(question), file=asked, flush=True)
+        try:
+            answer = answers.readline()
+        except BaseException:  # a late answer would be taken for the next question's
+            self.close()
+            raise
+        assert answer, f"{self._process.args} ended: {self._process.wait()}"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End it, whatever it is doing."""
+        self._process.kill()
+        self._process.communicate()
+
+
+class Compiler:
+    """Records launches here and compiles them with the Triton of some Python.
+
+    Args:
+        python: The Python that compiles.
+        folder: Where results are kept; processes may share it.
+        path: What that Python imports from, this repository included.
+    """
+
+    def __init__(self, python: str, folder: Path, path: Sequence[Path] = (ROOT,)) -> None:
+        self._records = Process(sys.executable, [ROOT], "aot_record.py")
+        kernels = ROOT / "turbo_rcm_patch" / "kernels"
+        self._compiles = Process(python, path, "aot_compile.py", kernels, folder)
+
+    def __call__(self, cases: list[dict]) -> list[dict]:
+        """A result for each kernel that these cases launch."""
+        return self._compiles.ask(self._records.ask(cases))
+
+    def close(self) -> None:
+        self._records.close()
+        self._compiles.close()
+
+
+def line(result: dict) -> str:
+    return " ".join(f"{key}={value}" for key, value in result.items())
+
+
+def faults(results: Iterable[dict], target: Target) -> str:
+    """The compiled kernels that break a limit, one a line."""
+    return "\n".join(
+        line(result)
+        for result in results
+        if "error" in result
+        or result["spills"]
+        or result["stack"]
+        or result["shared"] > SHARED[target]
+        or not result.get("barrier", True)
+    )

@@ -1,0 +1,77 @@
+"""Which tests look at which file. The first ones named run first."""
+
+from __future__ import annotations
+
+__all__ = ["tests_of"]
+
+_FOLDERS = {"p": "patching/", "o": "ops/", "c": "checkpoints/", "s": "sampling/", "m": "models/"}
+
+#: Part of a path -> names of test files: p:patch is tests/patching/test_patch.py.
+_TESTS = {
+    "patching/author.py": "p:guard p:guard_traces p:linears",
+    "patching/backend.py": "p:backend",
+    "patching/block": "p:patch p:short_way p:plan p:around p:edges p:wan_family p:linears",
+    "patching/branches.py":
+        "p:patch p:linears p:wan_family p:plan p:sla p:turbodiffusion p:around",
+    "patching/copies.py": "p:int8_copies p:linears p:orders",
+    "patching/find.py": "p:find p:api p:refusals",
+    "patching/graphs.py": "p:graphs",
+    "patching/guard.py": "p:guard p:guard_traces p:guard_mutants",
+    "patching/int8_weights.py": "p:int8_copies p:linears",
+    "patching/linears.py": "p:linears p:int8_copies p:quantisers",
+    "patching/measure.py": "p:guard p:guard_mutants",
+    "patching/pairs.py": "p:patch p:refusals p:said p:find",
+    "patching/parallel.py": "p:parallel p:ranks",
+    "patching/patch.py": "p:patch p:orders p:refusals p:api p:edges p:sla",
+    "patching/plain.py": "p:around p:plan p:linears p:edges",
+    "patching/plan.py": "p:plan p:short_way p:edges",
+    "patching/record.py": "p:patch p:orders p:around p:caches",
+    "patching/registry.py": "p:find p:refusals",
+    "patching/report.py": "p:said p:api p:patch p:guard",
+    "patching/sla.py": "p:sla p:sla_around c:sla_kept",
+    "patching/state.py": "p:guard p:said p:patch",
+    "patching/stored.py": "c:sla_kept c:extra",
+    "families/cogvideox": "p:cogvideox p:cogvideox_refusals p:cogvideox_around",
+    "families/consisid": "p:cogvideox p:cogvideox_refusals",
+    "families/turbo": "p:turbodiffusion",
+    "families/rcm": "p:rcm_attention m:rcm_attention",
+    "families/": "p:wan_family p:patch p:refusals p:wan_family_around p:sla",
+    "ops/attention.py": "o:attention o:masked_attention o:edges o:refusals o:transforms o:batches",
+    "ops/batches.py": "o:batches",
+    "ops/checks.py": "o:refusals o:edges o:int8_linear o:sparse_linear o:projection",
+    "ops/denoise.py": "o:denoise o:edges",
+    "ops/dispatch.py": "o:dispatch tune",
+    "ops/elementwise.py":
+        "o:elementwise o:edges o:transforms o:int8_linear o:registration o:batches",
+    "ops/emulation.py": "o:attention o:edges",
+    "ops/exchange.py": "o:parallel p:parallel",
+    "ops/fingerprint.py": "o:fingerprint p:int8_copies",
+    "ops/fused.py": "o:attention o:dispatch o:edges o:transforms o:registration o:batches",
+    "ops/gradients.py": "o:transforms o:registration o:attention",
+    "ops/int8_linear.py": "o:int8_linear o:edges o:transforms o:registration o:batches",
+    "ops/modes.py": "o:transforms o:edges p:transforms",
+    "ops/operation.py": "o:registration o:transforms",
+    "ops/parallel.py": "o:parallel p:parallel",
+    "ops/projection.py": "o:projection o:edges o:transforms o:registration o:refusals o:batches",
+    "ops/quantize.py": "o:int8_linear o:edges o:registration",
+    "ops/reference.py": "o:attention o:edges",
+    "ops/registry.py": "o:registration o:attention o:transforms o:edges",
+    "ops/sage.py": "o:refusals o:sageattn",
+    "ops/sageattn.py": "o:sageattn",
+    "ops/shards.py": "o:parallel p:parallel",
+    "ops/sparse_linear.py": "o:sparse_linear o:edges o:transforms o:registration o:batches",
+    "ops/sparse_reference.py": "o:sparse_linear",
+    "ops/spec.py": "o:refusals o:edges o:attention",
+    "ops/streams.py": "o:streams o:edges o:transforms o:registration o:batches",
+    "sampling/verdict.py": "s:verdict s:compare",
+}  # fmt: skip
+
+
+def tests_of(file: str) -> list[str]:
+    """The test files that cover a file of the package."""
+    names = next((names for part, names in _TESTS.items() if part in file), "")
+    found = []
+    for name in names.split():
+        folder, _, rest = name.rpartition(":")
+        found.append(f"tests/{_FOLDERS.get(folder, '')}test_{rest}.py")
+    return found or ["tests"]

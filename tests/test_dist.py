@@ -1,0 +1,137 @@
+"""A release: a wheel and a source distribution that are whole, small and readable."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+import tarfile
+import types
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def module(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+CHECK = module(ROOT / ".ci" / "check_dist.py")
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """hatch_build.py, whose hatchling is there only while something is built."""
+    name = ""
+    for part in ("hatchling", "metadata", "plugin", "interface"):
+        name = f"{name}.{part}".strip(".")
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[name].MetadataHookInterface = object  # type: ignore[attr-defined]
+    return module(ROOT / "hatch_build.py")
+
+
+@pytest.mark.parametrize("repository", ["", "https://example.org/us/turbo_rcm_patch/"])
+def test_no_link_of_the_readme_breaks_on_a_package_index(hook, repository: str) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = hook.portable(readme, repository, "1.2.3")
+    places = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert all(place.startswith("https://") for place in places)
+    before = len(re.findall(r"\]\(([^)\s]+)\)", readme))
+    assert len(places) == (before if repository else before - len(CHECK.LINK.findall(readme)))
+    if repository:
+        root = "https://example.org/us/turbo_rcm_patch"
+        assert f"[architecture]({root}/blob/v1.2.3/docs/ARCHITECTURE.md)" in text
+        assert f"]({root}/raw/v1.2.3/docs/demo_sheet.png)" in text
+    else:
+        assert "architecture (`docs/ARCHITECTURE.md`)" in text
+        assert "](docs" not in text and "![" not in text
+    assert hook.portable("[a](https://b.c)", repository, "1") == "[a](https://b.c)"
+
+
+def built(
+    folder: Path, *, without: str = "", more: str = "", readme: str = "turbo_rcm_patch"
+) -> Path:
+    """Files as they should be built, with a fault."""
+    names = [name for name in CHECK.tracked() if name != without] + [more] * bool(more)
+    with zipfile.ZipFile(folder / "a-1-py3-none-any.whl", "w") as wheel:
+        for name in names:
+            if name.startswith("turbo_rcm_patch/"):
+                wheel.writestr(name, b"")
+        wheel.writestr("a-1.dist-info/METADATA", f"Name: a\n\n{readme}\n")
+    with tarfile.open(folder / "a-1.tar.gz", "w:gz") as sdist:
+        for name in [*names, "PKG-INFO"]:
+            sdist.addfile(tarfile.TarInfo(f"a-1/{name}"), io.BytesIO())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ({}, None),
+        ({"without": "turbo_rcm_patch/sampling/page/player.js"}, "the wheel lacks"),
+        ({"without": "tests/conftest.py"}, "the source distribution lacks tests/conftest.py"),
+        ({"more": "turbo_rcm_patch/secret.txt"}, "the wheel has turbo_rcm_patch/secret.txt"),
+        ({"readme": "turbo_rcm_patch [a](docs/a.md)"}, "cannot follow"),
+        ({"readme": ""}, "no description"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_the_check_sees_every_fault(
+    fault: dict[str, str], told: str | None, tmp_path: Path
+) -> None:
+    found = list(CHECK.problems(built(tmp_path, **fault)))
+    assert bool(found) == (told is not None)
+    assert told is None or any(told in line for line in found)
+
+
+def test_the_check_sees_what_is_too_large_or_missing(tmp_path: Path, monkeypatch) -> None:
+    built(tmp_path)
+    monkeypatch.setattr(CHECK, "MOST_MIB", {"wheel": 0, "sdist": 40})
+    assert ["more than 0 MiB" in line for line in CHECK.problems(tmp_path)] == [True]
+    next(tmp_path.glob("*.whl")).unlink()
+    assert CHECK.main(tmp_path) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("build", "twine", "hatchling")),
+    reason="pip install build twine hatchling; `make dist` does the same in an environment apart",
+)
+def test_wheel_and_source_distribution_are_whole(tmp_path: Path) -> None:
+    out = tmp_path / "dist"
+    for command in (
+        ["build", "--no-isolation", "--outdir", str(out), str(ROOT)],
+        ["twine", "check", "--strict", *(str(out / end) for end in ("*.whl", "*.tar.gz"))],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", *command], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert list(CHECK.problems(out)) == []
+    (wheel,) = out.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = (
+        "import turbo_rcm_patch; from turbo_rcm_patch.tiny import TINY_WAN;"
+        "assert 'site' in turbo_rcm_patch.__file__ and (TINY_WAN / 'model_index.json').is_file();"
+        "from turbo_rcm_patch.__main__ import main; main(['--help'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(tmp_path / "site")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "compare" in done.stdout

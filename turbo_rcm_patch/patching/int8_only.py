@@ -1,0 +1,155 @@
+"""Drop the originals of the Linears that run in int8, Linear by Linear."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.config import Impl, PatchConfig
+from turbo_rcm_patch.errors import AlreadyPatchedError, OffloadedError
+from turbo_rcm_patch.patching.find import find_targets, plan_all
+from turbo_rcm_patch.patching.int8_linear import Int8Linear
+from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
+from turbo_rcm_patch.patching.record import record_of
+from turbo_rcm_patch.patching.sla import recovered_proj_l
+from turbo_rcm_patch.patching.state import ModelPlan
+
+__all__ = ["drop_originals", "keep_int8_only", "originals_of", "refuse_offloaded"]
+
+#: Rows of a weight that are quantised at once: a CPU needs them in fp32.
+_ROWS: Final = 1024
+
+
+def keep_int8_only(model: object, *, device: torch.device | str | None = None) -> int:
+    """Replace the weights of a model's Linears by int8, for good, and free the originals.
+
+    It takes the Linears that `linear="int8-only"` runs in int8, and leaves the others. Each is
+    replaced by one that holds int8 and scales alone, and multiplies them back where it is called.
+    So the model needs no patch to run, and what patching, the guard and a verdict compare with is
+    the product. At no time is more than one original held beside its int8 weight.
+
+    Args:
+        model: As for `patch_model`, not patched, and without offloading hooks so far.
+        device: Where weights are quantised; by default where they are.
+
+    Returns:
+        How many Linears were replaced.
+
+    Raises:
+        PatchError: As `patch_model`, or the model is patched, or a hook offloads its weights. It
+            is unchanged.
+    """
+    targets = find_targets(model)
+    for target in targets:
+        if record_of(target.module) is not None:
+            raise AlreadyPatchedError(
+                f"keep_int8_only: {target.path or 'model'}",
+                expected="a model that is not patched",
+                got="a patched one",
+                remedy='Call unpatch_model first, or patch with linear="int8-only"',
+            )
+    modules = [target.module for target in targets]
+    with recovered_proj_l(*modules):
+        config = PatchConfig(linear="int8-only", guard=False)
+        linears = originals_of([plan for _, plan in plan_all(model, config)])
+    refuse_offloaded(modules)
+    return drop_originals(modules, linears, "auto", device)
+
+
+def originals_of(plans: list[ModelPlan]) -> list[nn.Linear]:
+    """The Linears that plans would have replaced, each once; the plans forget them, so that they
+    can go."""
+    found = {id(x): x for plan in plans for state in plan.states for x in state.originals}
+    for state in (state for plan in plans for state in plan.states):
+        state.originals = ()
+    return [linear for linear in found.values() if isinstance(linear, nn.Linear)]
+
+
+def refuse_offloaded(models: list[nn.Module]) -> None:
+    """Raise an `OffloadedError` if hooks bring the weights and take them away: they keep the
+    originals, and would not find what replaces them. A model without originals may be
+    offloaded."""
+    for model in models:
+        modules = dict(model.named_modules())
+        if any(type(module) is Int8Linear for module in modules.values()):
+            continue
+        for name, module in modules.items():
+            kind = next(_offloading(module), "")
+            if kind:
+                raise OffloadedError(
+                    f"{name or type(model).__name__}: {kind}",
+                    expected="a model whose weights no hook has taken over",
+                    got="one that is offloaded in parts",
+                    remedy='Drop the originals first (patch_model with linear="int8-only", '
+                    'keep_int8_only, or load_pipeline with int8="only"), and then enable '
+                    "offloading. Offloading by whole models may come first",
+                )
+
+
+def _offloading(module: nn.Module) -> Iterator[str]:
+    hook: Any = module.__dict__.get("_hf_hook")
+    for one in (hook, *getattr(hook, "hooks", ())):
+        if getattr(one, "offload", False):
+            yield type(one).__name__
+    registry: Any = module.__dict__.get("_diffusers_hook")
+    yield from (name for name in getattr(registry, "hooks", {}) if "offload" in name)
+
+
+def drop_originals(
+    models: list[nn.Module],
+    linears: list[nn.Linear],
+    impl: Impl,
+    device: torch.device | str | None = None,
+) -> int:
+    """Put an `Int8Linear` in the place of each Linear.
+
+    Args:
+        models: What holds them.
+        linears: Plain; it is emptied, so that each original can go.
+        impl: "triton", "reference" or "auto".
+        device: As for `keep_int8_only`.
+
+    Returns:
+        How many.
+    """
+    count = len(linears)
+    places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    wanted = {id(linear) for linear in linears}
+    # A module may be in several models.
+    held = {id(module): module._modules for model in models for module in model.modules()}
+    for children in held.values():
+        for name, child_id in [(name, id(child)) for name, child in children.items()]:
+            if child_id in wanted:
+                places[child_id].append((children, name))
+    linears.reverse()
+    while linears:
+        linear = linears.pop()
+        made = Int8Linear.in_place_of(linear, *_quantized(linear, impl, device))
+        for children, name in places[id(linear)]:
+            children[name] = made
+    return count
+
+
+@torch.no_grad()
+def _quantized(
+    linear: nn.Linear, impl: Impl, device: torch.device | str | None
+) -> tuple[Tensor, Tensor]:
+    """The int8 weight that came with a Linear, or one with a scale per row."""
+    # Later forwards may be of other modes.
+    with torch.inference_mode(False):
+        brought = attached_int8(linear)
+        if brought is not None and stands_for(linear.weight, *brought):
+            return brought
+        weight = linear.weight.detach()
+        int8 = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+        for start in range(0, weight.shape[0], _ROWS):
+            rows = slice(start, start + _ROWS)
+            part = weight[rows] if device is None else weight[rows].to(device)
+            int8[rows], scale[rows] = ops.quantize_weight(part, impl=impl)
+        return int8, scale

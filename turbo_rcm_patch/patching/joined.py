@@ -1,0 +1,342 @@
+"""A branch of a block as one registered operation: attention, or feed-forward, with its norm, its
+Linears and its skip.
+
+A compiler calls these instead of the finer public operations, because every call of an operation
+costs Python in each forward. An operation gets the tensors of a branch and how it runs in plain
+values, and runs it by the pieces of `branches`, as a plan does in eager inference: what it
+launches is recorded and replayed. It holds no weight and nothing of a block, so a compiler can
+share one graph between all blocks, and a weight that is replaced is an input like any other.
+
+They have no derivative. Where one is wanted, and where a module has to be called, the finer
+operations run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.ops.batches import MAX_BATCH
+from turbo_rcm_patch.ops.operation import define, flattened
+from turbo_rcm_patch.patching.branches import (
+    AttentionLayout,
+    AttentionModules,
+    AttentionRun,
+    BranchOperands,
+    FeedForwardLayout,
+    FeedForwardModules,
+    FeedForwardRun,
+    FusedNorm,
+    Given,
+    Hidden,
+    Norm,
+    Run,
+    StreamsNorm,
+)
+from turbo_rcm_patch.patching.copies import Copies
+from turbo_rcm_patch.patching.linears import (
+    Close,
+    FreshLinears,
+    Rounding,
+    StreamsClose,
+    holder,
+)
+from turbo_rcm_patch.patching.plain import Weights
+from turbo_rcm_patch.patching.plan import Token, signature
+
+__all__ = ["run_joined"]
+
+#: Branches that a thread keeps: one for each layout, whatever the number of blocks.
+_MOST_BRANCHES: Final = 64
+#: Signatures of inputs that a branch remembers to have checked.
+_MOST_CHECKED: Final = 256
+
+_Layout = AttentionLayout | FeedForwardLayout
+_local = threading.local()
+
+
+def run_joined(run: Run, hidden: Hidden, given: Given) -> Hidden:
+    """The residual streams behind a branch, by one operation where it calls no module and nobody
+    wants a gradient; for code that a compiler traces."""
+    operands = run.operands(hidden, given)
+    streams = [hidden] if isinstance(hidden, Tensor) else list(hidden)
+    if operands is None or _wants_gradient(streams, operands):
+        return run(None, hidden, given)[0]
+    rows, rotary, context, held, layout = operands
+    if isinstance(layout, FeedForwardLayout):
+        made = _feed_forward(streams, list(rows), held, *layout)
+    else:
+        cos, sin = (None, None) if rotary is None else rotary
+        made = _attention(streams, list(rows), context, cos, sin, held, *layout)
+    return made[0] if isinstance(hidden, Tensor) else tuple(made)
+
+
+def _wants_gradient(streams: list[Tensor], operands: BranchOperands) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    tensors = [*streams, *operands.rows, operands.context, *operands.held]
+    return any([x is not None and x.requires_grad for x in tensors])
+
+
+class _State:
+    """Stands for the state of a pair; a compiled forward is not reported."""
+
+    def __init__(self, int8: bool) -> None:
+        self.int8, self.ran = int8, ""
+
+    def note(self, how: str) -> None:
+        """Say nothing."""
+
+
+class _Branch:
+    """A branch that is given its tensors on every call.
+
+    Args:
+        layout: How it runs.
+        held: Its weights and biases, see `BranchOperands`.
+        streams: Its residual streams.
+        given: What else it gets.
+    """
+
+    def __init__(
+        self, layout: _Layout, held: Sequence[Tensor | None], streams: list[Tensor], given: Given
+    ) -> None:
+        pairs = zip(held[::2], held[1::2], strict=True)
+        self._weights = [Weights(weight, bias) for weight, bias in pairs]
+        self._slots = [(w._parameters, name) for w in self._weights for name in ("weight", "bias")]
+        self._joined = len(streams) > 1
+        self._head_dim, self._products = 0, 2
+        if isinstance(layout, AttentionLayout):
+            self._head_dim = layout.head_dim
+            self._products = 2 * (layout.qkv + layout.kv + layout.image)
+        if layout.int8:
+            self._products = 0
+        self._checked: set[Token] = set()
+        self._model = layout.model
+        like = streams[-1].to(layout.model)
+        weights = iter(self._weights)
+        self._run: Run
+        if isinstance(layout, AttentionLayout):
+            self._run = _attention_run(layout, weights, self._joined, like, given)
+        else:
+            self._run = _feed_forward_run(layout, weights, self._joined, like)
+
+    def __call__(
+        self, held: Sequence[Tensor | None], streams: list[Tensor], given: Given
+    ) -> list[Tensor]:
+        for (slot, name), tensor in zip(self._slots, held, strict=True):
+            slot[name] = tensor
+        try:
+            token = self._token(held, streams, given)
+            if self._joined:
+                return list(self._run(token, tuple(streams), given)[0])
+            return [self._run(token, streams[0], given)[0]]
+        finally:
+            for slot, name in self._slots:  # Or they would live as long as the process.
+                slot[name] = None
+
+    def _token(self, held: Sequence[Tensor | None], streams: list[Tensor], given: Given) -> Token:
+        """See `plan.signature`; None where an operation that checks its arguments has to run. A
+        product of torch looks at its weights itself."""
+        kept = [x for x in held[self._products :] if x is not None]
+        tensors = [*streams, *given.rows, *kept, *(given.rotary or ())]
+        if given.context is not None:
+            tensors.append(given.context)
+        token = signature(*tensors)
+        if token is None or token in self._checked:
+            return token
+        if not _fits(streams, given, self._head_dim, self._model) or any(
+            [x.device != streams[0].device for x in tensors]
+        ):
+            return None
+        if len(self._checked) >= _MOST_CHECKED:
+            self._checked.clear()
+        self._checked.add(token)
+        return token
+
+
+def _fits(streams: list[Tensor], given: Given, head_dim: int, model: torch.dtype) -> bool:
+    """Whether the inputs fit each other as the bodies of the operations want them, which check
+    nothing."""
+    first, context = streams[0], given.context
+    batch, _, channels = first.shape
+    lengths = [x.shape[1] for x in streams]
+    coefficients = zip(given.rows, lengths * 3, strict=False)
+    return (
+        0 < batch <= MAX_BATCH
+        and all([x.dtype is first.dtype for x in streams])
+        and all([x.shape[::2] == (batch, channels) and x.shape[1] for x in streams])
+        and all([x.dim() == 3 and x.shape[0] in (1, batch) for x in given.rows])
+        and all([x.shape[1] in (1, n) and x.shape[2] == channels for x, n in coefficients])
+        and (
+            context is None
+            or (context.dim() == 3 and context.shape[0] == batch and context.dtype is model)
+        )
+        and all([table.numel() == sum(lengths) * head_dim for table in given.rotary or ()])
+    )
+
+
+# --- from a layout to a branch -------------------------------------------------------------------
+
+
+def _attention_run(
+    layout: AttentionLayout, weights: Iterator[Weights], joined: bool, like: Tensor, given: Given
+) -> AttentionRun:
+    qkv, kv, image = (
+        tuple(islice(weights, count)) for count in (layout.qkv, layout.kv, layout.image)
+    )
+    out, of_q, of_k = islice(weights, 3)
+    modules = AttentionModules(
+        heads=layout.heads, head_dim=layout.head_dim, qkv=qkv, kv=kv, norms=(of_q, of_k),
+        readable=(holder(of_q), holder(of_k), layout.eps), out=(out,), image=image,
+    )  # fmt: skip
+    if image:
+        modules.image_norm = norm = next(weights)
+        modules.image_readable = holder(norm)
+    if layout.topk:
+        projection: Any = next(weights)
+        modules.sparse = lambda device: (projection.weight, projection.bias)
+        modules.sparsity = ops.Sparsity(
+            topk=layout.topk, block_q=layout.block_q, block_k=layout.block_k
+        )
+    asked = ops.AttentionSpec(
+        heads=layout.heads, attention=cast("Any", layout.attention), pv=cast("Any", layout.pv),
+        smooth_k=layout.smooth_k, eps=layout.eps, impl=cast("Any", layout.impl),
+    )  # fmt: skip
+    few = replace(asked, attention="exact") if layout.few else None
+    linears, close = _close_of(layout, out, joined, like)
+    return AttentionRun(
+        linears, "", modules, (_state(layout), None), _norm_of(layout, weights), (asked, few),
+        like, given, close, cast("Any", layout.form), _rounding(layout),
+    )  # fmt: skip
+
+
+def _feed_forward_run(
+    layout: FeedForwardLayout, weights: Iterator[Weights], joined: bool, like: Tensor
+) -> FeedForwardRun:
+    first, last = islice(weights, 2)
+    modules = FeedForwardModules(first=first, called=(), last=(last,))
+    linears, close = _close_of(layout, last, joined, like)
+    norm = _norm_of(layout, weights)
+    return FeedForwardRun(
+        linears, "", modules, _state(layout), norm, like, close, _rounding(layout)
+    )
+
+
+def _rounding(layout: _Layout) -> Rounding | None:
+    if layout.out is None:
+        return None
+    return Rounding(layout.model, layout.out, cast("Any", layout.cast))
+
+
+def _state(layout: _Layout) -> Any:
+    return _State(layout.int8)
+
+
+def _close_of(
+    layout: _Layout, linear: Weights, joined: bool, like: Tensor
+) -> tuple[FreshLinears, Close]:
+    linears = FreshLinears(Copies(cast("Any", layout.impl)))
+    kind = StreamsClose if joined else Close
+    return linears, kind(
+        linears, "", (linear,), like, int8=layout.int8, cast=cast("Any", layout.cast),
+        impl=cast("Any", layout.impl), rounding=_rounding(layout),
+    )  # fmt: skip
+
+
+def _norm_of(layout: _Layout, weights: Iterator[Weights]) -> Callable[[bool], Norm]:
+    impl: Any = layout.impl
+    rounding = _rounding(layout)
+
+    def norm(as_rows: bool) -> Norm:
+        if layout.norm == "streams":
+            return StreamsNorm(_of_streams, layout.norm_eps, impl, rounding, plain=True)
+        rows = as_rows and layout.as_rows
+        if layout.norm == "modulated":
+            own = Weights(None, None, layout.norm_eps)
+            return FusedNorm(own, 0, impl, rounding, as_rows=rows)
+        own = next(weights)
+        own.eps = layout.norm_eps
+        return FusedNorm(own, None, impl, rounding, as_rows=rows)
+
+    return norm
+
+
+def _of_streams(given: Given) -> tuple[tuple[Tensor, ...], ...]:
+    """Factors, offsets and gates of two streams."""
+    return given.rows[:2], given.rows[2:4], given.rows[4:]
+
+
+# --- the operations ------------------------------------------------------------------------------
+
+
+def _joined(
+    streams: list[Tensor], given: Given, held: Sequence[Tensor | None], layout: _Layout
+) -> list[Tensor]:
+    """The residual streams behind the branch of a layout."""
+    # Not the numbers alone: a weight that is missing is another branch.
+    key = layout, len(streams), tuple([x is None for x in held])
+    kept: dict[Any, _Branch] | None = getattr(_local, "kept", None)
+    if kept is None:
+        kept = _local.kept = {}
+    branch = kept.get(key)
+    if branch is None:
+        if len(kept) >= _MOST_BRANCHES:
+            kept.clear()
+        branch = kept[key] = _Branch(layout, held, streams, given)
+    return branch(held, streams, given)
+
+
+_TENSORS: Final = {
+    "streams": list[Tensor], "rows": list[Tensor], "context": Tensor | None,
+    "cos": Tensor | None, "sin": Tensor | None, "held": list[Tensor | None],
+}  # fmt: skip
+
+
+@flattened((*_TENSORS, *AttentionLayout._fields), list[Tensor], _TENSORS, AttentionLayout)
+def _attention_body(
+    streams: list[Tensor],
+    rows: list[Tensor],
+    context: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    held: list[Tensor | None],
+    *layout: Any,
+) -> list[Tensor]:
+    rotary = None if cos is None or sin is None else (cos, sin)
+    given = Given(context, tuple(rows), rotary)
+    return _joined(streams, given, held, AttentionLayout(*layout))
+
+
+@flattened(
+    ("streams", "rows", "held", *FeedForwardLayout._fields), list[Tensor], _TENSORS,
+    FeedForwardLayout,
+)  # fmt: skip
+def _feed_forward_body(
+    streams: list[Tensor], rows: list[Tensor], held: list[Tensor | None], *layout: Any
+) -> list[Tensor]:
+    return _joined(streams, Given(None, tuple(rows)), held, FeedForwardLayout(*layout))
+
+
+def _attention_fake(streams: list[Tensor], *args: Any) -> list[Tensor]:
+    return _like(streams, AttentionLayout(*args[5:]))
+
+
+def _feed_forward_fake(streams: list[Tensor], *args: Any) -> list[Tensor]:
+    return _like(streams, FeedForwardLayout(*args[2:]))
+
+
+def _like(streams: list[Tensor], layout: _Layout) -> list[Tensor]:
+    dtype = layout.model if layout.out is None else layout.out
+    return [x.new_empty(x.shape, dtype=dtype) for x in streams]
+
+
+_attention: Final = define("attention_branch", _attention_body, _attention_fake)
+_feed_forward: Final = define("feed_forward_branch", _feed_forward_body, _feed_forward_fake)
