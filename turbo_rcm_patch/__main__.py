@@ -522,6 +522,12 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
         "network's (default: %(default)s)",
     )
     group.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="run pairs as the guard chose before, from a file of report.save_calibration",
+    )
+    group.add_argument(
         "--sla-topk",
         type=float,
         default=default.sla_topk,

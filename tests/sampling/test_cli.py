@@ -49,6 +49,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         (["generate"], "expected: --prompt TEXT or --prompts FILE"),
         (["compare", "--model", "/no/such", "--prompt", "x"], "no such folder: /no/such"),
         (["compare", "--prompt", "x", "--guard-budget", "-1"], "PatchConfig.guard_budget"),
+        (["compare", "--prompt", "x", "--fidelity", "0.5"], "PatchConfig.fidelity"),
         (["generate", "--prompts", "/no/such"], "No such file"),
         (["pairs", "--model", "/no/such"], "no such folder"),
     ],

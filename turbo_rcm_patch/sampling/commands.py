@@ -265,6 +265,7 @@ def _config(arguments: argparse.Namespace) -> PatchConfig:
         guard=not arguments.no_guard,
         guard_budget=arguments.guard_budget,
         fidelity=arguments.fidelity,
+        calibration=arguments.calibration,
         sla_topk=arguments.sla_topk,
     )
 
