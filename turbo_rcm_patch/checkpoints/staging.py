@@ -130,8 +130,8 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
 
 
 def _put(made: Path, target: Path, old: Path, *, folder: bool) -> None:
-    """Move what was made to its place, and what was there to `old`: a file in one step, a folder in
-    two, because no rename replaces a folder that is not empty."""
+    """Move what was made to its place, and what was there to `old`: a file in one step, a folder
+    in two, because no rename replaces a folder that is not empty."""
     if not folder:
         os.replace(made, target)
         return
