@@ -1,5 +1,5 @@
-"""Barriers in the machine code of the kernels that racecheck reports: see docs/kernels.md, "Hazards
-that racecheck reports"."""
+"""Barriers in the machine code of the kernels that racecheck reports; docs/kernels.md has a
+section about them."""
 
 from __future__ import annotations
 
