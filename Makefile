@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 OUT ?= outputs/demo
 GPU_WORKERS ?= 8
+SECONDS ?= 60
+FUZZ_ARGS ?=
+MUTANTS_ARGS ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 
@@ -14,7 +17,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-2gpu record lint format docs dist clean
+.PHONY: help demo test test-gpu test-2gpu fuzz mutants record lint format docs dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -33,6 +36,12 @@ test-gpu: $(VENV)/.installed-dev ## The GPU suite, on one card
 
 test-2gpu: $(VENV)/.installed-dev ## Attention and patched models over two cards, through NCCL
 	$(BIN)/python -m pytest -v -m gpu tests/gpu/test_parallel_gpu.py $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.installed-dev ## Random operations against fp64 and random models against unpatched ones, for SECONDS=60
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(FUZZ_ARGS)
+
+mutants: $(VENV)/.installed-dev ## Break the library in many places and see whether a test notices: results/mutants.json
+	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 record: $(VENV)/.installed ## Measure the proofs of the README on one card and write results/gpu.json
 	$(BIN)/python -m benchmarks record --out results/gpu.json

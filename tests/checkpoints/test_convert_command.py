@@ -245,16 +245,21 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
             process.communicate()
 
 
-def test_a_model_that_was_on_its_way_out_is_not_removed(tmp_path: Path) -> None:
+def test_a_model_that_was_on_its_way_out_is_put_back(tmp_path: Path) -> None:
     """Killed between two renames, a process leaves the only copy there is of what was replaced."""
-    place = tmp_path / ".out.partial-killed"
-    (place / "old").mkdir(parents=True)
-    (place / "lock").touch()
-    remove_abandoned(tmp_path / "out")
-    assert place.is_dir()
-    (tmp_path / "out").mkdir()
-    remove_abandoned(tmp_path / "out")
-    assert listing(tmp_path) == ["out"]
+    place, out = tmp_path / ".out.partial-killed", tmp_path / "out"
+    for there in ("first", "second"):
+        (place / "old").mkdir(parents=True)
+        (place / "old" / "config.json").write_text(there)
+        (place / "lock").touch()
+        remove_abandoned(out)
+        assert listing(tmp_path) == ["out"], "and the second is of no use any more"
+        assert (out / "config.json").read_text() == "first"
+    with (
+        pytest.raises(OutputExistsError, match="already exists"),
+        staged(out, force=False, folder=True),
+    ):
+        raise AssertionError("it is told before hours of work")
 
 
 def test_room_is_made_before_it_is_measured(

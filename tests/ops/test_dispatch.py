@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.errors import ConfigError, Fp8UnsupportedError
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip, dispatch
 from turbo_rcm_patch.ops.dispatch import choose, keep_dispatch, measure_dispatch, resolved
 
@@ -39,6 +39,23 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 def name(device: torch.device, n_q: int, n_kv: int, dim: int = 128, heads: int = 12) -> str:
     spec = AttentionSpec(heads=heads, attention="auto")
     return resolved(spec, device, n_q, n_kv, dim).attention
+
+
+@pytest.mark.parametrize(
+    ("capability", "has"),
+    [((8, 0), False), ((8, 6), False), ((8, 8), False), ((8, 9), True), ((9, 0), True),
+     ((10, 0), True), ((12, 0), True), ((7, 5), False)],
+)  # fmt: skip
+def test_e4m3_begins_with_compute_capability_8_9(
+    capability: tuple[int, int], has: bool, card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert ops.resolve_pv("auto", CUDA) == ("fp8" if has else "bf16")
+    if has:
+        assert ops.resolve_pv("fp8", CUDA) == "fp8"
+        return
+    with pytest.raises(Fp8UnsupportedError, match=f"capability {capability[0]}.{capability[1]}"):
+        ops.resolve_pv("fp8", CUDA)
 
 
 def test_a_cpu_is_int8_at_every_length() -> None:

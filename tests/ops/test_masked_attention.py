@@ -57,6 +57,17 @@ def test_equals_the_softmax_written_by_hand(name: str) -> None:
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
 
 
+@pytest.mark.parametrize("scale", [0.9, -0.4, 0.0])
+def test_the_scale_of_its_logits(scale: float) -> None:
+    q, k, v = torch.randn(3, BATCH, TOKENS, HEADS * DIM)
+    mask = masks()["per-head-added"]
+    out = masked_attention(q, k, v, mask, AttentionSpec(heads=HEADS, sm_scale=scale))
+    qh, kh, vh = (split_heads(x, HEADS).double() for x in (q, k, v))
+    p = (scale * (qh @ kh.mT) + mask.double()).softmax(-1)
+    expected = (p @ vh).transpose(1, 2).flatten(2).float()
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+
+
 def test_16_bit_inputs_take_an_added_mask_of_any_float() -> None:
     q, k, v = torch.randn(3, BATCH, TOKENS, HEADS * DIM).bfloat16()
     out = masked_attention(q, k, v, masks()["per-head-added"], AttentionSpec(heads=HEADS))

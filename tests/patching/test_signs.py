@@ -7,6 +7,7 @@ that fused projections are the ones that are read.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +162,39 @@ def test_ours_runs_there_and_is_right(
     assert ran == report.fused > 0, report.last_forward
     louder(monkeypatch)
     assert relative(output_of(subject, model), expected) > 1e-3
+
+
+@pytest.mark.parametrize("subject", [s for s in SUBJECTS if s.name != "rcm"], ids=lambda s: s.name)
+def test_norms_of_q_and_k_are_read_and_not_called(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = subject.model()
+    left = tuple(p.path for p in find_pairs(model) if not p.fused)
+    norms = {
+        id(module): name
+        for name, module in model.named_modules()
+        if name.split(".")[-1].startswith("norm_")
+        and "blocks" in name
+        and not name.startswith(left)
+    }
+    called = []
+
+    def noting(real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def forward(self: Any, *args: Any) -> Any:
+            called.append(norms.get(id(self), ""))
+            return real(self, *args)
+
+        return forward
+
+    for kind in {type(m) for m in model.modules() if id(m) in norms}:
+        monkeypatch.setattr(kind, "forward", noting(kind.forward))
+    output_of(subject, model)
+    assert set(called) >= set(norms.values()), "the author's code calls them"
+    with patched(model, attention="exact", guard=False):
+        called.clear()
+        output_of(subject, model)
+    assert norms and not set(called) - {""}
 
 
 @pytest.mark.parametrize("subject", [s for s in SUBJECTS if "image" in s.kinds],

@@ -119,6 +119,22 @@ def test_frames_that_fill_a_patch_in_time_are_dropped(small: Settings) -> None:
     assert 0 < number.unpatched < 0.2 and number.ratio > 0
 
 
+def test_the_first_frames_are_those_that_are_dropped(small: Settings) -> None:
+    """As the author's pipeline does; for the network they come back as copies of the first."""
+    made = micro_cogvideox(patch_t=2).to(torch.bfloat16)
+    settings = Settings.for_model(None, **(small.as_dict() | {"num_frames": 9}))
+    family, frames = family_of(made), torch.arange(4.0).view(1, 4, 1, 1, 1)
+    latents = frames.expand(1, 4, *initial_noise(made, 0, settings).shape[2:])
+    kept = family.trim(made, latents, settings)
+    assert kept[0, :, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
+    embeds = encode_prompt(made, PROMPT, settings).embeds
+    calls = family.network_calls(made, [torch.zeros_like(latents)], embeds, kept, settings)
+    for call in calls:
+        seen = call.hidden_states[0, :, 0, 0, 0].float()
+        wanted = torch.tensor([1.0, 1.0, 2.0, 3.0])
+        torch.testing.assert_close(seen / seen[0], wanted, rtol=2e-2, atol=0)
+
+
 def test_a_scheduler_with_noise_of_its_own_repeats_itself(folder: Path, small: Settings) -> None:
     made = load_pipeline(folder, device="cpu")
     made.scheduler = CogVideoXDPMScheduler.from_config(made.scheduler.config)

@@ -95,8 +95,8 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
     Raises:
         OutputExistsError: It already exists, or cannot be written: the disk is full, say.
     """
+    remove_abandoned(target)  # It may put back what was there.
     check_target(target, force=force, folder=folder)
-    remove_abandoned(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
@@ -112,15 +112,7 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
             made.mkdir()
         yield made
         check_target(target, force=force, folder=folder)  # It took minutes.
-        old = place / "old"
-        try:
-            if target.exists() or target.is_symlink():
-                os.replace(target, old)
-            os.replace(made, target)
-        except BaseException:
-            if os.path.lexists(old) and not os.path.lexists(target):
-                os.replace(old, target)
-            raise
+        _put(made, target, place / "old", folder=folder)
     except Exception as error:
         why = _unwritten(error)
         if why is None:
@@ -135,6 +127,22 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+def _put(made: Path, target: Path, old: Path, *, folder: bool) -> None:
+    """Move what was made to its place, and what was there to `old`: a file in one step, a folder
+    in two, because no rename replaces a folder that is not empty."""
+    if not folder:
+        os.replace(made, target)
+        return
+    try:
+        if target.exists() or target.is_symlink():
+            os.replace(target, old)
+        os.replace(made, target)
+    except BaseException:
+        if os.path.lexists(old) and not os.path.lexists(target):
+            os.replace(old, target)
+        raise
 
 
 def _unwritten(error: Exception) -> str | None:
@@ -153,8 +161,9 @@ def _unwritten(error: Exception) -> str | None:
 def remove_abandoned(target: Path) -> None:
     """Remove what killed processes left of a target that `staged` was writing.
 
-    A process holds a lock as long as it lives, however it ends. What cannot be locked stays: its
-    process lives, or this file system has no locks.
+    A folder that was replaced and is gone, because its process was killed between two renames, is
+    put back first. A process holds a lock as long as it lives, however it ends. What cannot be
+    locked stays: its process lives, or this file system has no locks.
 
     Args:
         target: A file or a folder to be.
@@ -165,14 +174,14 @@ def remove_abandoned(target: Path) -> None:
     except OSError:
         return
     for place in beside:
-        if os.path.lexists(place / "old") and not os.path.lexists(target):
-            continue  # It was killed between two renames, and this is the only one there is.
         try:
             lock = os.open(place / _LOCK, os.O_RDWR)
         except OSError:
             continue
         try:
             lock_file(lock)
+            if os.path.lexists(place / "old") and not os.path.lexists(target):
+                os.rename(place / "old", target)  # The only one there is.
             shutil.rmtree(place, ignore_errors=True)
         except OSError:
             pass

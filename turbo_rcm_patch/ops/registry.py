@@ -136,26 +136,28 @@ def rotated_heads(
 ) -> tuple[Tensor, Tensor]:
     """q and k [B, N, H*D] after norm and rotary embedding, as heads [B, H, N, D] of their dtype,
     by one kernel each."""
-    return (
-        _rotated(q, heads, norm_q, norm_q_bias, cos, sin, eps),
-        _rotated(k, heads, norm_k, norm_k_bias, cos, sin, eps),
-    )
+    rest = heads, cos, sin, eps
+    return _rotated(q, norm_q, norm_q_bias, *rest), _rotated(k, norm_k, norm_k_bias, *rest)
 
 
 def _rotated(
     x: Tensor,
-    heads: int,
     weight: Tensor | None,
     bias: Tensor | None,
+    heads: int,
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
+    *,
+    by_head: bool = True,
 ) -> Tensor:
     if weight is None and cos is None:
-        return split_heads(x, heads)
+        return split_heads(x, heads) if by_head else x
     from turbo_rcm_patch.kernels.portable.norm import norm_rotate
 
-    return norm_rotate(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, by_head=True)
+    return norm_rotate(
+        x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, by_head=by_head
+    )
 
 
 def in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:
@@ -196,9 +198,8 @@ def _by_head(*args: Any) -> Tensor:
     of_q, of_k = (a.q, a.norm_q, a.norm_q_bias), (a.k, a.norm_k, a.norm_k_bias)
     if a.impl == "triton" and all(in_one_pass(*norm, a.heads) for norm in (of_q, of_k)):
         q, k = (
-            rotated(x, a.heads, weight, bias, a.cos, a.sin, a.eps)
-            for x, weight, bias in (of_q, of_k)
-        )  # fmt: skip
+            _rotated(*one, a.heads, a.cos, a.sin, a.eps, by_head=False) for one in (of_q, of_k)
+        )
     else:  # The reference takes q and k unrounded, a kernel in the dtype of v.
         dtype = torch.float32 if a.impl == "reference" else a.v.dtype
         q, k = (x.transpose(1, 2).flatten(2).to(dtype) for x in prepared(a))

@@ -1,0 +1,175 @@
+"""A process killed at any of its writes: what was there is whole or was replaced by what is whole,
+and the next run goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoints.test_convert_command import TINY
+from tests.checkpoints.wan_model import save
+from tests.killed import killed_at
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.checkpoints import write_checkpoint
+from turbo_rcm_patch.checkpoints.convert import convert_transformer
+from turbo_rcm_patch.patching.stored import EXTRA_FILE, write_extra
+from turbo_rcm_patch.sampling.generation import Sample
+from turbo_rcm_patch.sampling.store import Store
+from turbo_rcm_patch.sampling.video import write_mp4
+from turbo_rcm_patch.tune import write_table
+
+FRAMES = np.zeros((5, 32, 32, 3), dtype=np.uint8)
+
+
+def every_step(
+    folder: Path, action: Callable[[], Any], whole: Callable[[], None], *, least: int
+) -> None:
+    """Kill the action at each write, always from the same start; after each, what it writes is old
+    or new, and after some the next run is done."""
+    start = folder.with_name(f"{folder.name}-start")
+    shutil.copytree(folder, start)
+    for step in itertools.count(1):
+        shutil.rmtree(folder)
+        shutil.copytree(start, folder)
+        killed = killed_at(step, folder, action)
+        whole()
+        if not killed:
+            break
+        if step % 7 == 1:
+            action()
+            whole()
+    assert step > least, "it wrote less often than was thought"
+
+
+def old_or_new(path: Path, *texts: bytes) -> Callable[[], None]:
+    def check() -> None:
+        assert path.read_bytes() in texts
+
+    return check
+
+
+def test_a_table_of_tiles(tmp_path: Path) -> None:
+    path, table = tmp_path / "tiles.json", {"cpu": {"skip": {"any": [1, 2, 3, 4]}}}
+    write_table(path, {})
+    old = path.read_bytes()
+    write_table(path, table)
+    new = path.read_bytes()
+    path.write_bytes(old)
+    every_step(tmp_path, lambda: write_table(path, table), old_or_new(path, old, new), least=2)
+
+
+def test_the_table_of_attentions(tmp_path: Path) -> None:
+    path = tmp_path / "dispatch.json"
+    rows: Any = {"cpu": [{"attention": "int8"}]}
+    path.write_text(json.dumps({"other": [{"attention": "exact"}]}))
+
+    def whole() -> None:
+        assert "other" in json.loads(path.read_text())
+
+    every_step(tmp_path, lambda: ops.keep_dispatch(rows, path), whole, least=2)
+    assert set(json.loads(path.read_text())) == {"other", "cpu"}
+    ops.keep_dispatch({}, tmp_path.with_name("elsewhere.json"))
+
+
+def test_a_video(tmp_path: Path) -> None:
+    path = tmp_path / "v.mp4"
+    write_mp4(FRAMES, path, fps=8)
+    old = path.read_bytes()
+    brighter = FRAMES + 100
+    write_mp4(brighter, path, fps=8)
+    new = path.read_bytes()
+    path.write_bytes(old)
+    assert old != new
+    every_step(
+        tmp_path, lambda: write_mp4(brighter, path, fps=8), old_or_new(path, old, new), least=2
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+def test_a_converted_folder_that_replaces_another(tmp_path: Path) -> None:
+    """Between two renames the old one may lie beside its place; the next run puts it back."""
+    save(TINY, tmp_path / "in.pth")
+    out = tmp_path / "here" / "out"
+    convert_transformer(tmp_path / "in.pth", tmp_path / "new")
+    new = contents(tmp_path / "new")
+    out.parent.mkdir()
+    convert_transformer(tmp_path / "in.pth", out, dtype=torch.float32)
+    old = contents(out)
+    assert old != new
+
+    def whole() -> None:
+        places = [out, *out.parent.glob(".out.partial-*/old")]
+        found = [contents(place) for place in places if place.exists()]
+        assert old in found or new in found
+
+    every_step(
+        out.parent, lambda: convert_transformer(tmp_path / "in.pth", out, force=True), whole,
+        least=6,
+    )  # fmt: skip
+    assert [path.name for path in out.parent.iterdir()] == ["out"] and contents(out) == new
+
+
+def test_a_checkpoint_that_is_written_back(tmp_path: Path) -> None:
+    save(TINY, tmp_path / "in.pth")
+    convert_transformer(tmp_path / "in.pth", tmp_path / "folder")
+    path = tmp_path / "here" / "back.pth"
+    path.parent.mkdir()
+    path.write_bytes(b"old")
+
+    def whole() -> None:
+        text = path.read_bytes()
+        if text != b"old":
+            assert torch.load(path, weights_only=True)
+
+    every_step(
+        path.parent, lambda: write_checkpoint(tmp_path / "folder", path, force=True), whole,
+        least=4,
+    )  # fmt: skip
+    assert [one.name for one in path.parent.iterdir()] == ["back.pth"]
+
+
+def test_the_file_beside_a_transformer(tmp_path: Path) -> None:
+    path = tmp_path / EXTRA_FILE
+    write_extra(tmp_path, {"a": torch.zeros(3)})
+
+    def whole() -> None:
+        assert float(load_file(path)["a"].sum()) in (0.0, 3.0)
+
+    every_step(tmp_path, lambda: write_extra(tmp_path, {"a": torch.ones(3)}), whole, least=1)
+    assert [one.name for one in tmp_path.iterdir()] == [EXTRA_FILE]
+
+
+def test_the_folder_of_a_comparison(tmp_path: Path) -> None:
+    """Killed at any write of its files, the folder is opened again and knows what is its own."""
+    out, key = tmp_path / "out", Store.key("a", 0)
+    sample = Sample(torch.ones(2), (torch.zeros(2),), 1.0, None)
+
+    def run() -> None:
+        store = Store(out, {"model": "m"}, fresh=False)
+        store.save_sample(key, "baseline", sample)
+        store.write_json("runs/baseline.json", {"a": 1})
+
+    def whole() -> None:
+        store = Store(out, {"model": "m"}, fresh=False)
+        if store.has_sample(key, "baseline"):
+            assert torch.equal(store.load_sample(key, "baseline").latents, sample.latents)
+        assert store.read_json("runs/baseline.json") in (None, {"a": 1})
+
+    every_step(tmp_path, run, whole, least=8)
+    for step in itertools.count(1):  # And while everything is removed again.
+        if not killed_at(step, tmp_path, lambda: Store(out, {"model": "m"}, fresh=True)):
+            break
+        Store(out, {"model": "m"}, fresh=True)
+        run()
+    assert step > 3 and (out / "settings.json").is_file()

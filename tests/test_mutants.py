@@ -1,0 +1,82 @@
+"""The mutation run: its mutants are what they say, it notices what tests notice, and its page names
+every survivor."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.__main__ import ENOUGH, main
+from tests.mutants.automatic import PARTS, mutated, sample, sources
+from tests.mutants.coverage import tests_of
+from tests.mutants.own import OWN, SIGNS
+from turbo_rcm_patch.sampling import support
+
+ROOT = Path(__file__).parents[1]
+RESULT = json.loads((ROOT / "results" / "mutants.json").read_text(encoding="utf-8"))
+PAGE = (ROOT / "docs" / "mutants.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("own", [*SIGNS, *OWN], ids=lambda own: own.name)
+def test_own_mutants_change_one_place(own) -> None:
+    text = (ROOT / own.file).read_text(encoding="utf-8")
+    assert ast.dump(own.tree()) != ast.dump(ast.parse(text))
+    for test in own.tests:
+        assert test == "-k" or not test.startswith("tests/") or (ROOT / test).is_file()
+
+
+def test_signs_are_rows_of_the_matrix() -> None:
+    marks = support.marks()
+    for own in SIGNS:
+        assert own.classes
+        assert all(marks[cls, own.capability] == "yes" for cls in own.classes), own.name
+    broken = {own.capability for own in SIGNS}
+    assert broken >= {"self-attention", "cross-attention", "image branch", "feed-forward"}
+    assert broken >= {"int8 Linears", "fused QKV", "the guard"}
+
+
+def test_a_sample_is_the_same_every_time_and_covers_the_parts() -> None:
+    drawn = sample(5, 60)
+    assert drawn == sample(5, 60) != sample(6, 60)
+    for part in PARTS:
+        assert any(one.file.startswith(part) for one in drawn)
+    for one in drawn:
+        tree, same = mutated(one.file, one.index)
+        assert same == one and one.before != one.after
+        compile(tree, one.file, "exec")
+
+
+def test_every_file_has_its_tests() -> None:
+    for part in PARTS:
+        for file in sources(part):
+            tests = tests_of(file)
+            assert tests != ["tests"], f"{file}: name its tests in tests/mutants/coverage.py"
+            assert all((ROOT / test).is_file() for test in tests), tests
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is noticed, and one that nothing looks at."""
+    path = tmp_path / "mutants.json"
+    more = ["--json", str(path), "--sample", "0"]
+    assert main([*more, "--only", "masked_attention without"]) in (0, 1)
+    found = json.loads(path.read_text())
+    assert found["own"] == {"mutants": 1, "killed": 1}
+    assert "test_masked_attention.py" in found["mutants"][0]["killed_by"]
+    assert main([*more, "--only", "separate projections"]) in (0, 1)
+    found = json.loads(path.read_text())
+    assert found["own"]["killed"] == found["sign"]["killed"] == 1, "the first one is kept"
+    assert main(["--list", "--sample", "3"]) == 0
+    assert "self-attention is not fused" in capsys.readouterr().out
+
+
+def test_the_result_is_good_enough_and_explained() -> None:
+    assert RESULT["score"] >= ENOUGH
+    assert RESULT["sign"]["mutants"] == RESULT["sign"]["killed"] == len(SIGNS)
+    assert RESULT["own"]["mutants"] == RESULT["own"]["killed"] == len(OWN)
+    assert f"{RESULT['sample']['killed']} of {RESULT['sample']['mutants']}" in PAGE
+    for name in RESULT["survivors"]:
+        assert f"`{name}`" in PAGE, f"explain {name} in docs/mutants.md"
