@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -61,35 +60,40 @@ def case(
 
 
 class Process:
-    """A script that answers every line of JSON with one."""
+    """A script that answers every line of JSON with one. It starts with the first question, and
+    anew after one that was broken off."""
 
     def __init__(self, python: str, path: Sequence[Path], script: str, *arguments: Path) -> None:
-        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        env["PYTHONPATH"] = os.pathsep.join(map(str, path))
+        self._command = [python, HERE / script, *arguments]
+        self._env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        self._env["PYTHONPATH"] = os.pathsep.join(map(str, path))
         if arguments:
-            env["TRITON_CACHE_DIR"] = str(arguments[-1] / "triton")
-        self._process = subprocess.Popen(
-            [python, HERE / script, *arguments],
-            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            self._env["TRITON_CACHE_DIR"] = str(arguments[-1] / "triton")
+        self._process: subprocess.Popen[str] | None = None
 
     def ask(self, question: object) -> list[dict]:
-        asked: IO[str] | None = self._process.stdin
-        answers: IO[str] | None = self._process.stdout
+        if self._process is None:
+            self._process = subprocess.Popen(
+                self._command, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True,
+            )  # fmt: skip
+        asked, answers = self._process.stdin, self._process.stdout
         assert asked is not None and answers is not None
-        print(json.dumps(question), file=asked, flush=True)
         try:
+            print(json.dumps(question), file=asked, flush=True)
             answer = answers.readline()
+            assert answer, f"{self._command} ended"
         except BaseException:  # a late answer would be taken for the next question's
             self.close()
             raise
-        assert answer, f"{self._process.args} ended: {self._process.wait()}"
         return json.loads(answer)
 
     def close(self) -> None:
         """End it, whatever it is doing."""
-        self._process.kill()
-        self._process.communicate()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+        self._process = None
 
 
 class Compiler:
