@@ -6,6 +6,7 @@ import argparse
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -152,6 +153,7 @@ def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Writt
         ("--dtype", arguments.back and arguments.dtype),
         ("--heads", arguments.back and arguments.heads),
         ("--network", arguments.back and arguments.network),
+        ("--int8-only", arguments.back and arguments.int8_only),
         ("--low-noise", arguments.low_noise and not (arguments.base and not arguments.back)),
         ("--copy", arguments.copy and not (arguments.base and not arguments.back)),
     ):
@@ -164,6 +166,7 @@ def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Writt
         "dtype": None if arguments.dtype is None else getattr(torch, arguments.dtype),
         "heads": arguments.heads,
         "network": arguments.network,
+        "int8_only": arguments.int8_only,
         "force": force,
         "progress": progress,
     }
@@ -222,10 +225,15 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def _load(arguments: argparse.Namespace) -> VideoPipeline:
+    int8: bool | Literal["only"] = arguments.linear == "int8"
+    if arguments.linear == "int8-only":
+        int8 = "only"
+    elif getattr(arguments, "no_patch", False):
+        int8 = False
     return load_pipeline(
         arguments.model,
         dtype=getattr(torch, arguments.dtype),
         device=arguments.device,
         offload=arguments.offload,
-        int8=arguments.linear == "int8" and not getattr(arguments, "no_patch", False),
+        int8=int8,
     )
