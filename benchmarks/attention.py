@@ -35,7 +35,7 @@ from benchmarks.runner import (
     run_cases,
 )
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.bench import Call, attention_fp64, some_rows
+from turbo_rcm_patch.bench import Call, attention_fp64, print_line, some_rows
 from turbo_rcm_patch.config import PVDType
 from turbo_rcm_patch.errors import Fp8UnsupportedError, MissingPackageError
 
@@ -136,7 +136,8 @@ def attention_cases(*, micro: bool) -> dict[str, AttentionCase]:
 def run(plan: Plan) -> int:
     """Measure and write `attention.json`; 0 if everything of ours was right."""
     cases = attention_cases(micro=plan.micro)
-    return run_cases(
+    found: list[str] = []
+    code = run_cases(
         plan,
         "attention",
         _COLUMNS,
@@ -153,11 +154,14 @@ def run(plan: Plan) -> int:
             "reference": f"sageattention 2.2, {REFERENCE_SOURCE}",
         },
         cases,
-        _case,
+        functools.partial(_case, found=found),
         methods=[method.name for method in attention_methods(1)],
         default=[name for name, case in cases.items() if case.quick or not plan.quick],
         before=_ceilings,
     )
+    if found:
+        print_line(torch.device(plan.device), found)
+    return code
 
 
 def _ceilings(journal: Journal) -> None:
@@ -167,8 +171,8 @@ def _ceilings(journal: Journal) -> None:
         free(journal.device)
 
 
-def _case(case: AttentionCase, peers: list[str], journal: Journal) -> bool:
-    """One case; whether ours were right."""
+def _case(case: AttentionCase, peers: list[str], journal: Journal, *, found: list[str]) -> bool:
+    """One case; whether ours were right. What it comes to is added to `found`."""
     plan, device, shape = journal.plan, journal.device, case.shape
     bytes_a_set = 3 * 2 * shape.batch * shape.q_tokens * shape.channels
     sets = [random_normal(shape, device, plan.seed + i) for i in range(input_sets(bytes_a_set))]
@@ -205,6 +209,10 @@ def _case(case: AttentionCase, peers: list[str], journal: Journal) -> bool:
         ceiling = exponential_ceiling(device, shape.head_dim, clock["median"])
         record["exponential_ceiling_tops"] = ceiling
     record |= _compare(case, entrants)
+    if "best_tops" in record:
+        ratios = record["best_over_peer"].items()
+        others = "".join(f", {ratio:.2f}x {peer}" for peer, ratio in ratios)
+        found.append(f"{shape.name} {record['best_tops']:.0f} TOPS{others}")
     journal.case(shape.name, record)
     # A card without fp8 units is no failure of ours.
     excused = Fp8UnsupportedError.__name__

@@ -388,6 +388,12 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="which network to take from a file with several, e.g. net_ema (default: the one that "
         "is not an average)",
     )
+    convert.add_argument(
+        "--int8-only",
+        action="store_true",
+        help="write the int8 weights of a -quant checkpoint alone: OUT is about as large as "
+        "SOURCE; this package loads it, and stock classes refuse it",
+    )
     convert.add_argument("--back", action="store_true", help="convert a folder back to a .pth")
     convert.add_argument("--force", action="store_true", help="replace an existing OUT")
     convert.set_defaults(run="convert")
@@ -413,9 +419,10 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--offload",
-        choices=("none", "model", "sequential"),
+        choices=("none", "model", "group", "sequential"),
         default="none",
-        help="keep only one component (model) or one layer (sequential) on the GPU at a time",
+        help="keep only one component (model), one block of a transformer and one layer of the "
+        "rest (group), or one layer (sequential) on the GPU at a time",
     )
 
 

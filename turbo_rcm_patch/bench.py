@@ -29,6 +29,7 @@ __all__ = [
     "device_of",
     "errors_of",
     "generator",
+    "print_line",
     "reason_of",
     "some_rows",
     "time_call",
@@ -84,12 +85,17 @@ def bench(*, device: str = "cuda", calls: int = 50, micro: bool = False) -> int:
         )
         found.append(f"{name} {own:.3f} ms {other / own:.2f}x relL2 {error:.3f}")
         print(f"{name:<18}{own:>9.3f}{other:>10.3f}{other / own:>10.2f}{error:>9.4f}", flush=True)
+    print_line(where, found)
+    return 0 if good else 1
+
+
+def print_line(device: torch.device, found: Sequence[str]) -> None:
+    """Print what was found on a device, with its name and the versions, as one line to paste."""
     known = versions()
     about = [f"{one} {known[one]}" for one in ("turbo_rcm_patch", "torch", "triton", "cuda")
              if one in known]  # fmt: skip
     print("\nPaste this line into an issue:")
-    print(" | ".join([device_name(where), ", ".join(about), *found]))
-    return 0 if good else 1
+    print(" | ".join([device_name(device), ", ".join(about), *found]))
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

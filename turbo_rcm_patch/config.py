@@ -106,6 +106,8 @@ class PatchConfig:
             again. With hooks, offloading or caches inside the model every forward runs plain; the
             report says why. A graph holds the memory of a forward until the model is unpatched,
             refreshed or moved.
+        self_test: With attention="auto", test a GPU that nobody has measured on the first forward:
+            a second or so, whose result is kept (`ops/self_test.py`).
     """
 
     attention: Attention = "auto"
@@ -123,6 +125,7 @@ class PatchConfig:
     guard_budget: float = 0.10
     sla_topk: float = 0.1
     cuda_graphs: bool = False
+    self_test: bool = True
 
     def __repr__(self) -> str:
         values = ((field, getattr(self, field.name)) for field in fields(self))
@@ -155,7 +158,7 @@ class PatchConfig:
                 expected=f"a non-empty tuple out of {KINDS}",
                 got=repr(self.kinds),
             )
-        for field in ("smooth_k", "guard", "cuda_graphs"):
+        for field in ("smooth_k", "guard", "cuda_graphs", "self_test"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(
                     f"PatchConfig.{field}",
@@ -217,6 +220,7 @@ class PatchOptions(TypedDict, total=False):
     guard_budget: float
     sla_topk: float
     cuda_graphs: bool
+    self_test: bool
 
 
 def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:

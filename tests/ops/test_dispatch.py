@@ -23,9 +23,9 @@ def own_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     """A cache folder of the test's own, and nothing decided before or after."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TURBO_RCM_PATCH_TILES", raising=False)
-    dispatch._forget()
+    dispatch.forget_tables()
     yield
-    dispatch._forget()
+    dispatch.forget_tables()
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ def convert_transformer(
     dtype: torch.dtype | None = None,
     heads: int | None = None,
     network: str | None = None,
+    int8_only: bool = False,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
     config: dict[str, object] | None = None,
@@ -71,6 +72,7 @@ def convert_transformer(
         dtype: As in `write_transformer`.
         heads: As in `read_checkpoint`.
         network: As in `read_checkpoint`.
+        int8_only: As in `write_transformer`, of a `-quant` checkpoint.
         force: Whether to replace an existing model folder.
         shard_bytes: Largest file.
         config: As in `write_transformer`.
@@ -85,12 +87,14 @@ def convert_transformer(
     check_target(target, force=force, folder=True)
     check_outside(target, checkpoint)
     source = read_checkpoint(checkpoint, heads=heads, network=network, progress=progress)
+    _check_int8(source, checkpoint, int8_only=int8_only)
     remove_abandoned(target)
-    check_space(target, folder_bytes(source, dtype))
+    check_space(target, folder_bytes(source, dtype, int8_only=int8_only))
     with staged(target, force=force, folder=True) as made:
         written = write_transformer(
-            source, made, dtype=dtype, shard_bytes=shard_bytes, config=config, progress=progress
-        )
+            source, made, dtype=dtype, int8_only=int8_only, shard_bytes=shard_bytes,
+            config=config, progress=progress,
+        )  # fmt: skip
     assumed = heads is None and not source.sizes.sla
     told = f"{source.sizes.heads_text}: --heads N if that is wrong" if assumed else ""
     return replace(written, path=target, heads=told)
@@ -105,6 +109,7 @@ def convert_pipeline(
     dtype: torch.dtype | None = None,
     heads: int | None = None,
     network: str | None = None,
+    int8_only: bool = False,
     copy: bool = False,
     force: bool = False,
     progress: Progress | None = None,
@@ -122,6 +127,7 @@ def convert_pipeline(
         dtype: As in `write_transformer`.
         heads: As in `read_checkpoint`; by default as in the base.
         network: As in `read_checkpoint`, of both checkpoints.
+        int8_only: As in `write_transformer`, of `-quant` checkpoints.
         copy: Copy the base's parts instead of linking to them.
         force: Whether to replace an existing model folder.
         progress: Called with bytes.
@@ -160,13 +166,14 @@ def convert_pipeline(
             )
         source = read_checkpoint(path, heads=heads or there, network=network, progress=progress)
         _check_same_model(root / part, config, source, str(path))
+        _check_int8(source, path, int8_only=int8_only)
         own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
         sources.append((part, source, own))
     rest, defaults = _rest(root, index), stored_settings(root)
     remove_abandoned(target)
     check_space(
         target,
-        sum(folder_bytes(source, dtype) for _, source, _ in sources),
+        sum(folder_bytes(source, dtype, int8_only=int8_only) for _, source, _ in sources),
         copied=sum(_bytes_of(folder) for folder in rest.values()) if copy else 0,
     )
     results = []
@@ -182,12 +189,23 @@ def convert_pipeline(
                 source,
                 made / part,
                 dtype=dtype,
+                int8_only=int8_only,
                 config=entries,
                 progress=report,
             )
             results.append(replace(written, path=target / part))
         _write_rest(made, rest, index, defaults, experts=len(sources), copy=copy)
     return tuple(results)
+
+
+def _check_int8(source: Checkpoint, path: str | Path, *, int8_only: bool) -> None:
+    if int8_only and not source.quantised:
+        raise CheckpointError(
+            f"--int8-only: {path}",
+            expected="a -quant checkpoint, with int8 weights",
+            got="one without",
+            remedy="Convert it without --int8-only, and run it with --linear int8-only",
+        )
 
 
 def _index(root: Path, *, experts: int) -> dict[str, object]:

@@ -5,7 +5,8 @@ The extra file holds what the stock class has no place for, by the names of its 
 - `blocks.N.attn1.proj_l.weight` [D, D] and `.bias` [D] of SLA;
 - `<Linear>.int8_weight` int8 [Cout, K] and `<Linear>.scale` fp32 [ceil(Cout / 128), ceil(K / 128)]
   of a `-quant` checkpoint, whose stock weight is the product of both, so that stock classes load
-  the folder.
+  the folder. With `int8_only` there is no product, and both are among the weights, by the names
+  of `Int8Linear`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from torch import Tensor
 from turbo_rcm_patch.checkpoints.blocks import dequantise
 from turbo_rcm_patch.checkpoints.keys import Name, names
 from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress
+from turbo_rcm_patch.patching.int8_linear import SCALE
+from turbo_rcm_patch.patching.int8_linear import WEIGHT as INT8_WEIGHT
+from turbo_rcm_patch.patching.int8_only import INT8_MARK
 from turbo_rcm_patch.patching.stored import (
     EXTRA_FILE,
     EXTRA_METADATA,
@@ -100,6 +104,17 @@ def _dequantised_dtype(name: Name, tensors: dict[str, Tensor]) -> torch.dtype:
     return torch.bfloat16 if bias is None else bias.dtype
 
 
+class _Stored:
+    """A tensor to write as it is."""
+
+    def __init__(self, key: str, tensor: Tensor) -> None:
+        self.key, self._tensor, self.size = key, tensor, tensor.nbytes
+
+    def tensor(self) -> Tensor:
+        """In memory of its own."""
+        return self._tensor.contiguous().clone()
+
+
 class _Item:
     """A tensor to write, made only when its file is written."""
 
@@ -121,11 +136,30 @@ class _Item:
         return self._plain.to(self._dtype, copy=True).reshape(self._shape).contiguous()
 
 
+def _items(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool
+) -> list[_Item | _Stored]:
+    """What the files of weights hold."""
+    items: list[_Item | _Stored] = []
+    for name in names(checkpoint.sizes):
+        pair = [checkpoint.tensors[n] for n in name.their_int8 if n in checkpoint.tensors]
+        if name.extra:
+            continue
+        if not (int8_only and name.linear and pair):
+            items.append(_Item(name, checkpoint, dtype))
+            continue
+        linear = name.ours.removesuffix("weight")
+        bits = pair[1].float().contiguous().view(torch.int32)
+        items += [_Stored(f"{linear}{INT8_WEIGHT}", pair[0]), _Stored(f"{linear}{SCALE}", bits)]
+    return items
+
+
 def write_transformer(
     checkpoint: Checkpoint,
     folder: Path,
     *,
     dtype: torch.dtype | None = None,
+    int8_only: bool = False,
     shard_bytes: int = SHARD_BYTES,
     config: dict[str, object] | None = None,
     progress: Progress | None = None,
@@ -138,6 +172,9 @@ def write_transformer(
         dtype: Of the weights that diffusers would cast (norms, modulation and the time embedder
             stay as they are); None keeps every tensor's own, and multiplies int8 weights back to
             the dtype of their bias.
+        int8_only: Write the int8 weights of a `-quant` checkpoint and not their products. Such a
+            folder is about as large as the checkpoint. Stock classes refuse it; `load_pipeline`
+            loads it.
         shard_bytes: Largest file.
         config: Entries of config.json to use in place of those inferred.
         progress: Called with bytes.
@@ -148,8 +185,8 @@ def write_transformer(
     from safetensors.torch import save_file
 
     listed = names(checkpoint.sizes)
-    items = [_Item(name, checkpoint, dtype) for name in listed if not name.extra]
-    extra = _extra(listed, checkpoint)
+    items = _items(checkpoint, dtype, int8_only=int8_only)
+    extra = _extra(listed, checkpoint, int8=not int8_only)
     total, done = sum(item.size for item in items), 0
     shards = list(_shards(items, shard_bytes))
     where: dict[str, str] = {}
@@ -167,14 +204,20 @@ def write_transformer(
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": where}
         write_json(folder / f"{WEIGHTS}.safetensors.index.json", listing)
-    ours = {MARK: mark_of_tensors(proj_l)} if (proj_l := _proj_l(extra)) else {}
+    proj_l = _proj_l(extra)
+    ours: dict[str, object] = {MARK: mark_of_tensors(proj_l)} if proj_l else {}
+    if int8_only:
+        ours["quantization_config"] = dict(INT8_MARK)
     write_json(folder / "config.json", checkpoint.sizes.config() | ours | (config or {}))
     if extra:
         save_file(extra, folder / EXTRA_FILE, metadata=EXTRA_METADATA)
     for path in folder.glob("*.safetensors"):  # Which are written for their owner alone.
         shutil.copymode(folder / "config.json", path)
-    int8 = sum(key.endswith(".int8_weight") for key in extra)
-    return Written(folder, len(items), int8, len(proj_l), checkpoint.left_out)
+    int8 = sum(key.endswith((".int8_weight", f".{INT8_WEIGHT}")) for key in (*extra, *where))
+    return Written(
+        folder, len(items), int8, len(proj_l), checkpoint.left_out,
+        extra_file="" if int8_only and not extra else EXTRA_FILE,
+    )  # fmt: skip
 
 
 def _proj_l(extra: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -184,18 +227,20 @@ def _proj_l(extra: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return {a.removesuffix(".proj_l.weight"): (extra[a], extra[b]) for a, b in pairs}
 
 
-def folder_bytes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> int:
+def folder_bytes(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool = False
+) -> int:
     """Bytes that `write_transformer` writes, up to some kilobytes."""
-    listed = names(checkpoint.sizes)
-    stock = sum(_Item(name, checkpoint, dtype).size for name in listed if not name.extra)
-    return stock + sum(t.nbytes for t in _extra(listed, checkpoint).values())
+    stock = sum(item.size for item in _items(checkpoint, dtype, int8_only=int8_only))
+    extra = _extra(names(checkpoint.sizes), checkpoint, int8=not int8_only)
+    return stock + sum(t.nbytes for t in extra.values())
 
 
-def _extra(listed: list[Name], checkpoint: Checkpoint) -> dict[str, Tensor]:
+def _extra(listed: list[Name], checkpoint: Checkpoint, *, int8: bool) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for name in listed:
         pairs = [(name.theirs, name.ours)] if name.extra else []
-        if name.linear:
+        if name.linear and int8:
             pairs += zip(name.their_int8, name.our_int8, strict=True)
         for theirs, ours in pairs:
             if theirs in checkpoint.tensors:
@@ -205,8 +250,8 @@ def _extra(listed: list[Name], checkpoint: Checkpoint) -> dict[str, Tensor]:
     return result
 
 
-def _shards(items: list[_Item], largest: int) -> Iterator[list[_Item]]:
-    shard: list[_Item] = []
+def _shards(items: list[_Item | _Stored], largest: int) -> Iterator[list[_Item | _Stored]]:
+    shard: list[_Item | _Stored] = []
     for item in items:
         if shard and sum(i.size for i in shard) + item.size > largest:
             yield shard

@@ -58,18 +58,23 @@ _LISTED: Final = 12
 
 
 class Wanted(NamedTuple):
-    """A tensor that must exist: the shapes it may have, and whether it is int8 or float."""
+    """A tensor that must exist: the shapes it may have, and whether it is int8, the bits of fp32
+    in an int32, or float."""
 
     shapes: tuple[tuple[int, ...], ...]
     int8: bool = False
+    bits: bool = False
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether a tensor is as wanted."""
-        kind = tensor.dtype == torch.int8 if self.int8 else tensor.dtype.is_floating_point
+        kind = tensor.dtype.is_floating_point
+        if self.int8 or self.bits:
+            kind = tensor.dtype == (torch.int8 if self.int8 else torch.int32)
         return kind and tuple(tensor.shape) in self.shapes
 
     def __str__(self) -> str:
-        return f"{'int8' if self.int8 else 'float'} {list(self.shapes[0])}"
+        kind = "int8" if self.int8 else "int32" if self.bits else "float"
+        return f"{kind} {list(self.shapes[0])}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from turbo_rcm_patch.checkpoints.pipeline import read_json
 from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors
 from turbo_rcm_patch.checkpoints.staging import check_space, staged
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.patching.int8_linear import SCALE, WEIGHT
 from turbo_rcm_patch.patching.stored import mark_of, proj_l_key, weight_files
 
 __all__ = ["StoredTensors", "transformer_folder", "write_checkpoint"]
@@ -30,6 +31,7 @@ _DTYPES: Final = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "I8": torch.int8,
+    "I32": torch.int32,
 }
 
 
@@ -143,6 +145,12 @@ def write_checkpoint(
         wanted = _wanted(listed)
         if sla is stock:
             wanted |= {name.ours: Wanted((name.shape,)) for name in listed if name.extra}
+        alone = {n for n in listed if n.linear and _keys_alone(n)[0] in stock}
+        for name in alone:  # In int8, and their products nowhere.
+            del wanted[name.ours]
+            weight, scale = _keys_alone(name)
+            wanted[weight] = Wanted((name.shape,), int8=True)
+            wanted[scale] = Wanted((blocks_of(name.shape),), bits=True)
         check_tensors(str(place), wanted, stock.listing)
         int8 = {n for n in listed if n.linear and n.our_int8[0] in extra}
         if extra_file.is_file():
@@ -154,20 +162,31 @@ def write_checkpoint(
         done = 0
         for name in listed:
             source = sla if name.extra else stock
-            if name in int8:
+            if name in alone:
+                weight, scale = _keys_alone(name)
+                bits = stock[scale].view(torch.float32)
+                tensors.update(zip(name.their_int8, (stock[weight], bits), strict=True))
+            elif name in int8:
                 pair = tuple(extra[key] for key in name.our_int8)
                 _check_product(place, name, stock[name.ours], *pair)
                 tensors.update(zip(name.their_int8, pair, strict=True))
             else:
                 tensors[name.theirs] = source[name.ours].reshape(name.shape)
-            done += 0 if name.extra else stock.listing[name.ours].nbytes
+            written = () if name.extra else _keys_alone(name) if name in alone else (name.ours,)
+            done += sum(stock.listing[key].nbytes for key in written)
             if progress is not None:
                 progress("convert", done, total)
         torch.save(tensors, made)
     blocks = len({n.ours.split(".")[1] for n in listed if n.extra})
     shown = sizes.sla or sizes.head_dim == HEAD_DIM
     heads = "" if shown else f"{sizes.heads_text}: convert it with --heads {sizes.heads}"
-    return Written(path, len(tensors), len(int8), blocks, extra_file="", heads=heads)
+    return Written(path, len(tensors), len(int8 | alone), blocks, extra_file="", heads=heads)
+
+
+def _keys_alone(name: Name) -> tuple[str, str]:
+    """The keys of an int8 weight and its scales in a folder without their product."""
+    linear = name.ours.removesuffix("weight")
+    return f"{linear}{WEIGHT}", f"{linear}{SCALE}"
 
 
 def _has_sla(stored: StoredTensors) -> bool:

@@ -18,12 +18,13 @@ shapes are numbers, and a compiled graph does not depend on what is chosen.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 from zlib import crc32
 
@@ -50,14 +51,22 @@ __all__ = [
     "choose_inputs",
     "decider",
     "describe_pv",
+    "device_name_of",
     "dispatch_path",
     "dispatch_rows",
+    "forget_tables",
+    "hold_self_test",
+    "is_measured",
     "keep_dispatch",
+    "made_with",
     "measure_dispatch",
+    "measured_here",
     "quantises",
     "resolve_impl",
     "resolve_pv",
     "resolved",
+    "self_test_path",
+    "self_tests",
 ]
 
 #: Keys from which "auto" is int8 on a GPU that nobody has measured.
@@ -127,12 +136,74 @@ FORMS_MEASURED: Final = any("form" in row for rows in _SHIPPED.values() for row 
 
 
 @cache
-def _tables() -> tuple[Table, Table]:
-    """The user's table and the shipped ones."""
+def _tables() -> tuple[Table, ...]:
+    """The user's table, the shipped ones, and what cards without a table showed when they were
+    first used."""
     from turbo_rcm_patch.kernels.tile_table import existing_table
 
     path = existing_table("dispatch.json")
-    return {} if path is None else _read(path), _SHIPPED
+    return {} if path is None else _read(path), _SHIPPED, self_tests() | _held
+
+
+def self_test_path() -> Path:
+    """Where the results of `self_test` are."""
+    return dispatch_path().with_name("self_test.json")
+
+
+#: Of this process, where the file cannot be written.
+_held: Final[Table] = {}
+
+
+def hold_self_test(name: str, rows: list[Row]) -> None:
+    """Use a result that cannot be kept, from here on."""
+    _held[name] = rows
+    forget_tables()
+
+
+def made_with() -> str:
+    """What a self test is good for: a driver and a compiler."""
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")
+    return f"driver {driver()}, triton {metadata.version('triton')}, torch {torch.__version__}"
+
+
+def self_tests() -> Table:
+    """The kept results that are good now; a file that cannot be used holds none."""
+    path = self_test_path()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        good = {
+            name: entry["rows"]
+            for name, entry in found.items()
+            if entry["made_with"] == made_with() and not any(map(_row_problem, entry["rows"]))
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+    return good
+
+
+def is_measured(name: str, head_dim: int) -> bool:
+    """Whether a card has a table of its own, or was tested at this head size."""
+    user, shipped, tested = _tables()
+    rows = tested.get(name, ())
+    return bool(user.get(name) or shipped.get(name)) or any(
+        row.get("head_dim") == [head_dim, head_dim] for row in rows
+    )
+
+
+def measured_here(device: torch.device) -> str:
+    """Which measurements decide for "auto" on a device, in words."""
+    name = device_name_of(device)
+    user, shipped, tested = _tables()
+    found = [
+        words
+        for words, table in (
+            (f"your table ({dispatch_path()})", user),
+            ("the shipped table of this card", shipped),
+            (f"the self test of this card ({self_test_path()})", tested),
+        )
+        if table.get(name)
+    ]
+    return " and ".join(found)
 
 
 def _read(path: Path) -> Table:
@@ -183,7 +254,7 @@ def _row_problem(row: object) -> str:
     return "" if choices.keys() & row.keys() else "a row that decides nothing"
 
 
-def _forget() -> None:
+def forget_tables() -> None:
     """Read the tables again, and decide again."""
     from turbo_rcm_patch.kernels.replay import forget_programs
 
@@ -215,7 +286,8 @@ def _device_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
 
-def _name_of(device: torch.device) -> str:
+def device_name_of(device: torch.device) -> str:
+    """The name of a GPU, by which tables have it; of other devices their type."""
     if device.type != "cuda":
         return device.type
     return _device_name(torch.cuda.current_device() if device.index is None else device.index)
@@ -224,7 +296,7 @@ def _name_of(device: torch.device) -> str:
 def decider(device: torch.device) -> int:
     """A number of what decides for "auto" on a device: its name and the rows for it. Devices and
     tables with the same number decide alike."""
-    name = _name_of(device)
+    name = device_name_of(device)
     return crc32(json.dumps([name, [table.get(name) for table in _tables()]]).encode())
 
 
@@ -318,7 +390,7 @@ def choose_form(
     if device.type != "cuda" or not FORMS_MEASURED:
         return "two-launch"
     numbers = (head_dim, heads, batch * n_q, n_kv)
-    row = _row_for(_name_of(device), "form", numbers, c_out_features)
+    row = _row_for(device_name_of(device), "form", numbers, c_out_features)
     return "one-launch" if row is not None and row["form"] == "one-launch" else "two-launch"
 
 
@@ -338,7 +410,7 @@ def _decided(
     reason = "asked for"
     row = None
     if device.type == "cuda" and exact_serves and (attention == "auto" or pv == "auto"):
-        row = _row_for(_name_of(device), "attention", (head_dim, heads, n_q, n_kv))
+        row = _row_for(device_name_of(device), "attention", (head_dim, heads, n_q, n_kv))
     if attention == "auto":
         if device.type != "cuda":
             attention, reason = "int8", f"nothing is measured on {device.type}"
@@ -351,7 +423,7 @@ def _decided(
                 long = n_kv >= INT8_DEFAULT_KEYS
                 attention = "int8" if long else "exact"
                 reason = (
-                    f"no measurement on {_name_of(device)} covers it: int8 from "
+                    f"no measurement on {device_name_of(device)} covers it: int8 from "
                     f"{INT8_DEFAULT_KEYS:,} keys on"
                 )
     if attention not in QMAX:
@@ -478,6 +550,9 @@ def measure_dispatch(
     heads: int = 12,
     calls: int = 20,
     clock: Callable[[], float] = perf_counter,
+    head_dims: Mapping[int, tuple[int, int]] = MappingProxyType(HEAD_DIMS),
+    pv: PVDType = "auto",
+    graphs: bool = True,
 ) -> Table:
     """Time exact attention against int8 on a device, by length and head size.
 
@@ -487,6 +562,10 @@ def measure_dispatch(
         heads: Heads of the attentions that are timed.
         calls: Timed calls of each; the fastest counts.
         clock: Seconds.
+        head_dims: Channels of a head, with the range that each stands for.
+        pv: Of int8 attention.
+        graphs: Whether calls are replayed from a CUDA graph, which times the device alone. Other
+            streams may not be busy then.
 
     Returns:
         A table for `keep_dispatch`: from which length on int8 was faster at that and at every
@@ -499,15 +578,17 @@ def measure_dispatch(
     def seconds(attention: Literal["int8", "exact"], head_dim: int, n_q: int, n_kv: int) -> float:
         shape = (1, max(n_q, n_kv), heads * head_dim)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        x = torch.randn(shape, device=device, dtype=dtype)
-        spec, best = AttentionSpec(heads=heads, attention=attention), float("inf")
+        random = torch.Generator(device).manual_seed(0)
+        x = torch.randn(shape, generator=random, device=device, dtype=dtype)
+        spec = AttentionSpec(heads=heads, attention=attention, pv=pv)
+        best = float("inf")
 
         def run() -> object:
             return attention_skip(x[:, :n_q], x[:, :n_kv], x[:, :n_kv], spec)
 
         for _ in range(2):  # compile and record
             run()
-        if device.type == "cuda":  # the device's time, not Python's
+        if graphs and device.type == "cuda":  # the device's time, not Python's
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 run()
@@ -536,7 +617,7 @@ def measure_dispatch(
 
     rows: list[Row] = []
     with torch.no_grad():
-        for head_dim, span in HEAD_DIMS.items():
+        for head_dim, span in head_dims.items():
             own, own_times = first(head_dim, [(n, n) for n in lengths])
             few, few_times = first(head_dim, [(lengths[-1], n) for n in lengths])
             of_dim: Row = {"head_dim": list(span)}
@@ -561,7 +642,7 @@ def measure_dispatch(
                         }
                     )
             rows.append(of_dim | {"attention": "exact", "source": few_times})
-    return {_name_of(device): rows}
+    return {device_name_of(device): rows}
 
 
 def keep_dispatch(table: Table, path: Path | None = None) -> Path:
@@ -576,5 +657,5 @@ def keep_dispatch(table: Table, path: Path | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(before | table, indent=1) + "\n", encoding="utf-8")
-    _forget()
+    forget_tables()
     return path

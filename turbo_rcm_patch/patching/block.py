@@ -23,6 +23,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.operation import compile_ahead
+from turbo_rcm_patch.ops.self_test import ensure_tested
 from turbo_rcm_patch.patching.author import Notes, nothing, same
 from turbo_rcm_patch.patching.blocks import Mode, may_run
 from turbo_rcm_patch.patching.branches import (
@@ -325,6 +326,9 @@ class BlockForward:
             return None
         guard = self._guard
         if self._first:
+            if self._config.self_test and self._config.attention == "auto":
+                hidden, heads = next(iter(inputs.values())), self._specs["as asked for"].heads
+                ensure_tested(hidden.device, hidden.shape[-1] // heads, heads)
             self._linears.copies.begin()
             if guard is not None:
                 guard.begin(**inputs)

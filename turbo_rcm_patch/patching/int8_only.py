@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,19 @@ from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.sla import recovered_proj_l
 from turbo_rcm_patch.patching.state import ModelPlan
 
-__all__ = ["drop_originals", "keep_int8_only", "originals_of", "refuse_offloaded"]
+__all__ = [
+    "INT8_MARK",
+    "drop_originals",
+    "is_marked",
+    "keep_int8_only",
+    "mark_int8_only",
+    "originals_of",
+    "refuse_offloaded",
+]
+
+#: Entry "quantization_config" of config.json where a Linear's weight is in int8 alone. diffusers
+#: refuses a quantisation that it does not know, and would else run such a folder without weights.
+INT8_MARK: Final = {"quant_method": "turbo_rcm_int8"}
 
 #: Rows of a weight that are quantised at once: a CPU needs them in fp32.
 _ROWS: Final = 1024
@@ -59,6 +71,18 @@ def keep_int8_only(model: object, *, device: torch.device | str | None = None) -
         linears = originals_of([plan for _, plan in plan_all(model, config)])
     refuse_offloaded(modules)
     return drop_originals(modules, linears, "auto", device)
+
+
+def mark_int8_only(model: nn.Module) -> None:
+    """Say in a diffusers model's configuration that it has int8 weights alone."""
+    register = getattr(model, "register_to_config", None)
+    if register is not None:
+        register(quantization_config=dict(INT8_MARK))
+
+
+def is_marked(config: Mapping[str, object]) -> bool:
+    """Whether a configuration says so."""
+    return config.get("quantization_config") == INT8_MARK
 
 
 def originals_of(plans: list[ModelPlan]) -> list[nn.Linear]:
@@ -132,6 +156,9 @@ def drop_originals(
         made = Int8Linear.in_place_of(linear, *_quantized(linear, impl, device))
         for children, name in places[id(linear)]:
             children[name] = made
+    for model in models:
+        if any(type(module) is Int8Linear for module in model.modules()):
+            mark_int8_only(model)
     return count
 
 

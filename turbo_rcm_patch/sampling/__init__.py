@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.comparison import Comparison, compare
     from turbo_rcm_patch.sampling.generation import Generation, generate
+    from turbo_rcm_patch.sampling.int8_folder import load_int8_only
     from turbo_rcm_patch.sampling.load import load_pipeline
     from turbo_rcm_patch.sampling.measures import NetworkNumber, network_number
     from turbo_rcm_patch.sampling.scheduler import RCMScheduler
@@ -28,6 +29,7 @@ __all__ = [
     "compare",
     "generate",
     "judge",
+    "load_int8_only",
     "load_pipeline",
     "network_number",
 ]
@@ -42,6 +44,7 @@ _HOMES = {
     "compare": "comparison",
     "generate": "generation",
     "judge": "verdict",
+    "load_int8_only": "int8_folder",
     "load_pipeline": "load",
     "network_number": "measures",
 }

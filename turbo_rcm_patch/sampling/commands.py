@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -223,6 +224,7 @@ def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Writt
         ("--dtype", arguments.back and arguments.dtype),
         ("--heads", arguments.back and arguments.heads),
         ("--network", arguments.back and arguments.network),
+        ("--int8-only", arguments.back and arguments.int8_only),
         ("--low-noise", arguments.low_noise and not (arguments.base and not arguments.back)),
         ("--copy", arguments.copy and not (arguments.base and not arguments.back)),
     ):
@@ -235,6 +237,7 @@ def _converted(arguments: argparse.Namespace, progress: Progress) -> tuple[Writt
         "dtype": None if arguments.dtype is None else getattr(torch, arguments.dtype),
         "heads": arguments.heads,
         "network": arguments.network,
+        "int8_only": arguments.int8_only,
         "force": force,
         "progress": progress,
     }
@@ -296,10 +299,15 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def _load(arguments: argparse.Namespace, device: str | None = None) -> VideoPipeline:
+    int8: bool | Literal["only"] = arguments.linear == "int8"
+    if arguments.linear == "int8-only":
+        int8 = "only"
+    elif getattr(arguments, "no_patch", False):
+        int8 = False
     return load_pipeline(
         arguments.model,
         dtype=getattr(torch, arguments.dtype),
         device=arguments.device if device is None else device,
         offload=arguments.offload,
-        int8=arguments.linear == "int8" and not getattr(arguments, "no_patch", False),
+        int8=int8,
     )

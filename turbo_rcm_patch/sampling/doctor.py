@@ -20,6 +20,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import MissingPackageError, SamplingError, TurboRCMError
 from turbo_rcm_patch.extras import EXTRAS
 from turbo_rcm_patch.ops import describe_pv, dispatch_rows, resolve_impl
+from turbo_rcm_patch.ops.dispatch import measured_here
 
 __all__ = ["Examination", "Finding", "examine"]
 
@@ -215,6 +216,17 @@ def _choices() -> Iterator[Finding]:
         f"{kernels} on {device.type}: attention {config.attention}, pv {pv}, "
         f"form {config.form}, guard {'on' if config.guard else 'off'}",
     )
+    found = measured_here(device)
+    if device.type == "cuda":
+        yield Finding(
+            "measured here",
+            "ok" if found else "note",
+            f'attention="auto" reads {found}'
+            if found
+            else "nothing: the first forward tests "
+            "this card in a second or so, and what follows are defaults",
+            "" if found else "turbo-rcm-patch tune measures tiles and lengths on this card",
+        )
     for shape, runs, why in dispatch_rows(None, device):
         yield Finding(shape, "note", f"{runs}: {why}")
 

@@ -6,7 +6,7 @@ import difflib
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -21,9 +21,11 @@ from turbo_rcm_patch.checkpoints.pipeline import LAYOUT, check_part, read_json
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError, TurboRCMError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import registry
+from turbo_rcm_patch.patching.int8_only import keep_int8_only
 from turbo_rcm_patch.patching.sla import attach_proj_l, held_proj_l
 from turbo_rcm_patch.patching.stored import MARK, folder_proj_l, mark_of
 from turbo_rcm_patch.sampling.families import FAMILIES, VideoPipeline
+from turbo_rcm_patch.sampling.int8_folder import holds_int8, is_int8_only, load_int8_only
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler
 from turbo_rcm_patch.sampling.settings import folder_defaults
 
@@ -46,7 +48,7 @@ __all__ = [
     "resolve_model",
 ]
 
-Offload = Literal["none", "model", "sequential"]
+Offload = Literal["none", "model", "group", "sequential"]
 
 #: The name under which the shipped Wan can be loaded.
 TINY: Final = "tiny"
@@ -74,7 +76,7 @@ def load_pipeline(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device | None = None,
     offload: Offload = "none",
-    int8: bool = True,
+    int8: bool | Literal["only"] = True,
 ) -> VideoPipeline:
     """Load a pipeline: transformer and text encoder in `dtype`, VAE in fp32.
 
@@ -83,9 +85,12 @@ def load_pipeline(
         dtype: dtype of the transformer and the text encoder. Layers that diffusers keeps in fp32
             stay in fp32.
         device: Where to run; by default a GPU if there is one.
-        offload: "model" keeps one component at a time on the GPU, "sequential" one layer at a
-            time.
+        offload: "model" keeps one component at a time on the GPU. "group" keeps one block of a
+            transformer there and fetches the next meanwhile, and one layer of the text encoder and
+            the VAE, which decodes in tiles. "sequential" keeps one layer at a time.
         int8: Whether to attach the int8 weights of a converted checkpoint, for `linear="int8"`.
+            "only" keeps int8 weights alone, as `keep_int8_only` does: those of the folder, and no
+            original is read, or new ones. A folder without originals always loads so.
 
     Returns:
         A `WanPipeline` or `CogVideoXPipeline`, ready to run. If the folder was converted from a
@@ -99,9 +104,13 @@ def load_pipeline(
     folder = resolve_model(model)
     if isinstance(folder, Path):
         check_folder(folder)
-    # Under sequential offload Linears are hooked and not run in int8: their int8 weights would lie
-    # on the GPU for nothing.
-    pipe = _from_pretrained(folder, dtype, int8=int8 and offload != "sequential")
+    # Under sequential offload Linears are hooked and not run in int8: int8 weights beside others
+    # would lie on the GPU for nothing.
+    if offload == "sequential" and int8 != "only":
+        int8 = False
+    pipe = _from_pretrained(folder, dtype, int8=int8)
+    if int8 == "only":  # Of what the folder has no int8 weights for.
+        keep_int8_only(pipe)
     move(pipe, target, offload)
     return pipe
 
@@ -206,7 +215,7 @@ def _check_folder(folder: Path) -> str:
 
 
 def _from_pretrained(
-    folder: Path | str, dtype: torch.dtype, *, int8: bool = True
+    folder: Path | str, dtype: torch.dtype, *, int8: bool | Literal["only"] = True
 ) -> VideoPipeline:
     """Load a pipeline, and attach what was converted beside the weights of its transformers."""
     import diffusers
@@ -226,9 +235,13 @@ def _from_pretrained(
         asked = index["_class_name"]
         if asked not in PIPELINES:
             raise TypeError(f"it is a {asked}, not one of {PIPELINES}")
+        alone = {}
+        if isinstance(folder, Path):
+            alone = _int8_parts(folder, dtype, wanted=int8 == "only")
         pipe = getattr(diffusers, asked).from_pretrained(
-            str(folder), dtype={"default": dtype, "vae": torch.float32}, local_files_only=local
-        )
+            str(folder), dtype={"default": dtype, "vae": torch.float32}, local_files_only=local,
+            **alone,
+        )  # fmt: skip
     for name in ("transformer", "transformer_2", "vae", "text_encoder"):
         part = getattr(pipe, name, None)
         if part is not None and any(p.is_meta for p in part.parameters()):
@@ -239,8 +252,16 @@ def _from_pretrained(
         if part is not None:
             part.eval()
         if part is not None and name in _TRANSFORMERS:
-            _attach_extra(part, folder, name, int8=int8)
+            _attach_extra(part, folder, name, int8=bool(int8) and name not in alone)
     return pipe
+
+
+def _int8_parts(folder: Path, dtype: torch.dtype, *, wanted: bool) -> dict[str, Any]:
+    """The transformers of a folder that are loaded with int8 weights alone: because there are no
+    others, or because it was asked for and there are int8 weights."""
+    parts = [folder / name for name in _TRANSFORMERS if (folder / name / "config.json").is_file()]
+    chosen = [part for part in parts if is_int8_only(part) or (wanted and holds_int8(part))]
+    return {part.name: load_int8_only(part, dtype) for part in chosen}
 
 
 def _attach_extra(transformer: Any, folder: Path | str, name: str, *, int8: bool) -> None:
@@ -380,8 +401,32 @@ def move(pipe: DiffusionPipeline, device: torch.device, offload: Offload) -> Non
         pipe.enable_model_cpu_offload(device=device)
     elif offload == "sequential":
         pipe.enable_sequential_cpu_offload(device=device)
+    elif offload == "group":
+        _offload_by_groups(pipe, device)
     else:
         pipe.to(device)
+
+
+def _offload_by_groups(pipe: DiffusionPipeline, device: torch.device) -> None:
+    """Blocks of the transformers, which still run in int8 because no Linear of theirs is hooked,
+    and layers of everything else."""
+    from diffusers.hooks import apply_group_offloading
+
+    for name, part in pipe.components.items():
+        if not isinstance(part, nn.Module):
+            continue
+        blocks = name in _TRANSFORMERS
+        apply_group_offloading(
+            part,
+            onload_device=device,
+            offload_device=torch.device("cpu"),
+            offload_type="block_level" if blocks else "leaf_level",
+            num_blocks_per_group=1 if blocks else None,
+            use_stream=blocks and device.type == "cuda",
+        )
+    tile: Callable[[], None] | None = getattr(getattr(pipe, "vae", None), "enable_tiling", None)
+    if tile is not None:
+        tile()
 
 
 def first_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.ops import AttentionSpec, attention_project_skip, attention_skip
 from turbo_rcm_patch.patching import patched, sla_as_defined
+from turbo_rcm_patch.patching.int8_linear import Int8Linear
 from turbo_rcm_patch.sampling.families import VideoPipeline, family_of
 from turbo_rcm_patch.sampling.generation import Conditioning, Sample, initial_noise
 from turbo_rcm_patch.sampling.settings import Settings
@@ -384,6 +385,8 @@ def upcast(network: torch.nn.Module) -> Iterator[None]:
     """Run a network in fp32 without a copy of it: a block is upcast when it is called, what is
     outside its blocks for the whole time. Every tensor is the one it was afterwards.
 
+    The weight of a Linear with int8 alone is the product of int8 and scale, then not rounded.
+
     Args:
         network: With its blocks in lists (`ModuleList`), the way every video transformer has them.
     """
@@ -406,7 +409,10 @@ def upcast(network: torch.nn.Module) -> Iterator[None]:
 
     hooks: list[Callable[[], None]] = []
     before = _widen(rest)
+    int8 = [(m, m.dtype) for m in network.modules() if type(m) is Int8Linear]
     try:
+        for linear, _ in int8:
+            linear.dtype = torch.float32
         for block in blocks:
             hooks.append(block.register_forward_pre_hook(begin).remove)
             hooks.append(block.register_forward_hook(end, always_call=True).remove)
@@ -416,6 +422,8 @@ def upcast(network: torch.nn.Module) -> Iterator[None]:
             remove()
         for one in list(held):
             end(one)
+        for linear, dtype in int8:
+            linear.dtype = dtype
         _narrow(before)
 
 
