@@ -160,7 +160,7 @@ def _draw_plots(comparison: Comparison) -> list[Path]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps = [index + 1 for index in trajectory_steps(comparison.settings.steps)]
+    steps = [index + 1 for index in trajectory_steps(comparison.settings.steps_run)]
     drawings: dict[str, Callable[[Axes, Sequence[PromptResult]], None]] = {
         "prompts.png": _per_prompt,
         "frames.png": _per_frame,
