@@ -429,9 +429,17 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     for name, text in (
         ("image", "first frame of every video, for an image-to-video model"),
         ("last-image", "last frame of every video, for a model that was trained with one"),
-        ("video", "video to begin with, for a video-to-video pipeline"),
+        ("video", "video to begin with, for a video-to-video pipeline; for VACE its control"),
+        ("mask", "for VACE: a video or an image, white where --video is made anew"),
     ):
         group.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
+    group.add_argument(
+        "--reference",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="for VACE: image of what the video shows; may be repeated",
+    )
     group.add_argument(
         "--strength",
         type=float,

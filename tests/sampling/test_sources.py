@@ -21,6 +21,7 @@ from tests.sampling.micro import (
 )
 from tests.sampling.micro_cogvideox import micro_cogvideox
 from tests.sampling.test_cli import QUICK
+from tests.sampling.test_family_pipelines import chronoedit, skyreels, unipc, vace
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
@@ -56,6 +57,13 @@ def film(frames: int = 9) -> list[Image.Image]:
     return [picture(3 * i) for i in range(frames)]
 
 
+def control() -> Any:
+    """VACE with a scheduler that takes noise as it is."""
+    pipe = vace()
+    pipe.scheduler = unipc()
+    return pipe
+
+
 IMAGE = {"image": picture()}
 VIDEO = {"video": film()}
 #: A pipeline in fp32, and what its videos are made from beside the prompt.
@@ -68,11 +76,24 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "wan-two-experts": (lambda: micro_image_pipe(experts=True), IMAGE),
     "wan-token-times": (lambda: micro_token_time_pipe(image=True), IMAGE),
     "wan-video": (micro_video_pipe, VIDEO),
+    "vace": (control, {}),
+    "vace-video": (
+        control,
+        VIDEO | {"mask": [picture(4 * i) for i in range(9)], "reference": [picture(8)] * 2},
+    ),
+    "skyreels": (skyreels, {}),
+    "chronoedit": (chronoedit, IMAGE),
     "cogvideox-image": (lambda: micro_cogvideox(source="image"), IMAGE),
     "cogvideox-1.5-image": (lambda: micro_cogvideox(source="image", patch_t=2), IMAGE),
     "cogvideox-video": (lambda: micro_cogvideox(source="video"), VIDEO),
 }
-WAN, COGVIDEOX = "WanTransformer3DModel", "CogVideoXTransformer3DModel"
+CLASSES = (
+    "WanTransformer3DModel",
+    "WanVACETransformer3DModel",
+    "SkyReelsV2Transformer3DModel",
+    "ChronoEditTransformer3DModel",
+    "CogVideoXTransformer3DModel",
+)
 _MADE: dict[str, Any] = {}
 
 
@@ -102,11 +123,25 @@ def settings_of(name: str, **more: Any) -> Settings:
     return settings_for(made(name), **given | more)
 
 
+def test_every_class_has_a_case() -> None:
+    assert {type(made(name).transformer).__name__ for name in CASES} == set(CLASSES)
+
+
 def by_hand(name: str, settings: Settings, seed: int) -> torch.Tensor:
     """Latents of the pipeline's own call."""
     pipe = made(name)
     call = dict(CASES[name][1])
-    if "video" in call:
+    if "vace" in name:
+        size = (32, 32)
+        call = {
+            "video": [x.resize(size) for x in call["video"]],
+            "mask": [x.resize(size, Image.Resampling.NEAREST) for x in call["mask"]],
+            "reference_images": call["reference"],
+        } if call else {}  # fmt: skip
+        frames = settings.num_frames + 4 * len(call.get("reference_images", ()))
+        more = Settings.for_model(None, **settings.as_dict() | {"num_frames": frames})
+        call |= {"latents": initial_noise(pipe, seed, more), "num_frames": settings.num_frames}
+    elif "video" in call:
         call["generator"] = torch.Generator().manual_seed(seed)
         call["strength"] = settings.strength
         call["video"] = call["video"][: settings.num_frames]
@@ -128,12 +163,15 @@ def by_hand(name: str, settings: Settings, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0], ids=["plain", "guided"])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.supports((WAN, COGVIDEOX), "generate, compare")
+@pytest.mark.supports(CLASSES, "generate, compare")
 def test_latents_are_those_of_the_pipelines_own_call(name: str, guidance: float) -> None:
     settings = settings_of(name, guidance_scale=guidance)
     found = generate(made(name), Source(PROMPT, **CASES[name][1]), seed=3, settings=settings)
     expected = by_hand(name, settings, 3).float()
-    assert torch.equal(found.latents, expected[:, -found.latents.shape[1] :])
+    axis = 1 if "cogvideox" in name else 2
+    start = expected.shape[axis] - found.latents.shape[axis]
+    assert start == (2 if "vace-video" in name else 1 if "1.5" in name else 0)
+    assert torch.equal(found.latents, expected.narrow(axis, start, found.latents.shape[axis]))
     assert found.frames.shape == (settings.num_frames, 32, 32, 3)
 
 
@@ -150,7 +188,7 @@ def test_every_picture_matters(name: str) -> None:
         assert not torch.equal(before, latents(**given | {one: other}))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("wan")])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("wan", "vace"))])
 def test_the_rcm_sampler(name: str) -> None:
     """With two experts, and from a video from its third step on."""
     more = {"sigma_max": 200.0} if "experts" in name else {}
@@ -160,7 +198,7 @@ def test_the_rcm_sampler(name: str) -> None:
     found = generate(
         made(name), source, settings=settings, on_step=lambda *step: told.append(step)
     )
-    steps = 3 if "video" in name else 4
+    steps = 3 if name == "wan-video" else 4
     assert told == [(i + 1, steps) for i in range(steps)]
     assert torch.isfinite(found.latents).all()
 
@@ -211,7 +249,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.supports((WAN, COGVIDEOX), "generate, compare")
+@pytest.mark.supports(CLASSES, "generate, compare")
 def test_compare_sees_every_picture_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,13 +264,16 @@ def test_compare_sees_every_picture_once(
         return count
 
     monkeypatch.setattr(pipe.vae, "encode", counted("vae", pipe.vae.encode))
-    if "clip" in name:
+    clip = getattr(pipe, "image_encoder", None) is not None
+    if clip:
         monkeypatch.setattr(pipe, "encode_image", counted("clip", pipe.encode_image))
     source = Source(PROMPT, **CASES[name][1])
     found = compare(pipe, source, out=tmp_path, settings=settings)
     assert found.network is not None and 0 < found.network.ratio < 2
     assert found.results[0].patched.psnr > 40, str(found)
-    assert sorted(encoded) == (["clip", "vae"] if "clip" in name else ["vae"])
+    # VACE's video in two parts (black without one), and its references, which are equal.
+    times = {"vace": 1, "vace-video": 3, "skyreels": 0}.get(name, 1)
+    assert sorted(encoded) == ["clip"] * clip + ["vae"] * times
     metrics = json.loads(found.metrics.read_text())
     assert list(metrics["identity"]["inputs"].values()) == [source.digest]
     assert len(metrics["prompts"][0]["patched"]["steps"]) == settings.steps_run
@@ -389,6 +430,8 @@ def test_mistakes_in_python() -> None:
         generate(pipe, Source(PROMPT, **IMAGE, last_image=picture()), settings=settings)
     with pytest.raises(SamplingError, match="--last-image FILE"):
         generate(made("wan-clip-two-frames"), PROMPT, image=picture(), settings=settings)
+    with pytest.raises(SamplingError, match=r"mask.*--video FILE"):
+        generate(made("vace"), Source(PROMPT, mask=film()), settings=settings)
     short = Source(PROMPT, video=film(4))
     with pytest.raises(SamplingError, match=r"9 frames.*--num-frames"):
         generate(video, short, settings=settings_of("wan-video"))

@@ -308,7 +308,8 @@ def _sources(arguments: argparse.Namespace) -> list[Source]:
             lines.append((prompt.strip(), file.strip()))
     if not lines:
         raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
-    given = {name: getattr(arguments, name) for name in ("image", "last_image", "video")}
+    names = [field.name for field in fields(Source) if field.name != "prompt"]
+    given = {name: getattr(arguments, name) for name in names}
     common = Source("", **given).media
     sources = []
     for prompt, file in lines:

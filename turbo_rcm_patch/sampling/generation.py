@@ -207,7 +207,7 @@ def encode(pipe: VideoPipeline, source: Source, settings: Settings) -> Condition
         device=pipe._execution_device,
     )
     conditioning = Conditioning(embeds, negative, source.media)
-    if conditioning.media:
+    if family_of(pipe).takes:
         recorded_calls(pipe, conditioning, settings, [])
     return conditioning
 
@@ -465,7 +465,7 @@ def _replaced(owner: object, **attributes: object) -> Iterator[None]:
 @contextmanager
 def _encoded_once(pipe: VideoPipeline, conditioning: Conditioning) -> Iterator[None]:
     """Let VAE and image encoder see every image once for all generations of `conditioning`."""
-    if not conditioning.media:
+    if not family_of(pipe).takes:
         yield
         return
     known, encode = conditioning.encoded, pipe.vae.encode

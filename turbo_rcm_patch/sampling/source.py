@@ -35,7 +35,9 @@ class Source:
         prompt: The prompt.
         image: The first frame.
         last_image: The last frame, for a model that was trained with one.
-        video: The frames to begin with.
+        video: The frames to begin with, or (VACE) those that control the video.
+        mask: Where `video` is made anew (white): one image a frame, or one for all.
+        reference: Images of what the video shows.
 
     Raises:
         SamplingError: A file is missing, unreadable, or smaller than 16 pixels a side.
@@ -45,6 +47,8 @@ class Source:
     image: ImageLike | None = None
     last_image: ImageLike | None = None
     video: VideoLike | None = None
+    mask: VideoLike | None = None
+    reference: Sequence[ImageLike] | None = None
 
     def __post_init__(self) -> None:
         for name, one in _images(self.media):

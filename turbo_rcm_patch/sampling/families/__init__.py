@@ -17,11 +17,14 @@ from turbo_rcm_patch.errors import NotAModelError, SamplingError
 
 if TYPE_CHECKING:
     from diffusers import (
+        ChronoEditPipeline,
         CogVideoXImageToVideoPipeline,
         CogVideoXPipeline,
         CogVideoXVideoToVideoPipeline,
+        SkyReelsV2Pipeline,
         WanImageToVideoPipeline,
         WanPipeline,
+        WanVACEPipeline,
         WanVideoToVideoPipeline,
     )
 
@@ -43,13 +46,17 @@ __all__ = [
 #: What `generate` and `compare` run, for annotations.
 VideoPipeline: TypeAlias = (
     "WanPipeline | WanImageToVideoPipeline | WanVideoToVideoPipeline | CogVideoXPipeline | "
-    "CogVideoXImageToVideoPipeline | CogVideoXVideoToVideoPipeline"
+    "CogVideoXImageToVideoPipeline | CogVideoXVideoToVideoPipeline | WanVACEPipeline | "
+    "SkyReelsV2Pipeline | ChronoEditPipeline"
 )
 #: A diffusers pipeline that `generate` and `compare` run -> "module.Class" of what serves it.
 FAMILIES: Final = {
     "WanPipeline": "wan.Wan",
     "WanImageToVideoPipeline": "wan.WanImage",
     "WanVideoToVideoPipeline": "wan.WanVideo",
+    "WanVACEPipeline": "wan.Vace",
+    "SkyReelsV2Pipeline": "wan.SkyReels",
+    "ChronoEditPipeline": "wan.ChronoEdit",
     "CogVideoXPipeline": "cogvideox.CogVideoX",
     "CogVideoXImageToVideoPipeline": "cogvideox.CogVideoXImage",
     "CogVideoXVideoToVideoPipeline": "cogvideox.CogVideoXVideo",

@@ -179,8 +179,8 @@ class CogVideoXVideo(CogVideoX):
             span = int(pipe.vae_scale_factor_temporal)
             raise SamplingError(
                 "num_frames",
-                expected=f"a number that makes the {frames} frames of latents a multiple of {patch}",
-                got=str(settings.num_frames),
+                expected=f"a multiple of {patch} frames of latents",
+                got=f"{settings.num_frames}, which are {frames} frames of latents",
                 remedy=f"Try --num-frames {(frames - frames % patch - 1) * span + 1}",
             )
         return {

@@ -1,5 +1,5 @@
 """diffusers' Wan pipelines: rectified flow, with one expert or two; from text, from an image, and
-from a video.
+from a video. And those of its relatives, VACE, SkyReels-V2 and ChronoEdit.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
+from PIL import Image
 
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling.families import BlockProbe, PipelineFamily, draw
@@ -29,6 +30,8 @@ class Wan(PipelineFamily):
     SAMPLERS: ClassVar[tuple[Sampler, ...]] = ("rcm", "scheduler")
     DEFAULTS: ClassVar[Mapping[str, object]] = {}
     OWN: ClassVar[Mapping[str, object]] = WAN_OWN
+    #: Whether its transformer is a `WanTransformer3DModel`.
+    PROBED: ClassVar[bool] = True
 
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
@@ -86,6 +89,13 @@ class Wan(PipelineFamily):
         """The first block, with 264 tokens."""
         from diffusers import WanTransformer3DModel
 
+        if not self.PROBED:
+            raise SamplingError(
+                "the check of one block",
+                expected="the transformer of a WanPipeline, or from an image or a video",
+                got=f"{folder}",
+                remedy="Use compare, which takes this model too",
+            )
         network = WanTransformer3DModel.from_pretrained(
             str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
         )
@@ -160,3 +170,96 @@ class WanVideo(Wan):
             "strength": 1.0 if settings.strength is None else settings.strength,
             "generator": torch.Generator("cpu").manual_seed(seed),
         }
+
+
+class Vace(Wan):
+    """`WanVACEPipeline`: from text, and with a video, its mask and images of what to show."""
+
+    MAY: ClassVar[tuple[str, ...]] = ("video", "mask", "reference")
+    PROBED: ClassVar[bool] = False
+
+    def latent_shape(
+        self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
+    ) -> tuple[int, ...]:
+        """[1, C, F, H, W], the references before the video."""
+        one, channels, frames, *size = super().latent_shape(pipe, settings)
+        more = 0 if conditioning is None else len(conditioning.media.get("reference", ()))
+        return (one, channels, frames + more, *size)
+
+    def call_inputs(
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
+    ) -> dict[str, object]:
+        """The pipeline keeps the shape of a video, so what it is given has the video's size.
+
+        Raises:
+            SamplingError: There is a mask and no video.
+        """
+        given, size = conditioning.media, (settings.width, settings.height)
+        call = super().call_inputs(pipe, seed, conditioning, settings)
+        if "mask" in given and "video" not in given:
+            raise SamplingError(
+                "mask",
+                expected="a video that it belongs to",
+                got="none",
+                remedy="Give --video FILE, from Python video=",
+            )
+        if "video" in given:
+            call["video"] = [x.resize(size) for x in conditioning.frames("video", settings)]
+        if "mask" in given:
+            one = given["mask"] * settings.num_frames if len(given["mask"]) == 1 else None
+            masks = one or conditioning.frames("mask", settings)
+            call["mask"] = [x.resize(size, Image.Resampling.NEAREST) for x in masks]
+        if "reference" in given:
+            call["reference_images"] = given["reference"]
+        return call
+
+    def trim(
+        self, pipe: Any, latents: torch.Tensor, conditioning: Conditioning, settings: Settings
+    ) -> torch.Tensor:
+        """Without the references."""
+        return latents[:, :, len(conditioning.media.get("reference", ())) :]
+
+    def noised(
+        self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor
+    ) -> list[tuple[torch.Tensor, float]]:
+        """(1 - t) clean + t noise, with the first frame in the place of references."""
+        more = noise.shape[2] - clean.shape[2]
+        whole = torch.cat([clean[:, :, :1].expand(-1, -1, more, -1, -1), clean], dim=2)
+        return super().noised(pipe, whole, noise)
+
+
+class SkyReels(Wan):
+    """`SkyReelsV2Pipeline`: from text alone."""
+
+    SAMPLERS: ClassVar[tuple[Sampler, ...]] = ("scheduler",)
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "sampler": "scheduler",
+        "height": 544,
+        "width": 960,
+        "num_frames": 97,
+        "fps": 24,
+    }
+    OWN: ClassVar[Mapping[str, object]] = {"steps": 50, "guidance_scale": 6.0}
+    PROBED: ClassVar[bool] = False
+
+    def call_inputs(
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
+    ) -> dict[str, object]:
+        """It has one expert."""
+        call = super().call_inputs(pipe, seed, conditioning, settings)
+        del call["guidance_scale_2"]
+        return call
+
+
+class ChronoEdit(SkyReels):
+    """`ChronoEditPipeline`: from the image that is edited, without temporal reasoning."""
+
+    DEFAULTS: ClassVar[Mapping[str, object]] = {"sampler": "scheduler"}
+    OWN: ClassVar[Mapping[str, object]] = WAN_OWN
+    NEEDS: ClassVar[tuple[str, ...]] = ("image",)
+
+    def call_inputs(
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
+    ) -> dict[str, object]:
+        """With the image, which the pipeline resizes."""
+        return super().call_inputs(pipe, seed, conditioning, settings) | dict(conditioning.media)
