@@ -438,7 +438,31 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         help="prompt; may be repeated",
     )
     group.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="file with one prompt per line"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="file with one prompt per line. After a tab a line may name an image or a video of "
+        "its own, relative to the file",
+    )
+    for name, text in (
+        ("image", "first frame of every video, for an image-to-video model"),
+        ("last-image", "last frame of every video, for a model that was trained with one"),
+        ("video", "video to begin with, for a video-to-video pipeline; for VACE its control"),
+        ("mask", "for VACE: a video or an image, white where --video is made anew"),
+    ):
+        group.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
+    group.add_argument(
+        "--reference",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="for VACE: image of what the video shows; may be repeated",
+    )
+    group.add_argument(
+        "--strength",
+        type=float,
+        metavar="S",
+        help="how much of --video is made anew: this share of the steps runs (default: 0.8)",
     )
     group.add_argument(
         "--seed",

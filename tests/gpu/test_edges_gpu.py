@@ -16,7 +16,7 @@ from turbo_rcm_patch import errors, ops
 from turbo_rcm_patch.kernels.portable import attention as kernels
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.linears import Linears, Projection
-from turbo_rcm_patch.sampling.scheduler import _fingerprint
+from turbo_rcm_patch.sampling.scheduler import fingerprint
 
 pytestmark = pytest.mark.gpu
 
@@ -326,4 +326,4 @@ def test_a_forward_derivative_of_the_kernels_operations() -> None:
 def test_the_seed_of_the_renoising_is_that_of_the_cpu() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         sample = random(16, 21, 60, 104, dtype=dtype)
-        assert _fingerprint(sample) == _fingerprint(sample.cpu())
+        assert fingerprint(sample) == fingerprint(sample.cpu())

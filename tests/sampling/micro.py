@@ -10,9 +10,11 @@ import torch
 from diffusers import (
     AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
+    WanVideoToVideoPipeline,
 )
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -70,9 +72,10 @@ def micro_token_time_pipe(*, image: bool) -> WanPipeline | WanImageToVideoPipeli
     return cls(**parts, **_experts(transformers), expand_timesteps=True)
 
 
-def micro_image_pipe(*, experts: bool) -> WanImageToVideoPipeline:
-    """As Wan 2.2 A14B I2V with two experts, or as Wan 2.1 I2V with a CLIP image encoder; the image
-    is in the 4 mask and 4 condition channels of the transformer's input."""
+def micro_image_pipe(*, experts: bool, last: bool = False) -> WanImageToVideoPipeline:
+    """As Wan 2.2 A14B I2V with two experts, or as Wan 2.1 I2V with a CLIP image encoder (and as
+    FLF2V, with a last frame); the image is in the 4 mask and 4 condition channels of the
+    transformer's input."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts = vae_and_text()
@@ -80,8 +83,22 @@ def micro_image_pipe(*, experts: bool) -> WanImageToVideoPipeline:
             return WanImageToVideoPipeline(
                 **parts, **_experts([_transformer(in_channels=12) for _ in range(2)])
             )
-        network = _transformer(in_channels=12, image_dim=16, added_kv_proj_dim=128)
+        network = _transformer(
+            in_channels=12, image_dim=16, added_kv_proj_dim=128,
+            pos_embed_seq_len=2 * 5 if last else None,
+        )  # fmt: skip
         return WanImageToVideoPipeline(**parts, **_experts([network]), **image_encoder())
+
+
+def micro_video_pipe() -> WanVideoToVideoPipeline:
+    """From a video."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return WanVideoToVideoPipeline(
+            **vae_and_text(), transformer=_transformer(), scheduler=UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+            ),
+        )  # fmt: skip
 
 
 def image_encoder() -> dict[str, Any]:

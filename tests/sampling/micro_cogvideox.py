@@ -6,8 +6,10 @@ import torch
 from diffusers import (
     AutoencoderKLCogVideoX,
     CogVideoXDDIMScheduler,
+    CogVideoXImageToVideoPipeline,
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
+    CogVideoXVideoToVideoPipeline,
 )
 from transformers import T5Config, T5EncoderModel
 
@@ -16,8 +18,21 @@ from tests.sampling.micro import WORDS, tokenizer
 LEVELS = 3
 
 
-def micro_cogvideox(*, seed: int = 0, rotary: bool = True, patch_t: int | None = None):
-    """A pipeline in fp32 whose attention really reaches its output (gates are raised)."""
+PIPELINES = {
+    "text": CogVideoXPipeline,
+    "image": CogVideoXImageToVideoPipeline,
+    "video": CogVideoXVideoToVideoPipeline,
+}
+
+
+def micro_cogvideox(
+    *, seed: int = 0, rotary: bool = True, patch_t: int | None = None, source: str = "text"
+):
+    """A pipeline in fp32 whose attention really reaches its output (gates are raised).
+
+    From an image, one of 1.5 (`patch_t`) is told the offset of its frames too.
+    """
+    image = source == "image"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         vae = AutoencoderKLCogVideoX(
@@ -33,7 +48,8 @@ def micro_cogvideox(*, seed: int = 0, rotary: bool = True, patch_t: int | None =
             )
         )  # fmt: skip
         transformer = CogVideoXTransformer3DModel(
-            num_attention_heads=2, attention_head_dim=64, in_channels=4, out_channels=4,
+            num_attention_heads=2, attention_head_dim=64, in_channels=8 if image else 4,
+            out_channels=4, ofs_embed_dim=32 if image and patch_t else None,
             time_embed_dim=32, text_embed_dim=32, num_layers=2, sample_width=8, sample_height=8,
             sample_frames=5, patch_size_t=patch_t, max_text_seq_length=16,
             use_rotary_positional_embeddings=rotary,
@@ -44,7 +60,7 @@ def micro_cogvideox(*, seed: int = 0, rotary: bool = True, patch_t: int | None =
                     gates = norm.linear.bias.view(6, -1)
                     gates[[2, 5]] += 0.3
                 block.attn1.norm_q.weight *= 2.0
-    return CogVideoXPipeline(
+    return PIPELINES[source](
         tokenizer=tokenizer(),
         text_encoder=text.eval(),
         vae=vae.eval(),

@@ -15,17 +15,18 @@ from tests.sampling.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, ModelFolderError, SamplingError
-from turbo_rcm_patch.sampling import compare, generate
+from turbo_rcm_patch.sampling import Source, compare, generate
 from turbo_rcm_patch.sampling.families import family_of
 from turbo_rcm_patch.sampling.generation import (
-    encode_prompt,
+    encode,
     initial_noise,
+    recorded_calls,
     sample_latents,
     settings_for,
 )
 from turbo_rcm_patch.sampling.kernel_check import run_kernel_check
 from turbo_rcm_patch.sampling.load import load_pipeline, resolve_model
-from turbo_rcm_patch.sampling.measures import measure_network
+from turbo_rcm_patch.sampling.measures import NetworkInput, measure_network
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
@@ -114,7 +115,7 @@ def test_frames_that_fill_a_patch_in_time_are_dropped(small: Settings) -> None:
     assert initial_noise(made, 0, settings).shape[1] == 4
     found = generate(made, PROMPT, settings=settings)
     assert found.latents.shape[1] == 3 and found.frames.shape[0] == 9
-    conditioning = encode_prompt(made, PROMPT, settings)
+    conditioning = encode(made, Source(PROMPT), settings)
     number = measure_network(made, conditioning, found.latents, settings, PatchConfig())
     assert 0 < number.unpatched < 0.2 and number.ratio > 0
 
@@ -146,27 +147,30 @@ def test_a_scheduler_with_noise_of_its_own_repeats_itself(folder: Path, small: S
 def test_the_networks_inputs_have_the_schedules_noise(pipe, small: Settings) -> None:
     """Three times, with the noise levels of the rectified-flow times, added by the scheduler."""
     clean, noise = (torch.randn(1, 2, 4, 8, 8) for _ in range(2))
-    embeds = encode_prompt(pipe, PROMPT, small).embeds
-    calls = family_of(pipe).network_calls(pipe, [noise], embeds, clean, small)
-    assert len(calls) == 3 and all(one.image_rotary_emb is not None for one in calls)
+    conditioning = encode(pipe, Source(PROMPT), small)
+    states = family_of(pipe).noised(pipe, clean, noise)
+    calls = [
+        NetworkInput.of_call(call) for call in recorded_calls(pipe, conditioning, small, states)
+    ]
+    assert len(calls) == 3 and all(one.more["image_rotary_emb"] is not None for one in calls)
     for one in calls:
-        wanted = pipe.scheduler.add_noise(clean, noise, one.timestep)
+        wanted = pipe.scheduler.add_noise(clean, noise, one.timestep.long())
         torch.testing.assert_close(one.hidden_states, wanted.bfloat16())
+        assert torch.equal(one.encoder_hidden_states, conditioning.embeds)
     assert calls[0].timestep > calls[1].timestep > calls[2].timestep
 
 
-def test_a_network_without_such_a_schedule_has_no_number(folder: Path, small: Settings) -> None:
+def test_a_network_without_such_a_schedule_has_no_number(folder: Path) -> None:
     from turbo_rcm_patch.sampling.scheduler import RCMScheduler
 
     made = load_pipeline(folder, device="cpu")
     made.scheduler = RCMScheduler()
-    embeds = torch.zeros(1, 16, 32)
     with pytest.raises(SamplingError, match="alphas_cumprod"):
-        family_of(made).network_calls(made, [torch.zeros(1, 2, 4, 8, 8)], embeds, embeds, small)
+        family_of(made).noised(made, torch.zeros(1, 2, 4, 8, 8), torch.zeros(1, 2, 4, 8, 8))
 
 
 def test_patching_changes_little_and_is_undone(pipe, small: Settings) -> None:
-    conditioning = encode_prompt(pipe, PROMPT, small)
+    conditioning = encode(pipe, Source(PROMPT), small)
     before = sample_latents(pipe, conditioning, seed=0, settings=small).latents
     with patched(pipe, PatchConfig()):
         during = sample_latents(pipe, conditioning, seed=0, settings=small).latents

@@ -14,7 +14,7 @@ import torch
 from tests.sampling.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.errors import AlreadyPatchedError, SamplingError
-from turbo_rcm_patch.sampling import comparison
+from turbo_rcm_patch.sampling import Source, comparison
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.load import load_pipeline
 from turbo_rcm_patch.sampling.measures import highest_precision, measure_network
@@ -234,9 +234,9 @@ def test_prompts_and_folder_are_checked(pipe, settings, tmp_path: Path) -> None:
 
 
 def test_the_network_number(pipe, settings) -> None:
-    from turbo_rcm_patch.sampling.generation import encode_prompt
+    from turbo_rcm_patch.sampling.generation import encode
 
-    conditioning = encode_prompt(pipe, PROMPTS[0], settings)
+    conditioning = encode(pipe, Source(PROMPTS[0]), settings)
     clean = torch.zeros(1, 4, 2, 4, 4)
     before = fingerprint(pipe)
     number = measure_network(pipe, conditioning, clean, settings, PatchConfig())

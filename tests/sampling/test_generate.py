@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    ChronoEditPipeline,
     ConsisIDPipeline,
-    SkyReelsV2Pipeline,
     WanAnimatePipeline,
-    WanVACEPipeline,
 )
 
 from tests.sampling.micro import SMALL, micro_pipe
@@ -116,10 +113,7 @@ def test_other_things_are_not_pipelines() -> None:
 
 
 REFUSED = {
-    WanVACEPipeline: "WanVACETransformer3DModel",
     WanAnimatePipeline: "WanAnimateTransformer3DModel",
-    ChronoEditPipeline: "ChronoEditTransformer3DModel",
-    SkyReelsV2Pipeline: "SkyReelsV2Transformer3DModel",
     ConsisIDPipeline: "ConsisIDTransformer3DModel",
 }
 

@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from tests.sampling.micro import SMALL, micro_pipe
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.sampling.scheduler import RCMScheduler, _fingerprint, noise_stream, rcm_times
+from turbo_rcm_patch.sampling.scheduler import RCMScheduler, fingerprint, noise_stream, rcm_times
 
 SHAPE = (1, 4, 2, 6, 5)
 
@@ -137,7 +137,7 @@ def test_every_value_of_the_first_sample_seeds_the_renoising(place: int) -> None
 def test_exchanged_frames_seed_other_noise() -> None:
     noise = torch.randn(1, 4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     swapped = noise[:, :, [1, 0, 2]]
-    assert _fingerprint(noise[0]) != _fingerprint(swapped[0])
+    assert fingerprint(noise[0]) != fingerprint(swapped[0])
 
 
 def test_noise_can_come_from_a_generator_of_the_caller() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.measures import NetworkNumber, network_number
     from turbo_rcm_patch.sampling.scheduler import RCMScheduler
     from turbo_rcm_patch.sampling.settings import Settings
+    from turbo_rcm_patch.sampling.source import Source
     from turbo_rcm_patch.sampling.verdict import Verdict, judge
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "NetworkNumber",
     "RCMScheduler",
     "Settings",
+    "Source",
     "Verdict",
     "compare",
     "generate",
@@ -40,6 +42,7 @@ _HOMES = {
     "NetworkNumber": "measures",
     "RCMScheduler": "scheduler",
     "Settings": "settings",
+    "Source": "source",
     "Verdict": "verdict",
     "compare": "comparison",
     "generate": "generation",

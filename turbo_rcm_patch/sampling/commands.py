@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -23,35 +24,44 @@ from turbo_rcm_patch.output import check_writable
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.sampling import comparison, generation
-from turbo_rcm_patch.sampling.families import VideoPipeline
+from turbo_rcm_patch.sampling.families import VideoPipeline, family_named
 from turbo_rcm_patch.sampling.generation import settings_for
-from turbo_rcm_patch.sampling.load import first_line, load_pipeline, load_skeleton
+from turbo_rcm_patch.sampling.load import (
+    first_line,
+    load_pipeline,
+    load_skeleton,
+    pipeline_class,
+)
 from turbo_rcm_patch.sampling.many import Ranks, is_made, note_made, ranks_here
 from turbo_rcm_patch.sampling.progress import Progress, bars
 from turbo_rcm_patch.sampling.settings import Settings
+from turbo_rcm_patch.sampling.source import Source
 from turbo_rcm_patch.sampling.store import Store, check_out
 from turbo_rcm_patch.sampling.support import replace_in, text
-from turbo_rcm_patch.sampling.video import ENDINGS, enlarge, find_ffmpeg, write_mp4
+from turbo_rcm_patch.sampling.video import ENDINGS, VIDEO_ENDINGS, enlarge, find_ffmpeg, write_mp4
 
 __all__ = ["compare", "convert", "generate", "pairs", "support"]
 
 
 def generate(arguments: argparse.Namespace) -> int:
     """Write one mp4 per prompt; under torchrun every process writes its share."""
-    prompts, config, ranks = _prompts(arguments), _config(arguments), ranks_here()
+    sources, config, ranks = _sources(arguments), _config(arguments), ranks_here()
     out = Path(arguments.out).expanduser()
-    if out.suffix and len(prompts) > 1:
+    if out.suffix and len(sources) > 1:
         raise SamplingError(
-            "--out", expected=f"a folder, because there are {len(prompts)} prompts", got=str(out)
+            "--out", expected=f"a folder, because there are {len(sources)} prompts", got=str(out)
         )
     if out.suffix and out.suffix.lower() not in ENDINGS:
         raise SamplingError(
             "--out", expected=f"a folder, or a file that ends in one of {ENDINGS}", got=str(out)
         )
     # What would fail at the end fails before a model is loaded.
-    check_writable(out if out.suffix else out / f"{Store.key(prompts[0], arguments.seed)}.mp4")
+    check_writable(
+        out if out.suffix else out / f"{Store.key(sources[0].prompt, arguments.seed)}.mp4"
+    )
     find_ffmpeg()
-    mine = [(prompt, arguments.seed + i) for i, prompt in ranks.share(list(enumerate(prompts)))]
+    _check_sources(arguments, sources)
+    mine = [(source, arguments.seed + i) for i, source in ranks.share(list(enumerate(sources)))]
     try:
         _write_share(arguments, config, mine, ranks, out)
     except SamplingError:
@@ -64,7 +74,7 @@ def generate(arguments: argparse.Namespace) -> int:
 def _write_share(
     arguments: argparse.Namespace,
     config: PatchConfig,
-    work: list[tuple[str, int]],
+    work: list[tuple[Source, int]],
     ranks: Ranks,
     out: Path,
 ) -> None:
@@ -108,7 +118,7 @@ def _say_dense(pipe: VideoPipeline) -> None:
 
 def _write_videos(
     pipe: VideoPipeline,
-    work: list[tuple[str, int]],
+    work: list[tuple[Source, int]],
     settings: Settings,
     out: Path,
     about: dict[str, object],
@@ -121,21 +131,24 @@ def _write_videos(
     Raises:
         SamplingError: Some failed; the others are written.
     """
-    total, failed = settings.steps * len(work), []
-    for i, (prompt, seed) in enumerate(work):
+    total, failed = settings.steps_run * len(work), []
+    for i, (source, seed) in enumerate(work):
+        prompt = source.prompt
 
-        def on_step(step: int, steps: int, before: int = i * settings.steps) -> None:
+        def on_step(step: int, steps: int, before: int = i * settings.steps_run) -> None:
             progress("generate", before + step, total)
 
         path = out if out.suffix else out / f"{Store.key(prompt, seed)}.mp4"
         identity = {"prompt": prompt, "seed": seed, **about}
+        if source.given:
+            identity["inputs"] = source.digest
         if resume and is_made(path, identity):
             print(f"{path}  was there")
-            on_step(settings.steps, settings.steps)
+            on_step(settings.steps_run, settings.steps_run)
             continue
         try:
             video = generation.generate(
-                pipe, prompt, seed=seed, settings=settings, on_step=on_step
+                pipe, source, seed=seed, settings=settings, on_step=on_step
             )
             write_mp4(enlarge(video.frames), path, settings.fps)
             if resume or not out.suffix:
@@ -160,17 +173,18 @@ def _write_videos(
 
 def compare(arguments: argparse.Namespace) -> int:
     """Compare, then print the verdict and the path of the report."""
-    prompts, config = _prompts(arguments), _config(arguments)
+    sources, config = _sources(arguments), _config(arguments)
     require("report", "compare")
     check_out(arguments.out, fresh=arguments.fresh)
     find_ffmpeg()
+    _check_sources(arguments, sources)
     pipe = _load(arguments)
     settings = _settings(pipe, arguments)
     try:
         with bars() as progress:
             found = comparison.compare(
                 pipe,
-                prompts,
+                sources,
                 out=arguments.out,
                 seed=arguments.seed,
                 config=config,
@@ -278,11 +292,13 @@ def _settings(pipe: VideoPipeline, arguments: argparse.Namespace) -> Settings:
     return settings_for(pipe, **given)
 
 
-def _prompts(arguments: argparse.Namespace) -> list[str]:
-    prompts = list(arguments.prompt)
+def _sources(arguments: argparse.Namespace) -> list[Source]:
+    """What the videos are made from. What is given for all of them is read once."""
+    lines, folder = [(prompt, "") for prompt in arguments.prompt], Path()
     if arguments.prompts is not None:
+        folder = arguments.prompts.parent
         try:
-            lines = arguments.prompts.read_text(encoding="utf-8-sig").splitlines()
+            text = arguments.prompts.read_text(encoding="utf-8-sig")
         except OSError as error:
             raise SamplingError(f"--prompts {arguments.prompts}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -292,10 +308,29 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
                 got=f"byte {error.object[error.start]:#04x} at position {error.start}",
                 remedy="Convert it, for instance with `iconv -f latin1 -t utf-8`",
             ) from error
-        prompts += [line.strip() for line in lines if line.strip()]
-    if not prompts:
+        for line in filter(None, map(str.strip, text.splitlines())):
+            prompt, _, file = line.partition("\t")
+            lines.append((prompt.strip(), file.strip()))
+    if not lines:
         raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
-    return prompts
+    names = [field.name for field in fields(Source) if field.name != "prompt"]
+    given = {name: getattr(arguments, name) for name in names}
+    common = Source("", **given).media
+    sources = []
+    for prompt, file in lines:
+        own: dict[str, Any] = dict(common)
+        if file:
+            is_video = Path(file).suffix.lower() in VIDEO_ENDINGS
+            own["video" if is_video else "image"] = folder / Path(file).expanduser()
+        sources.append(Source(prompt, **own))
+    return sources
+
+
+def _check_sources(arguments: argparse.Namespace, sources: Sequence[Source]) -> None:
+    """Raise, before a model is loaded, if its pipeline does not make videos from these."""
+    pipeline = pipeline_class(arguments.model)
+    if pipeline is not None:
+        family_named(pipeline).check(pipeline, sources)
 
 
 def _load(arguments: argparse.Namespace, device: str | None = None) -> VideoPipeline:

@@ -24,13 +24,13 @@ from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import patched, sla_as_defined
 from turbo_rcm_patch.patching.sla import attached_proj_l, recovered_proj_l
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
-from turbo_rcm_patch.sampling.families import VideoPipeline
+from turbo_rcm_patch.sampling.families import VideoPipeline, family_of
 from turbo_rcm_patch.sampling.filters import filtered
 from turbo_rcm_patch.sampling.generation import (
     Meter,
     Sample,
     decode_latents,
-    encode_prompt,
+    encode,
     sample_latents,
     settings_for,
 )
@@ -45,6 +45,7 @@ from turbo_rcm_patch.sampling.measures import (
 from turbo_rcm_patch.sampling.progress import Progress
 from turbo_rcm_patch.sampling.report import write_report
 from turbo_rcm_patch.sampling.settings import Settings
+from turbo_rcm_patch.sampling.source import ImageLike, Source, sources_of
 from turbo_rcm_patch.sampling.store import Store, check_out, reading
 from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT, Verdict, Word, judge
 from turbo_rcm_patch.sampling.video import (
@@ -243,9 +244,10 @@ class Comparison:
 
 def compare(
     pipe: VideoPipeline,
-    prompts: str | Sequence[str],
+    prompts: str | Source | Sequence[str | Source],
     *,
     out: str | Path,
+    images: ImageLike | Sequence[ImageLike] | None = None,
     seed: int = 0,
     config: PatchConfig | None = None,
     settings: Settings | None = None,
@@ -264,7 +266,8 @@ def compare(
 
     Args:
         pipe: An unpatched pipeline, with the transformer in bf16 and the VAE in fp32.
-        prompts: One or many. Prompt i uses seed + i.
+        prompts: One or many, each a text or a `Source`. Prompt i uses seed + i.
+        images: For image to video the first frame, one for all prompts or one for each.
         out: Folder for videos, plots, metrics.json, report.html and report.md. Finished prompts in
             it are kept, and so are files that no comparison wrote.
         seed: Seed of initial noise and re-noising.
@@ -285,12 +288,9 @@ def compare(
     """
     require("report", "compare")
     config = config or PatchConfig()
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not prompts or any(not prompt.strip() for prompt in prompts):
-        raise SamplingError(
-            "prompts", expected="at least one, none of them empty", got=repr(prompts)
-        )
+    sources = sources_of(prompts, images)
     settings = settings or settings_for(pipe, **overrides)
+    family_of(pipe).check(type(pipe).__name__, sources)
     check_out(out, fresh=fresh)
     find_ffmpeg()
     why_no_network(pipe, network_number)
@@ -298,9 +298,9 @@ def compare(
         baseline = _baseline(sparse, config)
     with patched(pipe, config):
         pass  # what cannot be patched fails here, before hours of baseline
-    identity = identify(pipe, settings, config)
+    identity = identify(pipe, settings, config) | {"inputs": inputs_of(sources, seed)}
     store = Store(out, identity, fresh=fresh)
-    run = _Run(pipe, prompts, seed, settings, config, store, progress or (lambda *_: None))
+    run = _Run(pipe, sources, seed, settings, config, store, progress or (lambda *_: None))
 
     run.sample("baseline", run.unpatched())
     run.check_baseline()
@@ -345,7 +345,7 @@ class _Run:
     def __init__(
         self,
         pipe: VideoPipeline,
-        prompts: Sequence[str],
+        sources: Sequence[Source],
         seed: int,
         settings: Settings,
         config: PatchConfig,
@@ -354,11 +354,11 @@ class _Run:
     ) -> None:
         self.pipe, self.settings, self.config, self.store = pipe, settings, config, store
         self.progress = progress
-        self.prompts = list(prompts)
-        self.seeds = [seed + i for i in range(len(prompts))]
-        self.keys = [Store.key(p, s) for p, s in zip(prompts, self.seeds, strict=True)]
-        #: A prompt's embeddings, computed once for all passes.
-        self.encoded = cache(lambda prompt: encode_prompt(pipe, prompt, settings))
+        self.prompts = [source.prompt for source in sources]
+        self.seeds = [seed + i for i in range(len(sources))]
+        self.keys = list(inputs_of(sources, seed))
+        #: What source i is encoded to, once for all passes.
+        self.encoded = cache(lambda i: encode(pipe, sources[i], settings))
 
     @contextmanager
     def unpatched(self, backend: str | None = None) -> Iterator[None]:
@@ -382,11 +382,12 @@ class _Run:
         `note` is kept beside the samples, before each of them.
         """
         missing = [i for i, k in enumerate(self.keys) if not self.store.has_sample(k, variant)]
-        steps, total = self.settings.steps, len(self.prompts) * self.settings.steps
+        steps = self.settings.steps_run
+        total = len(self.prompts) * steps
         done = total - len(missing) * steps
         self.progress(variant, done, total)
         for i in missing:  # outside the backend: only the transformer's attention differs
-            self.encoded(self.prompts[i])
+            self.encoded(i)
         with backend:
             kept: dict[str, object] = {}
             if missing and warm:
@@ -405,7 +406,7 @@ class _Run:
     def _generate(self, i: int, on_step: Callable[[int, int], None] | None = None) -> Sample:
         return sample_latents(
             self.pipe,
-            self.encoded(self.prompts[i]),
+            self.encoded(i),
             seed=self.seeds[i],
             settings=self.settings,
             keep_trajectory=True,
@@ -442,7 +443,7 @@ class _Run:
         known = self.store.read_json("runs/control.json")
         refused = []
         for name in [known["backend"]] if known else candidates(self.pipe._execution_device):
-            self.encoded(self.prompts[0])
+            self.encoded(0)
             if known is None:
                 if why := self._refuses(name):
                     refused.append(f"{name} {why}")
@@ -492,7 +493,7 @@ class _Run:
             return None, why
         self.progress("network", 0, 1)
         clean = self.store.load_sample(self.keys[0], "baseline").latents
-        conditioning = self.encoded(self.prompts[0])
+        conditioning = self.encoded(0)
         try:
             number = measure_network(self.pipe, conditioning, clean, self.settings, self.config)
         except torch.OutOfMemoryError:
@@ -704,6 +705,11 @@ def identify(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> di
         "versions": versions(),
         "code": code_digest(),
     }
+
+
+def inputs_of(sources: Sequence[Source], seed: int) -> dict[str, str]:
+    """The name of each prompt in a `Store`, with the digest of what it comes with."""
+    return {Store.key(one.prompt, seed + i): one.digest for i, one in enumerate(sources)}
 
 
 def _sums(tensors: Iterator[torch.Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""Text to video: encode the prompt, sample latents, decode them.
+"""Encode what a video is made from, sample latents, decode them.
 
 The pipeline's own `__call__` denoises, so hooks, offloading, both experts of Wan 2.2 and every
 scheduler behave as usual. Unpatched and patched models take the same path. `families` holds what
@@ -8,19 +8,20 @@ differs between pipelines.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from turbo_rcm_patch.errors import ConfigError, DTypeError
-from turbo_rcm_patch.sampling.families import PipelineFamily, VideoPipeline, family_of
-from turbo_rcm_patch.sampling.scheduler import RCMScheduler, noise_stream
+from turbo_rcm_patch.errors import ConfigError, DTypeError, SamplingError
+from turbo_rcm_patch.sampling.families import PipelineFamily, VideoPipeline, draw, family_of
+from turbo_rcm_patch.sampling.scheduler import RCMScheduler, fingerprint, noise_stream
 from turbo_rcm_patch.sampling.settings import Settings
+from turbo_rcm_patch.sampling.source import ImageLike, Source, sources_of
 
 __all__ = [
     "TRAJECTORY",
@@ -29,9 +30,10 @@ __all__ = [
     "Meter",
     "Sample",
     "decode_latents",
-    "encode_prompt",
+    "encode",
     "generate",
     "initial_noise",
+    "recorded_calls",
     "sample_latents",
     "settings_for",
     "trajectory_steps",
@@ -44,12 +46,38 @@ TRAJECTORY: Final = 12
 OnStep = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Conditioning:
-    """The embeddings [1, L, C] of a prompt and, under guidance, of the negative prompt."""
+    """A `Source`, encoded.
+
+    Attributes:
+        embeds: Embeddings [1, L, C] of the prompt.
+        negative_embeds: Under guidance those of the negative prompt.
+        media: What the source has beside its prompt, by the names of `Source`.
+        encoded: What VAE and image encoder made of `media`, by what they were given. Every
+            generation takes it from here.
+    """
 
     embeds: torch.Tensor
     negative_embeds: torch.Tensor | None
+    media: Mapping[str, Any] = field(default_factory=dict)
+    encoded: dict[object, Any] = field(default_factory=dict)
+
+    def frames(self, name: str, settings: Settings) -> list[Any]:
+        """The images of a video that was given, as many as `settings` asks for.
+
+        Raises:
+            SamplingError: It has fewer.
+        """
+        frames = list(self.media[name])
+        if len(frames) < settings.num_frames:
+            raise SamplingError(
+                name,
+                expected=f"{settings.num_frames} frames, as many as are made",
+                got=f"{len(frames)}",
+                remedy="Lower --num-frames, or give a longer video",
+            )
+        return frames[: settings.num_frames]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +125,9 @@ class Generation:
 
 def generate(
     pipe: VideoPipeline,
-    prompt: str,
+    prompt: str | Source,
     *,
+    image: ImageLike | None = None,
     seed: int = 0,
     settings: Settings | None = None,
     on_step: OnStep | None = None,
@@ -107,9 +136,11 @@ def generate(
     """Generate one video.
 
     Args:
-        pipe: A `WanPipeline` or `CogVideoXPipeline`, patched or not, on any device, with or
-            without offloading. Its VAE must be in fp32.
-        prompt: The prompt.
+        pipe: One of `families.FAMILIES`, patched or not, on any device, with or without
+            offloading. Its VAE must be in fp32.
+        prompt: The prompt, or a `Source` with what else the video is made from.
+        image: For an image-to-video pipeline the first frame: a file or an image of PIL's, which
+            the pipeline resizes to the size of the video.
         seed: Seed of the initial noise and of the re-noising, which have separate generators.
         settings: The settings; by default those of the model's folder (see `Settings.for_model`).
         on_step: Called after every step with (done, total).
@@ -122,12 +153,13 @@ def generate(
         settings = settings_for(pipe, **overrides)
     elif overrides:
         settings = Settings.for_model(None, **(settings.as_dict() | overrides))
-    conditioning = encode_prompt(pipe, prompt, settings)
+    (source,) = sources_of(prompt, image)
+    conditioning = encode(pipe, source, settings)
     sample = sample_latents(pipe, conditioning, seed=seed, settings=settings, on_step=on_step)
     with Meter(pipe._execution_device) as decoding:
         frames = decode_latents(pipe, sample.latents)[0]
     return Generation(
-        prompt=prompt,
+        prompt=source.prompt,
         seed=seed,
         settings=settings,
         latents=sample.latents,
@@ -146,40 +178,47 @@ def settings_for(pipe: VideoPipeline, **overrides: object) -> Settings:
     name = getattr(pipe, "name_or_path", None)
     folder = name if name and Path(name).is_dir() else None
     settings = Settings.for_model(folder, family.DEFAULTS, family.OWN, **overrides)
-    _check_sampler(pipe, family, settings)
+    _check_settings(pipe, family, settings)
     return settings
 
 
 @torch.no_grad()
-def encode_prompt(pipe: VideoPipeline, prompt: str, settings: Settings) -> Conditioning:
-    """Run the text encoder.
+def encode(pipe: VideoPipeline, source: Source, settings: Settings) -> Conditioning:
+    """Run the encoders: the text encoder, and VAE and image encoder if there is more than text.
 
     Args:
         pipe: The pipeline.
-        prompt: The prompt.
-        settings: Read for guidance, negative prompt and length.
+        source: What the video is made from.
+        settings: Read for guidance, negative prompt, length and size.
 
     Returns:
-        Embeddings [1, L, C] in the encoder's dtype, on the pipeline's device.
+        Embeddings [1, L, C] in the encoder's dtype, on the pipeline's device, and all else.
+
+    Raises:
+        SamplingError: The source lacks what the pipeline needs, or has what it does not take.
     """
+    family_of(pipe).check(type(pipe).__name__, [source])
     guided = settings.guidance_scale > 1.0
     embeds, negative = pipe.encode_prompt(
-        prompt=prompt,
+        prompt=source.prompt,
         negative_prompt=settings.negative_prompt if guided else None,
         do_classifier_free_guidance=guided,
         max_sequence_length=settings.max_sequence_length,
         device=pipe._execution_device,
     )
-    return Conditioning(embeds, negative)
+    conditioning = Conditioning(embeds, negative, source.media)
+    if family_of(pipe).takes:
+        recorded_calls(pipe, conditioning, settings, [])
+    return conditioning
 
 
-def initial_noise(pipe: VideoPipeline, seed: int, settings: Settings) -> torch.Tensor:
+def initial_noise(
+    pipe: VideoPipeline, seed: int, settings: Settings, conditioning: Conditioning | None = None
+) -> torch.Tensor:
     """Standard normal noise [1, C, F, H, W] (CogVideoX: [1, F, C, H, W]), fp32, on the CPU:
     `torch.Generator("cpu").manual_seed(seed)`.
     """
-    shape = family_of(pipe).latent_shape(pipe, settings)
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
+    return draw(family_of(pipe).latent_shape(pipe, settings, conditioning), seed)
 
 
 def trajectory_steps(steps: int) -> tuple[int, ...]:
@@ -202,7 +241,7 @@ def sample_latents(
 
     Args:
         pipe: The pipeline; its scheduler and progress bar are as before afterwards.
-        conditioning: From `encode_prompt`.
+        conditioning: From `encode`.
         seed: Seed of initial noise and re-noising.
         settings: How to sample.
         keep_trajectory: Whether to keep the latents after the `trajectory_steps`.
@@ -212,10 +251,9 @@ def sample_latents(
         Latents, time and peak memory.
     """
     family, device = family_of(pipe), pipe._execution_device
-    _check_sampler(pipe, family, settings)
-    noise = initial_noise(pipe, seed, settings)
+    _check_settings(pipe, family, settings)
     kept: list[torch.Tensor] = []
-    wanted = trajectory_steps(settings.steps) if keep_trajectory else ()
+    wanted = trajectory_steps(settings.steps_run) if keep_trajectory else ()
 
     def after_step(
         _: object, step: int, __: object, tensors: dict[str, torch.Tensor]
@@ -223,35 +261,126 @@ def sample_latents(
         if step in wanted:  # stays on the device: copying here would wait for it
             kept.append(tensors["latents"].clone())
         if on_step is not None:
-            on_step(step + 1, settings.steps)
+            on_step(step + 1, settings.steps_run)
         return {}
 
     with (
         _quiet(pipe),
         _sampler(pipe, settings, seed),
         _private_rng(device, seed),
+        _encoded_once(pipe, conditioning),
         Meter(device) as meter,
     ):
-        latents = pipe(
-            prompt_embeds=conditioning.embeds,
-            negative_prompt_embeds=conditioning.negative_embeds,
-            height=settings.height,
-            width=settings.width,
-            num_frames=settings.num_frames,
-            num_inference_steps=settings.steps,
-            guidance_scale=settings.guidance_scale,
-            max_sequence_length=settings.max_sequence_length,
-            callback_on_step_end=after_step,
-            output_type="latent",
-            **family.call_inputs(pipe, noise, settings, conditioning.embeds.dtype),
-        ).frames
-    latents = family.trim(pipe, latents, settings)
+        latents = _denoise(pipe, conditioning, seed, settings, callback_on_step_end=after_step)
+    latents = family.trim(pipe, latents, conditioning, settings)
     return Sample(
         latents=latents.to("cpu", torch.float32),
         trajectory=tuple(step.to("cpu", torch.float32) for step in kept),
         seconds=meter.seconds,
         peak_bytes=meter.peak_bytes,
     )
+
+
+def _denoise(
+    pipe: VideoPipeline,
+    conditioning: Conditioning,
+    seed: int,
+    settings: Settings,
+    **more: object,
+) -> torch.Tensor:
+    """Call the pipeline: its latents, after all steps."""
+    call: dict[str, object] = {
+        "prompt_embeds": conditioning.embeds,
+        "negative_prompt_embeds": conditioning.negative_embeds,
+        "height": settings.height,
+        "width": settings.width,
+        "num_inference_steps": settings.steps,
+        "guidance_scale": settings.guidance_scale,
+        "max_sequence_length": settings.max_sequence_length,
+        "output_type": "latent",
+    }
+    call |= family_of(pipe).call_inputs(pipe, seed, conditioning, settings)
+    latents: torch.Tensor = pipe(**call | more).frames
+    return latents
+
+
+@torch.no_grad()
+def recorded_calls(
+    pipe: VideoPipeline,
+    conditioning: Conditioning,
+    settings: Settings,
+    states: Sequence[tuple[torch.Tensor, float]],
+) -> list[dict[str, Any]]:
+    """Find out how the pipeline calls its transformer, without running it or making a step.
+
+    The pipeline's own loop runs with a scheduler that hands it these states, so that conditions,
+    masks and times of each token are the pipeline's.
+
+    Args:
+        pipe: The pipeline; as before afterwards.
+        conditioning: What the video is made from; it keeps what VAE and image encoder make of it.
+        settings: Shape of the video.
+        states: Latents as the loop holds them, each with its network time.
+
+    Returns:
+        The keyword arguments of the call for each state, without guidance.
+    """
+    plain = Conditioning(conditioning.embeds, None, conditioning.media, conditioning.encoded)
+    replay = _Replay(pipe.scheduler.config, states)
+    # The first call sees the pipeline's own noise. It serves to get all states through `step`.
+    once = settings if settings.strength is None else replace(settings, strength=1.0)
+    calls: list[dict[str, Any]] = []
+
+    def record(**given: Any) -> tuple[torch.Tensor]:
+        calls.append(given)
+        return (given["hidden_states"],)
+
+    networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
+    with (
+        _quiet(pipe),
+        _replaced(pipe, scheduler=replay),
+        _private_rng(pipe._execution_device, 0),
+        _encoded_once(pipe, conditioning),
+        ExitStack() as stack,
+    ):
+        for network in filter(None, networks):
+            stack.enter_context(_replaced(network, forward=record))
+        steps = {"num_inference_steps": len(states) + 1, "guidance_scale": 1.0}
+        _denoise(pipe, plain, 0, once, **steps)
+    return calls[1:]
+
+
+class _Replay:
+    """A scheduler whose steps lead through given states."""
+
+    order = 1
+    init_noise_sigma = 1.0
+
+    def __init__(
+        self, config: Mapping[str, Any], states: Sequence[tuple[torch.Tensor, float]]
+    ) -> None:
+        self.config, self._states = config, list(states)
+        times = [time for _, time in states]
+        self._times = torch.tensor([*times[:1], *times] or [0.0])
+        self.timesteps, self.sigmas = self._times, self._times / 1000.0
+
+    def set_timesteps(self, _: int, device: torch.device | None = None) -> None:
+        self.timesteps = self._times.to(device)
+
+    def set_begin_index(self, _: int = 0) -> None:
+        """Nothing to look up."""
+
+    def scale_model_input(self, sample: torch.Tensor, _: object = None) -> torch.Tensor:
+        return sample
+
+    def add_noise(self, _: torch.Tensor, noise: torch.Tensor, __: torch.Tensor) -> torch.Tensor:
+        return noise
+
+    def step(
+        self, _: torch.Tensor, __: object, sample: torch.Tensor, return_dict: bool = False
+    ) -> tuple[torch.Tensor]:
+        del return_dict
+        return (self._states.pop(0)[0] if self._states else sample,)
 
 
 @torch.no_grad()
@@ -281,7 +410,7 @@ def decode_latents(pipe: VideoPipeline, latents: torch.Tensor) -> torch.Tensor:
     return frames.permute(0, 2, 3, 4, 1).contiguous().cpu()
 
 
-def _check_sampler(pipe: object, family: PipelineFamily, settings: Settings) -> None:
+def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) -> None:
     if settings.sampler not in family.SAMPLERS:
         raise ConfigError(
             f"sampler of a {type(pipe).__name__}",
@@ -289,6 +418,13 @@ def _check_sampler(pipe: object, family: PipelineFamily, settings: Settings) -> 
             got=repr(settings.sampler),
             remedy="The rCM sampler is for students that predict a rectified flow's velocity; "
             "leave sampler out",
+        )
+    if settings.strength is not None and "strength" not in family.DEFAULTS:
+        raise ConfigError(
+            f"strength of a {type(pipe).__name__}",
+            expected="none, because it does not begin with a video",
+            got=repr(settings.strength),
+            remedy="Leave --strength out, or load a video-to-video pipeline",
         )
 
 
@@ -299,17 +435,60 @@ def _sampler(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[Non
         yield
         return
     own = pipe.scheduler
-    pipe.scheduler = RCMScheduler(
+    rcm = RCMScheduler(
         num_train_timesteps=own.config.get("num_train_timesteps", 1000),
         sigma_max=settings.sigma_max,
         sampler=settings.form,
         noise_seed=seed,
         timestep_dtype=own.config.get("timestep_dtype", "float32"),
     )
+    with _replaced(pipe, scheduler=rcm):
+        yield
+
+
+@contextmanager
+def _replaced(owner: object, **attributes: object) -> Iterator[None]:
+    """Set attributes of an instance, and restore afterwards what was there."""
+    own = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        pipe.scheduler = own
+        for name in attributes:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)
+
+
+@contextmanager
+def _encoded_once(pipe: VideoPipeline, conditioning: Conditioning) -> Iterator[None]:
+    """Let VAE and image encoder see every image once for all generations of `conditioning`."""
+    if not family_of(pipe).takes:
+        yield
+        return
+    known, encode = conditioning.encoded, pipe.vae.encode
+
+    def by_vae(x: torch.Tensor, *given: object, **named: object) -> Any:
+        key = (tuple(x.shape), fingerprint(x))
+        if key not in known:
+            # CogVideoX's pipelines encode in the network's dtype, where this VAE has fp32.
+            known[key] = encode(x.to(pipe.vae.dtype), *given, **named)
+        return known[key]
+
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(pipe.vae, encode=by_vae))
+        if hasattr(pipe, "encode_image"):
+            see = pipe.encode_image
+
+            def by_encoder(*given: object, **named: object) -> Any:
+                if "image" not in known:  # A pipeline encodes the images of a source in one call.
+                    known["image"] = see(*given, **named)
+                return known["image"]
+
+            stack.enter_context(_replaced(pipe, encode_image=by_encoder))
+        yield
 
 
 @contextmanager

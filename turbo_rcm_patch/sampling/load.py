@@ -44,6 +44,7 @@ __all__ = [
     "load_skeleton",
     "loading",
     "move",
+    "pipeline_class",
     "quiet_loading",
     "resolve_model",
 ]
@@ -61,6 +62,9 @@ _HUB_EXAMPLE: Final = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 #: Endings of files of weights, which no id has.
 _WEIGHTS: Final = (".pth", ".pt", ".ckpt", ".bin", ".gguf", ".safetensors")
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
+_WITH_WEIGHTS: Final = (*_TRANSFORMERS, "vae", "text_encoder", "image_encoder")
+#: What sees and makes pictures.
+_ENCODERS: Final = frozenset({"vae", "image_encoder"})
 #: What loading libraries raise for files that are not what they should be.
 LOAD_ERRORS: Final = (
     *(OSError, ValueError, KeyError, TypeError, RuntimeError),
@@ -78,7 +82,7 @@ def load_pipeline(
     offload: Offload = "none",
     int8: bool | Literal["only"] = True,
 ) -> VideoPipeline:
-    """Load a pipeline: transformer and text encoder in `dtype`, VAE in fp32.
+    """Load a pipeline: transformer and text encoder in `dtype`, VAE and image encoder in fp32.
 
     Args:
         model: A folder (never touches the network), one of `SHIPPED`, or a hub id.
@@ -93,8 +97,8 @@ def load_pipeline(
             original is read, or new ones. A folder without originals always loads so.
 
     Returns:
-        A `WanPipeline` or `CogVideoXPipeline`, ready to run. If the folder was converted from a
-        checkpoint with int8 weights or SLA, these are attached (`load_extra`).
+        One of the pipelines in `families.FAMILIES`, ready to run. If the folder was converted
+        from a checkpoint with int8 weights or SLA, these are attached (`load_extra`).
     """
     require("video", "load_pipeline", "transformers", "tokenizers", "accelerate", "ftfy")
     if offload not in get_args(Offload):
@@ -113,6 +117,16 @@ def load_pipeline(
         keep_int8_only(pipe)
     move(pipe, target, offload)
     return pipe
+
+
+def pipeline_class(model: str | Path) -> str | None:
+    """The class of the pipeline that a model has, before it is loaded; None for a hub id.
+
+    Raises:
+        ModelFolderError: The folder is not there, or something in it is missing or broken.
+    """
+    folder = resolve_model(model)
+    return check_folder(folder) if isinstance(folder, Path) else None
 
 
 def resolve_model(model: str | Path) -> Path | str:
@@ -210,7 +224,7 @@ def _check_folder(folder: Path) -> str:
     for name, entry in index.items():
         if name.startswith("_") or not isinstance(entry, list) or entry[:1] == [None]:
             continue
-        check_part(folder, name, weights=name in (*_TRANSFORMERS, "vae", "text_encoder"))
+        check_part(folder, name, weights=name in _WITH_WEIGHTS)
     return str(index["_class_name"])
 
 
@@ -238,11 +252,12 @@ def _from_pretrained(
         alone = {}
         if isinstance(folder, Path):
             alone = _int8_parts(folder, dtype, wanted=int8 == "only")
+        # The image encoder is small, runs once, and has fp32 in the authors' examples.
+        dtypes = {"default": dtype} | dict.fromkeys(_ENCODERS & index.keys(), torch.float32)
         pipe = getattr(diffusers, asked).from_pretrained(
-            str(folder), dtype={"default": dtype, "vae": torch.float32}, local_files_only=local,
-            **alone,
-        )  # fmt: skip
-    for name in ("transformer", "transformer_2", "vae", "text_encoder"):
+            str(folder), dtype=dtypes, local_files_only=local, **alone
+        )
+    for name in _WITH_WEIGHTS:
         part = getattr(pipe, name, None)
         if part is not None and any(p.is_meta for p in part.parameters()):
             raise ModelFolderError(

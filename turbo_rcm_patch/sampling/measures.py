@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,12 @@ from turbo_rcm_patch.ops import AttentionSpec, attention_project_skip, attention
 from turbo_rcm_patch.patching import patched, sla_as_defined
 from turbo_rcm_patch.patching.int8_linear import Int8Linear
 from turbo_rcm_patch.sampling.families import VideoPipeline, family_of
-from turbo_rcm_patch.sampling.generation import Conditioning, Sample, initial_noise
+from turbo_rcm_patch.sampling.generation import (
+    Conditioning,
+    Sample,
+    initial_noise,
+    recorded_calls,
+)
 from turbo_rcm_patch.sampling.settings import Settings
 
 __all__ = [
@@ -245,37 +250,49 @@ class NetworkInput:
         hidden_states: [B, C, F, H, W]; of CogVideoX [B, F, C, H, W].
         timestep: Network time [B].
         encoder_hidden_states: [B, L, C].
-        image_rotary_emb: Cosines and sines [tokens, head_dim], for networks that are given them.
+        more: What else the network is given, by name: rotary angles, an image's embeddings.
     """
 
     hidden_states: torch.Tensor
     timestep: torch.Tensor
     encoder_hidden_states: torch.Tensor
-    image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_call(cls, given: Mapping[str, Any]) -> NetworkInput:
+        """From the keyword arguments of a call."""
+        known = {f.name: given[f.name] for f in fields(cls) if f.name in given}
+        more = {k: v for k, v in given.items() if k not in known and v is not None}
+        return cls(**known, more={k: v for k, v in more.items() if k != "return_dict"})
 
     def call(self, network: torch.nn.Module) -> torch.Tensor:
         """The network's output, as it comes."""
-        given = (
-            {} if self.image_rotary_emb is None else {"image_rotary_emb": self.image_rotary_emb}
-        )
         output: torch.Tensor = network(
             hidden_states=self.hidden_states,
             timestep=self.timestep,
             encoder_hidden_states=self.encoder_hidden_states,
             return_dict=False,
-            **given,
+            **self.more,
         )[0]
         return output
 
     def upcast(self) -> NetworkInput:
         """The same numbers in fp32; whole-numbered times stay whole."""
-        time = self.timestep
         return NetworkInput(
             self.hidden_states.float(),
-            time.float() if time.is_floating_point() else time,
+            _float(self.timestep),
             self.encoder_hidden_states.float(),
-            self.image_rotary_emb,
+            {name: _float(value) for name, value in self.more.items()},
         )
+
+
+def _float(value: Any) -> Any:
+    """fp32 in the place of every floating-point tensor, in sequences too."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_float, value))
+    return (
+        value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    )
 
 
 def network_inputs(
@@ -363,21 +380,23 @@ def measure_network(
 
     Args:
         pipe: The pipeline, not offloaded.
-        conditioning: One prompt.
-        clean: Latents of a video of that prompt, to which four noises are added.
+        conditioning: What the video is made from. The calls are those that the pipeline makes.
+        clean: Latents of a video of it, to which four noises are added.
         settings: Shape of the video.
         config: How to patch.
     """
-    network = pipe.transformer
-    device = network.device
-    inputs = family_of(pipe).network_calls(
-        pipe,
-        [initial_noise(pipe, seed, settings).to(device) for seed in SEEDS],
-        conditioning.embeds.to(device),
-        clean.to(device),
-        settings,
-    )
-    return network_number(network, inputs, config)
+    family, device = family_of(pipe), pipe.transformer.device
+    states = [
+        state
+        for seed in SEEDS
+        for state in family.noised(
+            pipe,
+            clean.to(device),
+            initial_noise(pipe, seed, settings, conditioning).to(device),
+        )
+    ]
+    calls = recorded_calls(pipe, conditioning, settings, states)
+    return network_number(pipe.transformer, list(map(NetworkInput.of_call, calls)), config)
 
 
 @contextmanager

@@ -407,7 +407,7 @@ def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps = [index + 1 for index in trajectory_steps(comparison.settings.steps)]
+    steps = [index + 1 for index in trajectory_steps(comparison.settings.steps_run)]
     drawings: dict[str, Callable[[Axes, Sequence[PromptResult], dict[str, str]], str]] = {
         "prompts.png": _per_prompt,
         "frames.png": _per_frame,

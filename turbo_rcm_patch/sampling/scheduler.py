@@ -20,7 +20,14 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.boundary import RectifiedFlow, rectified_flow_time
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 
-__all__ = ["MAX_STEPS", "RCMScheduler", "noise_stream", "rcm_times", "step_coefficients"]
+__all__ = [
+    "MAX_STEPS",
+    "RCMScheduler",
+    "fingerprint",
+    "noise_stream",
+    "rcm_times",
+    "step_coefficients",
+]
 
 #: TrigFlow times between the first and the last, as the published few-step Wan models were
 #: distilled.
@@ -83,7 +90,7 @@ def step_coefficients(times: torch.Tensor, sampler: Sampler) -> torch.Tensor:
     return torch.stack([keep * flow.c_skip(t), keep * flow.c_out(t), t_next], dim=1)
 
 
-def _fingerprint(sample: torch.Tensor) -> int:
+def fingerprint(sample: torch.Tensor) -> int:
     """A seed made of all values of a sample, the same on every device and for every layout.
 
     The fp32 bits, in rows of `_ROW`, are added up by row and by column where the sample lies.
@@ -303,7 +310,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
             generator = self._noise_generator
         if generator is None and not self._generators:
             # On the first step of a generation, whose sample is the pipeline's own noise.
-            self._generators = [noise_stream(_fingerprint(x), "rcm-renoise") for x in sample]
+            self._generators = [noise_stream(fingerprint(x), "rcm-renoise") for x in sample]
         sources = self._generators if generator is None else [generator]
         shape = sample.shape if len(sources) == 1 else sample.shape[1:]
         drawn = [

@@ -22,11 +22,13 @@ WAN_OWN: Final = MappingProxyType({"steps": 50, "guidance_scale": 5.0})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All settings of a generation but prompt and seed.
+    """All settings of a generation but seed and what the video is made from.
 
     Attributes:
         sampler: "rcm" (1 to 4 steps of a distilled model) or "scheduler" (the pipeline's own).
         steps: Number of network calls (two per step under guidance).
+        strength: How much of a given video is made anew: the last `strength * steps` steps run.
+            None where no video is given, or for all of them.
         form: "sde" or "ode" of the rCM sampler.
         sigma_max: First noise level of the rCM sampler.
         height: Height in pixels.
@@ -43,6 +45,7 @@ class Settings:
 
     sampler: Sampler = "rcm"
     steps: int = 4
+    strength: float | None = None
     form: Literal["sde", "ode"] = "sde"
     sigma_max: float = 80.0
     height: int = 480
@@ -71,6 +74,16 @@ class Settings:
                 None,
             ):
                 raise ConfigError(name, expected="a finite number", got=repr(value))
+        strength = self.strength
+        if strength is not None and not (
+            isinstance(strength, (int, float)) and 0 < strength <= 1 and self.steps_run
+        ):
+            raise ConfigError(
+                "strength",
+                expected="more than 0 and at most 1, and at least one step when times steps",
+                got=f"{strength!r} with {self.steps} steps",
+                remedy="Raise strength or steps",
+            )
         if not isinstance(self.negative_prompt, str):
             raise ConfigError("negative_prompt", expected="a text", got=repr(self.negative_prompt))
         for name in ("height", "width"):
@@ -93,6 +106,11 @@ class Settings:
                     got=str(self.guidance_scale),
                     remedy="Use sampler='scheduler' for guidance",
                 )
+
+    @property
+    def steps_run(self) -> int:
+        """How many of the steps run."""
+        return self.steps if self.strength is None else int(self.steps * self.strength)
 
     @classmethod
     def for_model(

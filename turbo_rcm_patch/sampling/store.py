@@ -69,7 +69,8 @@ class Store:
     Args:
         out: The folder; made if it does not exist.
         identity: Everything that decides what the results are, prompts and seeds aside. A folder
-            that was started with another identity is refused.
+            that was started with another identity is refused. Its "inputs", a digest for each
+            prompt, may grow: prompts that were there keep theirs.
         fresh: Start again: remove the files that earlier comparisons wrote into the folder.
 
     Raises:
@@ -85,6 +86,13 @@ class Store:
             self._clear()
         wanted = json.loads(json.dumps(to_json(identity)))
         found = self.read_json("settings.json")
+        if found is not None and "inputs" in wanted:
+            there, new = dict(found.get("inputs", {})), wanted["inputs"]
+            if all(there.get(key, digest) == digest for key, digest in new.items()):
+                added, wanted["inputs"] = new.keys() - there.keys(), there | new
+                found["inputs"] = wanted["inputs"]
+                if added and found == wanted:
+                    found = None
         if found is None:
             self.write_json("settings.json", wanted)
         elif found != wanted:

@@ -177,7 +177,7 @@ GROUPS: Final = {
         "unpatched, bit-equal": "yes yes yes yes yes  yes yes  yes yes",
         "its pipeline":      "yes yes  yes  yes  yes  yes untested - -",
         "rCM sampler":       "yes yes  yes  untested untested refused - - -",
-        "generate, compare": "yes refused refused refused refused yes refused - -",
+        "generate, compare": "yes yes refused yes  yes  yes refused - -",
         "Triton kernels":    "gpu gpu  gpu  gpu  gpu  gpu gpu  gpu gpu",
         "full size":         "gpu gpu  gpu  gpu  gpu  gpu gpu  gpu -",
     },

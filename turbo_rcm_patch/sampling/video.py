@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from turbo_rcm_patch.output import atomic
 
 __all__ = [
     "ENDINGS",
+    "VIDEO_ENDINGS",
     "amplified_difference",
     "choose_gain",
     "contact_sheet",
@@ -25,6 +27,7 @@ __all__ = [
     "find_ffmpeg",
     "pane_size",
     "panes",
+    "read_frames",
     "run_ffmpeg",
     "side_by_side",
     "write_mp4",
@@ -32,6 +35,8 @@ __all__ = [
 
 #: Files that can hold h264.
 ENDINGS: Final = (".mp4", ".m4v", ".mov", ".mkv")
+#: Files that hold a video and not an image.
+VIDEO_ENDINGS: Final = (*ENDINGS, ".webm", ".avi", ".gif")
 #: Videos with a shorter side below this are enlarged, so that a person can see them.
 MIN_SIDE: Final = 256
 #: Videos side by side are at most this wide.
@@ -53,6 +58,8 @@ SEEK_EVERY: Final = 8
 GAINS: Final = (4, 8, 16, 32, 64, 128)
 LABEL_HEIGHT: Final = 26
 GAP: Final = 8
+#: Most frames that are read of a video.
+MOST_FRAMES: Final = 257
 #: Frames of a video in a contact sheet, evenly spread, first and last included.
 COLUMNS: Final = 6
 _REMEDY: Final = (
@@ -214,6 +221,45 @@ def write_mp4(frames: np.ndarray, path: Path, fps: int, *, seek_every: int | Non
                 got=str(found),
                 remedy=_REMEDY,
             )
+
+
+def read_frames(path: Path, name: str = "video") -> list[Image.Image]:
+    """Read the first frames of a video, at most `MOST_FRAMES`, as RGB. Their times are ignored.
+
+    Args:
+        path: A file of any kind that ffmpeg reads, an animated image included.
+        name: What the video is for, for messages.
+
+    Raises:
+        SamplingError: The file is missing, or holds no video.
+        MissingPackageError: There is no ffmpeg.
+    """
+    path = path.expanduser()
+    if not path.is_file():
+        raise SamplingError(
+            f"{name} {path} cannot be read (there is no such file)",
+            expected="a video file",
+            remedy="Check its name",
+        )
+    command = [find_ffmpeg(), "-v", "error", "-i", _file(path), "-map", "0:v:0"]
+    command += ["-fps_mode", "passthrough", "-frames:v", str(MOST_FRAMES)]
+    command += ["-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "-"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    stream, frames = io.BytesIO(done.stdout), []
+    while stream.tell() < len(done.stdout):
+        stream.readline()  # P6
+        width, height = map(int, stream.readline().split())
+        stream.readline()  # 255
+        frames.append(Image.frombytes("RGB", (width, height), stream.read(3 * width * height)))
+    if done.returncode or not frames:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise SamplingError(
+            f"{name} {path} cannot be read",
+            expected="a video file",
+            got=f"from ffmpeg: {said[-1][:200] if said else 'no frame'}",
+            remedy="Check whether it is complete, or convert it to mp4",
+        )
+    return frames
 
 
 def _count_frames(video: Path, told: Path) -> int:

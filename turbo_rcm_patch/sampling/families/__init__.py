@@ -1,39 +1,66 @@
-"""One module per family of pipelines, for what differs between them; found by the pipeline's
-class.
+"""One class for each pipeline of diffusers that `generate` and `compare` run, for what differs
+between them; one module a family.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import torch
 
-from turbo_rcm_patch.errors import NotAModelError
+from turbo_rcm_patch.errors import NotAModelError, SamplingError
 
 if TYPE_CHECKING:
-    from diffusers import CogVideoXPipeline, WanPipeline
+    from diffusers import (
+        ChronoEditPipeline,
+        CogVideoXImageToVideoPipeline,
+        CogVideoXPipeline,
+        CogVideoXVideoToVideoPipeline,
+        SkyReelsV2Pipeline,
+        WanImageToVideoPipeline,
+        WanPipeline,
+        WanVACEPipeline,
+        WanVideoToVideoPipeline,
+    )
 
     from turbo_rcm_patch.config import Form
-    from turbo_rcm_patch.sampling.measures import NetworkInput
+    from turbo_rcm_patch.sampling.generation import Conditioning
     from turbo_rcm_patch.sampling.settings import Sampler, Settings
+    from turbo_rcm_patch.sampling.source import Source
 
 __all__ = [
     "FAMILIES",
     "BlockProbe",
     "PipelineFamily",
     "VideoPipeline",
+    "draw",
     "family_named",
     "family_of",
 ]
 
 #: What `generate` and `compare` run, for annotations.
-VideoPipeline: TypeAlias = "WanPipeline | CogVideoXPipeline"
-#: A diffusers pipeline that `generate` and `compare` run -> the module that serves it.
-FAMILIES: Final = {"WanPipeline": "wan", "CogVideoXPipeline": "cogvideox"}
+VideoPipeline: TypeAlias = (
+    "WanPipeline | WanImageToVideoPipeline | WanVideoToVideoPipeline | CogVideoXPipeline | "
+    "CogVideoXImageToVideoPipeline | CogVideoXVideoToVideoPipeline | WanVACEPipeline | "
+    "SkyReelsV2Pipeline | ChronoEditPipeline"
+)
+#: A diffusers pipeline that `generate` and `compare` run -> "module.Class" of what serves it.
+FAMILIES: Final = {
+    "WanPipeline": "wan.Wan",
+    "WanImageToVideoPipeline": "wan.WanImage",
+    "WanVideoToVideoPipeline": "wan.WanVideo",
+    "WanVACEPipeline": "wan.Vace",
+    "SkyReelsV2Pipeline": "wan.SkyReels",
+    "ChronoEditPipeline": "wan.ChronoEdit",
+    "CogVideoXPipeline": "cogvideox.CogVideoX",
+    "CogVideoXImageToVideoPipeline": "cogvideox.CogVideoXImage",
+    "CogVideoXVideoToVideoPipeline": "cogvideox.CogVideoXVideo",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,52 +84,109 @@ class BlockProbe:
     forms: tuple[Form, ...]
 
 
-class PipelineFamily(Protocol):
-    """The functions that a family's module offers.
+class PipelineFamily(ABC):
+    """What differs between pipelines.
 
     Attributes:
         SAMPLERS: What `Settings.sampler` may be.
         DEFAULTS: Settings where neither the caller nor the model's folder says.
         OWN: What the pipeline's own scheduler is usually run with.
+        NEEDS: What a `Source` must have beside its prompt.
+        MAY: What it may have.
     """
 
-    SAMPLERS: tuple[Sampler, ...]
-    DEFAULTS: Mapping[str, object]
-    OWN: Mapping[str, object]
+    SAMPLERS: ClassVar[tuple[Sampler, ...]]
+    DEFAULTS: ClassVar[Mapping[str, object]]
+    OWN: ClassVar[Mapping[str, object]]
+    NEEDS: ClassVar[tuple[str, ...]] = ()
+    MAY: ClassVar[tuple[str, ...]] = ()
 
-    def latent_shape(self, pipe: Any, settings: Settings) -> tuple[int, ...]:
-        """Shape of one video's latents, with the pipeline's order of axes."""
+    @abstractmethod
+    def latent_shape(
+        self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
+    ) -> tuple[int, ...]:
+        """Shape of one video's latents in the denoising loop, with the pipeline's order of axes.
+        Some pipelines add a frame for each reference of `conditioning`."""
 
+    @abstractmethod
     def call_inputs(
-        self, pipe: Any, noise: torch.Tensor, settings: Settings, dtype: torch.dtype
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
     ) -> dict[str, object]:
-        """What the pipeline's `__call__` takes beside what all take: `latents`, made of standard
-        normal noise in fp32; `dtype` is the embeddings'."""
+        """What the pipeline's `__call__` takes beside what all take: `latents`, made of the
+        standard normal noise of `seed`, and what the video is made from."""
 
-    def trim(self, pipe: Any, latents: torch.Tensor, settings: Settings) -> torch.Tensor:
+    @abstractmethod
+    def trim(
+        self, pipe: Any, latents: torch.Tensor, conditioning: Conditioning, settings: Settings
+    ) -> torch.Tensor:
         """Of denoised latents, those of the video."""
 
+    @abstractmethod
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
         """Decode fp32 latents on the VAE's device to a video [B, 3, F, H, W] in about -1..1."""
 
-    def network_calls(
-        self,
-        pipe: Any,
-        noises: Sequence[torch.Tensor],
-        embeds: torch.Tensor,
-        clean: torch.Tensor,
-        settings: Settings,
-    ) -> list[NetworkInput]:
-        """The calls of the transformer for one prompt: three times for every noise."""
+    @abstractmethod
+    def noised(
+        self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor
+    ) -> list[tuple[torch.Tensor, float]]:
+        """Latents at the three times of the network number, as the pipeline's loop holds them,
+        each with its network time."""
 
+    @abstractmethod
     def block_probe(self, folder: Path) -> BlockProbe:
         """The first block of a pipeline folder's transformer, with an input of odd size."""
+
+    def check(self, pipeline: str, sources: Sequence[Source]) -> None:
+        """Raise unless the pipeline can make a video from each of these.
+
+        Args:
+            pipeline: The class of the pipeline, for messages.
+            sources: What videos are to be made from.
+
+        Raises:
+            SamplingError: One lacks what the pipeline needs, or has what it does not take.
+        """
+        takes = self.takes
+        for source in sources:
+            for name in self.NEEDS:
+                if name not in source.given:
+                    raise SamplingError(
+                        f"{name} of the prompt {source.prompt!r}",
+                        expected=f"one, because a {pipeline} makes videos from it",
+                        got="none",
+                        remedy=f"Give --{_flag(name)} FILE, from Python {name}=",
+                    )
+            for name in source.given:
+                if name not in takes:
+                    others = [key for key in FAMILIES if name in family_named(key).takes]
+                    raise SamplingError(
+                        f"{name} of the prompt {source.prompt!r}",
+                        expected=f"none, because a {pipeline} takes "
+                        + (f"no more than {' and '.join(takes)}" if takes else "a prompt alone"),
+                        got="one",
+                        remedy=f"Leave it out, or load a {' or '.join(others)}",
+                    )
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What a `Source` can have beside its prompt."""
+        return (*self.NEEDS, *self.MAY)
+
+
+def draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Standard normal noise, fp32, on the CPU: `torch.Generator("cpu").manual_seed(seed)`."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def family_named(pipeline: str) -> PipelineFamily:
     """Find the family of a pipeline's class name, one of `FAMILIES`."""
-    module: Any = import_module(f"{__name__}.{FAMILIES[pipeline]}")
-    family: PipelineFamily = module
+    module, _, name = FAMILIES[pipeline].partition(".")
+    family: PipelineFamily = getattr(import_module(f"{__name__}.{module}"), name)()
     return family
 
 

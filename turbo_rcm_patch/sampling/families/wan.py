@@ -1,100 +1,265 @@
-"""diffusers' `WanPipeline`: rectified flow, with one expert or two."""
+"""diffusers' Wan pipelines: rectified flow, with one expert or two; from text, from an image, and
+from a video. And those of its relatives, VACE, SkyReels-V2 and ChronoEdit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
+from PIL import Image
 
-from turbo_rcm_patch.sampling.families import BlockProbe
-from turbo_rcm_patch.sampling.measures import NetworkInput, network_inputs
+from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.sampling.families import BlockProbe, PipelineFamily, draw
+from turbo_rcm_patch.sampling.measures import TIMES
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler
 from turbo_rcm_patch.sampling.settings import WAN_OWN, Sampler, Settings
 
 if TYPE_CHECKING:
-    from diffusers import WanPipeline
+    from turbo_rcm_patch.sampling.generation import Conditioning
 
-SAMPLERS: Final[tuple[Sampler, ...]] = ("rcm", "scheduler")
-DEFAULTS: Final[dict[str, object]] = {}
-OWN: Final = WAN_OWN
 #: Tokens along frames, height and width: 264 in all, no multiple of any block.
 GRID: Final = (3, 8, 11)
 
 
-def latent_shape(pipe: WanPipeline, settings: Settings) -> tuple[int, ...]:
-    """[1, C, F, H, W]."""
-    network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
-    space, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
-    patch = network.config.patch_size
-    return (
-        1,
-        network.config.in_channels,
-        (settings.num_frames - 1) // span + 1,
-        settings.height // (space * patch[1]) * patch[1],
-        settings.width // (space * patch[2]) * patch[2],
-    )
+class Wan(PipelineFamily):
+    """`WanPipeline`: from text alone."""
 
+    SAMPLERS: ClassVar[tuple[Sampler, ...]] = ("rcm", "scheduler")
+    DEFAULTS: ClassVar[Mapping[str, object]] = {}
+    OWN: ClassVar[Mapping[str, object]] = WAN_OWN
+    #: Whether its transformer is a `WanTransformer3DModel`.
+    PROBED: ClassVar[bool] = True
 
-def call_inputs(
-    pipe: WanPipeline, noise: torch.Tensor, settings: Settings, dtype: torch.dtype
-) -> dict[str, object]:
-    """`WanPipeline` does not scale the latents that it is given, and keeps them in fp32."""
-    del dtype
-    if isinstance(pipe.scheduler, RCMScheduler):
-        noise = pipe.scheduler.init_noise(noise)
-    return {"latents": noise.to(torch.float32), "guidance_scale_2": settings.guidance_scale_2}
+    def latent_shape(
+        self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
+    ) -> tuple[int, ...]:
+        """[1, C, F, H, W]."""
+        del conditioning
+        network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
+        space, span = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
+        patch = network.config.patch_size
+        return (
+            1,
+            network.config.out_channels,
+            (settings.num_frames - 1) // span + 1,
+            settings.height // (space * patch[1]) * patch[1],
+            settings.width // (space * patch[2]) * patch[2],
+        )
 
+    def call_inputs(
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
+    ) -> dict[str, object]:
+        """The pipelines do not scale the latents that they are given, and keep them in fp32."""
+        noise = draw(self.latent_shape(pipe, settings, conditioning), seed)
+        if isinstance(pipe.scheduler, RCMScheduler):
+            noise = pipe.scheduler.init_noise(noise)
+        return {
+            "latents": noise.to(torch.float32),
+            "guidance_scale_2": settings.guidance_scale_2,
+            "num_frames": settings.num_frames,
+        }
 
-def trim(pipe: WanPipeline, latents: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """All of them are the video's."""
-    del pipe, settings
-    return latents
+    def trim(
+        self, pipe: Any, latents: torch.Tensor, conditioning: Conditioning, settings: Settings
+    ) -> torch.Tensor:
+        """All of them are the video's."""
+        del pipe, conditioning, settings
+        return latents
 
+    def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Video [B, 3, F, H, W] in about -1..1."""
+        vae = pipe.vae
+        shape = (1, vae.config.z_dim, 1, 1, 1)
+        mean = latents.new_tensor(vae.config.latents_mean).view(shape)
+        std = latents.new_tensor(vae.config.latents_std).view(shape)
+        video: torch.Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
+        return video
 
-def decode(pipe: WanPipeline, latents: torch.Tensor) -> torch.Tensor:
-    """Video [B, 3, F, H, W] in about -1..1."""
-    vae = pipe.vae
-    shape = (1, vae.config.z_dim, 1, 1, 1)
-    mean = latents.new_tensor(vae.config.latents_mean).view(shape)
-    std = latents.new_tensor(vae.config.latents_std).view(shape)
-    video: torch.Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
-    return video
+    def noised(
+        self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor
+    ) -> list[tuple[torch.Tensor, float]]:
+        """(1 - t) clean + t noise."""
+        del pipe
+        return [((1.0 - t) * clean + t * noise, 1000.0 * t) for t in TIMES]
 
+    def block_probe(self, folder: Path) -> BlockProbe:
+        """The first block, with 264 tokens."""
+        from diffusers import WanTransformer3DModel
 
-def network_calls(
-    pipe: WanPipeline,
-    noises: Sequence[torch.Tensor],
-    embeds: torch.Tensor,
-    clean: torch.Tensor,
-    settings: Settings,
-) -> list[NetworkInput]:
-    """Calls of the (high-noise) transformer."""
-    del settings
-    return network_inputs(noises, embeds, clean=clean, dtype=pipe.transformer.dtype)
-
-
-def block_probe(folder: Path) -> BlockProbe:
-    """The first block, with 264 tokens."""
-    from diffusers import WanTransformer3DModel
-
-    network = WanTransformer3DModel.from_pretrained(
-        str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
-    )
-    network.blocks = network.blocks[:1]
-    config = network.config
-    generator = torch.Generator("cpu").manual_seed(0)
-    shape = [tokens * patch for tokens, patch in zip(GRID, config.patch_size, strict=True)]
-    return BlockProbe(
-        network=network,
-        block=network.blocks[0],
-        inputs={
+        if not self.PROBED:
+            raise SamplingError(
+                "the check of one block",
+                expected="the transformer of a WanPipeline, or from an image or a video",
+                got=f"{folder}",
+                remedy="Use compare, which takes this model too",
+            )
+        network = WanTransformer3DModel.from_pretrained(
+            str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
+        )
+        network.blocks = network.blocks[:1]
+        config = network.config
+        generator = torch.Generator("cpu").manual_seed(0)
+        shape = [tokens * patch for tokens, patch in zip(GRID, config.patch_size, strict=True)]
+        inputs: dict[str, object] = {
             "hidden_states": torch.randn(1, config.in_channels, *shape, generator=generator),
             "encoder_hidden_states": torch.randn(1, 13, config.text_dim, generator=generator),
             "timestep": torch.tensor([933.78]),
-        },
-        tokens=GRID[0] * GRID[1] * GRID[2],
-        branch=lambda given, _, out: out - given[0],
-        forms=("one-launch", "two-launch"),
-    )
+        }
+        if config.image_dim is not None:
+            inputs["encoder_hidden_states_image"] = torch.randn(
+                1, 17, config.image_dim, generator=generator
+            )
+        return BlockProbe(
+            network=network,
+            block=network.blocks[0],
+            inputs=inputs,
+            tokens=GRID[0] * GRID[1] * GRID[2],
+            branch=lambda given, _, out: out - given[0],
+            forms=("one-launch", "two-launch"),
+        )
+
+
+class WanImage(Wan):
+    """`WanImageToVideoPipeline`: 2.1 with CLIP's embeddings of the image, 2.2 with two experts,
+    and TI2V, where the image is the first latent frame."""
+
+    NEEDS: ClassVar[tuple[str, ...]] = ("image",)
+    MAY: ClassVar[tuple[str, ...]] = ("last_image",)
+
+    def call_inputs(
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
+    ) -> dict[str, object]:
+        """With the image, which the pipeline resizes.
+
+        Raises:
+            SamplingError: The model takes one image and there are two, or the other way round.
+        """
+        network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
+        clip = network.config.image_dim is not None
+        two = clip and network.config.pos_embed_seq_len is not None
+        one = pipe.config.expand_timesteps or (clip and not two)
+        given = "last_image" in conditioning.media
+        if (given and one) or (two and not given):
+            raise SamplingError(
+                "last_image",
+                expected="one, because this model was trained with a first and a last frame"
+                if two
+                else "none, because this model takes the first frame alone",
+                got="one" if given else "none",
+                remedy="Give --last-image FILE" if two else "Leave it out, or load an FLF2V model",
+            )
+        return super().call_inputs(pipe, seed, conditioning, settings) | dict(conditioning.media)
+
+
+class WanVideo(Wan):
+    """`WanVideoToVideoPipeline`: the video with noise of some step, denoised from there."""
+
+    DEFAULTS: ClassVar[Mapping[str, object]] = {"sampler": "scheduler", "strength": 0.8}
+    NEEDS: ClassVar[tuple[str, ...]] = ("video",)
+
+    def call_inputs(
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
+    ) -> dict[str, object]:
+        """The pipeline draws the noise, of the same numbers, and adds it to the video."""
+        del pipe
+        return {
+            "video": conditioning.frames("video", settings),
+            "strength": 1.0 if settings.strength is None else settings.strength,
+            "generator": torch.Generator("cpu").manual_seed(seed),
+        }
+
+
+class Vace(Wan):
+    """`WanVACEPipeline`: from text, and with a video, its mask and images of what to show."""
+
+    MAY: ClassVar[tuple[str, ...]] = ("video", "mask", "reference")
+    PROBED: ClassVar[bool] = False
+
+    def latent_shape(
+        self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
+    ) -> tuple[int, ...]:
+        """[1, C, F, H, W], the references before the video."""
+        one, channels, frames, *size = super().latent_shape(pipe, settings)
+        more = 0 if conditioning is None else len(conditioning.media.get("reference", ()))
+        return (one, channels, frames + more, *size)
+
+    def call_inputs(
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
+    ) -> dict[str, object]:
+        """The pipeline keeps the shape of a video, so what it is given has the video's size.
+
+        Raises:
+            SamplingError: There is a mask and no video.
+        """
+        given, size = conditioning.media, (settings.width, settings.height)
+        call = super().call_inputs(pipe, seed, conditioning, settings)
+        if "mask" in given and "video" not in given:
+            raise SamplingError(
+                "mask",
+                expected="a video that it belongs to",
+                got="none",
+                remedy="Give --video FILE, from Python video=",
+            )
+        if "video" in given:
+            call["video"] = [x.resize(size) for x in conditioning.frames("video", settings)]
+        if "mask" in given:
+            one = given["mask"] * settings.num_frames if len(given["mask"]) == 1 else None
+            masks = one or conditioning.frames("mask", settings)
+            call["mask"] = [x.resize(size, Image.Resampling.NEAREST) for x in masks]
+        if "reference" in given:
+            call["reference_images"] = given["reference"]
+        return call
+
+    def trim(
+        self, pipe: Any, latents: torch.Tensor, conditioning: Conditioning, settings: Settings
+    ) -> torch.Tensor:
+        """Without the references."""
+        return latents[:, :, len(conditioning.media.get("reference", ())) :]
+
+    def noised(
+        self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor
+    ) -> list[tuple[torch.Tensor, float]]:
+        """(1 - t) clean + t noise, with the first frame in the place of references."""
+        more = noise.shape[2] - clean.shape[2]
+        whole = torch.cat([clean[:, :, :1].expand(-1, -1, more, -1, -1), clean], dim=2)
+        return super().noised(pipe, whole, noise)
+
+
+class SkyReels(Wan):
+    """`SkyReelsV2Pipeline`: from text alone."""
+
+    SAMPLERS: ClassVar[tuple[Sampler, ...]] = ("scheduler",)
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "sampler": "scheduler",
+        "height": 544,
+        "width": 960,
+        "num_frames": 97,
+        "fps": 24,
+    }
+    OWN: ClassVar[Mapping[str, object]] = {"steps": 50, "guidance_scale": 6.0}
+    PROBED: ClassVar[bool] = False
+
+    def call_inputs(
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
+    ) -> dict[str, object]:
+        """It has one expert."""
+        call = super().call_inputs(pipe, seed, conditioning, settings)
+        del call["guidance_scale_2"]
+        return call
+
+
+class ChronoEdit(SkyReels):
+    """`ChronoEditPipeline`: from the image that is edited, without temporal reasoning."""
+
+    DEFAULTS: ClassVar[Mapping[str, object]] = {"sampler": "scheduler"}
+    OWN: ClassVar[Mapping[str, object]] = WAN_OWN
+    NEEDS: ClassVar[tuple[str, ...]] = ("image",)
+
+    def call_inputs(
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
+    ) -> dict[str, object]:
+        """With the image, which the pipeline resizes."""
+        return super().call_inputs(pipe, seed, conditioning, settings) | dict(conditioning.media)
