@@ -134,6 +134,20 @@ def test_doctor_names_remedies(monkeypatch, capsys) -> None:
     assert "apt-get install gcc" in text
 
 
+def test_doctor_asks_for_triton_only_where_there_is_one(monkeypatch) -> None:
+    from turbo_rcm_patch.sampling import doctor
+
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    states = {}
+    for system in ("linux", "darwin", "win32"):
+        monkeypatch.setattr(doctor.sys, "platform", system)
+        (found,) = (one for one in doctor._packages() if one.topic == "triton")
+        states[system] = found.state, bool(found.remedy)
+    assert states == {
+        "linux": ("missing", True), "darwin": ("note", False), "win32": ("note", False)
+    }  # fmt: skip
+
+
 def test_doctor_is_not_content_with_a_model_that_does_not_load(monkeypatch, capsys) -> None:
     from turbo_rcm_patch.sampling import load
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +155,17 @@ def test_the_demo_is_green_only_if_everything_is(
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["kernel_check"]["passed"] == (code == 0)
     assert "The Triton kernels themselves" in (out / "report.html").read_text()
+
+
+def test_where_there_is_no_triton_the_verdict_decides(
+    quick_model: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(demo_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(demo_module, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(demo_module, "run_kernel_check", pytest.fail)
+    monkeypatch.setattr(prompts, "DEMO_PROMPTS", ("a red circle",))
+    assert main(["demo", "--model", str(quick_model), "--out", str(tmp_path / "demo")]) == 0
+    assert "there is no Triton for darwin" in capsys.readouterr().out
 
 
 def test_the_example_runs(quick_model: Path, tmp_path: Path, monkeypatch, capsys) -> None:

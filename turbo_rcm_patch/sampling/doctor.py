@@ -92,7 +92,10 @@ def _packages() -> Iterator[Finding]:
     yield _in_range("torch", torch.__version__)
     for name in ("triton", "diffusers", "safetensors", "transformers", "accelerate"):
         version = _version(name)
-        if version is None and name in EXTRAS["video"]:
+        if version is None and name == "triton" and sys.platform != "linux":
+            text = f"there is none for {sys.platform}; plain torch runs in place of the kernels"
+            yield Finding(name, "note", text)
+        elif version is None and name in EXTRAS["video"]:
             remedy = "pip install 'turbo_rcm_patch[video]'"
             yield Finding(name, "note", "not installed; only pipelines need it", remedy)
         elif version is None:

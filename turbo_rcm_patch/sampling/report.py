@@ -349,14 +349,15 @@ def _scale(check: verdict.Check, control: float | None, room: float) -> dict[str
     def place(number: float) -> float:
         return round(100 * (number - low) / (high - low), 1)
 
-    limit = place(check.limit)
+    limit, wider = place(check.limit), place(check.similar_limit)
     other = "" if control is None else f", control {_number(control)}{check.unit}"
     return {
         "limit": limit,
+        "wider": wider if wider != limit and 0 < wider < 100 else None,
         "patched": place(value),
         "control": None if control is None else place(control),
         "good": (limit, 100) if check.at_least else (0, limit),
-        "alt": f"{_number(check.value)}{check.unit}{other}; accepted: {check.accepted}",
+        "alt": f"{_number(check.value)}{check.unit}{other}; unchanged: {check.accepted}",
     }
 
 

@@ -151,7 +151,10 @@
         const next = this.wanted;
         this.wanted = null;
         if (next !== null && next !== this.sought) this.seek(next);
-        else this.draw();
+        else {
+          this.draw();
+          this.figure.dataset.shown = this.sought;
+        }
       });
       const tick = (_, shown) => {
         if (!video.paused) this.at(Math.round((shown?.mediaTime ?? video.currentTime) * this.given.fps));
@@ -214,6 +217,7 @@
       this.at(frame);
       if (this.video.seeking) { this.wanted = frame; return; }
       this.sought = frame;
+      this.wanted = null; // An earlier seek may have ended without its event having come yet.
       this.video.currentTime = (frame + 0.5) / this.given.fps; // the middle of a frame, whatever rounds
     }
 
@@ -257,7 +261,6 @@
       parts.side.setAttribute("aria-pressed", !slider);
       parts.slider.setAttribute("aria-pressed", slider);
       parts.difference.setAttribute("aria-pressed", this.difference);
-      parts.louder.hidden = !this.difference;
       parts.play.textContent = video.paused ? "▶" : "❚❚";
       parts.play.setAttribute("aria-label", video.paused ? "Play" : "Pause");
       parts.wipe.style.setProperty("--at", `${parts.split.value}%`);
@@ -270,6 +273,7 @@
         cell.querySelector("span").textContent = pane.difference ? `× ${this.gain}` : "";
       }
       this.halves = ["left", "right"].map((which) => this.end(which));
+      parts.louder.hidden = slider ? !this.halves.some((name) => given.panes[name].difference) : !this.difference;
       this.halves.forEach((name, i) => {
         this.ends[i].style.filter = brightness(name);
         this.ends[i].setAttribute("aria-label", given.panes[name].alt);
