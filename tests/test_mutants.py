@@ -1,5 +1,5 @@
-"""The mutation run: its mutants are what they say, it notices what tests notice, and its page names
-every survivor."""
+"""The mutation run: its mutants are what they say, it notices what tests notice, and its page
+names every survivor."""
 
 from __future__ import annotations
 

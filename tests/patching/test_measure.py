@@ -1,4 +1,4 @@
-"""What the guard's measure makes of a known error: of a sample, of rows, of a head, of an input."""
+"""What the guard's measure makes of a known error: of a sample, rows, a head, an input."""
 
 from __future__ import annotations
 
