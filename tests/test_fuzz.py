@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +193,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "seed 2" in capsys.readouterr().out
     assert main(["--seconds", "0", "--models", "0"]) == 0
     assert main(["--seed", "2", "--only", "3", "--models", "0"]) == 0
+
+
+def test_several_processes_run_what_one_runs() -> None:
+    given = ["--seed", "2", "--cases", "16", "--models", "0"]
+    counts = []
+    for workers in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.fuzz", *given, "--workers", workers],
+            capture_output=True, text=True, cwd=Path(__file__).parents[1],
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "16 cases" in done.stdout
+        counts.append([line for line in done.stdout.splitlines() if line.startswith("  ")])
+    assert counts[0] == counts[1]
 
 
 def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

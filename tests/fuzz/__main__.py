@@ -8,12 +8,11 @@ import json
 import multiprocessing
 import sys
 import time
-from itertools import takewhile
 from pathlib import Path
 
 import torch
 
-from tests.fuzz.run import MODELS, Plan, Result, cases_of, run
+from tests.fuzz.run import MODELS, Plan, Result, worker
 
 #: Combinations of what kernels are compiled for, in one run on a GPU.
 POOL = 320
@@ -42,14 +41,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     if found.only is None and found.cases is None and found.seconds == float("inf"):
         found.cases = 1000
     return found
-
-
-def worker(plan: Plan, index: int, workers: int, cases: int | None, seconds: float) -> Result:
-    torch.set_num_threads(1)
-    mine = cases_of(plan, index, workers)
-    if cases is not None:
-        mine = takewhile(lambda case: case < cases, mine)
-    return run(plan, mine, until=time.monotonic() + seconds)
 
 
 def main(given: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tests.fuzz.models import run_orders
 from tests.fuzz.operations import run_operation
 from tests.poison import poisoned_memory
 
-__all__ = ["Plan", "Result", "run"]
+__all__ = ["Plan", "Result", "cases_of", "run", "worker"]
 
 #: Share of the cases that are models; one costs as much as thirty operations.
 MODELS = 0.2
@@ -150,3 +151,13 @@ def watch_compiling(result: Result) -> None:
             result.compiling += times.total / 1e6
 
     knobs.compilation.listener = listener
+
+
+def worker(plan: Plan, index: int, workers: int, cases: int | None, seconds: float) -> Result:
+    """The cases of one process; here and not beside the command, whose module a spawned process
+    does not load."""
+    torch.set_num_threads(1)
+    mine = cases_of(plan, index, workers)
+    if cases is not None:
+        mine = takewhile(lambda case: case < cases, mine)
+    return run(plan, mine, until=time.monotonic() + seconds)

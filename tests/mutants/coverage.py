@@ -10,7 +10,9 @@ _FOLDERS = {"p": "patching/", "o": "ops/", "c": "checkpoints/", "s": "sampling/"
 _TESTS = {
     "patching/author.py": "p:guard p:guard_traces p:linears",
     "patching/backend.py": "p:backend",
-    "patching/block": "p:signs p:patch p:short_way p:plan p:around p:edges p:wan_family p:linears",
+    "patching/block":
+        "p:signs p:turbodiffusion p:sla p:patch p:short_way p:plan p:around p:edges p:wan_family "
+        "p:linears",
     "patching/branches.py":
         "p:signs p:patch p:linears p:wan_family p:plan p:sla p:turbodiffusion p:around",
     "patching/copies.py": "p:int8_copies p:linears p:orders",

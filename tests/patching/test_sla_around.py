@@ -29,7 +29,7 @@ from tests.patching.wan_family import named
 from turbo_rcm_patch import PatchConfig, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.errors import GradientError, ShapeError
 from turbo_rcm_patch.patching import sla_as_defined
-from turbo_rcm_patch.patching.sla import PROJ_L, attach_proj_l, attached_proj_l
+from turbo_rcm_patch.patching.sla import PROJ_L, Recovered, attach_proj_l, attached_proj_l
 
 # --- where it is called as a module -------------------------------------------------------------
 
@@ -253,3 +253,17 @@ def test_what_does_not_fit_is_refused() -> None:
     wide = with_sla(Case("wide", {"attention_head_dim": 256, "num_attention_heads": 1}).model())
     with pytest.raises(ShapeError, match="head_dim"):
         patch_model(wide)
+
+
+def test_what_was_recovered_is_taken_away_once() -> None:
+    """What somebody attaches afterwards is theirs."""
+    model = T2V.model()
+    attention = model.blocks[0].attn1
+    dim = attention.inner_dim // attention.heads
+    recovered = Recovered(model, [attention])
+    attach_proj_l(attention, torch.eye(dim), torch.zeros(dim))
+    recovered.undo()
+    assert attached_proj_l(attention) is None
+    attach_proj_l(attention, torch.eye(dim), torch.zeros(dim))
+    recovered.undo()
+    assert attached_proj_l(attention) is not None

@@ -328,3 +328,35 @@ def test_a_drifted_signature_is_refused() -> None:
     block_of(model, 1).norm2 = WanLayerNorm(128, 1e-6)
     with pytest.raises(FamilyError, match="WanLayerNorm"):
         patch_model(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "known"),
+    [
+        ("WanAttentionBlock", "", True),
+        ("SomeoneElsesBlock", "", False),  # the layout alone is no proof
+        ("WanAttentionBlock", "modulation", False),  # nor is the name
+        ("WanAttentionBlock", "self_attn.attn_op", False),
+        ("WanAttentionBlock", "cross_attn.norm_k", False),
+    ],
+)
+def test_a_model_is_known_by_name_and_layout(name: str, missing: str, known: bool) -> None:
+    model = tiny(layers=1, checkpoint=False)
+    block = model.blocks[0]
+    block.__class__ = type(name, (type(block),), {"forward": type(block).forward})
+    owner, _, attribute = missing.rpartition(".")
+    if missing:
+        delattr(block.get_submodule(owner), attribute)
+    if known:
+        assert len(find_pairs(model)) == 3
+        return
+    with pytest.raises(UnknownArchitectureError):
+        find_pairs(model)
+
+
+def test_a_model_without_blocks_is_not_known() -> None:
+    model = tiny(layers=1)
+    for blocks in (torch.nn.ModuleList(), None):
+        model.blocks = blocks  # type: ignore[assignment]
+        with pytest.raises(UnknownArchitectureError):
+            find_pairs(model)

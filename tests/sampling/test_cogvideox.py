@@ -126,12 +126,12 @@ def test_the_first_frames_are_those_that_are_dropped(small: Settings) -> None:
     settings = Settings.for_model(None, **(small.as_dict() | {"num_frames": 9}))
     family, frames = family_of(made), torch.arange(4.0).view(1, 4, 1, 1, 1)
     latents = frames.expand(1, 4, *initial_noise(made, 0, settings).shape[2:])
-    kept = family.trim(made, latents, settings)
+    kept = family.trim(made, latents, encode(made, Source(PROMPT), settings), settings)
     assert kept[0, :, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
-    embeds = encode_prompt(made, PROMPT, settings).embeds
-    calls = family.network_calls(made, [torch.zeros_like(latents)], embeds, kept, settings)
-    for call in calls:
-        seen = call.hidden_states[0, :, 0, 0, 0].float()
+    states = family.noised(made, kept, torch.zeros_like(latents))
+    assert len(states) == 3
+    for noisy, _ in states:
+        seen = noisy[0, :, 0, 0, 0].float()
         wanted = torch.tensor([1.0, 1.0, 2.0, 3.0])
         torch.testing.assert_close(seen / seen[0], wanted, rtol=2e-2, atol=0)
 

@@ -111,8 +111,8 @@ class Drift:
             latents=float(values["latents"]),
             steps=tuple(map(float, values["steps"])),
             flicker=float(values["flicker"]),
-            vmaf=_float(values["vmaf"]),
-            xpsnr=_float(values["xpsnr"]),
+            vmaf=_number(values["vmaf"]),
+            xpsnr=_number(values["xpsnr"]),
         )
 
 
@@ -234,7 +234,7 @@ def _check(a: torch.Tensor, b: torch.Tensor) -> None:
         )
 
 
-def _float(value: object) -> float | None:
+def _number(value: object) -> float | None:
     return None if value is None else float(str(value))
 
 
