@@ -19,7 +19,13 @@ from turbo_rcm_patch.errors import GradientError, MaskError, OpError, RankMismat
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
 from turbo_rcm_patch.ops import parallel as parallel_module
 from turbo_rcm_patch.ops.emulation import MEAN_SAMPLES, emulated_attention
-from turbo_rcm_patch.ops.exchange import ContextParallel, counting_bytes, silent, told
+from turbo_rcm_patch.ops.exchange import (
+    ContextParallel,
+    concatenated,
+    counting_bytes,
+    silent,
+    told,
+)
 from turbo_rcm_patch.ops.parallel import (
     agreed_forward,
     agreed_lengths,
@@ -301,6 +307,17 @@ def faults(rank: int) -> None:
     )  # fmt: skip
     with torch.no_grad():
         assert torch.equal(compiled(x), out + 1.0)
+
+
+def test_what_came_alone_is_where_kernels_can_read_it() -> None:
+    """A tensor descriptor wants its memory at a multiple of 16 bytes."""
+    message = torch.arange(64, dtype=torch.uint8)
+    empty = message[:0]
+    for start in (0, 8, 16):
+        piece = message[start : start + 32]
+        alone = concatenated([empty, piece], 0)
+        assert torch.equal(alone, piece) and alone.data_ptr() % 16 == 0
+        assert (alone.data_ptr() == piece.data_ptr()) == (start % 16 == 0)
 
 
 def auto(rank: int) -> None:
