@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,9 @@ def test_the_heads_that_add_the_most_are_marked_until_the_rest_fits() -> None:
     assert noise(0.1, 5.0, 0.3, 2.0).over(3.0, 1.0) == (1,)
     assert noise(0.1, 5.0, 0.3, 2.0).over(1.1, 21.0) == (1,), "room of pairs without 8 bits"
     assert noise(1.0, 2.0).over(1.0, 1.0) == (0, 1)
+    wide = replace(noise(1.0, 2.0), wide=True, ours=4.0 + 1.0)
+    assert wide.over(1.0, 1.0) == (1,), "the rounding that is left out is room"
+    assert wide.over(1.0, 6.0) == (), "and so are those of the pairs after it"
     assert Noise(1.0, 1.0, 9.0, 8.0, ()).linears_over(1.1, 1.0)
     assert not Noise(1.0, 1.0, 1.1, 0.1, ()).linears_over(1.1, 1.0)
 

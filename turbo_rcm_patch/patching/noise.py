@@ -96,6 +96,7 @@ class Noise:
         ours: What ours adds, with its 8 bits.
         linears: The part of that which is not the heads': the 8 bits of int8 Linears.
         heads: One entry a head, none where the branch is no attention of ours in 8 bits.
+        wide: Whether our stream stays in fp32 behind the pair: a block then rounds it once.
     """
 
     author: float
@@ -103,6 +104,7 @@ class Noise:
     ours: float
     linears: float = 0.0
     heads: tuple[HeadNoise, ...] = ()
+    wide: bool = False
 
     @property
     def broken(self) -> int | None:
@@ -137,7 +139,8 @@ class Noise:
         eight = (
             self.linears + sum(0.0 if h.exact else h.added**2 for h in self.heads) * self.author
         )
-        free = (pairs - 1) * (target**2 - 1) * self.stream
+        others = pairs - 1
+        free = self.stream * (target**2 * others - (min(1.0, others) if self.wide else others))
         return target**2 * self.author - (self.ours - eight) + free
 
 
@@ -194,7 +197,7 @@ def pair_noise(
     author_share = float(of_author[worst])
     eight = sum(h.added**2 for h in found) * author_share + float(of_linears[worst])
     ours_share, linears_share = float(of_ours[worst]) + eight, float(of_linears[worst])
-    return Noise(author_share, square, ours_share, linears_share, found)
+    return Noise(author_share, square, ours_share, linears_share, found, wide)
 
 
 def _rounding(dtype: torch.dtype) -> float:
