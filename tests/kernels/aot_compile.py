@@ -49,18 +49,24 @@ def compile_one(launch: dict) -> dict:
     module = importlib.import_module(f"turbo_rcm_patch.kernels.{launch['module']}")
     fn = getattr(module, launch["kernel"])
     signature, constants, attributes = {}, {}, {}
-    for i, name in enumerate(fn.arg_names):
-        argument = launch["arguments"][name]
+
+    def specialised(argument: dict, path: tuple[int, ...], name: str) -> object:
+        """Its type; a tuple of types where it is a tuple."""
+        if "parts" in argument:
+            parts = enumerate(argument["parts"])
+            return tuple([specialised(part, (*path, i), name) for i, part in parts])
         if "constant" in argument:
             value = argument["constant"]
             if name == "ROUND_TO" and value is not None:
                 value = {"bf16": tl.bfloat16, "fp16": tl.float16}[value]
-            signature[name] = "constexpr"
-            constants[(i,)] = value
-            continue
-        signature[name] = argument["type"]
+            constants[path] = value
+            return "constexpr"
         if argument.get("divisible"):
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            attributes[path] = [["tt.divisibility", 16]]
+        return argument["type"]
+
+    for i, name in enumerate(fn.arg_names):
+        signature[name] = specialised(launch["arguments"][name], (i,), name)
     backend, arch = launch["backend"], launch["arch"]
     target = GPUTarget(backend, arch, 64 if backend == "hip" else 32)
     kind = GluonASTSource if launch["gluon"] else ASTSource

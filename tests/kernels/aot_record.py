@@ -52,6 +52,8 @@ def never(*_: object) -> bool:
 def describe(value: object, *, length: bool) -> dict[str, object]:
     """Type, constant and divisibility of one argument, as Triton specialises it at a launch; a
     length is not specialised."""
+    if isinstance(value, tuple):
+        return {"parts": [describe(part, length=length) for part in value]}
     if isinstance(value, torch.Tensor):
         return {"type": f"*{TYPES[value.dtype]}", "divisible": True}
     if isinstance(value, TensorDescriptor):

@@ -193,13 +193,13 @@ def epilogue(
         if GELU:
             branch = gelu_tanh(branch)
         factor = load_coefficient(
-            out[0], out[1], out[2], out[3], out_stride_c, b, offs_m, offs_c, mask_m, mask_c,
+            out[0], out[1], (out[2], out[3], out_stride_c), b, offs_m, offs_c, mask_m, mask_c,
             OUT_KIND, ROUND_TO,
         )  # fmt: skip
         y = scaled(branch, factor, ROUND_TO)
         if HAS_RESIDUAL:
             keep = load_coefficient(
-                skip[0], skip[1], skip[2], skip[3], skip_stride_c, b, offs_m, offs_c,
+                skip[0], skip[1], (skip[2], skip[3], skip_stride_c), b, offs_m, offs_c,
                 mask_m, mask_c, SKIP_KIND, ROUND_TO,
             )  # fmt: skip
             y = skipped(y, now, keep, ROUND_TO)
@@ -401,9 +401,7 @@ def _consumer(
 def hopper_linear_kernel(
     y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr, residual_ptr,
     skip_ptr, out_ptr,
-    residual_stride_b, residual_stride_n,
-    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-    out_value, out_stride_b, out_stride_n, out_stride_c,
+    residual_strides, skip_value, skip_strides, out_value, out_strides,
     n_tokens, channels, c_out, tiles,
     GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -426,11 +424,12 @@ def hopper_linear_kernel(
     fence_barriers()
     memory = (
         y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
-        residual_stride_b, residual_stride_n,
+        residual_strides[0], residual_strides[1],
     )  # fmt: skip
     # Strides of channels stay apart: a 1 in a tuple would no longer be a constant.
-    skip = (skip_ptr, skip_value, skip_stride_b, skip_stride_n)
-    out = (out_ptr, out_value, out_stride_b, out_stride_n)
+    skip_stride_c, out_stride_c = skip_strides[2], out_strides[2]
+    skip = (skip_ptr, skip_value, skip_strides[0], skip_strides[1])
+    out = (out_ptr, out_value, out_strides[0], out_strides[1])
     if GROUPS == 2:
         gl.warp_specialize(
             [
@@ -555,9 +554,7 @@ def _block_scaled_consumer(
 def hopper_linear_blocks_kernel(
     y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr, residual_ptr,
     skip_ptr, out_ptr,
-    residual_stride_b, residual_stride_n,
-    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-    out_value, out_stride_b, out_stride_n, out_stride_c,
+    residual_strides, skip_value, skip_strides, out_value, out_strides,
     n_tokens, channels, c_out, tiles,
     PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
@@ -573,11 +570,12 @@ def hopper_linear_blocks_kernel(
     fence_barriers()
     memory = (
         y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
-        residual_stride_b, residual_stride_n,
+        residual_strides[0], residual_strides[1],
     )  # fmt: skip
     # Strides of channels stay apart: a 1 in a tuple would no longer be a constant.
-    skip = (skip_ptr, skip_value, skip_stride_b, skip_stride_n)
-    out = (out_ptr, out_value, out_stride_b, out_stride_n)
+    skip_stride_c, out_stride_c = skip_strides[2], out_strides[2]
+    skip = (skip_ptr, skip_value, skip_strides[0], skip_strides[1])
+    out = (out_ptr, out_value, out_strides[0], out_strides[1])
     gl.warp_specialize(
         [
             (_block_scaled_consumer, (shared, memory, skip, out, skip_stride_c, out_stride_c,

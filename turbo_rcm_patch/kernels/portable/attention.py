@@ -224,9 +224,7 @@ def attention_kernel(
     q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
     residual_ptr, skip_ptr, out_ptr,
     v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads,
-    residual_stride_b, residual_stride_n,
-    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-    out_value, out_stride_b, out_stride_n, out_stride_c,
+    residual_strides, skip_value, skip_strides, out_value, out_strides,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -258,9 +256,8 @@ def attention_kernel(
             lse += tl.load(shift_ptr + bh * n_q_padded + offs_m, mask=mask_m, other=0.0)
         tl.store(lse_ptr + bh * n_q + offs_m, lse, mask=mask_m)
     y = close_skip(
-        out, residual_ptr, residual_stride_b, residual_stride_n, b, offs_m, offs_c, mask_m, mask_d,
-        skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-        out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
+        out, residual_ptr, residual_strides, b, offs_m, offs_c, mask_m, mask_d,
+        skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
         HAS_RESIDUAL, SKIP_KIND, OUT_KIND, None,
     )  # fmt: skip
     rows = (b.to(tl.int64) * n_q + offs_m.to(tl.int64)) * (heads * HEAD_DIM)

@@ -101,9 +101,7 @@ def _product_tile(
 @triton.jit
 def _epilogue(
     acc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
-    residual_stride_b, residual_stride_n,
-    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-    out_value, out_stride_b, out_stride_n, out_stride_c,
+    residual_strides, skip_value, skip_strides, out_value, out_strides,
     b, start_m, start_c, n_tokens, c_out,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
@@ -127,10 +125,9 @@ def _epilogue(
     if GELU:
         branch = gelu_tanh(branch)
     y = close_skip(
-        branch, residual_ptr, residual_stride_b, residual_stride_n, b, offs_m, offs_c,
+        branch, residual_ptr, residual_strides, b, offs_m, offs_c,
         mask_m, mask_c,
-        skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-        out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
+        skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
         HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
     )  # fmt: skip
     rows = (first + offs_m) * c_out
@@ -144,9 +141,7 @@ def _epilogue(
 @triton.jit(do_not_specialize=LENGTHS)
 def int8_linear_kernel(
     y_ptr, x_src, x_scale_ptr, w_src, w_scale_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
-    residual_stride_b, residual_stride_n,
-    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-    out_value, out_stride_b, out_stride_n, out_stride_c,
+    residual_strides, skip_value, skip_strides, out_value, out_strides,
     n_tokens, channels, c_out, tiles, w_scale_stride_c, w_scale_stride_k,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EPILOGUE_SUBTILE: tl.constexpr, PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr,
@@ -186,9 +181,8 @@ def int8_linear_kernel(
         for part in tl.static_range(BLOCK_C // WIDTH):
             _epilogue(
                 parts[part], y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
-                residual_ptr, skip_ptr, out_ptr, residual_stride_b, residual_stride_n,
-                skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-                out_value, out_stride_b, out_stride_n, out_stride_c,
+                residual_ptr, skip_ptr, out_ptr, residual_strides,
+                skip_value, skip_strides, out_value, out_strides,
                 b, start_m, start_c + part * WIDTH, n_tokens, c_out, BLOCK_M, WIDTH,
                 HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO, GROUPED,
             )  # fmt: skip

@@ -45,9 +45,7 @@ def one_launch_kernel(
     residual_ptr, skip_ptr, out_ptr,
     v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads,
     weight_stride, c_out,
-    residual_stride_b, residual_stride_n,
-    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-    out_value, out_stride_b, out_stride_n, out_stride_c,
+    residual_strides, skip_value, skip_strides, out_value, out_strides,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -96,10 +94,9 @@ def one_launch_kernel(
                 BLOCK_M, BLOCK_C, BLOCK_K, HAS_BIAS, EVEN_K, PRECISION, ".cg",
             )  # fmt: skip
             y = close_skip(
-                branch, residual_ptr, residual_stride_b, residual_stride_n, b, offs_m, offs_c,
+                branch, residual_ptr, residual_strides, b, offs_m, offs_c,
                 mask_m, mask_c,
-                skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-                out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
+                skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
                 HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
             )  # fmt: skip
             tl.store(

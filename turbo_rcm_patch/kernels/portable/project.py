@@ -68,9 +68,8 @@ def project_tile(
 @triton.jit(do_not_specialize=LENGTHS)
 def project_kernel(
     y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
-    x_stride_b, x_stride_n, weight_stride, residual_stride_b, residual_stride_n,
-    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-    out_value, out_stride_b, out_stride_n, out_stride_c,
+    x_stride_b, x_stride_n, weight_stride, residual_strides,
+    skip_value, skip_strides, out_value, out_strides,
     n_tokens, c_in, c_out,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -98,10 +97,9 @@ def project_kernel(
         BLOCK_M, BLOCK_C, BLOCK_K, HAS_BIAS, EVEN_K, PRECISION, "",
     )  # fmt: skip
     y = close_skip(
-        branch, residual_ptr, residual_stride_b, residual_stride_n, b, offs_m, offs_c,
+        branch, residual_ptr, residual_strides, b, offs_m, offs_c,
         mask_m, mask_c,
-        skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-        out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
+        skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
         HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
     )  # fmt: skip
     rows = (b.to(tl.int64) * n_tokens + offs_m.to(tl.int64)) * c_out

@@ -43,7 +43,7 @@ def gelu_tanh(x):
 
 @triton.jit
 def load_coefficient(
-    ptr, value, stride_b, stride_n, stride_c, b, offs_n, offs_c, mask_n, mask_c,
+    ptr, value, strides, b, offs_n, offs_c, mask_n, mask_c,
     KIND: tl.constexpr, ROUND_TO: tl.constexpr,
 ):  # fmt: skip
     """A coefficient that broadcasts against a tile [N, C], in fp32.
@@ -53,14 +53,14 @@ def load_coefficient(
     """
     c = value
     if KIND != 0:
-        base = ptr + b.to(tl.int64) * stride_b
+        base = ptr + b.to(tl.int64) * strides[0]
         if KIND == 1:
             c = tl.load(base)
         elif KIND == 2:
-            c = tl.load(base + offs_c * stride_c, mask=mask_c, other=0.0)[None, :]
+            c = tl.load(base + offs_c * strides[2], mask=mask_c, other=0.0)[None, :]
         else:
             c = tl.load(
-                base + offs_n.to(tl.int64)[:, None] * stride_n + offs_c[None, :] * stride_c,
+                base + offs_n.to(tl.int64)[:, None] * strides[1] + offs_c[None, :] * strides[2],
                 mask=mask_n[:, None] & mask_c[None, :],
                 other=0.0,
             )
@@ -99,9 +99,8 @@ def skipped(y, residual, c_skip, ROUND_TO: tl.constexpr):
 
 @triton.jit
 def close_skip(
-    branch, residual_ptr, stride_b, stride_n, b, offs_n, offs_c, mask_n, mask_c,
-    skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-    out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
+    branch, residual_ptr, strides, b, offs_n, offs_c, mask_n, mask_c,
+    skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
     HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     ROUND_TO: tl.constexpr,
 ):  # fmt: skip
@@ -111,18 +110,18 @@ def close_skip(
     dtype rounds after every step. Both equal eager code bit for bit.
     """
     c_out = load_coefficient(
-        out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c, b, offs_n, offs_c,
+        out_ptr, out_value, out_strides, b, offs_n, offs_c,
         mask_n, mask_c, OUT_KIND, ROUND_TO,
     )  # fmt: skip
     y = scaled(branch, c_out, ROUND_TO)
     if HAS_RESIDUAL:
         c_skip = load_coefficient(
-            skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c, b, offs_n, offs_c,
+            skip_ptr, skip_value, skip_strides, b, offs_n, offs_c,
             mask_n, mask_c, SKIP_KIND, ROUND_TO,
         )  # fmt: skip
         residual = tl.load(
-            residual_ptr + b.to(tl.int64) * stride_b + offs_n.to(tl.int64)[:, None] * stride_n
-            + offs_c[None, :],
+            residual_ptr + b.to(tl.int64) * strides[0]
+            + offs_n.to(tl.int64)[:, None] * strides[1] + offs_c[None, :],
             mask=mask_n[:, None] & mask_c[None, :],
             other=0.0,
         )  # fmt: skip
@@ -133,9 +132,8 @@ def close_skip(
 @triton.jit(do_not_specialize=LENGTHS)
 def skip_kernel(
     y_ptr, branch_ptr, residual_ptr, skip_ptr, out_ptr,
-    branch_stride_b, branch_stride_n, residual_stride_b, residual_stride_n,
-    skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-    out_value, out_stride_b, out_stride_n, out_stride_c,
+    branch_stride_b, branch_stride_n, residual_strides,
+    skip_value, skip_strides, out_value, out_strides,
     n_tokens, channels,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
@@ -159,10 +157,9 @@ def skip_kernel(
         other=0.0,
     ).to(tl.float32)  # fmt: skip
     y = close_skip(
-        branch, residual_ptr, residual_stride_b, residual_stride_n, b, offs_n, offs_c,
+        branch, residual_ptr, residual_strides, b, offs_n, offs_c,
         mask_n, mask_c,
-        skip_ptr, skip_value, skip_stride_b, skip_stride_n, skip_stride_c,
-        out_ptr, out_value, out_stride_b, out_stride_n, out_stride_c,
+        skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
         HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
     )  # fmt: skip
     rows = (b.to(tl.int64) * n_tokens + offs_n.to(tl.int64)) * channels
