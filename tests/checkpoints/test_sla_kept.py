@@ -371,3 +371,21 @@ def test_a_dense_model_of_the_hub_asks_for_nothing_more_than_that(
     pipe = micro.micro_pipe()
     module._attach_extra(pipe.transformer, "me/dense", "transformer", int8=True)
     assert attached_proj_l(pipe.transformer.blocks[0].attn1) is None
+
+
+def test_a_patch_that_fails_takes_back_what_it_recovered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(folder)
+    before, inside = output(model), contents(model)
+
+    def fails(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("plan_all", "_record", "_report"):
+        with monkeypatch.context() as patches:
+            patches.setattr(f"turbo_rcm_patch.patching.patch.{name}", fails)
+            with pytest.raises(KeyboardInterrupt):
+                patch_model(model, PLAIN)
+        assert contents(model) == inside, name
+        assert torch.equal(output(model), before)

@@ -21,6 +21,7 @@ from torch import nn
 from tests.patching.wan import CASES, relative, run, wan
 from turbo_rcm_patch import PatchConfig, patch_model, refresh, unpatch_model
 from turbo_rcm_patch.errors import NotPatchedError
+from turbo_rcm_patch.ops.int8_linear import _multiplied_weight
 from turbo_rcm_patch.patching import copies as copies_file
 from turbo_rcm_patch.patching.int8_weights import attach_int8, attached_int8
 
@@ -355,3 +356,20 @@ def test_a_weight_that_changes_while_a_forward_runs(change: Callable[[nn.Linear]
         attach_int8(truth.blocks[1].ffn.net[2], *held)
     patch_model(truth, LINEAR)
     assert torch.equal(made, run(truth))
+
+
+@pytest.mark.parametrize(("rows", "scales"), [(256, (4, 2)), (200, (400, 2))])
+def test_blocks_of_stacked_weights_stay_blocks_where_they_can(
+    rows: int, scales: tuple[int, int]
+) -> None:
+    """A kernel for blocks is faster; where a block would begin inside another's, rows have
+    scales."""
+    given = [
+        (torch.randint(-127, 128, (rows, 200), dtype=torch.int8), torch.rand(2, 2) + 0.5)
+        for _ in range(2)
+    ]
+    int8, scale = copies_file._stacked(given)
+    assert int8.shape == (2 * rows, 200) and tuple(scale.shape) == scales
+    wide = _multiplied_weight(int8, scale)
+    assert torch.equal(wide, torch.cat([_multiplied_weight(*one) for one in given]))
+    assert copies_file._stacked(given[:1]) is given[0]
