@@ -204,3 +204,18 @@ def test_a_damaged_table_is_refused_with_a_remedy(card: None, text: str) -> None
     path.write_text(text)
     with pytest.raises(ConfigError, match="dispatch table .*tune"):
         name(CUDA, 600, 600)
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("dim", [64, 128, 40])
+def test_below_which_length_attention_is_exact(dim: int) -> None:
+    """The last length that is exact, and the first that is not, at any head size."""
+    below = ops.exact_below(AUTO, CUDA, dim)
+    assert 1000 < below < 10_000
+    assert name(CUDA, below - 1, below - 1, dim) == "exact"
+    assert name(CUDA, below, below, dim) == "int8"
+
+
+def test_a_cpu_is_never_exact_on_its_own() -> None:
+    assert ops.exact_below(AUTO, CPU, 128) == 0
+    assert ops.exact_below(AttentionSpec(heads=12, attention="int8"), CPU, 128) == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.patching.wan import CASES, INT8, Case, run, wan
-from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
+from turbo_rcm_patch import PatchConfig, ops, patch_model, patched, unpatch_model
 
 
 class Counting:
@@ -102,3 +102,30 @@ def test_a_pair_given_back_is_noticed() -> None:
     run(model)
     assert report.fused == 2, "the feed-forwards are exact"
     assert torch.allclose(run(compiled), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiler_gets_the_author_s_block_where_attention_is_exact_anyway(
+    monkeypatch: pytest.MonkeyPatch, dynamic: bool
+) -> None:
+    """As on a GPU, where "auto" is exact for short sequences: there a compiler fuses more than our
+    operations do. What was asked for by name, and longer sequences, are ours."""
+    case = CASES[0]
+    inputs = case.inputs()
+    model = case.model()
+    expected = run(model, **inputs)
+    for below, config, theirs in (
+        (10**6, PatchConfig(attention="auto", guard=False), True),
+        (2, PatchConfig(attention="auto", guard=False), False),
+        (10**6, PatchConfig(attention="int8", guard=False), False),
+        (10**6, PatchConfig(attention="auto", linear="int8", guard=False), False),
+    ):
+        monkeypatch.setattr(ops, "exact_below", lambda *args, below=below: below)
+        torch._dynamo.reset()
+        with patched(model, config):
+            plain = run(model, **inputs)
+            compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+            made = run(compiled, **inputs)
+            assert torch.equal(made, expected) == theirs
+            assert torch.equal(made, plain) != theirs
+    torch._dynamo.reset()

@@ -54,6 +54,7 @@ __all__ = [
     "device_name_of",
     "dispatch_path",
     "dispatch_rows",
+    "exact_below",
     "forget_tables",
     "hold_self_test",
     "is_measured",
@@ -471,6 +472,19 @@ def resolved(
 ) -> AttentionSpec:
     """The spec with its attention, pv and impl decided for a device and these lengths."""
     return _with(spec, _choice(spec, device, n_q, n_kv, head_dim))
+
+
+def exact_below(spec: AttentionSpec, device: torch.device, head_dim: int) -> int:
+    """The length of a sequence below which its self-attention is exact on a device; 0 where it
+    never is. "auto" is exact for short sequences, if at all."""
+    exact, other = 0, 2**20
+    while other - exact > 1:
+        middle = (exact + other) // 2
+        if resolved(spec, device, middle, middle, head_dim).attention == "exact":
+            exact = middle
+        else:
+            other = middle
+    return other if exact else 0
 
 
 def attention_name(spec: AttentionSpec, q: Tensor, k: Tensor, *, sparse: bool = False) -> str:

@@ -59,6 +59,7 @@ class TurboBlockForward(BlockForward):
         Branch(name="cross_attn", kind="cross", norm="norm3", inner="image", output="o"),
         Branch(name="ffn", kind="feed-forward", norm="norm2", at=3),
     )
+    traceable = False
 
     def __init__(
         self,
