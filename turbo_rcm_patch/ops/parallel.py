@@ -725,20 +725,19 @@ def _quantised(
         return (batch, heads, *shape)
 
     # What others wait for goes first; then whatever can be computed before theirs has come.
-    fetched = _fetch(k, v if fp8 else None, layout)
-    statistics = None
+    local = None
     if smooth_k or fp8:
-        both = own.statistics(
-            k, v, first=layout.first, step=layout.step, smooth_k=smooth_k, fp8=fp8
+        local = torch.stack(
+            own.statistics(k, v, first=layout.first, step=layout.step, smooth_k=smooth_k, fp8=fp8)
         )
-        statistics = gather("statistics", torch.stack(both), layout.parallel.group)
+    statistics, fetched = _fetch(k, v if fp8 else None, local, layout)
     q_int8, q_scale = own.queries(q, sm_scale=sm_scale, qmax=qmax)
     pending_q = all_to_all(
         "q", layout.by_heads(q_int8), [[share(padded(n), width)] for n in near], group
     )
     mean = amax = None
     if statistics is not None:
-        gathered = statistics.wait()  # [ranks, 2, B, H, D]
+        gathered = statistics()  # [ranks, 2, B, H, D]
         mean = gathered[:, 0].sum(0) / layout.sampled if smooth_k else None
         amax = gathered[:, 1].amax(0) if fp8 else None
     start = layout.mine[layout.here].start
@@ -815,13 +814,14 @@ def _quantised(
 
 
 def _fetch(
-    k: Tokens, v: Tensor | None, layout: _Layout
-) -> Callable[[], tuple[Tokens, Tensor | None]]:
-    """Start to exchange the few tokens of k and v that other ranks quantise.
+    k: Tokens, v: Tensor | None, statistics: Tensor | None, layout: _Layout
+) -> tuple[Callable[[], Tensor] | None, Callable[[], tuple[Tokens, Tensor | None]]]:
+    """Start to exchange statistics, and the few tokens of k and v that other ranks quantise; in
+    one message where both go to the same ranks.
 
     Returns:
-        Waits, and gives the tokens of the block that this rank completes: none, where it has its
-        blocks to itself.
+        Waits, and gives the statistics of all ranks; None without any. And waits, and gives the
+        tokens of the block that this rank completes: none, where it has its blocks to itself.
     """
     mine, here = layout.mine, layout.here
     main, tail = layout.parts[here]
@@ -830,21 +830,35 @@ def _fetch(
     def take(x: Tensor, rows: slice) -> Tensor:
         return x[rows] if x.dim() == 2 else x[:, rows]
 
+    split = any(tail for _, tail in layout.parts)
+    whole_group = layout.parallel.ring is None
+    along = [statistics] if split and whole_group and statistics is not None else []
     pending = None
-    if any(tail for _, tail in layout.parts):
+    if split:
         none = slice(0, 0)
         pending = all_to_all(
             "boundary",
             [
-                [take(x, none if rank == here else rows) for x in given]
+                [*along, *(take(x, none if rank == here else rows) for x in given)]
                 for rank, rows in enumerate(mine)
             ],
             [
-                [(*x.shape[:-2], 0 if rank == here else n, x.shape[-1]) for x in given]
+                [
+                    *(x.shape for x in along),
+                    *((*x.shape[:-2], 0 if rank == here else n, x.shape[-1]) for x in given),
+                ]
                 for rank, n in enumerate(layout.theirs)
             ],
             layout.parallel.ulysses,
         )
+
+    def of_all_ranks() -> Tensor:
+        assert pending is not None
+        return torch.stack([came[0] for came in pending.wait()])
+
+    every: Callable[[], Tensor] | None = of_all_ranks if along else None
+    if statistics is not None and not along:
+        every = gather("statistics", statistics, layout.parallel.group).wait
 
     def finish() -> tuple[Tokens, Tensor | None]:
         stop = mine[here].stop
@@ -852,13 +866,13 @@ def _fetch(
         pieces = [[take(x, own)] for x in given]
         if pending is not None:
             for came in pending.wait():
-                for piece, x in zip(pieces, came, strict=True):
+                for piece, x in zip(pieces, came[len(along) :], strict=True):
                     piece.append(x)
         whole = iter([concatenated(piece, -2) for piece in pieces])
         cos, sin = (None if t is None else next(whole) for t in (k.cos, k.sin))
         return k._replace(x=next(whole), cos=cos, sin=sin), next(whole, None)
 
-    return finish
+    return every, finish
 
 
 def _tokens_by_heads(
@@ -880,12 +894,12 @@ def _outputs(out: Tensor, layout: _Layout, tokens: int, head_dim: int) -> Tensor
 
 
 def _joined(parts: Sequence[Tensor], counts: Sequence[int], dim: int, rows: int) -> Tensor:
-    """The first so many rows of each part, and zeros up to `rows`."""
+    """The first so many rows of each part, and rows that nobody reads up to `rows`."""
     pieces = [x.narrow(dim, 0, n) for x, n in zip(parts, counts, strict=True)]
     if rows > sum(counts):
         shape = list(pieces[0].shape)
         shape[dim] = rows - sum(counts)
-        pieces.append(pieces[0].new_zeros(shape))
+        pieces.append(pieces[0].new_empty(shape))
     return concatenated(pieces, dim)
 
 
