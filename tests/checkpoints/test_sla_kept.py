@@ -21,6 +21,7 @@ from turbo_rcm_patch import unpatch_model as unpatch
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, write_checkpoint
 from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, NothingToPatchError
+from turbo_rcm_patch.patching import patch as patch_file
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.int8_weights import attached_int8
 from turbo_rcm_patch.patching.sla import attached_proj_l
@@ -389,3 +390,22 @@ def test_a_patch_that_fails_takes_back_what_it_recovered(
                 patch_model(model, PLAIN)
         assert contents(model) == inside, name
         assert torch.equal(output(model), before)
+
+
+def test_the_first_expert_is_as_before_if_the_second_cannot_be_recovered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [load(folder) for _ in range(2)]
+    inside = [contents(model) for model in models]
+    pipe = type("Pipe", (), {"transformer": models[0], "transformer_2": models[1]})()
+    real = patch_file.recover_proj_l
+
+    def second_fails(model: Any, path: str = "") -> Any:
+        if model is models[1]:
+            raise KeyboardInterrupt
+        return real(model, path)
+
+    monkeypatch.setattr(patch_file, "recover_proj_l", second_fails)
+    with pytest.raises(KeyboardInterrupt):
+        patch_model(pipe, PLAIN)
+    assert [contents(model) for model in models] == inside

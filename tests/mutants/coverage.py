@@ -33,6 +33,7 @@ _TESTS = {
     "patching/sla.py": "p:sla p:sla_around c:sla_kept",
     "patching/state.py": "p:linears p:guard p:said p:patch",
     "patching/stored.py": "c:sla_kept c:extra",
+    "families/_parallel": "p:parallel p:ranks",
     "families/wan_sla": "p:sla p:sla_around c:sla_kept",
     "families/cogvideox": "p:signs p:cogvideox p:cogvideox_refusals p:cogvideox_around",
     "families/consisid": "p:cogvideox p:cogvideox_refusals",

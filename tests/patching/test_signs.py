@@ -281,3 +281,26 @@ def test_sla_is_not_dense() -> None:
         found = sla.run(model, given)
     assert relative(found, expected) < 1e-5 < 1e-2 < relative(dense, expected)
     assert I2V["added_kv_proj_dim"] == 128
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_whose_sum_a_branch_ends_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours after a module that is called, the author's where nothing of ours runs."""
+    subject, closed = SUBJECTS[0], []
+    real = ops.skip
+
+    def noting(*args: Any, **given: Any) -> Tensor:
+        closed.append(1)
+        return real(*args, **given)
+
+    monkeypatch.setattr(ops, "skip", noting)
+    model = subject.model()
+    for block in model.blocks:
+        block.attn1.register_forward_hook(lambda _, args, out: 1.5 * out)
+    expected = output_of(subject, model)
+    cases: list[tuple[Any, int]] = [(("self",), len(model.blocks)), (("cross",), 0)]
+    for kinds, ours in cases:
+        closed.clear()
+        with patched(model, attention="exact", guard=False, kinds=kinds):
+            assert relative(output_of(subject, model), expected) < 1e-5
+        assert len(closed) == ours, kinds
