@@ -165,11 +165,12 @@ def tensors_of(*held: dict[str, Any] | None) -> list[Tensor]:
     return [x for pair in pairs for x in pair if x is not None]
 
 
-def _together(modules: Sequence[Any]) -> list[list[Any]]:
-    """Linears over one input that are one product: a copy may be of several, and what is there
-    already is multiplied as it is."""
-    copied = [module for module in modules if type(module) is not Int8Linear]
-    alone = [[module] for module in modules if type(module) is Int8Linear]
+def _together(modules: Sequence[Any]) -> list[list[int]]:
+    """The places of Linears over one input that are one product: a copy may be of several, and
+    what is there already is multiplied as it is."""
+    places = range(len(modules))
+    copied = [i for i in places if type(modules[i]) is not Int8Linear]
+    alone = [[i] for i in places if type(modules[i]) is Int8Linear]
     return [copied, *alone] if copied else alone
 
 
@@ -253,8 +254,9 @@ class Projection:
         linears, impl, dtype = self._linears, self._linears.copies.impl, like.dtype
         if not self.int8:
             token = None
-        made: dict[int, Tensor] = {}
-        for (step, on_rows), modules in zip(self._steps, self._together, strict=True):
+        made = [like] * len(self._chosen)
+        for (step, on_rows), places in zip(self._steps, self._together, strict=True):
+            modules = [self._chosen[i] for i in places]
             weight, scale, bias = linears.weights(token, self._key, modules)
             if token is None:
                 y = ops.int8_linear(
@@ -272,12 +274,12 @@ class Projection:
                     y = step(step_token, x, *rest)
                 else:
                     y = on_rows(step_token, *x, *rest)
-            if len(modules) == 1:
-                made[id(modules[0])] = y
-            else:
+            parts: Sequence[Tensor] = (y,)
+            if len(modules) > 1:
                 parts = torch.split(y, [module.out_features for module in modules], -1)
-                made.update(zip(map(id, modules), parts, strict=True))
-        return [made[id(module)] for module in self._chosen]
+            for i, part in zip(places, parts, strict=True):
+                made[i] = part
+        return made
 
 
 class Close:
