@@ -44,6 +44,9 @@ def test_attention_writes_tables_and_plots(
 ) -> None:
     assert main(["attention", *MICRO_CPU, "--out", str(tmp_path)]) == 0
     screen = capsys.readouterr().out
+    *_, before, line = screen.splitlines()
+    assert "Paste" in before and "torch " in line
+    assert all(f" | {name} " in line for name in attention_cases(micro=True))
     document = read(tmp_path / "attention.json")
     for key in ("command", "date", "machine", "versions", "code", "observed", "about"):
         assert document[key], key

@@ -212,11 +212,12 @@ def tensors_of(*held: dict[str, Any] | None) -> list[Tensor]:
     return [x for pair in pairs for x in pair if x is not None]
 
 
-def _together(modules: Sequence[Any]) -> list[list[Any]]:
-    """Linears over one input that are one product: a copy may be of several, and what is there
-    already is multiplied as it is."""
-    copied = [module for module in modules if type(module) is not Int8Linear]
-    alone = [[module] for module in modules if type(module) is Int8Linear]
+def _together(modules: Sequence[Any]) -> list[list[int]]:
+    """The places of Linears over one input that are one product: a copy may be of several, and
+    what is there already is multiplied as it is."""
+    places = range(len(modules))
+    copied = [i for i in places if type(modules[i]) is not Int8Linear]
+    alone = [[i] for i in places if type(modules[i]) is Int8Linear]
     return [copied, *alone] if copied else alone
 
 
@@ -296,8 +297,10 @@ class Projection:
         if chosen:
             linears, impl, dtype = self._linears, self._linears.copies.impl, self._dtype
             ours = token if self.int8 else None
-            made: dict[int, Tensor] = {}
-            for (step, on_rows), modules in zip(self._steps, self._together, strict=True):
+            made: list[Any] = [None] * len(chosen)
+            # By place: a compiler cannot share a graph that knows modules by their ids.
+            for (step, on_rows), places in zip(self._steps, self._together, strict=True):
+                modules = [chosen[i] for i in places]
                 weight, scale, bias = linears.weights(ours, self._key, modules)
                 if ours is None:
                     y = ops.int8_linear(
@@ -315,12 +318,12 @@ class Projection:
                         y = step(step_token, x, *rest)
                     else:
                         y = on_rows(step_token, *x, *rest)
-                if len(modules) == 1:
-                    made[id(modules[0])] = y
-                else:
+                each: Sequence[Tensor] = (y,)
+                if len(modules) > 1:
                     each = torch.split(y, [module.out_features for module in modules], -1)
-                    made.update(zip(map(id, modules), each, strict=True))
-            parts = [made[id(module)] for module in chosen]
+                for i, part in zip(places, each, strict=True):
+                    made[i] = part
+            parts = made
             if self.int8:
                 return parts, token
         assert isinstance(x, Tensor)
