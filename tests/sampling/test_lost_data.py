@@ -385,7 +385,7 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
     listing = tmp_path / "prompts.txt"
     listing.write_text("a cat\n", encoding="utf-8-sig")
     arguments = type("Arguments", (), {"prompt": [], "prompts": listing})
-    assert commands._prompts(arguments) == ["a cat"]  # type: ignore[arg-type]
+    assert commands._lines(arguments) == [("a cat", None)]  # type: ignore[arg-type]
 
 
 def test_an_unexpected_error_does_not_exit_as_changed(monkeypatch, tmp_path: Path, capsys) -> None:

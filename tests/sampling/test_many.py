@@ -14,7 +14,7 @@ import pytest
 from tests.sampling.test_cli import QUICK
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.sampling import generation
+from turbo_rcm_patch.sampling import Source, generation
 from turbo_rcm_patch.sampling.many import Ranks, ranks_here
 
 PROMPTS = ("a red circle", "a blue square", "a green ring")
@@ -70,14 +70,14 @@ def test_a_prompt_that_fails_costs_one_video_and_resume_makes_only_that(
 ) -> None:
     real, made = generation.generate, []
 
-    def fails(pipe: Any, prompt: str, **options: Any) -> Any:
-        if prompt == PROMPTS[1]:
+    def fails(pipe: Any, source: Source, **options: Any) -> Any:
+        if source.prompt == PROMPTS[1]:
             raise ValueError("no such colour")
-        return real(pipe, prompt, **options)
+        return real(pipe, source, **options)
 
-    def counts(pipe: Any, prompt: str, **options: Any) -> Any:
-        made.append((prompt, options["seed"]))
-        return real(pipe, prompt, **options)
+    def counts(pipe: Any, source: Source, **options: Any) -> Any:
+        made.append((source.prompt, options["seed"]))
+        return real(pipe, source, **options)
 
     monkeypatch.setattr(generation, "generate", fails)
     assert main(command) == 2
@@ -99,9 +99,9 @@ def test_what_was_made_otherwise_is_made_again(
 ) -> None:
     real, made = generation.generate, []
 
-    def counts(pipe: Any, prompt: str, **options: Any) -> Any:
-        made.append(prompt)
-        return real(pipe, prompt, **options)
+    def counts(pipe: Any, source: Source, **options: Any) -> Any:
+        made.append(source.prompt)
+        return real(pipe, source, **options)
 
     monkeypatch.setattr(generation, "generate", counts)
     assert main([*command, "--resume"]) == 0
@@ -131,12 +131,12 @@ def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> 
         "from turbo_rcm_patch.__main__ import main\n"
         "from turbo_rcm_patch.sampling import generation\n"
         "real = generation.generate\n"
-        "def generate(pipe, prompt, **options):\n"
-        f"    if prompt == {PROMPTS[0]!r}:\n"
+        "def generate(pipe, source, **options):\n"
+        f"    if source.prompt == {PROMPTS[0]!r}:\n"
         "        raise ValueError('no such colour')\n"
-        f"    if prompt == {PROMPTS[1]!r}:\n"
+        f"    if source.prompt == {PROMPTS[1]!r}:\n"
         "        time.sleep(4)\n"
-        "    return real(pipe, prompt, **options)\n"
+        "    return real(pipe, source, **options)\n"
         "generation.generate = generate\n"
         "sys.exit(main(sys.argv[1:]))\n",
         encoding="utf-8",

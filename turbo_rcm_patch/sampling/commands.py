@@ -294,9 +294,23 @@ def _settings(pipe: VideoPipeline, arguments: argparse.Namespace) -> Settings:
 
 def _sources(arguments: argparse.Namespace) -> list[Source]:
     """What the videos are made from. What is given for all of them is read once."""
-    lines, folder = [(prompt, "") for prompt in arguments.prompt], Path()
+    lines = _lines(arguments)
+    names = [field.name for field in fields(Source) if field.name != "prompt"]
+    given = {name: getattr(arguments, name) for name in names}
+    common = Source("", **given).media
+    sources = []
+    for prompt, file in lines:
+        own: dict[str, Any] = dict(common)
+        if file is not None:
+            own["video" if file.suffix.lower() in VIDEO_ENDINGS else "image"] = file
+        sources.append(Source(prompt, **own))
+    return sources
+
+
+def _lines(arguments: argparse.Namespace) -> list[tuple[str, Path | None]]:
+    """The prompts, each with the file that its line names."""
+    lines: list[tuple[str, Path | None]] = [(prompt, None) for prompt in arguments.prompt]
     if arguments.prompts is not None:
-        folder = arguments.prompts.parent
         try:
             text = arguments.prompts.read_text(encoding="utf-8-sig")
         except OSError as error:
@@ -309,21 +323,12 @@ def _sources(arguments: argparse.Namespace) -> list[Source]:
                 remedy="Convert it, for instance with `iconv -f latin1 -t utf-8`",
             ) from error
         for line in filter(None, map(str.strip, text.splitlines())):
-            prompt, _, file = line.partition("\t")
-            lines.append((prompt.strip(), file.strip()))
+            prompt, _, file = map(str.strip, line.partition("\t"))
+            own = arguments.prompts.parent / Path(file).expanduser() if file else None
+            lines.append((prompt, own))
     if not lines:
         raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
-    names = [field.name for field in fields(Source) if field.name != "prompt"]
-    given = {name: getattr(arguments, name) for name in names}
-    common = Source("", **given).media
-    sources = []
-    for prompt, file in lines:
-        own: dict[str, Any] = dict(common)
-        if file:
-            is_video = Path(file).suffix.lower() in VIDEO_ENDINGS
-            own["video" if is_video else "image"] = folder / Path(file).expanduser()
-        sources.append(Source(prompt, **own))
-    return sources
+    return lines
 
 
 def _check_sources(arguments: argparse.Namespace, sources: Sequence[Source]) -> None:
