@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import WanPipeline
 
+from training.data import Scenes
 from training.evaluate import Evaluation, zeroed
 from turbo_rcm_patch.tiny import TINY_WAN
 
@@ -40,7 +42,7 @@ def test_every_part_loads() -> None:
     assert frames * (settings["height"] // 8) * (settings["width"] // 8) >= 1000
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 4])
 def test_held_out_prompts_become_what_they_say(
     judge: Evaluation, steps: int, tmp_path: Path
 ) -> None:
@@ -53,9 +55,12 @@ def test_held_out_prompts_become_what_they_say(
 def test_without_an_attention_it_does_not(
     judge: Evaluation, attention: str, tmp_path: Path
 ) -> None:
+    """None of the first four; most of the time goes into decoding."""
+    first = [getattr(judge.scenes, name)[:4] for name in Scenes.__slots__]
+    few = replace(judge, scenes=Scenes(*first), batch=4)
     with zeroed(judge.pipe.transformer.blocks, attention):
-        found = judge.judge(judge.frames(steps=4), tmp_path / "sheet.png")
-    assert found["all"] <= 1 / 8, found
+        found = few.judge(few.frames(steps=4), tmp_path / "sheet.png")
+    assert found["all"] == 0, found
 
 
 def test_the_recorded_evaluation_meets_its_bounds() -> None:
