@@ -341,7 +341,7 @@ def test_no_weight_outlives_its_model() -> None:
 
 
 def held_by(branch: Any) -> list[Any]:
-    return [slot[name] for slot, name in branch._slots]
+    return [slot[name] for slot in branch._slots for name in ("weight", "bias")]
 
 
 # --- below autograd ------------------------------------------------------------------------------

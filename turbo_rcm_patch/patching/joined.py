@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -71,10 +71,12 @@ def run_joined(run: Run, hidden: Hidden, given: Given) -> Hidden:
         return run(None, hidden, given)[0]
     rows, rotary, context, held, layout = operands
     if isinstance(layout, FeedForwardLayout):
-        made = _feed_forward(streams, list(rows), held, *layout)
+        packed = _packed(layout, _FEED_FORWARD_TYPES, held)
+        made = _feed_forward(streams, list(rows), held, *packed)
     else:
+        packed = _packed(layout, _ATTENTION_TYPES, held)
         cos, sin = (None, None) if rotary is None else rotary
-        made = _attention(streams, list(rows), context, cos, sin, held, *layout)
+        made = _attention(streams, list(rows), context, cos, sin, held, *packed)
     return made[0] if isinstance(hidden, Tensor) else tuple(made)
 
 
@@ -83,6 +85,45 @@ def _wants_gradient(streams: list[Tensor], operands: BranchOperands) -> bool:
         return False
     tensors = [*streams, *operands.rows, operands.context, *operands.held]
     return any([x is not None and x.requires_grad for x in tensors])
+
+
+def _types(layout: type[_Layout]) -> dict[type, list[int]]:
+    """Which fields of a layout are words, flags, integers and floats, by their places."""
+    places: dict[type, list[int]] = {str: [], bool: [], int: [], float: []}
+    for place, kind in enumerate(get_type_hints(layout).values()):
+        places[kind].append(place)
+    return places
+
+
+_ATTENTION_TYPES: Final = _types(AttentionLayout)
+_FEED_FORWARD_TYPES: Final = _types(FeedForwardLayout)
+
+
+def _packed(
+    layout: _Layout, types: dict[type, list[int]], held: list[Tensor | None]
+) -> tuple[str, list[int], list[float]]:
+    """A layout in three arguments, because each argument of an operation costs time on every
+    call: its words and flags, its integers and its floats. A compiler may have made symbols of
+    the numbers. The words say which weights are missing, too: that is another branch."""
+    fields: Any = layout
+    present = "".join(["0" if x is None else "1" for x in held])
+    flags = ["1" if fields[i] else "0" for i in types[bool]]
+    words = "|".join([*[fields[i] for i in types[str]], *flags, present])
+    return words, [fields[i] for i in types[int]], [fields[i] for i in types[float]]
+
+
+def _unpacked(
+    kind: type[_Layout], types: dict[type, list[int]], packed: tuple[str, list[int], list[float]]
+) -> Any:
+    words, sizes, numbers = packed
+    fields: list[Any] = [None] * len(kind._fields)
+    *texts, _ = words.split("|")
+    flags = [flag == "1" for flag in texts[len(types[str]) :]]
+    found: dict[type, Any] = {str: texts, bool: flags, int: sizes, float: numbers}
+    for own, places in types.items():
+        for place, value in zip(places, found[own], strict=False):
+            fields[place] = value
+    return kind(*fields)
 
 
 class _State:
@@ -110,7 +151,7 @@ class _Branch:
     ) -> None:
         pairs = zip(held[::2], held[1::2], strict=True)
         self._weights = [Weights(weight, bias) for weight, bias in pairs]
-        self._slots = [(w._parameters, name) for w in self._weights for name in ("weight", "bias")]
+        self._slots = [w._parameters for w in self._weights]
         self._joined = len(streams) > 1
         self._head_dim, self._products = 0, 2
         if isinstance(layout, AttentionLayout):
@@ -131,16 +172,17 @@ class _Branch:
     def __call__(
         self, held: Sequence[Tensor | None], streams: list[Tensor], given: Given
     ) -> list[Tensor]:
-        for (slot, name), tensor in zip(self._slots, held, strict=True):
-            slot[name] = tensor
+        slots = self._slots
+        for slot, weight, bias in zip(slots, held[::2], held[1::2], strict=True):
+            slot["weight"], slot["bias"] = weight, bias
         try:
             token = self._token(held, streams, given)
             if self._joined:
                 return list(self._run(token, tuple(streams), given)[0])
             return [self._run(token, streams[0], given)[0]]
         finally:
-            for slot, name in self._slots:  # Or they would live as long as the process.
-                slot[name] = None
+            for slot in slots:  # Or they would live as long as the process.
+                slot["weight"] = slot["bias"] = None
 
     def _token(self, held: Sequence[Tensor | None], streams: list[Tensor], given: Given) -> Token:
         """See `plan.signature`; None where an operation that checks its arguments has to run. A
@@ -277,30 +319,15 @@ def _of_streams(given: Given) -> tuple[tuple[Tensor, ...], ...]:
 # --- the operations ------------------------------------------------------------------------------
 
 
-def _joined(
-    streams: list[Tensor], given: Given, held: Sequence[Tensor | None], layout: _Layout
-) -> list[Tensor]:
-    """The residual streams behind the branch of a layout."""
-    # Not the numbers alone: a weight that is missing is another branch.
-    key = layout, len(streams), tuple([x is None for x in held])
-    kept: dict[Any, _Branch] | None = getattr(_local, "kept", None)
-    if kept is None:
-        kept = _local.kept = {}
-    branch = kept.get(key)
-    if branch is None:
-        if len(kept) >= _MOST_BRANCHES:
-            kept.clear()
-        branch = kept[key] = _Branch(layout, held, streams, given)
-    return branch(held, streams, given)
-
-
-_TENSORS: Final = {
+#: The tensors of a branch, as in `Operands`, and `_packed`.
+_TYPES: Final = {
     "streams": list[Tensor], "rows": list[Tensor], "context": Tensor | None,
     "cos": Tensor | None, "sin": Tensor | None, "held": list[Tensor | None],
+    "words": str, "sizes": list[int], "numbers": list[float],
 }  # fmt: skip
 
 
-@flattened((*_TENSORS, *AttentionLayout._fields), list[Tensor], _TENSORS, AttentionLayout)
+@flattened(tuple(_TYPES), list[Tensor], _TYPES)
 def _attention_body(
     streams: list[Tensor],
     rows: list[Tensor],
@@ -308,21 +335,43 @@ def _attention_body(
     cos: Tensor | None,
     sin: Tensor | None,
     held: list[Tensor | None],
-    *layout: Any,
+    *packed: Any,
 ) -> list[Tensor]:
-    rotary = None if cos is None or sin is None else (cos, sin)
-    given = Given(context, tuple(rows), rotary)
-    return _joined(streams, given, held, AttentionLayout(*layout))
+    given = Given(context, tuple(rows), None if cos is None or sin is None else (cos, sin))
+    return _branch(AttentionLayout, packed, streams, given, held)(held, streams, given)
 
 
 @flattened(
-    ("streams", "rows", "held", *FeedForwardLayout._fields), list[Tensor], _TENSORS,
-    FeedForwardLayout,
+    ("streams", "rows", "held", "words", "sizes", "numbers"), list[Tensor], _TYPES
 )  # fmt: skip
 def _feed_forward_body(
-    streams: list[Tensor], rows: list[Tensor], held: list[Tensor | None], *layout: Any
+    streams: list[Tensor], rows: list[Tensor], held: list[Tensor | None], *packed: Any
 ) -> list[Tensor]:
-    return _joined(streams, Given(None, tuple(rows)), held, FeedForwardLayout(*layout))
+    given = Given(None, tuple(rows))
+    return _branch(FeedForwardLayout, packed, streams, given, held)(held, streams, given)
+
+
+def _branch(
+    kind: type[_Layout],
+    packed: Any,
+    streams: list[Tensor],
+    given: Given,
+    held: Sequence[Tensor | None],
+) -> _Branch:
+    """The branch of a layout, made when this thread first needs it."""
+    words, sizes, numbers = packed
+    key = kind, words, tuple(sizes), tuple(numbers), len(streams)
+    kept: dict[Any, _Branch] | None = getattr(_local, "kept", None)
+    if kept is None:
+        kept = _local.kept = {}
+    branch = kept.get(key)
+    if branch is None:
+        if len(kept) >= _MOST_BRANCHES:
+            kept.clear()
+        types = _ATTENTION_TYPES if kind is AttentionLayout else _FEED_FORWARD_TYPES
+        layout = _unpacked(kind, types, packed)
+        branch = kept[key] = _Branch(layout, held, streams, given)
+    return branch
 
 
 def _attention_fake(streams: list[Tensor], *args: Any) -> list[Tensor]:
