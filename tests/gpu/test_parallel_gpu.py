@@ -1,5 +1,5 @@
-"""Attention and patched models over a sequence that two GPUs share, through NCCL: `make test-2gpu`
-on a machine with two of them."""
+"""Attention and patched models over a sequence that two GPUs share, through NCCL:
+`make test-two-gpus` on a machine with two of them."""
 
 from __future__ import annotations
 

@@ -133,7 +133,10 @@ def test_nothing_is_stored_in_the_model() -> None:
         if before[name].get(key) is not now[name].get(key)
         and before[name].get(key) != now[name].get(key)
     }
-    assert changed == {("", "_turbo_rcm_patch"), ("blocks.0", "forward"), ("blocks.1", "forward")}
+    assert changed == {
+        ("", "_turbo_rcm_patch"), ("", "enable_parallelism"), ("blocks.0", "forward"),
+        ("blocks.1", "forward"),
+    }  # fmt: skip
     unpatch_model(model)
     assert dicts(model) == before
     after = model.state_dict()

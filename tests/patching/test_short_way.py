@@ -126,7 +126,7 @@ class Block:
         pytest.param(lambda: of_wan(added_kv_proj_dim=256), {}, 206, 223, 14, id="wan-image"),
         pytest.param(lambda: of_wan(sla=True), {"sla_topk": 0.5}, 321, 384, 14, id="wan-sla"),
         pytest.param(of_cogvideox, {}, 202, 206, 11, id="cogvideox"),
-        pytest.param(of_cogvideox, {"linear": "int8"}, 312, 366, 19, id="cogvideox-int8-linears"),
+        pytest.param(of_cogvideox, {"linear": "int8"}, 316, 368, 19, id="cogvideox-int8-linears"),
         pytest.param(lambda: of_turbodiffusion(False), {}, 178, 185, 11, id="turbodiffusion"),
         pytest.param(lambda: of_turbodiffusion(True), {}, 320, 379, 14, id="turbodiffusion-sla"),
     ],

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.ops.batches import MAX_BATCH
+from turbo_rcm_patch.ops.checks import FLOATS
 from turbo_rcm_patch.ops.operation import define, flattened
 from turbo_rcm_patch.patching.branches import (
     AttentionLayout,
@@ -87,11 +88,19 @@ def _wants_gradient(streams: list[Tensor], operands: BranchOperands) -> bool:
     return any([x is not None and x.requires_grad for x in tensors])
 
 
-def _types(layout: type[_Layout]) -> dict[type, list[int]]:
-    """Which fields of a layout are words, flags, integers and floats, by their places."""
-    places: dict[type, list[int]] = {str: [], bool: [], int: [], float: []}
+#: The dtypes of a model and of its residual stream as words; "" where nobody chose one.
+_DTYPES: Final[dict[torch.dtype | None, str]] = {
+    None: "",
+    **{x: str(x).removeprefix("torch.") for x in FLOATS},
+}
+_NAMED: Final = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+def _types(layout: type[_Layout]) -> dict[Any, list[int]]:
+    """Which fields of a layout are words, dtypes, flags, integers and floats, by their places."""
+    places: dict[Any, list[int]] = {str: [], torch.dtype: [], bool: [], int: [], float: []}
     for place, kind in enumerate(get_type_hints(layout).values()):
-        places[kind].append(place)
+        places[torch.dtype if kind == torch.dtype | None else kind].append(place)
     return places
 
 
@@ -100,26 +109,31 @@ _FEED_FORWARD_TYPES: Final = _types(FeedForwardLayout)
 
 
 def _packed(
-    layout: _Layout, types: dict[type, list[int]], held: list[Tensor | None]
+    layout: _Layout, types: dict[Any, list[int]], held: list[Tensor | None]
 ) -> tuple[str, list[int], list[float]]:
     """A layout in three arguments, because each argument of an operation costs time on every
-    call: its words and flags, its integers and its floats. A compiler may have made symbols of
-    the numbers. The words say which weights are missing, too: that is another branch."""
+    call: its words, dtypes and flags, its integers and its floats. A compiler may have made
+    symbols of the numbers. The words say which weights are missing, too: that is another
+    branch."""
     fields: Any = layout
     present = "".join(["0" if x is None else "1" for x in held])
     flags = ["1" if fields[i] else "0" for i in types[bool]]
-    words = "|".join([*[fields[i] for i in types[str]], *flags, present])
+    dtypes = [_DTYPES[fields[i]] for i in types[torch.dtype]]
+    words = "|".join([*[fields[i] for i in types[str]], *dtypes, *flags, present])
     return words, [fields[i] for i in types[int]], [fields[i] for i in types[float]]
 
 
-def _unpacked(
-    kind: type[_Layout], types: dict[type, list[int]], packed: tuple[str, list[int], list[float]]
-) -> Any:
+def _unpacked(kind: type[_Layout], types: dict[Any, list[int]], packed: Sequence[Any]) -> Any:
     words, sizes, numbers = packed
     fields: list[Any] = [None] * len(kind._fields)
     *texts, _ = words.split("|")
-    flags = [flag == "1" for flag in texts[len(types[str]) :]]
-    found: dict[type, Any] = {str: texts, bool: flags, int: sizes, float: numbers}
+    rest = texts[len(types[str]) :]
+    count = len(types[torch.dtype])
+    dtypes, rest = [_NAMED[name] for name in rest[:count]], rest[count:]
+    flags = [flag == "1" for flag in rest]
+    found: dict[Any, Any] = {
+        str: texts, torch.dtype: dtypes, bool: flags, int: sizes, float: numbers,
+    }  # fmt: skip
     for own, places in types.items():
         for place, value in zip(places, found[own], strict=False):
             fields[place] = value
@@ -375,11 +389,11 @@ def _branch(
 
 
 def _attention_fake(streams: list[Tensor], *args: Any) -> list[Tensor]:
-    return _like(streams, AttentionLayout(*args[5:]))
+    return _like(streams, _unpacked(AttentionLayout, _ATTENTION_TYPES, args[-3:]))
 
 
 def _feed_forward_fake(streams: list[Tensor], *args: Any) -> list[Tensor]:
-    return _like(streams, FeedForwardLayout(*args[2:]))
+    return _like(streams, _unpacked(FeedForwardLayout, _FEED_FORWARD_TYPES, args[-3:]))
 
 
 def _like(streams: list[Tensor], layout: _Layout) -> list[Tensor]:
