@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 def forget() -> None:
     forget_tiles()
-    dispatch._forget()
+    dispatch.forget_tables()
 
 
 @pytest.fixture
