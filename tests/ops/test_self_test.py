@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pwd
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -189,13 +190,36 @@ def test_a_file_that_cannot_be_used_is_written_again(card: list[int], text: str)
     assert attention(64) == "exact" and "rows" in self_test_path().read_text()
 
 
-def test_a_folder_that_cannot_be_written(card: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError("read-only")
+@pytest.mark.parametrize("lacking", ["write", "entry", "home"])
+def test_a_folder_that_cannot_be_written_or_is_not_there(
+    lacking: str, card: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The result is good for this process, whatever it lacks."""
 
-    monkeypatch.setattr(module, "atomic", refuse)
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError("not yours")
+
+    def unknown(user: int) -> object:
+        raise KeyError(user)
+
+    if lacking == "write":
+        monkeypatch.setattr(module, "atomic", refuse)
+    elif lacking == "entry":
+        monkeypatch.setattr(Path, "stat", refuse)
+        monkeypatch.setattr(Path, "read_text", refuse)
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    else:
+        for name in ("HOME", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", unknown)
+    dispatch.forget_tables()
+    assert attention(64) == "int8" and not dispatch.measured_here(CUDA)
     module.ensure_tested(CUDA, 64, 2)
-    assert attention(64) == "exact" and not self_test_path().exists()
+    module.ensure_tested(CUDA, 128, 2)
+    assert card == [64, 128] and attention(64) == attention(128) == "exact"
+    assert dispatch.measured_here(CUDA) == "the self test of this card (of this process)"
+    monkeypatch.undo()
+    assert not list(tmp_path.rglob("self_test.json"))
 
 
 def test_never_where_something_is_measured(card: list[int], monkeypatch: Any) -> None:

@@ -143,15 +143,19 @@ def _tables() -> tuple[Table, ...]:
     from turbo_rcm_patch.kernels.tile_table import existing_table
 
     path = existing_table("dispatch.json")
-    return {} if path is None else _read(path), _SHIPPED, self_tests() | _held
+    return {} if path is None else _read(path), _SHIPPED, self_tests()
 
 
 def self_test_path() -> Path:
-    """Where the results of `self_test` are."""
+    """Where the results of `self_test` are.
+
+    Raises:
+        ConfigError: There is no home folder.
+    """
     return dispatch_path().with_name("self_test.json")
 
 
-#: Of this process, where the file cannot be written.
+#: Of this process, where there is no file or it cannot be written.
 _held: Final[Table] = {}
 
 
@@ -168,8 +172,13 @@ def made_with() -> str:
 
 
 def self_tests() -> Table:
-    """The kept results that are good now; a file that cannot be used holds none."""
-    path = self_test_path()
+    """The results that are good now, kept and of this process; a file that cannot be used, or
+    that has no home folder to be in, holds none."""
+    from turbo_rcm_patch.kernels.tile_table import existing_table
+
+    path = existing_table("self_test.json")
+    if path is None:
+        return dict(_held)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         good = {
@@ -178,8 +187,8 @@ def self_tests() -> Table:
             if entry["made_with"] == made_with() and not any(map(_row_problem, entry["rows"]))
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
-    return good
+        good = {}
+    return good | _held
 
 
 def is_measured(name: str, head_dim: int) -> bool:
@@ -195,15 +204,14 @@ def measured_here(device: torch.device) -> str:
     """Which measurements decide for "auto" on a device, in words."""
     name = device_name_of(device)
     user, shipped, tested = _tables()
-    found = [
-        words
-        for words, table in (
-            (f"your table ({dispatch_path()})", user),
-            ("the shipped table of this card", shipped),
-            (f"the self test of this card ({self_test_path()})", tested),
-        )
-        if table.get(name)
-    ]
+    found = []
+    if user.get(name):
+        found.append(f"your table ({dispatch_path()})")
+    if shipped.get(name):
+        found.append("the shipped table of this card")
+    if tested.get(name):
+        where = "of this process" if name in _held else self_test_path()
+        found.append(f"the self test of this card ({where})")
     return " and ".join(found)
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from turbo_rcm_patch.config import PVDType
+from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.ops import dispatch
 from turbo_rcm_patch.ops.dispatch import Row, measure_dispatch, resolve_pv, self_test_path
 from turbo_rcm_patch.ops.modes import is_capturing, transformed, without_autocast
@@ -155,14 +156,19 @@ def _several_ranks() -> bool:
 
 def _keep(name: str, head_dim: int, rows: list[Row]) -> None:
     """Write the rows of a head size beside what is kept of others, and use them from here on."""
-    path = self_test_path()
+    mine = dispatch.self_tests().get(name, [])
+    rows = [row for row in mine if row.get("head_dim") != [head_dim, head_dim]] + rows
+    try:
+        path = self_test_path()
+    except ConfigError as error:
+        _log.info("%s: the test is kept for this process", error)
+        dispatch.hold_self_test(name, rows)
+        return
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         before = {}
-    mine = dispatch.self_tests().get(name, [])
-    others = [row for row in mine if row.get("head_dim") != [head_dim, head_dim]]
-    entry = {"made_with": dispatch.made_with(), "rows": others + rows}
+    entry = {"made_with": dispatch.made_with(), "rows": rows}
     kept = (before if isinstance(before, dict) else {}) | {name: entry}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,6 +176,6 @@ def _keep(name: str, head_dim: int, rows: list[Row]) -> None:
             temporary.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         _log.info("%s cannot be written (%s): the test is kept for this process", path, error)
-        dispatch.hold_self_test(name, others + rows)
+        dispatch.hold_self_test(name, rows)
         return
     dispatch.forget_tables()
