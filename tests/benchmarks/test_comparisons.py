@@ -120,11 +120,11 @@ def test_an_interrupted_run_leaves_what_it_had(
 ) -> None:
     real, names = attention._case, []
 
-    def case(one: Any, *args: Any) -> bool:
+    def case(one: Any, *args: Any, **options: Any) -> bool:
         names.append(one.shape.name)
         if len(names) == 2:
             raise KeyboardInterrupt
-        return real(one, *args)
+        return real(one, *args, **options)
 
     monkeypatch.setattr(attention, "_case", case)
     assert main(["attention", *MICRO_CPU, *FEW, "--out", str(tmp_path)]) == 130

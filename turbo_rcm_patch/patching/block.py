@@ -163,8 +163,9 @@ class BlockForward:
         raise NotImplementedError
 
     def _groups(self) -> ContextParallel | None:
-        """The ranks that share the sequence of self-attention; None where it is whole."""
-        raise NotImplementedError
+        """The ranks that share the sequence of self-attention; None where it is whole, as it always
+        is in a family without a plan for context parallelism."""
+        return None
 
     def _fused_norm(self, branch: Branch, like: Tensor) -> bool:
         """Whether the norm before a branch is exactly a layer norm in fp32."""
