@@ -163,7 +163,7 @@ def test_where_there_is_no_triton_the_verdict_decides(
     monkeypatch.setattr(demo_module, "find_spec", lambda name: None)
     monkeypatch.setattr(demo_module, "sys", SimpleNamespace(platform="darwin"))
     monkeypatch.setattr(demo_module, "run_kernel_check", pytest.fail)
-    monkeypatch.setattr(prompts, "DEMO_PROMPTS", ("a red circle",))
+    monkeypatch.setattr(prompts, "DEMO_PROMPTS", ("a red circle", "a blue square"))
     assert main(["demo", "--model", str(quick_model), "--out", str(tmp_path / "demo")]) == 0
     assert "there is no Triton for darwin" in capsys.readouterr().out
 

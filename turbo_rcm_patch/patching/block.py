@@ -163,8 +163,8 @@ class BlockForward:
         raise NotImplementedError
 
     def _groups(self) -> ContextParallel | None:
-        """The ranks that share the sequence of self-attention; None where it is whole, as it always
-        is in a family without a plan for context parallelism."""
+        """The ranks that share the sequence of self-attention; None where it is whole, as in a
+        family without a plan for context parallelism."""
         return None
 
     def _fused_norm(self, branch: Branch, like: Tensor) -> bool:
