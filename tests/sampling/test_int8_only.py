@@ -13,6 +13,7 @@ from torch import nn
 from tests.sampling.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, keep_int8_only, patched
 from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.exit_codes import CHANGED, OK, SIMILAR
 from turbo_rcm_patch.patching.int8_linear import Int8Linear
 from turbo_rcm_patch.sampling import load
 from turbo_rcm_patch.sampling.generation import generate
