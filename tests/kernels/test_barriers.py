@@ -3,8 +3,6 @@ section about them."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from tests.kernels.test_aot import HERE, ROOT, case
+from tests.kernels.aot import ROOT, Process, case
 
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 TARGET = ("cuda", 90)
@@ -23,24 +21,21 @@ _ADDRESS = re.compile(r"\[([^\]]*?)(?:\+(0x[0-9a-f]+))?\]")
 
 def machine_code(kernel: str, folder: Path, **more: object) -> list[tuple[str, str]]:
     """(operation, operands) of a kernel as compiled for Hopper, with ("label", name) between."""
-    (folder / "cases.json").write_text(
-        json.dumps([case("plain-attention", TARGET, 128, "fp8", **more)]), encoding="utf-8"
-    )
-    path = folder / "one.json"
-
-    def output(*command: str | Path) -> str:
-        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder / "cache")}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
-
-    launches = json.loads(output(sys.executable, HERE / "aot_record.py", folder / "cases.json"))
-    path.write_text(json.dumps([one for one in launches if one["kernel"] == kernel][:1]))
+    records = Process(sys.executable, [ROOT], "aot_record.py")
     kernels = ROOT / "turbo_rcm_patch" / "kernels"
-    assert kernel in output(sys.executable, HERE / "aot_compile.py", path, kernels)
+    compiles = Process(sys.executable, [ROOT], "aot_compile.py", kernels, folder)
+    asked = case("plain-attention", TARGET, 128, "fp8", only=[kernel], **more)
+    try:
+        (result,) = compiles.ask(records.ask([asked])[:1])
+    finally:
+        records.close()
+        compiles.close()
+    assert result["kernel"] == kernel and "error" not in result, result
+    (cubin,) = folder.glob(f"triton/*/{kernel}.cubin")
+    done = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
     found: list[tuple[str, str]] = []
-    for line in output(NVDISASM, "-c", path.with_suffix(".cubin")).splitlines():
+    for line in done.stdout.splitlines():
         if label := re.match(r"\.(L_x_\d+):", line):
             found.append(("label", label[1]))
         elif instruction := _LINE.search(line):

@@ -300,7 +300,7 @@ def test_a_reader_clicks_and_seeks(found: Comparison, tab: Browser, tmp_path: Pa
         tab.mouse("mouseMoved", x, y)
         tab.wait_for(f"{PLAYER}.frame === {index} && {PLAYER}.figure.dataset.shown === '{index}'")
         tab.js("new Promise(requestAnimationFrame)")
-        assert int(tab.js(f"Math.floor({PLAYER}.video.currentTime * {PLAYER}.given.fps)")) == index
+        tab.wait_for(f"Math.floor({PLAYER}.video.currentTime * {PLAYER}.given.fps) === {index}")
         assert tab.js("document.querySelector('output').textContent").startswith(
             f"frame {index + 1} of 9"
         )
