@@ -7,6 +7,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -295,12 +296,20 @@ def test_a_reader_clicks_and_seeks(found: Comparison, tab: Browser, tmp_path: Pa
     # Hovering over the plot seeks, and every pane follows in the same frame.
     shown = {}
     for share, index in ((0.0, 0), (0.5, 4), (0.999, 8)):
-        x, y = tab.centre(".plot", share)
-        tab.mouse("mouseMoved", x, y - 3)
-        tab.mouse("mouseMoved", x, y)
-        tab.wait_for(f"{PLAYER}.frame === {index} && {PLAYER}.figure.dataset.shown === '{index}'")
+        there = (
+            f"{PLAYER}.frame === {index} && {PLAYER}.figure.dataset.shown === '{index}' && "
+            f"Math.floor({PLAYER}.video.currentTime * {PLAYER}.given.fps) === {index}"
+        )
+        # Chromium loses a seek now and then while the machine is busy; a reader moves on.
+        for attempt in range(3):
+            x, y = tab.centre(".plot", share)
+            tab.mouse("mouseMoved", x, y - 3 - attempt)
+            tab.mouse("mouseMoved", x, y)
+            with suppress(AssertionError):
+                tab.wait_for(there, 8.0)
+                break
         tab.js("new Promise(requestAnimationFrame)")
-        tab.wait_for(f"Math.floor({PLAYER}.video.currentTime * {PLAYER}.given.fps) === {index}")
+        tab.wait_for(there)
         assert tab.js("document.querySelector('output').textContent").startswith(
             f"frame {index + 1} of 9"
         )
