@@ -144,7 +144,7 @@ class BlockForward:
             )
         )  # fmt: skip
         self._slot: PlanSlot[tuple[Run, ...]] = PlanSlot()
-        self._compiler_below = self._compiler_s_own()
+        self._compiler_below = self._traced_below()
         #: What the blocks of one model agree on with those of other ranks.
         self.ranks = Ranks([], None)
 
@@ -307,13 +307,12 @@ class BlockForward:
 
     # --- run -------------------------------------------------------------------------------------
 
-    def _compiler_s_own(self) -> int:
+    def _traced_below(self) -> int:
         """The number of tokens below which a compiler gets the author's block.
 
         There "auto" is exact, and so nothing is left that only our kernels do. A compiler fuses
         the author's steps into fewer kernels than our operations are, and calls them with less
-        Python: on an H200 a compiled Wan2.1-1.3B takes 15 to 17 ms at 780 and 1,950 tokens, ours
-        33 to 38 (`python -m benchmarks length`).
+        Python (docs/performance.md).
         """
         config, block = self._config, self._block
         apart = config.attention != "auto" or config.linear != "as-is"
