@@ -29,8 +29,6 @@ from turbo_rcm_patch.bench import errors_of, time_call
 from turbo_rcm_patch.sampling.measures import highest_precision, upcast
 from turbo_rcm_patch.sampling.verdict import NETWORK_LIMIT
 
-__all__ = ["run"]
-
 #: Further than this from the truth is broken, not inexact.
 BROKEN: Final = 0.5
 #: (timestep, what is added to the seed) of the inputs, in their order.
@@ -159,8 +157,8 @@ def _measure(case: Case, wanted: list[str], journal: Journal) -> bool:
 
         def measure(method: Variant, one: Record) -> None:
             with method.enter(network, plan.compiler) as report:
-                guarded = isinstance(report, PatchReport) and report.config.guard
-                if guarded:
+                patched = report if isinstance(report, PatchReport) else None
+                if patched is not None and patched.config.guard:
                     calls[0]()  # The guard chooses.
                 errors = one["errors"] = [
                     errors_of(call(), truth)["relative_l2"]
@@ -173,8 +171,8 @@ def _measure(case: Case, wanted: list[str], journal: Journal) -> bool:
                     raise Wrong(f"relL2 {one['error']:.3g}, {far:.3g} times the unpatched one's")
                 most = plan.effort(0.0, 5, quick=(0.0, 3)).most
                 one["milliseconds"] = asdict(time_call(calls[0], journal.device, most, warmup=1))
-                if guarded:
-                    one |= _chosen(report)
+                if patched is not None and patched.config.guard:
+                    one |= _chosen(patched)
 
         ways = [way for way in methods() if way.name == _UNPATCHED or way.name in wanted]
         return one_by_one(journal, case.name, record, ways, measure, "methods")

@@ -45,9 +45,10 @@ Record = dict[str, Any]
 Errors = Callable[[torch.Tensor], dict[str, float]]
 #: Goes into a network, with a backend for a compiler.
 Enter = Callable[[Any, str], AbstractContextManager[object]]
-#: A path of keys in a method's record ("a.b or c.b": the first that is there), or a number found
-#: in the records of all methods by the method's name.
-Value = str | Callable[[Mapping[str, Record], str], float | None]
+#: Finds a number in the records of all methods, by the name of one.
+Find = Callable[[Mapping[str, Record], str], float | None]
+#: A path of keys in a method's record ("a.b or c.b": the first that is there), or a function.
+Value = str | Find
 
 
 class Column(NamedTuple):
@@ -80,7 +81,7 @@ def times(*clocks: str, digits: int = 4) -> tuple[Column, ...]:
     )  # fmt: skip
 
 
-def over(base: str, path: str = "milliseconds.median") -> Value:
+def over(base: str, path: str = "milliseconds.median") -> Find:
     """A method's number divided by that of `base`."""
 
     def find(found: Mapping[str, Record], name: str) -> float | None:
@@ -518,7 +519,8 @@ def one_by_one(
     for variant in variants:
         if journal.late(f"{case}, {variant.name}"):
             continue
-        found[variant.name] = one = {}
+        one: Record = {}
+        found[variant.name] = one
         with attempted(one):
             measure(variant, one)
         gc.collect()
