@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks import turbo
+from benchmarks import rows, turbo
 from benchmarks.attention import REFERENCE_SOURCE
 from benchmarks.networks import (
     COGVIDEOX,
@@ -31,6 +31,7 @@ from benchmarks.networks import (
     compiled_in_graphs,
     in_turn,
     patched_with,
+    sage_attention,
     sizes_of,
     time_variant,
     variants,
@@ -181,18 +182,9 @@ def _compare(name: str, found: dict[str, Record], *, micro: bool) -> Record:
 
 # --- over the number of tokens -------------------------------------------------------------------
 
-#: Tokens -> latent frames, height and width.
-LENGTHS: Final = {
-    "780": (1, 60, 52),
-    "1950": (5, 30, 52),
-    "7800": (5, 60, 104),
-    "17160": (11, 60, 104),
-    "32760": (21, 60, 104),
-    "75600": (21, 90, 160),
-}
-_MICRO_LENGTHS: Final = {"780": (1, 8, 8), "1950": (3, 8, 8)}
 METHODS: Final[dict[str, Enter]] = {
     "eager": as_written,
+    "eager sage": sage_attention,
     "patched": patched_with(),
     "patched exact": patched_with(attention="exact"),
     "patched int8 Linears": patched_with(linear="int8"),
@@ -206,7 +198,7 @@ METHODS: Final[dict[str, Enter]] = {
     "patched compiled graphs": in_turn(patched_with(), compiled_in_graphs),
 }
 _LENGTH_COLUMNS: Final = (
-    ("tokens", 8), ("method", 30), ("ms", 9), ("CPU ms", 8), ("graph ms", 8), ("of eager", 8),
+    ("row", 14), ("method", 30), ("ms", 9), ("CPU ms", 8), ("graph ms", 8), ("of eager", 8),
     ("first s", 8), ("in int8", 7), ("relL2", 9),
 )  # fmt: skip
 
@@ -214,17 +206,19 @@ _LENGTH_COLUMNS: Final = (
 def run_length(plan: Plan) -> int:
     """Measure and write `length.json`; 0 if every patched forward was near the eager one."""
     wanted = chosen("--peers", plan.peers, list(METHODS))
-    latents = _MICRO_LENGTHS if plan.micro else LENGTHS
-    lengths = chosen("--only", plan.only, list(latents))
+    wanted_rows = chosen("--only", plan.only or rows.default(plan), rows.names(plan))
     journal = Journal(
         "length",
         plan,
         _LENGTH_COLUMNS,
         about={
-            "network": "Wan2.1-T2V-1.3B with seeded random weights in bf16, batch 1, no guard",
+            "network": "bf16, batch 1, no guard, seeded random weights. A number of tokens: "
+            "Wan2.1-T2V-1.3B; cogvideox-2b: 480 x 720, 49 frames; WanModel: Wan2.1-T2V-1.3B in "
+            "TurboDiffusion's class; tiny, tiny-cogvideox: the shipped models, trained",
             "milliseconds": "of forwards queued one after another, median of several rounds",
             "cpu_milliseconds": "until the call returns, the GPU idle before it; median",
-            "graph_milliseconds": "of replays of the forward as one CUDA graph",
+            "graph_milliseconds": "of replays of the forward as one CUDA graph; not of long ones, "
+            "whose GPU never waits",
             "first_seconds": "the first forward of this length with this method in this process",
             "in_int8": "share of the self-attentions whose products ran in int8",
             "graphs": "patched with cuda_graphs=True, which captures and replays by itself",
@@ -235,26 +229,35 @@ def run_length(plan: Plan) -> int:
     )
     good = True
     with journal.running(), torch.no_grad():
-        sizes, device = sizes_of(plan), journal.device
-        network = build_wan(sizes.network, device, plan.seed)
+        found, eager = rows.Rows(plan, journal.device), {}
         for name in wanted:
-            for tokens in lengths:
-                if journal.late(f"{tokens} tokens, {name}"):
+            for row in wanted_rows:
+                if journal.late(f"{row}, {name}"):
                     continue
-                case = journal.cases.get(tokens, {"methods": {}})
-                size = (1, 16, *latents[tokens]), sizes.text_tokens
-                call = wan_call(network, *size, device, plan.seed)
-                case["methods"][name] = found = _measure(network, name, call, journal)
-                good &= found["status"] == "timed" or not name.startswith("patched")
-                _show(tokens, name, case["methods"], journal)
-                journal.case(tokens, case)
+                case = journal.cases.get(row, {"methods": {}})
+                if "reason" in case:
+                    continue  # It was reported.
+                try:
+                    network, call, about = found.of(row)
+                except Exception as error:  # e.g. no checkout, or a package of its own is missing
+                    case |= {"status": "missing", "reason": reason_of(error)}
+                    journal.line((row, f"left out: {case['reason']}"))
+                    journal.case(row, case)
+                    continue
+                if row not in eager:
+                    eager[row] = call()
+                record = _measure(network, name, call, eager[row], journal)
+                case |= about
+                case["methods"][name] = record
+                good &= record["status"] == "timed" or not name.startswith("patched")
+                _show(row, name, case["methods"], journal)
+                journal.case(row, case)
     return 0 if good else 1
 
 
-def _measure(network: Any, name: str, call: Call, journal: Journal) -> Record:
+def _measure(network: Any, name: str, call: Call, eager: torch.Tensor, journal: Journal) -> Record:
     """One method at one length."""
     plan, device = journal.plan, journal.device
-    eager = call()
     record: Record = {}
     try:
         with METHODS[name](network, plan.compiler) as report:
@@ -268,22 +271,36 @@ def _measure(network: Any, name: str, call: Call, journal: Journal) -> Record:
             for _ in range(3):  # a graph of ours is captured in the third forward
                 call()
             record |= peak_bytes(call, device)
-            rounds = plan.calls or (3 if plan.quick else 7)
-            record["milliseconds"] = _milliseconds(call, device, rounds, 3)
-            record["cpu_milliseconds"] = _milliseconds(call, device, 2 * rounds, 0)
+            rounds, queued = _effort(plan, call, device)
+            record["milliseconds"] = _milliseconds(call, device, rounds, queued)
+            record["cpu_milliseconds"] = _milliseconds(call, device, max(3, rounds), 0)
             if isinstance(report, PatchReport):
                 own = sum(pair.kind == "self" for pair in report.pairs)
                 record["last_forward"] = ran = report.last_forward
                 record["in_int8"] = ran.get("fused with int8 attention", 0) / own
-            if device.type == "cuda" and not name.endswith("graphs"):
+            if device.type == "cuda" and queued > 1 and not name.endswith("graphs"):
                 replay = graph_of([call])
-                record["graph_milliseconds"] = _milliseconds(replay, device, rounds, 3)
+                record["graph_milliseconds"] = _milliseconds(replay, device, rounds, queued)
                 del replay
             record["status"] = "timed"
     except Exception as error:  # one that cannot run here says why, and the others go on
         record |= {"status": "missing", "reason": reason_of(error)}
     gc.collect()
     return record
+
+
+#: Seconds that one clock may take, and milliseconds of a forward from which queueing more than one
+#: hides nothing.
+_CLOCK_SECONDS: Final = 1.0
+_LONG: Final = 150.0
+
+
+def _effort(plan: Plan, call: Call, device: torch.device) -> tuple[int, int]:
+    """Rounds of a measurement, and forwards queued in each."""
+    once = _milliseconds(call, device, 1, 1)["median"]
+    queued = 1 if once > _LONG else 3
+    most = plan.calls or (5 if plan.quick else 9)
+    return max(min(3, most), min(most, int(1e3 * _CLOCK_SECONDS / (queued * once)))), queued
 
 
 def _wait(device: torch.device) -> None:

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.forward import _WAN, BROKEN, LENGTHS
+from benchmarks.forward import _WAN, BROKEN
 from benchmarks.networks import build_wan, sizes_of, tokens_of, wan_call
+from benchmarks.rows import LENGTHS
 from benchmarks.runner import Journal, Plan, Record, chosen, peak_bytes
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.bench import Call, errors_of, reason_of

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.networks import Enter, as_written, build_wan, compiled, sizes_of
+from benchmarks.networks import Enter, as_written, build_wan, compiled, sage_attention, sizes_of
 from benchmarks.runner import Journal, Plan, Record, free, run_cases
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.bench import generator, reason_of
@@ -37,6 +37,7 @@ def _patched(**fields: Any) -> Enter:
 _BASE: Final = "eager"
 METHODS: Final[dict[str, Enter]] = {
     _BASE: as_written,
+    "eager sage": sage_attention,
     "compiled": compiled,
     "patched": _patched(),
     "patched int8 Linears": _patched(linear="int8"),
