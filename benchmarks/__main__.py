@@ -61,8 +61,9 @@ COMPARISONS: Final = {
     ),
     "length": (
         "forward.run_length",
-        "one forward of Wan over the number of tokens: queued, on the CPU, as a CUDA graph",
-        "780,7800,32760",
+        "one forward of Wan over the number of tokens, and of other networks: queued, on the CPU, "
+        "as a CUDA graph",
+        "780,7800,32760,cogvideox-2b",
         '"eager,patched,patched int8 Linears"',
     ),
     "video": (
@@ -148,12 +149,13 @@ def parser() -> argparse.ArgumentParser:
                 metavar="N",
                 help="pairs of a timestep and a seed, 1 to 12 (default: %(default)s)",
             )
-        if name == "network":
+        if name in ("network", "length"):
             add(
                 "--turbodiffusion",
                 type=Path,
                 metavar="PATH",
-                help="a checkout of thu-ml/TurboDiffusion, whose WanModel turbo-1.3b times",
+                help="a checkout of thu-ml/TurboDiffusion, for its WanModel: turbo-1.3b of "
+                "network, WanModel of length",
             )
         if name == "hbm":
             add("--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS)
