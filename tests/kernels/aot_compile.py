@@ -79,6 +79,8 @@ def compile_one(launch: dict) -> dict:
         "warps": launch["options"]["num_warps"],
         "shared": compiled.metadata.shared,
     }
+    if launch["kernel"] in ("norm_modulate_kernel", "skip_norm_kernel"):
+        result["sums"] = sums(compiled.asm["ttgir"])
     if backend == "cuda":
         result |= cuda_resources(compiled.asm["cubin"], launch["kernel"])
     else:
@@ -113,6 +115,13 @@ def cuda_resources(cubin: bytes, kernel: str) -> dict:
     if kernel == "one_launch_kernel":
         result["barrier"] = barrier_before_atomic(sass)
     return result
+
+
+def sums(code: str) -> list[str]:
+    """How the values of each sum over a row lie in threads, which is the order of the sum."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    reduced = r"\}\) : \(tensor<\d+xf32, (#\w+)>\) -> f32"
+    return [layouts[name] for name in re.findall(reduced, code)]
 
 
 def spills_in_loops(sass: str) -> list[int]:

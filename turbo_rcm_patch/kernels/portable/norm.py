@@ -22,13 +22,40 @@ from turbo_rcm_patch.kernels.portable.rows import (
 from turbo_rcm_patch.kernels.replay import replayed
 
 __all__ = [
+    "modulated",
     "norm_modulate",
     "norm_modulate_kernel",
     "norm_modulate_rows",
     "norm_modulate_rows_kernel",
     "norm_rotate",
     "norm_rotate_kernel",
+    "norm_warps",
+    "normal",
+    "wide_strides",
 ]
+
+
+@triton.jit
+def normal(x, mask_c, channels, eps):
+    """(x - mean) / std of a row x [C] fp32, 0 outside mask_c."""
+    mean = tl.sum(x, axis=0) / channels
+    x = tl.where(mask_c, x - mean, 0.0)
+    return x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / channels + eps))
+
+
+@triton.jit
+def modulated(
+    x, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_c, mask_c,
+    HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """x * (ONE + factor) + offset for channels offs_c of one token, 0 outside mask_c; fp32."""
+    if HAS_FACTOR:
+        factor = tl.load(factor_ptr + offs_c * factor_stride_c, mask=mask_c, other=0.0)
+        x *= factor.to(tl.float32) + ONE
+    if HAS_OFFSET:
+        offset = tl.load(offset_ptr + offs_c * offset_stride_c, mask=mask_c, other=0.0)
+        x += offset.to(tl.float32)
+    return x
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -50,19 +77,30 @@ def norm_modulate_kernel(
     mask_c = offs_c < channels
     row = x_ptr + b.to(tl.int64) * x_stride_b + n.to(tl.int64) * x_stride_n
     x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    mean = tl.sum(x, axis=0) / channels
-    x = tl.where(mask_c, x - mean, 0.0)
-    x *= 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / channels + eps)
+    factors, offsets = factor_ptr, offset_ptr
     if HAS_FACTOR:
-        at = b.to(tl.int64) * factor_stride_b + n.to(tl.int64) * factor_stride_n
-        factor = tl.load(factor_ptr + at + offs_c * factor_stride_c, mask=mask_c, other=0.0)
-        x *= factor.to(tl.float32) + ONE
+        factors += b.to(tl.int64) * factor_stride_b + n.to(tl.int64) * factor_stride_n
     if HAS_OFFSET:
-        at = b.to(tl.int64) * offset_stride_b + n.to(tl.int64) * offset_stride_n
-        offset = tl.load(offset_ptr + at + offs_c * offset_stride_c, mask=mask_c, other=0.0)
-        x += offset.to(tl.float32)
+        offsets += b.to(tl.int64) * offset_stride_b + n.to(tl.int64) * offset_stride_n
+    x = modulated(
+        normal(x, mask_c, channels, eps), factors, offsets, factor_stride_c, offset_stride_c,
+        offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
+    )  # fmt: skip
     out = y_ptr + b.to(tl.int64) * y_stride_b + n.to(tl.int64) * channels
     tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
+
+
+def wide_strides(value: torch.Tensor | None, shape: torch.Size) -> tuple[int, int, int]:
+    """Strides over [B, N, C] of what broadcasts to it; zeros for None."""
+    if value is None:
+        return 0, 0, 0
+    stride_b, stride_n, stride_c = value.expand(shape).stride()
+    return stride_b, stride_n, stride_c
+
+
+def norm_warps(channels: int) -> int:
+    """Warps of a program that holds a row of so many channels."""
+    return 4 if channels <= 2048 else 8
 
 
 @replayed
@@ -87,7 +125,7 @@ def norm_modulate(
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
     strides = {}
     for name, value in (("factor", factor), ("offset", offset)):
-        wide = (0, 0, 0) if value is None else value.expand(x.shape).stride()
+        wide = wide_strides(value, x.shape)
         strides |= {f"{name}_stride_{axis}": s for axis, s in zip("bnc", wide, strict=True)}
     launch(
         norm_modulate_kernel,
@@ -106,7 +144,7 @@ def norm_modulate(
         HAS_FACTOR=factor is not None,
         HAS_OFFSET=offset is not None,
         ONE=one,
-        num_warps=4 if channels <= 2048 else 8,
+        num_warps=norm_warps(channels),
         num_stages=1,
         **strides,
     )
@@ -200,25 +238,10 @@ def norm_rotate(
         BLOCK_C=triton.next_power_of_2(channels),
         NORM=norm_kind(weight, bias, channels),
         ROPE=cos is not None,
-        num_warps=4 if channels <= 2048 else 8,
+        num_warps=norm_warps(channels),
         num_stages=1,
     )
     return y
-
-
-@triton.jit
-def _modulated(
-    x, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_c, mask_c,
-    HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
-    """x * (ONE + factor) + offset for channels offs_c of one token, 0 outside mask_c; fp32."""
-    if HAS_FACTOR:
-        factor = tl.load(factor_ptr + offs_c * factor_stride_c, mask=mask_c, other=0.0)
-        x *= factor.to(tl.float32) + ONE
-    if HAS_OFFSET:
-        offset = tl.load(offset_ptr + offs_c * offset_stride_c, mask=mask_c, other=0.0)
-        x += offset.to(tl.float32)
-    return x
 
 
 @triton.jit
@@ -267,13 +290,13 @@ def norm_modulate_rows_kernel(
         tail = tl.where(mask_t, tail - mean, 0.0)
         squares += tl.sum(tail * tail, axis=0)
     inverse_std = 1.0 / tl.sqrt(squares / channels + eps)
-    head = _modulated(
+    head = modulated(
         head * inverse_std, factors, offsets, factor_stride_c, offset_stride_c, offs_h, mask_h,
         HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
     bits = tl.max(magnitude(head), axis=0)
     if TAIL:
-        tail = _modulated(
+        tail = modulated(
             tail * inverse_std, factors, offsets, factor_stride_c, offset_stride_c, offs_t,
             mask_t, HAS_FACTOR, HAS_OFFSET, ONE,
         )  # fmt: skip
@@ -306,7 +329,7 @@ def norm_modulate_rows(
     head, tail = row_parts(padded)
     strides = {}
     for name, value in (("factor", factor), ("offset", offset)):
-        wide = (0, 0, 0) if value is None else value.expand(x.shape).stride()
+        wide = wide_strides(value, x.shape)
         strides |= {f"{name}_stride_{axis}": s for axis, s in zip("bnc", wide, strict=True)}
     launch(
         norm_modulate_rows_kernel,
