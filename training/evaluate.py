@@ -215,6 +215,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--guidance", type=float, default=1.5, help="of the teacher")
     given = vars(parser.parse_args(arguments))
-    evaluate(
-        given.pop("model"), given.pop("out"), **given | {"dtype": getattr(torch, given["dtype"])}
-    )
+    given["dtype"] = getattr(torch, given["dtype"])
+    evaluate(given.pop("model"), given.pop("out"), **given)

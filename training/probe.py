@@ -54,7 +54,7 @@ class Flow:
     probe_count: int
 
     def velocity(self, model: nn.Module, text: Tensor) -> Velocity:
-        """The network as a rectified flow, for fixed captions [B, L, D], in the run's precision."""
+        """A network as a rectified flow, for fixed captions [B, L, D], in the run's precision."""
         field = self.family.velocity(model, text)
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
