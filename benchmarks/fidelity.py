@@ -9,6 +9,8 @@ the one of exact attention with the same residual, so that a better sum hides no
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -36,6 +38,7 @@ from benchmarks.record_network import SETTINGS
 from benchmarks.runner import Journal, Plan, Record, run_cases
 from turbo_rcm_patch import PatchReport
 from turbo_rcm_patch.bench import Call, errors_of, reason_of, time_call
+from turbo_rcm_patch.ops.modes import synchronize
 from turbo_rcm_patch.sampling.measures import highest_precision, upcast
 
 __all__ = ["run"]
@@ -102,6 +105,7 @@ def methods() -> list[Variant]:
     targets: dict[str, dict[str, Any]] = {
         "auto without a target": {"fidelity": 1e6},
         "auto 1.10": {"fidelity": 1.10},
+        "auto 1.10 with int8 Linears": {"fidelity": 1.10, "linear": "int8"},
         "auto 1.25 with int8 Linears": {"fidelity": 1.25, "linear": "int8"},
     }
     for name, options in targets.items():
@@ -189,7 +193,8 @@ def _one(
     try:
         with method.enter(network, journal.plan.compiler) as report:
             if isinstance(report, PatchReport) and report.config.guard:
-                calls[0]()  # The guard chooses.
+                # The guard compares, compares what it changed, and is done.
+                record["guarded_seconds"] = [_seconds(calls[0], journal) for _ in range(3)]
             errors = [
                 errors_of(call(), truth)["relative_l2"]
                 for call, truth in zip(calls, truths, strict=True)
@@ -203,9 +208,22 @@ def _one(
             if isinstance(report, PatchReport) and report.config.guard:
                 record["predicted"] = report.guard.fidelity
                 record["exact_heads"] = report.exact_heads
+                record["int8_linears"] = sum(bool(p.int8_linears) for p in report.pairs)
+                record["verdicts"] = dict(Counter(one.verdict for one in report.guard))
+                for name in ("error", "gain"):
+                    record[f"largest_{name}"] = max(getattr(one, name) for one in report.guard)
     except Exception as error:  # one that cannot run here says why, and the others go on
         record |= {"status": "missing", "reason": reason_of(error)}
     return record
+
+
+def _seconds(call: Call, journal: Journal) -> float:
+    """How long one call takes, alone."""
+    synchronize(journal.device)
+    begin = time.perf_counter()
+    call()
+    synchronize(journal.device)
+    return time.perf_counter() - begin
 
 
 def _compare(found: dict[str, Record], name: str) -> None:
@@ -224,6 +242,7 @@ def _show(case: str, name: str, one: Record, journal: Journal) -> None:
     ratios = [f"{one[key]:.3f}" if key in one else "" for key in ("of_unpatched", "of_exact")]
     if one.get("predicted") is not None:
         counts = one["exact_heads"].values()
-        name += f" (predicted {one['predicted']:.3f}, {sum(map(len, counts))} heads exact)"
+        heads, linears = sum(map(len, counts)), one["int8_linears"]
+        name += f" (predicted {one['predicted']:.3f}, {heads} heads exact, {linears} pairs int8)"
     milliseconds = f"{one['milliseconds']['median']:.1f}"
     journal.line((case, name, f"{one['error']:.5f}", *ratios, milliseconds))
