@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -40,7 +40,6 @@ from benchmarks.runner import (
     Record,
     Variant,
     as_written,
-    attempted,
     check,
     chosen,
     graph_of,
@@ -54,7 +53,7 @@ from benchmarks.runner import (
     wait,
 )
 from turbo_rcm_patch import PatchReport
-from turbo_rcm_patch.bench import Call, errors_of
+from turbo_rcm_patch.bench import Call, errors_of, reason_of
 
 #: Relative L2 to the unpatched eager output from which a variant is broken and is not timed.
 BROKEN: Final = 0.2
@@ -219,29 +218,29 @@ def run_length(plan: Plan) -> int:
     )
     good = True
     with journal.running(), torch.no_grad():
-        found = rows.Rows(plan, journal.device)
+        known = rows.Rows(plan, journal.device)
         for name in wanted:
             for row in wanted_rows:
                 record = journal.cases.get(row, {})
                 if "reason" in record:
                     continue  # It was reported.
-                with attempted(record):  # e.g. no checkout, or a package of its own is missing
-                    network, call, about = found.of(row)
-                if "reason" in record:
+                try:
+                    record |= known.of(row).about
+                except Exception as error:  # e.g. no checkout, or a package of its own is missing
+                    record |= {"status": "missing", "reason": reason_of(error)}
                     journal.line((row, f"left out: {record['reason']}"))
                     journal.case(row, record)
                     continue
-                record |= about
-                measure = functools.partial(_measure, network, call, journal)
+                measure = functools.partial(_measure, known.of(row), journal)
                 good &= one_by_one(journal, row, record, [METHODS[name]], measure, "methods")
     return 0 if good else 1
 
 
-def _measure(network: Any, call: Call, journal: Journal, variant: Variant, record: Record) -> None:
-    """One method at one length."""
-    plan, device = journal.plan, journal.device
-    eager = call()
-    with variant.enter(network, plan.compiler) as report:
+def _measure(row: rows.Row, journal: Journal, variant: Variant, record: Record) -> None:
+    """One method in one row."""
+    plan, device, call = journal.plan, journal.device, row.call
+    eager = row.eager()
+    with variant.enter(row.network, plan.compiler) as report:
         begin = time.perf_counter()
         output = call()
         wait(device)
@@ -264,9 +263,9 @@ def _measure(network: Any, call: Call, journal: Journal, variant: Variant, recor
             del replay
 
 
-#: Seconds that one clock may take, and milliseconds of a forward from which queueing more than one
+#: Milliseconds that one clock may take, and those of a forward from which on queueing several
 #: hides nothing.
-_CLOCK_SECONDS: Final = 1.0
+_CLOCK: Final = 1000.0
 _LONG: Final = 150.0
 
 
@@ -275,4 +274,4 @@ def _effort(plan: Plan, call: Call, device: torch.device) -> tuple[int, int]:
     once = queued_milliseconds(call, device, 1, 1)["median"]
     queued = 1 if once > _LONG else 3
     most = plan.calls or (5 if plan.quick else 9)
-    return max(min(3, most), min(most, int(1e3 * _CLOCK_SECONDS / (queued * once)))), queued
+    return max(min(3, most), min(most, int(_CLOCK / (queued * once)))), queued

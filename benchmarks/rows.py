@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,7 @@ from benchmarks.runner import Plan, Record
 from benchmarks.turbo import WanModelClass
 from turbo_rcm_patch.bench import Call
 
-__all__ = ["LENGTHS", "Rows", "default", "names"]
+__all__ = ["LENGTHS", "Row", "Rows", "default", "names"]
 
 #: Tokens -> latent frames, height and width.
 LENGTHS: Final = {
@@ -49,8 +50,30 @@ def default(plan: Plan) -> list[str]:
     return [name for name in names(plan) if name not in left_out]
 
 
+@dataclass(slots=True)
+class Row:
+    """One row.
+
+    Attributes:
+        network: Unpatched and uncompiled.
+        call: A forward of it.
+        about: What a file says about both.
+    """
+
+    network: Any
+    call: Call
+    about: Record
+    _eager: torch.Tensor | None = None
+
+    def eager(self) -> torch.Tensor:
+        """The output of the network as it is written."""
+        if self._eager is None:
+            self._eager = self.call()
+        return self._eager
+
+
 class Rows:
-    """The networks of the rows, made when they are first asked for and kept.
+    """The rows, made when they are first asked for and kept.
 
     Args:
         plan: What was asked for.
@@ -60,10 +83,10 @@ class Rows:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._plan, self._device = plan, device
         self._networks: dict[str, Any] = {}
-        self._found: dict[str, tuple[Any, Call, Record]] = {}
+        self._found: dict[str, Row] = {}
 
-    def of(self, name: str) -> tuple[Any, Call, Record]:
-        """The network of a row, a call of it, and what a file says about both.
+    def of(self, name: str) -> Row:
+        """The row of this name, while its network is as it is written.
 
         Raises:
             ConfigError: WanModel without its checkout.
@@ -74,7 +97,7 @@ class Rows:
             kind = f"{type(network).__module__}.{type(network).__qualname__}"
             parameters = sum(p.numel() for p in network.parameters())
             about: Record = {"tokens": tokens, "class": kind, "parameters": parameters}
-            self._found[name] = network, call, about
+            self._found[name] = Row(network, call, about)
         return self._found[name]
 
     def _made(self, name: str) -> tuple[Any, Call, int]:
