@@ -235,8 +235,9 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "generate",
         help="generate videos with the patched model",
         description="Generate one mp4 for each prompt with the patched model. Under torchrun "
-        "every process takes its share of the prompts, on the GPU of its number. If one of "
-        "several prompts fails, the others are still written, and the exit code is 2.",
+        "every process takes its share of the prompts, on the GPU of its number; with --ulysses "
+        "or --ring every group of processes, which split each video. If one of several prompts "
+        "fails, the others are still written, and the exit code is 2.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             f"generate --prompt '{_PROMPT}' --out circle.mp4",
@@ -273,16 +274,19 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Generate every prompt three times from the same noise: unpatched, patched, "
         "and unpatched with another exact attention backend. Judge whether anything visible "
         "changed. Writes videos, plots, metrics.json, report.html and report.md. If it was "
-        "interrupted, the same command continues. Exit code 0: unchanged, 4: similar, 1: changed "
-        "or undecided, 2: a mistake in the arguments, the model or the files, 3: an unexpected "
-        "error, 130: interrupted.",
+        "interrupted, the same command continues. Under torchrun the processes share the "
+        "sampling, the first writes, and all exit with the verdict. Exit code 0: unchanged, "
+        "4: similar, 1: changed or undecided, 2: a mistake in the arguments, the model or the "
+        "files, 3: an unexpected error, 130: interrupted.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_examples(
             f"compare --prompt '{_PROMPT}' --out outputs/circle",
             f"compare --prompt '{_PROMPT}' --attention int4   # shows what fails",
             "compare --model PATH --sampler scheduler --steps 30 --offload model \\\n"
             "    --prompts prompts.txt --out outputs/wan",
-        ),
+        )
+        + "\n  torchrun --nproc-per-node 2 -m turbo_rcm_patch compare --ulysses 2 \\\n"
+        "      --model PATH --prompts prompts.txt --out outputs/wan",
     )
     _add_model(compare)
     _add_sampling(compare)
@@ -444,6 +448,11 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         help="file with one prompt per line. After a tab a line may name an image or a video of "
         "its own, relative to the file",
     )
+    for name, text in (
+        ("ulysses", "under torchrun: so many GPUs share a video and exchange attention heads"),
+        ("ring", "under torchrun: so many GPUs, or groups of --ulysses, pass keys on"),
+    ):
+        group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
     for name, text in (
         ("image", "first frame of every video, for an image-to-video model"),
         ("last-image", "last frame of every video, for a model that was trained with one"),
