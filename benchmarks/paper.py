@@ -150,17 +150,24 @@ def predicted(
         away = (ulysses - 1) / ulysses
         shares = layout.shares(heads) if ring == 1 else [(slice(0, heads), layout)]
         of_first, of_last = ((one.stop - one.start) / heads for one, _ in (shares[0], shares[-1]))
-        # Values and scales of the first share, and the output of the last.
-        exposed = links.milliseconds(padded(n) * channels * away * of_first) + links.latency
-        if ring > 1 or len(shares[-1][1].queries(True)) == 1:
-            exposed += links.milliseconds(2 * n * channels * away * of_last)
+        # q, k and v of the first share leave one after the other, as they are quantised; then
+        # scales.
+        wire = links.milliseconds(padded(n) * channels * away * of_first)
+        one = 6 * n * channels / _MEMORY / 1e6
+        exposed = max(3 * wire - 2 * one, 2 * wire - one, wire) + links.latency
+        if len(shares) > 1:  # those of the last, while the first is computed
+            wire = links.milliseconds(padded(n) * channels * away * of_last)
+            exposed += max(0.0, 3 * wire - attention * of_first)
+        wire = links.milliseconds(2 * n * channels * away * of_last)
+        own_last = ring == 1 and len(shares[-1][1].queries(True)) > 1
+        exposed += max(0.0, wire - own_last * attention * of_last / ulysses)
         # Keys and values of the heads here, and the output of the tokens here.
         copies = 2 * (2 * near * most * _HEAD_DIM + 2 * n * channels) / _MEMORY / 1e6
     if ring > 1:
         assert around is not None
         # Keys and values of a part, while the attention over the part before runs.
-        wire = around.milliseconds(2 * padded(near) * most * _HEAD_DIM)
-        exposed += (ring - 1) * max(0.0, wire - attention / ring)
+        passed = around.milliseconds(2 * padded(near) * most * _HEAD_DIM)
+        exposed += (ring - 1) * max(0.0, passed - attention / ring)
         # Partial results in fp32 are read, merged and written.
         copies += (ring - 1) * 4 * 4 * near * most * _HEAD_DIM / _MEMORY / 1e6
     gpu = known["once"] + blocks * (rest + attention + copies + exposed)
