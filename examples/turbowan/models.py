@@ -35,15 +35,6 @@ if TYPE_CHECKING:
 
     _Pipeline = TypeVar("_Pipeline", WanPipeline, WanImageToVideoPipeline)
 
-__all__ = [
-    "SIZES",
-    "load",
-    "load_text_encoder",
-    "load_vae",
-    "transformer_folder",
-    "transformer_folders",
-]
-
 #: The model's name -> width and number of blocks.
 SIZES: Final = {
     "Wan2.1-1.3B": (1536, 30),

@@ -23,8 +23,6 @@ from turbowan.arguments import (
     video_path,
 )
 
-__all__ = ["requests", "serve"]
-
 #: What `/set` changes, and how it is read.
 _SETTABLE: Final[dict[str, type[int] | type[float]]] = {
     "num_steps": int, "num_samples": int, "num_frames": int, "sigma_max": float, "seed": int,

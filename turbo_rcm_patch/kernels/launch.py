@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import resources
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.errors import DeviceError
-from turbo_rcm_patch.kernels.ahead import compiled_only
+from turbo_rcm_patch.kernels.ahead import compiled_only, note_launch
 from turbo_rcm_patch.kernels.replay import forget_programs, recorder, without_replay
 from turbo_rcm_patch.kernels.tile_table import user_table
 
@@ -328,11 +329,13 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> 
     """Launch `kernel` on `device`, which need not be the current one."""
     if compiled_only(kernel, grid, arguments):
         return
+    begin = perf_counter()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             compiled = kernel[grid](**arguments)
     else:
         compiled = kernel[grid](**arguments)
+    note_launch(compiled, perf_counter() - begin)
     if _launched is not None:
         _launched.append(compiled)
     recording = recorder()

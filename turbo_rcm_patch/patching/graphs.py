@@ -50,8 +50,6 @@ from turbo_rcm_patch.patching.plain import autocasting, bare, drops, hook_names
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.state import PairState
 
-__all__ = ["MOST_GRAPHS", "WARM_UPS", "GraphPool", "Graphs"]
-
 #: Plain forwards of a signature before it is captured: the first makes plans and compiles kernels,
 #: the second repeats the recorded launches.
 WARM_UPS: Final = 2

@@ -27,26 +27,6 @@ from turbo_rcm_patch.sampling.generation import (
 )
 from turbo_rcm_patch.sampling.settings import Settings
 
-__all__ = [
-    "TIMES",
-    "Drift",
-    "FusionNumber",
-    "NetworkInput",
-    "NetworkNumber",
-    "drift",
-    "flicker",
-    "fusion_number",
-    "highest_precision",
-    "measure_network",
-    "network_inputs",
-    "network_number",
-    "psnr",
-    "relative_l2",
-    "ssim",
-    "upcast",
-]
-
-
 # Wang et al. 2004, as scikit-image computes it with gaussian_weights=True,
 # use_sample_covariance=False.
 SSIM_SIGMA: Final = 1.5
