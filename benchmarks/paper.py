@@ -23,16 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.forward import _WAN
-from benchmarks.networks import build_wan, sizes_of, wan_call
-from benchmarks.runner import Plan, Record, free, kernel_milliseconds
+from benchmarks.networks import WAN, build_wan, sizes_of, wan_call
+from benchmarks.runner import Plan, Record, free, kernel_milliseconds, queued_milliseconds
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.ops import parallel
@@ -285,20 +283,9 @@ def _measured(rank: int, store: str, out: Path, micro: bool) -> None:
         dist.destroy_process_group()
 
 
-def _median(call: Callable[[], object], device: torch.device, rounds: int, each: int) -> float:
-    """Milliseconds of one of `each` queued calls."""
+def _median(call: Callable[[], object], device: torch.device, queued: int = 20) -> float:
     call()
-    times = []
-    for _ in range(rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(each):
-            call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append((time.perf_counter() - begin) / each * 1e3)
-    return median(times)
+    return queued_milliseconds(call, device, 3, queued)["median"]
 
 
 def _messages(device: torch.device, micro: bool) -> Record:
@@ -313,11 +300,11 @@ def _messages(device: torch.device, micro: bool) -> Record:
         def exchange(x: Any = x, y: Any = y, sizes: Any = sizes) -> None:
             dist.all_to_all_single(y, x, sizes, sizes)
 
-        found["all to all"][str(size)] = _median(exchange, device, 5, 20)
+        found["all to all"][str(size)] = _median(exchange, device)
     group = dist.group.WORLD
     assert group is not None
     groups = ContextParallel.from_groups(group, group, None)
-    ask = _median(lambda: told("header", list(range(22)), groups, device), device, 5, 20)
+    ask = _median(lambda: told("header", list(range(22)), groups, device), device)
     found["header"] = ask
     return found
 
@@ -334,7 +321,7 @@ def _kernels(name: str, device: torch.device, micro: bool) -> Record:
     networks = []
     for blocks in _BLOCKS:
         more: Record = {"num_layers": blocks}
-        more |= {} if micro else {k: v for k, v in _WAN[name].items() if k != "num_layers"}
+        more |= {} if micro else {k: v for k, v in WAN[name].items() if k != "num_layers"}
         networks.append(build_wan(sizes.network | more, device, 0, narrow=name != "1.3b"))
     for n in lengths[-4:] if micro else lengths:
         latents = sizes.latents if micro else (1, 16, *_LATENTS[n])
@@ -378,4 +365,4 @@ def _attention(total: int, heads: int, device: torch.device) -> float:
             want_lse=False,
         )  # fmt: skip
 
-    return _median(call, device, 3, 3)
+    return _median(call, device, 3)
