@@ -265,7 +265,7 @@ def _measured(rank: int, store: str, out: Path, micro: bool) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(
         "gloo" if micro else "cpu:gloo,cuda:nccl",
-        init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=120),
+        init_method=store, rank=rank, world_size=2, timeout=timedelta(minutes=15),
     )  # fmt: skip
     try:
         begin = time.perf_counter()
