@@ -157,6 +157,15 @@ def parser() -> argparse.ArgumentParser:
                 help="a checkout of thu-ml/TurboDiffusion, for its WanModel: turbo-1.3b of "
                 "network, WanModel of length",
             )
+        if name == "parallel":
+            for flag, what in (
+                (
+                    "--paper",
+                    "compute a table for more GPUs and two hosts from what --parts measured",
+                ),
+                ("--parts", "measure on two GPUs what --paper computes with"),
+            ):
+                add(flag, action="store_true", help=what)
         if name == "hbm":
             add("--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS)
     plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
@@ -192,7 +201,13 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     given = vars(arguments)
     inside = given.pop("inside", None)
     module, function = COMPARISONS[given.pop("command")][0].split(".")
+    paper, parts = given.pop("paper", False), given.pop("parts", False)
     plan = Plan(**given, command=command)
+    if paper or parts:
+        from benchmarks.paper import measure
+        from benchmarks.paper import run as on_paper
+
+        return on_paper(plan) if paper else measure(plan.out, micro=plan.micro)
     run = getattr(import_module(f"benchmarks.{module}"), "inside" if inside else function)
     code: int = run(plan, *inside or ())
     return code

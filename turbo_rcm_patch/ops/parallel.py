@@ -773,7 +773,7 @@ def _quantised(
     width, block = own.width(head_dim), key_block(head_dim)
     shares = layout.shares(q.heads)
 
-    def start(what: str, x: Tensor, at: int, shapes: list[tuple[int, ...]]) -> _Came:
+    def start(what: str, x: Tensor, at: int, shapes: Sequence[tuple[int, ...]]) -> _Came:
         heads, one = shares[at]
         pieces = one.by_heads(x[:, heads])
         sizes = [[(batch, one.own_heads, *shape)] for shape in shapes]
@@ -841,7 +841,7 @@ def _quantised(
         small = [each[at * len(rest) :][: len(rest)] for each in rest_came.wait()]
         if not one.own_heads:
             none = v.new_empty(batch, layout.chunk, 0, dtype=out_dtype)
-            return _return(list(none.split(near, 1)), one, tokens, head_dim)
+            return _return(torch.split(none, near, 1), one, tokens, head_dim)
 
         def whole(mains: Sequence[Tensor], which: int, dim: int = 2) -> Tensor:
             pairs = zip(mains, (x[which] for x in small), strict=True)
@@ -882,7 +882,7 @@ def _quantised(
                 return result
 
             out = _around(kv, shapes_of, attend, one).to(out_dtype)
-            for rank, x in zip(ranks, out.split(counts, 1), strict=True):
+            for rank, x in zip(ranks, torch.split(out, counts, 1), strict=True):
                 outs[rank] = x
             if one.here not in ranks:
                 returned = _return(

@@ -453,7 +453,8 @@ def _why_never(
     ours = {id(entry.ours) for entry in record.entries} if record is not None else set()
     names = {id(module): name for name, module in model.named_modules()}
     if groups_of_model(model) is not None or getattr(model, "_parallel_config", None) is not None:
-        return "it is split over several ranks"
+        # torch's watchdog times no captured exchange: where a rank died, the others would wait.
+        return "it is split over several ranks, and no captured exchange notices one that died"
     for module in modules:
         name = names[id(module)] or "the model"
         own = vars(module)
