@@ -140,9 +140,45 @@ def parser() -> argparse.ArgumentParser:
             )
         if name == "hbm":
             add("--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS)
+    _add_paper(commands)
     plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
     plot.add_argument("folder", type=Path, help="where the comparisons wrote")
     return top
+
+
+def _add_paper(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "what the compiled attention of each card can reach, by counting its instructions"
+    one = commands.add_parser(
+        "paper",
+        help=text,
+        description=f"Bounds {text}. Nothing runs, and no GPU is needed. Prints a table and "
+        "writes paper.json.",
+        epilog=f"examples:  {_PROGRAM} paper\n"
+        f'           {_PROGRAM} paper --only "RTX 4090" --tiles 64x64x4x2,128x64x8x2',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = one.add_argument
+    add("--out", type=Path, default=Path("outputs/benchmarks"), metavar="FOLDER")
+    add("--only", default=(), type=_names, metavar="CARD,...", help="cards (default: all)")
+    add(
+        "--tiles",
+        default=(),
+        type=_tiles,
+        metavar="TILE,...",
+        help="rows x columns x warps x stages to compare (default: the shipped tile)",
+    )
+    add("--head-dims", default=(64, 128), type=_numbers, metavar="D,...")
+
+
+def _tiles(text: str) -> tuple[tuple[int, ...], ...]:
+    found = tuple(tuple(int(part) for part in tile.split("x")) for tile in _names(text))
+    if any(len(tile) != 4 for tile in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: a tile is four numbers, as 128x64x8x2")
+    return found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, _names(text)))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -217,6 +253,10 @@ def _plot(folder: Path) -> int:
 def _run(arguments: argparse.Namespace, command: str) -> int:
     if arguments.command == "record":
         return _record(arguments, command)
+    if arguments.command == "paper":
+        from benchmarks import paper
+
+        return paper.run(arguments.out, arguments.only, arguments.tiles, arguments.head_dims)
     if arguments.command == "plot":
         return _plot(arguments.folder)
     given = vars(arguments)
