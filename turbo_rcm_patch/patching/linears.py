@@ -187,8 +187,8 @@ class Rounding(NamedTuple):
 
 #: What a norm takes beside the residual stream, for the pass that closes the skip before it:
 #: factor, offset, the number added to the factor and epsilon (of two streams both factors and
-#: both offsets); the gate of the branch behind it, None for 1; its dtype, None for the stream's and
-#: int8 for int8 rows.
+#: both offsets); the gate of the branch behind it, None for 1; its dtype, None for the stream's
+#: and int8 for int8 rows.
 Terms = tuple[tuple[Any, ...], Any, torch.dtype | None]
 
 
