@@ -83,7 +83,7 @@ def compile_one(launch: dict) -> dict:
         ],
         "shared": compiled.metadata.shared,
     }
-    if launch["kernel"] in ("norm_modulate_kernel", "skip_norm_kernel"):
+    if launch["kernel"].startswith(("norm_modulate", "skip_norm")):
         result["sums"] = sums(compiled.asm["ttgir"])
     if backend == "cuda":
         result |= cuda_resources(compiled.asm["cubin"], launch["kernel"])

@@ -259,11 +259,12 @@ def skip_norm(case, modules, narrow, gate) -> None:
     gated = (gate, gate, 1.0) if case["modulated"] else (1.0, narrow[:, :1], 0.0)
     c_out, factor, one = gated
     how = {"one": one, "eps": 1e-6}
-    y, _ = modules["skip_norm"].skip_norm(
-        narrow.to(stream), narrow, c_out, factor, factor,
-        cast="model" if stream == dtype else "fp32", out_dtype=stream, normed_dtype=dtype, **how,
-    )  # fmt: skip
-    modules["norm"].norm_modulate(y, factor, factor, out_dtype=dtype, **how)
+    own, norm, given = modules["skip_norm"], modules["norm"], (narrow.to(stream), narrow, c_out)
+    cast = {"cast": "model" if stream == dtype else "fp32", "out_dtype": stream}
+    y, _ = own.skip_norm(*given, factor, factor, normed_dtype=dtype, **cast, **how)
+    norm.norm_modulate(y, factor, factor, out_dtype=dtype, **how)
+    own.skip_norm_rows(*given, factor, factor, **cast, **how)
+    norm.norm_modulate_rows(y, factor, factor, **how)
 
 
 def int8_linears(case, modules, residual, gate) -> None:

@@ -18,7 +18,7 @@ from turbo_rcm_patch.ops import (
     skip,
 )
 from turbo_rcm_patch.ops.denoise import denoise_step
-from turbo_rcm_patch.ops.elementwise import norm_forward, skip_norm
+from turbo_rcm_patch.ops.elementwise import norm_forward, rows_forward, skip_norm
 from turbo_rcm_patch.ops.projection import skip_forward
 from turbo_rcm_patch.ops.reference import norm_rope
 from turbo_rcm_patch.ops.registry import rotated_heads
@@ -90,6 +90,9 @@ def test_a_skip_with_its_norm_is_both_bit_for_bit(
         _, rows = skip_norm(residual, branch, c, *how, longer[:, 3:8])
         assert torch.equal(longer[:, 3:8], normed) and rows.data_ptr() == longer[0, 3].data_ptr()
         assert longer[:, :3].eq(7).all() and longer[:, 8:].eq(7).all()
+        rows = rows_forward.body(y, factor, offset, one, eps, impl)
+        made = skip_norm(residual, branch, c, *how[:-1], torch.int8)
+        assert torch.equal(made[0], y) and all(map(torch.equal, made[1], rows))
 
 
 @pytest.mark.parametrize("noisy", [False, True], ids=["last-step", "re-noising"])

@@ -335,8 +335,10 @@ def test_a_skip_with_its_norm_sums_in_the_norm_s_order(
             assert not broken, broken
             for one in cases:
                 own = {r["kernel"]: r["sums"] for r in results if r["case"] == one["name"]}
-                assert len(own) == 2 and all(len(sums) == 2 for sums in own.values()), own
+                assert len(own) == 4 and all(len(sums) >= 2 for sums in own.values()), own
                 assert own["skip_norm_kernel"] == own["norm_modulate_kernel"], one["name"]
+                rows = own["skip_norm_rows_kernel"], own["norm_modulate_rows_kernel"]
+                assert rows[0] == rows[1], one["name"]
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ WAN = wan.CASES[0]
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The widths of norms that ran with a skip, while products are the library's as on a GPU."""
+    """The widths of streams whose norm ran with a skip; products are the library's, as on a
+    GPU."""
     found: list[int] = []
 
     def counted(residual: torch.Tensor, *args: Any) -> Any:
@@ -72,7 +73,7 @@ class SLA:
         return sla.inputs_of(sla.T2V, dtype, batch)
 
 
-#: Subjects, and how many norms of a forward run with the skip before them.
+#: Subjects, and how many times a norm of a stream runs with its skip in a forward.
 SUBJECTS: list[tuple[Any, int]] = [
     (WAN, 4), (wan.CASES[1], 4), (wan.CASES[2], 2), (wan.CASES[3], 4), (wan.CASES[4], 4),
     (SLA(), 4), (family("vace"), 9), (family("skyreels-forcing"), 4),
@@ -149,22 +150,29 @@ def test_a_hooked_norm_is_called_with_the_stream(joined: list[int]) -> None:
     assert len(joined) == 3 and len(seen) == 2
 
 
-@pytest.mark.parametrize(
-    ("target", "count"),
-    [("attn1.to_out.0", 3), ("attn2.to_out.0", 3), ("attn2.to_q", 4), ("ffn.net.2", 4)],
-)
-def test_a_lora_before_the_skip_parts_them(
-    target: str, count: int, joined: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+@pytest.mark.parametrize("target", ["attn1.to_out.0", "attn2.to_out.0", "attn2.to_q", "ffn.net.2"])
+@pytest.mark.parametrize("subject", [WAN, cogvideox.ROTARY], ids=["wan", "cogvideox"])
+def test_a_lora_is_called_and_its_skip_takes_the_norm_along(
+    subject: Any, target: str, linear: str, joined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, given = WAN.model(BF16), WAN.inputs(2, BF16)
-    patch_model(model, PatchConfig(guard=False))
+    """Before an int8 Linear the norm gives int8 rows."""
+    model, given = subject.model(BF16), subject.inputs(2, BF16)
+    block, count = (model.blocks if subject is WAN else model.transformer_blocks)[0], 4
+    if subject is not WAN:
+        target = {"attn2.to_q": "attn1.to_q", "ffn.net.2": "ff.net.2"}.get(target, target)
+        if "attn2" in target:
+            pytest.skip("it has none")
+    elif linear == "int8":  # Elsewhere the product closes the skip.
+        count = 1 if "to_out" in target else 0
+    patch_model(model, PatchConfig(guard=False, linear=linear))
+    forward(model, given)
+    wan.with_lora(block, target)
+    model.to(BF16)
     forward(model, given)
     joined.clear()
-    wan.with_lora(model.blocks[0], target)
-    model.to(BF16)
     once = forward(model, given)
-    joined.clear()
-    assert torch.equal(forward(model, given), once) and len(joined) == count
+    assert len(joined) == count
     joined.clear()
     apart(monkeypatch)
     for module in model.modules():  # Anything that makes other plans.

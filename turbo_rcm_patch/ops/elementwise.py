@@ -231,9 +231,9 @@ def skip_norm(
     out_dtype: torch.dtype,
     normed_dtype: torch.dtype,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What `skip` and then `norm_modulate` of its result give, bit for bit, in one pass; for plans
-    (`Step`), as nothing is checked here.
+) -> tuple[Tensor, Any]:
+    """What `skip` and then `norm_modulate` of its result give, or `norm_modulate_rows`, bit for
+    bit, in one pass; for plans (`Step`), as nothing is checked here.
 
     Args:
         residual: [B, N, C], bf16, fp16 or fp32.
@@ -246,22 +246,24 @@ def skip_norm(
         cast_policy: As in `skip`.
         impl: "triton", "reference" or "auto".
         out_dtype: Of the sum.
-        normed_dtype: Of its norm.
+        normed_dtype: Of its norm; torch.int8 for int8 rows and their scales.
         out: Takes the norm: [B, N, C], the rows of a sample dense.
 
     Returns:
-        The sum and its norm, [B, N, C].
+        The sum [B, N, C], and its norm: the same, or `Rows`.
     """
+    gate = either(c_out, 1.0)
     if resolve_impl(impl, branch.device) == "triton":
-        from turbo_rcm_patch.kernels.portable.skip_norm import skip_norm as launch
+        from turbo_rcm_patch.kernels.portable import skip_norm as launch
 
-        return launch(
-            residual, branch, either(c_out, 1.0), factor, offset, cast=cast_policy,
-            out_dtype=out_dtype, one=one, eps=eps, normed_dtype=normed_dtype, out=out,
-        )  # fmt: skip
-    y = closed(
-        residual, branch, 1.0, either(c_out, 1.0), cast=cast_policy, impl=impl, out_dtype=out_dtype
-    )
+        given = residual, branch, gate, factor, offset
+        how: Any = {"cast": cast_policy, "out_dtype": out_dtype, "one": one, "eps": eps}
+        if normed_dtype == torch.int8:
+            return launch.skip_norm_rows(*given, **how)
+        return launch.skip_norm(*given, **how, normed_dtype=normed_dtype, out=out)
+    y = closed(residual, branch, 1.0, gate, cast=cast_policy, impl=impl, out_dtype=out_dtype)
+    if normed_dtype == torch.int8:
+        return y, rows_forward.body(y, factor, offset, one, eps, impl)
     normed = norm_in_plain_torch(y, factor, offset, one, eps, normed_dtype)
     return y, normed if out is None else out.copy_(normed)
 

@@ -450,10 +450,17 @@ class BlockForward:
     ) -> None:
         """Compile the kernels of this block side by side before it runs for the first time with
         such inputs; those of the other blocks are the same. Not where somebody else's module is
-        called, because it would be called twice."""
+        called, because it would be called twice.
+
+        Args:
+            plan: Of the block.
+            token: Of its inputs.
+            hidden: Its residual streams.
+            *ways: What else it gets, once for each way in which it will run.
+        """
         like: Tensor = hidden[1] if self.streams else hidden
         done = self._slot.compiled
-        if token is None or not like.is_cuda or token in done or is_capturing(like.device):
+        if token is None or token in done or is_capturing(like.device):
             return
         if len(done) >= _MOST_COMPILED:
             done.clear()

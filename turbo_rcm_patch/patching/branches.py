@@ -264,7 +264,8 @@ class FusedNorm:
         as_rows: Whether it comes out as int8 rows.
     """
 
-    __slots__ = ("_as_rows", "_at", "_held", "_impl", "_model", "_norm", "_step")
+    __slots__ = ("_as_rows", "_at", "_gives", "_held", "_impl", "_model", "_norm", "_step")
+    joins = True
 
     def __init__(
         self, norm: Any, at: int | None, impl: Impl, rounding: Rounding | None, *, as_rows: bool
@@ -274,14 +275,11 @@ class FusedNorm:
         self._step = Step(rows_forward if as_rows else norm_forward)
         self._as_rows = as_rows
         self._model = None if rounding is None else rounding.model
+        self._gives = torch.int8 if as_rows else self._model
 
     @property
     def read(self) -> list[Tensor]:
         return [] if self._at is not None else tensors_of(self._held)
-
-    @property
-    def joins(self) -> bool:
-        return not self._as_rows
 
     def terms(self, given: Given) -> Terms:
         at, eps = self._at, self._norm.eps
@@ -289,9 +287,9 @@ class FusedNorm:
             scale, shift = self._held["weight"], self._held["bias"]
             scale = None if scale is None else scale.view(1, 1, -1)
             shift = None if shift is None else shift.view(1, 1, -1)
-            return (scale, shift, 0.0, eps), None, self._model
+            return (scale, shift, 0.0, eps), None, self._gives
         shift, scale, gate = given.rows[at : at + 3]
-        return (scale, shift, 1.0, eps), gate, self._model
+        return (scale, shift, 1.0, eps), gate, self._gives
 
     def __call__(self, token: Token, hidden: Tensor, given: Given) -> tuple[Input, Any, Token]:
         if given.ahead:

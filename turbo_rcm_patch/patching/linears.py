@@ -186,8 +186,9 @@ class Rounding(NamedTuple):
 
 
 #: What a norm takes beside the residual stream, for the pass that closes the skip before it:
-#: factor, offset, the number added to the factor and epsilon (of two streams both factors and both
-#: offsets); the gate of the branch behind it, None for 1; its dtype, None for the stream's.
+#: factor, offset, the number added to the factor and epsilon (of two streams both factors and
+#: both offsets); the gate of the branch behind it, None for 1; its dtype, None for the stream's
+#: and int8 for int8 rows.
 Terms = tuple[tuple[Any, ...], Any, torch.dtype | None]
 
 
@@ -364,7 +365,7 @@ class Close:
     """
 
     __slots__ = ("_apart", "_key", "_linear", "_linears", "_modules", "_rounding", "_step",
-                 "_then", "_weights", "_with_norm", "cast", "impl", "int8", "out_dtype",
+                 "_skip", "_then", "_weights", "_with_norm", "cast", "impl", "int8", "out_dtype",
                  "plain")  # fmt: skip
 
     def __init__(
@@ -396,8 +397,8 @@ class Close:
         #: Whether the library computes the product, of which there is nothing to replay.
         tracing = torch.compiler.is_compiling()
         self._apart = self.plain and not (self.int8 or tracing) and closes_apart(like, impl)
-        apart = skip_forward if self._apart else project_forward
-        self._step = Step(int8_forward if self.int8 else apart)
+        self._step = Step(int8_forward if self.int8 else project_forward)
+        self._skip = Step(skip_forward)
         #: The norm behind the skip, where both can be one pass.
         self._then: Any = None
         self._with_norm = Step(skip_norm)
@@ -412,7 +413,7 @@ class Close:
     @property
     def _is_a_pass(self) -> bool:
         """Whether a plan closes the skip in a pass of its own."""
-        return self._apart
+        return self._apart or not self.plain
 
     @property
     def read(self) -> list[Tensor]:
@@ -451,14 +452,17 @@ class Close:
             c_skip: Likewise.
             given: What the block gets (`branches.Given`), where a norm may run in the same pass.
         """
-        dtype, cast, impl = self.out_dtype or x.dtype, self.cast, self.impl
+        dtype, cast, impl, branch = self.out_dtype or x.dtype, self.cast, self.impl, None
         if not self.plain or (token is None and x.dtype != weight_dtype(self._modules[0])):
             branch = self._called(x)
-            return ops.skip(
-                residual, branch, c_skip, 1.0 if c_out is None else c_out, cast=cast, impl=impl,
-                out_dtype=self.out_dtype,
-            )  # fmt: skip
-        if self.int8:
+            width, tokens = residual.shape[2], residual.shape[1]
+            token = after_call(token, residual, x.dtype, (branch,), (width,), tokens)
+            if token is None:
+                return ops.skip(
+                    residual, branch, c_skip, 1.0 if c_out is None else c_out, cast=cast,
+                    impl=impl, out_dtype=self.out_dtype,
+                )  # fmt: skip
+        elif self.int8:
             weight, scale, bias = self._linears.weights(token, self._key, self._linear)
             if token is not None:
                 token = (token, scale.shape, scale.stride())
@@ -472,27 +476,29 @@ class Close:
                 c_out=1.0 if c_out is None else c_out, cast=cast, impl=self._linears.copies.impl,
                 out_dtype=dtype,
             )  # fmt: skip
-        weight, bias = self._weights["weight"], self._weights["bias"]
-        if token is not None and self._apart:
-            branch, then = F.linear(x, weight, bias), self._then
-            if then is not None and given is not None and given.ahead is not None:
-                numbers, gate, model = then.terms(given)
-                closed, normed = self._with_norm(
-                    token, residual, branch, c_out, *numbers, cast, impl, dtype, model or dtype
+        else:
+            weight, bias = self._weights["weight"], self._weights["bias"]
+            if token is None:
+                return ops.project_skip(
+                    x, weight, bias, residual=residual, c_skip=c_skip,
+                    c_out=1.0 if c_out is None else c_out, cast=cast, impl=impl, out_dtype=dtype,
+                )  # fmt: skip
+            if not self._apart:
+                closed = self._step(
+                    token, x, weight, bias, residual, None, c_out, 1.0, 1.0, cast, impl, dtype
                 )
-                given.ahead[then] = normed, gate
                 return closed
-            closed = self._step(token, residual, branch, None, c_out, 1.0, 1.0, cast, impl, dtype)
+            branch = F.linear(x, weight, bias)
+        then = self._then
+        if then is None or given.ahead is None:
+            closed = self._skip(token, residual, branch, None, c_out, 1.0, 1.0, cast, impl, dtype)
             return closed
-        if token is not None:
-            closed = self._step(
-                token, x, weight, bias, residual, None, c_out, 1.0, 1.0, cast, impl, dtype
-            )
-            return closed
-        return ops.project_skip(
-            x, weight, bias, residual=residual, c_skip=c_skip,
-            c_out=1.0 if c_out is None else c_out, cast=cast, impl=impl, out_dtype=dtype,
-        )  # fmt: skip
+        numbers, gate, model = then.terms(given)
+        closed, normed = self._with_norm(
+            token, residual, branch, c_out, *numbers, cast, impl, dtype, model or dtype
+        )
+        given.ahead[then] = normed, gate
+        return closed
 
     def _called(self, x: Tensor) -> Tensor:
         for module in self._modules:
@@ -512,7 +518,7 @@ class StreamsClose(Close):
 
     @property
     def _is_a_pass(self) -> bool:
-        return self._apart or self.int8
+        return super()._is_a_pass or self.int8
 
     def __call__(  # type: ignore[override]
         self,
@@ -526,7 +532,8 @@ class StreamsClose(Close):
         dtype = self.out_dtype or x.dtype
         one_dtype = _one_dtype(x, streams, gates, self._rounding)
         if not self.plain or (token is None and x.dtype != weight_dtype(self._modules[0])):
-            branch, token = self._called(x), None
+            branch, (*_, width) = self._called(x), streams[1].shape
+            token = after_call(token, streams[1], x.dtype, (branch,), (width,), x.shape[1])
         elif self.int8:
             weight, scale, bias = self._linears.weights(token, self._key, self._linear)
             impl = self._linears.copies.impl

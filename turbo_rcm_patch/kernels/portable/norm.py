@@ -31,6 +31,7 @@ __all__ = [
     "norm_rotate_kernel",
     "norm_warps",
     "normal",
+    "store_int8_norm",
     "wide_strides",
 ]
 
@@ -250,6 +251,43 @@ def _store_int8(out, x, inverse, offs_c, padded):
     tl.store(out + offs_c[None, :], int8, mask=(offs_c < padded)[None, :])
 
 
+@triton.jit
+def store_int8_norm(
+    out_ptr, scale_ptr, head, offs_h, mask_h, tail, offs_t, mask_t, factor_ptr, offset_ptr,
+    factor_stride_c, offset_stride_c, channels, padded, eps,
+    TAIL: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """The int8 row of layer_norm(x) * (ONE + factor) + offset and its scale, of a row x fp32 in
+    two parts, 0 outside their masks; without TAIL the second is not read."""
+    total = tl.sum(head, axis=0)
+    if TAIL:
+        total += tl.sum(tail, axis=0)
+    mean = total / channels
+    head = tl.where(mask_h, head - mean, 0.0)
+    squares = tl.sum(head * head, axis=0)
+    if TAIL:
+        tail = tl.where(mask_t, tail - mean, 0.0)
+        squares += tl.sum(tail * tail, axis=0)
+    inverse_std = 1.0 / tl.sqrt(squares / channels + eps)
+    head = modulated(
+        head * inverse_std, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_h,
+        mask_h, HAS_FACTOR, HAS_OFFSET, ONE,
+    )  # fmt: skip
+    bits = tl.max(magnitude(head), axis=0)
+    if TAIL:
+        tail = modulated(
+            tail * inverse_std, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_t,
+            mask_t, HAS_FACTOR, HAS_OFFSET, ONE,
+        )  # fmt: skip
+        bits = tl.maximum(bits, tl.max(magnitude(tail), axis=0))
+    amax, poison = amax_poison(bits)
+    scale, inverse = int8_scale(amax, poison)
+    tl.store(scale_ptr, scale)
+    _store_int8(out_ptr, head, inverse, offs_h, padded)
+    if TAIL:
+        _store_int8(out_ptr, tail, inverse, offs_t, padded)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def norm_modulate_rows_kernel(
     int8_ptr, scale_ptr, x_ptr, factor_ptr, offset_ptr,
@@ -277,37 +315,17 @@ def norm_modulate_rows_kernel(
     offs_h = tl.arange(0, HEAD)
     mask_h = offs_h < channels
     head = tl.load(row + offs_h, mask=mask_h, other=0.0).to(tl.float32)
-    total = tl.sum(head, axis=0)
+    tail, offs_t, mask_t = head, offs_h, mask_h
     if TAIL:
         offs_t = HEAD + tl.arange(0, TAIL)
         mask_t = offs_t < channels
         tail = tl.load(row + offs_t, mask=mask_t, other=0.0).to(tl.float32)
-        total += tl.sum(tail, axis=0)
-    mean = total / channels
-    head = tl.where(mask_h, head - mean, 0.0)
-    squares = tl.sum(head * head, axis=0)
-    if TAIL:
-        tail = tl.where(mask_t, tail - mean, 0.0)
-        squares += tl.sum(tail * tail, axis=0)
-    inverse_std = 1.0 / tl.sqrt(squares / channels + eps)
-    head = modulated(
-        head * inverse_std, factors, offsets, factor_stride_c, offset_stride_c, offs_h, mask_h,
-        HAS_FACTOR, HAS_OFFSET, ONE,
+    store_int8_norm(
+        int8_ptr + (b * n_tokens + n) * padded, scale_ptr + b * n_tokens + n,
+        head, offs_h, mask_h, tail, offs_t, mask_t, factors, offsets,
+        factor_stride_c, offset_stride_c, channels, padded, eps,
+        TAIL, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
-    bits = tl.max(magnitude(head), axis=0)
-    if TAIL:
-        tail = modulated(
-            tail * inverse_std, factors, offsets, factor_stride_c, offset_stride_c, offs_t,
-            mask_t, HAS_FACTOR, HAS_OFFSET, ONE,
-        )  # fmt: skip
-        bits = tl.maximum(bits, tl.max(magnitude(tail), axis=0))
-    amax, poison = amax_poison(bits)
-    scale, inverse = int8_scale(amax, poison)
-    tl.store(scale_ptr + b * n_tokens + n, scale)
-    out = int8_ptr + (b * n_tokens + n) * padded
-    _store_int8(out, head, inverse, offs_h, padded)
-    if TAIL:
-        _store_int8(out, tail, inverse, offs_t, padded)
 
 
 @replayed
