@@ -9,6 +9,22 @@ from typing import NamedTuple
 
 import torch
 
+__all__ = [
+    "LAYER_NORM_PER_HEAD",
+    "MEAN_SAMPLES",
+    "NORM_ACROSS",
+    "NORM_PER_HEAD",
+    "NO_NORM",
+    "QMAX",
+    "AttentionInputs",
+    "Keys",
+    "Operands",
+    "Prologue",
+    "Queries",
+    "Values",
+    "norm_kind",
+]
+
 MEAN_SAMPLES = 256  # tokens whose mean is taken out of k
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
 #: Largest magnitude of a quantised q or k, by the name of the attention.

@@ -25,6 +25,20 @@ import torch
 from turbo_rcm_patch.ops.reference import key_mask
 from turbo_rcm_patch.ops.spec import hadamard_width, key_block
 
+__all__ = [
+    "E4M3_MAX",
+    "LEAST_V",
+    "LOG2_E",
+    "MEAN_SAMPLES",
+    "P_SHIFT",
+    "emulated_attention",
+    "hadamard",
+    "quantized",
+    "rounded_v",
+    "sample_mean",
+    "softmax_pv",
+]
+
 LOG2_E: Final = math.log2(math.e)
 LN_2: Final = math.log(2.0)
 E4M3_MAX: Final = 448.0
