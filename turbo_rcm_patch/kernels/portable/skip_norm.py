@@ -14,20 +14,13 @@ from turbo_rcm_patch.kernels.portable.norm import (
     modulated,
     norm_warps,
     normal,
+    row_at,
     store_int8_norm,
     wide_strides,
 )
 from turbo_rcm_patch.kernels.portable.rows import Rows, empty_rows, row_parts, row_warps
 from turbo_rcm_patch.kernels.portable.skip import scaled, skipped
 from turbo_rcm_patch.kernels.replay import replayed
-
-
-@triton.jit
-def _row_at(ptr, strides, b, n, HAS: tl.constexpr):
-    """Where the row of a token begins."""
-    if HAS:
-        ptr += b * strides[0] + n * strides[1]
-    return ptr
 
 
 @triton.jit
@@ -74,15 +67,15 @@ def skip_norm_kernel(
     mask_c = offs_c < channels
     y = _close(
         y_ptr + (b * n_tokens + n) * channels,
-        _row_at(branch_ptr, branch_strides, b, n, True),
-        _row_at(residual_ptr, residual_strides, b, n, True),
-        _row_at(gate_ptr, gate_strides, b, n, HAS_GATE), gate_strides[2],
+        row_at(branch_ptr, branch_strides, b, n, True),
+        row_at(residual_ptr, residual_strides, b, n, True),
+        row_at(gate_ptr, gate_strides, b, n, HAS_GATE), gate_strides[2],
         offs_c, mask_c, HAS_GATE, ROUND_TO, VALUES,
     )  # fmt: skip
     x = modulated(
         normal(y, mask_c, channels, eps),
-        _row_at(factor_ptr, factor_strides, b, n, HAS_FACTOR),
-        _row_at(offset_ptr, offset_strides, b, n, HAS_OFFSET),
+        row_at(factor_ptr, factor_strides, b, n, HAS_FACTOR),
+        row_at(offset_ptr, offset_strides, b, n, HAS_OFFSET),
         factor_strides[2], offset_strides[2], offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
     out = normed_ptr + b * normed_stride_b + n * channels
@@ -104,9 +97,9 @@ def skip_norm_rows_kernel(
     """
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     y_row = y_ptr + (b * n_tokens + n) * channels
-    branch_row = _row_at(branch_ptr, branch_strides, b, n, True)
-    residual_row = _row_at(residual_ptr, residual_strides, b, n, True)
-    gate_row = _row_at(gate_ptr, gate_strides, b, n, HAS_GATE)
+    branch_row = row_at(branch_ptr, branch_strides, b, n, True)
+    residual_row = row_at(residual_ptr, residual_strides, b, n, True)
+    gate_row = row_at(gate_ptr, gate_strides, b, n, HAS_GATE)
     offs_h = tl.arange(0, HEAD)
     mask_h = offs_h < channels
     head = _close(
@@ -124,8 +117,8 @@ def skip_norm_rows_kernel(
     store_int8_norm(
         int8_ptr + (b * n_tokens + n) * padded, scale_ptr + b * n_tokens + n,
         head, offs_h, mask_h, tail, offs_t, mask_t,
-        _row_at(factor_ptr, factor_strides, b, n, HAS_FACTOR),
-        _row_at(offset_ptr, offset_strides, b, n, HAS_OFFSET),
+        row_at(factor_ptr, factor_strides, b, n, HAS_FACTOR),
+        row_at(offset_ptr, offset_strides, b, n, HAS_OFFSET),
         factor_strides[2], offset_strides[2], channels, padded, eps,
         TAIL, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
