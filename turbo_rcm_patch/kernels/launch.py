@@ -32,6 +32,7 @@ __all__ = [
     "dense_rows",
     "descriptor",
     "forget_tiles",
+    "has_tiles",
     "launch",
     "pad_head",
     "round_to",
@@ -183,6 +184,11 @@ def _tile_for(kernel: str, variant: str, target: Target) -> Tile:
             stacklevel=3,
         )
     return shipped_tiles(target)[kernel][variant]
+
+
+def has_tiles(key: str) -> bool:
+    """Whether the shipped table has tiles of a target's own."""
+    return bool(_tiles().get(key))
 
 
 def shipped_tiles(target: Target) -> dict[str, dict[str, Tile]]:

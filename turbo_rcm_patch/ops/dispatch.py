@@ -68,6 +68,7 @@ __all__ = [
     "resolved",
     "self_test_path",
     "self_tests",
+    "tiles_here",
 ]
 
 #: Keys from which "auto" is int8 on a GPU that nobody has measured.
@@ -213,6 +214,22 @@ def measured_here(device: torch.device) -> str:
         where = "of this process" if name in _held else self_test_path()
         found.append(f"the self test of this card ({where})")
     return " and ".join(found)
+
+
+def tiles_here(device: torch.device) -> tuple[str, bool]:
+    """Where the tile shapes of a GPU's kernels come from, in words, and whether they were measured
+    on such a card."""
+    from turbo_rcm_patch.kernels.launch import has_tiles, target_of
+    from turbo_rcm_patch.kernels.tile_table import table_path, user_table
+
+    key = target_of(device).key
+    if key in user_table():
+        return f"{key}: your table ({table_path()}), the shipped one for what is not in it", True
+    if key == "sm_90":
+        return f"{key}: measured on an H200", True
+    if has_tiles(key):
+        return f"{key}: chosen by counting instructions, measured on no such card", False
+    return f"{key}: safe defaults, measured on no such card", False
 
 
 def _read(path: Path) -> Table:
