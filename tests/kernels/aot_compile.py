@@ -83,6 +83,8 @@ def compile_one(launch: dict) -> dict:
         ],
         "shared": compiled.metadata.shared,
     }
+    if launch["kernel"].startswith(("norm_modulate", "skip_norm")):
+        result["sums"] = sums(compiled.asm["ttgir"])
     if backend == "cuda":
         result |= cuda_resources(compiled.asm["cubin"], launch["kernel"])
     else:
@@ -118,6 +120,13 @@ def cuda_resources(cubin: bytes, kernel: str) -> dict:
     if kernel == "one_launch_kernel":
         result["barrier"] = barrier_before_atomic(sass)
     return result
+
+
+def sums(code: str) -> list[str]:
+    """How the values of each sum over a row lie in threads, which is the order of the sum."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    reduced = r"\}\) : \(tensor<\d+xf32, (#\w+)>\) -> f32"
+    return [layouts[name] for name in re.findall(reduced, code)]
 
 
 def innermost_loops(code: str, matrix: str) -> list[list[str]]:
