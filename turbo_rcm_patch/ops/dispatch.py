@@ -184,6 +184,22 @@ def measured_here(device: torch.device) -> str:
     return " and ".join(found)
 
 
+def tiles_here(device: torch.device) -> tuple[str, bool]:
+    """Where the tile shapes of a GPU's kernels come from, in words, and whether they were measured
+    on such a card."""
+    from turbo_rcm_patch.kernels.launch import has_tiles, target_of
+    from turbo_rcm_patch.kernels.tile_table import table_path, user_table
+
+    key = target_of(device).key
+    if key in user_table():
+        return f"{key}: your table ({table_path()}), the shipped one for what is not in it", True
+    if key == "sm_90":
+        return f"{key}: measured on an H200", True
+    if has_tiles(key):
+        return f"{key}: chosen by counting instructions, measured on no such card", False
+    return f"{key}: safe defaults, measured on no such card", False
+
+
 def _read(path: Path) -> Table:
     remedy = "Write a new one with `tune`, or delete the file"
     try:
