@@ -28,11 +28,6 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, sdpa_attention
 
-__all__ = [
-    "HeadNoise", "Noise", "Operands", "choose", "head_noise", "pair_noise", "predicted",
-    "quantised",
-]  # fmt: skip
-
 #: Rows that are looked at, evenly spaced over the sequence.
 ROWS: Final = 128
 #: The root mean square error of one rounding over evenly spread mantissas, as a share of the value

@@ -63,8 +63,6 @@ from turbo_rcm_patch.kernels.hopper.common import cta_barrier, grid_dependency_w
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.kernels.operands import AttentionInputs, Operands
 
-__all__ = ["HEAD_DIMS", "hopper_attention", "hopper_kernel", "serves"]
-
 #: Head dimensions that the kernel is built for.
 HEAD_DIMS = (64, 128)
 
