@@ -61,8 +61,9 @@ COMPARISONS: Final = {
     ),
     "length": (
         "forward.run_length",
-        "one forward of Wan over the number of tokens: queued, on the CPU, as a CUDA graph",
-        "780,7800,32760",
+        "one forward of Wan over the number of tokens, and of other networks: queued, on the CPU, "
+        "as a CUDA graph",
+        "780,7800,32760,cogvideox-2b",
         '"eager,patched,patched int8 Linears"',
     ),
     "video": (
@@ -148,12 +149,13 @@ def parser() -> argparse.ArgumentParser:
                 metavar="N",
                 help="pairs of a timestep and a seed, 1 to 12 (default: %(default)s)",
             )
-        if name == "network":
+        if name in ("network", "length"):
             add(
                 "--turbodiffusion",
                 type=Path,
                 metavar="PATH",
-                help="a checkout of thu-ml/TurboDiffusion, whose WanModel turbo-1.3b times",
+                help="a checkout of thu-ml/TurboDiffusion, for its WanModel: turbo-1.3b of "
+                "network, WanModel of length",
             )
         if name == "parallel":
             for flag, what in (
@@ -166,9 +168,45 @@ def parser() -> argparse.ArgumentParser:
                 add(flag, action="store_true", help=what)
         if name == "hbm":
             add("--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS)
+    _add_cards(commands)
     plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
     plot.add_argument("folder", type=Path, help="where the comparisons wrote")
     return top
+
+
+def _add_cards(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "what the compiled attention of each card can reach, by counting its instructions"
+    one = commands.add_parser(
+        "cards",
+        help=text,
+        description=f"Bounds {text}. Nothing runs, and no GPU is needed. Prints a table and "
+        "writes cards.json.",
+        epilog=f"examples:  {_PROGRAM} cards\n"
+        f'           {_PROGRAM} cards --only "RTX 4090" --tiles 64x64x4x2,128x64x8x2',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = one.add_argument
+    add("--out", type=Path, default=Path("outputs/benchmarks"), metavar="FOLDER")
+    add("--only", default=(), type=_names, metavar="CARD,...", help="cards (default: all)")
+    add(
+        "--tiles",
+        default=(),
+        type=_tiles,
+        metavar="TILE,...",
+        help="rows x columns x warps x stages to compare (default: the shipped tile)",
+    )
+    add("--head-dims", default=(64, 128), type=_numbers, metavar="D,...")
+
+
+def _tiles(text: str) -> tuple[tuple[int, ...], ...]:
+    found = tuple(tuple(int(part) for part in tile.split("x")) for tile in _names(text))
+    if any(len(tile) != 4 for tile in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: a tile is four numbers, as 128x64x8x2")
+    return found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, _names(text)))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -194,6 +232,10 @@ def _plot(folder: Path) -> int:
 
 
 def _run(arguments: argparse.Namespace, command: str) -> int:
+    if arguments.command == "cards":
+        from benchmarks import cards
+
+        return cards.run(arguments.out, arguments.only, arguments.tiles, arguments.head_dims)
     if arguments.command == "plot":
         return _plot(arguments.folder)
     given = vars(arguments)

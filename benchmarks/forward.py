@@ -12,25 +12,23 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from benchmarks import turbo
+from benchmarks import rows, turbo
 from benchmarks.attention import REFERENCE_SOURCE
 from benchmarks.networks import (
     COGVIDEOX,
     WAN,
-    build_wan,
     compiled,
     compiled_in_graphs,
     in_turn,
     network_of,
     patched_with,
-    sizes_of,
+    sage_attention,
     time_variant,
     variants,
-    wan_call,
 )
 from benchmarks.runner import (
     PEAK,
@@ -55,7 +53,7 @@ from benchmarks.runner import (
     wait,
 )
 from turbo_rcm_patch import PatchReport
-from turbo_rcm_patch.bench import Call, errors_of
+from turbo_rcm_patch.bench import Call, errors_of, reason_of
 
 #: Relative L2 to the unpatched eager output from which a variant is broken and is not timed.
 BROKEN: Final = 0.2
@@ -167,18 +165,9 @@ def _compare(name: str, found: dict[str, Record], *, micro: bool) -> Record:
 
 # --- over the number of tokens -------------------------------------------------------------------
 
-#: Tokens -> latent frames, height and width.
-LENGTHS: Final = {
-    "780": (1, 60, 52),
-    "1950": (5, 30, 52),
-    "7800": (5, 60, 104),
-    "17160": (11, 60, 104),
-    "32760": (21, 60, 104),
-    "75600": (21, 90, 160),
-}
-_MICRO_LENGTHS: Final = {"780": (1, 8, 8), "1950": (3, 8, 8)}
 _WAYS: Final[dict[str, Enter]] = {
     "eager": as_written,
+    "eager sage": sage_attention,
     "patched": patched_with(),
     "patched exact": patched_with(attention="exact"),
     "patched int8 Linears": patched_with(linear="int8"),
@@ -195,7 +184,7 @@ METHODS: Final = {
     name: Variant(name, enter, ours=name.startswith("patched")) for name, enter in _WAYS.items()
 }
 _LENGTH_COLUMNS: Final = (
-    Column("tokens", 8), Column("method", 30), Column("ms", 9, "milliseconds.median", ".2f"),
+    Column("row", 14), Column("method", 30), Column("ms", 9, "milliseconds.median", ".2f"),
     Column("CPU ms", 8, "cpu_milliseconds.median", ".2f"),
     Column("graph ms", 8, "graph_milliseconds.median", ".2f"),
     Column("of eager", 8, over("eager"), ".3f"), Column("first s", 8, "first_seconds", ".2f"),
@@ -206,17 +195,19 @@ _LENGTH_COLUMNS: Final = (
 def run_length(plan: Plan) -> int:
     """Measure and write `length.json`; 0 if every patched forward was near the eager one."""
     wanted = chosen("--peers", plan.peers, list(METHODS))
-    latents = _MICRO_LENGTHS if plan.micro else LENGTHS
-    lengths = chosen("--only", plan.only, list(latents))
+    wanted_rows = chosen("--only", plan.only or rows.default(plan), rows.names(plan))
     journal = Journal(
         "length",
         plan,
         _LENGTH_COLUMNS,
         about={
-            "network": "Wan2.1-T2V-1.3B with seeded random weights in bf16, batch 1, no guard",
+            "network": "bf16, batch 1, no guard, seeded random weights. A number of tokens: "
+            "Wan2.1-T2V-1.3B; cogvideox-2b: 480 x 720, 49 frames; WanModel: Wan2.1-T2V-1.3B in "
+            "TurboDiffusion's class; tiny, tiny-cogvideox: the shipped models, trained",
             "milliseconds": "of forwards queued one after another, median of several rounds",
             "cpu_milliseconds": "until the call returns, the GPU idle before it; median",
-            "graph_milliseconds": "of replays of the forward as one CUDA graph",
+            "graph_milliseconds": "of replays of the forward as one CUDA graph; not of long ones, "
+            "whose GPU never waits",
             "first_seconds": "the first forward of this length with this method in this process",
             "in_int8": "share of the self-attentions whose products ran in int8",
             "graphs": "patched with cuda_graphs=True, which captures and replays by itself",
@@ -227,24 +218,29 @@ def run_length(plan: Plan) -> int:
     )
     good = True
     with journal.running(), torch.no_grad():
-        sizes, device = sizes_of(plan), journal.device
-        network = build_wan(sizes.network, device, plan.seed)
+        known = rows.Rows(plan, journal.device)
         for name in wanted:
-            for tokens in lengths:
-                record = journal.cases.get(tokens, {})
-                size = (1, 16, *latents[tokens]), sizes.text_tokens
-                call = wan_call(network, *size, device, plan.seed)
-                measure = functools.partial(_measure, network, call, journal)
-                ways = [METHODS[name]]
-                good &= one_by_one(journal, f"{tokens}", record, ways, measure, "methods")
+            for row in wanted_rows:
+                record = journal.cases.get(row, {})
+                if "reason" in record:
+                    continue  # It was reported.
+                try:
+                    record |= known.of(row).about
+                except Exception as error:  # e.g. no checkout, or a package of its own is missing
+                    record |= {"status": "missing", "reason": reason_of(error)}
+                    journal.line((row, f"left out: {record['reason']}"))
+                    journal.case(row, record)
+                    continue
+                measure = functools.partial(_measure, known.of(row), journal)
+                good &= one_by_one(journal, row, record, [METHODS[name]], measure, "methods")
     return 0 if good else 1
 
 
-def _measure(network: Any, call: Call, journal: Journal, variant: Variant, record: Record) -> None:
-    """One method at one length."""
-    plan, device = journal.plan, journal.device
-    eager = call()
-    with variant.enter(network, plan.compiler) as report:
+def _measure(row: rows.Row, journal: Journal, variant: Variant, record: Record) -> None:
+    """One method in one row."""
+    plan, device, call = journal.plan, journal.device, row.call
+    eager = row.eager()
+    with variant.enter(row.network, plan.compiler) as report:
         begin = time.perf_counter()
         output = call()
         wait(device)
@@ -254,14 +250,28 @@ def _measure(network: Any, call: Call, journal: Journal, variant: Variant, recor
         for _ in range(3):  # a graph of ours is captured in the third forward
             call()
         record |= peak_bytes(call, device)
-        rounds = plan.calls or (3 if plan.quick else 7)
-        record["milliseconds"] = queued_milliseconds(call, device, rounds, 3)
-        record["cpu_milliseconds"] = queued_milliseconds(call, device, 2 * rounds, 0)
+        rounds, queued = _effort(plan, call, device)
+        record["milliseconds"] = queued_milliseconds(call, device, rounds, queued)
+        record["cpu_milliseconds"] = queued_milliseconds(call, device, max(3, rounds), 0)
         if isinstance(report, PatchReport):
             own = sum(pair.kind == "self" for pair in report.pairs)
             record["last_forward"] = ran = report.last_forward
             record["in_int8"] = ran.get("fused with int8 attention", 0) / own
-        if device.type == "cuda" and not variant.name.endswith("graphs"):
+        if device.type == "cuda" and queued > 1 and not variant.name.endswith("graphs"):
             replay = graph_of([call])
-            record["graph_milliseconds"] = queued_milliseconds(replay, device, rounds, 3)
+            record["graph_milliseconds"] = queued_milliseconds(replay, device, rounds, queued)
             del replay
+
+
+#: Milliseconds that one clock may take, and those of a forward from which on queueing several
+#: hides nothing.
+_CLOCK: Final = 1000.0
+_LONG: Final = 150.0
+
+
+def _effort(plan: Plan, call: Call, device: torch.device) -> tuple[int, int]:
+    """Rounds of a measurement, and forwards queued in each."""
+    once = queued_milliseconds(call, device, 1, 1)["median"]
+    queued = 1 if once > _LONG else 3
+    most = plan.calls or (5 if plan.quick else 9)
+    return max(min(3, most), min(most, int(_CLOCK / (queued * once)))), queued

@@ -398,11 +398,12 @@ def _cudnn(network: Any, backend: str) -> AbstractContextManager[object]:
 def sage_attention(network: Any, backend: str) -> Iterator[None]:
     from diffusers.models.attention_dispatch import attention_backend
 
-    if not hasattr(network, "blocks"):
+    asks = type(network).__module__.startswith("diffusers.") and hasattr(network, "blocks")
+    if not asks:
         raise ConfigError(
             "attention backend",
             expected="a network that asks diffusers for one",
-            got="CogVideoX, which calls torch's attention",
+            got=f"{type(network).__name__}, which calls torch's attention",
         )
     if sage_major() < 2:
         raise MissingPackageError(

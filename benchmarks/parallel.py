@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.forward import BROKEN, LENGTHS
+from benchmarks.forward import BROKEN
 from benchmarks.networks import network_of
+from benchmarks.rows import LENGTHS
 from benchmarks.runner import (
     PEAK,
     REL_L2,

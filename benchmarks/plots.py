@@ -287,7 +287,7 @@ def _over_length(axes: Axes, document: Record) -> bool:
         "patched exact": "#10b981",
         "patched int8 Linears": "#f59e0b",
     }
-    lengths = sorted(map(int, document["cases"]))
+    lengths = sorted(int(name) for name in document["cases"] if name.isdigit())
     for name, colour in looks.items():
         for key, style in (("milliseconds", "-"), ("graph_milliseconds", ":")):
             found = [

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.networks import build_wan, compiled, patched_with, sizes_of
+from benchmarks.networks import build_wan, compiled, patched_with, sage_attention, sizes_of
 from benchmarks.runner import (
     PEAK,
     Column,
@@ -36,6 +36,7 @@ METHODS: Final = {
     variant.name: variant
     for variant in (
         Variant("eager"),
+        Variant("eager sage", sage_attention),
         Variant("compiled", compiled),
         Variant("patched", patched_with(guard=True), ours=True),
         Variant("patched int8 Linears", patched_with(guard=True, linear="int8"), ours=True),
