@@ -727,31 +727,31 @@ def _quantised(
     # What others wait for goes first; then whatever can be computed before theirs has come.
     local = None
     if smooth_k or fp8:
-        local = torch.stack(
-            own.statistics(k, v, first=layout.first, step=layout.step, smooth_k=smooth_k, fp8=fp8)
+        local = own.statistics(
+            k, v, first=layout.first, step=layout.step, smooth_k=smooth_k, fp8=fp8
         )
     statistics, fetched = _fetch(k, v if fp8 else None, local, layout)
     q_int8, q_scale = own.queries(q, sm_scale=sm_scale, qmax=qmax)
     pending_q = all_to_all(
         "q", layout.by_heads(q_int8), [[share(padded(n), width)] for n in near], group
     )
-    mean = amax = None
+    mean = of_v = None
     if statistics is not None:
-        gathered = statistics()  # [ranks, 2, B, H, D]
-        mean = gathered[:, 0].sum(0) / layout.sampled if smooth_k else None
-        amax = gathered[:, 1].amax(0) if fp8 else None
+        gathered = statistics()  # [ranks, 3, B, H, D]
+        means = gathered[:, :2].sum(0) / layout.sampled
+        mean = means[0] if smooth_k else None
+        of_v = (means[1], gathered[:, 2].amax(0)) if fp8 else None
     start = layout.mine[layout.here].start
     here = slice(start, start + parts[layout.here][0])
     k_int8, k_scale = own.keys(k.rows(here), mean, qmax=qmax)
     pending_k = all_to_all(
         "k", layout.by_heads(k_int8), [[share(padded(n), width)] for n, _ in parts], group
     )
-    v_scale = None
-    if amax is not None:
-        v_scale = layout.by_heads(own.value_scale(amax))[layout.here][0]
+    if of_v is not None:
+        v_main, errors = own.values(v[:, here], *of_v)
         pending_v = all_to_all(
             "v",
-            layout.by_heads(own.values(v[:, here], amax)),
+            layout.by_heads(v_main),
             [[share(width, padded(n))] for n, _ in parts],
             group,
         )
@@ -767,12 +767,13 @@ def _quantised(
             share(padded(main) // block),
             share(padded(tail) // block),
             share(padded(tail), width),
-            *([share(width, padded(tail))] if fp8 else []),
+            *([share(width, padded(tail)), share(width)] if fp8 else []),
         ]
         for n, (main, tail) in zip(near, parts, strict=True)
     ]
-    if amax is not None:
-        rest.append(own.values(v_rest, amax))
+    if of_v is not None:
+        v_tail, more = own.values(v_rest, *of_v)
+        rest += [v_tail, errors + more]
     pending_rest = all_to_all("rest", layout.by_heads(*rest), rest_shapes, group)
 
     q_came, k_came, v_came, rest_came = (
@@ -796,10 +797,15 @@ def _quantised(
         whole([x[1] for x in rest_came], 2),
         whole(v_mains, 4, 3) if fp8 else concatenated(v_mains, 1),
     ]
+    if of_v is not None:
+        # Errors are those of the keys of this part of the ring, with which they are passed on.
+        levels = layout.by_heads(own.value_levels(*of_v))[layout.here][0]
+        total = torch.stack([x[5] for x in rest_came]).sum(0, dtype=torch.int32)
+        kv.append(torch.cat([levels, total.view(torch.float32).unsqueeze(2)], 2))
 
     def attend(kv: Sequence[Tensor], n_kv: int, partial: bool) -> tuple[Tensor, Tensor | None]:
         result: tuple[Tensor, Tensor | None] = own.attend(
-            q_all, (kv[0], kv[1]), kv[2], v_scale,
+            q_all, (kv[0], kv[1]), kv[2], kv[3] if fp8 else None,
             n_q=layout.chunk, n_kv=n_kv, head_dim=head_dim, pv=pv,
             out_dtype=torch.float32 if partial else out_dtype, want_lse=partial,
         )  # fmt: skip
@@ -808,7 +814,8 @@ def _quantised(
     def shapes(n_kv: int) -> list[tuple[int, ...]]:
         n = padded(n_kv)
         last = (batch, heads, width, n) if fp8 else (batch, n_kv, heads * head_dim)
-        return [(batch, heads, n, width), (batch, heads, n // block), last]
+        levels = [(batch, heads, 3, width)] if fp8 else []
+        return [(batch, heads, n, width), (batch, heads, n // block), last, *levels]
 
     return _around(kv, shapes, attend, layout).to(out_dtype)
 
