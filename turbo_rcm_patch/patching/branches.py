@@ -93,9 +93,9 @@ class Given(NamedTuple):
         forward: What stands in for the block's forward; a plan that held it would keep the block
             alive.
         compared: Whether the guard compares a branch on this forward.
+        author: The author's forward of the block, as `BlockForward._run` gets it.
         ahead: Input and gate of branches whose norm ran in the pass that closed the skip before
             it, by that norm; None where every branch has to stand alone.
-        author: The author's forward of the block, as `BlockForward._run` gets it.
     """
 
     context: Tensor | None
@@ -105,8 +105,8 @@ class Given(NamedTuple):
     more: tuple[Any, ...] = ()
     forward: Any = None
     compared: bool = False
-    ahead: dict[Norm, tuple[Tensor, Any]] | None = None
     author: Callable[[str, Any, Hidden], Hidden] | None = None
+    ahead: dict[Norm, tuple[Tensor, Any]] | None = None
 
 
 # --- a branch as an operation --------------------------------------------------------------------
