@@ -92,3 +92,23 @@ def test_the_result_is_good_enough_and_explained() -> None:
     assert f"{RESULT['sample']['killed']} of {RESULT['sample']['mutants']}" in PAGE
     for name in RESULT["survivors"]:
         assert f"`{name}`" in PAGE, f"explain {name} in docs/mutants.md"
+
+
+@pytest.mark.slow
+def test_a_test_that_always_fails_kills_nothing() -> None:
+    """It fails without the mutant too; one behind it notices what is broken."""
+    code = (
+        "import ast; from tests.mutants.run import Job, run_job\n"
+        "file = 'turbo_rcm_patch/sampling/verdict.py'\n"
+        "text, tests = open(file).read(), ['tests/mutants/example.py']\n"
+        "for more in ('', 'broken = 1'):\n"
+        "    job = Job('x', file, ast.parse(text + chr(10) + more), tests, fuzz=False)\n"
+        "    print(run_job(job, 60)[0])\n"
+        "print(run_job(job, 60, 0.0)[0])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    nothing, killed, stopped = done.stdout.splitlines()
+    assert (nothing, stopped) == ("", "None") and killed.endswith("::test_of_the_change"), killed

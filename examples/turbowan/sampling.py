@@ -19,16 +19,6 @@ from turbo_rcm_patch.sampling.video import write_mp4
 if TYPE_CHECKING:
     from diffusers import WanImageToVideoPipeline, WanPipeline
 
-__all__ = [
-    "FPS",
-    "adapted_size",
-    "boundary_ratio",
-    "decode",
-    "read_image",
-    "sample",
-    "write_video",
-]
-
 FPS: Final = 16
 #: Width and height are multiples of this.
 _STRIDE: Final = 16

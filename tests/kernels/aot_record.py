@@ -163,7 +163,8 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     if operation == "attention":
         modules["attention"].attention(inputs)
     elif operation == "plain-attention":
-        modules["attention"].attention(inputs._replace(residual=None, c_out=None))
+        tile = Tile(*case["tile"]) if "tile" in case else None
+        modules["attention"].attention(inputs._replace(residual=None, c_out=None), tile=tile)
     elif operation == "denoise":
         x, c = residual.double(), empty(3, dtype=torch.float64)
         for noise in (None, residual.float()):

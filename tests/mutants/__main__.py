@@ -33,7 +33,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="names, and run nothing")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--limit", type=float, default=180.0, help="CPU seconds a mutant")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start none after")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop after; what runs is not counted"
+    )
     parser.add_argument("--again", action="store_true", help="forget what is in the result")
     parser.add_argument(
         "--json", type=Path, default=ROOT / "results" / "mutants.json", help="the result"
@@ -60,17 +62,23 @@ def entries(found: argparse.Namespace) -> list[Entry]:
     return made
 
 
-def run_entry(entry: Entry, limit: float) -> Entry:
-    """The entry with what killed it ("" for nothing) and the seconds it took."""
+def run_entry(entry: Entry, limit: float, until: float) -> Entry | None:
+    """The entry with what killed it ("" for nothing) and the seconds it took; None if there was
+    not enough time."""
+    start = time.monotonic()
     if entry["kind"] == "sign":
         own = _own(entry["name"], SIGNS)
-        start = time.monotonic()
-        failed = cells_that_fail(own.file, own.tree(), list(own.tests), own.capability)
-        missed = sorted(set(own.classes) - failed)
+        runs = [
+            cells_that_fail(own.file, tree, list(own.tests), own.capability, until)
+            for tree in (own.tree(), None)
+        ]
+        failed, always = runs
+        if failed is None or always is None:
+            return None
+        missed = sorted(set(own.classes) - (failed - always))
         killed = "" if missed else f"signs of {len(own.classes)} classes fail"
-        return entry | {
-            "killed_by": killed, "missed": missed, "seconds": round(time.monotonic() - start, 1)
-        }  # fmt: skip
+        seconds = round(time.monotonic() - start, 1)
+        return entry | {"killed_by": killed, "missed": missed, "seconds": seconds}
     if entry["kind"] == "own":
         own = _own(entry["name"], OWN)
         tests = list(own.tests) or tests_of(own.file)
@@ -79,8 +87,10 @@ def run_entry(entry: Entry, limit: float) -> Entry:
     else:
         tree, mutant = mutated(entry["file"], entry["index"])
         job = Job(mutant.name, mutant.file, tree, tests_of(mutant.file))
-    killed, seconds = run_job(job, limit)
-    return entry | {"killed_by": killed, "seconds": round(seconds, 1)}
+    killed_by, took = run_job(job, limit, until)
+    return (
+        None if killed_by is None else entry | {"killed_by": killed_by, "seconds": round(took, 1)}
+    )
 
 
 def _own(name: str, among: list[Own]) -> Own:
@@ -88,13 +98,15 @@ def _own(name: str, among: list[Own]) -> Own:
 
 
 def worker(todo: list[Entry], done: Any, next_one: Any, limit: float, until: float) -> None:
-    while True:
+    while time.monotonic() < until:
         with next_one.get_lock():
             index = next_one.value
             next_one.value += 1
-        if index >= len(todo) or time.monotonic() > until:
+        if index >= len(todo):
             return
-        done.put(run_entry(todo[index], limit))
+        entry = run_entry(todo[index], limit, until)
+        if entry is not None:
+            done.put(entry)
 
 
 def summary(seed: int, ran: list[Entry]) -> dict[str, Any]:

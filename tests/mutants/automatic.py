@@ -15,9 +15,10 @@ __all__ = ["ROOT", "Mutant", "mutated", "sample", "sources"]
 ROOT = Path(__file__).parents[2]
 #: What is mutated, with its share of a sample.
 PARTS = {
-    "turbo_rcm_patch/patching": 0.55,
+    "turbo_rcm_patch/patching": 0.52,
     "turbo_rcm_patch/ops": 0.35,
-    "turbo_rcm_patch/sampling/verdict.py": 0.10,
+    "turbo_rcm_patch/sampling/verdict.py": 0.08,
+    "turbo_rcm_patch/sampling/many.py": 0.05,
 }
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,

@@ -1,5 +1,5 @@
-"""Run mutants: each in a forked process, against the fuzz first and then against the tests that
-cover its file."""
+"""Run mutants: each in a forked process, against a few cases of the fuzz, the tests that cover its
+file, and the rest of the fuzz."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import re
 import resource
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 from tests.mutants.automatic import ROOT
 
-__all__ = ["Job", "preload", "run_job"]
+__all__ = ["Job", "cells_that_fail", "preload", "run_job"]
 
 #: Seed and cases of the fuzz that CI runs too (tests/test_fuzz.py).
 FUZZ_SEED = 7
 OPERATIONS, MODELS = 300, 60
+#: Of these, how many come before the tests: most of what the fuzz notices, it notices early.
+FIRST = {OPERATIONS: 100, MODELS: 15}
 #: What every child would import by itself otherwise; nothing of ours.
 _HEAVY = (
     "torch", "numpy", "diffusers", "accelerate", "accelerate.hooks", "peft", "pytest",
@@ -100,12 +105,37 @@ def preload() -> None:
             importlib.import_module(name)
 
 
-def run_job(job: Job, limit: float) -> tuple[str, float]:
-    """What killed a mutant ("" if nothing did within the limit of CPU seconds), and the seconds
-    it took."""
+def run_job(job: Job, limit: float, until: float = float("inf")) -> tuple[str | None, float]:
+    """What killed a mutant, and the seconds it took.
+
+    Args:
+        job: The mutant.
+        limit: CPU seconds that it gets.
+        until: A time of `time.monotonic` at which it is stopped.
+
+    Returns:
+        "" if nothing noticed it within the limit, None if it was stopped before.
+    """
     start = time.monotonic()
     if job.interpreted:
-        return _interpreted(job, limit), time.monotonic() - start
+        return _interpreted(job, min(limit * 8, until - start)), time.monotonic() - start
+    unsound: set[str] = set()
+    while True:
+        said = in_a_fork(partial(_inside, job, limit, unsound), until)
+        # A test that fails without the mutant too says nothing about it.
+        if said is not None and said.startswith(("test: ", "fuzz: ")):
+            sound = in_a_fork(partial(_holds, said, limit), until)
+            if sound is None:
+                said = None
+            elif sound == "no":
+                unsound.add(said)
+                continue
+        return said, time.monotonic() - start
+
+
+def in_a_fork(run: Callable[[], str], until: float = float("inf")) -> str | None:
+    """What a function returns in a forked process, whose output is dropped; "" if the limit of
+    CPU seconds ended it, None if that was the time."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -113,47 +143,77 @@ def run_job(job: Job, limit: float) -> tuple[str, float]:
         os.setsid()
         said = "crashed"
         try:
-            said = _inside(job, limit)
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), 1)
+                os.dup2(null.fileno(), 2)
+            said = run()
         except BaseException as error:
             said = f"crashed: {type(error).__name__}: {str(error)[:100]}"
         finally:
             os.write(write, said.encode()[:4000])
             os._exit(0)
     os.close(write)
+    left = max(0.0, until - time.monotonic())
     with os.fdopen(read, "rb") as pipe:
-        said = pipe.read().decode(errors="replace")
+        # What the child started holds the pipe too, so its end alone does not tell.
+        ready, _, _ = select.select([pipe], [], [], None if left == float("inf") else left)
+        if not ready:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+        said = os.read(pipe.fileno(), 4000).decode(errors="replace") if ready else ""
     _, status = os.waitpid(child, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if not ready:
+        return None
     if not said and os.WIFSIGNALED(status):
         by = os.WTERMSIG(status)
-        said = "" if by == signal.SIGXCPU else f"died by signal {by}"
-    said = "" if said == "survived" else said
-    return said, time.monotonic() - start
+        return "" if by == signal.SIGXCPU else f"died by signal {by}"
+    return said
 
 
-def _inside(job: Job, limit: float) -> str:
-    """In the child: what noticed the mutant, or "survived"."""
+def _inside(job: Job, limit: float, unsound: Collection[str]) -> str:
+    """In the child: what noticed the mutant, or ""."""
     resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
-    with open(os.devnull, "w") as null:
-        os.dup2(null.fileno(), 1)
-        os.dup2(null.fileno(), 2)
     install(job.file, job.tree)
-    if job.fuzz:
-        said = _fuzzed(job.file)
-        if said:
-            return said
-    return _tested(job.tests) if job.tests else "survived"
+    parts = _cases(job.file) if job.fuzz else []
+    for first in (True, False):
+        for models, cases in parts:
+            some = range(FIRST[cases]) if first else range(FIRST[cases], cases)
+            said = _fuzzed(models, some)
+            if said and said not in unsound:
+                return said
+        if first and job.tests:
+            said = _tested(job.tests, [one.removeprefix("test: ") for one in unsound])
+            if said:
+                return said
+    return ""
 
 
-def _fuzzed(file: str) -> str:
+def _holds(killer: str, limit: float) -> str:
+    """In a child without a mutant: whether what noticed one passes, "yes" or "no"."""
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
+    kind, _, rest = killer.partition(": ")
+    if kind == "test":
+        return "no" if _tested([rest]) == killer else "yes"
+    found = re.search(r"--only (\d+)(?:.*--models ([\d.]+))?", rest)
+    assert found is not None, killer
+    case = int(found[1])
+    return "no" if _fuzzed(float(found[2] or 0.2), range(case, case + 1)) else "yes"
+
+
+def _cases(file: str) -> list[tuple[float, int]]:
+    """Share of models, and how many cases of the fuzz look at a file."""
+    if "/ops/" in file:
+        return [(0.0, OPERATIONS)]
+    return [(1.0, MODELS)] if "/patching/" in file else []
+
+
+def _fuzzed(models: float, cases: Iterable[int]) -> str:
     from tests.fuzz.run import Plan, run
 
-    of_ops = "/ops/" in file
-    parts = [(0.0, OPERATIONS)] if of_ops else [] if "verdict" in file else [(1.0, MODELS)]
-    for models, cases in parts:
-        found = run(Plan(FUZZ_SEED, models=models), range(cases), most=1, echo=False)
-        if found.failures:
-            return f"fuzz: {found.failures[0][:160]}"
-    return ""
+    found = run(Plan(FUZZ_SEED, models=models), cases, most=1, echo=False)
+    return f"fuzz: {found.failures[0][:160]}" if found.failures else ""
 
 
 class _FirstFailure:
@@ -170,38 +230,65 @@ class _FirstFailure:
             self.name = report.nodeid
 
 
-def _tested(tests: list[str]) -> str:
+def _tested(tests: list[str], without: Iterable[str] = ()) -> str:
+    """The first test that fails, or "" if none does."""
     import pytest
 
     first = _FirstFailure()
     os.chdir(ROOT)
     with contextlib.redirect_stdout(io.StringIO()):
         code = pytest.main(
-            ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=60", *tests],
+            [
+                "-q",
+                "-x",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                "--timeout=60",
+                *(f"--deselect={one}" for one in without),
+                *tests,
+            ],
             plugins=[first],
         )
     if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        return "survived"
+        return ""
     return f"test: {first.name or code}"
 
 
-def _interpreted(job: Job, limit: float) -> str:
+def _interpreted(job: Job, seconds: float) -> str | None:
+    """The same in a process of its own, under Triton's interpreter."""
+    until = time.monotonic() + seconds
     with tempfile.NamedTemporaryFile("w", suffix=".py") as source:
         source.write(ast.unparse(job.tree))
         source.flush()
-        code = (
-            "import sys, ast; sys.path.insert(0, '.')\n"
-            "from tests.mutants.run import install_file, _tested\n"
-            f"install_file({job.file!r}, {source.name!r})\n"
-            f"print(_tested({job.tests!r}))"
-        )
+        changed = f"install_file({job.file!r}, {source.name!r}); "
+        said = _interpreting(f"{changed}print('said', _tested({job.tests!r}))", until)
+    if not said:
+        return said
+    test = said.removeprefix("test: ")
+    sound = _interpreting(f"print('said', _tested([{test!r}]))", until)
+    return said if sound == "" else None if sound is None else f"unsound: {test}"
+
+
+def _interpreting(code: str, until: float) -> str | None:
+    code = (
+        "import sys; sys.path.insert(0, '.'); "
+        f"from tests.mutants.run import install_file, _tested; {code}"
+    )
+    try:
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            cwd=ROOT, capture_output=True, text=True, timeout=limit * 8,
+            cwd=ROOT, capture_output=True, text=True,
+            timeout=max(1.0, min(until - time.monotonic(), 1e6)),
         )  # fmt: skip
-    said = done.stdout.strip().splitlines()[-1:] or [f"crashed: {done.stderr[-300:]}"]
-    return "" if said[0] == "survived" else said[0]
+    except subprocess.TimeoutExpired:
+        return None
+    last = done.stdout.strip().splitlines()[-1:]
+    if not last or not last[0].startswith("said"):
+        return f"crashed: {done.stderr[-300:]}"
+    return last[0].removeprefix("said").strip()
 
 
 def install_file(file: str, source: str) -> None:
@@ -246,28 +333,25 @@ class _Cells:
             self.failed |= self._classes(item)
 
 
-def cells_that_fail(file: str, tree: ast.Module, tests: list[str], capability: str) -> set[str]:
-    """In a forked process: classes whose sign fails while one file is what the tree says."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read)
-        try:
-            with open(os.devnull, "w") as null:
-                os.dup2(null.fileno(), 1)
-                os.dup2(null.fileno(), 2)
-            install(file, tree)
-            import pytest
+def cells_that_fail(
+    file: str, tree: ast.Module | None, tests: list[str], capability: str, until: float
+) -> set[str] | None:
+    """In a forked process: classes whose sign fails while one file is what the tree says; None if
+    there was no time."""
 
-            os.chdir(ROOT)
-            cells = _Cells(capability)
-            pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
-                        plugins=[cells])  # fmt: skip
-            os.write(write, ",".join(sorted(cells.failed)).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        said = pipe.read().decode()
-    os.waitpid(child, 0)
-    return set(filter(None, said.split(",")))
+    def run() -> str:
+        if tree is not None:
+            install(file, tree)
+        import pytest
+
+        os.chdir(ROOT)
+        cells = _Cells(capability)
+        pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[cells])
+        return "classes " + ",".join(sorted(cells.failed))
+
+    said = in_a_fork(run, until)
+    if said is None:
+        return None
+    return set(filter(None, said.removeprefix("classes ").split(","))) if (
+        said.startswith("classes ")
+    ) else set()  # fmt: skip

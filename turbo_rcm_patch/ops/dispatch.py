@@ -39,37 +39,6 @@ from turbo_rcm_patch.output import atomic
 if TYPE_CHECKING:
     from turbo_rcm_patch.ops.spec import AttentionSpec
 
-__all__ = [
-    "FORMS_MEASURED",
-    "FP8_MIN_KEYS",
-    "INT8_DEFAULT_KEYS",
-    "INT8_MIN_KEYS",
-    "Choice",
-    "attention_name",
-    "choose",
-    "choose_form",
-    "choose_inputs",
-    "decider",
-    "describe_pv",
-    "device_name_of",
-    "dispatch_path",
-    "dispatch_rows",
-    "exact_below",
-    "forget_tables",
-    "hold_self_test",
-    "is_measured",
-    "keep_dispatch",
-    "made_with",
-    "measure_dispatch",
-    "measured_here",
-    "quantises",
-    "resolve_impl",
-    "resolve_pv",
-    "resolved",
-    "self_test_path",
-    "self_tests",
-]
-
 #: Keys from which "auto" is int8 on a GPU that nobody has measured.
 INT8_DEFAULT_KEYS: Final = 4096
 #: Keys from which pv="auto" takes fp8 where the device has it. fp8 has three times the error of

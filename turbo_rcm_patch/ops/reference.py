@@ -14,18 +14,6 @@ import torch.nn.functional as F
 
 from turbo_rcm_patch.skip import Cast
 
-__all__ = [
-    "apart",
-    "close_skip",
-    "exact_attention",
-    "key_mask",
-    "norm_rope",
-    "project",
-    "row_chunks",
-    "sdpa_attention",
-    "split_heads",
-]
-
 #: Logits materialised at a time by the chunked forms, in elements.
 _CHUNK_ELEMENTS = 1 << 24
 
@@ -155,6 +143,14 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     """x itself, or a copy where its rows overlap in memory (windows over a sequence): torch's CPU
     attention hands such strides to a BLAS, which may not have them, and gives noise."""
     return x.contiguous() if 0 < x.stride(-2) < x.shape[-1] else x
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy where 16 bytes do not divide its address: torch's attention with a mask
+    looks at strides alone on a GPU, and gives NaN or faults. A compiler aligns by itself."""
+    if torch.compiler.is_compiling() or not x.storage_offset() * x.element_size() % 16:
+        return x
+    return x.clone()
 
 
 def sdpa_attention(

@@ -14,8 +14,6 @@ from turbo_rcm_patch.ops.attention import attention_lse, attention_skip, masked_
 from turbo_rcm_patch.ops.checks import check_choice, check_tensor
 from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS, AttentionSpec
 
-__all__ = ["MASK_WARNING", "sageattn"]
-
 #: Said when a mask is computed exactly. Python shows a warning once for each place it comes from.
 MASK_WARNING: Final = (
     "attn_mask: this attention runs exactly, through torch, because no int8 kernel takes a mask"

@@ -25,21 +25,6 @@ from turbo_rcm_patch.ops.emulation import (
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, split_heads
 from turbo_rcm_patch.ops.spec import hadamard_width, key_block
 
-__all__ = [
-    "PADDED_TO",
-    "Tokens",
-    "attend",
-    "exact_with_lse",
-    "keys",
-    "padded",
-    "prepared",
-    "queries",
-    "statistics",
-    "value_scale",
-    "values",
-    "width",
-]
-
 #: Tokens of int8 q and k and of e4m3 v are padded to a multiple of this, and every rank's keys
 #: begin at one: a multiple of every `key_block`.
 PADDED_TO = 128

@@ -22,14 +22,6 @@ from turbo_rcm_patch.ops.emulation import (
 )
 from turbo_rcm_patch.ops.spec import hadamard_width, key_block
 
-__all__ = [
-    "LINEAR_EPS",
-    "block_map",
-    "emulated_sparse_attention",
-    "exact_sparse_attention",
-    "linear_branch",
-]
-
 #: Elements of the chosen keys that are gathered at a time: 128 MiB in fp32.
 _GATHERED: Final = 2**25
 #: Added to the denominator of the linear branch by the author's code.

@@ -508,7 +508,8 @@ class BlockForward:
         def attention() -> Tensor | None:
             return self._planned(seen, given)[0][index].attention(hidden, given)
 
-        closed = guard.close(Pair(states, seen, ours, written, attention, parallel))
+        narrowed = seen is not hidden
+        closed = guard.close(Pair(states, seen, ours, written, attention, parallel, narrowed))
         self._after_comparing(branch)
         return closed
 

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.operation import replay_token, runs_directly
 
-__all__ = ["PlanSlot", "Token", "Watch", "after_call", "plain_inference", "signature"]
-
 #: What names the inputs of a step, see `signature`.
 Token = Any
 #: Plans made in a row that did not live to a second forward before a block plans only on every

@@ -15,8 +15,6 @@ from turbo_rcm_patch.kernels.launch import cdiv, launch, strides
 from turbo_rcm_patch.kernels.operands import NORM_ACROSS, norm_kind
 from turbo_rcm_patch.kernels.portable.prologue import AMAX_CHUNKS
 
-__all__ = ["run_hopper_part"]
-
 _K_ROWS = 128  # keys that share a scale
 _SLOTS = 132  # programs at a time, on an H100 or H200
 

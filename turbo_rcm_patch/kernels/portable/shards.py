@@ -55,18 +55,6 @@ from turbo_rcm_patch.kernels.portable.prologue import (
 )
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = [
-    "attend",
-    "exact_with_lse",
-    "keys",
-    "prepared",
-    "queries",
-    "statistics",
-    "value_scale",
-    "values",
-    "width",
-]
-
 _E4M3_MAX = 448.0
 #: What else the attention has: no skip, no mask.
 _PLAIN = dict.fromkeys(AttentionInputs._fields) | {
