@@ -131,6 +131,10 @@ def parser() -> argparse.ArgumentParser:
     _add_cards(commands)
     plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
     plot.add_argument("folder", type=Path, help="where the comparisons wrote")
+    table = commands.add_parser(
+        "table", help="print tables of a folder in Markdown, from its JSON"
+    )
+    table.add_argument("folder", type=Path, help="where `length` or `video` wrote")
     return top
 
 
@@ -225,6 +229,21 @@ def _plot(folder: Path) -> int:
     return 0
 
 
+def _table(folder: Path) -> int:
+    from benchmarks.tables import tables
+
+    made = tables(folder)
+    if not made:
+        raise ConfigError(
+            "folder",
+            expected="length.json or video.json in it",
+            got=str(folder),
+            remedy="Run one of them first",
+        )
+    print(made)
+    return 0
+
+
 def _run(arguments: argparse.Namespace, command: str) -> int:
     if arguments.command == "cards":
         from benchmarks import cards
@@ -232,6 +251,8 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
         return cards.run(arguments.out, arguments.only, arguments.tiles, arguments.head_dims)
     if arguments.command == "plot":
         return _plot(arguments.folder)
+    if arguments.command == "table":
+        return _table(arguments.folder)
     given = vars(arguments)
     inside = given.pop("inside", None)
     module, function = COMPARISONS[given.pop("command")][0].split(".")

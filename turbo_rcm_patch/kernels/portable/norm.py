@@ -31,14 +31,6 @@ def normal(x, mask_c, channels, eps):
 
 
 @triton.jit
-def row_at(ptr, strides, b, n, HAS: tl.constexpr):
-    """Where the row of a token begins, for b and n in int64."""
-    if HAS:
-        ptr += b * strides[0] + n * strides[1]
-    return ptr
-
-
-@triton.jit
 def modulated(
     x, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_c, mask_c,
     HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
@@ -67,13 +59,16 @@ def norm_modulate_kernel(
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < channels
-    row = row_at(x_ptr, x_strides, b, n, True)
+    row = x_ptr + b * x_strides[0] + n * x_strides[1]
     x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    factors, offsets = factor_ptr, offset_ptr
+    if HAS_FACTOR:
+        factors += b * factor_strides[0] + n * factor_strides[1]
+    if HAS_OFFSET:
+        offsets += b * offset_strides[0] + n * offset_strides[1]
     x = modulated(
-        normal(x, mask_c, channels, eps),
-        row_at(factor_ptr, factor_strides, b, n, HAS_FACTOR),
-        row_at(offset_ptr, offset_strides, b, n, HAS_OFFSET),
-        factor_strides[2], offset_strides[2], offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
+        normal(x, mask_c, channels, eps), factors, offsets, factor_strides[2], offset_strides[2],
+        offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
     out = y_ptr + b * y_stride_b + n * channels
     tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
@@ -151,9 +146,8 @@ def norm_rotate_kernel(
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < CHANNELS
-    x = tl.load(row_at(x_ptr, x_strides, b, n, True) + offs_c, mask=mask_c, other=0.0).to(
-        tl.float32
-    )
+    row = x_ptr + b * x_strides[0] + n * x_strides[1]
+    x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     if NORM == 1:  # across all heads
         w = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
         x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / CHANNELS + eps)) * w
@@ -286,7 +280,12 @@ def norm_modulate_rows_kernel(
     `rows.quantize_rows_kernel`. Everything in fp32: no rounding before the one to int8.
     """
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row = row_at(x_ptr, x_strides, b, n, True)
+    row = x_ptr + b * x_strides[0] + n * x_strides[1]
+    factors, offsets = factor_ptr, offset_ptr
+    if HAS_FACTOR:
+        factors += b * factor_strides[0] + n * factor_strides[1]
+    if HAS_OFFSET:
+        offsets += b * offset_strides[0] + n * offset_strides[1]
     offs_h = tl.arange(0, HEAD)
     mask_h = offs_h < channels
     head = tl.load(row + offs_h, mask=mask_h, other=0.0).to(tl.float32)
@@ -297,9 +296,7 @@ def norm_modulate_rows_kernel(
         tail = tl.load(row + offs_t, mask=mask_t, other=0.0).to(tl.float32)
     store_int8_norm(
         int8_ptr + (b * n_tokens + n) * padded, scale_ptr + b * n_tokens + n,
-        head, offs_h, mask_h, tail, offs_t, mask_t,
-        row_at(factor_ptr, factor_strides, b, n, HAS_FACTOR),
-        row_at(offset_ptr, offset_strides, b, n, HAS_OFFSET),
+        head, offs_h, mask_h, tail, offs_t, mask_t, factors, offsets,
         factor_strides[2], offset_strides[2], channels, padded, eps,
         TAIL, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
