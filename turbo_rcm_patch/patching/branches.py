@@ -579,7 +579,7 @@ class AttentionRun:
         self._state, self._modules, self.close = state, modules, close
         self._streams = isinstance(close, StreamsClose)
         self._width = modules.heads * modules.head_dim
-        int8, cross = state.int8, len(modules.kv) > 0
+        int8, cross = state.int8 and state.int8_inputs, len(modules.kv) > 0
         self._of_x = Projection(
             linears, f"{name}.q" if cross else f"{name}.qkv", modules.qkv, like, like.dtype,
             int8=int8,
