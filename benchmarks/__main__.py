@@ -157,8 +157,18 @@ def parser() -> argparse.ArgumentParser:
                 help="a checkout of thu-ml/TurboDiffusion, for its WanModel: turbo-1.3b of "
                 "network, WanModel of length",
             )
+        if name == "parallel":
+            for flag, what in (
+                (
+                    "--paper",
+                    "compute a table for more GPUs and two hosts from what --parts measured",
+                ),
+                ("--parts", "measure on two GPUs what --paper computes with"),
+            ):
+                add(flag, action="store_true", help=what)
         if name == "hbm":
             add("--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS)
+    _add_cards(commands)
     plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
     plot.add_argument("folder", type=Path, help="where the comparisons wrote")
     table = commands.add_parser(
@@ -166,6 +176,41 @@ def parser() -> argparse.ArgumentParser:
     )
     table.add_argument("folder", type=Path, help="where `length` or `video` wrote")
     return top
+
+
+def _add_cards(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "what the compiled attention of each card can reach, by counting its instructions"
+    one = commands.add_parser(
+        "cards",
+        help=text,
+        description=f"Bounds {text}. Nothing runs, and no GPU is needed. Prints a table and "
+        "writes cards.json.",
+        epilog=f"examples:  {_PROGRAM} cards\n"
+        f'           {_PROGRAM} cards --only "RTX 4090" --tiles 64x64x4x2,128x64x8x2',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = one.add_argument
+    add("--out", type=Path, default=Path("outputs/benchmarks"), metavar="FOLDER")
+    add("--only", default=(), type=_names, metavar="CARD,...", help="cards (default: all)")
+    add(
+        "--tiles",
+        default=(),
+        type=_tiles,
+        metavar="TILE,...",
+        help="rows x columns x warps x stages to compare (default: the shipped tile)",
+    )
+    add("--head-dims", default=(64, 128), type=_numbers, metavar="D,...")
+
+
+def _tiles(text: str) -> tuple[tuple[int, ...], ...]:
+    found = tuple(tuple(int(part) for part in tile.split("x")) for tile in _names(text))
+    if any(len(tile) != 4 for tile in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: a tile is four numbers, as 128x64x8x2")
+    return found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, _names(text)))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -206,6 +251,10 @@ def _table(folder: Path) -> int:
 
 
 def _run(arguments: argparse.Namespace, command: str) -> int:
+    if arguments.command == "cards":
+        from benchmarks import cards
+
+        return cards.run(arguments.out, arguments.only, arguments.tiles, arguments.head_dims)
     if arguments.command == "plot":
         return _plot(arguments.folder)
     if arguments.command == "table":
@@ -213,7 +262,13 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     given = vars(arguments)
     inside = given.pop("inside", None)
     module, function = COMPARISONS[given.pop("command")][0].split(".")
+    paper, parts = given.pop("paper", False), given.pop("parts", False)
     plan = Plan(**given, command=command)
+    if paper or parts:
+        from benchmarks.paper import measure
+        from benchmarks.paper import run as on_paper
+
+        return on_paper(plan) if paper else measure(plan.out, micro=plan.micro)
     run = getattr(import_module(f"benchmarks.{module}"), "inside" if inside else function)
     code: int = run(plan, *inside or ())
     return code

@@ -9,6 +9,8 @@ the one of exact attention with the same residual, so that a better sum hides no
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -23,9 +25,19 @@ from benchmarks.networks import (
     setting,
     sizes_of,
 )
-from benchmarks.runner import Column, Journal, Plan, Record, Variant, Wrong, one_by_one, run_cases
+from benchmarks.runner import (
+    Column,
+    Journal,
+    Plan,
+    Record,
+    Variant,
+    Wrong,
+    one_by_one,
+    run_cases,
+    wait,
+)
 from turbo_rcm_patch import PatchReport
-from turbo_rcm_patch.bench import errors_of, time_call
+from turbo_rcm_patch.bench import Call, errors_of, time_call
 from turbo_rcm_patch.sampling.measures import highest_precision, upcast
 from turbo_rcm_patch.sampling.verdict import NETWORK_LIMIT
 
@@ -103,6 +115,7 @@ def methods() -> list[Variant]:
         "fixed": {"precision": "fixed"},
         "auto without a target": {"fidelity": 1e6},
         "auto 1.10": {"fidelity": 1.10},
+        "auto 1.10 with int8 Linears": {"fidelity": 1.10, "linear": "int8"},
         "auto 1.25 with int8 Linears": {"fidelity": 1.25, "linear": "int8"},
     }
     for name, options in guarded.items():
@@ -159,7 +172,8 @@ def _measure(case: Case, wanted: list[str], journal: Journal) -> bool:
             with method.enter(network, plan.compiler) as report:
                 patched = report if isinstance(report, PatchReport) else None
                 if patched is not None and patched.config.guard:
-                    calls[0]()  # The guard chooses.
+                    # The guard compares, compares what it changed, and is done.
+                    one["guarded_seconds"] = [_seconds(calls[0], journal) for _ in range(3)]
                 errors = one["errors"] = [
                     errors_of(call(), truth)["relative_l2"]
                     for call, truth in zip(calls, truths, strict=True)
@@ -178,6 +192,15 @@ def _measure(case: Case, wanted: list[str], journal: Journal) -> bool:
         return one_by_one(journal, case.name, record, ways, measure, "methods")
 
 
+def _seconds(call: Call, journal: Journal) -> float:
+    """How long one call takes, alone."""
+    wait(journal.device)
+    begin = time.perf_counter()
+    call()
+    wait(journal.device)
+    return time.perf_counter() - begin
+
+
 def _chosen(report: PatchReport) -> Record:
     """What the guard saw and chose."""
     guard, records = report.guard, list(report.guard)
@@ -187,6 +210,9 @@ def _chosen(report: PatchReport) -> Record:
         "predicted": guard.fidelity,
         "exact_heads": report.exact_heads,
         "heads_exact": sum(map(len, report.exact_heads.values())),
+        "int8_linears": sum(bool(pair.int8_linears) for pair in report.pairs),
+        "verdicts": dict(Counter(record.verdict for record in records)),
+        "largest_gain": max(record.gain for record in records),
         "guard": {
             "pairs": len(records),
             "given_back": back,

@@ -10,8 +10,10 @@ import torch
 __all__ = ["filled", "poisoned_memory"]
 
 
+@torch.no_grad()
 def filled(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, filled with what stands out in its dtype."""
+    """The tensor, filled with what stands out in its dtype. It may be a leaf that requires a
+    gradient: torch's checkpoints make such ones."""
     if tensor.dtype.is_floating_point:
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.int8:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.fuzz import processes
 from tests.fuzz.__main__ import main
 from tests.fuzz.draw import Mismatch, close_to
 from tests.fuzz.operations import OPERATIONS
@@ -187,26 +190,61 @@ def test_cases_of_a_pool_share_what_is_compiled() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "counts.json"
-    assert main(["--seed", "2", "--cases", "12", "--models", "0", "--json", str(path)]) == 0
-    counts = json.loads(path.read_text())
-    assert counts["cases"] == 12 and counts["seed"] == 2 and not counts["failures"]
+    given = ["--seed", "2", "--models", "0", "--json", str(path)]
+    assert main([*given, "--cases", "12"]) == 0
     assert "seed 2" in capsys.readouterr().out
+    for start in ("5", "11"):  # These ran already, and count once.
+        with pytest.raises(SystemExit, match="--start 12"):
+            main([*given, "--cases", "12", "--start", start])
+    assert main([*given, "--cases", "3", "--start", "12"]) == 0
+    assert main([*given, "--cases", "3", "--seed", "3"]) == 0
+    counts = json.loads(path.read_text())
+    assert (counts["cases"], counts["findings"]) == (18, 0)
+    assert [(run["start"], run["end"]) for run in counts["runs"]] == [(0, 12), (12, 15), (0, 3)]
+    assert counts["runs"][0]["versions"]["torch"] == torch.__version__
     assert main(["--seconds", "0", "--models", "0"]) == 0
     assert main(["--seed", "2", "--only", "3", "--models", "0"]) == 0
 
 
+@dataclass(frozen=True)
+class Troubled(Plan):
+    """Some of its cases end their process, lose its GPU, or never end."""
+
+    def run(self, case: int) -> str:
+        if case == 2:
+            os._exit(7)
+        if case == 4:
+            time.sleep(600)
+        if case in (5, 7):
+            raise ValueError("misaligned address" if case == 7 else "wrong")
+        return f"fine: {os.getpid()}"
+
+    def is_lost(self) -> bool:
+        return True
+
+
+def test_a_process_that_is_lost_is_replaced(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(processes, "HUNG", 1.0)
+    found = processes.run_in_processes(Troubled(1), 2, 1, 10, float("inf"))
+    assert found.cases == 10 and found.end == 11 and found.names == {"fine": 6}
+    said = sorted(found.failures)
+    assert sorted(capsys.readouterr().out.splitlines()) == said and len(said) == 4
+    for line, why in zip(said, ("the process died (exit code 7)", "took more than 1 s",
+                                "ValueError: wrong", "misaligned"), strict=True):  # fmt: skip
+        assert why in line, line
+
+
+def test_processes_stop_in_time() -> None:
+    found = processes.run_in_processes(Troubled(1), 1, 10, None, 0.0)
+    assert found.cases == 0 and not found.failures
+
+
 def test_several_processes_run_what_one_runs() -> None:
-    given = ["--seed", "2", "--cases", "16", "--models", "0"]
-    counts = []
-    for workers in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.fuzz", *given, "--workers", workers],
-            capture_output=True, text=True, cwd=Path(__file__).parents[1],
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert "16 cases" in done.stdout
-        counts.append([line for line in done.stdout.splitlines() if line.startswith("  ")])
-    assert counts[0] == counts[1]
+    plan = Plan(2, models=0.0)
+    found = processes.run_in_processes(plan, 2, 3, 16, float("inf"))
+    alone = run(plan, range(3, 19), echo=False)
+    assert found.cases == alone.cases == 16 and found.end == alone.end == 19
+    assert found.names == alone.names and not found.failures
 
 
 def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -15,7 +15,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from training.build import TinyConfig
-from training.run import Run, Stage, batches
+from training.run import Budget, Run, Stage, batches
 from training.train_vae import (
     decode,
     decode_frames,
@@ -34,11 +34,7 @@ def train_decoder(
     run: Run,
     config: TinyConfig,
     vae: AutoencoderKLWan,
-    *,
-    minutes: float,
-    steps: int | None = None,
-    batch: int = 16,
-    lr: float = 6e-4,
+    budget: Budget,
 ) -> AutoencoderKLWan:
     """Train the decoder with a frozen encoder.
 
@@ -46,10 +42,7 @@ def train_decoder(
         run: Where and how.
         config: Sizes.
         vae: The autoencoder after `train_vae`; left as it is.
-        minutes: Budget in training minutes, or
-        steps: in steps.
-        batch: Whole pictures a step.
-        lr: Peak learning rate.
+        budget: How long; whole pictures a step.
 
     Returns:
         The same encoder and latent statistics with the averaged new decoder, in fp32.
@@ -58,10 +51,7 @@ def train_decoder(
     parts = {"decoder": trained.decoder, "post_quant_conv": trained.post_quant_conv}
     for part in parts.values():
         part.requires_grad_(True)
-    stage = Stage(
-        run, "decoder", parts, salt=_SALT, lr=lr, minutes=minutes, steps=steps, weight_decay=0.0
-    )
-    stage.load()
+    stage, batch = Stage(run, "decoder", parts, budget, salt=_SALT), budget.batch
     _, std = statistics(vae, run.device)
 
     def losses() -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
 from torch import Tensor
 
 from training.family_cogvideox import CogVideoXConfig, build_vae
-from training.run import Run, Stage, batches
+from training.run import Budget, Run, Stage, batches
 from training.train_vae import decode_frames, encode, report_reconstruction, videos_of
 
 _EDGE: Final = 0.5
@@ -30,11 +30,8 @@ def train_twin(
     run: Run,
     config: CogVideoXConfig,
     original: AutoencoderKLWan,
+    budget: Budget,
     *,
-    minutes: float,
-    steps: int | None = None,
-    batch: int = 16,
-    lr: float = 1e-3,
     start: Path | None = None,
 ) -> AutoencoderKLCogVideoX:
     """Train (or continue, or just load) the autoencoder.
@@ -43,10 +40,7 @@ def train_twin(
         run: Where and how.
         config: Sizes.
         original: The tiny Wan's autoencoder; left as it is.
-        minutes: Budget in training minutes, or
-        steps: in steps.
-        batch: Whole pictures a step; group norms see whole pictures in use as well.
-        lr: Peak learning rate.
+        budget: How long; whole pictures a step, as group norms see whole pictures in use as well.
         start: Pipeline folder to begin from, instead of from random weights.
 
     Returns:
@@ -57,10 +51,7 @@ def train_twin(
     if start is not None:
         vae = AutoencoderKLCogVideoX.from_pretrained(start, subfolder="vae", dtype=torch.float32)
     vae.to(run.device).train()
-    stage = Stage(
-        run, "vae", {"vae": vae}, salt=_SALT, lr=lr, minutes=minutes, steps=steps, weight_decay=0.0
-    )
-    stage.load()
+    stage, batch = Stage(run, "vae", {"vae": vae}, budget, salt=_SALT), budget.batch
 
     def losses() -> dict[str, Tensor]:
         videos = videos_of(run, config, batch, stage.scenes)

@@ -14,7 +14,7 @@ from training.build import TinyConfig
 from training.data import REFERENCE_SIZE, Scenes, render, sample_scenes
 from training.family_wan import build_vae
 from training.plots import sheet
-from training.run import Run, Stage, batches
+from training.run import Budget, Run, Stage, batches
 from turbo_rcm_patch.output import atomic
 
 _CROP_PHASE: Final = 0.65  # share of the budget spent on crops of half the side
@@ -187,15 +187,7 @@ def _fastest_layout(vae: AutoencoderKLWan, videos: Tensor, run: Run) -> str:
     return best
 
 
-def train_vae(
-    run: Run,
-    config: TinyConfig,
-    *,
-    minutes: float,
-    steps: int | None = None,
-    batch: int = 16,
-    lr: float = 1e-3,
-) -> AutoencoderKLWan:
+def train_vae(run: Run, config: TinyConfig, budget: Budget) -> AutoencoderKLWan:
     """Train (or continue, or just load) the autoencoder and set its latent statistics.
 
     L1 (with a square, which finds the objects first) keeps edges sharp, the L1 of differences
@@ -205,14 +197,13 @@ def train_vae(
     Args:
         run: Where and how.
         config: Sizes.
-        minutes: Budget in training minutes, or
-        steps: in steps.
-        batch: Whole pictures a step; four times as many crops, of a quarter of the pixels.
-        lr: Peak learning rate.
+        budget: How long; whole pictures a step, and four times as many crops, of a quarter of the
+            pixels.
 
     Returns:
         The averaged weights with `latents_mean` and `latents_std` in its config, in fp32.
     """
+    batch = budget.batch
     torch.manual_seed(run.seed)
     vae = build_vae(config).to(run.device)
     layout = run.out / "layout.txt"
@@ -226,10 +217,7 @@ def train_vae(
         with atomic(layout) as path:
             path.write_text(fastest)
         vae.load_state_dict(weights)
-    stage = Stage(
-        run, "vae", {"vae": vae}, salt=_SALT, lr=lr, minutes=minutes, steps=steps, weight_decay=0.0
-    )
-    stage.load()
+    stage = Stage(run, "vae", {"vae": vae}, budget, salt=_SALT)
 
     def losses() -> dict[str, Tensor]:
         crops = stage.progress < _CROP_PHASE

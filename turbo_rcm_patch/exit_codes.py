@@ -12,19 +12,6 @@ from typing import Final
 
 from turbo_rcm_patch.errors import TurboRCMError
 
-__all__ = [
-    "CHANGED",
-    "INTERRUPTED",
-    "OK",
-    "PIPE",
-    "SIMILAR",
-    "TABLE",
-    "UNEXPECTED",
-    "USAGE",
-    "of_verdict",
-    "run_command",
-]
-
 OK: Final = 0
 CHANGED: Final = 1
 USAGE: Final = 2

@@ -8,8 +8,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from tests.fuzz.models import run_orders
 from tests.fuzz.operations import run_operation
 from tests.poison import poisoned_memory
 
-__all__ = ["Plan", "Result", "cases_of", "run", "worker"]
+__all__ = ["Plan", "Result", "cases_of", "failed", "outcome", "quietly", "run"]
 
 #: Share of the cases that are models; one costs as much as thirty operations.
 MODELS = 0.2
@@ -67,6 +68,16 @@ class Plan:
             return run_orders(kind, value, device)
         return run_operation(Draw(kind, value, device))
 
+    def is_lost(self) -> bool:
+        """Whether an error has left the GPU useless to this process: no later case can run."""
+        if self.device != "cuda":
+            return False
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
 
 @dataclass
 class Result:
@@ -74,6 +85,7 @@ class Result:
 
     Attributes:
         cases: How many ran.
+        end: None of them has this number or a higher one.
         names: How many of each operation and model.
         failures: A line for each that failed, with the command that runs it again.
         seconds: Time it took.
@@ -82,28 +94,30 @@ class Result:
     """
 
     cases: int = 0
+    end: int = 0
     names: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
     compiled: Counter[str] = field(default_factory=Counter)
     compiling: float = 0.0
 
-    def add(self, other: Result) -> None:
-        self.cases += other.cases
-        self.names += other.names
-        self.failures += other.failures
-        self.seconds = max(self.seconds, other.seconds)
-        self.compiled += other.compiled
-        self.compiling += other.compiling
+    def note(self, case: int, name: str, failure: str) -> None:
+        """One more case."""
+        self.cases += 1
+        self.end = max(self.end, case + 1)
+        if failure:
+            self.failures.append(failure)
+        else:
+            self.names[name] += 1
 
 
-def cases_of(plan: Plan, worker: int, workers: int) -> Iterator[int]:
-    """Cases of this worker, without end: those of one group go to one worker."""
-    case = 0
-    while True:
+def cases_of(
+    plan: Plan, worker: int, workers: int, start: int = 0, end: int | None = None
+) -> Iterator[int]:
+    """Cases of this worker in a range: those of one group go to one worker."""
+    for case in count(start) if end is None else range(start, end):
         if plan.group(case) % workers == worker:
             yield case
-        case += 1
 
 
 def run(
@@ -114,29 +128,46 @@ def run(
     most: float = float("inf"),
     echo: bool = True,
 ) -> Result:
-    """Run cases until a time of `time.monotonic`, or until so many failed."""
+    """Run cases until a time of `time.monotonic`, until so many failed, or the GPU is lost."""
     result, start = Result(), time.monotonic()
     watch_compiling(result)
+    with quietly():
+        for case in cases:
+            if time.monotonic() > until or len(result.failures) >= most:
+                break
+            name, failure = outcome(plan, case)
+            result.note(case, name, failure)
+            if failure and echo:
+                print(failure, flush=True)
+            if failure and plan.is_lost():
+                break
+    result.seconds = time.monotonic() - start
+    return result
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Inside, memory is poisoned and nothing warns."""
     logging.disable(logging.WARNING)
     try:
         with poisoned_memory(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for case in cases:
-                if time.monotonic() > until or len(result.failures) >= most:
-                    break
-                result.cases += 1
-                try:
-                    result.names[plan.run(case).split(":")[0]] += 1
-                except Exception as error:
-                    said = f"{type(error).__name__}: {error}"
-                    line = f"{plan.command(case)}  # {' '.join(said.split())[:700]}"
-                    result.failures.append(line)
-                    if echo:
-                        print(line, flush=True)
+            yield
     finally:
         logging.disable(logging.NOTSET)
-    result.seconds = time.monotonic() - start
-    return result
+
+
+def outcome(plan: Plan, case: int) -> tuple[str, str]:
+    """Run a case: what it was, and "", or "" and the line of its failure."""
+    try:
+        return plan.run(case).split(":")[0], ""
+    except Exception as error:
+        return "", failed(plan, case, f"{type(error).__name__}: {error}")
+
+
+def failed(plan: Plan, case: int, said: str) -> str:
+    """The command that runs a case again, and what came of it."""
+    return f"{plan.command(case)}  # {' '.join(said.split())[:700]}"
 
 
 def watch_compiling(result: Result) -> None:
@@ -151,13 +182,3 @@ def watch_compiling(result: Result) -> None:
             result.compiling += times.total / 1e6
 
     knobs.compilation.listener = listener
-
-
-def worker(plan: Plan, index: int, workers: int, cases: int | None, seconds: float) -> Result:
-    """The cases of one process; here and not beside the command, whose module a spawned process
-    does not load."""
-    torch.set_num_threads(1)
-    mine = cases_of(plan, index, workers)
-    if cases is not None:
-        mine = takewhile(lambda case: case < cases, mine)
-    return run(plan, mine, until=time.monotonic() + seconds)

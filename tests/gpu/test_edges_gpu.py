@@ -48,6 +48,31 @@ def overwrite_free_memory() -> None:
     del held
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("offset", [1, 3])
+@pytest.mark.parametrize("n_kv", [7, 17, 113])
+def test_addresses_of_any_value(n_kv: int, offset: int, dtype: torch.dtype) -> None:
+    """torch's attention with a mask gives NaN or faults where 16 bytes do not divide one."""
+    overwrite_free_memory()
+
+    def shifted(*shape: int) -> Tensor:
+        room = torch.full((offset + torch.Size(shape).numel() + 64,), float("nan"), device="cuda")
+        room = room.to(dtype)
+        return room[offset : offset + torch.Size(shape).numel()].view(shape).copy_(
+            random(*shape, dtype=dtype)
+        )  # fmt: skip
+
+    x = [shifted(2, n, CHANNELS) for n in (33, n_kv, n_kv)]
+    spec = ops.AttentionSpec(heads=HEADS, attention="exact")
+    added = shifted(2, HEADS, 1, n_kv)
+    for mask in (added, added > -1.0, added.expand(2, HEADS, 33, n_kv)):
+        out = ops.masked_attention(*x, mask, spec)
+        wide = ops.masked_attention(*(y.double().float() for y in x), mask, spec)
+        assert bool(out.isfinite().all()) and relative(out, wide) < 0.01
+    out = ops.attention_skip(*x, spec)
+    assert torch.equal(out, ops.attention_skip(*(y.clone() for y in x), spec))
+
+
 # --- what is kept between calls ------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from tests.patching import turbodiffusion as turbo
 from tests.patching.wan import CASES, Case, relative, run, wan
 from turbo_rcm_patch import patch_model, refresh, report_of, unpatch_model
 from turbo_rcm_patch.config import PatchOptions
-from turbo_rcm_patch.patching.graphs import MOST_GRAPHS, WARM_UPS
+from turbo_rcm_patch.patching.graphs import MOST_GRAPHS, WARM_UPS, GraphPool
 from turbo_rcm_patch.patching.record import record_of
 
 pytestmark = pytest.mark.gpu
@@ -559,3 +559,17 @@ def test_a_whole_model_of_many_blocks_after_others() -> None:
             assert torch.equal(run(model, **given), run(other, **given))
         assert replays(model) == 3
         unpatch_model(model)
+
+
+def test_nothing_is_collected_inside_a_capture() -> None:
+    """Garbage may hold another graph, whose end there makes the capture void."""
+    pool, x, seen = GraphPool(GPU), torch.ones(4, device=GPU), []
+
+    def forward() -> Tensor:
+        seen.append(gc.isenabled())
+        return x * 2
+
+    graph, out = pool.capture(forward)
+    assert seen == [True, False] and gc.isenabled()
+    graph.replay()
+    assert torch.equal(out, torch.full_like(x, 2.0))

@@ -13,6 +13,7 @@ from triton.runtime import _async_compile
 from turbo_rcm_patch.exit_codes import run_command
 from turbo_rcm_patch.kernels import ahead, replay
 from turbo_rcm_patch.kernels.launch import launch
+from turbo_rcm_patch.ops.operation import Step
 
 CPU = torch.device("cpu")
 
@@ -57,6 +58,15 @@ def test_nothing_is_recorded_or_replayed_meanwhile() -> None:
     ahead.compile_ahead(lambda: tokens.append(replay.replay_generation()), CPU)
     assert tokens == [None]
     assert replay.replay_generation() is not None
+
+
+def test_a_step_with_a_token_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_on_gpu", lambda tensor: True)
+    kernel, x = Kernel(), torch.zeros(2)
+    step = Step(lambda x: launch(kernel, (1,), CPU, x=x))
+    for _ in range(3):  # It would be taken to be unrecordable.
+        ahead.compile_ahead(lambda: step(7, x), CPU)
+    assert len(kernel.compiled) == 3 and not kernel.started and not step._found
 
 
 def test_an_error_of_the_call_leaves_launches_as_they_were() -> None:

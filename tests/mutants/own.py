@@ -140,9 +140,8 @@ OWN = [
     Own("fp8 on compute capability 8.6", DISPATCH, "capability >= (8, 9)",
         "capability >= (8, 6)", ("tests/ops/test_dispatch.py",), fuzz=False),
     Own("masked_attention without sm_scale", ATTENTION,
-        "                attn_mask=mask if mask.dtype == torch.bool else mask.to(v.dtype),\n"
-        "                scale=sm_scale,",
-        "                attn_mask=mask if mask.dtype == torch.bool else mask.to(v.dtype),",
+        "                scale=sm_scale,\n            )\n    return out",
+        "            )\n    return out",
         ("tests/ops/test_masked_attention.py",), fuzz=False),
     Own("the guard looks at the first sample only", MEASURE,
         "errors = [max(column) for column in zip(*values, strict=True)]",

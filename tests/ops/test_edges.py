@@ -136,6 +136,31 @@ def test_rows_that_overlap_in_memory(step: int) -> None:
         torch.testing.assert_close(run(windows), run(dense), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_attention_is_given_addresses_that_16_bytes_divide(
+    offset: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels for a GPU look at strides alone."""
+    x = torch.randn(9 * CHANNELS + offset).to(dtype)[offset:].view(1, 9, CHANNELS)
+    mask = torch.randn(9 * 16 + offset).to(dtype)[offset:].view(9, 16)[:, :9]
+    given: list[Tensor] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args: Tensor, attn_mask: Tensor | None = None, **named: Any) -> Tensor:
+        given.extend([*args] if attn_mask is None else [*args, attn_mask])
+        return real(*args, attn_mask=attn_mask, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    for run in (
+        lambda x, mask: ops.attention_skip(x, x, x, EXACT),
+        lambda x, mask: ops.masked_attention(x, x, x, mask, EXACT),
+        lambda x, mask: ops.masked_attention(x, x, x, mask > 0, EXACT),
+    ):
+        assert torch.equal(run(x, mask), run(x.clone(), mask.clone()))
+    assert len(given) == 22 and not [y for y in given if y.data_ptr() % 16]
+
+
 # --- words and dtypes ----------------------------------------------------------------------------
 
 X = torch.randn(2, 5, 16)

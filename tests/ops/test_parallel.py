@@ -231,6 +231,76 @@ def test_four_ranks_equal_the_emulation_and_one_device() -> None:
     on_ranks(4, run_cases, CASES_OF_FOUR)
 
 
+def in_shares(rank: int, cases: list[Case], found: dict[str, int]) -> None:
+    """Heads exchanged in two shares, and outputs of others first, give what one exchange does, bit
+    for bit; each message has the bytes that it had."""
+    for case in cases:
+        parallel = groups(case.ulysses, case.ring)
+        assert parallel is not None
+        made, spec = inputs(case), case.spec
+        made["v"] *= torch.linspace(0.2, 2, made["v"].shape[2])  # scales of their own
+        mine = local(made, case, rank)
+        q, k, v = (mine.pop(name) for name in "qkv")
+        outs, sent = [], []
+        for long, waves in ((1, lambda tokens, heads: tokens * heads), (1 << 30, None)):
+            parallel_module._layout_of.cache_clear()
+            calls: list[str] = []
+            real = parallel_module.all_to_all
+
+            def counted(what: str, *args: Any, real: Any = real, calls: list[str] = calls) -> Any:
+                calls.append(what)
+                return real(what, *args)
+
+            with (
+                mock.patch.object(parallel_module, "_LONG", long),
+                mock.patch.object(parallel_module, "_waves", waves or parallel_module._waves),
+                mock.patch.object(parallel_module, "all_to_all", counted),
+                counting_bytes() as counts,
+            ):
+                outs.append(parallel_attention(q, k, v, spec, parallel, **mine))
+            sent.append((counts, calls.count("q")))
+        assert torch.equal(*outs), case.name
+        (own, shares), (whole, once) = sent
+        assert own == whole, (case.name, own, whole)
+        assert (shares, once) == (found[case.name], 1), case.name
+
+
+def test_shares_of_heads_equal_one_exchange() -> None:
+    """Where a rank has one head, or a ring hides the exchange, there is one share."""
+    two = ["anything", "fp8", "batch", "d40-layer-norm", "a-rank-without-keys"]
+    one = ["fewer-heads-than-ranks", "d160", "ring-fp8"]
+    cases = [case for case in CASES if case.name in (*two, *one)]
+    on_ranks(2, in_shares, cases, dict.fromkeys(two, 2) | dict.fromkeys(one, 1))
+
+
+def test_shares_take_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By waves of programs: of the networks that were measured on two ranks, and of four."""
+
+    class Groups:
+        ring, ulysses_rank, ring_rank, rank = None, 0, 0, 0
+
+        def __init__(self, degree: int) -> None:
+            self.ulysses_degree = self.size = degree
+
+    def plan(heads: int, tokens: int, degree: int) -> tuple[list[int], list[list[int]]]:
+        lengths = tuple([tokens // degree] * degree)
+        layout = parallel_module._Layout(Groups(degree), lengths, heads)  # type: ignore[arg-type]
+        shares = layout.shares(heads)
+        assert shares[0][0].start == 0 and shares[-1][0].stop == heads
+        assert sum(one.own_heads for _, one in shares) == layout.own_heads
+        return [one.own_heads for _, one in shares], shares[-1][1].queries(last=True)
+
+    assert plan(12, 32_760, 2) == ([3, 3], [[1], [0]])
+    assert plan(40, 32_760, 2) == ([10, 10], [[0, 1]])
+    assert plan(40, 75_600, 2) == ([10, 10], [[1], [0]])
+    assert plan(12, 32_760, 4)[0] == [3]
+    assert plan(12, 8_192, 2) == ([6], [[0, 1]])
+    monkeypatch.setattr(parallel_module, "_SLOTS", 1)
+    parallel_module._layout_of.cache_clear()
+    assert plan(12, 24_576, 4) == ([2, 1], [[1, 2, 3], [0]])
+    parallel_module._layout_of.cache_clear()
+
+
 def refused(parallel: ContextParallel, *args: Any, **kwargs: Any) -> str:
     """What a mismatch says, which is the same on every rank."""
     with pytest.raises(RankMismatchError) as caught:

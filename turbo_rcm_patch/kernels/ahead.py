@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["compile_ahead", "compiled_only", "compiling", "note_launch", "running_for_real"]
-
 #: What it says is shown by the command line (`exit_codes.run_command`).
 _log = logging.getLogger(__name__)
 

@@ -22,29 +22,6 @@ from turbo_rcm_patch.kernels.ahead import compiled_only, note_launch
 from turbo_rcm_patch.kernels.replay import forget_programs, recorder, without_replay
 from turbo_rcm_patch.kernels.tile_table import user_table
 
-__all__ = [
-    "LENGTHS",
-    "Coefficient",
-    "Target",
-    "Tile",
-    "cdiv",
-    "coefficient",
-    "dense_rows",
-    "descriptor",
-    "forget_tiles",
-    "launch",
-    "pad_head",
-    "round_to",
-    "scale_block",
-    "shipped_tiles",
-    "skip_arguments",
-    "strides",
-    "target_of",
-    "tile_for",
-    "trying_tile",
-    "watching_launches",
-]
-
 #: Arguments of kernels that vary with the number of tokens. Triton compiles a kernel again for
 #: integers that are 1 or divide by 16; of these it must not, or every new length would compile
 #: for seconds. None of them moves a pointer along contiguous channels, where it would help.

@@ -162,7 +162,7 @@ class Recordings:
             for program in found:  # type: ignore[union-attr]
                 if program.fits(addresses):
                     return program(tensors, addresses)
-        if found is None or not tensors or not _on_gpu(tensors[0]):
+        if found is None or not tensors or not _on_gpu(tensors[0]) or compiling():
             return launcher(*args, **kwargs)
         result, program = _recorded(launcher, args, kwargs, tensors)
         found = self.found.get(signature, 0)

@@ -24,7 +24,7 @@ from turbo_rcm_patch.ops.checks import (
     skip_parts,
 )
 from turbo_rcm_patch.ops.modes import transformed, without_autocast
-from turbo_rcm_patch.ops.reference import apart, norm_rope, split_heads
+from turbo_rcm_patch.ops.reference import aligned, apart, norm_rope, split_heads
 from turbo_rcm_patch.ops.registry import attention_forward, heads_forward, plain_attention
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
@@ -168,10 +168,10 @@ def masked_attention(
         # No fused backend has a forward derivative.
         with sdpa_kernel(SDPBackend.MATH) if transformed() else nullcontext():
             out = F.scaled_dot_product_attention(
-                apart(qh),
-                apart(kh),
-                apart(split_heads(v, spec.heads)),
-                attn_mask=mask if mask.dtype == torch.bool else mask.to(v.dtype),
+                aligned(apart(qh)),
+                aligned(apart(kh)),
+                aligned(apart(split_heads(v, spec.heads))),
+                attn_mask=aligned(mask if mask.dtype == torch.bool else mask.to(v.dtype)),
                 scale=sm_scale,
             )
     return out.transpose(1, 2).flatten(2)

@@ -145,6 +145,14 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if 0 < x.stride(-2) < x.shape[-1] else x
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy where 16 bytes do not divide its address: torch's attention with a mask
+    looks at strides alone on a GPU, and gives NaN or faults. A compiler aligns by itself."""
+    if torch.compiler.is_compiling() or not x.storage_offset() * x.element_size() % 16:
+        return x
+    return x.clone()
+
+
 def sdpa_attention(
     q: torch.Tensor,
     k: torch.Tensor,

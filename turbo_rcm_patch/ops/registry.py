@@ -21,7 +21,13 @@ from turbo_rcm_patch.ops.gradients import attention_gradients, norm_rope_gradien
 from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.operation import Operation, flattened
 from turbo_rcm_patch.ops.projection import closed
-from turbo_rcm_patch.ops.reference import close_skip, exact_attention, sdpa_attention, split_heads
+from turbo_rcm_patch.ops.reference import (
+    aligned,
+    close_skip,
+    exact_attention,
+    sdpa_attention,
+    split_heads,
+)
 from turbo_rcm_patch.ops.sage import sage_attention
 
 #: q, k, v, residual, c_skip, c_out, norm_q, norm_k and the norms' biases: the first of the schema.
@@ -73,6 +79,7 @@ def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
             smooth_k=a.smooth_k, causal=a.causal, kv_lengths=a.kv_lengths, want_lse=a.want_lse,
         )  # fmt: skip
     lse = None
+    qh, kh, vh = aligned(qh), aligned(kh), aligned(vh)
     masks: Any = {"sm_scale": a.sm_scale, "causal": a.causal, "kv_lengths": a.kv_lengths}
     if a.want_lse:
         branch, lse = exact_attention(qh, kh, vh.float(), **masks)

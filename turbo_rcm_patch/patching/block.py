@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Literal
 
@@ -85,12 +86,18 @@ class _Plan(tuple[Run, ...]):
 
     Attributes:
         alone: Whether it calls no module.
+        ahead: Whether a norm runs in the pass that closes the skip before it.
     """
 
     alone: bool
+    ahead: bool
 
     def __init__(self, runs: tuple[Run, ...]) -> None:
         self.alone = all([run.read is not None for run in runs])
+        self.ahead = False
+        for run, behind in pairwise(runs):
+            if run.close is not None and behind.norm is not None:
+                self.ahead |= run.close.precede(behind.norm)
 
 
 class BlockForward:
@@ -403,12 +410,14 @@ class BlockForward:
             self._begin_parallel(hidden, guard)
         if guard is None or not guard.wants(tuple(self._states.values())):
             plan, token = self._planned(hidden, given)
-            if token is not None and self._first:  # A compiler must not ask which is first.
-                self._compile_ahead(plan, token, hidden, given)
             if token is None and torch.compiler.is_compiling():
                 for run in plan:
                     hidden = run_joined(run, hidden, given)
                 return hidden
+            if getattr(plan, "ahead", False):
+                given = given._replace(ahead={})
+            if token is not None and self._first:
+                self._compile_ahead(plan, token, hidden, given)
             # Torch looks for gradients in front of every product and allocation. A plan that calls
             # nobody's module wants none, so it passes that by.
             alone = token is not None and getattr(plan, "alone", False)
@@ -418,7 +427,7 @@ class BlockForward:
             return hidden
         if self._first:
             plan, token = self._planned(hidden, given)
-            self._compile_ahead(plan, token, hidden, given)
+            self._compile_ahead(plan, token, hidden, given, given._replace(ahead={}))
         given, parallel = given._replace(compared=True), self._groups()
         dtype = (hidden[1] if self.streams else hidden).dtype
         for index, branch in enumerate(self._branches()):
@@ -437,14 +446,21 @@ class BlockForward:
         self.ranks.begin(parallel, like, tokens, spec, self._config, guard)
 
     def _compile_ahead(
-        self, plan: tuple[Run, ...], token: Token, hidden: Hidden, given: Given
+        self, plan: tuple[Run, ...], token: Token, hidden: Hidden, *ways: Given
     ) -> None:
         """Compile the kernels of this block side by side before it runs for the first time with
         such inputs; those of the other blocks are the same. Not where somebody else's module is
-        called, because it would be called twice."""
+        called, because it would be called twice.
+
+        Args:
+            plan: Of the block.
+            token: Of its inputs.
+            hidden: Its residual streams.
+            *ways: What else it gets, once for each way in which it will run.
+        """
         like: Tensor = hidden[1] if self.streams else hidden
         done = self._slot.compiled
-        if token is None or not like.is_cuda or token in done or is_capturing(like.device):
+        if token is None or token in done or is_capturing(like.device):
             return
         if len(done) >= _MOST_COMPILED:
             done.clear()
@@ -453,9 +469,10 @@ class BlockForward:
             return
 
         def launches() -> None:
-            streams = hidden
-            for run in plan:
-                streams, _ = run(None, streams, given)
+            for given in ways:
+                streams, behind = hidden, token
+                for run in plan:
+                    streams, behind = run(behind, streams, given)
 
         compile_ahead(launches, like.device)
 
@@ -491,7 +508,8 @@ class BlockForward:
         def attention() -> Tensor | None:
             return self._planned(seen, given)[0][index].attention(hidden, given)
 
-        closed = guard.close(Pair(states, seen, ours, written, attention, parallel))
+        narrowed = seen is not hidden
+        closed = guard.close(Pair(states, seen, ours, written, attention, parallel, narrowed))
         self._after_comparing(branch)
         return closed
 

@@ -20,6 +20,7 @@ why. The guard gets the forwards that it wants to compare: these run plain.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import sys
@@ -149,6 +150,19 @@ def _taken_apart(result: Any) -> tuple[list[Any], Any]:
 # --- the device ----------------------------------------------------------------------------------
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Inside, Python collects no cycles: one may hold another graph, which cannot be destroyed
+    while a stream is captured."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class GraphPool:
     """The graphs of one model on one device, which share their memory.
 
@@ -193,7 +207,7 @@ class GraphPool:
             if not self._alive:  # A handle is void once its last graph is gone.
                 self._handle = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(side), _no_collection():
                 # Other threads may go on using the device.
                 graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
                 try:
@@ -439,7 +453,8 @@ def _why_never(
     ours = {id(entry.ours) for entry in record.entries} if record is not None else set()
     names = {id(module): name for name, module in model.named_modules()}
     if groups_of_model(model) is not None or getattr(model, "_parallel_config", None) is not None:
-        return "it is split over several ranks"
+        # torch's watchdog times no captured exchange: where a rank died, the others would wait.
+        return "it is split over several ranks, and no captured exchange notices one that died"
     for module in modules:
         name = names[id(module)] or "the model"
         own = vars(module)

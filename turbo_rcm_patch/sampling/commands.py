@@ -41,8 +41,6 @@ from turbo_rcm_patch.sampling.store import Store, check_out
 from turbo_rcm_patch.sampling.support import replace_in, text
 from turbo_rcm_patch.sampling.video import ENDINGS, VIDEO_ENDINGS, enlarge, find_ffmpeg, write_mp4
 
-__all__ = ["compare", "convert", "generate", "pairs", "support"]
-
 
 def generate(arguments: argparse.Namespace) -> int:
     """Write one mp4 per prompt; under torchrun every group of processes writes its share."""

@@ -63,8 +63,6 @@ from turbo_rcm_patch.sampling.video import (
     write_mp4,
 )
 
-__all__ = ["Comparison", "Observer", "PromptResult", "Seen", "Variant", "compare", "identify"]
-
 Variant = Literal["baseline", "patched", "control"]
 
 _BACKENDS: Final = {

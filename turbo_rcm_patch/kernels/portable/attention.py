@@ -41,6 +41,7 @@ __all__ = [
     "normalised",
     "over_block",
     "over_keys",
+    "row_sum_operand",
     "variant_of",
 ]
 
@@ -56,6 +57,17 @@ def _permute_keys(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     p = tl.reshape(p, [BLOCK_M, BLOCK_N // 32, 2, 2, 4, 2])
     p = tl.permute(p, [0, 1, 2, 4, 3, 5])
     return tl.reshape(p, [BLOCK_M, BLOCK_N])
+
+
+@triton.jit
+def row_sum_operand(ones_src, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr):
+    """[BLOCK_N, 16] e4m3 ones. Where products read shared memory, a load puts them there once;
+    elsewhere they are a constant in registers, which a load would fetch anew in every block."""
+    if DESCRIPTORS:
+        ones = tl.load(ones_src + tl.arange(0, BLOCK_N)[:, None] * 16 + tl.arange(0, 16)[None, :])
+    else:
+        ones = tl.full([BLOCK_N, 16], 0x38, tl.int8).to(tl.float8e4nv, bitcast=True)
+    return ones
 
 
 @triton.jit
@@ -188,7 +200,7 @@ def attend(
     ones = None
     if FP8:
         l_i = tl.zeros([BLOCK_M, 16], tl.float32)
-        ones = tl.load(ones_src + tl.arange(0, BLOCK_N)[:, None] * 16 + tl.arange(0, 16)[None, :])
+        ones = row_sum_operand(ones_src, BLOCK_N, DESCRIPTORS)
         v_head = v_src
     else:
         l_i = tl.zeros([BLOCK_M], tl.float32)

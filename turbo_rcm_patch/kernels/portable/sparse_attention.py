@@ -32,6 +32,7 @@ from turbo_rcm_patch.kernels.portable.attention import (
     normalised,
     over_block,
     over_keys,
+    row_sum_operand,
     variant_of,
 )
 from turbo_rcm_patch.kernels.portable.prologue import quantize
@@ -601,7 +602,7 @@ def sparse_attention_kernel(
     ones = None
     if FP8:
         l_i = tl.zeros([BLOCK_M, 16], tl.float32)
-        ones = tl.load(ones_src + tl.arange(0, BLOCK_N)[:, None] * 16 + tl.arange(0, 16)[None, :])
+        ones = row_sum_operand(ones_src, BLOCK_N, DESCRIPTORS)
         v_head = v_src
     else:
         l_i = tl.zeros([BLOCK_M], tl.float32)
