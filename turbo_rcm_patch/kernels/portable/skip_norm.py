@@ -21,8 +21,6 @@ from turbo_rcm_patch.kernels.portable.rows import Rows, empty_rows, row_parts, r
 from turbo_rcm_patch.kernels.portable.skip import scaled, skipped
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = ["skip_norm", "skip_norm_kernel", "skip_norm_rows", "skip_norm_rows_kernel"]
-
 
 @triton.jit
 def _close(
