@@ -1096,7 +1096,7 @@ class AuthorRun:
     """
 
     __slots__ = ("_branch", "_rounding", "_states")
-    read = norm = close = None
+    read = close = norm = None
 
     def __init__(
         self,
