@@ -43,8 +43,9 @@ fuzz: $(VENV)/.installed-dev ## Random operations against fp64 and random models
 mutants: $(VENV)/.installed-dev ## Break the library in many places and see whether a test notices: results/mutants.json
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
-record: $(VENV)/.installed ## Measure the proofs of the README on one card and write results/gpu.json
-	$(BIN)/python -m benchmarks record --out results/gpu.json
+record: $(VENV)/.installed ## Measure the proofs of the README on one card into results/gpu
+	for one in ops fusion one-launch fidelity network; do \
+		$(BIN)/python -m benchmarks $$one --out results/gpu || exit 1; done
 
 lint: $(VENV)/.installed-dev ## Lint, formatting and types
 	$(BIN)/ruff check .

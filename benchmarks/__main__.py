@@ -1,4 +1,4 @@
-"""Measurements: `record` proves what the README claims; the others compare speed and traffic."""
+"""Measurements: accuracy, bits, speed and memory traffic, on one machine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,29 @@ from typing import Final
 from benchmarks.runner import Plan
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.exit_codes import run_command
+from turbo_rcm_patch.usage import Types, add_options
 
 _PROGRAM: Final = "python -m benchmarks"
 #: Command -> (module and function of a plan, help, an example of --only, an example of --peers).
 COMPARISONS: Final = {
+    "ops": (
+        "proofs.accuracy",
+        "accuracy of each attention against fp64, for random inputs and for outliers",
+        '"random B1 H12 N4096 D128"',
+        '"int8 bf16 PV"',
+    ),
+    "fusion": (
+        "proofs.fusion",
+        "the distance of every fused skip to the same operands unfused, and of both to fp64",
+        '"B1 H12 N2049 D128 float32"',
+        '"one launch"',
+    ),
+    "one-launch": (
+        "proofs.one_launch",
+        "bits of many runs of the one-launch form over poisoned memory (runs: --calls)",
+        '"B1 H4 N1280 D64"',
+        "one-launch",
+    ),
     "attention": (
         "attention.run",
         "attention alone against every attention a user could pick",
@@ -43,8 +62,9 @@ COMPARISONS: Final = {
     ),
     "length": (
         "forward.run_length",
-        "one forward of Wan over the number of tokens: queued, on the CPU, as a CUDA graph",
-        "780,7800,32760",
+        "one forward of Wan over the number of tokens, and of other networks: queued, on the CPU, "
+        "as a CUDA graph",
+        "780,7800,32760,cogvideox-2b",
         '"eager,patched,patched int8 Linears"',
     ),
     "video": (
@@ -89,7 +109,6 @@ def parser() -> argparse.ArgumentParser:
         "checkout.",
     )
     commands = top.add_subparsers(dest="command", required=True)
-    _add_record(commands)
     for name, (_, text, only, peers) in COMPARISONS.items():
         one = commands.add_parser(
             name,
@@ -100,100 +119,96 @@ def parser() -> argparse.ArgumentParser:
             f"           {_PROGRAM} {name} --device cpu --micro    (tries the command itself)",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        add = one.add_argument
-        add(
-            "--out",
-            type=Path,
-            default=Path("outputs/benchmarks"),
-            metavar="FOLDER",
-            help="folder to write into (default: %(default)s)",
-        )
-        add("--device", default="cuda", help='"cuda", "cuda:1", or "cpu" with --micro')
-        add("--quick", action="store_true", help="fewer sizes and fewer calls")
-        add("--only", default=(), type=_names, metavar="CASE,...", help="cases to measure")
-        add("--peers", default=(), type=_names, metavar="NAME,...", help="methods to measure")
-        add("--calls", type=int, help="most timed calls of a measurement")
-        add("--seed", type=int, default=0, help="of weights and inputs")
-        add(
-            "--limit",
-            type=float,
-            default=600.0,
-            metavar="SECONDS",
-            help="begin no measurement after this, and say what was left out "
-            "(default: %(default)s)",
-        )
-        add("--micro", action="store_true", help="toy sizes, to try the command itself")
-        if name == "fidelity":
-            add(
-                "--inputs",
-                type=int,
-                default=1,
-                metavar="N",
-                help="pairs of a timestep and a seed, 1 to 6 (default: %(default)s)",
-            )
-        if name == "network":
-            add(
-                "--turbodiffusion",
-                type=Path,
-                metavar="PATH",
-                help="a checkout of thu-ml/TurboDiffusion, whose WanModel turbo-1.3b times",
-            )
+        options = _OPTIONS | _OWN.get(name, {})
+        add_options(
+            one, options, _TYPES, out=_OUT, device="cuda", only=(), peers=(), seed=0, limit=600.0,
+            inputs=1,
+        )  # fmt: skip
         if name == "hbm":
-            add("--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS)
+            one.add_argument(
+                "--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS
+            )
+    _add_cards(commands)
     plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
     plot.add_argument("folder", type=Path, help="where the comparisons wrote")
+    table = commands.add_parser(
+        "table", help="print tables of a folder in Markdown, from its JSON"
+    )
+    table.add_argument("folder", type=Path, help="where `length` or `video` wrote")
     return top
+
+
+def _add_cards(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "what the compiled attention of each card can reach, by counting its instructions"
+    one = commands.add_parser(
+        "cards",
+        help=text,
+        description=f"Bounds {text}. Nothing runs, and no GPU is needed. Prints a table and "
+        "writes cards.json.",
+        epilog=f"examples:  {_PROGRAM} cards\n"
+        f'           {_PROGRAM} cards --only "RTX 4090" --tiles 64x64x4x2,128x64x8x2',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options = {
+        "--out FOLDER": "folder to write into (default: %(default)s)",
+        "--only CARD,...": "cards (default: all)",
+        "--tiles TILE,...": "rows x columns x warps x stages to compare (default: the shipped "
+        "tile)",
+        "--head-dims D,...": "channels a head (default: 64,128)",
+    }
+    add_options(one, options, _TYPES, out=_OUT, only=(), tiles=(), head_dims=(64, 128))
+
+
+def _tiles(text: str) -> tuple[tuple[int, ...], ...]:
+    found = tuple(tuple(int(part) for part in tile.split("x")) for tile in _names(text))
+    if any(len(tile) != 4 for tile in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: a tile is four numbers, as 128x64x8x2")
+    return found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, _names(text)))
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _add_record(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    one = commands.add_parser(
-        "record",
-        help="measure what the README claims and write it to one JSON file",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = one.add_argument
-    add("--out", type=Path, default=Path("results/gpu.json"), help="JSON to write")
-    add(
-        "--only",
-        default="ops,network,fusion,one-launch",
-        help="parts to run, separated by commas",
-    )
-    add("--device", default="cuda", help='"cuda", "cuda:1" or "cpu"')
-    for name, default, text in (
-        ("seed", 0, "of weights and inputs"),
-        ("repeats", 100_000, "runs of the one-launch form"),
-        ("forwards", 7, "timed forwards of the network"),
-        ("times", 3, "timesteps of the network number, 1 to 3"),
-        ("seeds", 4, "noise seeds of the network number"),
-        ("full-size-inputs", 1, "inputs of the network number at full size"),
-    ):
-        add(f"--{name}", type=int, default=default, help=text)
-    add("--limit", type=float, default=240.0, help="seconds a part may take")
-    add("--quick", action="store_true", help="one timestep, one seed, 10,000 repeats")
-    add("--micro", action="store_true", help="toy sizes, to try the command itself on a CPU")
-
-
-def _record(arguments: argparse.Namespace, command: str) -> int:
-    from benchmarks.networks import MICRO, Sizes
-    from benchmarks.record import Options, record
-
-    quick = arguments.quick
-    options = Options(
-        sizes=MICRO if arguments.micro else Sizes(),
-        device=arguments.device,
-        seed=arguments.seed,
-        repeats=min(arguments.repeats, 10_000) if quick else arguments.repeats,
-        forwards=arguments.forwards,
-        times=1 if quick else arguments.times,
-        seeds=1 if quick else arguments.seeds,
-        full_size_inputs=arguments.full_size_inputs,
-        limit=arguments.limit,
-    )
-    return record(options, arguments.only.split(","), arguments.out, command)
+_TYPES: Final[Types] = {
+    **dict.fromkeys(("CASE,...", "NAME,...", "CARD,..."), _names),
+    "TILE,...": _tiles,
+    "D,...": _numbers,
+    "PATH": Path,
+}
+_OUT: Final = Path("outputs/benchmarks")
+_OPTIONS: Final = {
+    "--out FOLDER": "folder to write into (default: %(default)s)",
+    "--device DEVICE": '"cuda", "cuda:1", or "cpu" with --micro',
+    "--quick": "fewer sizes and fewer calls",
+    "--only CASE,...": "cases to measure",
+    "--peers NAME,...": "methods to measure",
+    "--calls N": "most timed calls of a measurement",
+    "--seed N": "of weights and inputs",
+    "--limit SECONDS": "begin no measurement after this, and say what was left out (default: "
+    "%(default)s)",
+    "--micro": "toy sizes, to try the command itself",
+}
+_CHECKOUT: Final = {
+    "--turbodiffusion PATH": "a checkout of thu-ml/TurboDiffusion, for its WanModel: turbo-1.3b "
+    "of network, WanModel of length",
+}
+#: What some comparisons take beyond that.
+_OWN: Final = {
+    "fidelity": {
+        "--inputs N": "pairs of a timestep and a seed, 1 to 12 (default: %(default)s)",
+    },
+    "network": _CHECKOUT,
+    "length": _CHECKOUT,
+    "parallel": {
+        "--paper": "compute a table for more GPUs and two hosts from what --parts measured",
+        "--parts": "measure on two GPUs what --paper computes with",
+    },
+}
 
 
 def _plot(folder: Path) -> int:
@@ -214,15 +229,40 @@ def _plot(folder: Path) -> int:
     return 0
 
 
+def _table(folder: Path) -> int:
+    from benchmarks.tables import tables
+
+    made = tables(folder)
+    if not made:
+        raise ConfigError(
+            "folder",
+            expected="length.json or video.json in it",
+            got=str(folder),
+            remedy="Run one of them first",
+        )
+    print(made)
+    return 0
+
+
 def _run(arguments: argparse.Namespace, command: str) -> int:
-    if arguments.command == "record":
-        return _record(arguments, command)
+    if arguments.command == "cards":
+        from benchmarks import cards
+
+        return cards.run(arguments.out, arguments.only, arguments.tiles, arguments.head_dims)
     if arguments.command == "plot":
         return _plot(arguments.folder)
+    if arguments.command == "table":
+        return _table(arguments.folder)
     given = vars(arguments)
     inside = given.pop("inside", None)
     module, function = COMPARISONS[given.pop("command")][0].split(".")
+    paper, parts = given.pop("paper", False), given.pop("parts", False)
     plan = Plan(**given, command=command)
+    if paper or parts:
+        from benchmarks.paper import measure
+        from benchmarks.paper import run as on_paper
+
+        return on_paper(plan) if paper else measure(plan.out, micro=plan.micro)
     run = getattr(import_module(f"benchmarks.{module}"), "inside" if inside else function)
     code: int = run(plan, *inside or ())
     return code

@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.machine import ceilings, exponential_ceiling, measured_ceilings
 from benchmarks.runner import (
+    REL_L2,
+    Column,
     Entrant,
     Journal,
     Method,
@@ -29,10 +31,12 @@ from benchmarks.runner import (
     Shape,
     compete,
     errors_to,
+    finish,
     free,
     input_sets,
     random_normal,
     run_cases,
+    times,
 )
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call, attention_fp64, print_line, some_rows
@@ -44,8 +48,10 @@ WRONG: Final = 0.1
 #: Rows of the output that are compared with fp64.
 ROWS: Final = 256
 _COLUMNS: Final = (
-    ("case", 16), ("method", 16), ("ms", 9), ("p20", 9), ("p80", 9), ("TOPS", 7), ("kernel", 7),
-    ("graph", 7), ("relL1", 8), ("cosine", 9), ("relL2", 8),
+    Column("case", 16), Column("method", 16), *times(), Column("TOPS", 7, "tops", ".1f"),
+    Column("kernel", 7, "kernel_tops", ".1f"), Column("graph", 7, "graph_tops", ".1f"),
+    Column("relL1", 8, "error.relative_l1", ".5f"), Column("cosine", 9, "error.cosine", ".6f"),
+    REL_L2,
 )  # fmt: skip
 #: Ours by the name they have in tables, with the element type of the second product.
 OURS: Final[dict[str, PVDType]] = {"ours fp8": "fp8", "ours bf16": "bf16"}
@@ -195,15 +201,15 @@ def _case(case: AttentionCase, peers: list[str], journal: Journal, *, found: lis
         alone=("attention", "kernel_milliseconds") if case.peers and not plan.quick else None,
     )
     for entrant in entrants:
-        _rate(case, entrant, journal)
+        _rate(case, entrant, journal.device)
     record: Record = {
         "shape": shape.record,
         "operations": case.operations,
         "intensity": case.intensity,
         "input_sets": len(sets),
-        "methods": {entrant.name: entrant.record for entrant in entrants},
         "observed": journal.watch.since(begin),
     }
+    finish(entrants, journal, shape.name, record)
     clock = record["observed"]["sm_clock_mhz"]
     if isinstance(clock, dict):
         ceiling = exponential_ceiling(device, shape.head_dim, clock["median"])
@@ -223,25 +229,19 @@ def _case(case: AttentionCase, peers: list[str], journal: Journal, *, found: lis
     )
 
 
-def _rate(case: AttentionCase, entrant: Entrant, journal: Journal) -> None:
-    """Operations a second by each clock, and the share of the data sheet; then a line."""
+def _rate(case: AttentionCase, entrant: Entrant, device: torch.device) -> None:
+    """Operations a second by each clock, and the share of the data sheet."""
     record = entrant.record
-    times = {
+    clocks = {
         "tops": entrant.median(),
         "graph_tops": entrant.median("graph_milliseconds"),
         "kernel_tops": record.get("kernel_milliseconds"),
     }
-    record |= {name: case.operations / ms / 1e9 for name, ms in times.items() if ms}
+    record |= {name: case.operations / ms / 1e9 for name, ms in clocks.items() if ms}
     tops = record.get("kernel_tops", record.get("tops"))
-    limit = _limit(entrant.name, journal.device)
+    limit = _limit(entrant.name, device)
     if limit is not None and tops is not None:
         record["share_of_data_sheet"] = tops / limit
-    more = [f"{record[name]:.1f}" if name in record else ""
-            for name in ("tops", "kernel_tops", "graph_tops")]  # fmt: skip
-    if "error" in record:
-        error = record["error"]
-        more += [f"{error['relative_l1']:.5f}", f"{error['cosine']:.6f}"]
-    journal.show(case.shape.name, entrant.name, record, more)
 
 
 def _limit(method: str, device: torch.device) -> float | None:
@@ -261,17 +261,17 @@ def _limit(method: str, device: torch.device) -> float | None:
 def _compare(case: AttentionCase, entrants: list[Entrant]) -> Record:
     """Our best against each peer, the published figure and the aim. One clock for both sides: the
     better of one by one and graph for everybody."""
-    times = {
+    best = {
         entrant.name: min(medians)
         for entrant in entrants
         if (medians := [ms for clock in ("milliseconds", "graph_milliseconds")
                       if (ms := entrant.median(clock))])
     }  # fmt: skip
-    ours = min((ms for name, ms in times.items() if name in OURS), default=None)
+    ours = min((ms for name, ms in best.items() if name in OURS), default=None)
     if ours is None:
         return {}
     name, tops = case.shape.name, case.operations / ours / 1e9
-    ratios = {peer: ms / ours for peer, ms in times.items() if peer not in OURS}
+    ratios = {peer: ms / ours for peer, ms in best.items() if peer not in OURS}
     found: Record = {"best_tops": tops, "best_over_peer": ratios}
     reference = REFERENCE.get(name)
     if reference is not None:

@@ -9,47 +9,55 @@ the one of exact attention with the same residual, so that a better sum hides no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
 
 from benchmarks.networks import (
-    Enter,
-    Variant,
-    as_written,
-    build_cogvideox,
-    build_wan,
-    cogvideox_call,
     compiled,
+    network_of,
     patched_with,
     sage_attention,
     setting,
     sizes_of,
-    tokens_of,
-    wan_call,
 )
-from benchmarks.record_network import SETTINGS
-from benchmarks.runner import Journal, Plan, Record, run_cases
+from benchmarks.runner import (
+    Column,
+    Journal,
+    Plan,
+    Record,
+    Variant,
+    Wrong,
+    one_by_one,
+    run_cases,
+    wait,
+)
 from turbo_rcm_patch import PatchReport
-from turbo_rcm_patch.bench import Call, errors_of, reason_of, time_call
+from turbo_rcm_patch.bench import Call, errors_of, time_call
 from turbo_rcm_patch.sampling.measures import highest_precision, upcast
-
-__all__ = ["run"]
+from turbo_rcm_patch.sampling.verdict import NETWORK_LIMIT
 
 #: Further than this from the truth is broken, not inexact.
 BROKEN: Final = 0.5
 #: (timestep, what is added to the seed) of the inputs, in their order.
-_INPUTS: Final = ((988.0, 0), (988.0, 1), (988.0, 2), (988.0, 3), (700.0, 0), (300.0, 0))
+_INPUTS: Final = (
+    *((988.0, 0), (988.0, 1), (988.0, 2), (988.0, 3), (700.0, 0), (300.0, 0)),
+    *((time, seed) for time in (700.0, 300.0) for seed in (1, 2, 3)),
+)
 _UNPATCHED: Final = "unpatched"
 _RESIDUALS: Final = ("model", "fp32")
-#: In front of the names of what chooses a precision by head.
+#: In front of the names of what runs with the guard.
 _AUTO: Final = "precision "
 _COLUMNS: Final = (
-    ("case", 22), ("method", 30), ("error", 8), ("of unpatched", 12), ("of exact", 9), ("ms", 8),
+    Column("case", 22), Column("method", 40), Column("error", 8, "error", ".5f"),
+    Column("of unpatched", 12, "of_unpatched", ".3f"), Column("of exact", 9, "of_exact", ".3f"),
+    Column("predicted", 9, "predicted", ".3f"), Column("exact heads", 11, "heads_exact", ".0f"),
+    Column("given back", 10, "guard.given_back", ".0f"),
+    Column("ms", 8, "milliseconds.median", ".1f"),
 )  # fmt: skip
 
 
@@ -70,22 +78,26 @@ class Case:
     sharp: bool = False
 
 
-_NAMES: Final = ("drawn-x1", "drawn-x8", "live-x1", "live-x8")
+_SETTINGS: Final = {
+    case.name: case
+    for case in (
+        Case("drawn-x1"),
+        Case("drawn-x8", sharp=True),
+        Case("live-x1", live=True),
+        Case("live-x8", live=True, sharp=True),
+    )
+}
 CASES: Final = {
-    **{
-        name: Case(name, live=live, sharp=sharp)
-        for name, (_, live, sharp) in zip(_NAMES, SETTINGS, strict=True)
-    },
+    **_SETTINGS,
     "14b": Case("14b", "14b"),
     "cogvideox-2b": Case("cogvideox-2b", "cogvideox-2b"),
 }
-_14B: Final[dict[str, Any]] = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 
 
 def methods() -> list[Variant]:
     """Every way; the first is what the others are compared with."""
     found = [
-        Variant(_UNPATCHED, as_written),
+        Variant(_UNPATCHED),
         Variant("compiled", compiled),
         Variant("sage", sage_attention),
     ]
@@ -97,15 +109,17 @@ def methods() -> list[Variant]:
     }
     for residual in _RESIDUALS:
         for name, options in ways.items():
-            enter: Enter = patched_with(residual=residual, **options)
+            enter = patched_with(residual=residual, **options)
             found.append(Variant(f"{name} / residual {residual}", enter, ours=True))
-    targets: dict[str, dict[str, Any]] = {
+    guarded: dict[str, dict[str, Any]] = {
+        "fixed": {"precision": "fixed"},
         "auto without a target": {"fidelity": 1e6},
         "auto 1.10": {"fidelity": 1.10},
+        "auto 1.10 with int8 Linears": {"fidelity": 1.10, "linear": "int8"},
         "auto 1.25 with int8 Linears": {"fidelity": 1.25, "linear": "int8"},
     }
-    for name, options in targets.items():
-        enter = patched_with(guard=True, precision="auto", **options)
+    for name, options in guarded.items():
+        enter = patched_with(**{"guard": True, "precision": "auto"} | options)
         found.append(Variant(f"{_AUTO}{name}", enter, ours=True))
     return found
 
@@ -118,6 +132,7 @@ def run(plan: Plan) -> int:
         "error": "relative L2 of the output to the truth, mean over the inputs",
         "of_unpatched": "error over that of the unpatched network",
         "of_exact": "error over that of exact attention, patched, with the same residual",
+        "wrong": f"ours at more than {NETWORK_LIMIT} times the unpatched network's error",
         "live": "0.3 added to both gate rows of every block",
         "x8": "weights of the query norms times 8",
     }
@@ -129,83 +144,83 @@ def run(plan: Plan) -> int:
         CASES,
         _measure,
         methods=[method.name for method in methods()],
-        default=_NAMES,
+        default=list(_SETTINGS),
     )
-
-
-#: Gives a call for a timestep and a seed; upcast where that is asked for.
-Make = Callable[..., Call]
-
-
-@contextmanager
-def _network(case: Case, journal: Journal) -> Iterator[tuple[Any, Make, int]]:
-    """The network at its setting, what makes calls of it, and their tokens."""
-    plan, device, sizes = journal.plan, journal.device, sizes_of(journal.plan)
-    network: Any
-    if case.network == "cogvideox-2b":
-        network = build_cogvideox(case.network, device, plan.seed, micro=plan.micro)
-        yield network, partial(cogvideox_call, network, device), 0
-        return
-    large = case.network == "14b"
-    config = sizes.network | (_14B if large and not plan.micro else {})
-    network = build_wan(config, device, plan.seed, narrow=large)
-    latents = sizes.truth_latents if plan.quick else sizes.latents
-    with setting(network, live=case.live, sharp=case.sharp):
-        make = partial(wan_call, network, latents, sizes.text_tokens, device)
-        yield network, make, tokens_of(latents)
 
 
 @torch.no_grad()
 def _measure(case: Case, wanted: list[str], journal: Journal) -> bool:
-    good = True
-    with _network(case, journal) as (network, make, tokens):
-        inputs = _INPUTS[: journal.plan.inputs]
-        some = [(journal.plan.seed + add, time) for time, add in inputs]
+    plan = journal.plan
+    latents = sizes_of(plan).truth_latents if plan.quick else None
+    network, make, about = network_of(case.network, plan, journal.device, latents)
+    changed = case.live or case.sharp
+    with setting(network, live=case.live, sharp=case.sharp) if changed else nullcontext():
+        inputs = _INPUTS[: plan.inputs]
+        some = [(plan.seed + add, time) for time, add in inputs]
         calls = [make(seed, timestep=time) for seed, time in some]
         with highest_precision(), upcast(network):
             truths = [make(seed, timestep=time, wide=True)() for seed, time in some]
         found: dict[str, Record] = {}
-        record: Record = {**asdict(case), "inputs": list(inputs), "methods": found}
-        record["tokens"] = tokens or None
-        for method in methods():
-            if method.name != _UNPATCHED and method.name not in wanted:
-                continue
-            if journal.late(f"{case.name}, {method.name}"):
-                continue
-            found[method.name] = one = _one(method, network, calls, truths, journal)
-            good &= one["status"] == "measured" or not method.ours
-            _compare(found, method.name)
-            _show(case.name, method.name, one, journal)
-            journal.case(case.name, record)
-    return good
+        record: Record = {
+            **asdict(case),
+            "inputs": list(inputs),
+            "methods": found,
+            "tokens": about.get("tokens"),
+        }
+
+        def measure(method: Variant, one: Record) -> None:
+            with method.enter(network, plan.compiler) as report:
+                patched = report if isinstance(report, PatchReport) else None
+                if patched is not None and patched.config.guard:
+                    # The guard compares, compares what it changed, and is done.
+                    one["guarded_seconds"] = [_seconds(calls[0], journal) for _ in range(3)]
+                errors = one["errors"] = [
+                    errors_of(call(), truth)["relative_l2"]
+                    for call, truth in zip(calls, truths, strict=True)
+                ]
+                one["error"] = sum(errors) / len(errors)
+                _compare(found, method.name)
+                far = one.get("of_unpatched", 0.0) if method.ours else 0.0
+                if not (one["error"] < BROKEN and far <= NETWORK_LIMIT):
+                    raise Wrong(f"relL2 {one['error']:.3g}, {far:.3g} times the unpatched one's")
+                most = plan.effort(0.0, 5, quick=(0.0, 3)).most
+                one["milliseconds"] = asdict(time_call(calls[0], journal.device, most, warmup=1))
+                if patched is not None and patched.config.guard:
+                    one |= _chosen(patched)
+
+        ways = [way for way in methods() if way.name == _UNPATCHED or way.name in wanted]
+        return one_by_one(journal, case.name, record, ways, measure, "methods")
 
 
-def _one(
-    method: Variant, network: Any, calls: list[Call], truths: list[torch.Tensor], journal: Journal
-) -> Record:
-    """Error and time of a method."""
-    effort = journal.plan.effort(0.0, 5, quick=(0.0, 3))
-    record: Record = {}
-    try:
-        with method.enter(network, journal.plan.compiler) as report:
-            if isinstance(report, PatchReport) and report.config.guard:
-                calls[0]()  # The guard chooses.
-            errors = [
-                errors_of(call(), truth)["relative_l2"]
-                for call, truth in zip(calls, truths, strict=True)
-            ]
-            record["errors"] = errors
-            record["error"] = sum(errors) / len(errors)
-            if not record["error"] < BROKEN:
-                return record | {"status": "wrong", "reason": f"relL2 {record['error']:.3g}"}
-            timing = time_call(calls[0], journal.device, effort.most, warmup=1)
-            record |= {"milliseconds": asdict(timing), "status": "measured"}
-            if isinstance(report, PatchReport) and report.config.guard:
-                record["predicted"] = report.guard.fidelity
-                record["exact_heads"] = report.exact_heads
-    except Exception as error:  # one that cannot run here says why, and the others go on
-        record |= {"status": "missing", "reason": reason_of(error)}
-    return record
+def _seconds(call: Call, journal: Journal) -> float:
+    """How long one call takes, alone."""
+    wait(journal.device)
+    begin = time.perf_counter()
+    call()
+    wait(journal.device)
+    return time.perf_counter() - begin
+
+
+def _chosen(report: PatchReport) -> Record:
+    """What the guard saw and chose."""
+    guard, records = report.guard, list(report.guard)
+    worst = max(records, key=lambda record: record.error)
+    back = sum(record.verdict == "given back" for record in records)
+    return {
+        "predicted": guard.fidelity,
+        "exact_heads": report.exact_heads,
+        "heads_exact": sum(map(len, report.exact_heads.values())),
+        "int8_linears": sum(bool(pair.int8_linears) for pair in report.pairs),
+        "verdicts": dict(Counter(record.verdict for record in records)),
+        "largest_gain": max(record.gain for record in records),
+        "guard": {
+            "pairs": len(records),
+            "given_back": back,
+            "worst_pair": worst.path,
+            "worst_error": worst.error,
+            "budget": worst.budget,
+        },
+    }
 
 
 def _compare(found: dict[str, Record], name: str) -> None:
@@ -213,17 +228,5 @@ def _compare(found: dict[str, Record], name: str) -> None:
     one, residual = found[name], "fp32" if name.startswith(_AUTO) else name.rpartition(" ")[2]
     others = {"of_unpatched": _UNPATCHED, "of_exact": f"exact / residual {residual}"}
     for key, other in others.items():
-        if "error" in one and "error" in found.get(other, {}):
+        if "error" in found.get(other, {}):
             one[key] = one["error"] / found[other]["error"]
-
-
-def _show(case: str, name: str, one: Record, journal: Journal) -> None:
-    if one["status"] != "measured":
-        journal.line((case, name, str(one["reason"])))
-        return
-    ratios = [f"{one[key]:.3f}" if key in one else "" for key in ("of_unpatched", "of_exact")]
-    if one.get("predicted") is not None:
-        counts = one["exact_heads"].values()
-        name += f" (predicted {one['predicted']:.3f}, {sum(map(len, counts))} heads exact)"
-    milliseconds = f"{one['milliseconds']['median']:.1f}"
-    journal.line((case, name, f"{one['error']:.5f}", *ratios, milliseconds))

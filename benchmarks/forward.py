@@ -9,45 +9,55 @@ part.
 from __future__ import annotations
 
 import dataclasses
-import gc
+import functools
 import math
-import statistics
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from benchmarks import turbo
+from benchmarks import rows, turbo
 from benchmarks.attention import REFERENCE_SOURCE
 from benchmarks.networks import (
     COGVIDEOX,
-    Enter,
-    as_written,
-    build_cogvideox,
-    build_wan,
-    cogvideox_call,
+    WAN,
     compiled,
     compiled_in_graphs,
     in_turn,
+    network_of,
     patched_with,
-    sizes_of,
+    sage_attention,
     time_variant,
     variants,
-    wan_call,
 )
-from benchmarks.runner import Journal, Plan, Record, chosen, graph_of, peak_bytes, run_cases
+from benchmarks.runner import (
+    PEAK,
+    REL_L2,
+    Column,
+    Enter,
+    Journal,
+    Plan,
+    Record,
+    Variant,
+    as_written,
+    check,
+    chosen,
+    graph_of,
+    number,
+    one_by_one,
+    over,
+    peak_bytes,
+    queued_milliseconds,
+    run_cases,
+    times,
+    wait,
+)
 from turbo_rcm_patch import PatchReport
 from turbo_rcm_patch.bench import Call, errors_of, reason_of
 
 #: Relative L2 to the unpatched eager output from which a variant is broken and is not timed.
 BROKEN: Final = 0.2
 
-#: What differs from Wan2.1-T2V-1.3B, the network of `Sizes`.
-_WAN: Final[dict[str, dict[str, Any]]] = {
-    "1.3b": {},
-    "14b": {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
-}
 #: compile with sageattention 2.2 on an H200, ms of one forward at 480p and 81 frames (CogVideoX:
 #: 49), there with a graph break per attention.
 _REFERENCE: Final = {
@@ -56,15 +66,15 @@ _REFERENCE: Final = {
 #: Wanted ratio to it where one is set: with 16-bit linears, and with int8 linears.
 _AIMS: Final = {"1.3b": (1.26, 1.48), "14b": (1.14, 1.44)}
 _COLUMNS: Final = (
-    ("network", 12), ("variant", 22), ("ms", 9), ("p20", 9), ("p80", 9), ("of eager", 8),
-    ("peak GiB", 8), ("relL2", 9),
+    Column("network", 12), Column("variant", 22), *times(digits=2),
+    Column("of eager", 8, over("eager"), ".3f"), PEAK, REL_L2,
 )  # fmt: skip
 
 
 def run(plan: Plan) -> int:
     """Measure and write `network.json` (turbo-1.3b: `network_turbo.json`); 0 if everything of ours
     was right."""
-    names = [*_WAN, *COGVIDEOX]
+    names = [*WAN, *COGVIDEOX]
     only = chosen("--only", plan.only or ("1.3b",), [*names, turbo.CASE])
     code = turbo.run(plan) if turbo.CASE in only else 0
     only = [name for name in only if name != turbo.CASE]
@@ -92,58 +102,32 @@ def run(plan: Plan) -> int:
 
 @torch.no_grad()
 def _network(name: str, wanted: list[str], journal: Journal) -> bool:
-    plan, device, sizes = journal.plan, journal.device, sizes_of(journal.plan)
-    seeds = (plan.seed, plan.seed + 1)
-    network: Any
-    if name in COGVIDEOX:
-        network = build_cogvideox(name, device, plan.seed, micro=plan.micro)
-        config = {key: value for key, value in network.config.items() if key[0] != "_"}
-        calls = [cogvideox_call(network, device, seed) for seed in seeds]
-        about: Record = {"config": config}
-    else:
-        config = sizes.network | ({} if plan.micro else _WAN[name])
-        network = build_wan(config, device, plan.seed, narrow=name != "1.3b")
-        size = sizes.latents, sizes.text_tokens
-        calls = [wan_call(network, *size, device, seed) for seed in seeds]
-        about = {"config": config, "latents": list(sizes.latents)}
+    plan, device = journal.plan, journal.device
+    network, make, about = network_of(name, plan, device)
+    calls = [make(plan.seed), make(plan.seed + 1)]
     eager = calls[0]()
-    found: dict[str, Record] = {}
     record: Record = {
         "parameters": sum(p.numel() for p in network.parameters()),
         **about,
         "finite": bool(eager.isfinite().all()),
-        "variants": found,
     }
-    good = True
-    for variant in variants():
-        if variant.name not in wanted or journal.late(f"{name}, {variant.name}"):
-            continue
-        found[variant.name] = one = time_variant(
-            variant,
-            network,
-            calls,
-            lambda y: errors_of(y, eager),
-            BROKEN,
-            journal,
-            plan.effort(math.inf, 7, quick=(math.inf, 3), least=1),
-        )
-        good &= one["status"] == "timed" or not variant.ours
-        before, own, peak = _median(found, "eager"), _median(found, variant.name), "peak_bytes"
-        more = (
-            f"{own / before:.3f}" if before and own else "",
-            f"{one[peak] / 2**30:.2f}" if peak in one else "",
-        )
-        journal.show(name, variant.name, one, more, digits=2)
-        journal.case(name, record)
+    effort = plan.effort(math.inf, 7, quick=(math.inf, 3), least=1)
+
+    def measure(variant: Variant, one: Record) -> None:
+        errors = functools.partial(errors_of, truth=eager)
+        time_variant(variant, one, network, calls, errors, journal, effort, wrong=BROKEN)
+
+    some = [variant for variant in variants() if variant.name in wanted]
+    good = one_by_one(journal, name, record, some, measure)
+    found: dict[str, Record] = record.setdefault("variants", {})
+    peak, eager_peak = (number(found, one, "peak_bytes") for one in ("patched", "eager"))
+    if peak and eager_peak and peak > eager_peak:
+        print(f"{name}: peak memory rose from {eager_peak:.0f} to {peak:.0f} bytes")
+        good = False
     record |= _compare(name, found, micro=plan.micro)
     record["equal_afterwards"] = same = torch.equal(calls[0](), eager)
     journal.case(name, record)
     return good and same
-
-
-def _median(found: dict[str, Record], name: str, clock: str = "milliseconds") -> float | None:
-    timing = found.get(name, {}).get(clock)
-    return None if timing is None else float(timing["median"])
 
 
 def _compare(name: str, found: dict[str, Record], *, micro: bool) -> Record:
@@ -151,7 +135,7 @@ def _compare(name: str, found: dict[str, Record], *, micro: bool) -> Record:
     ours: dict[str, list[float]] = {"16-bit linears": [], "int8 linears": []}
     others: dict[str, float] = {}
     for variant in variants():
-        median = _median(found, variant.name)
+        median = number(found, variant.name, "milliseconds", "median")
         if median is None:
             continue
         if not variant.ours:
@@ -161,10 +145,10 @@ def _compare(name: str, found: dict[str, Record], *, micro: bool) -> Record:
     reference = _REFERENCE[name]
     comparison: Record = {}
     aims: tuple[float | None, ...] = _AIMS.get(name, (None, None))
-    for (kind, times), aim in zip(ours.items(), aims, strict=True):
-        if not times:
+    for (kind, medians), aim in zip(ours.items(), aims, strict=True):
+        if not medians:
             continue
-        best = min(times)
+        best = min(medians)
         one: Record = {"milliseconds": best}
         one["over"] = {other: median / best for other, median in others.items()}
         if not micro:
@@ -181,18 +165,9 @@ def _compare(name: str, found: dict[str, Record], *, micro: bool) -> Record:
 
 # --- over the number of tokens -------------------------------------------------------------------
 
-#: Tokens -> latent frames, height and width.
-LENGTHS: Final = {
-    "780": (1, 60, 52),
-    "1950": (5, 30, 52),
-    "7800": (5, 60, 104),
-    "17160": (11, 60, 104),
-    "32760": (21, 60, 104),
-    "75600": (21, 90, 160),
-}
-_MICRO_LENGTHS: Final = {"780": (1, 8, 8), "1950": (3, 8, 8)}
-METHODS: Final[dict[str, Enter]] = {
+_WAYS: Final[dict[str, Enter]] = {
     "eager": as_written,
+    "eager sage": sage_attention,
     "patched": patched_with(),
     "patched exact": patched_with(attention="exact"),
     "patched int8 Linears": patched_with(linear="int8"),
@@ -205,26 +180,34 @@ METHODS: Final[dict[str, Enter]] = {
     "compiled graphs": compiled_in_graphs,
     "patched compiled graphs": in_turn(patched_with(), compiled_in_graphs),
 }
+METHODS: Final = {
+    name: Variant(name, enter, ours=name.startswith("patched")) for name, enter in _WAYS.items()
+}
 _LENGTH_COLUMNS: Final = (
-    ("tokens", 8), ("method", 30), ("ms", 9), ("CPU ms", 8), ("graph ms", 8), ("of eager", 8),
-    ("first s", 8), ("in int8", 7), ("relL2", 9),
+    Column("row", 14), Column("method", 30), Column("ms", 9, "milliseconds.median", ".2f"),
+    Column("CPU ms", 8, "cpu_milliseconds.median", ".2f"),
+    Column("graph ms", 8, "graph_milliseconds.median", ".2f"),
+    Column("of eager", 8, over("eager"), ".3f"), Column("first s", 8, "first_seconds", ".2f"),
+    Column("in int8", 7, "in_int8", ".2f"), REL_L2,
 )  # fmt: skip
 
 
 def run_length(plan: Plan) -> int:
     """Measure and write `length.json`; 0 if every patched forward was near the eager one."""
     wanted = chosen("--peers", plan.peers, list(METHODS))
-    latents = _MICRO_LENGTHS if plan.micro else LENGTHS
-    lengths = chosen("--only", plan.only, list(latents))
+    wanted_rows = chosen("--only", plan.only or rows.default(plan), rows.names(plan))
     journal = Journal(
         "length",
         plan,
         _LENGTH_COLUMNS,
         about={
-            "network": "Wan2.1-T2V-1.3B with seeded random weights in bf16, batch 1, no guard",
+            "network": "bf16, batch 1, no guard, seeded random weights. A number of tokens: "
+            "Wan2.1-T2V-1.3B; cogvideox-2b: 480 x 720, 49 frames; WanModel: Wan2.1-T2V-1.3B in "
+            "TurboDiffusion's class; tiny, tiny-cogvideox: the shipped models, trained",
             "milliseconds": "of forwards queued one after another, median of several rounds",
             "cpu_milliseconds": "until the call returns, the GPU idle before it; median",
-            "graph_milliseconds": "of replays of the forward as one CUDA graph",
+            "graph_milliseconds": "of replays of the forward as one CUDA graph; not of long ones, "
+            "whose GPU never waits",
             "first_seconds": "the first forward of this length with this method in this process",
             "in_int8": "share of the self-attentions whose products ran in int8",
             "graphs": "patched with cuda_graphs=True, which captures and replays by itself",
@@ -235,93 +218,60 @@ def run_length(plan: Plan) -> int:
     )
     good = True
     with journal.running(), torch.no_grad():
-        sizes, device = sizes_of(plan), journal.device
-        network = build_wan(sizes.network, device, plan.seed)
+        known = rows.Rows(plan, journal.device)
         for name in wanted:
-            for tokens in lengths:
-                if journal.late(f"{tokens} tokens, {name}"):
+            for row in wanted_rows:
+                record = journal.cases.get(row, {})
+                if "reason" in record:
+                    continue  # It was reported.
+                try:
+                    record |= known.of(row).about
+                except Exception as error:  # e.g. no checkout, or a package of its own is missing
+                    record |= {"status": "missing", "reason": reason_of(error)}
+                    journal.line((row, f"left out: {record['reason']}"))
+                    journal.case(row, record)
                     continue
-                case = journal.cases.get(tokens, {"methods": {}})
-                size = (1, 16, *latents[tokens]), sizes.text_tokens
-                call = wan_call(network, *size, device, plan.seed)
-                case["methods"][name] = found = _measure(network, name, call, journal)
-                good &= found["status"] == "timed" or not name.startswith("patched")
-                _show(tokens, name, case["methods"], journal)
-                journal.case(tokens, case)
+                measure = functools.partial(_measure, known.of(row), journal)
+                good &= one_by_one(journal, row, record, [METHODS[name]], measure, "methods")
     return 0 if good else 1
 
 
-def _measure(network: Any, name: str, call: Call, journal: Journal) -> Record:
-    """One method at one length."""
-    plan, device = journal.plan, journal.device
-    eager = call()
-    record: Record = {}
-    try:
-        with METHODS[name](network, plan.compiler) as report:
-            begin = time.perf_counter()
-            output = call()
-            _wait(device)
-            record["first_seconds"] = time.perf_counter() - begin
-            record["error"] = errors_of(output, eager)
-            if not record["error"]["relative_l2"] < BROKEN:
-                return record | {"status": "wrong", "reason": "too far from the eager forward"}
-            for _ in range(3):  # a graph of ours is captured in the third forward
-                call()
-            record |= peak_bytes(call, device)
-            rounds = plan.calls or (3 if plan.quick else 7)
-            record["milliseconds"] = _milliseconds(call, device, rounds, 3)
-            record["cpu_milliseconds"] = _milliseconds(call, device, 2 * rounds, 0)
-            if isinstance(report, PatchReport):
-                own = sum(pair.kind == "self" for pair in report.pairs)
-                record["last_forward"] = ran = report.last_forward
-                record["in_int8"] = ran.get("fused with int8 attention", 0) / own
-            if device.type == "cuda" and not name.endswith("graphs"):
-                replay = graph_of([call])
-                record["graph_milliseconds"] = _milliseconds(replay, device, rounds, 3)
-                del replay
-            record["status"] = "timed"
-    except Exception as error:  # one that cannot run here says why, and the others go on
-        record |= {"status": "missing", "reason": reason_of(error)}
-    gc.collect()
-    return record
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _milliseconds(
-    call: Callable[[], object], device: torch.device, rounds: int, queued: int
-) -> dict[str, float]:
-    """Of one of several queued calls; with 0, until one returns when the GPU has nothing to do."""
-    times = []
-    for _ in range(rounds):
-        _wait(device)
+def _measure(row: rows.Row, journal: Journal, variant: Variant, record: Record) -> None:
+    """One method in one row."""
+    plan, device, call = journal.plan, journal.device, row.call
+    eager = row.eager()
+    with variant.enter(row.network, plan.compiler) as report:
         begin = time.perf_counter()
-        for _ in range(max(1, queued)):
+        output = call()
+        wait(device)
+        record["first_seconds"] = time.perf_counter() - begin
+        record["error"] = errors_of(output, eager)
+        check(record["error"], BROKEN)
+        for _ in range(3):  # a graph of ours is captured in the third forward
             call()
-        if queued:
-            _wait(device)
-        times.append((time.perf_counter() - begin) / max(1, queued) * 1e3)
-    _wait(device)
-    return {"median": statistics.median(times), "least": min(times), "most": max(times)}
+        record |= peak_bytes(call, device)
+        rounds, queued = _effort(plan, call, device)
+        record["milliseconds"] = queued_milliseconds(call, device, rounds, queued)
+        record["cpu_milliseconds"] = queued_milliseconds(call, device, max(3, rounds), 0)
+        if isinstance(report, PatchReport):
+            own = sum(pair.kind == "self" for pair in report.pairs)
+            record["last_forward"] = ran = report.last_forward
+            record["in_int8"] = ran.get("fused with int8 attention", 0) / own
+        if device.type == "cuda" and queued > 1 and not variant.name.endswith("graphs"):
+            replay = graph_of([call])
+            record["graph_milliseconds"] = queued_milliseconds(replay, device, rounds, queued)
+            del replay
 
 
-def _show(tokens: str, name: str, methods: dict[str, Record], journal: Journal) -> None:
-    record = methods[name]
-    if record["status"] != "timed":
-        journal.line((tokens, name, record["reason"]))
-        return
-    own, eager = _median(methods, name), _median(methods, "eager")
-    numbers = (
-        (own, 2),
-        (_median(methods, name, "cpu_milliseconds"), 2),
-        (_median(methods, name, "graph_milliseconds"), 2),
-        (own / eager if own and eager else None, 3),
-        (record["first_seconds"], 2),
-        (record.get("in_int8"), 2),
-        (record["error"]["relative_l2"], 5),
-    )
-    cells = ("" if value is None else f"{value:.{digits}f}" for value, digits in numbers)
-    journal.line((tokens, name, *cells))
+#: Milliseconds that one clock may take, and those of a forward from which on queueing several
+#: hides nothing.
+_CLOCK: Final = 1000.0
+_LONG: Final = 150.0
+
+
+def _effort(plan: Plan, call: Call, device: torch.device) -> tuple[int, int]:
+    """Rounds of a measurement, and forwards queued in each."""
+    once = queued_milliseconds(call, device, 1, 1)["median"]
+    queued = 1 if once > _LONG else 3
+    most = plan.calls or (5 if plan.quick else 9)
+    return max(min(3, most), min(most, int(_CLOCK / (queued * once)))), queued

@@ -15,14 +15,17 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.runner import (
+    REL_L2,
+    Column,
     Journal,
     Method,
     Plan,
     compete,
     errors_to,
+    finish,
     input_sets,
     run_cases,
-    speed_ups,
+    times,
 )
 from benchmarks.turbo import quantised_blocks
 from turbo_rcm_patch import ops
@@ -50,8 +53,10 @@ _CLOSED: Final[dict[str, Tile | None]] = {
 #: Rows that are compared with the truth: some of the first and all of the last tile.
 _ROWS: Final = 256
 _COLUMNS: Final = (
-    ("case", 20), ("method", 30), ("ms", 9), ("p20", 9), ("p80", 9), ("graph", 9), ("product", 9),
-    ("TOPS", 7), ("speed-up", 9), ("relL2", 8),
+    Column("case", 20), Column("method", 30), *times(),
+    Column("graph", 9, "graph_milliseconds.median", ".4f"),
+    Column("product", 9, "product_milliseconds", ".4f"), Column("TOPS", 7, "tops", ".0f"),
+    Column("speed-up", 9, "speed_up", ".2f"), REL_L2,
 )  # fmt: skip
 
 
@@ -173,23 +178,12 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
         clocks=("milliseconds", "graph_milliseconds"),
         alone=("GEMM", "product_milliseconds"),
     )
-    speed_ups(entrants, _BASE)
     for entrant in entrants:
-        record, median = entrant.record, entrant.median()
+        median = entrant.median()
         if median is not None:
-            record["tops"] = 2e-9 * tokens * case.channels * case.features / median
-        graph = record.get("graph_milliseconds")
-        cells = (("product_milliseconds", ".4f"), ("tops", ".0f"), ("speed_up", ".2f"))
-        more = ["" if graph is None else f"{graph['median']:.4f}"]
-        more += [f"{record[key]:{form}}" if key in record else "" for key, form in cells]
-        journal.show(case.name, entrant.name, record, more)
-    journal.case(
-        case.name,
-        {
-            "shape": {"N": tokens, "K": case.channels, "Cout": case.features},
-            "methods": {entrant.name: entrant.record for entrant in entrants},
-        },
-    )
+            entrant.record["tops"] = 2e-9 * tokens * case.channels * case.features / median
+    shape = {"N": tokens, "K": case.channels, "Cout": case.features}
+    finish(entrants, journal, case.name, {"shape": shape}, _BASE)
     # The kernel called by name has no CPU.
     called = ("portable", "epilogue")
     return all(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,17 +18,20 @@ from benchmarks.attention import sage_major
 from benchmarks.runner import (
     GROUPS,
     Effort,
+    Enter,
     Errors,
     Journal,
     Plan,
     Record,
     Shape,
+    Variant,
+    check,
     group_of,
     kernel_milliseconds,
     peak_bytes,
     rotating,
 )
-from turbo_rcm_patch.bench import Call, calls_within, generator, reason_of, time_call
+from turbo_rcm_patch.bench import Call, calls_within, generator, time_call
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 
@@ -96,6 +100,11 @@ MICRO: Final = Sizes(
     truth_latents=(1, 16, 2, 8, 8),
     text_tokens=9,
 )
+#: What differs from Wan2.1-T2V-1.3B, the network of `Sizes`.
+WAN: Final[dict[str, dict[str, Any]]] = {
+    "1.3b": {},
+    "14b": {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+}
 #: What differs from CogVideoX-2B, which diffusers' defaults describe.
 COGVIDEOX: Final[dict[str, dict[str, Any]]] = {
     "cogvideox-2b": {},
@@ -288,28 +297,34 @@ def cogvideox_call(
     return call
 
 
-# --- ways to run a network -----------------------------------------------------------------------
+def network_of(
+    name: str, plan: Plan, device: torch.device, latents: Sequence[int] | None = None
+) -> tuple[Any, Callable[..., Call], Record]:
+    """A network by the name that it has in tables.
 
-#: Gets the network and the backend of torch.compile; inside, the network runs another way, and
-#: afterwards it is as it was, uncompiled.
-Enter = Callable[[Any, str], AbstractContextManager[object]]
+    Args:
+        name: A key of WAN or COGVIDEOX.
+        plan: For the seed and the sizes.
+        device: Where.
+        latents: [B, C, T, H, W] of Wan's inputs, unless those of `Sizes`.
 
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A way to run a network.
-
-    Attributes:
-        name: As in tables and on the command line.
-        enter: What to enter for it.
-        ours: Whether it is patched.
-        profiled: Whether its kernels are listed.
+    Returns:
+        The network; what makes a call of it from a seed, and by name `timestep` and `wide`; and
+        what a file says about both.
     """
+    if name in COGVIDEOX:
+        network: Any = build_cogvideox(name, device, plan.seed, micro=plan.micro)
+        config = {key: value for key, value in network.config.items() if key[0] != "_"}
+        return network, partial(cogvideox_call, network, device), {"config": config}
+    sizes = sizes_of(plan)
+    config = sizes.network | ({} if plan.micro else WAN[name])
+    network = build_wan(config, device, plan.seed, narrow=name != "1.3b")
+    size = latents or sizes.latents
+    make = partial(wan_call, network, size, sizes.text_tokens, device)
+    return network, make, {"config": config, "latents": list(size), "tokens": tokens_of(size)}
 
-    name: str
-    enter: Enter
-    ours: bool = False
-    profiled: bool = False
+
+# --- ways to run a network -----------------------------------------------------------------------
 
 
 def in_turn(*entered: Enter) -> Enter:
@@ -323,10 +338,6 @@ def in_turn(*entered: Enter) -> Enter:
             yield
 
     return enter
-
-
-#: Nothing is changed.
-as_written: Final = in_turn()
 
 
 def patched_with(**fields: Any) -> Enter:
@@ -387,11 +398,12 @@ def _cudnn(network: Any, backend: str) -> AbstractContextManager[object]:
 def sage_attention(network: Any, backend: str) -> Iterator[None]:
     from diffusers.models.attention_dispatch import attention_backend
 
-    if not hasattr(network, "blocks"):
+    asks = type(network).__module__.startswith("diffusers.") and hasattr(network, "blocks")
+    if not asks:
         raise ConfigError(
             "attention backend",
             expected="a network that asks diffusers for one",
-            got="CogVideoX, which calls torch's attention",
+            got=f"{type(network).__name__}, which calls torch's attention",
         )
     if sage_major() < 2:
         raise MissingPackageError(
@@ -419,7 +431,7 @@ def variants() -> list[Variant]:
     """Every way, unpatched ones first; the first is what the others are compared with."""
     patched, int8 = patched_with(), patched_with(linear="int8")
     return [
-        Variant("eager", as_written, profiled=True),
+        Variant("eager", profiled=True),
         Variant("eager cuDNN", _cudnn),
         Variant("compiled", compiled, profiled=True),
         Variant("compiled fused qkv", in_turn(_fused_qkv, compiled)),
@@ -436,45 +448,41 @@ def variants() -> list[Variant]:
 
 def time_variant(
     variant: Variant,
+    record: Record,
     network: Any,
     calls: Sequence[Call],
     errors: Errors,
-    wrong: float,
     journal: Journal,
     effort: Effort,
-) -> Record:
-    """Check a variant on the first call, then time it over all; what goes to the file.
+    *,
+    wrong: float,
+    beside: str = "",
+) -> None:
+    """Check a variant on the first call, then time it over all.
 
     Args:
         variant: How the network runs.
+        record: Of the variant, for the file.
         network: Unpatched and uncompiled before and after.
         calls: One a set of inputs; each runs the network or a part of it.
         errors: Numbers of an output against the truth.
-        wrong: Relative L2 from which an output is wrong.
         journal: For the device.
         effort: How long; an infinite budget stands for its most calls.
+        wrong: Relative L2 from which an output is wrong.
+        beside: What a reader of that verdict should know.
     """
     device = journal.device
-    record: Record = {}
-    try:
-        with variant.enter(network, journal.plan.compiler):
-            record["error"] = found = errors(calls[0]())
-            if not found["relative_l2"] < wrong:
-                reason = f"wrong (relL2 {found['relative_l2']:.3g})"
-                return record | {"status": "wrong", "reason": reason}
-            call = rotating(calls)
-            count = effort.most
-            if math.isfinite(effort.budget):
-                count = calls_within(call, device, effort.budget, effort.least, effort.most)
-            record["milliseconds"] = asdict(time_call(call, device, count, warmup=1))
-            record |= {"status": "timed", **peak_bytes(call, device)}
-            if variant.profiled:
-                kernels = kernel_milliseconds(call, device)
-                groups = dict.fromkeys(GROUPS, 0.0)
-                for name, value in kernels.items():
-                    groups[group_of(name)] += value
-                record["groups"] = groups
-                record["kernels"] = dict(list(kernels.items())[:40])
-    except Exception as error:  # one that cannot run here says why, and the others go on
-        record |= {"status": "missing", "reason": reason_of(error)}
-    return record
+    with variant.enter(network, journal.plan.compiler):
+        record["error"] = errors(calls[0]())
+        check(record["error"], wrong, beside)
+        call, count = rotating(calls), effort.most
+        if math.isfinite(effort.budget):
+            count = calls_within(call, device, effort.budget, effort.least, effort.most)
+        record["milliseconds"] = asdict(time_call(call, device, count, warmup=1))
+        record |= peak_bytes(call, device)
+        if variant.profiled:
+            kernels = kernel_milliseconds(call, device)
+            groups = record["groups"] = dict.fromkeys(GROUPS, 0.0)
+            for name, value in kernels.items():
+                groups[group_of(name)] += value
+            record["kernels"] = dict(list(kernels.items())[:40])

@@ -28,16 +28,23 @@ from benchmarks.networks import (
     wan_call,
 )
 from benchmarks.runner import (
+    REL_L2,
+    Column,
     Effort,
     Journal,
     Method,
     Plan,
     Record,
     Shape,
+    Variant,
     chosen,
     compete,
     errors_to,
+    finish,
     input_sets,
+    number,
+    one_by_one,
+    times,
 )
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call, attention_fp64, errors_of, generator, some_rows
@@ -53,8 +60,8 @@ _ROWS: Final = 64
 #: Name on the command line -> in words; "linear" has the linear of q, k and v as part of it.
 _SERIES: Final = {"given": "q, k, v given", "linear": "with the linear of q, k, v"}
 _COLUMNS: Final = (
-    ("case", 18), ("method", 20), ("ms", 9), ("p20", 9), ("p80", 9), ("speed-up", 8),
-    ("relL2", 9),
+    Column("case", 18), Column("method", 20), *times("graph_milliseconds", "milliseconds"),
+    Column("speed-up", 8, "speed_up", ".2f"), REL_L2,
 )  # fmt: skip
 SIGMA_DATA: Final = 0.5
 #: As in tables and on the command line; "two-pass" stands for each of torch's backends.
@@ -97,7 +104,7 @@ def run(plan: Plan) -> int:
             "coefficients": f"EDM with sigma_data {SIGMA_DATA}, t a sample; bf16 in and out",
             "milliseconds": "inside a CUDA graph over several input sets (on a CPU: one by one)",
             "baseline": "two-pass torch with the exact backend that is fastest at this size",
-            "speedup": "baseline / method; inf, nan: not measured",
+            "speedup": "baseline / method",
             "truth": f"fp64, {_ROWS} rows a sample",
             "wan": "blocks[0] of a one-layer Wan2.1-1.3B at 480p and 81 frames; calls one by one",
         },
@@ -138,25 +145,16 @@ def _case(shape: Shape, series: str, forms: list[str], effort: Effort, journal: 
             wrong=WRONG,
             clocks=(clock,),
         )
-    name = f"{series}-N{shape.q_tokens}"
-    record: Record = {
-        "series": series,
-        "shape": shape.record,
-        "tokens": shape.q_tokens,
-        "methods": {entrant.name: entrant.record for entrant in entrants},
-    }
-    times = {entrant.name: ms for entrant in entrants if (ms := entrant.median(clock))}
-    two_pass = {one: ms for one, ms in times.items() if one.startswith("two-pass")}
-    baseline = min(two_pass.values(), default=math.nan)
+    record: Record = {"series": series, "shape": shape.record, "tokens": shape.q_tokens}
+    medians = {entrant.name: ms for entrant in entrants if (ms := entrant.median(clock))}
+    two_pass = {one: ms for one, ms in medians.items() if one.startswith("two-pass")}
     if two_pass:
-        record["baseline"] = min(two_pass, key=lambda one: two_pass[one])
-        record["speedup"] = {
-            one: baseline / ms for one, ms in times.items() if one not in two_pass
-        }
-    for entrant in entrants:
-        ratio = f"{baseline / times.get(entrant.name, math.nan):.2f}"
-        journal.show(name, entrant.name, entrant.record, (ratio,), clock=clock)
-    journal.case(name, record)
+        record["baseline"] = baseline = min(two_pass, key=lambda one: two_pass[one])
+        ratios = {one: two_pass[baseline] / ms for one, ms in medians.items()}
+        record["speedup"] = {one: ratios[one] for one in ratios if one not in two_pass}
+        for entrant in entrants:
+            entrant.record["speed_up"] = ratios.get(entrant.name)
+    finish(entrants, journal, f"{series}-N{shape.q_tokens}", record)
     return all(entrant.calls for entrant in entrants if entrant.name in OURS)
 
 
@@ -209,7 +207,6 @@ def _wan_block(effort: Effort, journal: Journal) -> bool:
             return value.float()
         return tuple(map(upcast, value)) if isinstance(value, tuple) else value
 
-    good = True
     # Live gates, so that what self-attention and feed-forward compute shows in the output.
     with setting(network, live=True, sharp=False):
         sets = [inputs(plan.seed + i) for i in range(2)]
@@ -217,33 +214,24 @@ def _wan_block(effort: Effort, journal: Journal) -> bool:
         hidden = sets[0][0].double()
         with highest_precision():
             added = copy.deepcopy(block).float()(*upcast(sets[0])).double() - hidden
-        found: Record = {}
+        found: dict[str, Record] = {}
         record: Record = {
             "tokens": int(hidden.shape[1]),
             "truth": "the same block in fp32, of what it adds to its input; gates +0.3",
             "variants": found,
         }
-        for variant in variants():
-            name = variant.name
-            if "sage" in name or "cuDNN" in name or journal.late(f"Wan block, {name}"):
-                continue
-            found[name] = one = time_variant(
-                variant,
-                network,
-                calls,
-                lambda y: errors_of(y.double() - hidden, added),
-                _WRONG_BLOCK,
-                journal,
-                effort,
-            )
-            good &= one["status"] == "timed" or not variant.ours
-            ratio = ""
-            if "milliseconds" in one and "milliseconds" in found.get("eager", {}):
-                eager = found["eager"]["milliseconds"]["median"]
-                ratio = f"{eager / one['milliseconds']['median']:.2f}"
-            journal.show("wan-block", name, one, (ratio,))
-            journal.case("wan-block", record)
-    return good
+
+        def measure(variant: Variant, one: Record) -> None:
+            def errors(y: torch.Tensor) -> dict[str, float]:
+                return errors_of(y.double() - hidden, added)
+
+            time_variant(variant, one, network, calls, errors, journal, effort, wrong=_WRONG_BLOCK)
+            eager = number(found, "eager", "milliseconds", "median")
+            if eager is not None:
+                one["speed_up"] = eager / one["milliseconds"]["median"]
+
+        some = [one for one in variants() if "sage" not in one.name and "cuDNN" not in one.name]
+        return one_by_one(journal, "wan-block", record, some, measure)
 
 
 # --- the operation -------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 from unittest import mock
 
@@ -23,16 +22,34 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.forward import _WAN, BROKEN, LENGTHS
-from benchmarks.networks import build_wan, sizes_of, tokens_of, wan_call
-from benchmarks.runner import Journal, Plan, Record, chosen, peak_bytes
+from benchmarks.forward import BROKEN
+from benchmarks.networks import network_of
+from benchmarks.rows import LENGTHS
+from benchmarks.runner import (
+    PEAK,
+    REL_L2,
+    Column,
+    Journal,
+    Plan,
+    Record,
+    Wrong,
+    attempted,
+    check,
+    chosen,
+    free,
+    peak_bytes,
+    queued_milliseconds,
+    wait,
+)
 from turbo_rcm_patch import PatchConfig, patched
-from turbo_rcm_patch.bench import Call, errors_of, reason_of
+from turbo_rcm_patch.bench import Call, errors_of
 from turbo_rcm_patch.errors import ConfigError
 
 _COLUMNS: Final = (
-    ("network", 10), ("method", 30), ("ms", 9), ("least", 9), ("CPU ms", 8), ("of one", 8),
-    ("exposed", 8), ("idle", 7), ("peak GiB", 8), ("relL2", 9),
+    Column("network", 10), Column("method", 30), Column("ms", 9, "milliseconds.median", ".2f"),
+    Column("least", 9, "milliseconds.least", ".2f"),
+    Column("CPU ms", 8, "cpu_milliseconds.median", ".2f"), Column("of one", 8, "of_one", ".3f"),
+    Column("exposed", 8, "exposed", ".4f"), Column("idle", 7, "idle", ".4f"), PEAK, REL_L2,
 )  # fmt: skip
 _MICRO_RANKS: Final = 2
 _TIMEOUT: Final = timedelta(seconds=120)
@@ -161,13 +178,10 @@ def _measure_all(plan: Plan, device: torch.device, journal: Journal | None) -> b
 @torch.no_grad()
 def _case(case: str, plan: Plan, device: torch.device, journal: Journal | None) -> bool:
     name, tokens = CASES[case]
-    sizes = sizes_of(plan)
-    latents = sizes.latents if plan.micro else (1, 16, *LENGTHS[tokens])
-    config = sizes.network | ({} if plan.micro else _WAN[name])
-    network = build_wan(config, device, plan.seed, narrow=name != "1.3b")
-    call = wan_call(network, latents, sizes.text_tokens, device, plan.seed)
-    found: dict[str, Record] = {}
-    record: Record = {"config": config, "tokens": tokens_of(latents), "methods": found}
+    latents = None if plan.micro else (1, 16, *LENGTHS[tokens])
+    network, make, record = network_of(name, plan, device, latents)
+    call = make(plan.seed)
+    found: dict[str, Record] = record.setdefault("methods", {})
     outputs: dict[str, torch.Tensor] = {"eager": call()}
     good = True
     for way_name in chosen("--peers", plan.peers, list(WAYS)):
@@ -178,12 +192,13 @@ def _case(case: str, plan: Plan, device: torch.device, journal: Journal | None) 
         found[way_name] = one = _measure(way, network, call, plan, device, outputs)
         good &= one["status"] == "timed" or way.config is None
         if journal is not None:
-            _show(case, way, found, journal)
+            base = found.get(ONE_PATCHED if way.config else ONE, {}).get("milliseconds")
+            if base and one["status"] == "timed":
+                one["of_one"] = one["milliseconds"]["median"] / base["median"]
+            journal.row(case, way_name, found)
             journal.case(case, record)
-    del network, call, outputs
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    del network, make, call, outputs
+    free(device)
     return good
 
 
@@ -230,34 +245,29 @@ def _measure(
 ) -> Record:
     """One way; on one GPU the others compute along, each for itself."""
     record: Record = {}
-    try:
-        with _entered(way, network, device):
-            begin = time.perf_counter()
-            output = call()
-            _wait(device)
-            record["first_seconds"] = time.perf_counter() - begin
-            record["error"] = errors_of(output, outputs["eager"])
-            if way.config is not None:
-                key = repr(way.config)
-                if way.split is None:
-                    outputs[key] = output
-                elif key in outputs:
-                    record["apart_from_one"] = errors_of(output, outputs[key])["relative_l2"]
-            if way.split is not None:
-                record["same_on_all_ranks"] = _same(output)
-            if not record["error"]["relative_l2"] < BROKEN:
-                return record | {"status": "wrong", "reason": "too far from the eager forward"}
-            if not record.get("same_on_all_ranks", True):
-                return record | {"status": "wrong", "reason": "ranks differ"}
-            call()
-            rounds = plan.calls or (3 if plan.quick else 5)
-            record["milliseconds"] = _milliseconds(call, device, rounds, 1 if plan.quick else 2)
-            record["cpu_milliseconds"] = _milliseconds(call, device, rounds, 0)
-            record |= peak_bytes(call, device)
-            record |= _profile(call, device)
-            record["status"] = "timed"
-    except Exception as error:  # one that cannot run here says why, and the others go on
-        record |= {"status": "missing", "reason": reason_of(error)}
+    with attempted(record), _entered(way, network, device):
+        begin = time.perf_counter()
+        output = call()
+        wait(device)
+        record["first_seconds"] = time.perf_counter() - begin
+        record["error"] = errors_of(output, outputs["eager"])
+        if way.config is not None:
+            key = repr(way.config)
+            if way.split is None:
+                outputs[key] = output
+            elif key in outputs:
+                record["apart_from_one"] = errors_of(output, outputs[key])["relative_l2"]
+        if way.split is not None:
+            record["same_on_all_ranks"] = _same(output)
+        check(record["error"], BROKEN)
+        if not record.get("same_on_all_ranks", True):
+            raise Wrong("ranks differ")
+        call()
+        rounds = plan.calls or (3 if plan.quick else 5)
+        for clock, queued in (("milliseconds", 1 if plan.quick else 2), ("cpu_milliseconds", 0)):
+            record[clock] = queued_milliseconds(call, device, rounds, queued, dist.barrier)
+        record |= peak_bytes(call, device)
+        record |= _profile(call, device)
     gc.collect()
     return record
 
@@ -269,28 +279,6 @@ def _same(x: torch.Tensor) -> bool:
     return all(torch.equal(x, other) for other in every)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _milliseconds(call: Call, device: torch.device, rounds: int, queued: int) -> dict[str, float]:
-    """Of one of several queued calls; with 0, until one returns when the GPU has nothing to do."""
-    times = []
-    for _ in range(rounds):
-        _wait(device)
-        dist.barrier()
-        _wait(device)
-        begin = time.perf_counter()
-        for _ in range(max(1, queued)):
-            call()
-        if queued:
-            _wait(device)
-        times.append((time.perf_counter() - begin) / max(1, queued) * 1e3)
-    _wait(device)
-    return {"median": median(times), "least": min(times), "most": max(times)}
-
-
 def _profile(call: Call, device: torch.device) -> Record:
     """Where one forward spends its time on this GPU: shares of exposed exchange and of idleness,
     and the milliseconds of the longest kernels."""
@@ -298,11 +286,11 @@ def _profile(call: Call, device: torch.device) -> Record:
         return {}
     from torch.profiler import ProfilerActivity, profile
 
-    _wait(device)
+    wait(device)
     dist.barrier()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         call()
-        _wait(device)
+        wait(device)
     exchange: list[tuple[int, int]] = []
     compute: list[tuple[int, int]] = []
     by_name: dict[str, float] = {}
@@ -340,24 +328,3 @@ def _covered(intervals: list[tuple[int, int]]) -> int:
         total += max(0, end - max(begin, reach))
         reach = max(reach, end)
     return total
-
-
-def _show(case: str, way: Way, found: dict[str, Record], journal: Journal) -> None:
-    one = found[way.name]
-    if one["status"] != "timed":
-        journal.line((case, way.name, one["reason"]))
-        return
-    base = found.get(ONE_PATCHED if way.config else ONE, {}).get("milliseconds")
-    own = one["milliseconds"]
-    numbers = (
-        (own["median"], 2),
-        (own["least"], 2),
-        (one["cpu_milliseconds"]["median"], 2),
-        (own["median"] / base["median"] if base else None, 3),
-        (one.get("exposed"), 4),
-        (one.get("idle"), 4),
-        (one["peak_bytes"] / 2**30 if "peak_bytes" in one else None, 2),
-        (one["error"]["relative_l2"], 5),
-    )
-    cells = ("" if value is None else f"{value:.{digits}f}" for value, digits in numbers)
-    journal.line((case, way.name, *cells))

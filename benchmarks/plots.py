@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.runner import GROUPS, Record
+from benchmarks.runner import GROUPS, Record, number
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.sampling.report import STYLE
@@ -81,15 +81,6 @@ def draw(path: Path) -> list[Path]:
     return paths
 
 
-def _get(value: object, *keys: str) -> float | None:
-    """A number deep in a document, None if there is none."""
-    for key in keys:
-        if not isinstance(value, Mapping) or key not in value:
-            return None
-        value = value[key]
-    return float(value) if isinstance(value, (int, float)) else None
-
-
 def _named(document: Record, name: str) -> Iterator[tuple[str, Record]]:
     """(case, its entry `name`), for cases that have it."""
     for case, record in document["cases"].items():
@@ -99,7 +90,7 @@ def _named(document: Record, name: str) -> Iterator[tuple[str, Record]]:
 
 def _best(record: object) -> float | None:
     """TOPS by the better clock: one by one, or inside a CUDA graph."""
-    found = [_get(record, name) for name in ("tops", "graph_tops")]
+    found = [number(record, name) for name in ("tops", "graph_tops")]
     return max((one for one in found if one), default=None)
 
 
@@ -158,7 +149,7 @@ def _accuracy(axes: Axes, document: Record) -> bool:
         found = {
             name: (tops, error)
             for name, record in methods.items()
-            if (tops := _best(record)) and (error := _get(record, "error", "relative_l1"))
+            if (tops := _best(record)) and (error := number(record, "error", "relative_l1"))
         }
         if len(found) > len(best[1]):
             best = case, found
@@ -185,7 +176,7 @@ def _roofline(axes: Axes, document: Record) -> bool:
     for case, methods in _named(document, "methods"):
         intensity = document["cases"][case]["intensity"]
         for name, record in methods.items():
-            tops = _get(record, "kernel_tops") or _best(record)
+            tops = number(record, "kernel_tops") or _best(record)
             if tops and name in ("ours fp8", "ours bf16", "torch cuDNN"):
                 points.setdefault(name, []).append((intensity, tops))
     if not points:
@@ -296,11 +287,11 @@ def _over_length(axes: Axes, document: Record) -> bool:
         "patched exact": "#10b981",
         "patched int8 Linears": "#f59e0b",
     }
-    lengths = sorted(map(int, document["cases"]))
+    lengths = sorted(int(name) for name in document["cases"] if name.isdigit())
     for name, colour in looks.items():
         for key, style in (("milliseconds", "-"), ("graph_milliseconds", ":")):
             found = [
-                (tokens, _get(document["cases"], str(tokens), "methods", name, key, "median"))
+                (tokens, number(document["cases"], str(tokens), "methods", name, key, "median"))
                 for tokens in lengths
             ]
             points = [(tokens, value) for tokens, value in found if value is not None]
@@ -329,8 +320,8 @@ def _traffic(axes: Axes, document: Record) -> bool:
     for index, name in enumerate(names):
         colour, label = _FORMS[name]
         places = [i + (index - (len(names) - 1) / 2) * width for i in range(len(cases))]
-        paper = [_get(forms, name, "paper_bytes") or 0.0 for _, forms in cases]
-        measured = [_get(forms, name, "measured", "bytes") or 0.0 for _, forms in cases]
+        paper = [number(forms, name, "paper_bytes") or 0.0 for _, forms in cases]
+        measured = [number(forms, name, "measured", "bytes") or 0.0 for _, forms in cases]
         measured_any |= any(measured)
         scale = [document["cases"][case]["tensor_bytes"] for case, _ in cases]
         paper, measured = (

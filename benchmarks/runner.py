@@ -10,14 +10,15 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -42,7 +43,58 @@ from turbo_rcm_patch.sampling.store import to_json
 Record = dict[str, Any]
 #: Numbers of an output against the truth.
 Errors = Callable[[torch.Tensor], dict[str, float]]
-Columns = Sequence[tuple[str, int]]
+#: Goes into a network, with a backend for a compiler.
+Enter = Callable[[Any, str], AbstractContextManager[object]]
+#: Finds a number in the records of all methods, by the name of one.
+Find = Callable[[Mapping[str, Record], str], float | None]
+#: A path of keys in a method's record ("a.b or c.b": the first that is there), or a function.
+Value = str | Find
+
+
+class Column(NamedTuple):
+    """A column of the table on the screen: its title and width, its number and how to write it."""
+
+    title: str
+    width: int
+    value: Value = ""
+    form: str = ""
+
+
+Columns = Sequence[Column]
+
+
+def number(value: object, *keys: str) -> float | None:
+    """A number deep in a record, None if there is none."""
+    for key in keys:
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def times(*clocks: str, digits: int = 4) -> tuple[Column, ...]:
+    """Median, 20th and 80th percentile by the first of these clocks that a method has."""
+    return tuple(
+        Column(title, 9, " or ".join(f"{clock}.{key}" for clock in clocks or ("milliseconds",)),
+               f".{digits}f")
+        for title, key in (("ms", "median"), ("p20", "p20"), ("p80", "p80"))
+    )  # fmt: skip
+
+
+def over(base: str, path: str = "milliseconds.median") -> Find:
+    """A method's number divided by that of `base`."""
+
+    def find(found: Mapping[str, Record], name: str) -> float | None:
+        own, other = (number(found.get(one), *path.split(".")) for one in (name, base))
+        return own / other if own and other else None
+
+    return find
+
+
+REL_L2: Final = Column("relL2", 9, "error.relative_l2", ".5f")
+PEAK: Final = Column(
+    "peak GiB", 8, lambda found, name: (number(found[name], "peak_bytes") or 0) / 2**30, ".2f"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +243,7 @@ class Journal:
     Args:
         name: Of the benchmark; the file is `<name>.json`.
         plan: What was asked for.
-        columns: Title and width of the columns on the screen.
+        columns: Of the table on the screen; the first two name case and method.
         about: Goes to the file: definitions and formulas.
     """
 
@@ -236,8 +288,8 @@ class Journal:
                 f"driver {found['driver']}, SM clock at most {found['sm_clock_max_mhz']} MHz, "
                 f"tiles {self.header['tiles']}"
             )
-        self.line([title for title, _ in self.columns])
-        self.line(["-" * width for _, width in self.columns])
+        self.line([column.title for column in self.columns])
+        self.line(["-" * column.width for column in self.columns])
 
     @property
     def path(self) -> Path:
@@ -270,29 +322,30 @@ class Journal:
     def line(self, cells: Sequence[str]) -> None:
         """One line of the table; numbers to the right, the last cell as long as it is."""
         parts = []
-        for text, (_, width) in zip(cells, self.columns, strict=False):
+        for text, (_, width, *_) in zip(cells, self.columns, strict=False):
             number = text[:1].isdigit() or text[:1] in "-+." or text == "nan"
             parts.append(text.rjust(width) if number and set(text) != {"-"} else text.ljust(width))
         print("  ".join(parts).rstrip(), flush=True)
 
-    def show(
-        self,
-        case: str,
-        name: str,
-        record: Record,
-        more: Sequence[str] = (),
-        *,
-        clock: str = "milliseconds",
-        digits: int = 4,
-    ) -> None:
-        """A method: median, percentiles, further cells and its error, or why there are none."""
-        timing = record.get(clock)
-        if timing is None:
-            reason = record.get("reason", record.get(f"{clock}_reason", "not timed"))
-            self.line((case, name, str(reason)))
-            return
-        times = (f"{timing[one]:.{digits}f}" for one in ("median", "p20", "p80"))
-        self.line((case, name, *times, *more, f"{record['error']['relative_l2']:.5f}"))
+    def row(self, case: str, name: str, found: Mapping[str, Record]) -> None:
+        """The line of a method: its numbers, or why there are none.
+
+        Args:
+            case: The first cell.
+            name: The second one; a key of `found`.
+            found: The records of all methods of the case.
+        """
+        cells = []
+        for _, _, value, form in self.columns[2:]:
+            if callable(value):
+                known = [value(found, name)]
+            else:
+                known = [number(found[name], *path.split(".")) for path in value.split(" or ")]
+            cells.append(next((f"{one:{form}}" for one in known if one is not None), ""))
+        if "reason" in found[name] or not cells[0]:
+            reasons = [text for key, text in found[name].items() if key.endswith("reason")]
+            cells = [*map(str, reasons), "not timed"][:1]
+        self.line((case, name, *cells))
 
     def late(self, what: str) -> bool:
         """Whether the time is up; then `what` is noted as left out."""
@@ -363,7 +416,6 @@ def run_cases(
     methods: Sequence[str],
     default: Sequence[str] = (),
     before: Callable[[Journal], None] | None = None,
-    after: Callable[[Journal], None] | None = None,
 ) -> int:
     """Run a benchmark: one case after the other, as long as the time allows.
 
@@ -377,7 +429,6 @@ def run_cases(
         methods: Names of all methods.
         default: Names of the cases that are measured unless others are asked for; empty for all.
         before: Called before the first case.
-        after: Called after the last one, if nothing interrupted them.
 
     Returns:
         0 if everything of ours was right, else 1.
@@ -393,9 +444,90 @@ def run_cases(
             if not journal.late(case):
                 good &= measure(cases[case], peers, journal)
                 free(journal.device)
-        if after is not None:
-            after(journal)
     return 0 if good else 1
+
+
+# --- one method after the other ------------------------------------------------------------------
+
+
+class Wrong(Exception):
+    """What a method computed is too far from the truth to be timed."""
+
+
+def check(error: Mapping[str, float], limit: float, beside: str = "") -> None:
+    """Raise Wrong if the relative L2 is not below the limit."""
+    if not error["relative_l2"] < limit:
+        raise Wrong(f"wrong (relL2 {error['relative_l2']:.3g}{beside})")
+
+
+@contextmanager
+def attempted(record: Record) -> Iterator[None]:
+    """Say in the record whether what runs inside was timed, was wrong, or could not run here."""
+    try:
+        yield
+        record["status"] = "timed"
+    except Wrong as error:
+        record.update(status="wrong", reason=str(error))
+    except Exception as error:  # a peer may fail in any way, and the others go on
+        record.update(status="missing", reason=reason_of(error))
+
+
+def as_written(network: object, backend: str) -> AbstractContextManager[object]:
+    """Change nothing."""
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to run a network, or to compute something else.
+
+    Attributes:
+        name: As in the table and the file.
+        enter: Goes into it for a network, with a backend for torch.compile; may raise.
+        ours: Whether it is ours, so that it must be right.
+        profiled: Whether the time of its kernels is measured too.
+    """
+
+    name: str
+    enter: Enter = as_written
+    ours: bool = False
+    profiled: bool = False
+
+
+def one_by_one(
+    journal: Journal,
+    case: str,
+    record: Record,
+    variants: Iterable[Variant],
+    measure: Callable[[Variant, Record], None],
+    key: str = "variants",
+) -> bool:
+    """Measure each variant, show it and keep the case at once.
+
+    Args:
+        journal: Of the benchmark.
+        case: Name of the case.
+        record: Of the case; it gets the records of the variants.
+        variants: In the order in which they run, as long as the time allows.
+        measure: Writes into the variant's own record; may raise, also `Wrong`.
+        key: Of the variants in `record`.
+
+    Returns:
+        Whether all of ours were right.
+    """
+    found, good = record.setdefault(key, {}), True
+    for variant in variants:
+        if journal.late(f"{case}, {variant.name}"):
+            continue
+        one: Record = {}
+        found[variant.name] = one
+        with attempted(one):
+            measure(variant, one)
+        gc.collect()
+        good &= "reason" not in one or not variant.ours
+        journal.row(case, variant.name, found)
+        journal.case(case, record)
+    return good
 
 
 # --- the contest ---------------------------------------------------------------------------------
@@ -495,23 +627,16 @@ def admit(
     method: Method, sets: Sequence[Sequence[torch.Tensor]], errors: Errors, wrong: float
 ) -> Entrant:
     """Check a method on the first set of inputs; arguments as in `compete`."""
-    record: Record = {"note": method.note} if method.note else {}
-    entrant = Entrant(method, record)
-    try:
-        with method.context():
-            calls = [method.make(one) for one in sets]
-            output = calls[0]()
-            record["error"] = found = (method.errors or errors)(output)
-            finite = bool(output.isfinite().all())
-    except Exception as error:  # a peer may fail in any way; ours show up as missing in the table
-        record.update(status="missing", reason=reason_of(error))
-        return entrant
-    if not finite or not found["relative_l2"] < wrong:
-        what = "" if finite else ", not finite"
-        record.update(status="wrong", reason=f"wrong (relL2 {found['relative_l2']:.3g}{what})")
-        return entrant
-    record["status"] = "ready"
-    entrant.calls = calls
+    entrant = Entrant(method, {"note": method.note} if method.note else {})
+    with attempted(entrant.record), method.context():
+        calls = [method.make(one) for one in sets]
+        output = calls[0]()
+        entrant.record["error"] = found = (method.errors or errors)(output)
+        finite = bool(output.isfinite().all())
+        check(found, wrong if finite else 0.0, "" if finite else ", not finite")
+        entrant.calls = calls
+    if entrant.calls:
+        entrant.record["status"] = "ready"
     return entrant
 
 
@@ -555,13 +680,25 @@ def _time(
         entrant.record["status"] = "timed"
 
 
-def speed_ups(entrants: Sequence[Entrant], base: str) -> None:
-    """Write "speed_up" into each record: median of the base over its own."""
-    before = next((one.median() for one in entrants if one.name == base), None)
-    for entrant in entrants:
-        own = entrant.median()
-        if before is not None and own is not None:
-            entrant.record["speed_up"] = before / own
+def finish(
+    entrants: Sequence[Entrant], journal: Journal, case: str, record: Record, base: str = ""
+) -> None:
+    """Show the entrants and keep the case.
+
+    Args:
+        entrants: After a contest.
+        journal: Of the benchmark.
+        case: Name of the case.
+        record: Of the case; it gets the entrants' records.
+        base: The method whose median over that of another one is the other's `speed_up`.
+    """
+    found = record["methods"] = {entrant.name: entrant.record for entrant in entrants}
+    for name, one in found.items():
+        ratio = over(name)(found, base) if base else None
+        if ratio is not None:
+            one["speed_up"] = ratio
+        journal.row(case, name, found)
+    journal.case(case, record)
 
 
 # --- inputs, clocks and kernels ------------------------------------------------------------------
@@ -669,6 +806,43 @@ def kernel_milliseconds(
         if micro > 0:
             found[event.key] = found.get(event.key, 0.0) + micro / 1e3 / calls
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has nothing to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def queued_milliseconds(
+    call: Callable[[], object],
+    device: torch.device,
+    rounds: int,
+    queued: int,
+    ready: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Of one of several queued calls, by the wall clock.
+
+    Args:
+        call: What to time.
+        device: Where it runs.
+        rounds: How often.
+        queued: Calls a round; 0: until one returns when the device has nothing to do.
+        ready: Called before a round, e.g. so that several ranks begin together.
+    """
+    times = []
+    for _ in range(rounds):
+        wait(device)
+        ready()
+        wait(device)
+        begin = time.perf_counter()
+        for _ in range(max(1, queued)):
+            call()
+        if queued:
+            wait(device)
+        times.append((time.perf_counter() - begin) / max(1, queued) * 1e3)
+    wait(device)
+    return {"median": statistics.median(times), "least": min(times), "most": max(times)}
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> dict[str, int]:

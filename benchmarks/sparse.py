@@ -14,6 +14,8 @@ from typing import Final
 import torch
 
 from benchmarks.runner import (
+    REL_L2,
+    Column,
     Errors,
     Journal,
     Method,
@@ -21,10 +23,11 @@ from benchmarks.runner import (
     Shape,
     compete,
     errors_to,
+    finish,
     input_sets,
     random_normal,
     run_cases,
-    speed_ups,
+    times,
 )
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call
@@ -40,8 +43,9 @@ _BLOCKS: Final = 3
 _DENSE: Final = "dense int8"
 _SPARSE: Final[dict[str, PVDType]] = {"sparse auto": "auto", "sparse bf16": "bf16"}
 _COLUMNS: Final = (
-    ("case", 24), ("method", 12), ("ms", 9), ("p20", 9), ("p80", 9), ("kernel", 9),
-    ("speed-up", 9), ("relL2", 8),
+    Column("case", 24), Column("method", 12), *times(),
+    Column("kernel", 9, "kernel_milliseconds", ".4f"), Column("speed-up", 9, "speed_up", ".2f"),
+    REL_L2,
 )  # fmt: skip
 
 
@@ -161,25 +165,6 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
         wrong=_WRONG,
         alone=("attention", "kernel_milliseconds"),
     )
-    speed_ups(entrants, _DENSE)
-    for entrant in entrants:
-        record = entrant.record
-        alone = record.get("kernel_milliseconds")
-        journal.show(
-            case.name,
-            entrant.name,
-            record,
-            (
-                "" if alone is None else f"{alone:.4f}",
-                f"{record['speed_up']:.2f}" if "speed_up" in record else "",
-            ),
-        )
-    journal.case(
-        case.name,
-        {
-            "shape": shape.record,
-            "blocks": [sparsity.block_q, sparsity.block_k],
-            "methods": {entrant.name: entrant.record for entrant in entrants},
-        },
-    )
+    blocks = [sparsity.block_q, sparsity.block_k]
+    finish(entrants, journal, case.name, {"shape": shape.record, "blocks": blocks}, _DENSE)
     return all(entrant.calls for entrant in entrants)

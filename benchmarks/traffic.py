@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.pairs import FORMS, WRONG, inputs_of, pair_methods, truth_of, write_ups_shapes
 from benchmarks.runner import (
+    Column,
     Entrant,
     Journal,
     Plan,
@@ -45,8 +46,8 @@ _BASELINE: Final = "two-pass, flash"
 _COUNTED: Final = "counted:"
 _LEFT_OUT: Final = "left-out:"
 _COLUMNS: Final = (
-    ("case", 18), ("form", 12), ("paper MB", 10), ("measured MB", 11), ("read MB", 10),
-    ("write MB", 10), ("of two-pass", 11),
+    Column("case", 18), Column("form", 12), Column("paper MB", 10), Column("measured MB", 11),
+    Column("read MB", 10), Column("write MB", 10), Column("of two-pass", 11),
 )  # fmt: skip
 
 

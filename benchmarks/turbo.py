@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -24,9 +23,6 @@ from torch import Tensor, nn
 from benchmarks.networks import (
     GATE_ROWS,
     LIVE_GATE,
-    Enter,
-    Variant,
-    as_written,
     build_wan,
     compiled,
     in_turn,
@@ -36,7 +32,21 @@ from benchmarks.networks import (
     tokens_of,
     wan_call,
 )
-from benchmarks.runner import Journal, Plan, Record, chosen, free
+from benchmarks.runner import (
+    PEAK,
+    REL_L2,
+    Column,
+    Enter,
+    Journal,
+    Plan,
+    Record,
+    Variant,
+    as_written,
+    chosen,
+    free,
+    one_by_one,
+    times,
+)
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call, errors_of, generator, reason_of
 from turbo_rcm_patch.checkpoints.blocks import dequantise
@@ -58,8 +68,7 @@ _NEARER: Final = 0.9
 _LATENTS: Final = (1, 16, 21, 60, 104)
 _MICRO_LATENTS: Final = (1, 16, 3, 20, 20)
 _COLUMNS: Final = (
-    ("model", 10), ("variant", 29), ("ms", 9), ("p20", 9), ("p80", 9), ("peak GiB", 8),
-    ("relL2", 9),
+    Column("model", 10), Column("variant", 29), *times(digits=2), PEAK, REL_L2,
 )  # fmt: skip
 
 
@@ -92,7 +101,8 @@ def run(plan: Plan) -> int:
     )
     # What takes long to compile comes after everything else, of both classes.
     passes = [[one for one in wanted if ("compiled" in one) == late] for late in (False, True)]
-    truths, good = {cls.name: _Truths() for cls in (WanModelClass, DiffusersClass)}, True
+    truths: dict[str, dict[str, Tensor]] = {WanModelClass.name: {}, DiffusersClass.name: {}}
+    good = True
     with journal.running():
         for names in filter(None, passes):
             for cls in (WanModelClass, DiffusersClass):
@@ -106,7 +116,7 @@ def run(plan: Plan) -> int:
 def _case(
     cls: type[WanModelClass] | type[DiffusersClass],
     wanted: Sequence[str],
-    truths: _Truths,
+    truths: dict[str, Tensor],
     topk: float,
     journal: Journal,
 ) -> bool:
@@ -126,7 +136,6 @@ def _case(
         journal.line((name, "", f"left out: {reason_of(error)}"))
         journal.case(name, record)
         return isinstance(error, ConfigError) and plan.turbodiffusion is None
-    found = record["variants"]
     record |= {
         "parameters": sum(p.numel() for p in model.parameters()),
         "latents": list(latents),
@@ -135,72 +144,29 @@ def _case(
         **made.about,
     }
 
-    def defined(layout: str) -> Tensor:
-        with made.truth(model, layout, topk):
-            return calls[0]()
+    def measure(way: Variant, one: Record) -> None:
+        layout = next((one for one in ("SageSLA", "SLA") if one in way.name.split()), "")
+        if layout not in truths:
+            with made.truth(model, layout, topk):
+                truths[layout] = calls[0]()
+            reach[layout] = errors_of(eager, truths[layout])["relative_l2"]
+        far = reach.get(layout)
+        effort = plan.effort(math.inf, 7, quick=(math.inf, 3), least=1)
+        time_variant(
+            way, one, model, calls, functools.partial(errors_of, truth=truths[layout]), journal,
+            effort, wrong=_WRONG if far is None else min(_BROKEN, _NEARER * far),
+            beside="" if far is None else f", full attention is at {far:.3g}",
+        )  # fmt: skip
 
-    truths.found[""], good = eager, True
-    for way in made.variants(topk):
-        if way.name not in wanted or journal.late(f"{name}, {way.name}"):
-            continue
-        found[way.name] = one = _one(way, model, calls, truths, defined, journal)
-        good &= one["status"] == "timed" or not way.ours
-        memory = f"{one['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in one else ""
-        clock = "milliseconds" if one["status"] == "timed" else ""
-        journal.show(name, way.name, one, (memory,), clock=clock, digits=2)
-        record["of_full_attention"] = truths.reach
-        journal.case(name, record)
-    record["best"] = _best(name, found, micro=plan.micro)
+    truths[""] = eager
+    reach = record.setdefault("of_full_attention", {})
+    good = one_by_one(
+        journal, name, record, [one for one in made.variants(topk) if one.name in wanted], measure
+    )
+    record["best"] = _best(name, record["variants"], micro=plan.micro)
     record["equal_afterwards"] = same = torch.equal(calls[0](), eager)
     journal.case(name, record)
     return good and same
-
-
-@dataclass(slots=True)
-class _Truths:
-    """Outputs with each attention by definition, made when they are first asked for.
-
-    Attributes:
-        found: Layout -> output; "" is full attention, the author's own.
-        reach: Layout -> relative L2 of full attention to it.
-    """
-
-    found: dict[str, Tensor] = field(default_factory=dict)
-    reach: dict[str, float] = field(default_factory=dict)
-
-    def of(self, layout: str, make: Callable[[str], Tensor]) -> Tensor:
-        """The output with this layout."""
-        if layout not in self.found:
-            self.found[layout] = truth = make(layout)
-            self.reach[layout] = errors_of(self.found[""], truth)["relative_l2"]
-        return self.found[layout]
-
-
-def _one(
-    way: Variant,
-    model: Any,
-    calls: Sequence[Call],
-    truths: _Truths,
-    defined: Callable[[str], Tensor],
-    journal: Journal,
-) -> Record:
-    """Numbers of a variant: wrong if it is no nearer to its definition than full attention is,
-    for then it may well be full attention. How long that took is kept in the file."""
-    # The layout of its attention, "" where it is full.
-    layout = next((one for one in ("SageSLA", "SLA") if one in way.name.split()), "")
-    try:
-        errors = functools.partial(errors_of, truth=truths.of(layout, defined))
-    except Exception as error:  # e.g. no memory
-        return {"status": "missing", "reason": f"no definition to check with: {reason_of(error)}"}
-    effort = journal.plan.effort(math.inf, 7, quick=(math.inf, 3), least=1)
-    record = time_variant(way, model, calls, errors, _BROKEN, journal, effort)
-    reach = truths.reach.get(layout)
-    limit, found = _WRONG if reach is None else _NEARER * reach, record.get("error")
-    if found is not None and not found["relative_l2"] < limit:
-        what = f"limit {limit:.3g}" if reach is None else f"full attention is at {reach:.3g}"
-        reason = f"wrong (relL2 {found['relative_l2']:.3g}, {what})"
-        record.update(status="wrong", reason=reason)
-    return record
 
 
 def _best(model: str, found: Record, *, micro: bool) -> Record:
@@ -315,7 +281,7 @@ class DiffusersClass:
     def variants(self, topk: float) -> list[Variant]:
         """Every way, the long compilations last."""
         return [
-            Variant("eager", as_written, profiled=True),
+            Variant("eager", profiled=True),
             *patched_ways({"SageSLA": self._attached}, sla_topk=topk),
         ]
 
@@ -512,7 +478,7 @@ class WanModelClass:
         """Every way, the long compilations last."""
         sparse = {layout: self._entering(layout, topk) for layout in _LAYOUTS}
         return [
-            Variant("eager", as_written, profiled=True),
+            Variant("eager", profiled=True),
             Variant("eager SLA", sparse["SLA"], profiled=True),
             Variant("eager SageSLA", in_turn(self._needs_sparge, sparse["SageSLA"])),
             *patched_ways(sparse),

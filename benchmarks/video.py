@@ -7,43 +7,45 @@ user: it compares the first and the last step.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from benchmarks.networks import Enter, as_written, build_wan, compiled, sizes_of
-from benchmarks.runner import Journal, Plan, Record, free, run_cases
-from turbo_rcm_patch import PatchConfig, patched
-from turbo_rcm_patch.bench import generator, reason_of
+from benchmarks.networks import build_wan, compiled, patched_with, sage_attention, sizes_of
+from benchmarks.runner import (
+    PEAK,
+    Column,
+    Journal,
+    Plan,
+    Record,
+    Variant,
+    Wrong,
+    number,
+    one_by_one,
+    run_cases,
+)
+from turbo_rcm_patch.bench import generator
 from turbo_rcm_patch.sampling.generation import Conditioning, decode_latents, sample_latents
 from turbo_rcm_patch.sampling.settings import Settings
 
-
-def _patched(**fields: Any) -> Enter:
-    """Patched as a user patches: with the guard."""
-
-    def enter(network: Any, backend: str) -> AbstractContextManager[object]:
-        return patched(network, PatchConfig(**fields))
-
-    return enter
-
-
-_BASE: Final = "eager"
-METHODS: Final[dict[str, Enter]] = {
-    _BASE: as_written,
-    "compiled": compiled,
-    "patched": _patched(),
-    "patched int8 Linears": _patched(linear="int8"),
+#: Patched as a user patches, with the guard.
+METHODS: Final = {
+    variant.name: variant
+    for variant in (
+        Variant("eager"),
+        Variant("eager sage", sage_attention),
+        Variant("compiled", compiled),
+        Variant("patched", patched_with(guard=True), ours=True),
+        Variant("patched int8 Linears", patched_with(guard=True, linear="int8"), ours=True),
+    )
 }
 _COLUMNS: Final = (
-    ("case", 22), ("method", 22), ("cold s", 8), ("warm s", 8), ("denoise s", 9), ("decode s", 8),
-    ("speed-up", 8), ("peak GiB", 8),
+    Column("case", 22), Column("method", 22), Column("cold s", 8, "cold_seconds", ".2f"),
+    Column("warm s", 8, "warm_seconds", ".2f"), Column("denoise s", 9, "denoise_seconds", ".2f"),
+    Column("decode s", 8, "decode_seconds", ".2f"), Column("speed-up", 8, "speed_up", ".2f"), PEAK,
 )  # fmt: skip
 
 
@@ -131,31 +133,12 @@ def _measure_case(case: _Case, peers: list[str], journal: Journal) -> bool:
         frames = decode_latents(pipe, sample.latents)
         return middle - begin, time.perf_counter() - middle, bool(frames.isfinite().all())
 
-    found: dict[str, Record] = {}
-    good = True
-    for name in peers:
-        if journal.late(f"{case.name}, {name}"):
-            continue
-        found[name] = record = _measure(METHODS[name], pipe, video, plan, device)
-        good &= record["status"] == "timed" or not name.startswith("patched")
-        _show(case.name, name, found, journal)
-        journal.case(case.name, {"settings": settings.as_dict(), "methods": found})
-    free(device)
-    return good
+    record: Record = {"settings": settings.as_dict()}
 
-
-def _measure(
-    enter: Enter,
-    pipe: Any,
-    video: Callable[[], tuple[float, float, bool]],
-    plan: Plan,
-    device: torch.device,
-) -> Record:
-    record: Record = {}
-    try:
-        with enter(pipe.transformer, plan.compiler) as report, torch.no_grad():
+    def measure(method: Variant, one: Record) -> None:
+        with method.enter(pipe.transformer, plan.compiler) as report, torch.no_grad():
             denoise, decode, finite = video()
-            record["cold_seconds"] = denoise + decode
+            one["cold_seconds"] = denoise + decode
             times = []
             for _ in range(plan.calls or (1 if plan.quick or plan.micro else 3)):
                 if device.type == "cuda":
@@ -164,34 +147,17 @@ def _measure(
                 times.append((denoise + decode, denoise, decode))
                 finite &= fine
             if device.type == "cuda":
-                record["peak_bytes"] = torch.cuda.max_memory_allocated(device)
-            for key, values in zip(
-                ("warm_seconds", "denoise_seconds", "decode_seconds"),
-                zip(*times, strict=True),
-                strict=True,
-            ):
-                record[key] = statistics.median(values)
+                one["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+            keys = ("warm_seconds", "denoise_seconds", "decode_seconds")
+            one |= dict(zip(keys, map(statistics.median, zip(*times, strict=True)), strict=True))
+            eager = number(record, "methods", "eager", "warm_seconds")
+            if eager is not None:
+                one["speed_up"] = eager / one["warm_seconds"]
             pairs = getattr(report, "pairs", None)
             if pairs is not None:
-                record["fused"] = sum(pair.fused for pair in pairs)
-                record["pairs"] = len(pairs)
-            record["status"] = "timed" if finite else "wrong"
+                one |= {"fused": sum(pair.fused for pair in pairs), "pairs": len(pairs)}
             if not finite:
-                record["reason"] = "frames that are not finite"
-    except Exception as error:  # one that cannot run here says why, and the others go on
-        record |= {"status": "missing", "reason": reason_of(error)}
-    gc.collect()
-    return record
+                raise Wrong("frames that are not finite")
 
-
-def _show(case: str, name: str, found: dict[str, Record], journal: Journal) -> None:
-    record = found[name]
-    if record["status"] != "timed":
-        journal.line((case, name, record["reason"]))
-        return
-    before = found.get(_BASE, {}).get("warm_seconds")
-    keys = ("cold_seconds", "warm_seconds", "denoise_seconds", "decode_seconds")
-    cells = [f"{record[key]:.2f}" for key in keys]
-    cells.append(f"{before / record['warm_seconds']:.2f}" if before else "")
-    cells.append(f"{record['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in record else "")
-    journal.line((case, name, *cells))
+    ways = [METHODS[name] for name in peers]
+    return one_by_one(journal, case.name, record, ways, measure, "methods")

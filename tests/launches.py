@@ -18,6 +18,7 @@ MODULES = (
     "hopper.attention", "hopper.int8_linear", "hopper.linear_branch", "hopper.prologue",
     "portable.attention", "portable.int8_linear", "portable.norm", "portable.one_launch",
     "portable.project", "portable.prologue", "portable.rows", "portable.skip",
+    "portable.skip_norm",
     "portable.sparse_attention",
 )  # fmt: skip
 

@@ -151,7 +151,7 @@ def evaluate(
     *,
     teacher: Path | None = None,
     count: int = 400,
-    steps: tuple[int, ...] = (4, 2, 1),
+    steps: Sequence[int] = (4, 2, 1),
     seed: int = 7,
     batch: int = 16,
     device: str = "cpu",
@@ -203,7 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m training evaluate", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
-    add("--model", default=TINY, help="the student: a pipeline folder, or one that ships by name")
+    add("--model", default=TINY, type=lambda name: Path(resolve_model(name)),
+        help="the student: a pipeline folder, or one that ships by name")  # fmt: skip
     add("--teacher", type=Path, help="pipeline folder of the teacher")
     add("--out", type=Path, default=Path("outputs/evaluation"))
     add("--count", type=int, default=400)
@@ -213,16 +214,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--guidance", type=float, default=1.5, help="of the teacher")
-    args = parser.parse_args(arguments)
-    evaluate(
-        Path(resolve_model(args.model)),
-        args.out,
-        teacher=args.teacher,
-        count=args.count,
-        steps=tuple(args.steps),
-        seed=args.seed,
-        batch=args.batch,
-        device=args.device,
-        dtype=getattr(torch, args.dtype),
-        guidance=args.guidance,
-    )
+    given = vars(parser.parse_args(arguments))
+    given["dtype"] = getattr(torch, given["dtype"])
+    evaluate(given.pop("model"), given.pop("out"), **given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from training.build import TinyConfig, build_tokenizer, tokenize
 from training.data import render, sample_scenes
 from training.family import Family
+from training.flow import Velocity, guided
 from training.plots import loss_curves, sheet
-from training.run import Stage, batches
+from training.run import Run, Stage, batches
 from training.train_vae import decode_frames
 from turbo_rcm_patch.output import merged
 from turbo_rcm_patch.tiny.detector import accuracy, detect
@@ -29,23 +31,77 @@ def sharpness(frames: Tensor) -> float:
     return float(across.sqrt())
 
 
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What teacher and student have in common.
+
+    Attributes:
+        run: Where and how.
+        family: Of the network.
+        config: Sizes.
+        vae: That ships; for the probes.
+        guidance: Classifier-free guidance of the teacher.
+        compiled: Whether transformer blocks are compiled.
+        probe_count: Videos a probe.
+    """
+
+    run: Run
+    family: Family
+    config: TinyConfig
+    vae: nn.Module
+    guidance: float
+    compiled: bool
+    probe_count: int
+
+    def velocity(self, model: nn.Module, text: Tensor) -> Velocity:
+        """A network as a rectified flow, for fixed captions [B, L, D], in the run's precision."""
+        field = self.family.velocity(model, text)
+
+        def velocity(x: Tensor, t: Tensor) -> Tensor:
+            with self.run.precision():
+                return field(x, t)
+
+        return velocity
+
+    def guided(self, model: nn.Module, text: Tensor, free: Tensor) -> Velocity:
+        """The same with guidance away from the captions `free`."""
+        return guided(self.velocity(model, text), self.velocity(model, free), self.guidance)
+
+    def compile_blocks(self, *models: nn.Module) -> None:
+        """Compile the blocks in place; whatever cannot be compiled runs eagerly."""
+        if not self.compiled:
+            return
+        import torch._dynamo
+
+        torch._dynamo.config.suppress_errors = True
+        torch._dynamo.config.cache_size_limit = 64
+        for model in models:
+            blocks = self.family.blocks(model)
+            for block in blocks:
+                block.compile(dynamic=False)
+            self.run.log(event="blocks will be compiled", blocks=len(blocks))
+
+    def export(self, name: str, encoder: nn.Module, transformer: nn.Module) -> None:
+        """Write the pipeline folder `<family>_<name>`."""
+        folder = self.run.out / f"{self.family.NAME}_{name}"
+        export(folder, self.family, self.config, self.vae, encoder, transformer)
+
+
 @torch.no_grad()
 def probe_flow(
+    flow: Flow,
     stage: Stage,
-    family: Family,
-    config: TinyConfig,
-    vae: nn.Module,
     encoder: nn.Module,
     samplers: dict[str, Sampler],
     transformer: nn.Module,
     *,
-    count: int,
     batch: int = 64,
 ) -> None:
     """Export `<family>_<stage>`, generate from held-out prompts, judge, log and draw."""
-    run, began = stage.run, time.monotonic()
+    run, family, config, count = flow.run, flow.family, flow.config, flow.probe_count
+    began = time.monotonic()
     # First: what interrupts the drawing takes no weights with it.
-    export(run.out / f"{family.NAME}_{stage.name}", family, config, vae, encoder, transformer)
+    flow.export(stage.name, encoder, transformer)
     scenes, noises = run.generators(90)
     wanted = sample_scenes(count, scenes, held_out=True)
     captions, length = [*wanted.captions(), ""], config.max_sequence_length
@@ -60,15 +116,12 @@ def probe_flow(
         latents = torch.cat(
             [
                 sampler(
-                    text[:-1][part],
-                    text[-1:].expand(len(noise[part]), -1, -1),
-                    noise[part],
-                    noises,
+                    text[part], text[-1:].expand(len(noise[part]), -1, -1), noise[part], noises
                 )
                 for part in batches(count, batch)
             ]
         )
-        frames = decode_frames(vae, latents, run)
+        frames = decode_frames(flow.vae, latents, run)
         found = accuracy(
             [d for part in batches(count, 64) for d in detect(frames[part])], wanted.clips()
         )

@@ -81,6 +81,23 @@ class Run:
             return {}
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How long a stage trains, and how.
+
+    Attributes:
+        minutes: Of training; restarts do not count.
+        steps: In place of minutes, where given.
+        batch: Clips a step.
+        lr: Largest learning rate.
+    """
+
+    minutes: float
+    steps: int | None
+    batch: int
+    lr: float
+
+
 class Stage:
     """A resumable, time-boxed or step-boxed optimisation of some networks.
 
@@ -94,16 +111,14 @@ class Stage:
         run: Run,
         name: str,
         networks: dict[str, nn.Module],
+        budget: Budget,
         *,
         salt: int,
-        lr: float,
-        minutes: float,
-        steps: int | None = None,
         ema_decay: float = 0.999,
-        weight_decay: float = 0.01,
+        weight_decay: float = 0.0,
     ) -> None:
-        self.run, self.name, self.networks = run, name, networks
-        self.lr, self.minutes, self.steps, self.ema_decay = lr, minutes, steps, ema_decay
+        self.run, self.name, self.networks, self.ema_decay = run, name, networks, ema_decay
+        self.minutes, self.steps, self.lr = budget.minutes, budget.steps, budget.lr
         self.ema = {
             key: copy.deepcopy(net).eval().requires_grad_(False) for key, net in networks.items()
         }
@@ -113,7 +128,7 @@ class Stage:
         ]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
-            lr=lr,
+            lr=budget.lr,
             betas=(0.9, 0.99),
             weight_decay=weight_decay,
             fused=run.device.type == "cuda",
@@ -121,6 +136,7 @@ class Stage:
         self.scenes, self.noise = run.generators(salt)
         self.step, self.seconds, self.done = 0, 0.0, False
         self._path = run.out / "state" / name
+        self._resume()
 
     @property
     def progress(self) -> float:
@@ -153,13 +169,13 @@ class Stage:
         fresh.rename(self._path)
         shutil.rmtree(old, ignore_errors=True)
 
-    def load(self) -> bool:
+    def _resume(self) -> None:
         """Continue from the last checkpoint, if there is one."""
         # Between the two renames of `save` there is only the old one.
         places = (self._path, self._path.with_suffix(".old"))
         folder = next((place for place in places if place.exists()), None)
         if folder is None:
-            return False
+            return
         content = io.BytesIO(b"".join(p.read_bytes() for p in sorted(folder.glob("*.bin"))))
         state = torch.load(content, map_location=self.run.device, weights_only=True)
         for key, net in self.networks.items():
@@ -173,7 +189,6 @@ class Stage:
         self.run.log(
             stage=self.name, event="resumed", step=self.step, seconds=round(self.seconds, 1)
         )
-        return True
 
     def train(
         self, loss_of: Callable[[], dict[str, Tensor]], probe: Probe, *, probe_every: float = 120.0

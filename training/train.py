@@ -28,6 +28,7 @@ import argparse
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,12 +38,10 @@ from torch import nn
 
 from training.build import SETTINGS_FILE, TinyConfig
 from training.family import FAMILIES, Family, family_of
-from training.probe import export
-from training.run import Run
-from training.train_decoder import train_decoder
+from training.probe import Flow, export
+from training.run import Budget, Run
 from training.train_flow import build_corpus, train_student, train_teacher
-from training.train_twin import train_twin
-from training.train_vae import train_vae, use_layout
+from training.train_vae import train_decoder, train_twin, train_vae, use_layout
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.output import atomic, merged
 from turbo_rcm_patch.tiny import TINY_WAN
@@ -116,11 +115,11 @@ def polish_folder(run: Run, family: Family, config: Any, args: argparse.Namespac
     """
     if args.stage == "decoder":
         vae = train_decoder(
-            run, config, _load_vae(family, args.start, run.device), **_budget(args, "decoder")
+            run, config, _load_vae(family, args.start, run.device), _budget(args, "decoder")
         )
     else:
         original = _load_vae(family_of("wan"), TINY_WAN, run.device)
-        vae = train_twin(run, config, original, **_budget(args, "vae"), start=args.start)
+        vae = train_twin(run, config, original, _budget(args, "vae"), start=args.start)
     pipe = family.PIPELINE.from_pretrained(args.start, dtype=torch.float32)
     export(run.out / args.start.name, family, config, vae, pipe.text_encoder, pipe.transformer)
     run.log(event="finished")
@@ -151,9 +150,9 @@ def install(student: Path, target: Path = TINY_WAN) -> Path:
     return target
 
 
-def _budget(args: argparse.Namespace, stage: str) -> dict[str, Any]:
-    """What a stage may spend, as its function's arguments."""
-    return {name: getattr(args, f"{name}_{stage}") for name in ("minutes", "steps", "batch", "lr")}
+def _budget(args: argparse.Namespace, stage: str) -> Budget:
+    """What a stage may spend."""
+    return Budget(*(getattr(args, f"{field.name}_{stage}") for field in fields(Budget)))
 
 
 def _load_vae(family: Family, folder: Path, device: torch.device) -> Any:
@@ -170,10 +169,10 @@ def _autoencoders(
     """The VAE that encodes the corpus, and the one that ships; for Wan they are one."""
     vae = None if args.start is None else _load_vae(family, args.start, run.device)
     if family.NAME == "wan":
-        vae = vae or train_vae(run, config, **_budget(args, "vae"))
+        vae = vae or train_vae(run, config, _budget(args, "vae"))
         return vae, vae
     original = _load_vae(family_of("wan"), TINY_WAN, run.device)
-    return original, vae or train_twin(run, config, original, **_budget(args, "vae"))
+    return original, vae or train_twin(run, config, original, _budget(args, "vae"))
 
 
 def _flow(
@@ -184,36 +183,14 @@ def _flow(
     """
     encoding, vae = vaes
     corpus = build_corpus(run, config, encoding, count=args.clips, seconds=args.corpus_seconds)
-    common = {
-        "guidance": args.guidance,
-        "compiled": args.compile,
-        "probe_count": args.probe_count,
-    }
-    teacher, encoder = train_teacher(
-        run,
-        family,
-        config,
-        vae,
-        corpus,
-        **_budget(args, "teacher"),
-        **common,
-        start=args.start,
-    )
+    flow = Flow(run, family, config, vae, args.guidance, args.compile, args.probe_count)
+    teacher, encoder = train_teacher(flow, corpus, _budget(args, "teacher"), args.start)
     if args.stage == "teacher" or run.late:
         return None
     student = train_student(
-        run,
-        family,
-        config,
-        vae,
-        corpus,
-        teacher,
-        encoder,
-        **_budget(args, "student"),
-        **common,
-        fill=args.fill,
-        refresh=args.refresh,
-    )
+        flow, corpus, teacher, encoder, _budget(args, "student"),
+        fill=args.fill, refresh=args.refresh,
+    )  # fmt: skip
     return encoder, teacher, student
 
 
@@ -284,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     encoder, teacher, student = found
     vae = vaes[1]
     if "decoder" in family.MINUTES:
-        vae = train_decoder(run, config, vae, **_budget(args, "decoder"))
+        vae = train_decoder(run, config, vae, _budget(args, "decoder"))
     export(run.out / f"{family.NAME}_teacher", family, config, vae, encoder, teacher)
     export(run.out / f"{family.NAME}_student", family, config, vae, encoder, student)
     run.log(event="finished")

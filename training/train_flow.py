@@ -29,10 +29,9 @@ from torch import Tensor, nn
 
 from training.build import TinyConfig, build_tokenizer, tokenize
 from training.data import render, sample_scenes
-from training.family import Family
-from training.flow import Velocity, few_step, guided, ode, sample_times
-from training.probe import probe_flow
-from training.run import Run, Stage, batches
+from training.flow import few_step, ode, sample_times
+from training.probe import Flow, probe_flow
+from training.run import Budget, Run, Stage, batches
 from training.train_vae import encode
 
 _DROPOUT: Final = 0.1  # of captions, for classifier-free guidance
@@ -90,51 +89,17 @@ def build_corpus(
     )
 
 
-def compile_blocks(blocks: nn.ModuleList, run: Run) -> None:
-    """Compile the blocks in place; whatever cannot be compiled runs eagerly."""
-    import torch._dynamo
-
-    torch._dynamo.config.suppress_errors = True
-    torch._dynamo.config.cache_size_limit = 64
-    for block in blocks:
-        block.compile(dynamic=False)
-    run.log(event="blocks will be compiled", blocks=len(blocks))
-
-
-def velocity_of(family: Family, model: nn.Module, text: Tensor, run: Run) -> Velocity:
-    """The network as a rectified flow, for fixed captions [B, L, D], in the run's precision."""
-    field = family.velocity(model, text)
-
-    def velocity(x: Tensor, t: Tensor) -> Tensor:
-        with run.precision():
-            return field(x, t)
-
-    return velocity
-
-
 def train_teacher(
-    run: Run,
-    family: Family,
-    config: TinyConfig,
-    vae: nn.Module,
-    corpus: Corpus,
-    *,
-    minutes: float,
-    steps: int | None = None,
-    batch: int = 128,
-    lr: float = 1e-3,
-    guidance: float = 1.5,
-    compiled: bool = False,
-    probe_count: int = 128,
-    start: Path | None = None,
+    flow: Flow, corpus: Corpus, budget: Budget, start: Path | None = None
 ) -> tuple[nn.Module, nn.Module]:
     """Flow matching; transformer and text encoder learn together. Returns their averaged weights.
 
     With `start`, a pipeline folder, both begin from its weights instead of from random ones.
     """
+    run, family, batch = flow.run, flow.family, budget.batch
     torch.manual_seed(run.seed + 1)
-    transformer = family.build_transformer(config).to(run.device)
-    encoder = family.build_text_encoder(config).to(run.device)
+    transformer = family.build_transformer(flow.config).to(run.device)
+    encoder = family.build_text_encoder(flow.config).to(run.device)
     if start is not None:
         for part, known, name in (
             (transformer, family.TRANSFORMER, "transformer"),
@@ -142,19 +107,11 @@ def train_teacher(
         ):
             found = known.from_pretrained(start, subfolder=name, dtype=torch.float32)
             part.load_state_dict(found.state_dict())
+    networks = {"transformer": transformer, "text_encoder": encoder}
     stage = Stage(
-        run,
-        "teacher",
-        {"transformer": transformer, "text_encoder": encoder},
-        salt=_TEACHER_SALT,
-        lr=lr,
-        minutes=minutes,
-        steps=steps,
-        ema_decay=0.998,
+        run, "teacher", networks, budget, salt=_TEACHER_SALT, ema_decay=0.998, weight_decay=0.01
     )
-    stage.load()
-    if compiled:
-        compile_blocks(family.blocks(transformer), run)
+    flow.compile_blocks(transformer)
 
     def losses() -> dict[str, Tensor]:
         pick = torch.randint(len(corpus.ids), (batch,), generator=stage.noise, device=run.device)
@@ -177,14 +134,9 @@ def train_teacher(
             text: Tensor, free: Tensor, noise: Tensor, generator: torch.Generator
         ) -> Tensor:
             del generator
-            field = guided(
-                velocity_of(family, model, text, run),
-                velocity_of(family, model, free, run),
-                guidance,
-            )
-            return ode(field, noise, 1.0, TEACHER_STEPS)
+            return ode(flow.guided(model, text, free), noise, 1.0, TEACHER_STEPS)
 
-        probe_flow(stage, family, config, vae, words, {"": sample}, model, count=probe_count)
+        probe_flow(flow, stage, words, {"": sample}, model)
 
     stage.train(losses, probe)
     return stage.ema["transformer"], stage.ema["text_encoder"]
@@ -214,58 +166,33 @@ class _Endpoints:
 
 
 def train_student(
-    run: Run,
-    family: Family,
-    config: TinyConfig,
-    vae: nn.Module,
+    flow: Flow,
     corpus: Corpus,
     teacher: nn.Module,
     encoder: nn.Module,
+    budget: Budget,
     *,
-    minutes: float,
-    steps: int | None = None,
-    batch: int = 128,
-    lr: float = 5e-4,
-    guidance: float = 1.5,
-    fill: int = 48,
-    refresh: int = 6,
-    compiled: bool = False,
-    probe_count: int = 128,
+    fill: int,
+    refresh: int,
 ) -> nn.Module:
     """Distil the teacher as the module's docstring says; the text encoder stays as it is.
 
     Args:
-        run, family, config, vae, corpus: As in `train_teacher`.
+        flow: What it has in common with the teacher; it learns to do without guidance.
+        corpus: Encoded clips.
         teacher: Averaged teacher; also where the student starts.
         encoder: Averaged text encoder.
-        minutes: Budget in training minutes, or
-        steps: in steps.
-        batch: Samples per step and per teacher batch.
-        lr: Peak learning rate.
-        guidance: Classifier-free guidance of the teacher; the student learns to do without.
+        budget: How long; samples per step and per teacher batch.
         fill: Teacher batches before the first step.
         refresh: Student steps per new teacher batch.
-        compiled: Compile the blocks of student and teacher.
-        probe_count: Videos per probe.
     """
+    run, family, config, batch = flow.run, flow.family, flow.config, budget.batch
     student = family.build_transformer(config).to(run.device)
     student.load_state_dict(teacher.state_dict())
-    stage = Stage(
-        run,
-        "student",
-        {"transformer": student},
-        salt=_STUDENT_SALT,
-        lr=lr,
-        minutes=minutes,
-        steps=steps,
-        ema_decay=0.995,
-        weight_decay=0.0,
-    )
-    stage.load()
+    networks = {"transformer": student}
+    stage = Stage(run, "student", networks, budget, salt=_STUDENT_SALT, ema_decay=0.995)
     average = stage.ema["transformer"]
-    if compiled:
-        compile_blocks(family.blocks(student), run)
-        compile_blocks(family.blocks(teacher), run)
+    flow.compile_blocks(student, teacher)
     times = family.times(4)
     with torch.no_grad():
         texts = torch.cat(
@@ -288,11 +215,7 @@ def train_student(
         noise = torch.randn(
             (batch, *config.latent_shape), generator=stage.noise, device=run.device
         )
-        field = guided(
-            velocity_of(family, teacher, texts[pick], run),
-            velocity_of(family, teacher, empty, run),
-            guidance,
-        )
+        field = flow.guided(teacher, texts[pick], empty)
         if index == 0:
             buffer.add(times[0] * noise, times[0], pick, ode(field, noise, 1.0, _SUBSTEPS[0]))
             return
@@ -300,7 +223,7 @@ def train_student(
         if from_data:
             state = (1 - t) * corpus.latents[pick].float() + t * noise
         else:
-            own = velocity_of(family, average, texts[pick], run)
+            own = flow.velocity(average, texts[pick])
             state = few_step(own, noise, times[: index + 1], stage.noise, renoise=family.RENOISES)
         buffer.add(state, t, pick, ode(field, state, t, _SUBSTEPS[index]))
 
@@ -320,7 +243,7 @@ def train_student(
         rows = torch.randint(buffer.count, (batch,), generator=stage.noise, device=run.device)
         x, t, end = buffer.state[rows], buffer.time[rows], buffer.end[rows]
         around = torch.rand(batch, generator=stage.noise, device=run.device) * 2 - 1
-        field = velocity_of(family, student, texts[buffer.pick[rows]], run)
+        field = flow.velocity(student, texts[buffer.pick[rows]])
         v = field(x, t + family.JITTER * around)
         x0 = x - t[:, None, None, None, None] * v.float()
         error = x0 - end
@@ -334,7 +257,7 @@ def train_student(
             def sample(
                 text: Tensor, free: Tensor, noise: Tensor, generator: torch.Generator
             ) -> Tensor:
-                field = velocity_of(family, average, text, run)
+                field = flow.velocity(average, text)
                 return few_step(
                     field, noise, family.times(count), generator, renoise=family.RENOISES
                 )
@@ -342,7 +265,7 @@ def train_student(
             return sample
 
         samplers = {"": sampler(4), "_2step": sampler(2), "_1step": sampler(1)}
-        probe_flow(stage, family, config, vae, encoder, samplers, average, count=probe_count)
+        probe_flow(flow, stage, encoder, samplers, average)
 
     stage.train(losses, probe, probe_every=75.0)
     return average

@@ -19,22 +19,6 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import ConfigError, DeviceError
 from turbo_rcm_patch.sampling.environment import device_name, versions
 
-__all__ = [
-    "Call",
-    "Timing",
-    "attention_fp64",
-    "bench",
-    "call_times",
-    "calls_within",
-    "device_of",
-    "errors_of",
-    "generator",
-    "print_line",
-    "reason_of",
-    "some_rows",
-    "time_call",
-]
-
 Call = Callable[[], torch.Tensor]
 
 #: Heads, tokens and channels a head: Wan2.1-1.3B at 480p and shorter, and CogVideoX-5B.

@@ -40,9 +40,9 @@ class Parameterisation(ABC):
     """
 
     @property
-    @abstractmethod
     def identity_end(self) -> float:
         """The time at which c_skip is exactly 1 and c_out exactly 0, so D(x) is x."""
+        return 0.0
 
     @property
     @abstractmethod
@@ -119,31 +119,20 @@ class Parameterisation(ABC):
         return apply_skip(x, branch, self.c_skip(t), self.c_out(t), dtype=dtype)
 
 
-def _require(condition: bool, field: str, expected: str, value: float) -> None:
-    if not condition:
-        raise ConfigError(field, expected=expected, got=repr(value))
+def _positive(owner: object, sigma_data: float) -> None:
+    if not 0 < sigma_data < math.inf:
+        field = f"{type(owner).__name__}.sigma_data"
+        raise ConfigError(field, expected="a positive number", got=repr(sigma_data))
 
 
 @dataclass(frozen=True, slots=True)
-class EDM(Parameterisation):
-    """Preconditioning of EDM (arXiv:2206.00364, table 1); t is the noise level sigma.
-
-    c_skip = sd^2 / (t^2 + sd^2), c_out = t sd / sqrt(t^2 + sd^2), c_in = 1 / sqrt(t^2 + sd^2).
-
-    Attributes:
-        sigma_data: Standard deviation of the data, sd.
-    """
+class _OverNoise(Parameterisation):
+    """Times are noise levels, from where D is the identity up to infinity."""
 
     sigma_data: float = 0.5
 
     def __post_init__(self) -> None:
-        _require(
-            0 < self.sigma_data < math.inf, "EDM.sigma_data", "a positive number", self.sigma_data
-        )
-
-    @property
-    def identity_end(self) -> float:
-        return 0.0
+        _positive(self, self.sigma_data)
 
     @property
     def other_end(self) -> float:
@@ -154,13 +143,24 @@ class EDM(Parameterisation):
         return 0.0, self.sigma_data
 
     def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
-        sd = self.sigma_data
+        sd, past = self.sigma_data, t - self.identity_end
         norm = xp.sqrt(t * t + sd * sd)
-        return sd * sd / (t * t + sd * sd), t * sd / norm, 1 / norm
+        return sd * sd / (past * past + sd * sd), past * sd / norm, 1 / norm
 
 
 @dataclass(frozen=True, slots=True)
-class ConsistencyModel(Parameterisation):
+class EDM(_OverNoise):
+    """Preconditioning of EDM (arXiv:2206.00364, table 1); t is the noise level sigma.
+
+    c_skip = sd^2 / (t^2 + sd^2), c_out = t sd / sqrt(t^2 + sd^2), c_in = 1 / sqrt(t^2 + sd^2).
+
+    Attributes:
+        sigma_data: Standard deviation of the data, sd.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ConsistencyModel(_OverNoise):
     """Boundary of consistency models (arXiv:2303.01469, appendix C); t is the noise level sigma.
 
     c_skip = sd^2 / ((t - smin)^2 + sd^2), c_out = (t - smin) sd / sqrt(t^2 + sd^2),
@@ -173,36 +173,18 @@ class ConsistencyModel(Parameterisation):
             fp32 is not exactly 0.002.
     """
 
-    sigma_data: float = 0.5
     sigma_min: float = 0.002
 
     def __post_init__(self) -> None:
-        field = "ConsistencyModel"
-        _require(
-            0 < self.sigma_data < math.inf,
-            f"{field}.sigma_data",
-            "a positive number",
-            self.sigma_data,
-        )
-        _require(0 <= self.sigma_min < math.inf, f"{field}.sigma_min", "0 or more", self.sigma_min)
+        _OverNoise.__post_init__(self)
+        if not 0 <= self.sigma_min < math.inf:
+            raise ConfigError(
+                "ConsistencyModel.sigma_min", expected="0 or more", got=repr(self.sigma_min)
+            )
 
     @property
     def identity_end(self) -> float:
         return self.sigma_min
-
-    @property
-    def other_end(self) -> float:
-        return math.inf
-
-    @property
-    def other_limit(self) -> tuple[float, float]:
-        return 0.0, self.sigma_data
-
-    def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
-        sd = self.sigma_data
-        past = t - self.sigma_min
-        norm = xp.sqrt(t * t + sd * sd)
-        return sd * sd / (past * past + sd * sd), past * sd / norm, 1 / norm
 
     def _widen(self, t: torch.Tensor) -> torch.Tensor:
         wide = t.double()
@@ -226,16 +208,7 @@ class TrigFlow(Parameterisation):
     sigma_data: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(
-            0 < self.sigma_data < math.inf,
-            "TrigFlow.sigma_data",
-            "a positive number",
-            self.sigma_data,
-        )
-
-    @property
-    def identity_end(self) -> float:
-        return 0.0
+        _positive(self, self.sigma_data)
 
     @property
     def other_end(self) -> float:
@@ -259,10 +232,6 @@ class RCMWrapper(Parameterisation):
     """
 
     @property
-    def identity_end(self) -> float:
-        return 0.0
-
-    @property
     def other_end(self) -> float:
         return math.pi / 2
 
@@ -281,10 +250,6 @@ class RectifiedFlow(Parameterisation):
 
     x_t = (1 - t) x_0 + t z, t from 0 to 1. c_skip = 1, c_out = -t, c_in = 1.
     """
-
-    @property
-    def identity_end(self) -> float:
-        return 0.0
 
     @property
     def other_end(self) -> float:

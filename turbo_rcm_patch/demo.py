@@ -21,8 +21,6 @@ from turbo_rcm_patch.sampling.report import write_report
 from turbo_rcm_patch.sampling.store import check_out
 from turbo_rcm_patch.sampling.video import find_ffmpeg
 
-__all__ = ["demo", "shape_observer"]
-
 MODEL = TINY
 
 

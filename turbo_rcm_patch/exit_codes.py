@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from turbo_rcm_patch.errors import TurboRCMError
-
-__all__ = [
-    "CHANGED",
-    "INTERRUPTED",
-    "OK",
-    "PIPE",
-    "SIMILAR",
-    "TABLE",
-    "UNEXPECTED",
-    "USAGE",
-    "of_verdict",
-    "run_command",
-]
 
 OK: Final = 0
 CHANGED: Final = 1
@@ -50,13 +39,34 @@ def of_verdict(word: str) -> int:
     return {"unchanged": OK, "similar": SIMILAR}.get(word, CHANGED)
 
 
+class _OnStderr(logging.Handler):
+    """On what is stderr now: progress bars put something of theirs in its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage(), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _compiling_shown() -> Iterator[None]:
+    log, handler = logging.getLogger("turbo_rcm_patch.kernels.ahead"), _OnStderr()
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+        log.removeHandler(handler)
+
+
 def run_command(
     run: Callable[[], int],
     tell: Callable[[TurboRCMError], str] = TurboRCMError.block,
     *,
     interrupted: str,
 ) -> int:
-    """Run a command and return its exit code, whatever happens.
+    """Run a command and return its exit code, whatever happens. Meanwhile stderr shows how far the
+    compilation of kernels is.
 
     Python exits with 1 for an uncaught error, but here 1 means "changed".
 
@@ -69,7 +79,8 @@ def run_command(
         The command's own code, or another code of this module.
     """
     try:
-        code = run()
+        with _compiling_shown():
+            code = run()
         sys.stdout.flush()  # A full disk shows here, and must not exit with 1 either.
         return code
     except TurboRCMError as error:

@@ -10,8 +10,6 @@ from typing import Final
 
 from turbo_rcm_patch.errors import MissingPackageError
 
-__all__ = ["EXTRAS", "require"]
-
 #: Extra -> the modules that it installs beyond the base. tests/test_packaging.py compares it with
 #: pyproject.toml.
 EXTRAS: Final = {

@@ -13,8 +13,6 @@ from typing import Final
 
 from turbo_rcm_patch.errors import OutputError, TurboRCMError
 
-__all__ = ["atomic", "check_writable", "is_partial", "merged"]
-
 #: What the names of unfinished files begin with. They are hidden, and gone in the end.
 _PARTIAL: Final = ".turbo_rcm_patch-partial-"
 _count = itertools.count()

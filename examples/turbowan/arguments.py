@@ -19,21 +19,6 @@ from turbo_rcm_patch.sampling.load import check_offload, choose_device, resolve_
 from turbo_rcm_patch.sampling.scheduler import MAX_STEPS, RCMScheduler
 from turbo_rcm_patch.sampling.video import ENDINGS, find_ffmpeg
 
-__all__ = [
-    "RESOLUTIONS",
-    "base_of",
-    "check_values",
-    "check_video_path",
-    "frame_size",
-    "image_to_video_parser",
-    "parse",
-    "patch_config",
-    "run",
-    "text_to_video_parser",
-    "told",
-    "video_path",
-]
-
 #: Name -> aspect ratio -> (width, height), as the models were distilled.
 RESOLUTIONS: Final[dict[str, dict[str, tuple[int, int]]]] = {
     name: dict(zip(("1:1", "4:3", "3:4", "16:9", "9:16"), sizes, strict=True))

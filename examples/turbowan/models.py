@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 from torch import nn
 
+from turbo_rcm_patch import RCMScheduler
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra, unload_extra
 from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.checkpoints.distributed import dcp_metadata
@@ -21,6 +23,8 @@ from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExis
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching.stored import folder_proj_l, mark_of
 from turbo_rcm_patch.sampling.load import Offload, choose_device, loading, move, resolve_model
+from turbo_rcm_patch.sampling.progress import bars
+from turbowan.arguments import base_of
 
 if TYPE_CHECKING:
     from diffusers import (
@@ -34,15 +38,6 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.checkpoints.folder import Progress
 
     _Pipeline = TypeVar("_Pipeline", WanPipeline, WanImageToVideoPipeline)
-
-__all__ = [
-    "SIZES",
-    "load",
-    "load_text_encoder",
-    "load_vae",
-    "transformer_folder",
-    "transformer_folders",
-]
 
 #: The model's name -> width and number of blocks.
 SIZES: Final = {
@@ -270,6 +265,42 @@ def load(
         )
     _check_base(root, pipe, networks[0])
     move(pipe, target, offload)
+    return pipe
+
+
+def load_given(
+    pipeline: type[_Pipeline], checkpoints: Sequence[str], arguments: argparse.Namespace
+) -> _Pipeline:
+    """A pipeline with the rCM scheduler, as the arguments of a script ask for it; checkpoints are
+    converted on first use.
+
+    Args:
+        pipeline: diffusers' class.
+        checkpoints: Of the transformer, or of the high-noise and the low-noise expert.
+        arguments: From `parse`.
+    """
+    base = base_of(arguments, checkpoints[0])
+    with bars() as progress:
+        folders = transformer_folders(
+            checkpoints, base=base, cache=arguments.cache, progress=progress
+        )
+    named = ("model", "vae_path", "text_encoder_path", "device", "offload")
+    pipe = load(
+        pipeline,
+        folders,
+        base,
+        sla=arguments.attention_type != "original" and not arguments.no_patch,
+        int8=arguments.quant_linear and not arguments.no_patch,
+        dtype=getattr(torch, arguments.dtype),
+        vae_dtype=getattr(torch, arguments.vae_dtype),
+        **{name: getattr(arguments, name) for name in named},
+    )
+    # Network times in bf16, as the published loop has them.
+    pipe.scheduler = RCMScheduler(
+        sigma_max=arguments.sigma_max,
+        sampler="ode" if getattr(arguments, "ode", False) else "sde",
+        timestep_dtype="bfloat16",
+    )
     return pipe
 
 

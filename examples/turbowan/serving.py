@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from turbo_rcm_patch import RCMScheduler
 from turbo_rcm_patch.errors import TurboRCMError
+from turbowan import sampling
 from turbowan.arguments import (
     check_values,
     check_video_path,
@@ -23,7 +25,8 @@ from turbowan.arguments import (
     video_path,
 )
 
-__all__ = ["requests", "serve"]
+if TYPE_CHECKING:
+    from diffusers import WanImageToVideoPipeline, WanPipeline
 
 #: What `/set` changes, and how it is read.
 _SETTABLE: Final[dict[str, type[int] | type[float]]] = {
@@ -36,6 +39,32 @@ A line is a prompt, and its video is made at once. A line that ends in \\ goes o
   /set NAME VALUE    change one of {names}
   /reset             the settings as they were at the start
   /quit              stop"""
+
+
+def make_videos(
+    pipe: WanPipeline | WanImageToVideoPipeline,
+    arguments: argparse.Namespace,
+    inputs: Callable[[], Mapping[str, Any]],
+) -> int:
+    """Make the video of the arguments, or with --serve those that are asked for; the exit code.
+
+    Args:
+        pipe: From `load_given`, patched or not.
+        arguments: From `parse`.
+        inputs: Called for each video: width, height, and the image if there is one.
+    """
+
+    def generate(prompt: str, path: Path) -> None:
+        # With the settings as they are now: --serve may change them.
+        config, sigma_max = pipe.scheduler.config, arguments.sigma_max
+        pipe.scheduler = RCMScheduler.from_config(config, sigma_max=sigma_max)
+        names = ("num_frames", "num_steps", "num_samples", "seed")
+        given = {name: getattr(arguments, name) for name in names}
+        latents = sampling.sample(pipe, prompt, **inputs(), **given)
+        sampling.write_video(sampling.decode(pipe, latents), path)
+        print(path)
+
+    return serve(arguments, generate)
 
 
 def serve(arguments: argparse.Namespace, generate: Callable[[str, Path], None]) -> int:

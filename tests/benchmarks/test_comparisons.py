@@ -199,7 +199,7 @@ def test_fidelity(tmp_path: Path) -> None:
     for case in cases.values():
         found = case["methods"]
         assert list(found) == ["unpatched", *peers.split(",")]
-        assert all(one["status"] == "measured" for one in found.values())
+        assert all(one["status"] == "timed" for one in found.values())
         assert all(len(one["errors"]) == 2 for one in found.values())
         exact = found["exact / residual fp32"]
         assert exact["of_unpatched"] < found["exact / residual model"]["of_unpatched"]
@@ -355,19 +355,59 @@ def test_a_cpu_has_no_clock_and_no_data_sheet() -> None:
 
 
 def test_time_over_length_has_a_row_for_every_method(tmp_path: Path) -> None:
-    assert main(["length", *MICRO_CPU, "--out", str(tmp_path)]) == 0
+    only = ["--only", "780,cogvideox-2b"]
+    assert main(["length", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 0
     cases = read(tmp_path / "length.json")["cases"]
-    assert list(cases) == ["780", "1950"]
+    assert {name: case["tokens"] for name, case in cases.items()} == {
+        "780": 16,
+        "cogvideox-2b": 57,
+    }
     for case in cases.values():
         methods = case["methods"]
         assert list(methods) == list(forward.METHODS)
+        assert methods["eager sage"]["status"] == "missing", "no CUDA build on a CPU"
         for name, found in methods.items():
+            if name == "eager sage":
+                continue
             assert found["status"] == "timed", (name, found)
             assert found["cpu_milliseconds"]["median"] > 0
         assert methods["patched"]["in_int8"] == 1.0
         assert methods["patched exact"]["in_int8"] == 0.0
         assert methods["patched exact"]["error"]["relative_l2"] < 0.02
     assert (tmp_path / "time_over_length.png").stat().st_size > 10_000
+
+
+def test_results_become_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def timed(ms: float, cpu: float, **more: object) -> dict[str, object]:
+        return {"milliseconds": {"median": ms}, "cpu_milliseconds": {"median": cpu}, **more}
+
+    cases = {
+        "780": {"tokens": 780, "methods": {
+            "eager": timed(32.7, 32.4), "patched": timed(21.25, 20.8, in_int8=0.0),
+            "eager sage": {"status": "missing", "reason": "no such package"},
+        }},
+        "cogvideox-2b": {"tokens": 17776, "methods": {
+            "eager": timed(314.0, 120.0), "patched": timed(203.4, 26.0, in_int8=1.0),
+            "compiled": timed(262.0, 15.0),
+        }},
+        "WanModel": {"status": "missing", "reason": "no checkout"},
+    }  # fmt: skip
+    (tmp_path / "length.json").write_text(json.dumps({"cases": cases}))
+    seconds = {"cold_seconds": 9.5, "warm_seconds": 4.5, "denoise_seconds": 1.48,
+               "decode_seconds": 3.05, "peak_bytes": 2**34}  # fmt: skip
+    video = {"rcm-4-steps": {"methods": {"patched": seconds, "compiled": {"reason": "no"}}}}
+    (tmp_path / "video.json").write_text(json.dumps({"cases": video}))
+    assert main(["table", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split("\n\n") == [
+        "|  | tokens | eager | `torch.compile` | **patched** | in int8 |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| Wan2.1-1.3B | 780 | 32.7 (32.4) |  | 21.2 (20.8) | 0% |\n"
+        "| CogVideoX-2B | 17,776 | 314 (120) | 262 | 203 | 100% |",
+        "|  |  | first video | next | in the sampler | in the VAE | peak, GiB |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| rcm-4-steps | patched | 9.50 | 4.50 | 1.48 | 3.05 | 16.0 |\n",
+    ]
+    assert main(["table", str(tmp_path / "nothing")]) == 2
 
 
 def test_seconds_a_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,19 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
             del sys.modules[name]
 
 
+def test_the_table_over_length_has_a_row_for_its_own_class(checkout: Path, tmp_path: Path) -> None:
+    asked = ["length", "--micro", "--device", "cpu", "--calls", "1", "--only", "WanModel"]
+    asked += ["--peers", "eager,eager sage,patched"]
+    assert main([*asked, "--turbodiffusion", str(checkout), "--out", str(tmp_path)]) == 0
+    case = read(tmp_path / "length.json")["cases"]["WanModel"]
+    assert case["tokens"] == 300 and case["class"].endswith("wan2pt1.WanModel")
+    assert case["methods"]["patched"]["in_int8"] == 1.0
+    assert "WanModel, which calls torch" in case["methods"]["eager sage"]["reason"]
+    assert main([*asked, "--out", str(tmp_path)]) == 0
+    case = read(tmp_path / "length.json")["cases"]["WanModel"]
+    assert "a checkout of thu-ml/TurboDiffusion" in case["reason"] and "methods" not in case
+
+
 def test_its_class(checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TURBO, "--turbodiffusion", str(checkout), "--out", str(tmp_path)]) == 0
     document = read(tmp_path / "network_turbo.json")

@@ -3,23 +3,36 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from benchmarks.networks import build_wan, wan_call
 from tests.ops.test_parallel import Case, inputs, local, one_device, relative
 from tests.patching import test_parallel_patched as patched
 from tests.patching.wan import run
 from tests.ranks import groups, on_ranks
+from tests.sampling.micro import micro_pipe, save
+from tests.sampling.test_cli import SMALL
 from turbo_rcm_patch import PatchConfig, patch_model
 from turbo_rcm_patch.errors import RankMismatchError
 from turbo_rcm_patch.ops import AttentionSpec
+from turbo_rcm_patch.ops import parallel as parallel_module
 from turbo_rcm_patch.ops.exchange import counting_bytes
 from turbo_rcm_patch.ops.parallel import parallel_attention
 
@@ -188,3 +201,118 @@ def test_two_gpus_equal_one(backend: str) -> None:
 def test_faults_and_streams_on_two_gpus() -> None:
     two_gpus()
     on_ranks(2, faults_and_streams, backend="nccl")
+
+
+def shares_of_heads(rank: int) -> None:
+    """Two shares of heads and the queries of others first: the bits of one exchange, on the
+    default stream and on another."""
+    device = torch.device("cuda", rank)
+    parallel = groups(2, 1)
+    assert parallel is not None
+    for case in (
+        Case("wan", 2, 1, (2300, 2299), heads=12, dim=128, options={"pv": "fp8"}),
+        Case("wan-16-bit", 2, 1, (1000, 777), heads=5, dim=128, options={"pv": "bf16"}),
+        Case("cogvideox", 2, 1, (2113, 2000), heads=30, dim=64, norm="layer",
+             options={"pv": "fp8"}),
+        Case("batch", 2, 1, (300, 211), batch=2, dim=64, options={"pv": "fp8"}),
+    ):  # fmt: skip
+        mine = local(on(device, inputs(case)), case, rank)
+        q, k, v = (mine.pop(name) for name in "qkv")
+        call = partial(parallel_attention, q, k, v, case.spec, parallel, **mine)
+        one = call()
+        parallel_module._layout_of.cache_clear()
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with (
+            mock.patch.object(parallel_module, "_LONG", 1),
+            mock.patch.object(parallel_module, "_waves", lambda tokens, heads: tokens * heads),
+        ):
+            for _ in range(4):
+                assert torch.equal(call(), one), case.name
+            with torch.cuda.stream(stream):
+                other = [call() for _ in range(4)]
+        torch.cuda.current_stream(device).wait_stream(stream)
+        assert all(torch.equal(out, one) for out in other), case.name
+        parallel_module._layout_of.cache_clear()
+
+
+def test_shares_of_heads_on_two_gpus() -> None:
+    two_gpus()
+    on_ranks(2, shares_of_heads, backend="cpu:gloo,cuda:nccl")
+
+
+#: Of a group of which a rank dies, and until the others have to be at their end.
+SHORT, PATIENCE = timedelta(seconds=10), 60
+
+
+def one_dies(rank: int, when: str, folder: str) -> None:
+    """Rank 1 leaves without a word, between two forwards or in the middle of one."""
+    device = f"cuda:{rank}"
+    model, given = patched.MODELS["wan"](torch.bfloat16)
+    model, given = model.to(device), patched.moved(given, device)
+    patch_model(model, guard=False, attention="int8")
+    patched.enable(model, patched.mesh(1, 2, "cuda"))
+    run(model, **given)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1 and when == "between":
+        os._exit(0)
+    if rank == 1:
+        left = iter(range(3))
+        real = parallel_module.all_to_all
+
+        def leaves(*args: Any) -> Any:
+            if next(left, None) is None:
+                os._exit(0)
+            return real(*args)
+
+        with mock.patch.object(parallel_module, "all_to_all", leaves):
+            run(model, **given)
+    late = threading.Timer(PATIENCE, os._exit, (7,))
+    late.daemon = True
+    late.start()
+    time.sleep(1.0)
+    try:
+        run(model, **given)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        Path(folder, "said").write_text(str(error), encoding="utf-8")
+        os._exit(8)  # there is nobody left to take leave of
+    Path(folder, "went on").touch()
+
+
+@pytest.mark.parametrize("when", ["between", "within"])
+def test_a_rank_that_dies_ends_the_other_gpu(when: str, tmp_path: Path) -> None:
+    """Between forwards the header's host exchange notices it at once. Within one, NCCL's watchdog
+    ends the process after the group's timeout."""
+    two_gpus()
+    begin = time.monotonic()
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)) as caught:
+        on_ranks(
+            2, one_dies, when, os.fspath(tmp_path), backend="cpu:gloo,cuda:nccl", timeout=SHORT
+        )
+    assert not (tmp_path / "went on").exists()
+    assert "process 0" in str(caught.value) and "exit code 7" not in str(caught.value)
+    if when == "between":
+        assert "exit code 8" in str(caught.value), caught.value
+    assert time.monotonic() - begin < PATIENCE + 60  # with the compilation before
+
+
+@pytest.mark.parametrize("split", [[], ["--ulysses", "2"], ["--ring", "2"]], ids=" ".join)
+def test_compare_on_two_gpus(split: list[str], tmp_path: Path) -> None:
+    """One report of two processes that torchrun started, through NCCL where a video is split."""
+    two_gpus()
+    model, out = save(micro_pipe(), tmp_path / "micro"), tmp_path / "out"
+    given = ["--model", str(model), *SMALL, "--steps", "2", "--out", str(out), *split]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", "turbo_rcm_patch", "compare", *given, "--prompt", "a red circle", "--prompt", "a"],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.stdout.count("verdict:") == 1, done.stderr[-3000:]
+    found = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+    assert found["identity"]["split"] == {"--ulysses": "Ulysses 2", "--ring": "ring 2"}.get(
+        (split or [""])[0], ""
+    )
+    assert len(found["prompts"]) == 2 and found["network"]["ratio"] > 0

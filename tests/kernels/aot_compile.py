@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections import Counter
 from pathlib import Path
 
 import triton
@@ -27,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 #: Kernels whose instructions are looked at.
-READ = re.compile(r"linear|^hopper_kernel$|sparse_attention|fingerprint|one_launch")
+READ = re.compile(r"linear|^hopper_kernel$|attention|fingerprint|one_launch")
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -79,8 +80,13 @@ def compile_one(launch: dict) -> dict:
         "target": f"{backend}:{arch}",
         "triton": triton.__version__,
         "warps": launch["options"]["num_warps"],
+        "tile": [
+            launch["arguments"].get(name, {}).get("constant") for name in ("BLOCK_M", "BLOCK_N")
+        ],
         "shared": compiled.metadata.shared,
     }
+    if launch["kernel"].startswith(("norm_modulate", "skip_norm")):
+        result["sums"] = sums(compiled.asm["ttgir"])
     if backend == "cuda":
         result |= cuda_resources(compiled.asm["cubin"], launch["kernel"])
     else:
@@ -107,6 +113,7 @@ def cuda_resources(cubin: bytes, kernel: str) -> dict:
             return result
         sass = said("nvdisasm", "-c")
     result["spills"] = len(re.findall(r"\b(?:STL|LDL)\b", sass))
+    result["loop"] = main_loop(sass)
     if "int8_linear" in kernel or "hopper_linear" in kernel:
         result["igmma"] = len(re.findall(r"\bIGMMA\b", sass))
     if kernel in ("hopper_kernel", "sparse_attention_kernel") or "hopper_linear" in kernel:
@@ -118,29 +125,53 @@ def cuda_resources(cubin: bytes, kernel: str) -> dict:
     return result
 
 
-def spills_in_loops(sass: str) -> list[int]:
-    """Spills inside each innermost loop that multiplies matrices."""
+def sums(code: str) -> list[str]:
+    """How the values of each sum over a row lie in threads, which is the order of the sum."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    reduced = r"\}\) : \(tensor<\d+xf32, (#\w+)>\) -> f32"
+    return [layouts[name] for name in re.findall(reduced, code)]
+
+
+def innermost_loops(code: str, matrix: str) -> list[list[str]]:
+    """The instructions of each innermost loop with one that matches `matrix`, of NVIDIA's or AMD's
+    disassembly; one loop is one label and the jump back to it."""
     labels: dict[str, int] = {}
-    code: list[str] = []
+    instructions: list[str] = []
     loops: list[tuple[int, int]] = []
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(code)
-        elif re.search(r"/\*[0-9a-f]{4,}\*/\s+\S", line):
-            jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
-            code.append(line)
-            if jump and jump[1] in labels:
-                loops.append((labels[jump[1]], len(code)))
-    loops = [loop for loop in loops if any("GMMA" in line for line in code[slice(*loop)])]
-    inner = [
-        (first, last)
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label[1]] = len(instructions)
+        elif found := re.match(
+            r"\s*(?:/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z]\S*)|([a-z]+_\w+)\s)", line
+        ):
+            name = (found[1] or found[2]).rstrip(";")
+            instructions.append(name)
+            jump = re.search(r"(\.L\w+)\)?[;\s]*$", line.split("//")[0].split("/* 0x")[0])
+            if name.startswith(("BRA", "s_cbranch", "s_branch")) and jump and jump[1] in labels:
+                loops.append((labels[jump[1]], len(instructions)))
+    loops = [
+        loop for loop in loops if any(re.search(matrix, one) for one in instructions[slice(*loop)])
+    ]
+    return [
+        instructions[first:last]
         for first, last in loops
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
     ]
+
+
+def spills_in_loops(sass: str) -> list[int]:
+    """Spills inside each innermost loop that multiplies matrices."""
     return [
-        sum(bool(re.search(r"\b(?:STL|LDL)\b", line)) for line in code[first:last])
-        for first, last in inner
+        sum(one.split(".")[0] in ("STL", "LDL") for one in loop)
+        for loop in innermost_loops(sass, "GMMA")
     ]
+
+
+def main_loop(code: str) -> dict[str, int]:
+    """How often each instruction is in the first innermost loop that multiplies matrices; nothing
+    where there is none."""
+    loops = innermost_loops(code, r"MMA|v_mfma")
+    return dict(Counter(loops[0]).most_common()) if loops else {}
 
 
 def barrier_before_atomic(sass: str) -> bool:
@@ -164,6 +195,7 @@ def hip_resources(assembly: str) -> dict:
         "registers": number("vgpr_count"),
         "stack": number("private_segment_fixed_size"),
         "spills": number("vgpr_spill_count"),
+        "loop": main_loop(assembly),
     }
 
 

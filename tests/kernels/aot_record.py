@@ -24,7 +24,7 @@ from turbo_rcm_patch.ops.shards import Tokens
 
 PORTABLE = (
     "attention", "denoise", "fingerprint", "int8_linear", "norm", "one_launch", "project",
-    "prologue", "rows", "shards", "skip", "sparse_attention",
+    "prologue", "rows", "shards", "skip", "skip_norm", "sparse_attention",
 )  # fmt: skip
 HOPPER = ("attention", "int8_linear", "linear_branch", "prologue", "shards")
 #: The portable modules by their names, Hopper's as "hopper.attention" and so on.
@@ -163,7 +163,8 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
     if operation == "attention":
         modules["attention"].attention(inputs)
     elif operation == "plain-attention":
-        modules["attention"].attention(inputs._replace(residual=None, c_out=None))
+        tile = Tile(*case["tile"]) if "tile" in case else None
+        modules["attention"].attention(inputs._replace(residual=None, c_out=None), tile=tile)
     elif operation == "denoise":
         x, c = residual.double(), empty(3, dtype=torch.float64)
         for noise in (None, residual.float()):
@@ -195,6 +196,8 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
             )
     elif operation == "residual":
         wide_residual(case, modules, residual, gate, weight, bias)
+    elif operation == "skip-norm":
+        skip_norm(case, modules, residual, gate)
     elif operation == "fingerprint":
         modules["fingerprint"].fingerprint(modules["fingerprint"].Table([weight, bias]))
     elif operation == "norm-rows":
@@ -213,13 +216,16 @@ def shards(own, q, k, v, common) -> None:
         )
         for name, x in (("q", q), ("k", k))
     )  # fmt: skip
-    mean, amax = own.statistics(k, v, first=1, step=8, smooth_k=True, fp8=fp8)
+    mean, of_v, amax = own.statistics(k, v, first=1, step=8, smooth_k=True, fp8=fp8)
     queries = own.queries(q, sm_scale=common["sm_scale"], qmax=127)
     keys = own.keys(k, mean, qmax=127)
-    scale = own.value_scale(mean) if fp8 else None
-    values = own.values(v, mean) if fp8 else v
+    levels, values = None, v
+    if fp8:
+        values, errors = own.values(v, of_v, amax)
+        levels = own.value_levels(of_v, amax)
+        levels = torch.cat([levels, errors.view(torch.float32).unsqueeze(2)], 2)
     own.attend(
-        queries, keys, values, scale,
+        queries, keys, values, levels,
         n_q=v.shape[1], n_kv=v.shape[1], head_dim=v.shape[2] // heads, pv=common["pv"],
         out_dtype=torch.float32, want_lse=True,
     )  # fmt: skip
@@ -247,6 +253,21 @@ def wide_residual(case, modules, narrow, gate, weight, bias) -> None:
         modules["int8_linear"].int8_linear(
             rows, int8, scale, bias, stream, 1.0, gate, gelu=False, **how
         )
+
+
+def skip_norm(case, modules, narrow, gate) -> None:
+    """A skip with the norm behind it, and that norm alone: with a gate and a modulation, and with
+    neither, before a norm with weights."""
+    stream, dtype = getattr(torch, case["stream"]), narrow.dtype
+    gated = (gate, gate, 1.0) if case["modulated"] else (1.0, narrow[:, :1], 0.0)
+    c_out, factor, one = gated
+    how = {"one": one, "eps": 1e-6}
+    own, norm, given = modules["skip_norm"], modules["norm"], (narrow.to(stream), narrow, c_out)
+    cast = {"cast": "model" if stream == dtype else "fp32", "out_dtype": stream}
+    y, _ = own.skip_norm(*given, factor, factor, normed_dtype=dtype, **cast, **how)
+    norm.norm_modulate(y, factor, factor, out_dtype=dtype, **how)
+    own.skip_norm_rows(*given, factor, factor, **cast, **how)
+    norm.norm_modulate_rows(y, factor, factor, **how)
 
 
 def int8_linears(case, modules, residual, gate) -> None:

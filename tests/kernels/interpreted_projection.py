@@ -19,6 +19,8 @@ from turbo_rcm_patch.ops import (
     skip,
 )
 from turbo_rcm_patch.ops.denoise import denoise_step
+from turbo_rcm_patch.ops.elementwise import norm_forward, rows_forward, skip_norm
+from turbo_rcm_patch.ops.projection import skip_forward
 from turbo_rcm_patch.ops.reference import norm_rope
 from turbo_rcm_patch.ops.registry import rotated_heads
 
@@ -52,6 +54,42 @@ def test_skip_is_bit_equal(form: str, dtype: torch.dtype, cast: str) -> None:
     branch = torch.randn(2, 37, 300).to(dtype)
     out = skip(residual, branch, c, c, cast=cast, impl="triton")
     assert torch.equal(out, skip(residual, branch, c, c, cast=cast, impl="reference"))
+
+
+@pytest.mark.parametrize("cast", ["fp32", "model"])
+@pytest.mark.parametrize(
+    ("stream", "out"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float16, torch.float16),
+    ],
+    ids=["fp32", "fp16-to-fp32", "fp16"],
+)
+@pytest.mark.parametrize("form", ["none", "channel", "element", "token", "half"])
+def test_a_skip_with_its_norm_is_both_bit_for_bit(
+    form: str, stream: torch.dtype, out: torch.dtype, cast: str
+) -> None:
+    """And the norm may go to rows of a longer sequence, beside which nothing is written."""
+    c = coefficients((2, 5, 300))[form] if form != "none" else None
+    factor, offset = (None, None) if form == "half" else (c, torch.randn(2, 1, 300))
+    residual = torch.randn(2, 5, 600).to(stream)[..., 100:400]
+    branch = torch.randn(2, 8, 300).half()[:, 3:]
+    one, eps = (0.0, 1e-5) if form == "token" else (1.0, 1e-6)
+    for impl in ("triton", "reference"):
+        y = skip_forward.body(residual, branch, None, c, 1.0, 1.0, cast, impl, out)
+        normed = norm_forward.body(y, factor, offset, one, eps, impl, torch.float16)
+        how = (factor, offset, one, eps, cast, impl, out, torch.float16)
+        made = skip_norm(residual, branch, c, *how)
+        assert torch.equal(made[0], y) and made[0].dtype == out
+        assert torch.equal(made[1], normed) and made[1].is_contiguous()
+        longer = torch.full((2, 9, 300), 7.0, dtype=torch.float16)
+        _, rows = skip_norm(residual, branch, c, *how, longer[:, 3:8])
+        assert torch.equal(longer[:, 3:8], normed) and rows.data_ptr() == longer[0, 3].data_ptr()
+        assert longer[:, :3].eq(7).all() and longer[:, 8:].eq(7).all()
+        rows = rows_forward.body(y, factor, offset, one, eps, impl)
+        made = skip_norm(residual, branch, c, *how[:-1], torch.int8)
+        assert torch.equal(made[0], y) and all(map(torch.equal, made[1], rows))
 
 
 @pytest.mark.parametrize("noisy", [False, True], ids=["last-step", "re-noising"])

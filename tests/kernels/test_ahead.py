@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 import pytest
 import torch
 from triton.runtime import _async_compile
 
+from turbo_rcm_patch.exit_codes import run_command
 from turbo_rcm_patch.kernels import ahead, replay
 from turbo_rcm_patch.kernels.launch import launch
+from turbo_rcm_patch.ops.operation import Step
 
 CPU = torch.device("cpu")
 
@@ -54,6 +58,15 @@ def test_nothing_is_recorded_or_replayed_meanwhile() -> None:
     ahead.compile_ahead(lambda: tokens.append(replay.replay_generation()), CPU)
     assert tokens == [None]
     assert replay.replay_generation() is not None
+
+
+def test_a_step_with_a_token_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_on_gpu", lambda tensor: True)
+    kernel, x = Kernel(), torch.zeros(2)
+    step = Step(lambda x: launch(kernel, (1,), CPU, x=x))
+    for _ in range(3):  # It would be taken to be unrecordable.
+        ahead.compile_ahead(lambda: step(7, x), CPU)
+    assert len(kernel.compiled) == 3 and not kernel.started and not step._found
 
 
 def test_an_error_of_the_call_leaves_launches_as_they_were() -> None:
@@ -121,3 +134,115 @@ def test_somebody_elses_parallel_compilation_is_left_alone() -> None:
         assert not ahead.compile_ahead(lambda: calls.append(1), CPU)
         assert _async_compile.active_mode.get() is not None
     assert not calls
+
+
+# --- how far it is -------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands for `time` in `ahead`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(ahead, "time", clock)
+    monkeypatch.setattr(ahead, "_round", ahead._Round())
+    monkeypatch.setattr(ahead, "_seen", set())
+    return clock
+
+
+class Slow:
+    """A kernel whose compilation takes its time, in Triton's real mode with one thread."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+
+    def warmup(self, *, grid: tuple[int, ...], n: int) -> None:
+        mode = _async_compile.active_mode.get()
+        assert mode is not None
+
+        def compile_fn() -> None:
+            self.clock.now += self.seconds
+
+        mode.submit(n, compile_fn, lambda kernel: None)
+
+
+def compiled_ahead(clock: Clock, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 1)
+    kernel = Slow(clock, seconds)
+
+    def call() -> None:
+        for n in (1, 2, 2, 3, 4, 5, 6):
+            launch(kernel, (1,), CPU, n=n)
+
+    assert ahead.compile_ahead(call, CPU)
+
+
+def test_slow_compilations_are_counted(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO):
+        compiled_ahead(clock, 2.0, monkeypatch)
+    *lines, last = caplog.messages
+    # How many are asked for by then depends on the threads.
+    assert [line.split(" of ")[0].split(" (")[0] for line in lines] == [
+        f"compiled kernel {n}" for n in (2, 4, 6)
+    ]
+    assert [line[line.index("(") :] for line in lines] == ["(4 s)", "(8 s)", "(12 s)"]
+    assert last == "compiled 6 kernels in 12 s; Triton's cache keeps them for the next start"
+
+
+def test_nothing_is_said_where_kernels_come_from_the_cache(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            compiled_ahead(clock, 0.1, monkeypatch)
+            clock.now += 60
+    assert not caplog.messages
+
+
+def test_kernels_that_are_compiled_at_their_launch_are_counted(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once each: a launch also takes long where many wait in front of it."""
+    kernels = [object() for _ in range(4)]
+    with caplog.at_level(logging.INFO):
+        for kernel in kernels:
+            for _ in range(2):
+                clock.now += 2.0
+                ahead.note_launch(kernel, 2.0)
+        for _ in range(9):
+            clock.now += 2.0
+            ahead.note_launch(None, 2.0)  # the interpreter
+            ahead.note_launch(object(), 0.1)
+    assert caplog.messages == [f"compiled kernel {n} ({4 * n - 2} s)" for n in (2, 3, 4)]
+
+
+def test_a_later_round_begins_anew(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        ahead.note_launch("one", 2.0)
+        clock.now += 600
+        ahead.note_launch("two", 5.0)
+    assert caplog.messages == ["compiled kernel 1 (5 s)"]
+
+
+def test_a_command_shows_it_on_stderr(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("turbo_rcm_patch.kernels.ahead")
+    before = log.level, list(log.handlers)
+
+    def run() -> int:
+        ahead.note_launch("one", 5.0)
+        sys.stderr.write("between\n")
+        return 0
+
+    assert run_command(run, interrupted="") == 0
+    assert capsys.readouterr().err == "compiled kernel 1 (5 s)\nbetween\n"
+    assert (log.level, list(log.handlers)) == before

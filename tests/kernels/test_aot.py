@@ -314,6 +314,33 @@ def test_what_meets_a_wide_residual_compiles(
                 assert not any(result["loop_spills"][:2]), line(result)
 
 
+def test_a_skip_with_its_norm_sums_in_the_norm_s_order(
+    compilers: list[Compiler], every_target: bool
+) -> None:
+    """A row lies in threads as in the norm's own kernel, so both give the same bits; with the
+    residual stream in fp32 and in 16 bits. On Hopper of 14B's rows, too, and of rows that divide
+    by nothing."""
+    for target in TARGETS if every_target else KINDS:
+        widths = ((12, 128), (40, 128), (1, 77)) if target == HOPPER else ((12, 128),)
+        cases = [
+            case("skip-norm", target, dim, heads=heads, stream=stream, modulated=modulated)
+            | {"name": f"{heads}x{dim} {stream} {modulated}"}
+            for heads, dim in widths
+            for stream in ("float32", "bfloat16")
+            for modulated in (True, False)
+        ]
+        for compiled in compilers:
+            results = compiled(cases)
+            broken = faults(results, target)
+            assert not broken, broken
+            for one in cases:
+                own = {r["kernel"]: r["sums"] for r in results if r["case"] == one["name"]}
+                assert len(own) == 4 and all(len(sums) >= 2 for sums in own.values()), own
+                assert own["skip_norm_kernel"] == own["norm_modulate_kernel"], one["name"]
+                rows = own["skip_norm_rows_kernel"], own["norm_modulate_rows_kernel"]
+                assert rows[0] == rows[1], one["name"]
+
+
 @pytest.mark.slow
 def test_int8_linears_with_groups_compile(compilers: list[Compiler], every_target: bool) -> None:
     """A scale for every 128 channels: two sums a value, and nothing spilled on any target."""

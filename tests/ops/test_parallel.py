@@ -19,7 +19,7 @@ from tests.ranks import TIMEOUT, groups, on_ranks
 from turbo_rcm_patch.errors import GradientError, MaskError, OpError, RankMismatchError, ShapeError
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
 from turbo_rcm_patch.ops import parallel as parallel_module
-from turbo_rcm_patch.ops.emulation import MEAN_SAMPLES, emulated_attention
+from turbo_rcm_patch.ops.emulation import MEAN_SAMPLES, emulated_attention, sample_sum_of_v
 from turbo_rcm_patch.ops.exchange import (
     ContextParallel,
     concatenated,
@@ -106,9 +106,6 @@ def inputs(case: Case) -> dict[str, Any]:
         name: (torch.randn(case.batch, n, channels) + shift).to(case.dtype)
         for name, shift in (("q", 0.0), ("k", 2.0 * torch.randn(channels)), ("v", 0.3))
     }
-    # The largest value of a channel is in every part of the ring: its parts alone show the scale.
-    for end in accumulate(case.lengths):
-        made["v"][:, end - 1] = 6.0
     if case.norm is not None:
         size = channels if case.norm == "across" else case.dim
         made["norm_q"], made["norm_k"] = 1 + 0.1 * torch.randn(2, size).to(case.dtype)
@@ -147,15 +144,21 @@ def emulated(made: dict[str, Any], case: Case) -> torch.Tensor:
     v = split_heads(made["v"], heads)
     ends = list(accumulate(case.lengths))
     n = ends[-1]
+    step = max(1, -(-n // MEAN_SAMPLES))
+    samples = [
+        [i for i in range(end - size, end) if i % step == 0]
+        for size, end in zip(case.lengths, ends, strict=True)
+    ]
+
+    def mean(sums: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(sums).sum(0) / -(-n // step)
+
     if spec.smooth_k:
-        step = max(1, -(-n // MEAN_SAMPLES))
-        sums = [
-            k[:, :, [i for i in range(end - size, end) if i % step == 0]].sum(2)
-            for size, end in zip(case.lengths, ends, strict=True)
-        ]
-        k = k - (torch.stack(sums).sum(0) / -(-n // step)).unsqueeze(2)
+        k = k - mean([k[:, :, sample].sum(2) for sample in samples]).unsqueeze(2)
+    mean_of_v = mean([sample_sum_of_v(v[:, :, sample].float()) for sample in samples])
     options: dict[str, Any] = {
         "sm_scale": scale, "pv": spec.pv, "qmax": QMAX[spec.attention], "smooth_k": False,
+        "of_v": (mean_of_v, v.float().abs().amax(2)),
     }  # fmt: skip
     if case.ring == 1:
         return emulated_attention(q, k, v, **options)[0]
@@ -226,6 +229,76 @@ def test_two_ranks_equal_the_emulation_and_one_device() -> None:
 @pytest.mark.slow
 def test_four_ranks_equal_the_emulation_and_one_device() -> None:
     on_ranks(4, run_cases, CASES_OF_FOUR)
+
+
+def in_shares(rank: int, cases: list[Case], found: dict[str, int]) -> None:
+    """Heads exchanged in two shares, and outputs of others first, give what one exchange does, bit
+    for bit; each message has the bytes that it had."""
+    for case in cases:
+        parallel = groups(case.ulysses, case.ring)
+        assert parallel is not None
+        made, spec = inputs(case), case.spec
+        made["v"] *= torch.linspace(0.2, 2, made["v"].shape[2])  # scales of their own
+        mine = local(made, case, rank)
+        q, k, v = (mine.pop(name) for name in "qkv")
+        outs, sent = [], []
+        for long, waves in ((1, lambda tokens, heads: tokens * heads), (1 << 30, None)):
+            parallel_module._layout_of.cache_clear()
+            calls: list[str] = []
+            real = parallel_module.all_to_all
+
+            def counted(what: str, *args: Any, real: Any = real, calls: list[str] = calls) -> Any:
+                calls.append(what)
+                return real(what, *args)
+
+            with (
+                mock.patch.object(parallel_module, "_LONG", long),
+                mock.patch.object(parallel_module, "_waves", waves or parallel_module._waves),
+                mock.patch.object(parallel_module, "all_to_all", counted),
+                counting_bytes() as counts,
+            ):
+                outs.append(parallel_attention(q, k, v, spec, parallel, **mine))
+            sent.append((counts, calls.count("q")))
+        assert torch.equal(*outs), case.name
+        (own, shares), (whole, once) = sent
+        assert own == whole, (case.name, own, whole)
+        assert (shares, once) == (found[case.name], 1), case.name
+
+
+def test_shares_of_heads_equal_one_exchange() -> None:
+    """Where a rank has one head, or a ring hides the exchange, there is one share."""
+    two = ["anything", "fp8", "batch", "d40-layer-norm", "a-rank-without-keys"]
+    one = ["fewer-heads-than-ranks", "d160", "ring-fp8"]
+    cases = [case for case in CASES if case.name in (*two, *one)]
+    on_ranks(2, in_shares, cases, dict.fromkeys(two, 2) | dict.fromkeys(one, 1))
+
+
+def test_shares_take_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By waves of programs: of the networks that were measured on two ranks, and of four."""
+
+    class Groups:
+        ring, ulysses_rank, ring_rank, rank = None, 0, 0, 0
+
+        def __init__(self, degree: int) -> None:
+            self.ulysses_degree = self.size = degree
+
+    def plan(heads: int, tokens: int, degree: int) -> tuple[list[int], list[list[int]]]:
+        lengths = tuple([tokens // degree] * degree)
+        layout = parallel_module._Layout(Groups(degree), lengths, heads)  # type: ignore[arg-type]
+        shares = layout.shares(heads)
+        assert shares[0][0].start == 0 and shares[-1][0].stop == heads
+        assert sum(one.own_heads for _, one in shares) == layout.own_heads
+        return [one.own_heads for _, one in shares], shares[-1][1].queries(last=True)
+
+    assert plan(12, 32_760, 2) == ([3, 3], [[1], [0]])
+    assert plan(40, 32_760, 2) == ([10, 10], [[0, 1]])
+    assert plan(40, 75_600, 2) == ([10, 10], [[1], [0]])
+    assert plan(12, 32_760, 4)[0] == [3]
+    assert plan(12, 8_192, 2) == ([6], [[0, 1]])
+    monkeypatch.setattr(parallel_module, "_SLOTS", 1)
+    parallel_module._layout_of.cache_clear()
+    assert plan(12, 24_576, 4) == ([2, 1], [[1, 2, 3], [0]])
+    parallel_module._layout_of.cache_clear()
 
 
 def refused(parallel: ContextParallel, *args: Any, **kwargs: Any) -> str:
@@ -357,7 +430,7 @@ def bytes_sent(rank: int) -> None:
     ulysses, ring = groups(2, 1), groups(1, 2)
     assert ulysses is not None and ring is not None
     header = 8 * 22
-    statistics = 2 * channels * 4
+    statistics, errors = 3 * channels * 4, channels * 4
     counted = {}
     for name, parallel in (("ulysses", ulysses), ("ring", ring)):
         for attention in ("int8", "exact"):
@@ -367,13 +440,14 @@ def bytes_sent(rank: int) -> None:
             counted[name, attention] = counts
     scales = (heads * n * 4 + heads * n // 128 * 4) // 2
     assert counted["ulysses", "int8"] == {
-        "header": header, "statistics": statistics, "q": share, "k": share, "rest": scales,
-        "v": share, "out": 2 * share,
+        "header": header, "statistics": statistics, "q": share, "k": share,
+        "rest": scales + errors // 2, "v": share, "out": 2 * share,
     }  # fmt: skip
     assert counted["ulysses", "exact"] == {
         "header": header, "q": 2 * share, "k": 2 * share, "v": 2 * share, "out": 2 * share
     }  # fmt: skip
-    ring_int8 = 2 * n * channels + heads * n // 128 * 4
+    # What makes v of e4m3 again: scale, mean and the sum of errors of each channel.
+    ring_int8 = 2 * n * channels + heads * n // 128 * 4 + 2 * channels * 4 + errors
     assert counted["ring", "int8"] == {
         "header": header, "statistics": statistics, "ring": ring_int8
     }  # fmt: skip

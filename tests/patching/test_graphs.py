@@ -603,7 +603,12 @@ def test_the_guard_compares_the_steps_it_compares_without_graphs() -> None:
         for mine, theirs in zip(denoise(one, 6), denoise(other, 6), strict=True):
             assert torch.equal(mine, theirs)
     mine, theirs = report_of(one).guard, report_of(other).guard
-    assert [(r.path, r.step, r.when) for r in mine] == [(r.path, r.step, r.when) for r in theirs]
+    # Between the first step and the last one a graph makes way once a run, for as many pairs.
+    whole, few = [[(r.path, r.step, r.when) for r in log] for log in (mine, theirs)]
+    assert [x for x in whole if x[2] != "middle"] == [x for x in few if x[2] != "middle"]
+    between = [[step for _, step, when in log if when == "middle"] for log in (whole, few)]
+    assert sorted(map(len, between)) == [8, 8] and [1, 2, 3, 4] * 2 in between
+    assert [1] * 4 + [2] * 4 in between
     assert FakePool.captures == 1 and FakePool.replays() > 12
 
 

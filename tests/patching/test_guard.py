@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +19,15 @@ from turbo_rcm_patch.patching.report import PatchReport
 
 
 def seen(report: PatchReport) -> list[tuple[int | None, str]]:
-    """(step, when) of each comparison of one pair."""
+    """(step, when) of each comparison of one pair, but those between the first and last step."""
     path = report.pairs[0].path
-    return [(record.step, record.when) for record in report.guard if record.path == path]
+    found = [(record.step, record.when) for record in report.guard if record.path == path]
+    return [(step, when) for step, when in found if when != "middle"]
+
+
+def between(report: PatchReport) -> list[tuple[int | None, str]]:
+    """(step, path) of each comparison between the first and the last step."""
+    return [(record.step, record.path) for record in report.guard if record.when == "middle"]
 
 
 def denoise(model: Any, steps: int, names: tuple[str, ...] = ("cond", "uncond")) -> None:
@@ -35,11 +43,12 @@ def test_first_and_last_step_with_guidance() -> None:
     report = patch_model(model)
     denoise(model, 4)
     assert seen(report) == [(0, "first"), (0, "first"), (3, "last"), (3, "last")]
-    assert len(report.guard) == 4 * 6
+    assert len(report.guard) == 4 * 6 + 2
     assert all(record.verdict == "kept" for record in report.guard)
     assert all(0 <= record.error < 0.05 for record in report.guard)
     denoise(model, 4)
-    assert len(report.guard) == 4 * 6
+    assert len(report.guard) == 4 * 6 + 4
+    assert [step for step, _ in between(report)] == [1, 2, 1, 2]
 
 
 def test_a_single_step_is_both() -> None:
@@ -195,7 +204,7 @@ def test_a_real_pipeline_with_two_experts() -> None:
         steps = [
             (record.step, record.when)
             for record in report.guard
-            if record.path == f"{component}.blocks.0.attn1"
+            if record.path == f"{component}.blocks.0.attn1" and record.when != "middle"
         ]
         assert steps == [(first, "first")] * 2 + [(last, "last")] * 2
 
@@ -314,3 +323,136 @@ def test_an_attention_made_exact_is_two_launches_in_the_report() -> None:
     assert report.pairs[0].runs == "one-launch"
     run(model)
     assert report.pairs[0].runs == "two-launch"
+
+
+# --- between the first and the last step ---------------------------------------------------------
+
+
+def test_each_step_between_compares_another_pair_on_one_of_its_forwards() -> None:
+    model = wan()
+    report = patch_model(model)
+    denoise(model, 8)
+    found = between(report)
+    assert [step for step, _ in found] == list(range(1, 7))
+    assert sorted(path for _, path in found) == sorted(pair.path for pair in report.pairs)
+    denoise(model, 8)
+    assert [step for step, _ in between(report)[6:]] == list(range(1, 7))
+
+
+def test_many_pairs_are_seen_evenly() -> None:
+    """Of 90 pairs as of 30 blocks: nearly each block within one run of 30 steps."""
+    from turbo_rcm_patch.patching.guard import Guard, _Thread
+
+    model = wan()
+    patch_model(model)
+    record: Any = model._turbo_rcm_patch
+    states = [copy.copy(record.plan.states[0]) for _ in range(90)]
+    guard = Guard(PatchConfig(), "", record.log, None, model, states)
+    here, seen_states = _Thread(), []
+    for turn in range(90):
+        guard._choose(here, turn)
+        seen_states += [i for i, state in enumerate(states) if id(state) in here.chosen]
+    assert sorted(seen_states) == list(range(90)), "one a turn, and all of them"
+    assert len({index // 3 for index in seen_states[:28]}) >= 24
+
+
+def test_a_bare_model_compares_a_pair_now_and_then() -> None:
+    model = wan()
+    report = patch_model(model)
+    for _ in range(17):
+        run(model)
+    assert len(report.guard) == 6 + 2 == len(report.pairs) + len(between(report))
+    assert between(report)[0][0] is None and "middle step" not in str(report.guard)
+
+
+@pytest.mark.usefixtures("no_plans")
+@pytest.mark.parametrize("steps", [4, 30])
+def test_an_error_in_the_middle_timesteps_only(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pair shows it, and then every pair is compared."""
+    from turbo_rcm_patch import ops
+
+    model = wan()
+    step, right = -1, ops.project_skip
+
+    def wrong(x: torch.Tensor, *args: Any, **given: Any) -> torch.Tensor:
+        middle = 0 < step < steps - 1
+        return right(1.3 * x if middle else x, *args, **given)
+
+    monkeypatch.setattr(ops, "project_skip", wrong)
+    report = patch_model(model, PatchConfig(attention="exact", form="two-launch"))
+    for step in range(steps):  # noqa: B007 - the mutant reads it
+        for name in ("cond", "uncond"):
+            with model.cache_context(name, step_index=step, num_inference_steps=steps):
+                run(model)
+    back = {record.path: record.when for record in report.guard if record.verdict != "kept"}
+    broken = {pair.path for pair in report.pairs}
+    assert set(back) == broken and report.fused == 0
+    assert sorted(back.values()) == ["asked"] * 5 + ["middle"]
+
+
+def test_a_step_between_costs_no_second_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours runs once and the author's once, but for the gate."""
+    from turbo_rcm_patch.patching import guard
+
+    model = wan()
+    patch_model(model)
+    denoise(model, 2)
+    calls: list[str] = []
+    right = guard._Reference.__init__
+
+    def counted(self: Any, pair: Any, notes: Any, **given: Any) -> None:
+        author, ours, attention = pair.author, pair.ours, pair.attention
+
+        def written(notes: Any, x: Any, instead: Any) -> Any:
+            calls.append("author" if instead is None else instead.__name__)
+            return author(notes, x, instead)
+
+        pair.author = written
+        pair.ours = lambda: (calls.append("ours"), ours())[1]
+        pair.attention = lambda: (calls.append("attention"), attention())[1]
+        right(self, pair, notes, **given)
+
+    monkeypatch.setattr(guard._Reference, "__init__", counted)
+    monkeypatch.setattr(
+        guard.Notes, "last_keys", lambda self: pytest.fail("a third attention runs")
+    )
+    with model.cache_context("cond", step_index=1, num_inference_steps=3):
+        run(model)
+    assert calls in (["author", "ones"], ["author"])
+
+
+# --- a pair that was given back ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_family_gets_wrong_is_its_author_s_after_all(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the modulation that a feed-forward reads, and the norm in front of it."""
+    from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
+
+    case = CASES[0]
+    model, inputs = case.model(dtype), case.inputs(2, dtype)
+    expected = run(model, **inputs)
+    for wrong in ({"at": 0}, {"norm": "norm2", "at": None}):
+        branches = (*WanBlockForward.branches[:2], replace(WanBlockForward.branches[2], **wrong))  # type: ignore[arg-type]
+        with monkeypatch.context() as patch, patched(model, kinds=("feed-forward",)) as report:
+            patch.setattr(WanBlockForward, "branches", branches)
+            for _ in range(3):
+                assert torch.equal(run(model, **inputs), expected)
+            assert report.fused == 0 and report.last_forward == {"as written": 6}
+
+
+def test_hooks_of_a_pair_that_was_given_back_run_once() -> None:
+    model = wan()
+    report = patch_model(model, PatchConfig(attention="int4", guard_budget=1e-3))
+    run(model)
+    assert [pair.path for pair in report.pairs if not pair.fused][0] == "blocks.0.attn1"
+    calls: list[str] = []
+    for name, module in model.blocks[0].named_modules():
+        if name in ("norm1", "attn1", "attn1.to_q", "attn1.to_out.0", "attn2", "ffn", "norm3"):
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    run(model)
+    assert sorted(calls) == sorted(set(calls)) and {"norm1", "attn1", "attn1.to_q"} <= {*calls}

@@ -248,7 +248,7 @@ def test_an_interrupted_pair_is_compared_later(monkeypatch: pytest.MonkeyPatch) 
     from turbo_rcm_patch.patching import guard
 
     model = wan()
-    report = patch_model(model)
+    report = patch_model(model, precision="fixed")
     right = guard.measure
     calls = 0
 
@@ -316,7 +316,9 @@ def test_a_pair_that_never_runs_does_not_keep_the_others_from_their_last_step() 
                 run(model)
     model.blocks = kept
     found = [
-        (record.step, record.when) for record in report.guard if record.path.endswith("attn1")
+        (record.step, record.when)
+        for record in report.guard
+        if record.path.endswith("attn1") and record.when != "middle"
     ]
     assert found == [(0, "first")] * 2 + [(3, "last")] * 2
     assert len(report.guard.unseen) == 3

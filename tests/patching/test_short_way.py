@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 from diffusers import CogVideoXTransformer3DModel, WanTransformer3DModel
+from triton.runtime.jit import JITFunction
 
 from tests.launches import Compiled, write_down_launches
 from tests.patching import turbodiffusion, wan
 from tests.patching.sla import with_sla
 from turbo_rcm_patch import PatchConfig, patch_model
+from turbo_rcm_patch.kernels import ahead
 from turbo_rcm_patch.kernels.portable import project
+from turbo_rcm_patch.patching import block as block_module
 from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.block import BlockForward
 
@@ -120,15 +123,15 @@ class Block:
 @pytest.mark.parametrize(
     ("made", "options", "python", "builtin", "launches"),
     [
-        pytest.param(of_wan, {}, 176, 186, 11, id="wan"),
-        pytest.param(of_wan, {"attention": "exact"}, 171, 190, 10, id="wan-exact"),
-        pytest.param(of_wan, {"linear": "int8"}, 342, 432, 19, id="wan-int8-linears"),
-        pytest.param(lambda: of_wan(added_kv_proj_dim=256), {}, 206, 223, 14, id="wan-image"),
-        pytest.param(lambda: of_wan(sla=True), {"sla_topk": 0.5}, 321, 384, 14, id="wan-sla"),
-        pytest.param(of_cogvideox, {}, 202, 206, 11, id="cogvideox"),
-        pytest.param(of_cogvideox, {"linear": "int8"}, 316, 368, 19, id="cogvideox-int8-linears"),
-        pytest.param(lambda: of_turbodiffusion(False), {}, 178, 185, 11, id="turbodiffusion"),
-        pytest.param(lambda: of_turbodiffusion(True), {}, 320, 379, 14, id="turbodiffusion-sla"),
+        pytest.param(of_wan, {}, 167, 179, 9, id="wan"),
+        pytest.param(of_wan, {"attention": "exact"}, 160, 180, 8, id="wan-exact"),
+        pytest.param(of_wan, {"linear": "int8"}, 342, 428, 19, id="wan-int8-linears"),
+        pytest.param(lambda: of_wan(added_kv_proj_dim=256), {}, 197, 216, 12, id="wan-image"),
+        pytest.param(lambda: of_wan(sla=True), {"sla_topk": 0.5}, 311, 377, 12, id="wan-sla"),
+        pytest.param(of_cogvideox, {}, 196, 201, 9, id="cogvideox"),
+        pytest.param(of_cogvideox, {"linear": "int8"}, 308, 364, 17, id="cogvideox-int8-linears"),
+        pytest.param(lambda: of_turbodiffusion(False), {}, 170, 177, 9, id="turbodiffusion"),
+        pytest.param(lambda: of_turbodiffusion(True), {}, 311, 371, 12, id="turbodiffusion-sla"),
     ],
 )
 def test_a_block_takes_few_steps_to_its_kernels(
@@ -190,6 +193,32 @@ def test_few_frames_lie_between_a_block_and_a_launch(
     assert depths and max(map(len, depths)) <= MOST_FRAMES, max(depths, key=len)
 
 
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        pytest.param(of_wan, {}, id="wan"),
+        pytest.param(of_wan, {"linear": "int8"}, id="wan-int8-linears"),
+        pytest.param(of_cogvideox, {}, id="cogvideox"),
+    ],
+)
+def test_a_block_compiles_ahead_what_it_then_launches(
+    monkeypatch: pytest.MonkeyPatch,
+    made: Callable[[], tuple[Any, Any, tuple[Any, ...]]],
+    options: dict[str, Any],
+) -> None:
+    compiled: set[str] = set()
+
+    def warmup(self: JITFunction, **arguments: Any) -> None:
+        compiled.add(self.__name__)
+
+    monkeypatch.setattr(JITFunction, "warmup", warmup)
+    monkeypatch.setattr(block_module, "compile_ahead", ahead.compile_ahead)
+    block = Block(monkeypatch, made, **options)
+    block()
+    # The first forward makes the int8 copies of the weights before.
+    assert compiled == {name for name, _, _ in block.log}
+
+
 def test_a_lora_on_one_linear_is_called_and_the_rest_is_replayed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -202,7 +231,7 @@ def test_a_lora_on_one_linear_is_called_and_the_rest_is_replayed(
     calls.clear()
     block()
     assert len(calls) == 1
-    assert block.replayed == len(block.log) == 11
+    assert block.replayed == len(block.log) == 9
 
 
 def test_a_hooked_norm_is_called_and_the_rest_is_replayed(
@@ -217,4 +246,6 @@ def test_a_hooked_norm_is_called_and_the_rest_is_replayed(
     calls.clear()
     block()
     assert len(calls) == 1
-    assert block.replayed == len(block.log) == 10, "all but that norm"
+    assert block.replayed == len(block.log) == 9, "its skip is a pass of its own again"
+    names = [name for name, _, _ in block.log]
+    assert names.count("skip_kernel") == 2 and names.count("skip_norm_kernel") == 1

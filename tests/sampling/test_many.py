@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.sampling.test_cli import QUICK
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.sampling import Source, generation
-from turbo_rcm_patch.sampling.many import Ranks, ranks_here
+from turbo_rcm_patch.sampling.many import Processes, Ranks, ranks_here
 
 PROMPTS = ("a red circle", "a blue square", "a green ring")
 
@@ -32,12 +35,22 @@ def command(micro_folder: Path, tmp_path: Path) -> list[str]:
     return ["generate", "--model", str(micro_folder), *QUICK, *out]
 
 
-def test_prompts_are_dealt_out_and_none_is_made_twice() -> None:
+@pytest.mark.parametrize("degrees", [{}, {"ulysses": 2}, {"ulysses": 2, "ring": 2}])
+def test_prompts_are_dealt_out_and_none_is_made_twice(degrees: dict[str, int]) -> None:
     work = list(range(11))
-    shares = [Ranks(rank, 4, rank).share(work) for rank in range(4)]
+    every = [Processes(Ranks(rank, 8, rank), **degrees) for rank in range(8)]
+    shares = [one.share(work) for one in every if one.leads]
     assert sorted(sum(shares, [])) == work
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert Ranks().share(work) == work
+    size = prod(degrees.values())
+    assert [one.group for one in every] == [rank // size for rank in range(8)]
+    assert Processes().share(work) == work
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses": 3}, {"ring": 0}, {"ulysses": 4, "ring": 4}])
+def test_groups_that_are_not_whole_are_refused(degrees: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="a divisor of the 8 processes"):
+        Processes(Ranks(0, 8, 0), **degrees)
 
 
 @pytest.mark.parametrize(
@@ -154,3 +167,143 @@ def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> 
     videos = sorted(path.name for path in (tmp_path / "out").glob("*.mp4"))
     assert len(videos) == 2, (videos, done.stderr)
     assert videos[0].startswith("a-blue") and videos[1].startswith("a-green")
+
+
+#: `main` in one of several processes. Faults: by what the environment says.
+SCRIPT = """
+import os, sys
+from unittest import mock
+import torch
+torch.set_num_threads(1)
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.sampling import comparison
+real = comparison.sample_latents
+def sample_latents(*given, **options):
+    if str(options["seed"]) == os.environ.get("BAD_SEED"):
+        raise ValueError("no such colour")
+    with open(os.environ["MADE"], "a") as file:
+        file.write(f"{os.environ['RANK']} {options['seed']}\\n")
+    return real(*given, **options)
+comparison.sample_latents = sample_latents
+# diffusers counts accelerators, of which a CPU machine has none.
+with mock.patch.object(torch.accelerator, "device_count", return_value=1):
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def side_by_side(
+    folder: Path, arguments: list[str], **environment: str
+) -> list[tuple[int, str, str]]:
+    """Run a command in two processes that find each other, without a launcher that ends one when
+    the other fails: exit code, output and errors of each."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = os.environ | environment | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "MADE": str(folder / "made.txt"),
+    }  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [one.communicate(timeout=250) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    return [(one.returncode, *each) for one, each in zip(started, told, strict=True)]
+
+
+def made(folder: Path) -> list[str]:
+    path = folder / "made.txt"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    path.unlink(missing_ok=True)
+    return sorted(lines)
+
+
+def numbers(out: Path) -> list[dict[str, Any]]:
+    found = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+    prompts = [dict(one) for one in found["prompts"]]
+    for one in prompts:
+        del one["decode_seconds"]
+    return [*prompts, found["network"], found["fusion"], found["control_backend"]]
+
+
+def test_two_processes_make_one_report(
+    micro_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The numbers of one process; a process that fails ends both; what was made is kept."""
+    given = ["compare", "--model", str(micro_folder), *QUICK]
+    given += ["--prompts", str(listing(tmp_path)), "--out"]
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    code = main([*given, str(alone)])
+    assert code in (0, 1, 4)
+    both = [*given, str(out)]
+
+    failed = side_by_side(tmp_path, both, BAD_SEED="1")
+    assert [one[0] for one in failed][0] == 2, failed
+    assert failed[1][0] != 0 and "no such colour" in failed[1][2]
+    assert "process" in failed[0][2] and "Traceback" not in failed[0][2], failed[0][2]
+    assert not (out / "metrics.json").exists()
+
+    made(tmp_path)
+    done = side_by_side(tmp_path, both)
+    assert [one[0] for one in done] == [code, code], done
+    assert "verdict:" in done[0][1] and "verdict:" not in done[1][1]
+    assert numbers(out) == numbers(alone)
+    shares = made(tmp_path)
+    # Twice one to warm up and one to keep; the control was tried with the first prompt.
+    assert [line for line in shares if line[0] == "1"] == ["1 1"] * 4 + ["1 2"]
+    assert shares.count("0 2") == 2 and shares.count("0 1") == 1
+
+    next((out / "latents").glob("a-green*.patched.safetensors")).unlink()
+    again = side_by_side(tmp_path, both)
+    assert [one[0] for one in again] == [code, code], again
+    assert made(tmp_path) == ["0 2", "0 2"], "the first call is thrown away"
+    assert numbers(out) == numbers(alone)
+
+
+def test_two_processes_split_every_video(micro_folder: Path, tmp_path: Path) -> None:
+    given = ["--model", str(micro_folder), *QUICK, "--ulysses", "2"]
+    given += ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1]]
+    out = tmp_path / "out"
+    done = side_by_side(tmp_path, ["compare", *given, "--out", str(out)])
+    assert done[0][0] == done[1][0] and done[0][0] in (0, 1, 4), done
+    found = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+    assert found["identity"]["split"] == "Ulysses 2"
+    assert "rank 0 of 2 (Ulysses 2)" in found["patch_table"]
+    assert "each video split (Ulysses 2)" in found["baseline"]
+    assert found["network"]["ratio"] > 0
+    lines = made(tmp_path)
+    assert {line.split()[1] for line in lines if line[0] == "0"} == {"0", "1"}
+    assert [line[2:] for line in lines if line[0] == "0"] == [
+        line[2:] for line in lines if line[0] == "1"
+    ]
+    # Exact attention over two ranks is that of one: the baselines are the same videos.
+    alone = tmp_path / "alone"
+    main(["compare", *given[:-6], "--prompt", PROMPTS[0], "--out", str(alone)])
+    name = next((alone / "latents").glob("*.baseline.safetensors")).name
+    one, two = (load_file(folder / "latents" / name)["latents"] for folder in (alone, out))
+    assert (one - two).norm() < 2e-2 * one.norm(), "bf16 rounds products of half as many rows"
+
+    videos = tmp_path / "videos"
+    command = ["generate", *given, "--out", str(videos), "--resume"]
+    assert [one[0] for one in side_by_side(tmp_path, command)] == [0, 0]
+    kept = {path: path.stat().st_mtime_ns for path in videos.glob("*.mp4")}
+    assert len(kept) == 2
+    again = side_by_side(tmp_path, command)
+    assert [one[0] for one in again] == [0, 0] and all("was there" in one[1] for one in again)
+    assert kept == {path: path.stat().st_mtime_ns for path in videos.glob("*.mp4")}

@@ -18,8 +18,6 @@ from typing import BinaryIO, Final
 
 from turbo_rcm_patch.errors import CheckpointError
 
-__all__ = ["LARGEST_PICKLE", "check_archive", "check_sums"]
-
 #: How a zip file begins, as torch tells it from its old format.
 _ZIP: Final = b"PK\x03\x04"
 #: Bytes that the records may take more than the file has: none of torch's does, and another

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from turbo_rcm_patch.checkpoints.keys import BLOCK
 
-__all__ = ["dequantise"]
-
 
 def dequantise(int8: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """int8 [Cout, K] times its block's scale, in fp32, rounded once to `dtype`."""

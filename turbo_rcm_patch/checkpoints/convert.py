@@ -35,8 +35,6 @@ from turbo_rcm_patch.checkpoints.staging import (
 )
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
 
-__all__ = ["convert_pipeline", "convert_transformer"]
-
 #: Time, as a fraction, from which on the high-noise expert of Wan 2.2 runs.
 _BOUNDARY: Final = 0.9
 #: First noise level of the distilled samplers.

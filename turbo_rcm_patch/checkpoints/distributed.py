@@ -20,8 +20,6 @@ from torch import Tensor
 from turbo_rcm_patch.checkpoints.archive import LARGEST_PICKLE, check_archive, check_sums
 from turbo_rcm_patch.errors import CheckpointError
 
-__all__ = ["StoredTensor", "dcp_metadata", "list_dcp", "load_dcp"]
-
 _METADATA: Final = ".metadata"
 _CHECKPOINT: Final = "torch.distributed.checkpoint"
 #: Module -> what torch puts into `.metadata` from it.

@@ -18,8 +18,6 @@ import torch
 
 from turbo_rcm_patch.errors import CheckpointError
 
-__all__ = ["BLOCK", "PATCH", "SLA_LINEAR", "Name", "Sizes", "blocks_of", "names", "sizes_of"]
-
 #: Pixels of the latent video in a token: frames, height, width.
 PATCH: Final = (1, 2, 2)
 #: Rows and columns of a weight that share a scale in a `-quant` checkpoint.

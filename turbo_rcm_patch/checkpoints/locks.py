@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["lock_file"]
-
 try:
     import fcntl
 except ImportError:  # Windows

@@ -16,8 +16,6 @@ from torch import Tensor
 from turbo_rcm_patch.checkpoints.read import read_tensors
 from turbo_rcm_patch.errors import CheckpointError
 
-__all__ = ["Part", "read_text_encoder", "read_vae"]
-
 #: Wan 2.1's VAE: inside a residual block, and what is not numbered.
 _RESIDUAL: Final = {
     "residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2",

@@ -10,8 +10,6 @@ from safetensors import SafetensorError, safe_open
 
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, TurboRCMError
 
-__all__ = ["DEFAULTS_FILE", "LAYOUT", "check_part", "read_json", "stored_settings"]
-
 LAYOUT: Final = (
     "a diffusers WanPipeline or CogVideoXPipeline folder: model_index.json beside the folders "
     "transformer, vae, text_encoder, tokenizer and scheduler"

@@ -24,16 +24,6 @@ from turbo_rcm_patch.checkpoints.distributed import (
 from turbo_rcm_patch.checkpoints.keys import SLA_LINEAR, Name, Sizes, blocks_of, names, sizes_of
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 
-__all__ = [
-    "Checkpoint",
-    "Progress",
-    "Wanted",
-    "check_tensors",
-    "open_width",
-    "read_checkpoint",
-    "read_tensors",
-]
-
 _log = logging.getLogger(__name__)
 
 #: Called with a stage, and how much of how much is done.

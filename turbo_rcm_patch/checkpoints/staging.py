@@ -14,8 +14,6 @@ from pathlib import Path
 from turbo_rcm_patch.checkpoints.locks import lock_file
 from turbo_rcm_patch.errors import OutputExistsError, TurboRCMError
 
-__all__ = ["check_outside", "check_space", "check_target", "remove_abandoned", "staged"]
-
 #: What a folder that `staged` may replace holds one of.
 _OURS = ("config.json", "model_index.json")
 #: How a disk says that it takes no more, and how libraries quote it.

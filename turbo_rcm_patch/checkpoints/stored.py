@@ -21,8 +21,6 @@ from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.patching.int8_linear import SCALE, WEIGHT
 from turbo_rcm_patch.patching.stored import mark_of, proj_l_key, weight_files
 
-__all__ = ["StoredTensors", "transformer_folder", "write_checkpoint"]
-
 _log = logging.getLogger(__name__)
 
 _DTYPES: Final = {

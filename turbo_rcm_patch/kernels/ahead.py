@@ -1,4 +1,4 @@
-"""Compile the kernels of a call before it runs, several at a time.
+"""Compile the kernels of a call before it runs, several at a time, and say how far that is.
 
 A first forward starts a dozen kernels that nobody has compiled yet. One after another they take
 seconds; most of that is spent outside Python's lock, so threads compile them side by side.
@@ -6,8 +6,10 @@ seconds; most of that is spent outside Python's lock, so threads compile them si
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -15,10 +17,66 @@ from typing import Any
 
 import torch
 
-__all__ = ["compile_ahead", "compiled_only", "compiling", "running_for_real"]
+#: What it says is shown by the command line (`exit_codes.run_command`).
+_log = logging.getLogger(__name__)
 
 _MOST_THREADS = 16
 _local = threading.local()
+
+#: Seconds of compiling before the first line and between lines; kernels from Triton's cache take
+#: less in all.
+_SAY_EVERY = 3.0
+#: Seconds from which a first launch has compiled its kernel and not loaded it from the cache.
+_COMPILES = 0.3
+
+
+class _Round:
+    """Kernels that are compiled one after another or side by side, from the first to the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.begin(0.0)
+
+    def begin(self, now: float) -> None:
+        self.began = self._said = self._until = now
+        self.asked = self.done = 0
+
+    def compiled(self, seconds: float) -> None:
+        """Another kernel is ready, after so many seconds."""
+        now = time.monotonic()
+        with self._lock:
+            if self.done >= self.asked and now - seconds > self._until + _SAY_EVERY:
+                self.begin(now - seconds)
+            self.done, self._until = self.done + 1, now
+            if now - self._said < _SAY_EVERY:
+                return
+            self._said = now
+            of = f" of {self.asked}" if self.asked > self.done else ""
+            text = f"compiled kernel {self.done}{of} ({now - self.began:.0f} s)"
+        _log.info(text)
+
+    def end(self) -> None:
+        """Nothing is left to compile; say so if there was a line before."""
+        with self._lock:
+            said, self.asked = self._said > self.began, self.done
+        if said:
+            _log.info(
+                "compiled %d kernels in %.0f s; Triton's cache keeps them for the next start",
+                self.done, self._until - self.began,
+            )  # fmt: skip
+
+
+_round = _Round()
+#: Compiled kernels that `note_launch` has seen.
+_seen: set[int] = set()
+
+
+def note_launch(compiled: object, seconds: float) -> None:
+    """A launch gave this compiled kernel (None in Triton's interpreter) after so many seconds:
+    count it if it was compiled for it."""
+    if seconds > _COMPILES and compiled is not None and id(compiled) not in _seen:
+        _seen.add(id(compiled))
+        _round.compiled(seconds)
 
 
 def compiling() -> bool:
@@ -71,13 +129,22 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> bool:
 
     class Compiler(AsyncCompileMode):
         def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
-            return super().submit(key, lambda: _loaded(compile_fn(), device), finalize_fn)
+            def compile_one() -> Any:
+                try:
+                    return _loaded(compile_fn(), device)
+                finally:
+                    _round.compiled(0.0)
+
+            if key not in self.future_kernels:
+                _round.asked += 1
+            return super().submit(key, compile_one, finalize_fn)
 
     count = min(_MOST_THREADS, os.cpu_count() or 1)
     # Triton compiles for the current device.
     here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
         with here, ThreadPoolExecutor(count) as threads, Compiler(threads, ignore_errors=True):
+            _round.begin(time.monotonic())
             _local.active = True
             try:
                 call()
@@ -85,6 +152,7 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> bool:
                 _local.active = False
     finally:
         active_mode.set(None)  # It stays set where its end is interrupted.
+        _round.end()
     return True
 
 

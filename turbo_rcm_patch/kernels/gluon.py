@@ -11,8 +11,6 @@ from types import ModuleType
 import triton
 from triton.errors import TritonError
 
-__all__ = ["hopper_module", "ran_on_hopper"]
-
 #: The first release whose Gluon says what these kernels say.
 _SINCE = (3, 6)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import resources
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -17,32 +18,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.errors import DeviceError
-from turbo_rcm_patch.kernels.ahead import compiled_only
+from turbo_rcm_patch.kernels.ahead import compiled_only, note_launch
 from turbo_rcm_patch.kernels.replay import forget_programs, recorder, without_replay
 from turbo_rcm_patch.kernels.tile_table import user_table
-
-__all__ = [
-    "LENGTHS",
-    "Coefficient",
-    "Target",
-    "Tile",
-    "cdiv",
-    "coefficient",
-    "dense_rows",
-    "descriptor",
-    "forget_tiles",
-    "launch",
-    "pad_head",
-    "round_to",
-    "scale_block",
-    "shipped_tiles",
-    "skip_arguments",
-    "strides",
-    "target_of",
-    "tile_for",
-    "trying_tile",
-    "watching_launches",
-]
 
 #: Arguments of kernels that vary with the number of tokens. Triton compiles a kernel again for
 #: integers that are 1 or divide by 16; of these it must not, or every new length would compile
@@ -182,6 +160,11 @@ def _tile_for(kernel: str, variant: str, target: Target) -> Tile:
             stacklevel=3,
         )
     return shipped_tiles(target)[kernel][variant]
+
+
+def has_tiles(key: str) -> bool:
+    """Whether the shipped table has tiles of a target's own."""
+    return bool(_tiles().get(key))
 
 
 def shipped_tiles(target: Target) -> dict[str, dict[str, Tile]]:
@@ -328,11 +311,13 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> 
     """Launch `kernel` on `device`, which need not be the current one."""
     if compiled_only(kernel, grid, arguments):
         return
+    begin = perf_counter()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             compiled = kernel[grid](**arguments)
     else:
         compiled = kernel[grid](**arguments)
+    note_launch(compiled, perf_counter() - begin)
     if _launched is not None:
         _launched.append(compiled)
     recording = recorder()

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from turbo_rcm_patch.errors import ConfigError
 
-__all__ = ["VARIABLE", "Table", "existing_table", "read_table", "table_path", "user_table"]
-
 #: Environment variable that names the table instead of the default place. A table belongs to a
 #: machine and not to a program, so it is no field of a configuration.
 VARIABLE = "TURBO_RCM_PATCH_TILES"

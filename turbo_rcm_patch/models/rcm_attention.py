@@ -21,8 +21,6 @@ from turbo_rcm_patch.config import Attention, Form, Impl, PVDType
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.skip import Coefficient, apply_skip, broadcast_coefficient
 
-__all__ = ["FusedRCMAttention", "RCMAttention"]
-
 #: A coefficient as a function of time: gets t as the caller gave it (float or tensor [B]).
 CoefficientOfTime = Callable[[float], float] | Callable[[torch.Tensor], torch.Tensor]
 

@@ -29,8 +29,6 @@ from turbo_rcm_patch.ops.registry import attention_forward, heads_forward, plain
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
-__all__ = ["attention_lse", "attention_skip", "describe", "masked_attention"]
-
 #: norm_q, norm_k, norm_q_bias and norm_k_bias.
 Norms = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 

@@ -8,8 +8,6 @@ from typing import Final, TypeVar, cast
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_BATCH", "in_parts", "of_batch"]
-
 #: Samples of one launch: CUDA's grids have at most so many programs in their second and third
 #: dimension, which are the batch's.
 MAX_BATCH: Final = 65535

@@ -13,28 +13,6 @@ from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, MaskE
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
-__all__ = [
-    "broadcasts",
-    "check_attention",
-    "check_choice",
-    "check_eps",
-    "check_impl",
-    "check_lengths",
-    "check_mask",
-    "check_norm",
-    "check_out_dtype",
-    "check_residual",
-    "check_same_device",
-    "check_spec",
-    "check_tensor",
-    "check_weight",
-    "coefficient_parts",
-    "one_for_form",
-    "refuse_exact_heads",
-    "rotary_parts",
-    "skip_parts",
-]
-
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -18,8 +18,6 @@ from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.modes import transformed
 from turbo_rcm_patch.ops.operation import Operation
 
-__all__ = ["denoise_step"]
-
 
 def _forward(
     x: Tensor, branch: Tensor, noise: Tensor | None, coefficients: Tensor, impl: str

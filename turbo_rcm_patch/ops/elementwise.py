@@ -32,10 +32,9 @@ from turbo_rcm_patch.ops.modes import (
     without_autocast,
 )
 from turbo_rcm_patch.ops.operation import Operation
+from turbo_rcm_patch.ops.projection import closed, either
 from turbo_rcm_patch.ops.quantize import Rows, padded_channels, quantized_rows
-
-__all__ = ["linear_gelu", "norm_modulate", "norm_modulate_rows"]
-
+from turbo_rcm_patch.skip import Cast
 
 # --- layer norm and modulation -------------------------------------------------------------------
 
@@ -214,6 +213,56 @@ def _modulation(
         parts.append(part)
     check_same_device(x.device, scale=parts[0], shift=parts[1])
     return parts[0], parts[1]
+
+
+def skip_norm(
+    residual: Tensor,
+    branch: Tensor,
+    c_out: Tensor | None,
+    factor: Tensor | None,
+    offset: Tensor | None,
+    one: float,
+    eps: float,
+    cast_policy: Cast,
+    impl: Impl,
+    out_dtype: torch.dtype,
+    normed_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """What `skip` and then `norm_modulate` of its result give, or `norm_modulate_rows`, bit for
+    bit, in one pass; for plans (`Step`), as nothing is checked here.
+
+    Args:
+        residual: [B, N, C], bf16, fp16 or fp32.
+        branch: [B, N, C], any of these dtypes.
+        c_out: [B, 1 or N, C], or None for 1.
+        factor: Of the norm, broadcasts to [B, N, C], or None.
+        offset: Likewise.
+        one: 1.0 for a modulation, 0.0 for weights of a norm.
+        eps: Of the norm.
+        cast_policy: As in `skip`.
+        impl: "triton", "reference" or "auto".
+        out_dtype: Of the sum.
+        normed_dtype: Of its norm; torch.int8 for int8 rows and their scales.
+        out: Takes the norm: [B, N, C], the rows of a sample dense.
+
+    Returns:
+        The sum [B, N, C], and its norm: the same, or `Rows`.
+    """
+    gate = either(c_out, 1.0)
+    if resolve_impl(impl, branch.device) == "triton":
+        from turbo_rcm_patch.kernels.portable import skip_norm as launch
+
+        given = residual, branch, gate, factor, offset
+        how: Any = {"cast": cast_policy, "out_dtype": out_dtype, "one": one, "eps": eps}
+        if normed_dtype == torch.int8:
+            return launch.skip_norm_rows(*given, **how)
+        return launch.skip_norm(*given, **how, normed_dtype=normed_dtype, out=out)
+    y = closed(residual, branch, 1.0, gate, cast=cast_policy, impl=impl, out_dtype=out_dtype)
+    if normed_dtype == torch.int8:
+        return y, rows_forward.body(y, factor, offset, one, eps, impl)
+    normed = norm_in_plain_torch(y, factor, offset, one, eps, normed_dtype)
+    return y, normed if out is None else out.copy_(normed)
 
 
 # --- the same as int8 rows -----------------------------------------------------------------------

@@ -27,8 +27,6 @@ from turbo_rcm_patch.ops.dispatch import resolve_impl
 if TYPE_CHECKING:
     from turbo_rcm_patch.kernels.portable.fingerprint import Table
 
-__all__ = ["Fingerprints"]
-
 #: Words of 32 bits that share a checksum; the kernel has the same constant.
 CHUNK: Final = 4096
 #: Bytes whose multiples the kernel takes.

@@ -21,8 +21,6 @@ from turbo_rcm_patch.ops.registry import attention_forward, gradients_of
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.skip import Cast, Coefficient
 
-__all__ = ["attention_project_skip"]
-
 _FIELDS: Final = AttentionInputs._fields
 #: The schema: the fields of an attention, the projection after q, k and v, how both are closed
 #: before the result's dtype.

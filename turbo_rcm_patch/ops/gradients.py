@@ -12,8 +12,6 @@ import torch
 
 from turbo_rcm_patch.ops.reference import key_mask, norm_rope, row_chunks, split_heads
 
-__all__ = ["attention_gradients", "norm_rope_gradients", "prepare", "sum_to"]
-
 
 def norm_rope_gradients(
     dy: torch.Tensor,

@@ -48,8 +48,6 @@ from turbo_rcm_patch.ops.quantize import (
 from turbo_rcm_patch.ops.reference import close_skip
 from turbo_rcm_patch.skip import Cast, Coefficient
 
-__all__ = ["GROUP", "Activation", "dequantized", "int8_linear", "scales_of_rows"]
-
 #: Input channels that share a scale where a weight has more than one for a row; with blocks,
 #: output channels too.
 GROUP: Final = 128

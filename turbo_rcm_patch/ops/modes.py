@@ -21,15 +21,6 @@ from torch.autograd import forward_ad
 
 from turbo_rcm_patch.errors import GradientError
 
-__all__ = [
-    "as_documented",
-    "is_capturing",
-    "refuse_derivative",
-    "synchronize",
-    "transformed",
-    "without_autocast",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -20,17 +20,6 @@ from turbo_rcm_patch.errors import GradientError
 from turbo_rcm_patch.ops.exchange import silent
 from turbo_rcm_patch.ops.modes import as_documented, transformed
 
-__all__ = [
-    "Operation",
-    "Step",
-    "compile_ahead",
-    "define",
-    "flattened",
-    "replay_token",
-    "running_for_real",
-    "runs_directly",
-]
-
 #: Types of arguments that can neither want a gradient nor hold a tensor.
 _PLAIN: Final = frozenset({type(None), bool, int, float, str, torch.dtype})
 _TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})

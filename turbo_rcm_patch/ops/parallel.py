@@ -10,6 +10,11 @@ anything is sent, so that int8 q and k with their scales and e4m3 or 16-bit v tr
 and the scale of v belong to the whole sequence: one small gather makes them the same on every
 rank. Blocks of keys that share a scale begin where they would in one piece; the few tokens of a
 block that lie on the next rank are fetched before it is quantised.
+
+Where a sequence is long, the heads are exchanged in two shares: while the attention of the first
+runs, the second is on its way, and so is the output of the first while the second runs. The last
+attention begins with the queries of other ranks, whose output travels while it goes on with its
+own.
 """
 
 from __future__ import annotations
@@ -63,16 +68,17 @@ from turbo_rcm_patch.ops.shards import PADDED_TO, Tokens, padded
 from turbo_rcm_patch.ops.sparse_linear import Sparsity, sparse_linear_attention
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, key_block
 
-__all__ = [
-    "agreed_forward",
-    "agreed_lengths",
-    "parallel_attention",
-    "parallel_sparse_linear_attention",
-]
-
 _DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 _NORMS: Final = ("none", "across heads", "per head", "layer norm per head")
 _PVS: Final = ("auto", "fp8", "bf16", "fp16")
+#: From so many tokens on heads are exchanged in two shares. Below, every message costs more time
+#: on the host than it hides.
+_LONG: Final = 16_384
+#: Queries of a program of the attention kernel and programs at a time, on an H100 or H200. On
+#: other cards, where they are others, shares are as right but may not be as fast.
+_ROWS, _SLOTS = 192, 132
+#: What comes from every rank, once it is there.
+_Came = Pending[list[list[Tensor]]]
 #: How what ranks have to agree on is written as a number: words, or "int", or "float".
 Kind = Sequence[str] | Literal["int", "float"]
 _HEADER: Final[dict[str, Kind]] = {
@@ -518,6 +524,7 @@ class _Layout:
 
     Attributes:
         parallel: As given.
+        lengths: As given.
         here: This rank among those near it, which are those it exchanges heads with.
         near: Tokens of the near ranks.
         chunks: Tokens of each group of near ranks: of each part of the ring.
@@ -537,7 +544,7 @@ class _Layout:
 
     def __init__(self, parallel: ContextParallel, lengths: Sequence[int], heads: int) -> None:
         degree, lengths = parallel.ulysses_degree, list(lengths)
-        self.parallel, self.here = parallel, parallel.ulysses_rank
+        self.parallel, self.here, self.lengths = parallel, parallel.ulysses_rank, lengths
         self.near = lengths[parallel.ring_rank * degree :][:degree]
         self.chunks = [sum(lengths[i : i + degree]) for i in range(0, len(lengths), degree)]
         self.total, self.chunk = sum(lengths), sum(self.near)
@@ -565,12 +572,50 @@ class _Layout:
                 main = main // PADDED_TO * PADDED_TO
             self.parts.append((main, whole - main))
 
+    def shares(self, heads: int) -> list[tuple[slice, _Layout]]:
+        """Ranges of the H heads that are exchanged one after the other, each with its layout: one,
+        or two where the attention takes no longer in two launches."""
+        parallel, degree = self.parallel, len(self.heads)
+        groups = -(-heads // degree)
+        cuts = [0]
+        if parallel.ring is None and degree > 1 and self.total >= _LONG:
+            whole = _waves(self.total, groups)
+            cuts = [
+                first
+                for first in range((groups + 1) // 2, groups)
+                if _waves(self.total, first) + _waves(self.total, groups - first) <= whole
+            ]
+        ends = [cut * degree for cut in cuts[:1] if cut] + [heads]
+        lengths = tuple(self.lengths)
+        return [
+            (slice(start, end), _layout_of(parallel, lengths, end - start))
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+
+    def queries(self, last: bool) -> list[list[int]]:
+        """Near ranks whose queries are computed together, in the order of time: those of others
+        first in the last share, where that takes no longer."""
+        others = [rank for rank in range(len(self.near)) if rank != self.here]
+        own = self.near[self.here]
+        apart = _waves(self.total - own, self.own_heads) + _waves(own, self.own_heads)
+        if (
+            last and others and self.parallel.ring is None and self.total >= _LONG
+            and apart <= _waves(self.total, self.own_heads)
+        ):  # fmt: skip
+            return [others, [self.here]]
+        return [sorted([*others, self.here])]
+
     def by_heads(self, *tensors: Tensor, dim: int = 1, channels: int = 1) -> list[list[Tensor]]:
         """Tensors in the shares of the ranks, along a dimension of H * channels."""
         sizes = [n * channels for n in self.heads]
         return [
             list(each) for each in zip(*(torch.split(x, sizes, dim) for x in tensors), strict=True)
         ]
+
+
+def _waves(tokens: int, heads: int) -> int:
+    """How many programs of the attention run one after the other, on a multiprocessor."""
+    return -(-(-(-tokens // _ROWS) * heads) // _SLOTS)
 
 
 def _shared(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
@@ -633,14 +678,13 @@ def _forward(
     )
     own = _shards(cast("Literal['triton', 'reference']", choice.impl))
     if choice.attention in QMAX:
-        out = _quantised(
+        return _quantised(
             queries, keys, v, layout, own,
             qmax=QMAX[choice.attention], sm_scale=sm_scale, smooth_k=smooth_k,
             out_dtype=out_dtype, pv=cast("Literal['fp8', 'bf16', 'fp16']", choice.pv),
         )  # fmt: skip
-    else:
-        sage = choice.attention == "sage"
-        out = _exact(queries, keys, v, layout, own, sm_scale, out_dtype, sage)
+    sage = choice.attention == "sage"
+    out = _exact(queries, keys, v, layout, own, sm_scale, out_dtype, sage)
     return _outputs(out, layout, tokens, channels // heads).contiguous()
 
 
@@ -715,102 +759,153 @@ def _quantised(
     pv: Literal["fp8", "bf16", "fp16"],
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """As `_exact`, of quantised operands."""
-    batch, heads = v.shape[0], layout.own_heads
-    head_dim, fp8 = v.shape[2] // q.heads, pv == "fp8"
-    group, near, parts = layout.parallel.ulysses, layout.near, layout.parts
+    """The attention of quantised operands: [B, N, H*D] of this rank's own tokens."""
+    (batch, tokens, channels), fp8 = v.shape, pv == "fp8"
+    head_dim, group = channels // q.heads, layout.parallel.ulysses
+    near, parts = layout.near, layout.parts
     width, block = own.width(head_dim), key_block(head_dim)
+    shares = layout.shares(q.heads)
 
-    def share(*shape: int) -> tuple[int, ...]:
-        return (batch, heads, *shape)
+    def start(what: str, x: Tensor, at: int, shapes: Sequence[tuple[int, ...]]) -> _Came:
+        heads, one = shares[at]
+        pieces = one.by_heads(x[:, heads])
+        sizes = [[(batch, one.own_heads, *shape)] for shape in shapes]
+        return all_to_all(what, pieces, sizes, group)
 
+    def start_values(x: Tensor, at: int) -> _Came:
+        if fp8:
+            return start("v", x, at, [(width, padded(n)) for n, _ in parts])
+        heads, one = shares[at]
+        of_heads = slice(heads.start * head_dim, heads.stop * head_dim)
+        return _tokens_by_heads("v", x[..., of_heads], one, head_dim)
+
+    padded_near = [(padded(n), width) for n in near]
+    padded_parts = [(padded(n), width) for n, _ in parts]
     # What others wait for goes first; then whatever can be computed before theirs has come.
     local = None
     if smooth_k or fp8:
-        local = torch.stack(
-            own.statistics(k, v, first=layout.first, step=layout.step, smooth_k=smooth_k, fp8=fp8)
+        local = own.statistics(
+            k, v, first=layout.first, step=layout.step, smooth_k=smooth_k, fp8=fp8
         )
     statistics, fetched = _fetch(k, v if fp8 else None, local, layout)
     q_int8, q_scale = own.queries(q, sm_scale=sm_scale, qmax=qmax)
-    pending_q = all_to_all(
-        "q", layout.by_heads(q_int8), [[share(padded(n), width)] for n in near], group
-    )
-    mean = amax = None
+    q_came = [start("q", q_int8, 0, padded_near)]
+    mean = of_v = levels = errors = None
     if statistics is not None:
-        gathered = statistics()  # [ranks, 2, B, H, D]
-        mean = gathered[:, 0].sum(0) / layout.sampled if smooth_k else None
-        amax = gathered[:, 1].amax(0) if fp8 else None
-    start = layout.mine[layout.here].start
-    here = slice(start, start + parts[layout.here][0])
+        gathered = statistics()  # [ranks, 3, B, H, D]
+        means = gathered[:, :2].sum(0) / layout.sampled
+        mean = means[0] if smooth_k else None
+        of_v = (means[1], gathered[:, 2].amax(0)) if fp8 else None
+    first = layout.mine[layout.here].start
+    here = slice(first, first + parts[layout.here][0])
     k_int8, k_scale = own.keys(k.rows(here), mean, qmax=qmax)
-    pending_k = all_to_all(
-        "k", layout.by_heads(k_int8), [[share(padded(n), width)] for n, _ in parts], group
-    )
-    v_scale = None
-    if amax is not None:
-        v_scale = layout.by_heads(own.value_scale(amax))[layout.here][0]
-        pending_v = all_to_all(
-            "v",
-            layout.by_heads(own.values(v[:, here], amax)),
-            [[share(width, padded(n))] for n, _ in parts],
-            group,
-        )
+    k_came = [start("k", k_int8, 0, padded_parts)]
+    if of_v is not None:
+        levels = own.value_levels(*of_v)
+        v_sent, errors = own.values(v[:, here], *of_v)
     else:
-        wide = v.to(torch.bfloat16 if pv == "bf16" else torch.float16)
-        pending_v = _tokens_by_heads("v", wide, layout, head_dim)
+        v_sent = v.to(torch.bfloat16 if pv == "bf16" else torch.float16)
+    v_came = [start_values(v_sent, 0)]
     # Last and least: scales, and the keys and values of the block that lies on two ranks.
     k_rest, v_rest = fetched()
     rest = [q_scale, k_scale, *reversed(own.keys(k_rest, mean, qmax=qmax))]
-    rest_shapes = [
-        [
-            share(padded(n)),
-            share(padded(main) // block),
-            share(padded(tail) // block),
-            share(padded(tail), width),
-            *([share(width, padded(tail))] if fp8 else []),
+    shapes: list[tuple[int, ...]]
+    rest_shapes = []
+    if of_v is not None and errors is not None:
+        v_tail, more = own.values(v_rest, *of_v)
+        rest += [v_tail, errors + more]
+    for n, (main, tail) in zip(near, parts, strict=True):
+        shapes = [(padded(n),), (padded(main) // block,), (padded(tail) // block,)]
+        shapes += [(padded(tail), width)]
+        shapes += [(width, padded(tail)), (width,)] if fp8 else []
+        rest_shapes.append(
+            [(batch, one.own_heads, *shape) for _, one in shares for shape in shapes]
+        )
+    by_share = [one.by_heads(*(x[:, heads] for x in rest)) for heads, one in shares]
+    rest_came = all_to_all(
+        "rest", [[x for each in by_share for x in each[r]] for r in range(len(near))],
+        rest_shapes, group,
+    )  # fmt: skip
+    for at in range(1, len(shares)):
+        q_came.append(start("q", q_int8, at, padded_near))
+        k_came.append(start("k", k_int8, at, padded_parts))
+        v_came.append(start_values(v_sent, at))
+
+    def attention(at: int) -> Callable[[], list[Tensor]]:
+        """Of one share: computes, sends the output, and gives what waits for that of others."""
+        heads, one = shares[at]
+        mains = [[x for (x,) in came[at].wait()] for came in (q_came, k_came, v_came)]
+        small = [each[at * len(rest) :][: len(rest)] for each in rest_came.wait()]
+        if not one.own_heads:
+            none = v.new_empty(batch, layout.chunk, 0, dtype=out_dtype)
+            return _return(torch.split(none, near, 1), one, tokens, head_dim)
+
+        def whole(mains: Sequence[Tensor], which: int, dim: int = 2) -> Tensor:
+            pairs = zip(mains, (x[which] for x in small), strict=True)
+            return concatenated([x for pair in pairs for x in pair], dim)
+
+        kv = [
+            whole(mains[1], 3),
+            whole([x[1] for x in small], 2),
+            whole(mains[2], 4, 3) if fp8 else concatenated(mains[2], 1),
         ]
-        for n, (main, tail) in zip(near, parts, strict=True)
-    ]
-    if amax is not None:
-        rest.append(own.values(v_rest, amax))
-    pending_rest = all_to_all("rest", layout.by_heads(*rest), rest_shapes, group)
+        if levels is not None:
+            # Errors are those of the keys of this part of the ring, with which they are passed on.
+            total = torch.stack([x[5] for x in small]).sum(0, dtype=torch.int32)
+            own_levels = one.by_heads(levels[:, heads])[one.here][0]
+            kv.append(torch.cat([own_levels, total.view(torch.float32).unsqueeze(2)], 2))
 
-    q_came, k_came, v_came, rest_came = (
-        pending.wait() for pending in (pending_q, pending_k, pending_v, pending_rest)
-    )
-    if not heads:
-        return v.new_empty(batch, layout.chunk, 0, dtype=out_dtype)
-    rows = padded(layout.chunk)
-    q_all = (
-        _joined([x for (x,) in q_came], near, 2, rows),
-        _joined([x[0] for x in rest_came], near, 2, rows),
-    )
+        def shapes_of(n_kv: int) -> list[tuple[int, ...]]:
+            n = padded(n_kv)
+            own_heads = batch, one.own_heads
+            last = (*own_heads, width, n) if fp8 else (batch, n_kv, one.own_heads * head_dim)
+            of_levels = [(*own_heads, 3, width)] if fp8 else []
+            return [(*own_heads, n, width), (*own_heads, n // block), last, *of_levels]
 
-    def whole(mains: Sequence[Tensor], at: int, dim: int = 2) -> Tensor:
-        pairs = zip(mains, (x[at] for x in rest_came), strict=True)
-        return concatenated([x for pair in pairs for x in pair], dim)
+        outs: list[Tensor] = [v] * len(near)
+        returned: Callable[[], list[Tensor]] | None = None
+        for ranks in one.queries(at + 1 == len(shares)):
+            counts = [near[rank] for rank in ranks]
+            n_q, rows = sum(counts), padded(sum(counts))
+            q_all = (
+                _joined([mains[0][rank] for rank in ranks], counts, rows),
+                _joined([small[rank][0] for rank in ranks], counts, rows),
+            )
 
-    v_mains = [x for (x,) in v_came]
-    kv = [
-        whole([x for (x,) in k_came], 3),
-        whole([x[1] for x in rest_came], 2),
-        whole(v_mains, 4, 3) if fp8 else concatenated(v_mains, 1),
-    ]
+            def attend(
+                kv: Sequence[Tensor], n_kv: int, partial: bool,
+                q_all: tuple[Tensor, Tensor] = q_all, n_q: int = n_q,
+            ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+                result: tuple[Tensor, Tensor | None] = own.attend(
+                    q_all, (kv[0], kv[1]), kv[2], kv[3] if fp8 else None,
+                    n_q=n_q, n_kv=n_kv, head_dim=head_dim, pv=pv,
+                    out_dtype=torch.float32 if partial else out_dtype, want_lse=partial,
+                )  # fmt: skip
+                return result
 
-    def attend(kv: Sequence[Tensor], n_kv: int, partial: bool) -> tuple[Tensor, Tensor | None]:
-        result: tuple[Tensor, Tensor | None] = own.attend(
-            q_all, (kv[0], kv[1]), kv[2], v_scale,
-            n_q=layout.chunk, n_kv=n_kv, head_dim=head_dim, pv=pv,
-            out_dtype=torch.float32 if partial else out_dtype, want_lse=partial,
-        )  # fmt: skip
-        return result
+            out = _around(kv, shapes_of, attend, one).to(out_dtype)
+            for rank, x in zip(ranks, torch.split(out, counts, 1), strict=True):
+                outs[rank] = x
+            if one.here not in ranks:
+                returned = _return(
+                    [x[:, :0] if r == one.here else x for r, x in enumerate(outs)],
+                    one,
+                    tokens,
+                    head_dim,
+                )
+        if returned is None:
+            return _return(outs, one, tokens, head_dim)
+        others = returned
 
-    def shapes(n_kv: int) -> list[tuple[int, ...]]:
-        n = padded(n_kv)
-        last = (batch, heads, width, n) if fp8 else (batch, n_kv, heads * head_dim)
-        return [(batch, heads, n, width), (batch, heads, n // block), last]
+        def with_own() -> list[Tensor]:
+            came = others()
+            came[one.here] = outs[one.here]
+            return came
 
-    return _around(kv, shapes, attend, layout).to(out_dtype)
+        return with_own
+
+    returning = [attention(at) for at in range(len(shares))]
+    return concatenated([x for came in returning for x in came()], 2).contiguous()
 
 
 def _fetch(
@@ -875,9 +970,7 @@ def _fetch(
     return every, finish
 
 
-def _tokens_by_heads(
-    what: str, x: Tensor, layout: _Layout, head_dim: int
-) -> Pending[list[list[Tensor]]]:
+def _tokens_by_heads(what: str, x: Tensor, layout: _Layout, head_dim: int) -> _Came:
     """Start to exchange the heads of x [B, N, H*D]; gives [B, n, h*D] of every rank."""
     shapes = [[(x.shape[0], n, layout.own_heads * head_dim)] for n in layout.near]
     pieces = layout.by_heads(x, dim=2, channels=head_dim)
@@ -887,20 +980,34 @@ def _tokens_by_heads(
 def _outputs(out: Tensor, layout: _Layout, tokens: int, head_dim: int) -> Tensor:
     """[B, n, h*D] of the heads of this rank and the tokens of its Ulysses group as [B, N, H*D] of
     its own tokens."""
-    shapes = [[(out.shape[0], tokens, n * head_dim)] for n in layout.heads]
-    pieces = [[x] for x in torch.split(out, layout.near, 1)]
-    came = all_to_all("out", pieces, shapes, layout.parallel.ulysses).wait()
-    return concatenated([x for (x,) in came], 2)
+    return concatenated(_return(torch.split(out, layout.near, 1), layout, tokens, head_dim)(), 2)
 
 
-def _joined(parts: Sequence[Tensor], counts: Sequence[int], dim: int, rows: int) -> Tensor:
-    """The first so many rows of each part, and rows that nobody reads up to `rows`."""
-    pieces = [x.narrow(dim, 0, n) for x, n in zip(parts, counts, strict=True)]
+def _return(
+    outs: Sequence[Tensor], layout: _Layout, tokens: int, head_dim: int
+) -> Callable[[], list[Tensor]]:
+    """Start to send the near ranks the output of their tokens [B, n, h*D]; waits for that of the
+    tokens here, [B, N, h*D] of the heads of each rank. None of this rank's own is none again."""
+    own = outs[layout.here].shape[1]
+    shapes = [
+        [(outs[0].shape[0], own if rank == layout.here else tokens, n * head_dim)]
+        for rank, n in enumerate(layout.heads)
+    ]
+    pending = all_to_all("out", [[x] for x in outs], shapes, layout.parallel.ulysses)
+    return lambda: [x for (x,) in pending.wait()]
+
+
+def _joined(parts: Sequence[Tensor], counts: Sequence[int], rows: int) -> Tensor:
+    """The first so many rows [B, H, row, ...] of each part, and rows that nobody reads up to
+    `rows`."""
+    if len(parts) == 1 and parts[0].shape[2] == rows:
+        return concatenated([parts[0].contiguous()], 2)
+    pieces = [x.narrow(2, 0, n) for x, n in zip(parts, counts, strict=True)]
     if rows > sum(counts):
         shape = list(pieces[0].shape)
-        shape[dim] = rows - sum(counts)
+        shape[2] = rows - sum(counts)
         pieces.append(pieces[0].new_empty(shape))
-    return concatenated(pieces, dim)
+    return concatenated(pieces, 2)
 
 
 def _around(

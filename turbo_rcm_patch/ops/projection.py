@@ -31,9 +31,6 @@ from turbo_rcm_patch.ops.operation import Operation, flattened
 from turbo_rcm_patch.ops.reference import close_skip, project
 from turbo_rcm_patch.skip import Cast, Coefficient
 
-__all__ = ["closes_apart", "project_skip", "skip"]
-
-
 #: What a schema has of words.
 _WORDS: Final = {"cast_policy": str, "impl": str}
 

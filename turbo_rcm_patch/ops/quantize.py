@@ -22,16 +22,6 @@ from turbo_rcm_patch.ops.checks import check_float, check_impl, check_same_devic
 from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.operation import Operation
 
-__all__ = [
-    "MAX_CHANNELS",
-    "Rows",
-    "check_channels",
-    "integer_product",
-    "padded_channels",
-    "quantize_weight",
-    "quantized_rows",
-]
-
 #: Largest magnitude of a quantised value.
 INT8_MAX: Final = 127
 #: Rows that are smaller than this everywhere are zeros: the inverse of their scale would overflow.

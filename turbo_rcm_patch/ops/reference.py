@@ -14,19 +14,6 @@ import torch.nn.functional as F
 
 from turbo_rcm_patch.skip import Cast
 
-__all__ = [
-    "aligned",
-    "apart",
-    "close_skip",
-    "exact_attention",
-    "key_mask",
-    "norm_rope",
-    "project",
-    "row_chunks",
-    "sdpa_attention",
-    "split_heads",
-]
-
 #: Logits materialised at a time by the chunked forms, in elements.
 _CHUNK_ELEMENTS = 1 << 24
 

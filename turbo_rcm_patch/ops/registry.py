@@ -30,16 +30,6 @@ from turbo_rcm_patch.ops.reference import (
 )
 from turbo_rcm_patch.ops.sage import sage_attention
 
-__all__ = [
-    "attention_backward",
-    "attention_forward",
-    "gradients_of",
-    "heads_forward",
-    "in_one_pass",
-    "plain_attention",
-    "rotated_heads",
-]
-
 #: q, k, v, residual, c_skip, c_out, norm_q, norm_k and the norms' biases: the first of the schema.
 _DIFFERENTIABLE: Final = 10
 _FIELDS: Final = AttentionInputs._fields

@@ -10,8 +10,6 @@ import torch
 
 from turbo_rcm_patch.errors import DeviceError, MaskError, MissingPackageError, ShapeError
 
-__all__ = ["sage_attention"]
-
 _HEAD_DIMS: Final = (64, 96, 128)
 #: Release 1.x lets the padded keys of its last block of 64 into the softmax with logit 0. Up to
 #: this share of padded keys the effect stays below the package's own quantisation error; above it

@@ -35,8 +35,6 @@ from turbo_rcm_patch.ops.reference import split_heads
 from turbo_rcm_patch.ops.registry import prepared
 from turbo_rcm_patch.ops.spec import AttentionSpec
 
-__all__ = ["MAX_SPARSE_HEAD_DIM", "SPARSE_BLOCKS", "Sparsity", "sparse_linear_attention"]
-
 #: Largest head_dim: the linear branch holds a [head_dim, head_dim] matrix in registers.
 MAX_SPARSE_HEAD_DIM = 128
 

@@ -36,8 +36,6 @@ from turbo_rcm_patch.ops.projection import check_cast, project_gradients
 from turbo_rcm_patch.ops.reference import close_skip, project
 from turbo_rcm_patch.skip import Cast
 
-__all__ = ["norm_modulate_streams", "project_skip_streams"]
-
 
 def _lengths(streams: Sequence[Tensor]) -> list[int]:
     return [stream.shape[1] for stream in streams]

@@ -26,6 +26,7 @@ from turbo_rcm_patch.patching.plain import runs_itself, stand_in
 __all__ = [
     "Author",
     "Notes",
+    "Untold",
     "call",
     "nothing",
     "observe",
@@ -64,7 +65,7 @@ def observe(x: Any) -> None:
 def observe_attention(operands: Any) -> None:
     """Tell the guard what an attention in 8 bits is given: `noise.Operands`."""
     notes: Notes | None = getattr(_local, "notes", None)
-    if notes is not None:
+    if notes is not None and notes.wants_operands:
         notes.operands = operands
 
 
@@ -89,11 +90,13 @@ class Notes:
         theirs: The author's.
         before: What the author's output projection gets, [B, N, H * D].
         output: The author's output projection.
+        wants_operands: Whether somebody asks for these.
         operands: What our attention was given, where it runs in 8 bits.
         replayed: What hooked modules got from ours and would have got from the author.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wants_operands: bool = True) -> None:
+        self.wants_operands = wants_operands
         self.ours: Tensor | tuple[Tensor, Tensor] | None = None
         self.theirs: Tensor | None = None
         self.before: Tensor | None = None
@@ -103,6 +106,13 @@ class Notes:
         self._calls: dict[int, list[_Call]] = {}
         self._branch: Callable[[], Any] | None = None
         self._centre: Tensor | None = None
+
+    def forget(self) -> None:
+        """Let go of all tensors. What runs the branch again holds the notes, and so it would keep
+        them until Python looks for cycles."""
+        self.ours = self.theirs = self.before = self.operands = self._centre = None
+        self._branch = None
+        self.replayed, self._calls = [], {}
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -233,6 +243,22 @@ class Notes:
             return made
 
         return run
+
+
+class Untold(Notes):
+    """For a pair that runs as its author wrote it from now on: every module is called as ever."""
+
+    def member(self, name: str, value: Any) -> Any:
+        return value
+
+    def branch(
+        self,
+        module: nn.Module,
+        output: str = "",
+        run: Callable[..., Any] | None = None,
+        **instead: Any,
+    ) -> Callable[..., Any]:
+        return module
 
 
 class Author:

@@ -32,8 +32,6 @@ from turbo_rcm_patch.errors import (
 )
 from turbo_rcm_patch.ops.sageattn import sageattn
 
-__all__ = ["BACKEND", "register_backend", "unregister_backend"]
-
 #: What `set_attention_backend` takes.
 BACKEND: Final = "turbo_rcm_int8"
 _MEMBER: Final = BACKEND.upper()

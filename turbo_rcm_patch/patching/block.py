@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, ClassVar, Final, Literal
 
@@ -24,11 +25,12 @@ from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.operation import compile_ahead
 from turbo_rcm_patch.ops.self_test import ensure_tested
-from turbo_rcm_patch.patching.author import Notes, nothing, same
+from turbo_rcm_patch.patching.author import Notes, Untold, nothing, same
 from turbo_rcm_patch.patching.blocks import Mode, may_run
 from turbo_rcm_patch.patching.branches import (
     AttentionModules,
     AttentionRun,
+    AuthorRun,
     CalledNorm,
     CalledRun,
     FeedForwardModules,
@@ -85,12 +87,18 @@ class _Plan(tuple[Run, ...]):
 
     Attributes:
         alone: Whether it calls no module.
+        ahead: Whether a norm runs in the pass that closes the skip before it.
     """
 
     alone: bool
+    ahead: bool
 
     def __init__(self, runs: tuple[Run, ...]) -> None:
         self.alone = all([run.read is not None for run in runs])
+        self.ahead = False
+        for run, behind in pairwise(runs):
+            if run.close is not None and behind.norm is not None:
+                self.ahead |= run.close.precede(behind.norm)
 
 
 class BlockForward:
@@ -204,6 +212,9 @@ class BlockForward:
         like: Tensor = hidden[1] if self.streams else hidden
         mode: Mode = self._mode(branch, hidden, given) if state.live else "as-written"
         rounding = self._rounding(branch, like.dtype)
+        # A compiler cannot trace what stands for the block.
+        if state.returned and not torch.compiler.is_compiling():
+            return AuthorRun((state, inner), branch, rounding)
         if mode != "ours":
             norm = self._norm(branch, state, hidden, given, rounding, as_rows=False)
             return CalledRun((state, inner), mode, norm, branch, rounding)
@@ -278,6 +289,11 @@ class BlockForward:
             return (x.float() * (1 + scale) + shift).type_as(hidden), gate
 
         return CalledNorm(called, rounding)
+
+    def run_author(self, branch: Branch, hidden: Hidden, given: Given) -> Hidden:
+        """One pair by the author's forward of the block, each module of it called as ever."""
+        assert given.author is not None
+        return given.author(branch.name, self._only(branch.name, Untold(), None), hidden)
 
     def close_called(
         self,
@@ -403,23 +419,27 @@ class BlockForward:
             self._begin_parallel(hidden, guard)
         if guard is None or not guard.wants(tuple(self._states.values())):
             plan, token = self._planned(hidden, given)
-            if token is not None and self._first:  # A compiler must not ask which is first.
-                self._compile_ahead(plan, token, hidden, given)
             if token is None and torch.compiler.is_compiling():
                 for run in plan:
                     hidden = run_joined(run, hidden, given)
                 return hidden
+            if getattr(plan, "ahead", False):
+                given = given._replace(ahead={})
+            if token is not None and self._first:
+                self._compile_ahead(plan, token, hidden, given)
             # Torch looks for gradients in front of every product and allocation. A plan that calls
             # nobody's module wants none, so it passes that by.
             alone = token is not None and getattr(plan, "alone", False)
+            if not alone:
+                given = given._replace(author=author)
             with torch._C._AutoDispatchBelowAutograd() if alone else nullcontext():
                 for run in plan:
                     hidden, token = run(token, hidden, given)
             return hidden
         if self._first:
             plan, token = self._planned(hidden, given)
-            self._compile_ahead(plan, token, hidden, given)
-        given, parallel = given._replace(compared=True), self._groups()
+            self._compile_ahead(plan, token, hidden, given, given._replace(ahead={}))
+        given, parallel = given._replace(compared=True, author=author), self._groups()
         dtype = (hidden[1] if self.streams else hidden).dtype
         for index, branch in enumerate(self._branches()):
             hidden = self._compared(guard, index, branch, hidden, given, author, dtype, parallel)
@@ -437,14 +457,21 @@ class BlockForward:
         self.ranks.begin(parallel, like, tokens, spec, self._config, guard)
 
     def _compile_ahead(
-        self, plan: tuple[Run, ...], token: Token, hidden: Hidden, given: Given
+        self, plan: tuple[Run, ...], token: Token, hidden: Hidden, *ways: Given
     ) -> None:
         """Compile the kernels of this block side by side before it runs for the first time with
         such inputs; those of the other blocks are the same. Not where somebody else's module is
-        called, because it would be called twice."""
+        called, because it would be called twice.
+
+        Args:
+            plan: Of the block.
+            token: Of its inputs.
+            hidden: Its residual streams.
+            *ways: What else it gets, once for each way in which it will run.
+        """
         like: Tensor = hidden[1] if self.streams else hidden
         done = self._slot.compiled
-        if token is None or not like.is_cuda or token in done or is_capturing(like.device):
+        if token is None or token in done or is_capturing(like.device):
             return
         if len(done) >= _MOST_COMPILED:
             done.clear()
@@ -453,9 +480,10 @@ class BlockForward:
             return
 
         def launches() -> None:
-            streams = hidden
-            for run in plan:
-                streams, _ = run(None, streams, given)
+            for given in ways:
+                streams, behind = hidden, token
+                for run in plan:
+                    streams, behind = run(behind, streams, given)
 
         compile_ahead(launches, like.device)
 
@@ -491,7 +519,8 @@ class BlockForward:
         def attention() -> Tensor | None:
             return self._planned(seen, given)[0][index].attention(hidden, given)
 
-        closed = guard.close(Pair(states, seen, ours, written, attention, parallel))
+        narrowed = seen is not hidden
+        closed = guard.close(Pair(states, seen, ours, written, attention, parallel, narrowed))
         self._after_comparing(branch)
         return closed
 

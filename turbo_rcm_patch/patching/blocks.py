@@ -21,24 +21,6 @@ from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Residual
 
-__all__ = [
-    "AUTOCAST",
-    "KeptTables",
-    "Mode",
-    "check_head_dim",
-    "check_parameters",
-    "check_weights",
-    "distinct",
-    "known_inside",
-    "left_by_config",
-    "may_run",
-    "note_mode",
-    "plain_dropout",
-    "refuse_parallel",
-    "same_batch",
-    "warn_once",
-]
-
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 #: What may run now: ours in the place of a branch, the skip after it, or nothing of ours.

@@ -43,6 +43,7 @@ from turbo_rcm_patch.patching.linears import (
     Projection,
     Rounding,
     StreamsClose,
+    Terms,
     held_by,
     holder,
     rounded,
@@ -57,6 +58,7 @@ __all__ = [
     "AttentionLayout",
     "AttentionModules",
     "AttentionRun",
+    "AuthorRun",
     "BranchOperands",
     "CalledNorm",
     "CalledRun",
@@ -91,6 +93,9 @@ class Given(NamedTuple):
         forward: What stands in for the block's forward; a plan that held it would keep the block
             alive.
         compared: Whether the guard compares a branch on this forward.
+        author: The author's forward of the block, as `BlockForward._run` gets it.
+        ahead: Input and gate of branches whose norm ran in the pass that closed the skip before
+            it, by that norm; None where every branch has to stand alone.
     """
 
     context: Tensor | None
@@ -100,6 +105,8 @@ class Given(NamedTuple):
     more: tuple[Any, ...] = ()
     forward: Any = None
     compared: bool = False
+    author: Callable[[str, Any, Hidden], Hidden] | None = None
+    ahead: dict[Norm, tuple[Tensor, Any]] | None = None
 
 
 # --- a branch as an operation --------------------------------------------------------------------
@@ -228,13 +235,21 @@ class Norm(Protocol):
 
     Attributes:
         read: The tensors that a kernel reads; None where a module is called.
+        joins: Whether it can run in the pass that closes the skip before it; what it makes there
+            is in `Given.ahead`.
     """
 
     @property
     def read(self) -> list[Tensor] | None: ...
 
+    @property
+    def joins(self) -> bool: ...
+
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Input, Any, Token]:
         """The input of the branch, its gate (None for 1), and the token behind it."""
+
+    def terms(self, given: Given) -> Terms:
+        """What it takes beside the residual stream, where it joins."""
 
     def described(self, hidden: Hidden, given: Given) -> Described | None:
         """Its part of `BranchOperands`; None where a module is called."""
@@ -252,7 +267,8 @@ class FusedNorm:
         as_rows: Whether it comes out as int8 rows.
     """
 
-    __slots__ = ("_as_rows", "_at", "_held", "_impl", "_model", "_norm", "_step")
+    __slots__ = ("_as_rows", "_at", "_gives", "_held", "_impl", "_model", "_norm", "_step")
+    joins = True
 
     def __init__(
         self, norm: Any, at: int | None, impl: Impl, rounding: Rounding | None, *, as_rows: bool
@@ -262,24 +278,33 @@ class FusedNorm:
         self._step = Step(rows_forward if as_rows else norm_forward)
         self._as_rows = as_rows
         self._model = None if rounding is None else rounding.model
+        self._gives = torch.int8 if as_rows else self._model
 
     @property
     def read(self) -> list[Tensor]:
         return [] if self._at is not None else tensors_of(self._held)
 
+    def terms(self, given: Given) -> Terms:
+        at, eps = self._at, self._norm.eps
+        if at is None:
+            scale, shift = self._held["weight"], self._held["bias"]
+            scale = None if scale is None else scale.view(1, 1, -1)
+            shift = None if shift is None else shift.view(1, 1, -1)
+            return (scale, shift, 0.0, eps), None, self._gives
+        shift, scale, gate = given.rows[at : at + 3]
+        return (scale, shift, 1.0, eps), gate, self._gives
+
     def __call__(self, token: Token, hidden: Tensor, given: Given) -> tuple[Input, Any, Token]:
+        if given.ahead:
+            made = given.ahead.pop(self, None)
+            if made is not None:
+                return *made, token
         at, eps, impl, gate = self._at, self._norm.eps, self._impl, None
         if token is not None:
-            how: tuple[Any, ...] = (eps, impl)
-            if not self._as_rows:
-                how += (self._model or hidden.dtype,)
-            if at is None:
-                scale, shift = self._held["weight"], self._held["bias"]
-                scale = None if scale is None else scale.view(1, 1, -1)
-                shift = None if shift is None else shift.view(1, 1, -1)
-                return self._step(token, hidden, scale, shift, 0.0, *how), None, token
-            shift, scale, gate = given.rows[at : at + 3]
-            return self._step(token, hidden, scale, shift, 1.0, *how), gate, token
+            numbers, gate, dtype = self.terms(given)
+            if self._as_rows:
+                return self._step(token, hidden, *numbers, impl), gate, token
+            return self._step(token, hidden, *numbers, impl, dtype or hidden.dtype), gate, token
         form: Literal["modulation", "affine"] = "affine"
         if at is None:
             scale, shift = self._norm.weight, self._norm.bias
@@ -332,9 +357,21 @@ class StreamsNorm:
         #: What makes the coefficients is called, where it is not plain.
         self.read: list[Tensor] | None = [] if plain else None
 
+    @property
+    def joins(self) -> bool:
+        return self._plain
+
+    def terms(self, given: Given) -> Terms:
+        scale, shift, gates = self._coefficients(given)
+        return (*scale, *shift, 0.0, self._eps), gates, self._model
+
     def __call__(
         self, token: Token, hidden: tuple[Tensor, ...], given: Given
     ) -> tuple[Input, Any, Token]:
+        if given.ahead:
+            made = given.ahead.pop(self, None)
+            if made is not None:
+                return *made, token
         scale, shift, gates = self._coefficients(given)
         dtype = self._model or hidden[0].dtype
         if gates[0].dtype != dtype:
@@ -388,6 +425,7 @@ class CalledNorm:
 
     __slots__ = ("_rounding", "_run")
     read = None
+    joins = False
 
     def __init__(
         self, run: Callable[[Hidden, Given], tuple[Tensor, Any]], rounding: Rounding | None
@@ -399,6 +437,9 @@ class CalledNorm:
         x, gate = self._run(hidden, given)
         like = hidden if isinstance(hidden, Tensor) else hidden[1]
         return x, gate, after_call(token, like, like.dtype, (x,), (like.shape[2],), x.shape[1])
+
+    def terms(self, given: Given) -> Terms:
+        raise AssertionError("what is called does not join")
 
     def described(self, hidden: Hidden, given: Given) -> Described | None:
         return None
@@ -412,10 +453,19 @@ class Run(Protocol):
 
     Attributes:
         read: The tensors that kernels read; None where a module is called.
+        norm: What stands before it and reads the residual stream as the branch before leaves it;
+            None where nothing does.
+        close: What closes its skip; None where that is its author's, or a pass of its own.
     """
 
     @property
     def read(self) -> list[Tensor] | None: ...
+
+    @property
+    def norm(self) -> Norm | None: ...
+
+    @property
+    def close(self) -> Close | None: ...
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
         """The residual stream behind the branch, and the token there."""
@@ -504,9 +554,9 @@ class AttentionRun:
     """
 
     __slots__ = ("_asked", "_attend", "_attend_heads", "_attend_image", "_auto", "_biased",
-                 "_close", "_few", "_form", "_fused", "_image", "_inner", "_masked", "_model",
-                 "_modules", "_norm", "_of_context", "_of_x", "_parallel", "_readable", "_rotate",
-                 "_rotate_image", "_state", "_streams", "_width")  # fmt: skip
+                 "_few", "_form", "_fused", "_image", "_inner", "_masked", "_model", "_modules",
+                 "_of_context", "_of_x", "_parallel", "_readable", "_rotate", "_rotate_image",
+                 "_state", "_streams", "_width", "close", "norm")  # fmt: skip
 
     def __init__(
         self,
@@ -526,7 +576,7 @@ class AttentionRun:
         state, self._inner = states
         self._model = None if rounding is None else rounding.model
         assert state is not None
-        self._state, self._modules, self._close = state, modules, close
+        self._state, self._modules, self.close = state, modules, close
         self._streams = isinstance(close, StreamsClose)
         self._width = modules.heads * modules.head_dim
         int8, cross = state.int8, len(modules.kv) > 0
@@ -543,7 +593,7 @@ class AttentionRun:
             if len(modules.image) > 0:
                 of_image = ("image", modules.image, context, like.dtype)
                 self._image = Projection(linears, *of_image, int8=int8)
-        self._norm = norm(self._of_x.int8)
+        self.norm = norm(self._of_x.int8)
         self._fused = len(modules.kv or modules.qkv) == 1
         self._masked = given.mask is not None and not cross
         self._readable = None if self._masked else modules.readable
@@ -596,17 +646,17 @@ class AttentionRun:
 
     @property
     def read(self) -> list[Tensor] | None:
-        norm, readable = self._norm.read, self._readable
+        norm, readable = self.norm.read, self._readable
         held = self._modules.image_readable
         projections = [p for p in (self._of_x, self._of_context, self._image) if p is not None]
-        called = not self._close.plain or not all([p.plain for p in projections])
+        called = not self.close.plain or not all([p.plain for p in projections])
         if norm is None or readable is None or called or (self._image and held is None):
             return None
         int8 = [x for p in projections for x in p.read]
-        return [*norm, *tensors_of(*readable[:2], held), *int8, *self._close.read]
+        return [*norm, *tensors_of(*readable[:2], held), *int8, *self.close.read]
 
     def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
-        modules, readable, close, context = self._modules, self._readable, self._close, None
+        modules, readable, close, context = self._modules, self._readable, self.close, None
         like: Tensor = hidden[1] if self._streams else hidden
         dtype = self._model or like.dtype
         projections = [p for p in (self._of_x, self._of_context, self._image) if p is not None]
@@ -621,7 +671,7 @@ class AttentionRun:
             context = given.context
             if context is None or context.dtype != dtype:
                 return None
-        norm = self._norm.described(hidden, given)
+        norm = self.norm.described(hidden, given)
         if norm is None or self._parallel is not None or len(self._asked.spec.exact_heads) > 0:
             return None
         spec, sparsity, sparse = self._asked.spec, modules.sparsity, modules.sparse
@@ -652,7 +702,7 @@ class AttentionRun:
         modules, few, rotary = self._modules, self._few, given.rotary
         like: Tensor = hidden[1] if self._streams else hidden
         dtype = self._model or like.dtype
-        x, gate, token = self._norm(token, hidden, given)
+        x, gate, token = self.norm(token, hidden, given)
         if given.compared:
             observe(x)
         made, token = self._of_x(token, x, like)
@@ -686,9 +736,9 @@ class AttentionRun:
             observe_attention(Operands(q, k, v, norms, rotary, way.spec))
         if close and self._joined(token) and way.spec.attention != "exact":
             joined = ops.attention_project_skip(
-                q, k, v, *self._close.weight, way.spec, residual=hidden,
-                c_out=1.0 if gate is None else gate, rotary=rotary, cast=self._close.cast,
-                form=self._form, out_dtype=self._close.out_dtype, **_named(norms),
+                q, k, v, *self.close.weight, way.spec, residual=hidden,
+                c_out=1.0 if gate is None else gate, rotary=rotary, cast=self.close.cast,
+                form=self._form, out_dtype=self.close.out_dtype, **_named(norms),
             )  # fmt: skip
             return joined, token
         if self._masked:
@@ -713,7 +763,7 @@ class AttentionRun:
                 token = after_call(token, like, dtype, (q,), (self._width,), own_q.shape[1])
                 token = after_call(token, like, dtype, (k,), (self._width,), v.shape[1])
             out = self._dense(token, q, k, v, norms, None, way, out)
-        return (self._close(token, out, hidden, gate) if close else out), token
+        return (self.close(token, out, hidden, gate, given=given) if close else out), token
 
     def _name(self, spec: ops.AttentionSpec, q: Tensor, k: Tensor, given: Given) -> str:
         """The attention that runs, by the length of the whole sequence."""
@@ -888,8 +938,8 @@ class FeedForwardRun:
         rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
     """
 
-    __slots__ = ("_close", "_first", "_held", "_inner", "_model", "_modules", "_norm", "_state",
-                 "_streams")  # fmt: skip
+    __slots__ = ("_first", "_held", "_inner", "_model", "_modules", "_state", "_streams", "close",
+                 "norm")  # fmt: skip
 
     def __init__(
         self,
@@ -902,7 +952,7 @@ class FeedForwardRun:
         close: Close,
         rounding: Rounding | None,
     ) -> None:
-        self._modules, self._state, self._close = modules, state, close
+        self._modules, self._state, self.close = modules, state, close
         self._model = None if rounding is None else rounding.model
         self._streams = isinstance(close, StreamsClose)
         self._first = self._held = None
@@ -917,29 +967,29 @@ class FeedForwardRun:
                 self._first = project
             elif project.plain and first.bias is not None:
                 self._held = first._parameters
-        self._norm = norm(self._first is not None)
+        self.norm = norm(self._first is not None)
 
     @property
     def read(self) -> list[Tensor] | None:
-        norm = self._norm.read
+        norm = self.norm.read
         called = self._first is None and self._held is None
-        if norm is None or called or len(self._modules.between) > 0 or not self._close.plain:
+        if norm is None or called or len(self._modules.between) > 0 or not self.close.plain:
             return None
         first = [] if self._first is None else self._first.read
-        return [*norm, *first, *self._close.read]
+        return [*norm, *first, *self.close.read]
 
     def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
         return None
 
     def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
-        close, first = self._close, self._held
+        close, first = self.close, self._held
         if self._first is not None:
             first = self._modules.first._parameters
         if first is None or not close.readable or len(self._modules.between) > 0:
             return None
         if first.get("weight") is None:  # It has int8 weights alone.
             return None
-        norm = self._norm.described(hidden, given)
+        norm = self.norm.described(hidden, given)
         if norm is None:
             return None
         dtype = self._model or (hidden[1] if self._streams else hidden).dtype
@@ -951,7 +1001,7 @@ class FeedForwardRun:
 
     def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
         like: Tensor = hidden[1] if self._streams else hidden
-        x, gate, token = self._norm(token, hidden, given)
+        x, gate, token = self.norm(token, hidden, given)
         if given.compared:
             observe(x)
         if token is None:
@@ -974,7 +1024,7 @@ class FeedForwardRun:
         for module in self._modules.between:
             h = call(module, h)
             token = after_call(token, like, dtype, (h,), (self._inner,), tokens)
-        return self._close(token, h, hidden, gate), token
+        return self.close(token, h, hidden, gate, given=given), token
 
 
 class CalledRun:
@@ -990,7 +1040,7 @@ class CalledRun:
     """
 
     __slots__ = ("_branch", "_mode", "_norm", "_rounding", "_states")
-    read = None
+    read = close = None
 
     def __init__(
         self,
@@ -1002,6 +1052,10 @@ class CalledRun:
     ) -> None:
         self._states, self._mode, self._norm, self._branch = states, mode, norm, branch
         self._rounding = rounding
+
+    @property
+    def norm(self) -> Norm | None:
+        return None if self._mode == "as-written" else self._norm
 
     def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
         return None
@@ -1031,6 +1085,44 @@ class CalledRun:
         return closed, token
 
 
+class AuthorRun:
+    """A pair that the guard gave back: the author's block, in which the other pairs add nothing.
+    So norm, gate and sum are the author's, too, whatever ours takes them for.
+
+    Args:
+        states: Its pair, and the one inside it if it has one.
+        branch: What the block's forward calls it by.
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
+    """
+
+    __slots__ = ("_branch", "_rounding", "_states")
+    read = norm = close = None
+
+    def __init__(
+        self,
+        states: tuple[PairState | None, PairState | None],
+        branch: Any,
+        rounding: Rounding | None,
+    ) -> None:
+        self._states, self._branch, self._rounding = states, branch, rounding
+
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        return None
+
+    def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
+        return None
+
+    def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
+        for state in self._states:
+            note_mode(state, "as-written")
+        hidden = rounded(hidden, self._rounding)
+        closed = given.forward.run_author(self._branch, hidden, given)
+        single = isinstance(hidden, Tensor)
+        for x, y in [(hidden, closed)] if single else zip(hidden, closed, strict=True):
+            token = after_call(token, x, x.dtype, (y,), x.shape[2:], x.shape[1])
+        return closed, token
+
+
 class LinearRun:
     """One Linear of an input of the block, and the skip after it.
 
@@ -1041,16 +1133,17 @@ class LinearRun:
         source: Gives the input [B, N, K].
     """
 
-    __slots__ = ("_close", "_module", "_source", "_state")
+    __slots__ = ("_module", "_source", "_state", "close")
+    norm = None
 
     def __init__(
         self, state: PairState, module: Any, close: Close, source: Callable[[Given], Tensor]
     ) -> None:
-        self._state, self._module, self._close, self._source = state, module, close, source
+        self._state, self._module, self.close, self._source = state, module, close, source
 
     @property
     def read(self) -> list[Tensor] | None:
-        return self._close.read if self._state.live and self._close.plain else None
+        return self.close.read if self._state.live and self.close.plain else None
 
     def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
         return None
@@ -1067,4 +1160,4 @@ class LinearRun:
             return written, after_call(token, hidden, hidden.dtype, (written,), *shape)
         if given.compared:
             observe(x)
-        return self._close(token, x, hidden, None), token
+        return self.close(token, x, hidden, None, given=given), token

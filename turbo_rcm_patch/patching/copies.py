@@ -42,8 +42,6 @@ from turbo_rcm_patch.ops.modes import is_capturing, synchronize
 from turbo_rcm_patch.ops.operation import running_for_real
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 
-__all__ = ["Copies", "Held"]
-
 #: How often in a row a weight may have moved since the forward before (a model goes to its device,
 #: or there and back between two videos). One that moves again is offloaded on every forward, and
 #: an int8 copy of it would hold the memory that offloading is to save.

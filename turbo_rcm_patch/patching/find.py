@@ -17,8 +17,6 @@ from turbo_rcm_patch.patching.sla import recovered_proj_l
 from turbo_rcm_patch.patching.state import ModelPlan
 from turbo_rcm_patch.skip import SkipPair, Stream
 
-__all__ = ["Target", "execution_device", "find_pairs", "find_targets", "parts_of", "plan_all"]
-
 #: Where a diffusers pipeline keeps its denoising networks (two experts in Wan 2.2).
 _COMPONENTS = ("transformer", "transformer_2")
 

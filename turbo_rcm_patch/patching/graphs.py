@@ -51,8 +51,6 @@ from turbo_rcm_patch.patching.plain import autocasting, bare, drops, hook_names
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.state import PairState
 
-__all__ = ["MOST_GRAPHS", "WARM_UPS", "GraphPool", "Graphs"]
-
 #: Plain forwards of a signature before it is captured: the first makes plans and compiles kernels,
 #: the second repeats the recorded launches.
 WARM_UPS: Final = 2
@@ -455,7 +453,8 @@ def _why_never(
     ours = {id(entry.ours) for entry in record.entries} if record is not None else set()
     names = {id(module): name for name, module in model.named_modules()}
     if groups_of_model(model) is not None or getattr(model, "_parallel_config", None) is not None:
-        return "it is split over several ranks"
+        # torch's watchdog times no captured exchange: where a rank died, the others would wait.
+        return "it is split over several ranks, and no captured exchange notices one that died"
     for module in modules:
         name = names[id(module)] or "the model"
         own = vars(module)

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from turbo_rcm_patch.errors import DroppedWeightError
 from turbo_rcm_patch.ops.int8_linear import dequantized
 
-__all__ = ["SCALE", "WEIGHT", "Int8Linear", "weight_dtype"]
-
 #: Names of the parameters.
 WEIGHT: Final = "weight_int8"
 SCALE: Final = "weight_scale_bits"

@@ -19,16 +19,6 @@ from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.sla import recovered_proj_l
 from turbo_rcm_patch.patching.state import ModelPlan
 
-__all__ = [
-    "INT8_MARK",
-    "drop_originals",
-    "is_marked",
-    "keep_int8_only",
-    "mark_int8_only",
-    "originals_of",
-    "refuse_offloaded",
-]
-
 #: Entry "quantization_config" of config.json where a Linear's weight is in int8 alone. diffusers
 #: refuses a quantisation that it does not know, and would else run such a folder without weights.
 INT8_MARK: Final = {"quant_method": "turbo_rcm_int8"}

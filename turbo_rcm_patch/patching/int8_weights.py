@@ -16,15 +16,6 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.int8_linear import GROUP
 
-__all__ = [
-    "attach_int8",
-    "attached_int8",
-    "detach_int8",
-    "held_int8",
-    "restore_int8",
-    "stands_for",
-]
-
 _INT8: Final = "turbo_int8_weight"
 _SCALE: Final = "turbo_int8_scale_bits"
 _ORIGIN: Final = "turbo_int8_origin"

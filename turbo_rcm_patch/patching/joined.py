@@ -52,8 +52,6 @@ from turbo_rcm_patch.patching.linears import (
 from turbo_rcm_patch.patching.plain import Weights
 from turbo_rcm_patch.patching.plan import Token, signature
 
-__all__ = ["run_joined"]
-
 #: Branches that a thread keeps: one for each layout, whatever the number of blocks.
 _MOST_BRANCHES: Final = 64
 #: Signatures of inputs that a branch remembers to have checked.

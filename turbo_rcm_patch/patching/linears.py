@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl, PatchConfig
+from turbo_rcm_patch.ops.elementwise import skip_norm
 from turbo_rcm_patch.ops.int8_linear import Activation, rows_linear_forward
 from turbo_rcm_patch.ops.int8_linear import linear_forward as int8_forward
 from turbo_rcm_patch.ops.operation import Step
@@ -39,6 +40,7 @@ __all__ = [
     "Projection",
     "Rounding",
     "StreamsClose",
+    "Terms",
     "held_by",
     "holder",
     "pair_state",
@@ -90,7 +92,7 @@ def pair_state(pair: SkipPair, linears: Mapping[str, nn.Module], config: PatchCo
         linears: The Linears that its fused form runs itself, by name.
         config: How the model is patched.
     """
-    auto = config.precision == "auto" and pair.kind != "feed-forward"
+    auto = config.chooses and pair.kind != "feed-forward"
     narrow = config.pv in ("auto", "fp8")
     if config.linear == "as-is" or pair.runs == "as-written":
         held = [name for name, module in linears.items() if type(module) is Int8Linear]
@@ -183,6 +185,13 @@ class Rounding(NamedTuple):
     cast: Cast
 
 
+#: What a norm takes beside the residual stream, for the pass that closes the skip before it:
+#: factor, offset, the number added to the factor and epsilon (of two streams both factors and
+#: both offsets); the gate of the branch behind it, None for 1; its dtype, None for the stream's
+#: and int8 for int8 rows.
+Terms = tuple[tuple[Any, ...], Any, torch.dtype | None]
+
+
 def rounded(hidden: Any, rounding: Rounding | None) -> Any:
     """A residual stream, or one tensor each of several, as the author's code would hold it."""
     if rounding is None:
@@ -235,8 +244,8 @@ class Projection:
         activation: In the epilogue of an int8 product.
     """
 
-    __slots__ = ("_activation", "_chosen", "_dtype", "_key", "_linears", "_modules", "_steps",
-                 "_together", "_weights", "_widths", "int8", "plain")  # fmt: skip
+    __slots__ = ("_activation", "_chosen", "_dtype", "_impl", "_key", "_linears", "_modules",
+                 "_steps", "_together", "_weights", "_widths", "int8", "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -253,7 +262,7 @@ class Projection:
             linears.forget(key)
         self._linears, self._key, self._modules = linears, key, modules
         self._chosen = [module for module in modules if int8 and runs_int8(module, like)]
-        self._activation, self._dtype = activation, dtype
+        self._activation, self._dtype, self._impl = activation, dtype, linears.copies.impl
         self._together = _together(self._chosen)
         #: Whether int8 products are all of it, so that the input may come as int8 rows.
         self.int8 = len(self._chosen) == len(modules)
@@ -295,7 +304,7 @@ class Projection:
         chosen: list[Any] = self._chosen
         parts: Sequence[Tensor] = ()
         if chosen:
-            linears, impl, dtype = self._linears, self._linears.copies.impl, self._dtype
+            linears, impl, dtype = self._linears, self._impl, self._dtype
             ours = token if self.int8 else None
             made: list[Any] = [None] * len(chosen)
             # By place: a compiler cannot share a graph that knows modules by their ids.
@@ -356,7 +365,8 @@ class Close:
     """
 
     __slots__ = ("_apart", "_key", "_linear", "_linears", "_modules", "_rounding", "_step",
-                 "_weights", "cast", "impl", "int8", "out_dtype", "plain")  # fmt: skip
+                 "_skip", "_then", "_weights", "_with_norm", "cast", "impl", "int8", "out_dtype",
+                 "plain")  # fmt: skip
 
     def __init__(
         self,
@@ -387,8 +397,23 @@ class Close:
         #: Whether the library computes the product, of which there is nothing to replay.
         tracing = torch.compiler.is_compiling()
         self._apart = self.plain and not (self.int8 or tracing) and closes_apart(like, impl)
-        apart = skip_forward if self._apart else project_forward
-        self._step = Step(int8_forward if self.int8 else apart)
+        self._step = Step(int8_forward if self.int8 else project_forward)
+        self._skip = Step(skip_forward)
+        #: The norm behind the skip, where both can be one pass.
+        self._then: Any = None
+        self._with_norm = Step(skip_norm)
+
+    def precede(self, norm: Any) -> bool:
+        """Whether the skip and a norm (`branches.Norm`) run in one pass from now on, so that the
+        residual stream is written and not read again."""
+        if self._is_a_pass and norm.joins:
+            self._then = norm
+        return self._then is not None
+
+    @property
+    def _is_a_pass(self) -> bool:
+        """Whether a plan closes the skip in a pass of its own."""
+        return self._apart or not self.plain
 
     @property
     def read(self) -> list[Tensor]:
@@ -415,16 +440,29 @@ class Close:
         residual: Tensor,
         c_out: Coefficient | None,
         c_skip: Coefficient = 1.0,
+        given: Any = None,
     ) -> Tensor:
-        """c_skip * residual + c_out * linear(x); a c_out of None is 1."""
-        dtype, cast, impl = self.out_dtype or x.dtype, self.cast, self.impl
+        """c_skip * residual + c_out * linear(x); a c_out of None is 1.
+
+        Args:
+            token: See `plan.signature`.
+            x: [B, N, K].
+            residual: [B, N, C].
+            c_out: Float or tensor [B], [B, 1, C] or [B, N, C].
+            c_skip: Likewise.
+            given: What the block gets (`branches.Given`), where a norm may run in the same pass.
+        """
+        dtype, cast, impl, branch = self.out_dtype or x.dtype, self.cast, self.impl, None
         if not self.plain or (token is None and x.dtype != weight_dtype(self._modules[0])):
             branch = self._called(x)
-            return ops.skip(
-                residual, branch, c_skip, 1.0 if c_out is None else c_out, cast=cast, impl=impl,
-                out_dtype=self.out_dtype,
-            )  # fmt: skip
-        if self.int8:
+            width, tokens = residual.shape[2], residual.shape[1]
+            token = after_call(token, residual, x.dtype, (branch,), (width,), tokens)
+            if token is None:
+                return ops.skip(
+                    residual, branch, c_skip, 1.0 if c_out is None else c_out, cast=cast,
+                    impl=impl, out_dtype=self.out_dtype,
+                )  # fmt: skip
+        elif self.int8:
             weight, scale, bias = self._linears.weights(token, self._key, self._linear)
             if token is not None:
                 token = (token, scale.shape, scale.stride())
@@ -438,20 +476,29 @@ class Close:
                 c_out=1.0 if c_out is None else c_out, cast=cast, impl=self._linears.copies.impl,
                 out_dtype=dtype,
             )  # fmt: skip
-        weight, bias = self._weights["weight"], self._weights["bias"]
-        if token is not None and self._apart:
+        else:
+            weight, bias = self._weights["weight"], self._weights["bias"]
+            if token is None:
+                return ops.project_skip(
+                    x, weight, bias, residual=residual, c_skip=c_skip,
+                    c_out=1.0 if c_out is None else c_out, cast=cast, impl=impl, out_dtype=dtype,
+                )  # fmt: skip
+            if not self._apart:
+                closed = self._step(
+                    token, x, weight, bias, residual, None, c_out, 1.0, 1.0, cast, impl, dtype
+                )
+                return closed
             branch = F.linear(x, weight, bias)
-            closed = self._step(token, residual, branch, None, c_out, 1.0, 1.0, cast, impl, dtype)
+        then = self._then
+        if then is None or given.ahead is None:
+            closed = self._skip(token, residual, branch, None, c_out, 1.0, 1.0, cast, impl, dtype)
             return closed
-        if token is not None:
-            closed = self._step(
-                token, x, weight, bias, residual, None, c_out, 1.0, 1.0, cast, impl, dtype
-            )
-            return closed
-        return ops.project_skip(
-            x, weight, bias, residual=residual, c_skip=c_skip,
-            c_out=1.0 if c_out is None else c_out, cast=cast, impl=impl, out_dtype=dtype,
-        )  # fmt: skip
+        numbers, gate, model = then.terms(given)
+        closed, normed = self._with_norm(
+            token, residual, branch, c_out, *numbers, cast, impl, dtype, model or dtype
+        )
+        given.ahead[then] = normed, gate
+        return closed
 
     def _called(self, x: Tensor) -> Tensor:
         for module in self._modules:
@@ -467,15 +514,26 @@ class StreamsClose(Close):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._close_both, self._skip_both = Step(_project_two), Step(_skip_two)
+        self._with_norm = Step(_skip_norm_two)
+
+    @property
+    def _is_a_pass(self) -> bool:
+        return super()._is_a_pass or self.int8
 
     def __call__(  # type: ignore[override]
-        self, token: Token, x: Tensor, streams: tuple[Tensor, ...], gates: tuple[Tensor, ...]
+        self,
+        token: Token,
+        x: Tensor,
+        streams: tuple[Tensor, ...],
+        gates: tuple[Tensor, ...],
+        given: Any = None,
     ) -> tuple[Tensor, ...]:
         """stream + gate * (its rows of linear(x)) for each stream."""
         dtype = self.out_dtype or x.dtype
         one_dtype = _one_dtype(x, streams, gates, self._rounding)
         if not self.plain or (token is None and x.dtype != weight_dtype(self._modules[0])):
-            branch, token = self._called(x), None
+            branch, (*_, width) = self._called(x), streams[1].shape
+            token = after_call(token, streams[1], x.dtype, (branch,), (width,), x.shape[1])
         elif self.int8:
             weight, scale, bias = self._linears.weights(token, self._key, self._linear)
             impl = self._linears.copies.impl
@@ -503,6 +561,16 @@ class StreamsClose(Close):
             else:
                 branch = ops.project_skip(x, weight, bias, residual=None, impl=self.impl)
         if token is not None and one_dtype:
+            then = self._then
+            if then is not None and given is not None and given.ahead is not None:
+                numbers, next_gates, model = then.terms(given)
+                if next_gates[0].dtype == x.dtype:  # Else torch will promote the streams.
+                    first, second, normed = self._with_norm(
+                        token, branch, *streams, *gates, *numbers, self.cast, self.impl, dtype,
+                        model or dtype,
+                    )  # fmt: skip
+                    given.ahead[then] = normed, next_gates
+                    return first, second
             closed: tuple[Tensor, ...] = self._skip_both(
                 token, branch, *streams, *gates, self.cast, self.impl, dtype
             )
@@ -565,6 +633,35 @@ def _project_two(
             x, weight, bias, [first, second], [first_gate, second_gate], cast, impl, out_dtype
         )
     )
+
+
+def _skip_norm_two(
+    branch: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_gate: Tensor,
+    second_gate: Tensor,
+    first_factor: Tensor,
+    second_factor: Tensor,
+    first_offset: Tensor,
+    second_offset: Tensor,
+    one: float,
+    eps: float,
+    cast: Cast,
+    impl: Impl,
+    out_dtype: torch.dtype,
+    normed_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`skip_norm` of two streams over their rows of a branch, their norms as one sequence."""
+    lengths = [first.shape[1], second.shape[1]]
+    together = torch.empty(branch.shape, dtype=normed_dtype, device=branch.device)
+    parts, rows = torch.split(branch, lengths, dim=1), torch.split(together, lengths, dim=1)
+    how = (one, eps, cast, impl, out_dtype, normed_dtype)
+    left, _ = skip_norm(first, parts[0], first_gate, first_factor, first_offset, *how, rows[0])
+    right, _ = skip_norm(
+        second, parts[1], second_gate, second_factor, second_offset, *how, rows[1]
+    )
+    return left, right, together
 
 
 def _skip_two(

@@ -21,19 +21,6 @@ from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
 from turbo_rcm_patch.skip import Cast, Residual, SkipPair, Stream
 
-__all__ = [
-    "Runs",
-    "States",
-    "add_blocks",
-    "block_pair",
-    "foreign",
-    "install",
-    "left_alone",
-    "linear_pair",
-    "states_of",
-    "with_image",
-]
-
 #: How a pair runs, and why, in words.
 Runs = tuple[Residual, str]
 #: The pairs of a block, by the names of their branches.

@@ -30,25 +30,6 @@ from turbo_rcm_patch.patching.state import PairState, Step, When
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.guard import Guard
 
-__all__ = [
-    "EnableParallelism",
-    "Ranks",
-    "attach_plan",
-    "check_parallel",
-    "context_parallel_plan",
-    "detach_plan",
-    "disable_parallelism",
-    "distribute_attention",
-    "follow",
-    "groups_of",
-    "groups_of_model",
-    "leave",
-    "processor_class",
-    "restore_attention",
-    "split_words",
-    "ulysses_over",
-]
-
 _CONFIG: Final = "_parallel_config"
 _PLAN: Final = "_cp_plan"
 #: On an attention module: the processor that stood there before `distribute_attention`.
@@ -58,7 +39,7 @@ _BEFORE: Final = "_turbo_rcm_processor"
 _FOLLOWS: Final = "_turbo_rcm_follows"
 #: What diffusers' names of its hooks begin with.
 _HOOKS: Final = ("cp_input---", "cp_output---")
-_WHENS: Final[tuple[When, ...]] = ("first", "last", "asked")
+_WHENS: Final[tuple[When, ...]] = ("first", "last", "asked", "middle")
 #: What a pair may do without, in the order of `Ranks._caution`.
 _STEPS: Final[tuple[Step, ...]] = ("linears given back", "16-bit p and v", "exact attention")
 _ELSEWHERE: Final = "as on another rank of its sequence, where the guard decided it"
@@ -352,7 +333,7 @@ class Ranks:
         """
         self.lengths = []
         mine = self._caution()
-        begun = (0,) * (len(_WHENS) + 1) if guard is None else guard.begun(_WHENS)
+        begun = (0,) * (len(_WHENS) + 2) if guard is None else guard.begun(_WHENS)
         digest = crc32(bytes([*mine, *begun]))
         tokens, even = sum(streams), not _anything(self.model)
         same = {
@@ -381,7 +362,8 @@ class Ranks:
             self._follow(state, agreed[index * width :][:width])
         if guard is not None:
             asked = agreed[len(mine) :][: len(_WHENS)]
-            guard.resume([when for when, bit in zip(_WHENS, asked, strict=True) if bit])
+            whens = [when for when, bit in zip(_WHENS, asked, strict=True) if bit]
+            guard.resume(whens, agreed[-1])
 
     def _caution(self) -> list[int]:
         """What decides how each pair runs and whether it is compared, such that the larger of two

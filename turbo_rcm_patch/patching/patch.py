@@ -55,16 +55,6 @@ from turbo_rcm_patch.patching.sla import (
 from turbo_rcm_patch.patching.state import Installation, ModelPlan
 from turbo_rcm_patch.skip import SkipPair
 
-__all__ = [
-    "is_patched",
-    "patch_model",
-    "patched",
-    "refresh",
-    "report_of",
-    "sla_as_defined",
-    "unpatch_model",
-]
-
 _log = logging.getLogger(__name__)
 
 #: Two threads may patch one model, or put it back, at once: the second finds what the first left.

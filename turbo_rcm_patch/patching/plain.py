@@ -19,22 +19,6 @@ from torch import Tensor, nn
 from turbo_rcm_patch.ops.modes import transformed
 from turbo_rcm_patch.patching.int8_linear import Int8Linear
 
-__all__ = [
-    "Weights",
-    "autocasting",
-    "bare",
-    "drops",
-    "hook_names",
-    "plain_linear",
-    "plain_norm",
-    "runs_itself",
-    "stand_in",
-    "unserved",
-    "weight_is_known",
-    "why_not_plain",
-]
-
-
 #: What the kernels take.
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -26,8 +26,6 @@ from turbo_rcm_patch.skip import SkipPair
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.graphs import Graphs
 
-__all__ = ["ATTRIBUTE", "Entry", "PatchRecord", "Slot", "holds", "innermost", "record_of"]
-
 #: The instance attribute under which a patched model keeps its record.
 ATTRIBUTE: Final = "_turbo_rcm_patch"
 

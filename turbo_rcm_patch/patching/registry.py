@@ -11,8 +11,6 @@ from torch import nn
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.state import ModelPlan
 
-__all__ = ["FAMILIES", "STRUCTURES", "Family", "author_class", "family_of", "qualified_name"]
-
 #: Exact class -> the module that serves it. A subclass may run another forward, so it is unknown.
 FAMILIES: Final = {
     "diffusers.models.transformers.cogvideox_transformer_3d.CogVideoXTransformer3DModel": (

@@ -6,18 +6,16 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from math import isfinite, sqrt
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Final, Literal, Protocol, overload
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, quantises
-from turbo_rcm_patch.patching.noise import Noise
+from turbo_rcm_patch.patching.noise import Noise, predicted
 from turbo_rcm_patch.patching.state import Step, When
 from turbo_rcm_patch.skip import SkipPair
-
-__all__ = ["Decision", "GuardLog", "GuardRecord", "PairTable", "PatchReport"]
 
 #: Numbers in a path that count repeated blocks: "blocks.12.attn1" -> "blocks.", "12", ".attn1".
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -33,7 +31,7 @@ class GuardRecord:
     Attributes:
         path: The pair.
         step: Index of the denoising step; None if it is unknown.
-        when: "first", "last" or "asked" (by `check_next`).
+        when: "first" or "last" step, "middle" (between them), or "asked" (by `check_next`).
         error: Relative L2 of the closed pair against its author's code, as a share of what the
             author's code adds to the residual, less the rounding of its dtype. It is the largest
             over samples, streams, heads and rows (`measure` has the limit of each), and infinity
@@ -46,6 +44,8 @@ class GuardRecord:
         sample: The sample with the largest error.
         head: Its worst head, before the output projection; None where there is no attention.
         head_error: The error of that head.
+        gain: The systematic share by which the pair, or a head of it, is too large or too small,
+            less what an honest error makes of it.
         rows: Its worst rows, at most eight of them.
         row_error: The error of the worst hundredth of its rows.
         noise: What the pair adds to the error of the network, and each head; None unless
@@ -62,6 +62,7 @@ class GuardRecord:
     sample: int = 0
     head: int | None = None
     head_error: float = 0.0
+    gain: float = 0.0
     rows: tuple[int, ...] = ()
     row_error: float = 0.0
     noise: Noise | None = None
@@ -115,9 +116,7 @@ class GuardLog(Sequence[GuardRecord]):
         last = {r.path: r for r in self._records if r.noise is not None}
         back = {r.path for r in self._records if r.verdict == "given back"}
         noises = [(path, r.noise) for path, r in last.items() if r.noise is not None]
-        author = sum(noise.author for _, noise in noises)
-        ours = sum(noise.author if path in back else noise.ours for path, noise in noises)
-        return sqrt(ours / author) if author else None
+        return predicted([replace(n, ours=n.author) if path in back else n for path, n in noises])
 
     @property
     def unseen(self) -> list[str]:

@@ -31,21 +31,6 @@ from turbo_rcm_patch.patching.stored import (
     write_extra,
 )
 
-__all__ = [
-    "PROJ_L",
-    "Recovered",
-    "SavesExtra",
-    "attach_proj_l",
-    "attached_proj_l",
-    "detach_proj_l",
-    "held_proj_l",
-    "mark_sla",
-    "recover_proj_l",
-    "recovered_proj_l",
-    "save_as_class",
-    "save_with_extra",
-]
-
 #: Buffers of an attention that hold the bits of SLA's projection: weight [D, D], bias [D], int32.
 PROJ_L: Final = ("turbo_proj_l_weight", "turbo_proj_l_bias")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -23,14 +23,9 @@ __all__ = ["Installation", "ModelPlan", "PairState", "Precise", "Step", "When", 
 #: How an attention runs.
 Precise = Literal["as asked for", "16-bit p and v", "exact attention"]
 #: Forwards on which the guard compares a pair.
-When = Literal["first", "last", "asked"]
+When = Literal["first", "last", "asked", "middle"]
 #: What the guard may do about a pair before it gives it back.
 Step = Literal["linears given back", "some heads exact", "16-bit p and v", "exact attention"]
-
-
-#: The largest share of exact heads beside heads in 8 bits. Two parts have a price of their own: on
-#: an H200 at 8,190 tokens 9 or 10 exact heads of 12 took 66.5 ms a forward, all 12 took 61.8.
-_MOST_MIXED: Final = 2 / 3
 
 
 class PairState:
@@ -44,11 +39,12 @@ class PairState:
         exact_heads: Heads of its attention that run exactly, ascending.
         unseen: Forwards on which the guard has yet to compare it.
         originals: Its Linears that are to be dropped; none in a patched model.
+        returned: Whether it was given back.
         ran: How it ran on the last forward outside a compiled graph, "" before the first.
     """
 
     __slots__ = ("_linears", "_reason", "_steps", "exact_heads", "int8", "live", "originals",
-                 "pair", "precision", "ran", "unseen")  # fmt: skip
+                 "pair", "precision", "ran", "returned", "unseen")  # fmt: skip
 
     def __init__(
         self, pair: SkipPair, *, int8: bool = False, auto: bool = False, narrow: bool = True
@@ -60,6 +56,7 @@ class PairState:
         self.exact_heads: tuple[int, ...] = ()
         self.unseen: set[When] = {"first", "last"}
         self.originals: tuple[nn.Module, ...] = ()
+        self.returned = False
         self.ran = ""
         self._reason = ""
         self._steps: list[Step] = ["linears given back"] if self.int8 else []
@@ -76,7 +73,7 @@ class PairState:
     def give_back(self, reason: str) -> None:
         """Run this pair as its author wrote it from now on."""
         runs: Residual = "as-written"
-        self.live = self.int8 = False
+        self.live, self.int8, self.returned = False, False, True
         self.pair = replace(self.pair, runs=runs, reason=reason, int8_linears=())
 
     @property
@@ -136,11 +133,9 @@ class PairState:
         self.pair = self.shown(self.pair)
 
     def take_heads(self, heads: Collection[int], reason: str) -> None:
-        """Run these heads exactly from now on, beside those that do; the whole attention where
-        that is most of them."""
+        """Run these heads exactly from now on, beside those that do."""
         marked = tuple(sorted({*self.exact_heads, *heads}))
-        most = len(marked) > _MOST_MIXED * self.pair.heads
-        if most and "exact attention" in self._steps:
+        if len(marked) == self.pair.heads and "exact attention" in self._steps:
             self.take("exact attention", reason)
             return
         self.exact_heads, self._reason = marked, reason

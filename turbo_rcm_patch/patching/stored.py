@@ -22,24 +22,6 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import CheckpointError
 
-__all__ = [
-    "EXTRA_FILE",
-    "EXTRA_METADATA",
-    "MARK",
-    "WEIGHTS",
-    "check_mark",
-    "folder_proj_l",
-    "left_behind",
-    "mark_of",
-    "mark_of_tensors",
-    "places_of",
-    "proj_l_key",
-    "read_config",
-    "shard_path",
-    "weight_files",
-    "write_extra",
-]
-
 #: The file of everything that diffusers' class has no place for.
 EXTRA_FILE: Final = "turbo_extra.safetensors"
 #: Which version of the extra file it is; one entry, because their order in a file is left open.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from turbo_rcm_patch.sampling.load import (
     load_skeleton,
     pipeline_class,
 )
-from turbo_rcm_patch.sampling.many import Ranks, is_made, note_made, ranks_here
+from turbo_rcm_patch.sampling.many import Processes, is_made, note_made, ranks_here
 from turbo_rcm_patch.sampling.progress import Progress, bars
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.source import Source
@@ -40,12 +41,10 @@ from turbo_rcm_patch.sampling.store import Store, check_out
 from turbo_rcm_patch.sampling.support import replace_in, text
 from turbo_rcm_patch.sampling.video import ENDINGS, VIDEO_ENDINGS, enlarge, find_ffmpeg, write_mp4
 
-__all__ = ["compare", "convert", "generate", "pairs", "support"]
-
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Write one mp4 per prompt; under torchrun every process writes its share."""
-    sources, config, ranks = _sources(arguments), _config(arguments), ranks_here()
+    """Write one mp4 per prompt; under torchrun every group of processes writes its share."""
+    sources, config, processes = _sources(arguments), _config(arguments), _processes(arguments)
     out = Path(arguments.out).expanduser()
     if out.suffix and len(sources) > 1:
         raise SamplingError(
@@ -61,13 +60,15 @@ def generate(arguments: argparse.Namespace) -> int:
     )
     find_ffmpeg()
     _check_sources(arguments, sources)
-    mine = [(source, arguments.seed + i) for i, source in ranks.share(list(enumerate(sources)))]
-    try:
-        _write_share(arguments, config, mine, ranks, out)
-    except SamplingError:
-        ranks.wait()
-        raise
-    ranks.wait()
+    numbered = [(source, arguments.seed + i) for i, source in enumerate(sources)]
+    failed: SamplingError | None = None
+    with processes.joined(arguments.device):
+        try:
+            _write_share(arguments, config, processes.share(numbered), processes, out)
+        except SamplingError as error:  # the others go on
+            failed = error
+    if failed is not None:
+        raise failed
     return OK
 
 
@@ -75,14 +76,16 @@ def _write_share(
     arguments: argparse.Namespace,
     config: PatchConfig,
     work: list[tuple[Source, int]],
-    ranks: Ranks,
+    processes: Processes,
     out: Path,
 ) -> None:
-    """The videos of one process."""
+    """The videos of one group of processes."""
+    ranks = processes.ranks
     if not work:
         print(f"rank {ranks.rank} of {ranks.world}: no prompt is left for it")
-        return
-    pipe = _load(arguments, ranks.device(arguments.device))
+        if not processes.split:
+            return
+    pipe = _load(arguments, processes.device(arguments.device))
     settings = _settings(pipe, arguments)
     identity = {
         "made by": f"turbo_rcm_patch {__version__}",
@@ -91,17 +94,25 @@ def _write_share(
         "patch": None if arguments.no_patch else asdict(config),
         "settings": settings.as_dict(),
     }
-    shown = bars() if ranks.rank == 0 else nullcontext(_silent)
+    if processes.split:
+        identity["split"] = processes.split
     if arguments.no_patch:
         _say_dense(pipe)
-        with shown as progress:
-            _write_videos(pipe, work, settings, out, identity, arguments.resume, progress)
-        return
-    with patched(pipe, config) as report:
-        with shown as progress:
-            _write_videos(pipe, work, settings, out, identity, arguments.resume, progress)
-        if ranks.rank == 0:
+    with (
+        processes.splitting(pipe),
+        nullcontext() if arguments.no_patch else patched(pipe, config) as report,
+    ):
+        with _shown(processes) as progress:
+            _write_videos(
+                pipe, work, settings, out, identity, arguments.resume, progress, processes
+            )
+        if processes.first and report is not None:
             print(report)
+
+
+def _shown(processes: Processes) -> AbstractContextManager[Progress]:
+    """Bars on the first process."""
+    return bars() if processes.first else nullcontext(_silent)
 
 
 def _silent(stage: str, done: int, total: int) -> None:
@@ -124,6 +135,7 @@ def _write_videos(
     about: dict[str, object],
     resume: bool,
     progress: Progress,
+    processes: Processes,
 ) -> None:
     """Write the video of each prompt and seed. Of several, one that fails costs the others
     nothing.
@@ -142,7 +154,8 @@ def _write_videos(
         identity = {"prompt": prompt, "seed": seed, **about}
         if source.given:
             identity["inputs"] = source.digest
-        if resume and is_made(path, identity):
+        made = partial(is_made, path, identity)
+        if resume and processes.from_leader(made):
             print(f"{path}  was there")
             on_step(settings.steps_run, settings.steps_run)
             continue
@@ -150,6 +163,8 @@ def _write_videos(
             video = generation.generate(
                 pipe, source, seed=seed, settings=settings, on_step=on_step
             )
+            if not processes.leads:
+                continue
             write_mp4(enlarge(video.frames), path, settings.fps)
             if resume or not out.suffix:
                 note_made(path, identity)
@@ -173,27 +188,11 @@ def _write_videos(
 
 def compare(arguments: argparse.Namespace) -> int:
     """Compare, then print the verdict and the path of the report."""
-    sources, config = _sources(arguments), _config(arguments)
+    sources, config, processes = _sources(arguments), _config(arguments), _processes(arguments)
     require("report", "compare")
-    check_out(arguments.out, fresh=arguments.fresh)
-    find_ffmpeg()
-    _check_sources(arguments, sources)
-    pipe = _load(arguments)
-    settings = _settings(pipe, arguments)
     try:
-        with bars() as progress:
-            found = comparison.compare(
-                pipe,
-                sources,
-                out=arguments.out,
-                seed=arguments.seed,
-                config=config,
-                settings=settings,
-                network_number=arguments.network_number,
-                fresh=arguments.fresh,
-                progress=progress,
-                command=arguments.command_line,
-            )
+        with processes.joined(arguments.device):
+            found = _compared(arguments, sources, config, processes)
     except KeyboardInterrupt:
         print(
             f"\nInterrupted. What is finished is kept in {arguments.out}; the same command "
@@ -201,8 +200,41 @@ def compare(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
-    print(found)
+    if processes.first:
+        print(found)
     return of_verdict(found.verdict)
+
+
+def _compared(
+    arguments: argparse.Namespace,
+    sources: list[Source],
+    config: PatchConfig,
+    processes: Processes,
+) -> comparison.Comparison:
+    # What would fail at the end fails before a model is loaded.
+    processes.from_first(lambda: check_out(arguments.out, fresh=arguments.fresh))
+    find_ffmpeg()
+    _check_sources(arguments, sources)
+    pipe = _load(arguments, processes.device(arguments.device))
+    settings = _settings(pipe, arguments)
+    with _shown(processes) as progress:
+        return comparison.compare(
+            pipe,
+            sources,
+            out=arguments.out,
+            seed=arguments.seed,
+            config=config,
+            settings=settings,
+            network_number=arguments.network_number,
+            fresh=arguments.fresh,
+            progress=progress,
+            command=arguments.command_line,
+            processes=processes,
+        )
+
+
+def _processes(arguments: argparse.Namespace) -> Processes:
+    return Processes(ranks_here(), ulysses=arguments.ulysses, ring=arguments.ring)
 
 
 def pairs(arguments: argparse.Namespace) -> int:

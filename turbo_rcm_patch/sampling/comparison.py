@@ -2,7 +2,8 @@
 
 Three passes over the prompts leave latents on disk, a fourth decodes and measures. Each finished
 piece is kept, so the same command continues where it was stopped. The model is patched during the
-second pass only.
+second pass only. Several processes share the three passes; the first of them alone reads and
+writes the folder, and does the rest.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from turbo_rcm_patch.sampling.generation import (
     sample_latents,
     settings_for,
 )
+from turbo_rcm_patch.sampling.many import Processes
 from turbo_rcm_patch.sampling.measures import (
     Drift,
     FusionNumber,
@@ -60,8 +62,6 @@ from turbo_rcm_patch.sampling.video import (
     side_by_side,
     write_mp4,
 )
-
-__all__ = ["Comparison", "Observer", "PromptResult", "Seen", "Variant", "compare", "identify"]
 
 Variant = Literal["baseline", "patched", "control"]
 
@@ -256,6 +256,7 @@ def compare(
     observer: Observer | None = None,
     progress: Progress | None = None,
     command: str = "",
+    processes: Processes | None = None,
     **overrides: object,
 ) -> Comparison:
     """Generate every prompt three times and judge whether patching changed anything visible.
@@ -281,62 +282,48 @@ def compare(
         observer: Says what the videos show. The report shows it; the verdict ignores it.
         progress: Called as the work proceeds.
         command: The command line, for the report.
+        processes: Those that share the work, each of which calls this with the same arguments and
+            its own pipeline; by default this one alone.
         **overrides: Fields of `Settings` by name.
 
     Returns:
-        The verdict and the numbers behind it.
+        The verdict and the numbers behind it, on every process.
+
+    Raises:
+        SamplingError: Among others: another process failed.
     """
     require("report", "compare")
     config = config or PatchConfig()
     sources = sources_of(prompts, images)
     settings = settings or settings_for(pipe, **overrides)
     family_of(pipe).check(type(pipe).__name__, sources)
-    check_out(out, fresh=fresh)
+    processes = processes or Processes()
+    processes.from_first(lambda: check_out(out, fresh=fresh))
     find_ffmpeg()
     why_no_network(pipe, network_number)
-    with sla_as_defined(pipe, config.sla_topk) as sparse:
-        baseline = _baseline(sparse, config)
-    with patched(pipe, config):
-        pass  # what cannot be patched fails here, before hours of baseline
-    identity = identify(pipe, settings, config) | {"inputs": inputs_of(sources, seed)}
-    store = Store(out, identity, fresh=fresh)
-    run = _Run(pipe, sources, seed, settings, config, store, progress or (lambda *_: None))
-
-    run.sample("baseline", run.unpatched())
-    run.check_baseline()
-    run.sample_patched()
-    backend = run.sample_control()
-    network, why = run.network(network_number)
-    missing = [f"the network number ({why})"] if why else []
-    fusion = run.fusion()
-    results = run.results(observer)
-
-    judgement = judge(
-        [one.patched for one in results],
-        [one.control for one in results],
-        network_ratio=network.ratio if network else None,
-        fusion=fusion.fused_vs_unfused if fusion else None,
-        missing=missing,
+    with processes.splitting(pipe):
+        with sla_as_defined(pipe, config.sla_topk) as sparse:
+            baseline = _baseline(sparse, config, processes.split)
+        with patched(pipe, config):
+            pass  # what cannot be patched fails here, before hours of baseline
+        run = _Run(
+            pipe,
+            sources,
+            seed,
+            settings,
+            config,
+            out,
+            fresh,
+            progress or (lambda *_: None),
+            processes,
+        )
+        run.sample("baseline", run.unpatched())
+        processes.from_first(run.check_baseline)
+        run.sample_patched()
+        backend = run.sample_control()
+    return processes.from_first(
+        lambda: run.concluded(network_number, observer, backend, baseline, command)
     )
-    patch = store.read_json("runs/patched.json") or {}
-    comparison = Comparison(
-        judgement=judgement,
-        results=results,
-        network=network,
-        fusion=fusion,
-        control_backend=backend,
-        baseline=baseline,
-        patch_report=str(patch.get("table", "")),
-        patch=patch.get("report", {}),
-        times={variant: run.times(variant) for variant in get_args(Variant)},
-        settings=settings,
-        identity=identity,
-        command=command,
-        out=store.out,
-    )
-    store.claim_report()
-    write_report(comparison)
-    return comparison
 
 
 class _Run:
@@ -349,16 +336,36 @@ class _Run:
         seed: int,
         settings: Settings,
         config: PatchConfig,
-        store: Store,
+        out: str | Path,
+        fresh: bool,
         progress: Progress,
+        processes: Processes,
     ) -> None:
-        self.pipe, self.settings, self.config, self.store = pipe, settings, config, store
-        self.progress = progress
+        self.pipe, self.settings, self.config = pipe, settings, config
+        self.progress, self.processes = progress, processes
         self.prompts = [source.prompt for source in sources]
         self.seeds = [seed + i for i in range(len(sources))]
-        self.keys = list(inputs_of(sources, seed))
+        inputs = inputs_of(sources, seed)
+        self.keys = list(inputs)
+        self.identity = identify(pipe, settings, config) | {"inputs": inputs}
+        self.identity["split"] = processes.split
+        self._store: Store | None = None
+        processes.from_first(partial(self._open, out, fresh))
         #: What source i is encoded to, once for all passes.
         self.encoded = cache(lambda i: encode(pipe, sources[i], settings))
+
+    def _open(self, out: str | Path, fresh: bool) -> None:
+        self._store = Store(out, self.identity, fresh=fresh)
+
+    @property
+    def store(self) -> Store:
+        """What is finished; the first process has it."""
+        assert self._store is not None
+        return self._store
+
+    def _without(self, variant: Variant) -> list[int]:
+        """The prompts without such a sample."""
+        return [i for i, key in enumerate(self.keys) if not self.store.has_sample(key, variant)]
 
     @contextmanager
     def unpatched(self, backend: str | None = None) -> Iterator[None]:
@@ -377,31 +384,42 @@ class _Run:
         warm: bool = True,
         note: Callable[[], dict[str, object]] = dict,
     ) -> None:
-        """Generate what is missing; the first call is timed apart and thrown away.
+        """Generate what is missing, each group of processes its share; the first call is timed
+        apart and thrown away.
 
         `note` is kept beside the samples, before each of them.
         """
-        missing = [i for i, k in enumerate(self.keys) if not self.store.has_sample(k, variant)]
-        steps = self.settings.steps_run
+        ours = self.processes
+        missing = ours.from_first(lambda: self._without(variant))
+        mine, steps = ours.share(missing), self.settings.steps_run
         total = len(self.prompts) * steps
         done = total - len(missing) * steps
         self.progress(variant, done, total)
-        for i in missing:  # outside the backend: only the transformer's attention differs
+        for i in mine:  # outside the backend: only the transformer's attention differs
             self.encoded(i)
         with backend:
             kept: dict[str, object] = {}
-            if missing and warm:
-                kept["first_call_seconds"] = self._generate(missing[0]).seconds
-            for before, i in zip(range(done, total, steps), missing, strict=True):
-                on_step = partial(self._stepped, variant, before, total)
-                sample = self._generate(i, on_step)
-                if warm:
-                    self.store.write_json(f"runs/{variant}.json", kept | note())
-                self.store.save_sample(self.keys[i], variant, sample)
+            if mine and warm:
+                kept["first_call_seconds"] = self._generate(mine[0]).seconds
+            for start in range(0, len(missing), ours.groups):
+                now = missing[start : start + ours.groups]
+                sample = None
+                if ours.group < len(now):
+                    on_step = partial(self._stepped, variant, done, len(now), total)
+                    sample = self._generate(now[ours.group], on_step)
+                done += len(now) * steps
+                came = ours.gathered((sample, note()))
+                if came and warm:
+                    self.store.write_json(f"runs/{variant}.json", kept | _together(came))
+                for i, (one, _) in zip(now, came, strict=False):
+                    assert one is not None
+                    self.store.save_sample(self.keys[i], variant, one)
         self.progress(variant, total, total)
 
-    def _stepped(self, variant: Variant, before: int, total: int, step: int, _: int) -> None:
-        self.progress(variant, before + step, total)
+    def _stepped(
+        self, variant: Variant, before: int, videos: int, total: int, step: int, _: int
+    ) -> None:
+        self.progress(variant, before + videos * step, total)
 
     def _generate(self, i: int, on_step: Callable[[int, int], None] | None = None) -> Sample:
         return sample_latents(
@@ -426,7 +444,7 @@ class _Run:
     def sample_patched(self) -> None:
         """The patched pass. The model is as it was afterwards, also after an exception."""
 
-        if all(self.store.has_sample(key, "patched") for key in self.keys):
+        if not self.processes.from_first(lambda: self._without("patched")):
             self.progress("patched", 1, 1)
             return
         with patched(self.pipe, self.config) as report:
@@ -440,23 +458,15 @@ class _Run:
         """The control pass under the first exact backend that differs from the baseline; returns
         its name.
         """
-        known = self.store.read_json("runs/control.json")
+        first = self.processes.from_first
+        known = first(lambda: self.store.read_json("runs/control.json"))
         refused = []
         for name in [known["backend"]] if known else candidates(self.pipe._execution_device):
-            self.encoded(0)
-            if known is None:
-                if why := self._refuses(name):
-                    refused.append(f"{name} {why}")
-                    continue
-                self.store.write_json("runs/control.json", {"backend": name})
+            if known is None and (why := self._refuses(name)):
+                refused.append(f"{name} {why}")
+                continue
             self.sample("control", self.unpatched(name), warm=False)
-            for key in self.keys:
-                if self._equals_baseline(key, self.store.load_sample(key, "control")):
-                    raise SamplingError(
-                        f"the control run of {key} under {name!r} equals the baseline in every "
-                        "bit",
-                        remedy="Start again with --fresh; was the model changed since?",
-                    )
+            first(partial(self._check_control, name))
             return str(name)
         raise SamplingError(
             "no exact attention backend differs from the one the model uses",
@@ -464,21 +474,39 @@ class _Run:
             remedy="Compare in bf16, and without a diffusers attention backend set on the model",
         )
 
+    def _check_control(self, name: str) -> None:
+        for key in self.keys:
+            if self._equals_baseline(key, self.store.load_sample(key, "control")):
+                raise SamplingError(
+                    f"the control run of {key} under {name!r} equals the baseline in every bit",
+                    remedy="Start again with --fresh; was the model changed since?",
+                )
+
     def _refuses(self, name: str) -> str:
         """Why a backend cannot be the control, empty if it can."""
-        try:
-            with self.unpatched(name):
-                sample = self._generate(0)
-        except torch.OutOfMemoryError:
-            return "runs out of memory"
-        except RuntimeError as error:
-            if "kernel" not in str(error) and "backend" not in str(error):
-                raise
-            return "cannot run this model"
-        if self._equals_baseline(self.keys[0], sample):
-            return "is bit-equal to the baseline"
-        self.store.save_sample(self.keys[0], "control", sample)
-        return ""
+        sample, why = None, ""
+        if self.processes.group == 0:
+            self.encoded(0)
+            try:
+                with self.unpatched(name):
+                    sample = self._generate(0)
+            except torch.OutOfMemoryError:
+                why = "runs out of memory"
+            except RuntimeError as error:
+                if "kernel" not in str(error) and "backend" not in str(error):
+                    raise
+                why = "cannot run this model"
+
+        def decide() -> str:
+            if sample is None:
+                return why
+            if self._equals_baseline(self.keys[0], sample):
+                return "is bit-equal to the baseline"
+            self.store.save_sample(self.keys[0], "control", sample)
+            self.store.write_json("runs/control.json", {"backend": name})
+            return ""
+
+        return self.processes.from_first(decide)
 
     def _equals_baseline(self, key: str, sample: Sample) -> bool:
         return torch.equal(sample.latents, self.store.load_sample(key, "baseline").latents)
@@ -526,6 +554,46 @@ class _Run:
             found.append(self._finished(key) or self._finish(i, observer))
         self.progress("videos", len(self.keys), len(self.keys))
         return tuple(found)
+
+    def concluded(
+        self,
+        network_number: bool | None,
+        observer: Observer | None,
+        backend: str,
+        baseline: str,
+        command: str,
+    ) -> Comparison:
+        """Measure, judge and write the report, when all samples are there."""
+        network, why = self.network(network_number)
+        missing = [f"the network number ({why})"] if why else []
+        fusion = self.fusion()
+        results = self.results(observer)
+        judgement = judge(
+            [one.patched for one in results],
+            [one.control for one in results],
+            network_ratio=network.ratio if network else None,
+            fusion=fusion.fused_vs_unfused if fusion else None,
+            missing=missing,
+        )
+        patch = self.store.read_json("runs/patched.json") or {}
+        comparison = Comparison(
+            judgement=judgement,
+            results=results,
+            network=network,
+            fusion=fusion,
+            control_backend=backend,
+            baseline=baseline,
+            patch_report=str(patch.get("table", "")),
+            patch=patch.get("report", {}),
+            times={variant: self.times(variant) for variant in get_args(Variant)},
+            settings=self.settings,
+            identity=self.identity,
+            command=command,
+            out=self.store.out,
+        )
+        self.store.claim_report()
+        write_report(comparison)
+        return comparison
 
     def _finished(self, key: str) -> PromptResult | None:
         """The numbers of a finished prompt, None if it is not finished."""
@@ -676,9 +744,16 @@ def _offloads(module: torch.nn.Module) -> bool:
     return "_hf_hook" in module.__dict__ or any("offload" in name for name in hooks)
 
 
-def _baseline(sparse: int, config: PatchConfig) -> str:
+def _together(came: Sequence[tuple[object, dict[str, object]]]) -> dict[str, object]:
+    """The notes of all groups: that of the first, and the tables that differ from its own."""
+    notes = [note for _, note in came]
+    tables = list(dict.fromkeys(str(note["table"]) for note in notes if "table" in note))
+    return notes[0] | ({"table": "\n\n".join(tables)} if tables else {})
+
+
+def _baseline(sparse: int, config: PatchConfig, split: str) -> str:
     if not sparse:
-        return "the unpatched model"
+        return "the unpatched model" + (f", each video split ({split})" if split else "")
     return (
         f"the unpatched model, with SLA computed by its definition in plain torch in {sparse} "
         f"attentions that hold a proj_l (sla_topk={config.sla_topk:g}); the control changes the "

@@ -20,9 +20,8 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import MissingPackageError, SamplingError, TurboRCMError
 from turbo_rcm_patch.extras import EXTRAS
 from turbo_rcm_patch.ops import describe_pv, dispatch_rows, resolve_impl
-from turbo_rcm_patch.ops.dispatch import measured_here
-
-__all__ = ["Examination", "Finding", "examine"]
+from turbo_rcm_patch.ops.dispatch import measured_here, tiles_here
+from turbo_rcm_patch.sampling.links import joined, least_seconds
 
 _MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}
 #: Package -> the least version that works, and the first that was not tested, as in pyproject.toml
@@ -83,7 +82,9 @@ class Examination:
 
 def examine() -> Examination:
     """Check the installation and the machine, and load the shipped models. Changes nothing."""
-    return Examination((*_packages(), *_machine(), *_compiler(), *_choices(), *_model()))
+    return Examination(
+        (*_packages(), *_machine(), *_links(), *_compiler(), *_choices(), *_model())
+    )
 
 
 def _packages() -> Iterator[Finding]:
@@ -178,6 +179,32 @@ def _machine() -> Iterator[Finding]:
         )
 
 
+def _links() -> Iterator[Finding]:
+    """How several GPUs are joined, and what that means for a video that is split."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return
+    link, peers = joined(count)
+    reach = {True: "", False: ", and no access to each other's memory", None: ""}[peers]
+    if link == "NVLink":
+        text = f"{count} GPUs, NVLink between all: a video may be split over them{reach}"
+        yield Finding("links", "ok", text)
+        return
+    how = "PCIe between some" if link else "nvidia-smi does not say how they are joined"
+    small, large = (
+        " to ".join(f"{least_seconds(*network, 32_760, rate):.2f}" for rate in (50e9, 25e9))
+        for network in ((30, 1536), (40, 5120))
+    )
+    yield Finding(
+        "links",
+        "note",
+        f"{count} GPUs, {how}{reach}. Over PCIe of 50 to 25 GB/s, Ulysses on two of them is "
+        f"slower than one if a forward over 32,760 tokens takes one less than {small} s "
+        f"(Wan2.1-1.3B) or {large} s (14B)",
+        "deal the prompts out instead: torchrun ... generate --prompts (docs/many_videos.md)",
+    )
+
+
 def _compiler() -> Iterator[Finding]:
     needed: Literal["missing", "note"] = "missing" if torch.cuda.is_available() else "note"
     names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
@@ -230,6 +257,17 @@ def _choices() -> Iterator[Finding]:
             "this card in a second or so, and what follows are defaults",
             "" if found else "turbo-rcm-patch tune measures tiles and lengths on this card",
         )
+        if find_spec("triton") is not None:
+            text, measured = tiles_here(device)
+            yield Finding(
+                "tiles",
+                "ok" if measured else "note",
+                text,
+                ""
+                if measured
+                else "turbo-rcm-patch tune measures them; docs/other_cards.md says "
+                "what to expect; turbo-rcm-patch bench prints a line to paste into an issue",
+            )
     for shape, runs, why in dispatch_rows(None, device):
         yield Finding(shape, "note", f"{runs}: {why}")
 

@@ -12,8 +12,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["PACKAGES", "code_digest", "device_name", "python_command", "versions"]
-
 PACKAGES: Final = (
     "turbo_rcm_patch",
     "torch",

@@ -13,8 +13,6 @@ import torch
 from turbo_rcm_patch.errors import OutputError
 from turbo_rcm_patch.sampling.video import find_ffmpeg, run_ffmpeg
 
-__all__ = ["Filtered", "filtered"]
-
 #: Measure -> the filter that computes it, and what it logs. XPSNR is that of the worst of three
 #: planes, as the filter sums up.
 FILTERS: Final = {

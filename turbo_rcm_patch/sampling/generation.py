@@ -23,22 +23,6 @@ from turbo_rcm_patch.sampling.scheduler import RCMScheduler, fingerprint, noise_
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.source import ImageLike, Source, sources_of
 
-__all__ = [
-    "TRAJECTORY",
-    "Conditioning",
-    "Generation",
-    "Meter",
-    "Sample",
-    "decode_latents",
-    "encode",
-    "generate",
-    "initial_noise",
-    "recorded_calls",
-    "sample_latents",
-    "settings_for",
-    "trajectory_steps",
-]
-
 #: Most steps that a trajectory keeps.
 TRAJECTORY: Final = 12
 

@@ -22,8 +22,6 @@ from turbo_rcm_patch.patching.int8_linear import SCALE, WEIGHT, Int8Linear
 from turbo_rcm_patch.patching.int8_only import INT8_MARK, is_marked, mark_int8_only
 from turbo_rcm_patch.patching.stored import EXTRA_FILE, WEIGHTS, read_config, weight_files
 
-__all__ = ["holds_int8", "is_int8_only", "load_int8_only"]
-
 
 def is_int8_only(folder: Path) -> bool:
     """Whether a transformer folder has int8 weights and no others for the same Linears."""

@@ -29,8 +29,6 @@ from turbo_rcm_patch.sampling.families import family_named
 from turbo_rcm_patch.sampling.load import check_folder, quiet_loading
 from turbo_rcm_patch.sampling.measures import relative_l2
 
-__all__ = ["LIMIT", "KernelCheck", "check_interpreter", "run_kernel_check"]
-
 #: Largest relative L2 between kernels and reference. Both round alike, in fp32 with fp16 PV; what
 #: is left is the order of sums, and values that fall on the other side of a rounding boundary
 #: because of it.

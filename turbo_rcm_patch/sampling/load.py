@@ -32,23 +32,6 @@ from turbo_rcm_patch.sampling.settings import folder_defaults
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, ModelMixin, WanPipeline
 
-__all__ = [
-    "SHIPPED",
-    "TINY",
-    "Offload",
-    "check_folder",
-    "check_offload",
-    "choose_device",
-    "first_line",
-    "load_pipeline",
-    "load_skeleton",
-    "loading",
-    "move",
-    "pipeline_class",
-    "quiet_loading",
-    "resolve_model",
-]
-
 Offload = Literal["none", "model", "group", "sequential"]
 
 #: The name under which the shipped Wan can be loaded.

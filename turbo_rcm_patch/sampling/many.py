@@ -1,28 +1,38 @@
-"""Many videos on many GPUs: which process makes which video, and which are made already.
+"""Videos on many GPUs: which process makes which video, and which are made already.
 
 Whoever starts several processes (torchrun, and what is built on it) tells each of them its rank in
-environment variables. The prompts are dealt out by rank, and every process writes its own files.
-Nothing is exchanged, but at the end each waits for the others: torchrun ends all processes as soon
-as one of them leaves with an error.
+environment variables. Neighbours may split the tokens of each video (a *group*), and the prompts
+are dealt out to the groups. `generate` lets every group write its own files; `compare` sends the
+latents to the first process, which alone writes.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.errors import ConfigError, ContextParallelError, SamplingError
 from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.patching.parallel import (
+    attach_plan,
+    detach_plan,
+    disable_parallelism,
+    distribute_attention,
+    restore_attention,
+)
+from turbo_rcm_patch.patching.sla import attached_proj_l
 
-__all__ = ["Ranks", "is_made", "note_made", "ranks_here"]
+if TYPE_CHECKING:
+    from turbo_rcm_patch.sampling.families import VideoPipeline
 
 _T = TypeVar("_T")
 
@@ -44,28 +54,188 @@ class Ranks:
     world: int = 1
     local: int = 0
 
-    def share(self, work: Sequence[_T]) -> list[_T]:
-        """What this process does: every `world`-th piece, so that all of them begin at once."""
-        return list(work[self.rank :: self.world])
-
     def device(self, given: str | None) -> str | None:
         """The device of this process: the given one, or the GPU of its number."""
         if given is None and self.world > 1 and torch.cuda.is_available():
             return f"cuda:{self.local}"
         return given
 
+
+class Processes:
+    """The processes that make videos together, in groups that split each video.
+
+    Args:
+        ranks: Which of them this is.
+        ulysses: Ranks of a group that exchange heads.
+        ring: Ranks of a group that pass keys on.
+
+    Attributes:
+        ranks: As given.
+        split: How a group splits a video, in words; "" where it does not.
+        groups: Number of groups.
+        group: That of this process, from 0 on.
+        leads: Whether this process is the first of its group, which writes what the group makes.
+
+    Raises:
+        ConfigError: There are not enough processes for whole groups.
+    """
+
+    def __init__(self, ranks: Ranks | None = None, *, ulysses: int = 1, ring: int = 1) -> None:
+        self.ranks = ranks = ranks or Ranks()
+        size = ulysses * ring
+        if min(ulysses, ring) < 1 or ranks.world % size:
+            raise ConfigError(
+                "--ulysses times --ring",
+                expected=f"a divisor of the {ranks.world} processes that torchrun started",
+                got=f"{ulysses} x {ring}",
+            )
+        self._degrees = ring, ulysses
+        self.split = " x ".join(
+            f"{name} {n}" for name, n in (("Ulysses", ulysses), ("ring", ring)) if n > 1
+        )
+        self.groups, self.group = ranks.world // size, ranks.rank // size
+        self.leads = ranks.rank % size == 0
+        self._all: dist.ProcessGroup | None = None
+        self._near: dist.ProcessGroup | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.ranks.rank == 0
+
+    def share(self, work: Sequence[_T]) -> list[_T]:
+        """What this group does: every so many pieces, so that all groups begin at once."""
+        return list(work[self.group :: self.groups])
+
+    @contextmanager
+    def joined(self, device: str | None = None) -> Iterator[None]:
+        """Inside, the processes can exchange things. Leaving it without an error waits for all of
+        them, because torchrun ends every process as soon as one has failed."""
+        if self.ranks.world == 1:
+            yield
+            return
+        on_gpu = (device or "cuda").startswith("cuda") and torch.cuda.is_available()
+        began = not dist.is_initialized()  # Ray's trainer has done so.
+        if began:
+            both = on_gpu and self.split
+            if on_gpu:
+                torch.cuda.set_device(self.device(device))
+            dist.init_process_group("cpu:gloo,cuda:nccl" if both else "gloo")
+        size = self.ranks.world // self.groups
+        self._all = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        for start in range(0, self.ranks.world, size) if size > 1 else ():
+            made = dist.new_group(list(range(start, start + size)), backend="gloo")
+            if start == self.group * size:
+                self._near = made
+        yield
+        self.wait()
+        self._all = self._near = None
+        if began:
+            dist.destroy_process_group()
+
+    def device(self, given: str | None) -> str | None:
+        """The device of this process."""
+        return self.ranks.device(given)
+
     def wait(self) -> None:
         """Return when every process has come here."""
-        if self.world == 1:
-            return
-        if dist.is_initialized():  # Ray's trainer has done so.
-            dist.barrier(dist.new_group(backend="gloo", timeout=_PATIENCE))
-            return
-        dist.init_process_group("gloo", timeout=_PATIENCE)
+        if self._all is not None:
+            self._exchange(lambda: dist.barrier(self._all))
+
+    def from_first(self, make: Callable[[], _T]) -> _T:
+        """What `make` gives on the first process, on all of them.
+
+        Raises:
+            SamplingError: It raised there; there the error itself is raised.
+        """
+        return self._told(make, self._all, 0)
+
+    def from_leader(self, make: Callable[[], _T]) -> _T:
+        """What `make` gives on the first process of this group, on all of the group; as
+        `from_first`."""
+        return self._told(make, self._near, self.group * self.ranks.world // self.groups)
+
+    def _told(self, make: Callable[[], _T], group: dist.ProcessGroup | None, source: int) -> _T:
+        if group is None:
+            return make()
+        told: list[Any] = [None, None]
+        raised: Exception | None = None
+        if self.ranks.rank == source:
+            try:
+                told = [make(), None]
+            except Exception as error:  # the others hear of it, whatever it is
+                raised, told = error, [None, f"{type(error).__name__}: {error}"]
+        self._exchange(lambda: dist.broadcast_object_list(told, source, group=group))
+        if raised is not None:
+            raise raised
+        if told[1] is not None:
+            raise SamplingError(f"process {source} failed", got=told[1])
+        return told[0]  # type: ignore[no-any-return]
+
+    def gathered(self, value: _T | None) -> list[_T]:
+        """On the first process what every group's leader has; elsewhere nothing."""
+        if self._all is None:
+            assert value is not None
+            return [value]
+        came: list[Any] | None = [None] * self.ranks.world if self.first else None
+        own = value if self.leads else None
+        self._exchange(lambda: dist.gather_object(own, came, 0, group=self._all))
+        size = self.ranks.world // self.groups
+        return [] if came is None else came[::size]
+
+    def _exchange(self, run: Callable[[], object]) -> None:
         try:
-            dist.barrier()
-        finally:
-            dist.destroy_process_group()
+            run()
+        except RuntimeError as error:  # gloo's words for a connection that broke
+            raise SamplingError(
+                "another process has ended",
+                got=str(error).splitlines()[0],
+                remedy="Its own output says why",
+            ) from error
+
+    @contextmanager
+    def splitting(self, pipe: VideoPipeline) -> Iterator[None]:
+        """Inside, the transformers of a pipeline split every video over this group, with exact
+        attention over all of its ranks where they are not patched. Afterwards they are whole.
+
+        Raises:
+            ContextParallelError: An attention holds SLA's `proj_l`: its definition in plain torch
+                is for one process.
+        """
+        if not self.split:
+            yield
+            return
+        from diffusers import ContextParallelConfig
+        from torch.distributed.device_mesh import init_device_mesh
+
+        parts = [pipe.transformer, getattr(pipe, "transformer_2", None)]
+        models: list[Any] = [part for part in parts if part is not None]
+        for model in models:
+            if any(attached_proj_l(module) is not None for module in model.modules()):
+                raise ContextParallelError(
+                    "a split video",
+                    expected="a model without SLA's proj_l",
+                    got="one that holds it",
+                    remedy="Leave --ulysses and --ring out: the prompts are dealt out then",
+                )
+        ring, ulysses = self._degrees
+        mesh = init_device_mesh(
+            pipe._execution_device.type,
+            (self.groups, ring, ulysses),
+            mesh_dim_names=("videos", "ring", "ulysses"),
+        )
+        config = ContextParallelConfig(
+            ring_degree=ring, ulysses_degree=ulysses, mesh=mesh["ring", "ulysses"]
+        )
+        with ExitStack() as undo:
+            for model in models:
+                undo.callback(detach_plan, model)
+                attach_plan(model)
+                undo.callback(restore_attention, model)
+                distribute_attention(model)
+                model.enable_parallelism(config=config)
+                undo.callback(disable_parallelism, model)
+            yield
 
 
 def ranks_here(environment: Mapping[str, str] | None = None) -> Ranks:

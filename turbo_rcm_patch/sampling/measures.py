@@ -27,26 +27,6 @@ from turbo_rcm_patch.sampling.generation import (
 )
 from turbo_rcm_patch.sampling.settings import Settings
 
-__all__ = [
-    "TIMES",
-    "Drift",
-    "FusionNumber",
-    "NetworkInput",
-    "NetworkNumber",
-    "drift",
-    "flicker",
-    "fusion_number",
-    "highest_precision",
-    "measure_network",
-    "network_inputs",
-    "network_number",
-    "psnr",
-    "relative_l2",
-    "ssim",
-    "upcast",
-]
-
-
 # Wang et al. 2004, as scikit-image computes it with gaussian_weights=True,
 # use_sample_covariance=False.
 SSIM_SIGMA: Final = 1.5
@@ -295,34 +275,6 @@ def _float(value: Any) -> Any:
     )
 
 
-def network_inputs(
-    noises: Sequence[torch.Tensor],
-    encoder_hidden_states: torch.Tensor,
-    *,
-    clean: torch.Tensor | float = 0.0,
-    times: Sequence[float] = TIMES,
-    dtype: torch.dtype = torch.bfloat16,
-) -> list[NetworkInput]:
-    """Every combination of noises and times, as (1 - t) clean + t noise: a rectified flow's.
-
-    Args:
-        noises: One [1, C, F, H, W] a seed.
-        encoder_hidden_states: [1, L, C].
-        clean: Latents of a real video [1, C, F, H, W], for a trained network.
-        times: Rectified-flow times.
-        dtype: The network's; inputs are rounded to it, so that truth sees the same numbers.
-    """
-    return [
-        NetworkInput(
-            hidden_states=((1.0 - t) * clean + t * noise).to(dtype),
-            timestep=torch.tensor([1000.0 * t], device=noise.device),
-            encoder_hidden_states=encoder_hidden_states.to(dtype),
-        )
-        for noise in noises
-        for t in times
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class NetworkNumber:
     """Mean errors of one network call against fp32 truth.
@@ -356,7 +308,7 @@ def network_number(
     Args:
         transformer: In bf16, on any device, not offloaded. For the truth it is upcast in place,
             one block at a time, so a network of any size needs the memory of one block more.
-        inputs: See `network_inputs`.
+        inputs: Calls, in bf16 or another low precision.
         config: How to patch. The guard is off here: no pair is given back before it is measured.
     """
     config = replace(config or PatchConfig(), guard=False)

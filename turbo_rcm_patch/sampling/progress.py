@@ -8,8 +8,6 @@ from typing import Final
 
 from turbo_rcm_patch.extras import require
 
-__all__ = ["Progress", "bars"]
-
 #: Called with (what is being done, units done, units in all).
 Progress = Callable[[str, int, int], None]
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.kernel_check import KernelCheck
     from turbo_rcm_patch.sampling.measures import Drift
 
-__all__ = ["STYLE", "without_places", "write_report"]
-
 #: Run -> its colour in plots; the control is drawn first.
 COLOURS: Final = {"control": "#c2410c", "patched": "#2563eb"}
 _LIMIT: Final = "#dc2626"

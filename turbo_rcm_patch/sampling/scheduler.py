@@ -20,15 +20,6 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.boundary import RectifiedFlow, rectified_flow_time
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 
-__all__ = [
-    "MAX_STEPS",
-    "RCMScheduler",
-    "fingerprint",
-    "noise_stream",
-    "rcm_times",
-    "step_coefficients",
-]
-
 #: TrigFlow times between the first and the last, as the published few-step Wan models were
 #: distilled.
 MID_TIMES: Final = (1.5, 1.4, 1.0)

@@ -12,8 +12,6 @@ from typing import Final, Literal, get_args
 from turbo_rcm_patch.checkpoints.pipeline import stored_settings
 from turbo_rcm_patch.errors import ConfigError
 
-__all__ = ["WAN_OWN", "Sampler", "Settings", "folder_defaults"]
-
 Sampler = Literal["rcm", "scheduler"]
 
 #: What Wan's own scheduler is usually run with.

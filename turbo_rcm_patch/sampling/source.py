@@ -13,8 +13,6 @@ from PIL import Image, UnidentifiedImageError
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling.video import read_frames
 
-__all__ = ["ImageLike", "Source", "VideoLike", "read_image", "sources_of"]
-
 #: An image: a file, or one of PIL's.
 ImageLike: TypeAlias = str | Path | Image.Image
 #: A video: a file, or its frames.

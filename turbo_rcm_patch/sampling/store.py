@@ -23,15 +23,6 @@ from turbo_rcm_patch.errors import OutputExistsError, SamplingError
 from turbo_rcm_patch.output import atomic, check_writable, is_partial
 from turbo_rcm_patch.sampling.generation import Sample
 
-__all__ = [
-    "MARKER",
-    "PROMPT_FILES",
-    "Store",
-    "check_out",
-    "reading",
-    "to_json",
-]
-
 #: The list of the files that comparisons wrote into a folder. Without it a folder is not ours.
 MARKER: Final = "turbo_rcm_patch_files.json"
 #: Files of a finished prompt; the record comes last.

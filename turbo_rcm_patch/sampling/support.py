@@ -21,22 +21,6 @@ from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.patching.find import find_pairs
 
-__all__ = [
-    "BEGIN",
-    "CLASSES",
-    "END",
-    "GROUPS",
-    "PUBLISHED",
-    "Mark",
-    "Published",
-    "count_pairs",
-    "marks",
-    "matrix",
-    "replace_in",
-    "short_name",
-    "text",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Published:

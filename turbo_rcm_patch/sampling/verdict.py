@@ -11,22 +11,6 @@ from typing import Final, Literal
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling.measures import Drift
 
-__all__ = [
-    "FUSION_LIMIT",
-    "MEDIAN_FLOOR_DB",
-    "MEDIAN_MARGIN_DB",
-    "NETWORK_LIMIT",
-    "SIMILAR_MEDIAN_MARGIN_DB",
-    "SIMILAR_NETWORK_LIMIT",
-    "SIMILAR_WORST_FRAME_MARGIN_DB",
-    "WORST_FRAME_FLOOR_DB",
-    "WORST_FRAME_MARGIN_DB",
-    "Check",
-    "Verdict",
-    "Word",
-    "judge",
-]
-
 #: The median PSNR over prompts may be this much below that of the control.
 MEDIAN_MARGIN_DB: Final = 6.0
 #: The worst frame of all prompts may be this much below the control's worst frame.

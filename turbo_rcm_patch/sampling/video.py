@@ -17,22 +17,6 @@ from turbo_rcm_patch.errors import MissingPackageError, OutputError, SamplingErr
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.output import atomic
 
-__all__ = [
-    "ENDINGS",
-    "VIDEO_ENDINGS",
-    "amplified_difference",
-    "choose_gain",
-    "contact_sheet",
-    "enlarge",
-    "find_ffmpeg",
-    "pane_size",
-    "panes",
-    "read_frames",
-    "run_ffmpeg",
-    "side_by_side",
-    "write_mp4",
-]
-
 #: Files that can hold h264.
 ENDINGS: Final = (".mp4", ".m4v", ".mov", ".mkv")
 #: Files that hold a video and not an image.

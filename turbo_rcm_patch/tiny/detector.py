@@ -16,8 +16,6 @@ from torch import Tensor
 
 from turbo_rcm_patch.tiny.prompts import COLOURS, MOTIONS, SHAPES, Clip
 
-__all__ = ["Detection", "accuracy", "detect", "motion_path", "signed_distance"]
-
 UNKNOWN: Final = "none"
 _BRIGHT: Final = 0.58  # between the brightest background (0.28) and the darkest object (0.9)
 _MIN_AREA: Final = 0.004  # of the picture

@@ -8,21 +8,6 @@ from typing import Final
 
 from turbo_rcm_patch.errors import ConfigError
 
-__all__ = [
-    "BACKGROUNDS",
-    "COLOURS",
-    "DEMO_PROMPTS",
-    "MOTIONS",
-    "SHAPES",
-    "SIZES",
-    "Clip",
-    "caption",
-    "clips",
-    "is_held_out",
-    "parse",
-    "words",
-]
-
 SHAPES: Final = ("circle", "square", "triangle", "star", "ring", "cross")
 # Pairwise at least 0.45 apart in RGB, one channel near 1: brightness alone finds the object.
 COLOURS: Final = {

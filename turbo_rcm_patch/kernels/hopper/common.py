@@ -13,8 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["copy_async", "cta_barrier", "grid_dependency_wait", "launch_dependents", "tma_load"]
-
 # Renamed in Triton 3.8, 3.7 and 3.9.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 cta_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

@@ -76,8 +76,6 @@ from turbo_rcm_patch.kernels.launch import (
 from turbo_rcm_patch.kernels.portable.rows import Rows
 from turbo_rcm_patch.kernels.portable.skip import gelu_tanh, load_coefficient, scaled, skipped
 
-__all__ = ["SCHEDULES", "hopper_linear", "hopper_linear_blocks_kernel", "hopper_linear_kernel"]
-
 
 @gluon.jit
 def _pieces(acc, ROWS: gl.constexpr, COLUMNS: gl.constexpr):

@@ -46,8 +46,6 @@ from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch, strides
 from turbo_rcm_patch.kernels.portable.sparse_attention import KeySums, chunks_of, empty_sums
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = ["hopper_key_sums", "hopper_key_value_kernel", "serves"]
-
 HEAD_DIMS = (64, 128)
 _PROGRAMS = 132  # one a multiprocessor of an H100 or H200
 _STAGES = 4

@@ -8,8 +8,6 @@ import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch, target_of
 
-__all__ = ["denoise_step", "denoise_step_kernel"]
-
 _BLOCK = 1024
 
 

@@ -10,8 +10,6 @@ import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import launch, target_of
 
-__all__ = ["Table", "fingerprint", "fingerprint_kernel"]
-
 #: 32-bit words that share a checksum: 16 KiB.
 CHUNK = 4096
 #: Bytes that addresses and sizes are multiples of, so that a thread loads 16 at once.

@@ -28,8 +28,6 @@ from turbo_rcm_patch.kernels.portable.rows import ALIGNED, Rows
 from turbo_rcm_patch.kernels.portable.skip import close_skip, gelu_tanh
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = ["MEDIUM", "WIDE", "int8_linear", "int8_linear_kernel"]
-
 #: Outputs from which on tiles of 128x256 fill the card: 192 of them on the H200's 132
 #: multiprocessors. From there on Hopper's own kernel is faster (29.5 us against 33.0 for 4,096 x
 #: 1,536 from 1,536 channels, 76 against 148 from 8,960).

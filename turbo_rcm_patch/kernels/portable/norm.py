@@ -21,14 +21,28 @@ from turbo_rcm_patch.kernels.portable.rows import (
 )
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = [
-    "norm_modulate",
-    "norm_modulate_kernel",
-    "norm_modulate_rows",
-    "norm_modulate_rows_kernel",
-    "norm_rotate",
-    "norm_rotate_kernel",
-]
+
+@triton.jit
+def normal(x, mask_c, channels, eps):
+    """(x - mean) / std of a row x [C] fp32, 0 outside mask_c."""
+    mean = tl.sum(x, axis=0) / channels
+    x = tl.where(mask_c, x - mean, 0.0)
+    return x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / channels + eps))
+
+
+@triton.jit
+def modulated(
+    x, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_c, mask_c,
+    HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """x * (ONE + factor) + offset for channels offs_c of one token, 0 outside mask_c; fp32."""
+    if HAS_FACTOR:
+        factor = tl.load(factor_ptr + offs_c * factor_stride_c, mask=mask_c, other=0.0)
+        x *= factor.to(tl.float32) + ONE
+    if HAS_OFFSET:
+        offset = tl.load(offset_ptr + offs_c * offset_stride_c, mask=mask_c, other=0.0)
+        x += offset.to(tl.float32)
+    return x
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -50,19 +64,30 @@ def norm_modulate_kernel(
     mask_c = offs_c < channels
     row = x_ptr + b.to(tl.int64) * x_stride_b + n.to(tl.int64) * x_stride_n
     x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    mean = tl.sum(x, axis=0) / channels
-    x = tl.where(mask_c, x - mean, 0.0)
-    x *= 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / channels + eps)
+    factors, offsets = factor_ptr, offset_ptr
     if HAS_FACTOR:
-        at = b.to(tl.int64) * factor_stride_b + n.to(tl.int64) * factor_stride_n
-        factor = tl.load(factor_ptr + at + offs_c * factor_stride_c, mask=mask_c, other=0.0)
-        x *= factor.to(tl.float32) + ONE
+        factors += b.to(tl.int64) * factor_stride_b + n.to(tl.int64) * factor_stride_n
     if HAS_OFFSET:
-        at = b.to(tl.int64) * offset_stride_b + n.to(tl.int64) * offset_stride_n
-        offset = tl.load(offset_ptr + at + offs_c * offset_stride_c, mask=mask_c, other=0.0)
-        x += offset.to(tl.float32)
+        offsets += b.to(tl.int64) * offset_stride_b + n.to(tl.int64) * offset_stride_n
+    x = modulated(
+        normal(x, mask_c, channels, eps), factors, offsets, factor_stride_c, offset_stride_c,
+        offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
+    )  # fmt: skip
     out = y_ptr + b.to(tl.int64) * y_stride_b + n.to(tl.int64) * channels
     tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
+
+
+def wide_strides(value: torch.Tensor | None, shape: torch.Size) -> tuple[int, int, int]:
+    """Strides over [B, N, C] of what broadcasts to it; zeros for None."""
+    if value is None:
+        return 0, 0, 0
+    stride_b, stride_n, stride_c = value.expand(shape).stride()
+    return stride_b, stride_n, stride_c
+
+
+def norm_warps(channels: int) -> int:
+    """Warps of a program that holds a row of so many channels."""
+    return 4 if channels <= 2048 else 8
 
 
 @replayed
@@ -87,7 +112,7 @@ def norm_modulate(
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
     strides = {}
     for name, value in (("factor", factor), ("offset", offset)):
-        wide = (0, 0, 0) if value is None else value.expand(x.shape).stride()
+        wide = wide_strides(value, x.shape)
         strides |= {f"{name}_stride_{axis}": s for axis, s in zip("bnc", wide, strict=True)}
     launch(
         norm_modulate_kernel,
@@ -106,7 +131,7 @@ def norm_modulate(
         HAS_FACTOR=factor is not None,
         HAS_OFFSET=offset is not None,
         ONE=one,
-        num_warps=4 if channels <= 2048 else 8,
+        num_warps=norm_warps(channels),
         num_stages=1,
         **strides,
     )
@@ -200,31 +225,53 @@ def norm_rotate(
         BLOCK_C=triton.next_power_of_2(channels),
         NORM=norm_kind(weight, bias, channels),
         ROPE=cos is not None,
-        num_warps=4 if channels <= 2048 else 8,
+        num_warps=norm_warps(channels),
         num_stages=1,
     )
     return y
 
 
 @triton.jit
-def _modulated(
-    x, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_c, mask_c,
-    HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
-    """x * (ONE + factor) + offset for channels offs_c of one token, 0 outside mask_c; fp32."""
-    if HAS_FACTOR:
-        factor = tl.load(factor_ptr + offs_c * factor_stride_c, mask=mask_c, other=0.0)
-        x *= factor.to(tl.float32) + ONE
-    if HAS_OFFSET:
-        offset = tl.load(offset_ptr + offs_c * offset_stride_c, mask=mask_c, other=0.0)
-        x += offset.to(tl.float32)
-    return x
-
-
-@triton.jit
 def _store_int8(out, x, inverse, offs_c, padded):
     int8 = nearest_int8(x[None, :], inverse[None])
     tl.store(out + offs_c[None, :], int8, mask=(offs_c < padded)[None, :])
+
+
+@triton.jit
+def store_int8_norm(
+    out_ptr, scale_ptr, head, offs_h, mask_h, tail, offs_t, mask_t, factor_ptr, offset_ptr,
+    factor_stride_c, offset_stride_c, channels, padded, eps,
+    TAIL: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """The int8 row of layer_norm(x) * (ONE + factor) + offset and its scale, of a row x fp32 in
+    two parts, 0 outside their masks; without TAIL the second is not read."""
+    total = tl.sum(head, axis=0)
+    if TAIL:
+        total += tl.sum(tail, axis=0)
+    mean = total / channels
+    head = tl.where(mask_h, head - mean, 0.0)
+    squares = tl.sum(head * head, axis=0)
+    if TAIL:
+        tail = tl.where(mask_t, tail - mean, 0.0)
+        squares += tl.sum(tail * tail, axis=0)
+    inverse_std = 1.0 / tl.sqrt(squares / channels + eps)
+    head = modulated(
+        head * inverse_std, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_h,
+        mask_h, HAS_FACTOR, HAS_OFFSET, ONE,
+    )  # fmt: skip
+    bits = tl.max(magnitude(head), axis=0)
+    if TAIL:
+        tail = modulated(
+            tail * inverse_std, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_t,
+            mask_t, HAS_FACTOR, HAS_OFFSET, ONE,
+        )  # fmt: skip
+        bits = tl.maximum(bits, tl.max(magnitude(tail), axis=0))
+    amax, poison = amax_poison(bits)
+    scale, inverse = int8_scale(amax, poison)
+    tl.store(scale_ptr, scale)
+    _store_int8(out_ptr, head, inverse, offs_h, padded)
+    if TAIL:
+        _store_int8(out_ptr, tail, inverse, offs_t, padded)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -254,37 +301,17 @@ def norm_modulate_rows_kernel(
     offs_h = tl.arange(0, HEAD)
     mask_h = offs_h < channels
     head = tl.load(row + offs_h, mask=mask_h, other=0.0).to(tl.float32)
-    total = tl.sum(head, axis=0)
+    tail, offs_t, mask_t = head, offs_h, mask_h
     if TAIL:
         offs_t = HEAD + tl.arange(0, TAIL)
         mask_t = offs_t < channels
         tail = tl.load(row + offs_t, mask=mask_t, other=0.0).to(tl.float32)
-        total += tl.sum(tail, axis=0)
-    mean = total / channels
-    head = tl.where(mask_h, head - mean, 0.0)
-    squares = tl.sum(head * head, axis=0)
-    if TAIL:
-        tail = tl.where(mask_t, tail - mean, 0.0)
-        squares += tl.sum(tail * tail, axis=0)
-    inverse_std = 1.0 / tl.sqrt(squares / channels + eps)
-    head = _modulated(
-        head * inverse_std, factors, offsets, factor_stride_c, offset_stride_c, offs_h, mask_h,
-        HAS_FACTOR, HAS_OFFSET, ONE,
+    store_int8_norm(
+        int8_ptr + (b * n_tokens + n) * padded, scale_ptr + b * n_tokens + n,
+        head, offs_h, mask_h, tail, offs_t, mask_t, factors, offsets,
+        factor_stride_c, offset_stride_c, channels, padded, eps,
+        TAIL, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
-    bits = tl.max(magnitude(head), axis=0)
-    if TAIL:
-        tail = _modulated(
-            tail * inverse_std, factors, offsets, factor_stride_c, offset_stride_c, offs_t,
-            mask_t, HAS_FACTOR, HAS_OFFSET, ONE,
-        )  # fmt: skip
-        bits = tl.maximum(bits, tl.max(magnitude(tail), axis=0))
-    amax, poison = amax_poison(bits)
-    scale, inverse = int8_scale(amax, poison)
-    tl.store(scale_ptr + b * n_tokens + n, scale)
-    out = int8_ptr + (b * n_tokens + n) * padded
-    _store_int8(out, head, inverse, offs_h, padded)
-    if TAIL:
-        _store_int8(out, tail, inverse, offs_t, padded)
 
 
 @replayed
@@ -306,7 +333,7 @@ def norm_modulate_rows(
     head, tail = row_parts(padded)
     strides = {}
     for name, value in (("factor", factor), ("offset", offset)):
-        wide = (0, 0, 0) if value is None else value.expand(x.shape).stride()
+        wide = wide_strides(value, x.shape)
         strides |= {f"{name}_stride_{axis}": s for axis, s in zip("bnc", wide, strict=True)}
     launch(
         norm_modulate_rows_kernel,

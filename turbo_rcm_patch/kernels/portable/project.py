@@ -21,14 +21,6 @@ from turbo_rcm_patch.kernels.launch import (
 from turbo_rcm_patch.kernels.portable.skip import close_skip, skip
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = [
-    "by_library",
-    "project_kernel",
-    "project_skip",
-    "project_skip_streams",
-    "project_tile",
-]
-
 
 @triton.jit
 def project_tile(

@@ -11,20 +11,6 @@ import triton.language as tl
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, dense_rows, launch, target_of
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = [
-    "ALIGNED",
-    "Rows",
-    "amax_poison",
-    "empty_rows",
-    "int8_scale",
-    "magnitude",
-    "nearest_int8",
-    "quantize_rows",
-    "quantize_rows_kernel",
-    "row_parts",
-    "row_warps",
-]
-
 #: Largest magnitude of a quantised value.
 INT8_MAX = tl.constexpr(127.0)
 #: Rows that are smaller than this everywhere are zeros: the inverse of their scale would overflow.

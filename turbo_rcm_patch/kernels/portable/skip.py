@@ -19,16 +19,6 @@ from turbo_rcm_patch.kernels.launch import (
 )
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = [
-    "close_skip",
-    "gelu_tanh",
-    "load_coefficient",
-    "scaled",
-    "skip",
-    "skip_kernel",
-    "skipped",
-]
-
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _CUBE = tl.constexpr(0.044715)
 _MINUS_2_LOG2_E = tl.constexpr(-2.8853900817779268)

@@ -13,13 +13,6 @@ from turbo_rcm_patch.patching.branches import FeedForwardModules
 from turbo_rcm_patch.patching.plain import bare, drops, hook_names, why_not_plain
 from turbo_rcm_patch.skip import Residual
 
-__all__ = [
-    "feed_forward_linears",
-    "feed_forward_mode",
-    "feed_forward_modules",
-    "feed_forward_runs",
-]
-
 #: Activation, dropout, Linear, and a last dropout in some models.
 _LENGTHS = (3, 4)
 

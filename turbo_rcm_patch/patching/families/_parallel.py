@@ -35,8 +35,6 @@ from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.patching.parallel import groups_of
 from turbo_rcm_patch.patching.registry import author_class
 
-__all__ = ["distributed", "is_distributed", "plan_of"]
-
 _TOKENS: Final = ContextParallelInput(split_dim=1, expected_dims=3)
 _GATHERED: Final = ContextParallelOutput(gather_dim=1, expected_dims=3)
 _TABLE: Final = ContextParallelInput(split_dim=1, expected_dims=4, split_output=True)

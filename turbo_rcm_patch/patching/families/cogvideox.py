@@ -51,8 +51,6 @@ from turbo_rcm_patch.patching.plain import hook_names, why_not_plain
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import SkipPair, Stream
 
-__all__ = ["check", "plan"]
-
 _BLOCKS: Final = (CogVideoXBlock, ConsisIDBlock)
 _BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb")
 _ATTENTION: Final = ("hidden_states", "encoder_hidden_states", "attention_mask")

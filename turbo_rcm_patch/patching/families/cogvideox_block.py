@@ -47,14 +47,6 @@ from turbo_rcm_patch.patching.plain import bare, drops, plain_linear
 from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.state import PairState
 
-__all__ = [
-    "PROCESSORS",
-    "CogVideoXBlockForward",
-    "attention_mode",
-    "norms_of_heads",
-    "qkv_names",
-]
-
 #: What may compute the attention: with a Linear each for q, k and v, or with one for all.
 PROCESSORS: Final = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
 

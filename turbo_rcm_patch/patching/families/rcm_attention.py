@@ -28,8 +28,6 @@ from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState, specs_of
 from turbo_rcm_patch.skip import Coefficient, Residual, SkipPair, Stream
 
-__all__ = ["RCMAttentionForward", "check", "plan"]
-
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -48,8 +48,6 @@ from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import Installation, ModelPlan
 from turbo_rcm_patch.skip import SkipPair, Stream
 
-__all__ = ["check", "plan", "recognises"]
-
 _LAYOUT: Final = ("norm1", "self_attn", "norm3", "cross_attn", "norm2", "ffn", "modulation")
 _ATTENTION_LAYOUT: Final = (
     "q", "k", "v", "o", "norm_q", "norm_k", "attn_op", "num_heads", "dim", "eps",

@@ -46,8 +46,6 @@ from turbo_rcm_patch.patching.parallel import ulysses_over
 from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.state import PairState
 
-__all__ = ["TurboBlockForward"]
-
 
 class TurboBlockForward(BlockForward):
     """Stands in for the forward of one block."""

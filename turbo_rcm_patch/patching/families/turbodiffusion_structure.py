@@ -24,20 +24,6 @@ from turbo_rcm_patch.patching.parallel import ulysses_over
 from turbo_rcm_patch.patching.plain import bare, hook_names, runs_itself, why_not_plain
 from turbo_rcm_patch.patching.registry import author_class
 
-__all__ = [
-    "FORWARDS",
-    "RotaryForward",
-    "has_image",
-    "is_sparse",
-    "lacks_rotary",
-    "modulates",
-    "rms_weight",
-    "sparsity_of",
-    "unwrapped",
-    "why_attention_called",
-    "why_feed_forward_called",
-]
-
 _CROSS: Final = ("self", "x", "context", "context_lens")
 #: Class -> the parameters of its forward that this family was written against.
 FORWARDS: Final = {

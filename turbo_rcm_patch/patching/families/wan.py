@@ -23,8 +23,6 @@ from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import SkipPair
 
-__all__ = ["check", "plan"]
-
 
 def check(model: nn.Module) -> None:
     """Raise a typed error if this instance cannot be patched at all."""

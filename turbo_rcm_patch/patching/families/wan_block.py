@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.normalization import FP32LayerNorm
 from torch import Tensor, nn
@@ -47,8 +48,6 @@ from turbo_rcm_patch.patching.plain import bare, drops, plain_norm, runs_itself
 from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState
-
-__all__ = ["BlockClasses", "WanBlockForward", "attention_mode", "modulation"]
 
 _BACKEND: Final = (
     "the attention backend {!r} is chosen and not used: the model is patched with "
@@ -308,7 +307,9 @@ def modulation(table: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
         table: [1, 6, C].
         temb: [B, 6, C], or [B, N, 6, C] with a timestep per token.
     """
+    if table.dtype != torch.float32:  # Else torch widens temb in the pass that adds it.
+        temb = temb.float()
     if temb.ndim == 4:
-        rows = (table.unsqueeze(0) + temb.float()).chunk(6, dim=2)
+        rows = (table.unsqueeze(0) + temb).chunk(6, dim=2)
         return tuple(row.squeeze(2) for row in rows)
-    return (table + temb.float()).chunk(6, dim=1)
+    return (table + temb).chunk(6, dim=1)

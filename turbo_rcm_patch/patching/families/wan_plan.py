@@ -50,8 +50,6 @@ from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import Installation, ModelPlan
 from turbo_rcm_patch.skip import Cast, SkipPair, Stream
 
-__all__ = ["BLOCK", "block_states", "check_blocks", "check_signatures", "plan_blocks"]
-
 #: Parameters of the block that most of the family shares.
 BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "rotary_emb")
 _ATTENTION: Final = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")

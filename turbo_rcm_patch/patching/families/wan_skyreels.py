@@ -29,8 +29,6 @@ from turbo_rcm_patch.patching.families.wan_plan import (
 )
 from turbo_rcm_patch.patching.state import ModelPlan
 
-__all__ = ["SkyReelsBlockForward", "check", "plan"]
-
 
 def check(model: nn.Module) -> None:
     """Raise a typed error if this instance cannot be patched at all."""

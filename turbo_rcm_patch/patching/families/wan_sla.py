@@ -26,15 +26,6 @@ from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Residual, SkipPair
 
-__all__ = [
-    "SLAForward",
-    "attached",
-    "check_sla",
-    "give_back_linear",
-    "replaceable",
-    "with_linear",
-]
-
 _DENSE: Final = "it runs dense, without SLA, though a proj_l is attached"
 _DEFINED: Final = "SLA runs as it is defined, in plain torch"
 

@@ -37,8 +37,6 @@ from turbo_rcm_patch.patching.plan import Token
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import Stream
 
-__all__ = ["VACEBlockForward", "check", "plan"]
-
 _PROJ_IN: Final = Branch(name="proj_in", kind="control", norm="")
 _HINT: Final[Runs] = (
     "as-written",
