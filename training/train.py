@@ -40,10 +40,8 @@ from training.build import SETTINGS_FILE, TinyConfig
 from training.family import FAMILIES, Family, family_of
 from training.probe import Flow, export
 from training.run import Budget, Run
-from training.train_decoder import train_decoder
 from training.train_flow import build_corpus, train_student, train_teacher
-from training.train_twin import train_twin
-from training.train_vae import train_vae, use_layout
+from training.train_vae import train_decoder, train_twin, train_vae, use_layout
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.output import atomic, merged
 from turbo_rcm_patch.tiny import TINY_WAN

@@ -13,7 +13,7 @@ from torch import nn
 from tests.patching import cogvideox, sla, wan, wan_family
 from tests.patching.turbodiffusion import tiny, tiny_inputs, with_sparse
 from turbo_rcm_patch import PatchConfig, ops, patch_model, patched
-from turbo_rcm_patch.patching.branches import CalledRun
+from turbo_rcm_patch.patching.branches import AuthorRun, CalledRun
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.sampling.measures import upcast
 
@@ -184,15 +184,19 @@ def test_what_runs_as_written_gets_and_gives_the_model_s_dtype(
 
 def dtypes_of_called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype]]:
     """Of the residual streams that branches which are called get and give, from here on."""
-    own, streams = CalledRun.__call__, []
+    streams: list[tuple[torch.dtype, torch.dtype]] = []
 
-    def noting(self: Any, token: Any, hidden: Any, given: Any) -> Any:
-        made, token = own(self, token, hidden, given)
-        one, other = (x if isinstance(x, torch.Tensor) else x[0] for x in (hidden, made))
-        streams.append((one.dtype, other.dtype))
-        return made, token
+    def noted(own: Any) -> Any:
+        def noting(self: Any, token: Any, hidden: Any, given: Any) -> Any:
+            made, token = own(self, token, hidden, given)
+            one, other = (x if isinstance(x, torch.Tensor) else x[0] for x in (hidden, made))
+            streams.append((one.dtype, other.dtype))
+            return made, token
 
-    monkeypatch.setattr(CalledRun, "__call__", noting)
+        return noting
+
+    for kind in (CalledRun, AuthorRun):
+        monkeypatch.setattr(kind, "__call__", noted(kind.__call__))
     return streams
 
 
@@ -249,7 +253,7 @@ def test_the_guard_changes_nothing_of_what_it_keeps(subject: Any) -> None:
     model, given = subject.model(BF16), subject.inputs(2, BF16)
     with patched(model, guard=False):
         expected = wan.run(model, **given)
-    report = patch_model(model)
+    report = patch_model(model, precision="fixed")
     assert torch.equal(wan.run(model, **given), expected)
     assert len(report.guard) == report.fused and {r.verdict for r in report.guard} == {"kept"}
     assert torch.equal(wan.run(model, **given), expected)

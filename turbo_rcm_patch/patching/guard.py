@@ -176,7 +176,7 @@ class Guard:
     ) -> None:
         self.log = log
         self._budget = config.guard_budget
-        self._target = config.fidelity if config.precision == "auto" else None
+        self._target = config.fidelity if config.chooses else None
         self._graphs = config.cuda_graphs
         self._turn = 0
         #: By the path of a pair: those closed with it, and its last record with a noise.

@@ -92,7 +92,7 @@ def pair_state(pair: SkipPair, linears: Mapping[str, nn.Module], config: PatchCo
         linears: The Linears that its fused form runs itself, by name.
         config: How the model is patched.
     """
-    auto = config.precision == "auto" and pair.kind != "feed-forward"
+    auto = config.chooses and pair.kind != "feed-forward"
     narrow = config.pv in ("auto", "fp8")
     if config.linear == "as-is" or pair.runs == "as-written":
         held = [name for name, module in linears.items() if type(module) is Int8Linear]

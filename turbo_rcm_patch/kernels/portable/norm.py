@@ -21,20 +21,6 @@ from turbo_rcm_patch.kernels.portable.rows import (
 )
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = [
-    "modulated",
-    "norm_modulate",
-    "norm_modulate_kernel",
-    "norm_modulate_rows",
-    "norm_modulate_rows_kernel",
-    "norm_rotate",
-    "norm_rotate_kernel",
-    "norm_warps",
-    "normal",
-    "store_int8_norm",
-    "wide_strides",
-]
-
 
 @triton.jit
 def normal(x, mask_c, channels, eps):
