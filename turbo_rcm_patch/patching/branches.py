@@ -163,6 +163,7 @@ class AttentionLayout(NamedTuple):
         topk: Of a sparse attention, as in `Sparsity`; 0 for a dense one.
         block_q: Likewise.
         block_k: Likewise.
+        int8_inputs: As in `PairState`.
     """
 
     norm: str
@@ -187,6 +188,7 @@ class AttentionLayout(NamedTuple):
     topk: float
     block_q: int
     block_k: int
+    int8_inputs: bool
 
 
 class BranchOperands(NamedTuple):
@@ -686,7 +688,7 @@ class AttentionRun:
             modules.heads,
             modules.head_dim, len(modules.qkv), len(modules.kv), len(modules.image),
             spec.attention, spec.pv, spec.smooth_k, spec.eps, self._few is not None, self._form,
-            topk, block_q, block_k,
+            topk, block_q, block_k, self._state.int8_inputs,
         )  # fmt: skip
         rotary = given.rotary if self._of_context is None else None
         return BranchOperands(norm.rows, rotary, context, held + norm.held, layout)
