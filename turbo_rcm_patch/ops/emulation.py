@@ -27,6 +27,26 @@ import torch
 from turbo_rcm_patch.ops.reference import key_mask
 from turbo_rcm_patch.ops.spec import hadamard_width, key_block
 
+__all__ = [
+    "E4M3_MAX",
+    "ERROR_STEPS",
+    "LARGEST_CENTRED",
+    "LEAST_V",
+    "LOG2_E",
+    "MEAN_SAMPLES",
+    "P_SHIFT",
+    "emulated_attention",
+    "hadamard",
+    "quantized",
+    "rounded_v",
+    "sample_mean",
+    "sample_sum_of_v",
+    "scaled_v",
+    "softmax_pv",
+    "value_errors",
+    "value_levels",
+]
+
 LOG2_E: Final = math.log2(math.e)
 LN_2: Final = math.log(2.0)
 E4M3_MAX: Final = 448.0
