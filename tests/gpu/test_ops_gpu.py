@@ -31,7 +31,9 @@ from turbo_rcm_patch.ops import (
     resolve_pv,
     skip,
 )
+from turbo_rcm_patch.ops.elementwise import norm_forward, rows_forward, skip_norm
 from turbo_rcm_patch.ops.emulation import hadamard
+from turbo_rcm_patch.ops.projection import skip_forward
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, split_heads
 from turbo_rcm_patch.ops.spec import hadamard_width
 
@@ -327,6 +329,34 @@ def test_norm_modulate(channels: int, form: str) -> None:
     exact = exact * (scale.double() + (kind == "modulation")) + shift.double()
     # One rounding to bf16, 2^-9 at most, 2^-9 / sqrt(3) in the mean.
     assert relative_l2(got, exact) < 2e-3
+
+
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [128, 1536, 1920, 5120])
+@pytest.mark.parametrize("form", ["modulation", "affine", "per token", "neither"])
+def test_a_skip_with_its_norm_is_both_bit_for_bit(
+    form: str, channels: int, stream: torch.dtype
+) -> None:
+    """From a stream in bf16 as from one in fp32; as a tensor and as int8 rows."""
+    shape = {"per token": (2, 333, channels), "affine": (1, 1, channels)}.get(
+        form, (2, 1, channels)
+    )
+    gate, factor, offset = (torch.randn(shape, device="cuda") for _ in range(3))
+    if form == "affine":
+        gate, factor, offset = None, factor.bfloat16(), offset.bfloat16()
+    elif form == "neither":
+        factor = offset = None
+    one = float(form != "affine")
+    branch, cast = random(2, 333, channels), "fp32" if stream == torch.float32 else "model"
+    for residual in (random(2, 333, channels), 3 * random(2, 333, channels).to(stream)):
+        y = skip_forward.body(residual, branch, None, gate, 1.0, 1.0, cast, "triton", stream)
+        how = (residual, branch, gate, factor, offset, one, 1e-6, cast, "triton", stream)
+        normed = norm_forward.body(y, factor, offset, one, 1e-6, "triton", torch.bfloat16)
+        got = skip_norm(*how, torch.bfloat16)
+        assert torch.equal(got[0], y) and torch.equal(got[1], normed)
+        rows = rows_forward.body(y, factor, offset, one, 1e-6, "triton")
+        got = skip_norm(*how, torch.int8)
+        assert torch.equal(got[0], y) and all(map(torch.equal, got[1], rows))
 
 
 @pytest.mark.parametrize("rope", [True, False])

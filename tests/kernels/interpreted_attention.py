@@ -20,6 +20,7 @@ from tests.inputs import attention_inputs
 from tests.measures import relative_l2
 from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.ops import AttentionSpec, attention_lse, attention_skip
+from turbo_rcm_patch.ops.emulation import sample_sum_of_v, scaled_v, value_errors, value_levels
 from turbo_rcm_patch.ops.reference import norm_rope
 
 TIGHT = 1e-3
@@ -220,6 +221,42 @@ def test_fp8_layout() -> None:
         relative_l2(out, attention_skip(q, k, v, replace(spec, attention="exact", impl="auto")))
         < 0.15
     )
+
+
+@pytest.mark.parametrize(("n", "dim"), [(70, 40), (600, 64), (333, 128)])
+def test_levels_of_v_are_those_of_the_emulation(n: int, dim: int) -> None:
+    """Scale and mean bit for bit, because the order of the sum is part of the contract; the sum of
+    errors against the e4m3 values that were written, whatever the interpreter's cast is."""
+    heads, lengths = 2, torch.tensor([n, n // 3, 0], dtype=torch.int32)
+    q, k = (torch.randn(3, n, heads * dim) for _ in range(2))
+    v = torch.randn(3, n, heads * dim) + 2 * torch.randn(heads * dim)
+    v[1, n // 3 :], v[2] = float("nan"), float("nan")
+    inputs = attention_inputs(q, k, v, heads=heads, kv_lengths=lengths, pv="fp8")
+    values = quantize(inputs).values
+    assert values is not None
+    scale, mean, errors = values.levels[..., :dim].unbind(2)
+    step = -(-n // 256)
+    v = torch.unflatten(v, 2, (heads, dim)).transpose(1, 2)
+    v[1, :, n // 3 :], v[2] = 0.0, 0.0
+    count = torch.tensor([n, n // 3, 0]).div(step).ceil().clamp_min(1).view(3, 1, 1)
+    sampled = sample_sum_of_v(v[:, :, ::step]) / count
+    expected_mean, amax = value_levels(sampled, v.abs().amax(2))
+    assert torch.equal(mean, expected_mean)
+    assert torch.equal(scale, amax / 448)
+    assert not mean[2].any()
+    # Position (h, t, f, e) of a group of 32 holds token (h, f, t, e).
+    p = torch.arange(values.e4m3.shape[3])
+    token = (p & ~31) + (p & 16) + ((p >> 1) & 1) * 8 + ((p >> 2) & 3) * 2 + (p & 1)
+    written = torch.empty(3, heads, len(p), dim)
+    written[:, :, token] = values.e4m3[:, :, :dim].float().transpose(2, 3)
+    assert not written[0, :, n:].any() and not written[1, :, n // 3 :].any()
+    exact = scaled_v(v, mean, amax)
+    exact[1, :, n // 3 :], exact[2] = 0.0, 0.0
+    far = (exact - written[:, :, :n]).abs() > 2.0**-3 * exact.abs() + 1e-2
+    assert far.float().mean() < 0.05  # half a step, but for the cast's faults
+    counted = errors.contiguous().view(torch.int32)
+    assert torch.equal(counted, value_errors(exact, written[:, :, :n]).int())
+    assert not counted[2].any() and counted[:2].any()
 
 
 def test_nan_in_the_input_stays_visible() -> None:

@@ -38,9 +38,10 @@ n counts the uses of that slot. A group releases slot j after q k_j: p v_(j-1), 
 same slot, was complete before.
 
 Tried and not faster: an order among the groups (FlashAttention-3's ping-pong, arXiv 2407.08608), a
-second block of logits in flight, and, for 128 channels, polynomials in the place of a share of the
-exponentials. For 64 channels polynomials for an eighth of them are faster; they are used where the
-output has 16 bits, and the result is not bit for bit the portable kernel's then.
+second block of logits in flight, persistent programs whose groups run on from tile to tile, and,
+for 128 channels, polynomials in the place of a share of the exponentials. For 64 channels
+polynomials for an eighth of them are faster; they are used where the output has 16 bits, and the
+result is not bit for bit the portable kernel's then.
 """
 
 from __future__ import annotations
