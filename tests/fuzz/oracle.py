@@ -143,11 +143,18 @@ def contract(
     k_int = k_int.view(k.shape)
     k_scale = k_scale.repeat_interleave(block, -1).flatten(2)[:, :, None]
     v = F.pad(v, pad)
-    v_scale = torch.ones((), dtype=torch.float64, device=v.device)
+    v_scale, offset = torch.ones((), dtype=torch.float64, device=v.device), 0.0
     kind = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}[pv]
     if pv == "fp8":
-        v_scale = v.abs().amax(2, keepdim=True).clamp_min(2.0**-117) / 448
-        v = v / v_scale
+        step = -(-n // 256)
+        count = inside[:, :, ::step].sum(2, keepdim=True).clamp_min(1)
+        mean = v[:, :, :n:step].sum(2, keepdim=True) / count
+        there = F.pad(inside, pad)
+        v_scale = (v.abs().amax(2, keepdim=True) + mean.abs()).clamp_min(2.0**-117) / 448
+        v = torch.where(there, (v - mean) / v_scale, 0.0)
+        errors = v - v.float().to(kind).double()
+        seen_keys = inside.sum(2, keepdim=True).clamp_min(1)
+        offset = mean + errors.sum(2, keepdim=True) / seen_keys * v_scale
     v = v.float().to(kind).double()
     logits = q_int @ k_int.mT * q_scale * k_scale * scale * math.log2(math.e)
     logits = logits.masked_fill(~F.pad(seen, (0, -n % block)), -math.inf)
@@ -157,7 +164,7 @@ def contract(
     running = running.masked_fill(running == -math.inf, 0.0)
     p = torch.exp2(parts - running + shift).float().to(kind).double()
     p = (p * torch.exp2(running - running[..., -1:, :])).flatten(-2)
-    return p @ v * v_scale / p.sum(-1, keepdim=True).clamp_min(1e-300)
+    return p @ v * v_scale / p.sum(-1, keepdim=True).clamp_min(1e-300) + offset
 
 
 def sparse_linear(

@@ -216,13 +216,16 @@ def shards(own, q, k, v, common) -> None:
         )
         for name, x in (("q", q), ("k", k))
     )  # fmt: skip
-    mean, amax = own.statistics(k, v, first=1, step=8, smooth_k=True, fp8=fp8)
+    mean, of_v, amax = own.statistics(k, v, first=1, step=8, smooth_k=True, fp8=fp8)
     queries = own.queries(q, sm_scale=common["sm_scale"], qmax=127)
     keys = own.keys(k, mean, qmax=127)
-    scale = own.value_scale(mean) if fp8 else None
-    values = own.values(v, mean) if fp8 else v
+    levels, values = None, v
+    if fp8:
+        values, errors = own.values(v, of_v, amax)
+        levels = own.value_levels(of_v, amax)
+        levels = torch.cat([levels, errors.view(torch.float32).unsqueeze(2)], 2)
     own.attend(
-        queries, keys, values, scale,
+        queries, keys, values, levels,
         n_q=v.shape[1], n_kv=v.shape[1], head_dim=v.shape[2] // heads, pv=common["pv"],
         out_dtype=torch.float32, want_lse=True,
     )  # fmt: skip

@@ -9,24 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = [
-    "LAYER_NORM_PER_HEAD",
-    "MEAN_SAMPLES",
-    "NORM_ACROSS",
-    "NORM_PER_HEAD",
-    "NO_NORM",
-    "QMAX",
-    "AttentionInputs",
-    "Keys",
-    "Operands",
-    "Prologue",
-    "Queries",
-    "Values",
-    "norm_kind",
-]
-
 MEAN_SAMPLES = 256  # tokens whose mean is taken out of k
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
+#: What errors of rounding to e4m3 are counted in: this many to 1. A sum over 2**19 tokens fits
+#: into an int32 whatever their errors are, which are at most 16.
+ERROR_STEPS = 256
 #: Largest magnitude of a quantised q or k, by the name of the attention.
 QMAX = {"int8": 127, "int4": 7}
 
@@ -137,10 +124,14 @@ class Keys(NamedTuple):
 
 
 class Values(NamedTuple):
-    """e4m3 [B, H, HEAD_PAD, n_padded] and scale [B, H, HEAD_PAD]."""
+    """e4m3 [B, H, HEAD_PAD, n_padded], and what makes v of it again, by channel.
+
+    levels [B, H, 3, HEAD_PAD] fp32: the scale, what was subtracted before the rounding, and, as
+    int32 in 1 / `ERROR_STEPS` of a step of e4m3, the sum of the rounding errors over all tokens.
+    """
 
     e4m3: torch.Tensor
-    scale: torch.Tensor
+    levels: torch.Tensor
 
 
 class Operands(NamedTuple):

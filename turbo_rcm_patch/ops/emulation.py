@@ -11,8 +11,10 @@ Numeric contract, which the kernels follow too:
 3. Logits are exact integers times the two scales. The online softmax runs over blocks of
    `key_block` keys.
 4. P is rounded against the *running* maximum of its block, to e4m3 (scaled so that its maximum is
-   448), fp16 or bf16, and the row sum adds the rounded P. v is e4m3 with one scale per channel, or
-   16-bit.
+   448), fp16 or bf16, and the row sum adds the rounded P. v is 16-bit, or e4m3: less its mean over
+   at most `MEAN_SAMPLES` evenly spaced tokens, with one scale per channel.
+5. The weights of a row sum to one, so what e4m3 v lacks is added back to every row whole: that
+   mean, and the mean of the rounding errors over all tokens, summed as integers.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from turbo_rcm_patch.ops.spec import hadamard_width, key_block
 
 __all__ = [
     "E4M3_MAX",
+    "ERROR_STEPS",
+    "LARGEST_CENTRED",
     "LEAST_V",
     "LOG2_E",
     "MEAN_SAMPLES",
@@ -36,7 +40,11 @@ __all__ = [
     "quantized",
     "rounded_v",
     "sample_mean",
+    "sample_sum_of_v",
+    "scaled_v",
     "softmax_pv",
+    "value_errors",
+    "value_levels",
 ]
 
 LOG2_E: Final = math.log2(math.e)
@@ -49,6 +57,12 @@ TINY: Final = 2.0**-100
 #: Magnitude a channel of v is scaled by at least: below it the inverse of its scale overflows, and
 #: the scale is no normal number.
 LEAST_V: Final = 2.0**-117
+#: A channel of v with larger values keeps its mean: the sum of a sample of it could overflow.
+LARGEST_CENTRED: Final = 2.0**119
+#: Rounding errors of v are counted in parts of a step of e4m3, so many to 1.
+ERROR_STEPS: Final = 256
+#: Tokens of the sample of v that are added side by side.
+_MEAN_ROWS: Final = 32
 #: Scale of logits at least, which keeps a masked -inf times it from becoming NaN.
 LEAST_SCALE: Final = 2.0**-126
 #: log2 of the largest P. e4m3 uses its whole range; fp16 stays clear of its subnormals.
@@ -98,15 +112,72 @@ def _round_p(p: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]) -> torch.Tenso
     return p.to(dtype).float()
 
 
+def sample_sum_of_v(sample: torch.Tensor) -> torch.Tensor:
+    """Sum of v [B, H, N, D] fp32 over its tokens, [B, H, D], in the order in which every kernel
+    adds: 32 tokens side by side, then these two by two."""
+    padded = torch.nn.functional.pad(sample, (0, 0, 0, -sample.shape[2] % _MEAN_ROWS))
+    total = torch.zeros_like(padded[:, :, :_MEAN_ROWS])
+    for rows in padded.reshape(*padded.shape[:2], -1, _MEAN_ROWS, padded.shape[3]).unbind(2):
+        total = total + rows
+    while total.shape[2] > 1:
+        one, other = total.chunk(2, 2)
+        total = one + other
+    return total.squeeze(2)
+
+
+def value_levels(mean: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is subtracted from v and what its magnitudes stay within, from the mean of a sample and
+    the largest magnitudes, all [B, H, D] fp32."""
+    mean = torch.where(amax < LARGEST_CENTRED, mean, torch.zeros_like(mean))
+    return mean, (amax + mean.abs()).clamp_min(LEAST_V)
+
+
+def scaled_v(v: torch.Tensor, mean: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """v [B, H, N, D] fp32 in units of its scale before it is rounded, from `value_levels`."""
+    # A number over a tensor would be a product with the inverse, which rounds twice.
+    factor = torch.full_like(amax, E4M3_MAX) / amax
+    return (v - mean.unsqueeze(2)) * factor.unsqueeze(2)
+
+
+def value_errors(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """Sums of the rounding errors of v in e4m3 over its tokens, as integers [B, H, D] fp32, of
+    v [B, H, N, D] in units of its scale before and after the rounding."""
+    errors = ((exact - rounded) * ERROR_STEPS).round().nan_to_num(0.0)
+    return errors.sum(2, dtype=torch.float64).float()
+
+
 def rounded_v(
-    v: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """v [B, H, Nk, D] as the second product sees it, in fp32, and the per-channel scale [B, H, 1,
-    D] of e4m3."""
+    v: torch.Tensor,
+    pv: Literal["fp8", "bf16", "fp16"],
+    kv_lengths: torch.Tensor | None = None,
+    of_v: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """v [B, H, Nk, D] as the second product sees it, in fp32, 0 where it is not seen, and, of
+    e4m3, scale and offset [B, H, 1, D]: a row of weights that sum to one gives
+    (weights · rounded v) * scale + offset. `of_v` as in `emulated_attention`."""
+    if kv_lengths is not None:
+        seen = torch.arange(v.shape[2], device=v.device) < kv_lengths.unsqueeze(1)
+        seen = seen[:, None, :, None]
+        v = v.masked_fill(~seen, 0.0)
     if pv != "fp8":
-        return v.to(torch.bfloat16 if pv == "bf16" else torch.float16).float(), None
-    amax = v.abs().amax(2, keepdim=True).clamp_min(LEAST_V)
-    return (v * (E4M3_MAX / amax)).to(torch.float8_e4m3fn).float(), amax / E4M3_MAX
+        return v.to(torch.bfloat16 if pv == "bf16" else torch.float16).float(), None, None
+    v = v.float()
+    step = max(1, -(-v.shape[2] // MEAN_SAMPLES))
+    count = torch.tensor(float(v.shape[2]), device=v.device).expand(v.shape[0])
+    if kv_lengths is not None:
+        count = kv_lengths.clamp(0, v.shape[2]).float()
+    sampled = (count / step).ceil().clamp_min(1).view(-1, 1, 1)
+    if of_v is None:
+        of_v = sample_sum_of_v(v[:, :, ::step]) / sampled, v.abs().amax(2)
+    mean, amax = value_levels(*of_v)
+    exact = scaled_v(v, mean, amax)
+    if kv_lengths is not None:
+        exact = exact.masked_fill(~seen, 0.0)
+    rounded = exact.to(torch.float8_e4m3fn).float()
+    scale = amax / E4M3_MAX
+    errors = value_errors(exact, rounded)
+    offset = mean + errors * (scale / (count.clamp_min(1).view(-1, 1, 1) * ERROR_STEPS))
+    return rounded, scale.unsqueeze(2), offset.unsqueeze(2)
 
 
 def emulated_attention(
@@ -121,6 +192,7 @@ def emulated_attention(
     causal: bool = False,
     kv_lengths: torch.Tensor | None = None,
     want_lse: bool = False,
+    of_v: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """softmax(sm_scale * q k^T) v with quantised q, k, P and v.
 
@@ -136,6 +208,8 @@ def emulated_attention(
         kv_lengths: int [B]; keys at or past it are not seen.
         want_lse: Also return the logsumexp of the *unsmoothed* logits (of the quantised q and k
             plus q · mean).
+        of_v: Mean of a sample and largest magnitudes [B, H, D] of the sequence of which v is a
+            part; None where it is the whole.
 
     Returns:
         Output [B, Nq, H*D] fp32 and lse [B, H, Nq] fp32 or None.
@@ -147,12 +221,12 @@ def emulated_attention(
     mean = sample_mean(k, kv_lengths) if smooth_k else None
     if mean is not None:
         k = k - mean
-    v = v.float()
+    v, v_scale, v_offset = rounded_v(v, pv, kv_lengths, of_v)
     if kv_lengths is not None:
         unseen = (torch.arange(n_kv, device=k.device) >= kv_lengths.unsqueeze(1)).view(
             batch, 1, k.shape[2], 1
         )
-        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+        k = k.masked_fill(unseen, 0.0)
     if blocks * block != n_kv:
         pad = (0, 0, 0, blocks * block - n_kv)
         k, v = torch.nn.functional.pad(k, pad), torch.nn.functional.pad(v, pad)
@@ -163,7 +237,6 @@ def emulated_attention(
     k_blocks = k_mixed.view(batch, heads, blocks, block, -1)
     k_int, k_scale = quantized(k_blocks, k_blocks.abs().amax((-1, -2), keepdim=True), qmax)
     k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)  # [B, H, Nk, D], [B, H, blocks]
-    v, v_scale = rounded_v(v, pv)
 
     mask = key_mask(batch, n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
     if mask is None and blocks * block != n_kv:
@@ -194,8 +267,8 @@ def emulated_attention(
                 out[b, rows, h] = o
                 if lse is not None:
                     lse[b, h, rows] = chunk_lse
-    if v_scale is not None:
-        out *= v_scale.transpose(1, 2)
+    if v_scale is not None and v_offset is not None:
+        out = out * v_scale.transpose(1, 2) + v_offset.transpose(1, 2)
     if lse is not None and mean is not None:
         lse += (q * mean).sum(-1) * sm_scale
     return out.flatten(2), lse

@@ -68,13 +68,6 @@ from turbo_rcm_patch.ops.shards import PADDED_TO, Tokens, padded
 from turbo_rcm_patch.ops.sparse_linear import Sparsity, sparse_linear_attention
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, key_block
 
-__all__ = [
-    "agreed_forward",
-    "agreed_lengths",
-    "parallel_attention",
-    "parallel_sparse_linear_attention",
-]
-
 _DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 _NORMS: Final = ("none", "across heads", "per head", "layer norm per head")
 _PVS: Final = ("auto", "fp8", "bf16", "fp16")
@@ -791,36 +784,40 @@ def _quantised(
     # What others wait for goes first; then whatever can be computed before theirs has come.
     local = None
     if smooth_k or fp8:
-        local = torch.stack(
-            own.statistics(k, v, first=layout.first, step=layout.step, smooth_k=smooth_k, fp8=fp8)
+        local = own.statistics(
+            k, v, first=layout.first, step=layout.step, smooth_k=smooth_k, fp8=fp8
         )
     statistics, fetched = _fetch(k, v if fp8 else None, local, layout)
     q_int8, q_scale = own.queries(q, sm_scale=sm_scale, qmax=qmax)
     q_came = [start("q", q_int8, 0, padded_near)]
-    mean = amax = None
+    mean = of_v = levels = errors = None
     if statistics is not None:
-        gathered = statistics()  # [ranks, 2, B, H, D]
-        mean = gathered[:, 0].sum(0) / layout.sampled if smooth_k else None
-        amax = gathered[:, 1].amax(0) if fp8 else None
+        gathered = statistics()  # [ranks, 3, B, H, D]
+        means = gathered[:, :2].sum(0) / layout.sampled
+        mean = means[0] if smooth_k else None
+        of_v = (means[1], gathered[:, 2].amax(0)) if fp8 else None
     first = layout.mine[layout.here].start
     here = slice(first, first + parts[layout.here][0])
     k_int8, k_scale = own.keys(k.rows(here), mean, qmax=qmax)
     k_came = [start("k", k_int8, 0, padded_parts)]
-    if amax is not None:
-        v_scale, v_sent = own.value_scale(amax), own.values(v[:, here], amax)
+    if of_v is not None:
+        levels = own.value_levels(*of_v)
+        v_sent, errors = own.values(v[:, here], *of_v)
     else:
-        v_scale, v_sent = None, v.to(torch.bfloat16 if pv == "bf16" else torch.float16)
+        v_sent = v.to(torch.bfloat16 if pv == "bf16" else torch.float16)
     v_came = [start_values(v_sent, 0)]
     # Last and least: scales, and the keys and values of the block that lies on two ranks.
     k_rest, v_rest = fetched()
     rest = [q_scale, k_scale, *reversed(own.keys(k_rest, mean, qmax=qmax))]
     shapes: list[tuple[int, ...]]
     rest_shapes = []
-    if amax is not None:
-        rest.append(own.values(v_rest, amax))
+    if of_v is not None and errors is not None:
+        v_tail, more = own.values(v_rest, *of_v)
+        rest += [v_tail, errors + more]
     for n, (main, tail) in zip(near, parts, strict=True):
         shapes = [(padded(n),), (padded(main) // block,), (padded(tail) // block,)]
-        shapes += [(padded(tail), width), *([(width, padded(tail))] if fp8 else [])]
+        shapes += [(padded(tail), width)]
+        shapes += [(width, padded(tail)), (width,)] if fp8 else []
         rest_shapes.append(
             [(batch, one.own_heads, *shape) for _, one in shares for shape in shapes]
         )
@@ -852,13 +849,18 @@ def _quantised(
             whole([x[1] for x in small], 2),
             whole(mains[2], 4, 3) if fp8 else concatenated(mains[2], 1),
         ]
-        scale = None if v_scale is None else one.by_heads(v_scale[:, heads])[one.here][0]
+        if levels is not None:
+            # Errors are those of the keys of this part of the ring, with which they are passed on.
+            total = torch.stack([x[5] for x in small]).sum(0, dtype=torch.int32)
+            own_levels = one.by_heads(levels[:, heads])[one.here][0]
+            kv.append(torch.cat([own_levels, total.view(torch.float32).unsqueeze(2)], 2))
 
         def shapes_of(n_kv: int) -> list[tuple[int, ...]]:
             n = padded(n_kv)
             own_heads = batch, one.own_heads
             last = (*own_heads, width, n) if fp8 else (batch, n_kv, one.own_heads * head_dim)
-            return [(*own_heads, n, width), (*own_heads, n // block), last]
+            of_levels = [(*own_heads, 3, width)] if fp8 else []
+            return [(*own_heads, n, width), (*own_heads, n // block), last, *of_levels]
 
         outs: list[Tensor] = [v] * len(near)
         returned: Callable[[], list[Tensor]] | None = None
@@ -875,7 +877,7 @@ def _quantised(
                 q_all: tuple[Tensor, Tensor] = q_all, n_q: int = n_q,
             ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
                 result: tuple[Tensor, Tensor | None] = own.attend(
-                    q_all, (kv[0], kv[1]), kv[2], scale,
+                    q_all, (kv[0], kv[1]), kv[2], kv[3] if fp8 else None,
                     n_q=n_q, n_kv=n_kv, head_dim=head_dim, pv=pv,
                     out_dtype=torch.float32 if partial else out_dtype, want_lse=partial,
                 )  # fmt: skip

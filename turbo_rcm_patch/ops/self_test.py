@@ -31,8 +31,6 @@ from turbo_rcm_patch.ops.modes import is_capturing, transformed, without_autocas
 from turbo_rcm_patch.ops.operation import compile_ahead, running_for_real
 from turbo_rcm_patch.output import atomic
 
-__all__ = ["ensure_tested", "self_test"]
-
 _log = logging.getLogger(__name__)
 
 #: Lengths that are timed; at these the kernels' time is longer than Python's.

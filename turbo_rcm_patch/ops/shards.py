@@ -2,7 +2,7 @@
 and after its exchanges, on a CPU.
 
 `kernels.portable.shards` has the same functions for a GPU. The numeric contract is that of
-`emulation`, with the mean of k and the scale of v given, because they belong to the whole
+`emulation`, with the means of k and v and the range of v given, because they belong to the whole
 sequence.
 """
 
@@ -16,12 +16,16 @@ from torch import Tensor
 
 from turbo_rcm_patch.ops.emulation import (
     E4M3_MAX,
-    LEAST_V,
+    ERROR_STEPS,
     LOG2_E,
     hadamard,
     quantized,
+    sample_sum_of_v,
+    scaled_v,
     softmax_pv,
+    value_errors,
 )
+from turbo_rcm_patch.ops.emulation import value_levels as levels_of_v
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, split_heads
 from turbo_rcm_patch.ops.spec import hadamard_width, key_block
 
@@ -88,21 +92,22 @@ def prepared(tokens: Tokens, dtype: torch.dtype) -> Tensor:
 
 def statistics(
     k: Tokens, v: Tensor, *, first: int, step: int, smooth_k: bool, fp8: bool
-) -> tuple[Tensor, Tensor]:
-    """Sum of k, normalised and rotated, over tokens first, first + step, ..., and the largest
-    magnitudes of the channels of v.
+) -> Tensor:
+    """Sums of k, normalised and rotated, and of v over tokens first, first + step, ..., and the
+    largest magnitudes of the channels of v.
 
     Returns:
-        Each [B, H, D] fp32; zeros where they are not wanted.
+        [3, B, H, D] fp32; zeros where they are not wanted.
     """
     batch, _, channels = v.shape
-    shape = (batch, k.heads, channels // k.heads)
-    total = amax = torch.zeros(shape, device=v.device)
+    found = torch.zeros(3, batch, k.heads, channels // k.heads, device=v.device)
+    sample = slice(first, None, step)
     if smooth_k and first < v.shape[1]:
-        total = _rotated(k.rows(slice(first, None, step))).sum(2)
+        found[0] = _rotated(k.rows(sample)).sum(2)
     if fp8:
-        amax = v.float().abs().amax(1).view(shape)
-    return total, amax
+        found[1] = sample_sum_of_v(split_heads(v[:, sample].float(), k.heads))
+        found[2] = v.float().abs().amax(1).view(found[2].shape)
+    return found
 
 
 def _int8(x: Tensor, amax: Tensor, qmax: int) -> tuple[Tensor, Tensor]:
@@ -138,25 +143,31 @@ def keys(k: Tokens, mean: Tensor | None, *, qmax: int) -> tuple[Tensor, Tensor]:
     return int8.flatten(2, 3), scale.flatten(2)
 
 
-def value_scale(amax: Tensor) -> Tensor:
-    """The scale of e4m3 v, [B, H, width(D)], from the largest magnitudes [B, H, D]."""
-    scale = amax.clamp_min(LEAST_V) / E4M3_MAX
-    return F.pad(scale, (0, width(amax.shape[-1]) - amax.shape[-1]))
+def value_levels(mean: Tensor, amax: Tensor) -> Tensor:
+    """Scale and subtracted mean of e4m3 v, [B, H, 2, width(D)], from the mean of a sample and the
+    largest magnitudes [B, H, D]."""
+    mean, amax = levels_of_v(mean, amax)
+    levels = torch.stack([amax / E4M3_MAX, mean], 2)
+    return F.pad(levels, (0, width(amax.shape[-1]) - amax.shape[-1]))
 
 
-def values(v: Tensor, amax: Tensor) -> Tensor:
-    """v [B, N, H*D] in e4m3: [B, H, width(D), padded(N)], 0 in the padding."""
+def values(v: Tensor, mean: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """v [B, N, H*D] in e4m3, from the same: [B, H, width(D), padded(N)], 0 in the padding; and the
+    sums of its rounding errors [B, H, width(D)] int32, as in `kernels.operands.Values`."""
     head_dim, n = v.shape[2] // amax.shape[1], v.shape[1]
-    x = split_heads(v.float(), amax.shape[1]) * (E4M3_MAX / amax.clamp_min(LEAST_V)).unsqueeze(2)
+    mean, amax = levels_of_v(mean, amax)
+    x = scaled_v(split_heads(v.float(), amax.shape[1]), mean, amax)
     x = F.pad(x, (0, width(head_dim) - head_dim, 0, padded(n) - n))
-    return x.to(torch.float8_e4m3fn).transpose(2, 3).contiguous()
+    rounded = x.to(torch.float8_e4m3fn)
+    errors = value_errors(x, rounded.float()).to(torch.int32)
+    return rounded.transpose(2, 3).contiguous(), errors
 
 
 def attend(
     q: tuple[Tensor, Tensor],
     k: tuple[Tensor, Tensor],
     v: Tensor,
-    v_scale: Tensor | None,
+    v_levels: Tensor | None,
     *,
     n_q: int,
     n_kv: int,
@@ -170,8 +181,9 @@ def attend(
     Args:
         q: As `queries` makes it.
         k: As `keys` makes it.
-        v: As `values` makes it, or 16-bit [B, n_kv, H*D] with `v_scale` None.
-        v_scale: As `value_scale` makes it.
+        v: As `values` makes it, or 16-bit [B, n_kv, H*D] with `v_levels` None.
+        v_levels: As `value_levels` makes it, and the sums of errors as a third row: fp32 [B, H, 3,
+            width(D)], whose bits are an int32 there.
         n_q: Queries; the rest of the rows is padding.
         n_kv: Keys, likewise.
         head_dim: D.
@@ -185,7 +197,7 @@ def attend(
     block = key_block(head_dim)
     blocks = -(-n_kv // block)
     batch, heads = q[0].shape[:2]
-    if v_scale is not None:
+    if v_levels is not None:
         wide = v.float()[:, :, :head_dim, : blocks * block].transpose(2, 3).contiguous()
     else:
         wide = F.pad(split_heads(v, heads).float(), (0, 0, 0, blocks * block - n_kv))
@@ -205,8 +217,11 @@ def attend(
                 out[b, rows, h] = o
                 if lse is not None:
                     lse[b, h, rows] = chunk_lse
-    if v_scale is not None:
-        out *= v_scale[:, None, :, :head_dim]
+    if v_levels is not None:
+        scale, mean = v_levels[:, :, :2, :head_dim].unbind(2)
+        errors = v_levels[:, :, 2, :head_dim].contiguous().view(torch.int32)
+        offset = mean + errors * (scale / (n_kv * ERROR_STEPS))
+        out = out * scale.unsqueeze(1) + offset.unsqueeze(1)
     return out.flatten(2).to(out_dtype), lse
 
 

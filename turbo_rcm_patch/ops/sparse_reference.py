@@ -201,6 +201,7 @@ def emulated_sparse_attention(
     step = min(block_k, group)
     if smooth_k:
         k = k - sample_mean(k, None)
+    v, v_scale, v_offset = rounded_v(v, pv)
     whole = -(-n_kv // 128) * 128
     k, v = (F.pad(x.float(), (0, 0, 0, whole - n_kv)) for x in (k, v))
     q, k = hadamard(q), hadamard(k)
@@ -209,7 +210,6 @@ def emulated_sparse_attention(
     groups = k.view(*k.shape[:2], -1, group, k.shape[3])
     k_int, k_scale = quantized(groups, groups.abs().amax((-1, -2), keepdim=True), qmax)
     k_int, k_scale = k_int.flatten(2, 3), k_scale.flatten(2)
-    v, v_scale = rounded_v(v, pv)
 
     out = torch.empty(*q.shape[:3], dim, dtype=torch.float32, device=q.device)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, blocks.shape[:3])).tolist():
@@ -221,4 +221,4 @@ def emulated_sparse_attention(
         out[b, h, rows], _ = softmax_pv(
             logits.view(logits.shape[0], -1, step), scale, v[b, h, keys], pv
         )
-    return out if v_scale is None else out * v_scale
+    return out if v_scale is None or v_offset is None else out * v_scale + v_offset

@@ -58,6 +58,7 @@ __all__ = [
     "AttentionLayout",
     "AttentionModules",
     "AttentionRun",
+    "AuthorRun",
     "BranchOperands",
     "CalledNorm",
     "CalledRun",
@@ -92,6 +93,7 @@ class Given(NamedTuple):
         forward: What stands in for the block's forward; a plan that held it would keep the block
             alive.
         compared: Whether the guard compares a branch on this forward.
+        author: The author's forward of the block, as `BlockForward._run` gets it.
         ahead: Input and gate of branches whose norm ran in the pass that closed the skip before
             it, by that norm; None where every branch has to stand alone.
     """
@@ -103,6 +105,7 @@ class Given(NamedTuple):
     more: tuple[Any, ...] = ()
     forward: Any = None
     compared: bool = False
+    author: Callable[[str, Any, Hidden], Hidden] | None = None
     ahead: dict[Norm, tuple[Tensor, Any]] | None = None
 
 
@@ -160,6 +163,7 @@ class AttentionLayout(NamedTuple):
         topk: Of a sparse attention, as in `Sparsity`; 0 for a dense one.
         block_q: Likewise.
         block_k: Likewise.
+        int8_inputs: As in `PairState`.
     """
 
     norm: str
@@ -184,6 +188,7 @@ class AttentionLayout(NamedTuple):
     topk: float
     block_q: int
     block_k: int
+    int8_inputs: bool
 
 
 class BranchOperands(NamedTuple):
@@ -576,7 +581,7 @@ class AttentionRun:
         self._state, self._modules, self.close = state, modules, close
         self._streams = isinstance(close, StreamsClose)
         self._width = modules.heads * modules.head_dim
-        int8, cross = state.int8, len(modules.kv) > 0
+        int8, cross = state.int8 and state.int8_inputs, len(modules.kv) > 0
         self._of_x = Projection(
             linears, f"{name}.q" if cross else f"{name}.qkv", modules.qkv, like, like.dtype,
             int8=int8,
@@ -683,7 +688,7 @@ class AttentionRun:
             modules.heads,
             modules.head_dim, len(modules.qkv), len(modules.kv), len(modules.image),
             spec.attention, spec.pv, spec.smooth_k, spec.eps, self._few is not None, self._form,
-            topk, block_q, block_k,
+            topk, block_q, block_k, self._state.int8_inputs,
         )  # fmt: skip
         rotary = given.rotary if self._of_context is None else None
         return BranchOperands(norm.rows, rotary, context, held + norm.held, layout)
@@ -1079,6 +1084,44 @@ class CalledRun:
             if rounding is not None and mode == "called":
                 dtype = rounding.out
             token = after_call(token, stream, dtype, (x,), stream.shape[2:], stream.shape[1])
+        return closed, token
+
+
+class AuthorRun:
+    """A pair that the guard gave back: the author's block, in which the other pairs add nothing.
+    So norm, gate and sum are the author's, too, whatever ours takes them for.
+
+    Args:
+        states: Its pair, and the one inside it if it has one.
+        branch: What the block's forward calls it by.
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
+    """
+
+    __slots__ = ("_branch", "_rounding", "_states")
+    read = close = norm = None
+
+    def __init__(
+        self,
+        states: tuple[PairState | None, PairState | None],
+        branch: Any,
+        rounding: Rounding | None,
+    ) -> None:
+        self._states, self._branch, self._rounding = states, branch, rounding
+
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        return None
+
+    def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
+        return None
+
+    def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
+        for state in self._states:
+            note_mode(state, "as-written")
+        hidden = rounded(hidden, self._rounding)
+        closed = given.forward.run_author(self._branch, hidden, given)
+        single = isinstance(hidden, Tensor)
+        for x, y in [(hidden, closed)] if single else zip(hidden, closed, strict=True):
+            token = after_call(token, x, x.dtype, (y,), x.shape[2:], x.shape[1])
         return closed, token
 
 

@@ -23,8 +23,6 @@ from turbo_rcm_patch.ops import describe_pv, dispatch_rows, resolve_impl
 from turbo_rcm_patch.ops.dispatch import measured_here, tiles_here
 from turbo_rcm_patch.sampling.links import joined, least_seconds
 
-__all__ = ["Examination", "Finding", "examine"]
-
 _MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}
 #: Package -> the least version that works, and the first that was not tested, as in pyproject.toml
 #: (tests/test_packaging.py compares them).

@@ -38,9 +38,10 @@ n counts the uses of that slot. A group releases slot j after q k_j: p v_(j-1), 
 same slot, was complete before.
 
 Tried and not faster: an order among the groups (FlashAttention-3's ping-pong, arXiv 2407.08608), a
-second block of logits in flight, and, for 128 channels, polynomials in the place of a share of the
-exponentials. For 64 channels polynomials for an eighth of them are faster; they are used where the
-output has 16 bits, and the result is not bit for bit the portable kernel's then.
+second block of logits in flight, persistent programs whose groups run on from tile to tile, and,
+for 128 channels, polynomials in the place of a share of the exponentials. For 64 channels
+polynomials for an eighth of them are faster; they are used where the output has 16 bits, and the
+result is not bit for bit the portable kernel's then.
 """
 
 from __future__ import annotations
@@ -61,14 +62,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_rcm_patch.kernels.hopper.common import cta_barrier, grid_dependency_wait, tma_load
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
-from turbo_rcm_patch.kernels.operands import AttentionInputs, Operands
-
-__all__ = ["HEAD_DIMS", "hopper_attention", "hopper_kernel", "serves"]
+from turbo_rcm_patch.kernels.operands import ERROR_STEPS, AttentionInputs, Operands
 
 #: Head dimensions that the kernel is built for.
 HEAD_DIMS = (64, 128)
 
 _LN_2 = gl.constexpr(0.6931471805599453)
+_ERROR_STEPS = gl.constexpr(float(ERROR_STEPS))
 _GROUPS = gl.constexpr(3)  # groups of four warps that compute
 _BLOCK_M = gl.constexpr(64)  # rows of a group
 _BLOCK_N = gl.constexpr(128)  # keys of a block, which share a scale
@@ -191,7 +191,7 @@ def _accumulate(acc, l_i, p, alpha, v_tile, ones):
 
 @gluon.jit
 def _consumer(
-    y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared, program, sizes,
+    y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared, program, sizes,
     GROUP: gl.constexpr, P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr, WANT_LSE: gl.constexpr, HAS_SHIFT: gl.constexpr,
 ):  # fmt: skip
@@ -260,9 +260,14 @@ def _consumer(
         gl.store(lse_ptr + bh.to(gl.int64) * n_q + offs_m, lse, mask=offs_m < n_q)
     rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout_o))
-    v_scale = gl.load(v_scale_ptr + bh * HEAD_DIM + offs_d)
+    levels = v_levels_ptr + 3 * bh * HEAD_DIM + offs_d
+    scale = gl.load(levels)
     total = gl.convert_layout(total, rows_o, assert_trivial=True)
-    out = acc * v_scale[None, :] / total[:, None]
+    out = acc * scale[None, :] / total[:, None]
+    # `lost_in_rounding`.
+    errors = gl.load(levels + 2 * HEAD_DIM).to(gl.int32, bitcast=True).to(gl.float32)
+    step = scale / (gl.maximum(limit, 1).to(gl.float32) * _ERROR_STEPS)
+    out += (gl.load(levels + HEAD_DIM) + errors * step)[None, :]
     rows = start_m + gl.arange(0, _BLOCK_M, rows_o)
     first = (b.to(gl.int64) * n_q + rows.to(gl.int64)) * (heads * HEAD_DIM)
     gl.store(
@@ -275,7 +280,7 @@ def _consumer(
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_kernel(
     y_ptr, lse_ptr, shift_ptr,
-    q_desc, q_scale_ptr, k_desc, k_scale_ptr, v_desc, v_scale_ptr, lengths_ptr,
+    q_desc, q_scale_ptr, k_desc, k_scale_ptr, v_desc, v_levels_ptr, lengths_ptr,
     n_q, n_kv, n_q_padded, n_kv_padded, heads,
     P_MAX_LOG2: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     HAS_LENGTHS: gl.constexpr, WANT_LSE: gl.constexpr, HAS_SHIFT: gl.constexpr,
@@ -320,11 +325,11 @@ def hopper_kernel(
     sizes = (n_q, n_q_padded, n_kv_padded, heads)
     gl.warp_specialize(
         [
-            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared,
+            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
                       program, sizes, 0, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
-            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared,
+            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
                       program, sizes, 1, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
-            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, shared,
+            (_consumer, (y_ptr, lse_ptr, shift_ptr, q_scale_ptr, k_scale_ptr, v_levels_ptr, shared,
                       program, sizes, 2, P_MAX_LOG2, HEAD_DIM, STAGES, WANT_LSE, HAS_SHIFT)),
             (_producer, (q_desc, k_desc, v_desc, shared, bh, start_m, blocks,
                        n_q_padded, n_kv_padded, HEAD_DIM, STAGES)),
@@ -372,7 +377,7 @@ def hopper_attention(
         v_desc=_descriptor(
             values.e4m3.view(-1, n_kv_padded), (head_dim, _BLOCK_N.value), "float8e4nv"
         ),
-        v_scale_ptr=values.scale,
+        v_levels_ptr=values.levels,
         lengths_ptr=lengths,
         n_q=n_q,
         n_kv=operands.n_kv,

@@ -7,7 +7,7 @@ copied to shared memory as memory wants it, read from there as the arithmetic wa
 back the same way as int8. The portable kernels read with a thread's share in mind, at a stride of
 64 bytes, and pay for it with four times the transactions.
 
-`hopper_statistics_kernel` writes partial sums of a sample of k and channel maxima of v;
+`hopper_statistics_kernel` writes partial sums of a sample of k, and channel maxima and means of v;
 `hopper_prologue_kernel` is its dependent launch (PDL) and waits for them only where it reads them.
 No warp is specialised: all eight warps of a program do the same. Over time, per head:
 
@@ -43,17 +43,8 @@ from turbo_rcm_patch.kernels.hopper.common import (
     launch_dependents,
 )
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch, strides
-from turbo_rcm_patch.kernels.operands import NORM_ACROSS, QMAX, Prologue
+from turbo_rcm_patch.kernels.operands import ERROR_STEPS, NORM_ACROSS, QMAX, Prologue
 from turbo_rcm_patch.kernels.portable.prologue import AMAX_CHUNKS, LOG2_E, hadamard_width
-
-__all__ = [
-    "HEAD_DIMS",
-    "hopper_prologue_kernel",
-    "hopper_statistics_kernel",
-    "run_hopper_prologue",
-    "serves",
-]
-
 
 _TINY = gl.constexpr(2.0**-100)  # as `portable.prologue.TINY`
 _MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
@@ -287,14 +278,20 @@ HEAD_DIMS = (64, 128)
 
 _SLOTS = 132  # programs of q, and of k, at a time, on an H100 or H200
 _E4M3_MAX = gl.constexpr(448.0)
-_LEAST_V = gl.constexpr(2.0**-117)  # as `portable.prologue.LEAST_V`
+# As in `portable.prologue`.
+_LEAST_V = gl.constexpr(2.0**-117)
+_LARGEST_CENTRED = gl.constexpr(2.0**119)
+_MEAN_ROWS = gl.constexpr(32)
+_ERROR_STEPS = gl.constexpr(float(ERROR_STEPS))
+_MAGIC_BITS = gl.constexpr(0x4B400000)
 _K_ROWS = gl.constexpr(128)  # keys that share a scale
 
 
 @gluon.jit
 def _values(
     part, h, b, limit,
-    v_ptr, amax_ptr, out_ptr, scale_ptr, stride_b, stride_n, n_padded, chunks, tiles,
+    v_ptr, v_stats_ptr, out_ptr, levels_ptr, error_ptr, stride_b, stride_n, n_padded, chunks,
+    tiles,
     CHANNELS: gl.constexpr, D: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """`value_block`, `tiles` times: a thread reads eight channels of the tokens that become
@@ -312,28 +309,45 @@ def _values(
     base += start.to(gl.int64) * stride_n
     left = limit - start
     following = read_rows(base, token, left, stride_n, D, layout)
-    grid_dependency_wait()  # the maxima
+    grid_dependency_wait()  # the maxima and the mean
     offs_c = gl.arange(0, CHUNKS, gl.SliceLayout(1, partial_layout))
-    partial = read_rows(amax_ptr + bh * (chunks * D), offs_c, chunks, D, D, partial_layout)
+    stats = v_stats_ptr + bh * ((1 + chunks) * D)
+    partial = read_rows(stats + D, offs_c, chunks, D, D, partial_layout)
     amax = gl.max(partial, axis=0)
-    amax = gl.maximum(amax, _LEAST_V)
+    offs_s = gl.arange(0, D, gl.SliceLayout(0, partial_layout))
+    mean = gl.where(amax < _LARGEST_CENTRED, gl.load(stats + offs_s), 0.0)
+    amax = gl.maximum(amax + gl.abs(mean), _LEAST_V)
+    levels = 3 * bh * D
     if part == 0:
-        offs_s = gl.arange(0, D, gl.SliceLayout(0, partial_layout))
-        gl.store(scale_ptr + bh * D + offs_s, amax / _E4M3_MAX)
+        gl.store(levels_ptr + levels + offs_s, amax / _E4M3_MAX)
+        gl.store(levels_ptr + levels + D + offs_s, mean)
     factor = gl.div_rn(gl.full_like(amax, _E4M3_MAX), amax)
     factor = gl.convert_layout(factor, gl.SliceLayout(0, layout))
+    mean = gl.convert_layout(mean, gl.SliceLayout(0, layout))
+    each: gl.constexpr = D // 16  # tokens a thread has
+    errors = gl.zeros([T, D], gl.int32, layout).reshape([T // each, each, D])
+    errors = gl.sum(errors, axis=1)
     offs_d = gl.arange(0, D, gl.SliceLayout(1, out_layout))
     offs_p = gl.arange(0, T, gl.SliceLayout(0, out_layout))
     out_ptr += bh * D * n_padded + start
     out_at = offs_d[:, None] * n_padded + offs_p[None, :]
     for i in range(0, tiles):
-        here = following
+        x = (following.to(gl.float32) - mean[None, :]) * factor[None, :]
+        x = gl.where((token < left)[:, None], x, 0.0)
+        y = x.to(gl.float8e4nv)
+        error = (x - y.to(gl.float32)) * _ERROR_STEPS
+        error = (error + _MAGIC).to(gl.int32, bitcast=True) - _MAGIC_BITS
+        errors += gl.sum(error.reshape([T // each, each, D]), axis=1)
+        # The next tile is on its way while this one is written: there is no room for it earlier.
         token += T
         more = gl.where(i < tiles - 1, left, 0)
         following = read_rows(base, token, more, stride_n, D, layout)
         if start + i * T < n_padded:
-            y = (here.to(gl.float32) * factor[None, :]).to(gl.float8e4nv)
             gl.store(out_ptr + i * T + out_at, gl.convert_layout(y.permute([1, 0]), out_layout))
+    total = gl.sum(errors, axis=0)
+    offs_e = gl.arange(0, D, total.type.layout)
+    # Integers: the sum is the same in whatever order it is added.
+    gl.atomic_add(error_ptr + levels + 2 * D + offs_e, total, sem="relaxed")
 
 
 @gluon.jit
@@ -348,7 +362,7 @@ def _zero(counter_ptr, row, n_counters, ROWS: gl.constexpr, COUNTER_ROWS: gl.con
 def hopper_prologue_kernel(
     q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_bias_ptr, shift_ptr, counter_ptr,
     k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_bias_ptr, mean_ptr,
-    v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, cos_ptr, sin_ptr, lengths_ptr,
+    v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, cos_ptr, sin_ptr, lengths_ptr,
     q_stride_b, q_stride_n, k_stride_b, k_stride_n, v_stride_b, v_stride_n,
     n_q, n_kv, n_q_padded, n_kv_padded, n_counters, chunks, step,
     q_programs, k_programs, q_blocks, kv_blocks, q_group, k_group, tiles,
@@ -397,7 +411,7 @@ def hopper_prologue_kernel(
         at = at - q_programs - k_programs
         _values(
             at // heads, at % heads, b, limit,
-            v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, v_stride_b, v_stride_n,
+            v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, v_stride_b, v_stride_n,
             n_kv_padded, chunks, tiles, CHANNELS, HEAD_DIM, CHUNKS,
         )  # fmt: skip
 
@@ -438,7 +452,7 @@ def _sample_sum(
 @gluon.jit
 def _channel_amax(
     chunk, h, b, limit,
-    v_ptr, amax_ptr, stride_b, stride_n, chunk_tokens, chunks,
+    v_ptr, v_stats_ptr, stride_b, stride_n, chunk_tokens, chunks,
     CHANNELS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """`channel_amax`."""
@@ -456,20 +470,49 @@ def _channel_amax(
         amax = gl.maximum(amax, gl.abs(x.to(gl.float32)))
     bh = b.to(gl.int64) * (CHANNELS // D) + h
     offs_d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    gl.store(amax_ptr + (bh * chunks + chunk) * D + offs_d, gl.max(amax, axis=0))
+    row = bh * (1 + chunks) + 1 + chunk
+    gl.store(v_stats_ptr + row * D + offs_d, gl.max(amax, axis=0))
+
+
+@gluon.jit
+def _value_mean(
+    h, b, limit, step, samples,
+    v_ptr, v_stats_ptr, error_ptr, stride_b, stride_n, chunks,
+    CHANNELS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """`value_mean`, in the same order."""
+    layout: gl.constexpr = wide_layout(D, 2)
+    base = v_ptr + b.to(gl.int64) * stride_b + h * D
+    left = (limit + step - 1) // step
+    stride = gl.to_tensor(step).to(gl.int64) * stride_n
+    rows = gl.arange(0, _MEAN_ROWS, gl.SliceLayout(1, layout))
+    total = gl.zeros([_MEAN_ROWS, D], gl.float32, layout)
+    for start in range(0, samples, _MEAN_ROWS):
+        x = read_rows(base, start + rows, left, stride, D, layout)
+        total += x.to(gl.float32)
+    for i in gl.static_range(5):
+        total = gl.sum(total.reshape([2, _MEAN_ROWS >> (i + 1), D]), axis=0)
+    total = total.reshape([D])
+    mean = gl.div_rn(total, gl.full_like(total, 0.0) + gl.maximum(1, left).to(gl.float32))
+    bh = b.to(gl.int64) * (CHANNELS // D) + h
+    offs_d = gl.arange(0, D, total.type.layout)
+    gl.store(v_stats_ptr + bh * (1 + chunks) * D + offs_d, mean)
+    gl.store(error_ptr + (3 * bh + 2) * D + offs_d, gl.full_like(offs_d, 0))
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_statistics_kernel(
-    k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, v_ptr, amax_ptr, lengths_ptr,
+    k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, v_ptr, v_stats_ptr, v_error_ptr,
+    lengths_ptr,
     k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, step, chunk_tokens, chunks, eps,
     CHANNELS: gl.constexpr, HEAD_DIM: gl.constexpr, MEANS: gl.constexpr,
     NORM: gl.constexpr, ROPE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     SMOOTH: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Partial sums of a sample of k (SMOOTH) and channel maxima of v by chunks of tokens (FP8).
+    """Partial sums of a sample of k (SMOOTH), channel maxima of v by chunks of tokens and the mean
+    of a sample of v (FP8).
 
-    Grid: (heads * MEANS with SMOOTH + heads * chunks with FP8, batch). Arguments as in
+    Grid: (heads * MEANS with SMOOTH + heads * chunks + heads with FP8, batch). Arguments as in
     `prologue.statistics_kernel`, but mean [B, H, MEANS, D].
     """
     launch_dependents()
@@ -488,10 +531,20 @@ def hopper_statistics_kernel(
                 eps, CHANNELS, HEAD_DIM, MEANS, NORM, ROPE,
             )  # fmt: skip
     elif FP8:
-        _channel_amax(
-            (at - means) // heads, (at - means) % heads, b, limit,
-            v_ptr, amax_ptr, v_stride_b, v_stride_n, chunk_tokens, chunks, CHANNELS, HEAD_DIM,
-        )  # fmt: skip
+        chunk = (at - means) // heads
+        h = (at - means) % heads
+        if chunk < chunks:
+            _channel_amax(
+                chunk, h, b, limit,
+                v_ptr, v_stats_ptr, v_stride_b, v_stride_n, chunk_tokens, chunks, CHANNELS,
+                HEAD_DIM,
+            )  # fmt: skip
+        else:
+            _value_mean(
+                h, b, limit, step, (n_kv + step - 1) // step,
+                v_ptr, v_stats_ptr, v_error_ptr, v_stride_b, v_stride_n, chunks, CHANNELS,
+                HEAD_DIM,
+            )  # fmt: skip
 
 
 def serves(job: Prologue) -> bool:
@@ -540,14 +593,15 @@ def run_hopper_prologue(job: Prologue) -> None:
     most = max(1, min(AMAX_CHUNKS, 200 * 128 // (head_dim * heads * batch)))
     chunk_tokens = cdiv(cdiv(n_kv, most), 128) * 128
     chunks = cdiv(n_kv, chunk_tokens)
-    amax = empty(chunks) if fp8 else None
+    stats = empty(1 + chunks) if fp8 else None
     common = {
         "k_ptr": k,
         "mean_ptr": mean,
         "cos_ptr": a.cos,
         "sin_ptr": a.sin,
         "v_ptr": v,
-        "amax_ptr": amax,
+        "v_stats_ptr": stats,
+        "v_error_ptr": None if values is None else values.levels.view(torch.int32),
         "lengths_ptr": a.kv_lengths,
         **strides(one_sample=batch == 1, k=k, v=v),
         "n_kv": n_kv,
@@ -566,7 +620,7 @@ def run_hopper_prologue(job: Prologue) -> None:
     if dependent:
         launch(
             hopper_statistics_kernel,
-            (heads * (means * smooth + chunks * fp8), batch),
+            (heads * (means * smooth + (chunks + 1) * fp8), batch),
             device,
             weight_ptr=a.norm_k,
             bias_ptr=a.norm_k_bias,
@@ -601,7 +655,7 @@ def run_hopper_prologue(job: Prologue) -> None:
         k_weight_ptr=a.norm_k,
         k_bias_ptr=a.norm_k_bias,
         v_out_ptr=None if values is None else values.e4m3,
-        v_scale_ptr=None if values is None else values.scale,
+        v_levels_ptr=None if values is None else values.levels,
         **strides(one_sample=batch == 1, q=q),
         n_q=n_q,
         n_q_padded=n_q_padded,

@@ -29,8 +29,9 @@ def run_hopper_part(
     factor: float,
     mean: torch.Tensor | None,
     v_out: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
+    v_levels: torch.Tensor | None,
+    v_errors: torch.Tensor | None,
+    v_stats: torch.Tensor | None,
 ) -> bool:
     """Quantise q, k or v; see `portable.shards._prologue`. False where the kernel does not serve
     it: it reads 16-bit rows 16 bytes at a time."""
@@ -55,7 +56,7 @@ def run_hopper_part(
     programs = heads * cdiv(blocks, tiles) if which == "v" else blocks * cdiv(heads, group)
     # What the launch does not take is compiled too, and never reached: any pointer will do.
     int8 = v_out.view(torch.int8) if int8 is None else int8
-    scale = v_scale if scale is None else scale
+    scale = v_levels if scale is None else scale
 
     def of(part: str, value: Any) -> Any:
         return value if which == part else None
@@ -78,9 +79,10 @@ def run_hopper_part(
         k_bias_ptr=of("k", tokens.bias),
         mean_ptr=mean,
         v_ptr=x,
-        amax_ptr=amax,
+        v_stats_ptr=v_stats,
         v_out_ptr=v_out,
-        v_scale_ptr=v_scale,
+        v_levels_ptr=v_levels,
+        v_error_ptr=v_errors,
         cos_ptr=tokens.cos,
         sin_ptr=tokens.sin,
         lengths_ptr=None,

@@ -28,27 +28,19 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.kernels.operands import AttentionInputs, Operands
+from turbo_rcm_patch.kernels.operands import ERROR_STEPS, AttentionInputs, Operands
 from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.kernels.portable.skip import close_skip
 from turbo_rcm_patch.kernels.replay import keep_for_replay, replayed
 
-__all__ = [
-    "attend",
-    "attention",
-    "attention_arguments",
-    "attention_kernel",
-    "normalised",
-    "over_block",
-    "over_keys",
-    "row_sum_operand",
-    "variant_of",
-]
-
 #: log2 of the largest P: e4m3 uses its whole range, fp16 stays clear of its subnormals.
 P_SHIFT = {"fp8": 8.807354922057604, "fp16": 8.0, "bf16": 0.0}
 
+#: Registers a thread may have if three programs of four warps share 65,536.
+_THREE_PROGRAMS = 168
+
 _LN_2 = tl.constexpr(0.6931471805599453)
+_ERROR_STEPS = tl.constexpr(float(ERROR_STEPS))
 
 
 @triton.jit
@@ -154,12 +146,13 @@ def over_keys(
 
 
 @triton.jit
-def normalised(acc, l_i, v_scale_ptr, bh, HEAD_PAD: tl.constexpr, FP8: tl.constexpr):
-    """The output [BLOCK_M, HEAD_PAD] of a finished online softmax, and its row sums, 1 for rows
-    that saw no key: their output is 0. NaN stays NaN."""
+def normalised(acc, l_i, v_levels_ptr, bh, HEAD_PAD: tl.constexpr, FP8: tl.constexpr):
+    """The output [BLOCK_M, HEAD_PAD] of a finished online softmax, with FP8 without what
+    `lost_in_rounding` gives, and its row sums, 1 for rows that saw no key: their output is 0. NaN
+    stays NaN."""
     if FP8:
         total = tl.max(l_i, axis=1)
-        acc = acc * tl.load(v_scale_ptr + bh * HEAD_PAD + tl.arange(0, HEAD_PAD))[None, :]
+        acc = acc * tl.load(v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD))[None, :]
     else:
         total = l_i
     total = tl.where(total == 0.0, 1.0, total)
@@ -167,8 +160,19 @@ def normalised(acc, l_i, v_scale_ptr, bh, HEAD_PAD: tl.constexpr, FP8: tl.conste
 
 
 @triton.jit
+def lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD: tl.constexpr):
+    """What e4m3 v lacks, [HEAD_PAD]: the mean that was subtracted, and the mean of the rounding
+    errors over `limit` keys. The weights of a row sum to 1, so it is added to every row whole.
+    Without a key both are 0."""
+    levels = v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD)
+    errors = tl.load(levels + 2 * HEAD_PAD).to(tl.int32, bitcast=True).to(tl.float32)
+    step = tl.load(levels) / (tl.maximum(limit, 1).to(tl.float32) * _ERROR_STEPS)
+    return tl.load(levels + HEAD_PAD) + errors * step
+
+
+@triton.jit
 def attend(
-    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
+    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
     v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
@@ -179,7 +183,7 @@ def attend(
     q int8 [B, H, n_q_padded, HEAD_PAD], k likewise, v e4m3 [B, H, HEAD_PAD, n_kv_padded] (FP8) or
     16-bit [B, N, H*D]: pointers, or 2-D descriptors over the same memory (DESCRIPTORS; v only with
     FP8). q_scale [B, H, n_q_padded]; k_scale [B, H, n_kv_padded / SCALE_BLOCK];
-    v_scale [B, H, HEAD_PAD]; ones [BLOCK_N, 16] e4m3; lengths [B].
+    v_levels as in `operands.Values`; ones [BLOCK_N, 16] e4m3; lengths [B].
     """
     bh = b.to(tl.int64) * heads + h
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -225,7 +229,9 @@ def attend(
         FP8, DESCRIPTORS, True, CAUSAL,
     )  # fmt: skip
 
-    out, total = normalised(acc, l_i, v_scale_ptr, bh, HEAD_PAD, FP8)
+    out, total = normalised(acc, l_i, v_levels_ptr, bh, HEAD_PAD, FP8)
+    if FP8:
+        out += lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD)[None, :]
     lse = tl.where(m_i == float("-inf"), m_i, m_i - P_MAX_LOG2 + tl.log2(total))
     return out, lse
 
@@ -233,7 +239,7 @@ def attend(
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_kernel(
     y_ptr, lse_ptr, shift_ptr,
-    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
+    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
     residual_ptr, skip_ptr, out_ptr,
     v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads,
     residual_strides, skip_value, skip_strides, out_value, out_strides,
@@ -252,7 +258,7 @@ def attention_kernel(
     start_m = tl.program_id(0) * BLOCK_M
     h, b = tl.program_id(1), tl.program_id(2)
     out, lse = attend(
-        q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
+        q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
         v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
@@ -307,6 +313,14 @@ def variant_of(a: AttentionInputs) -> str:
     return f"{'fp8' if a.pv == 'fp8' else '16bit'}_{pad_head(a.head_dim)}"
 
 
+def register_limit(a: AttentionInputs, tile: Tile) -> dict[str, int]:
+    """The option that makes three programs share a multiprocessor of Hopper: left alone the
+    compiler takes a few registers more, and two share it."""
+    hopper = target_of(a.q.device) == ("cuda", 90)
+    few = hopper and tile.warps == 4 and a.q.element_size() == 2
+    return {"maxnreg": _THREE_PROGRAMS} if few else {}
+
+
 def attention_arguments(a: AttentionInputs, operands: Operands, tile: Tile) -> dict[str, object]:
     """What `attend` takes by name."""
     queries, keys, values, v = operands[:4]
@@ -329,7 +343,7 @@ def attention_arguments(a: AttentionInputs, operands: Operands, tile: Tile) -> d
         "k_src": k_src,
         "k_scale_ptr": keys.scale,
         "v_src": v_src,
-        "v_scale_ptr": None if values is None else values.scale,
+        "v_levels_ptr": None if values is None else values.levels,
         "ones_src": None if values is None else ones_for(queries.scale.device),
         "lengths_ptr": operands.lengths,
         "v_stride_b": 0 if v is None else v.stride(0),
@@ -396,5 +410,6 @@ def attention(
         HAS_SHIFT=shift is not None,
         **skip_arguments(a.residual, a.skip_factor, a.out_factor, y.shape),
         **attention_arguments(a, operands, tile),
+        **(register_limit(a, tile) if a.pv == "fp8" else {}),
     )
     return y, lse

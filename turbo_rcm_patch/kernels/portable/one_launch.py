@@ -35,13 +35,11 @@ from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.kernels.portable.skip import close_skip
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = ["attention_project_skip", "one_launch_kernel"]
-
 
 @triton.jit(do_not_specialize=LENGTHS)
 def one_launch_kernel(
     y_ptr, attended_ptr, counter_ptr, weight_ptr, bias_ptr,
-    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
+    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
     residual_ptr, skip_ptr, out_ptr,
     v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads,
     weight_stride, c_out,
@@ -64,7 +62,7 @@ def one_launch_kernel(
     h, block, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start_m = block * BLOCK_M
     out, _ = attend(
-        q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src, lengths_ptr,
+        q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
         v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,

@@ -1,10 +1,11 @@
 """What stands before the attention kernel, in two launches.
 
-`statistics_kernel` averages k over a sample of tokens (any constant smooths exactly) and finds the
-largest magnitude of each channel of v. `prologue_kernel` then normalises, rotates, mixes and
-quantises q and k and transposes v, in one pass over memory: a program takes a block of tokens of
-one of the three, sums the squares of their rows where the norm spans all heads, and goes from head
-to head while the rows are in cache.
+`statistics_kernel` averages k and v over a sample of tokens (any constant can be taken out of
+either exactly) and finds the largest magnitude of each channel of v. `prologue_kernel` then
+normalises, rotates, mixes and quantises q and k, and transposes v and rounds it, in one pass over
+memory: a program takes a block of tokens of one of the three, sums the squares of their rows where
+the norm spans all heads, and goes from head to head while the rows are in cache. What the rounding
+of v lost in the mean over all tokens is summed for the attention, which adds it back.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from turbo_rcm_patch.kernels.launch import (
     tile_for,
 )
 from turbo_rcm_patch.kernels.operands import (
+    ERROR_STEPS,
     QMAX,
     AttentionInputs,
     Keys,
@@ -41,19 +43,11 @@ from turbo_rcm_patch.kernels.operands import (
 )
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = [
-    "AMAX_CHUNKS",
-    "LOG2_E",
-    "hadamard_width",
-    "prologue_kernel",
-    "quantize",
-    "statistics_kernel",
-]
-
 #: What is smaller than this everywhere is 0: the inverse of its scale would overflow.
 TINY = tl.constexpr(2.0**-100)
 
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
+_MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
 # `_load_8`, `_load_16` and `_load_32` read 8, 16 and 32 values: ptr[START], ptr[START + STEP], and
@@ -283,17 +277,23 @@ def load_mean(mean_words_ptr, bh, first, mask, BLOCK_T: tl.constexpr, HEAD_PAD: 
 _E4M3_MAX = tl.constexpr(448.0)
 #: A channel is scaled by this magnitude at least: below it the inverse of its scale overflows.
 LEAST_V = tl.constexpr(2.0**-117)
+#: A channel with larger values keeps its mean: the sum of a sample of it could overflow.
+LARGEST_CENTRED = tl.constexpr(2.0**119)
+#: Tokens of the sample of v that are added side by side; how they are added is part of the
+#: numeric contract.
+MEAN_ROWS = tl.constexpr(32)
+_ERROR_STEPS = tl.constexpr(float(ERROR_STEPS))
 
 
 @triton.jit
 def channel_amax(
     chunk, h, b, limit,
-    v_ptr, amax_ptr, stride_b, stride_n, chunk_tokens, chunks, heads,
+    v_ptr, v_stats_ptr, stride_b, stride_n, chunk_tokens, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Largest magnitude of each channel of a head of v over a chunk of tokens.
 
-    v [B, N, H*D]; amax [B, H, chunks, HEAD_PAD] fp32.
+    v [B, N, H*D]; v_stats [B, H, 1 + chunks, HEAD_PAD] fp32: the mean, then the magnitudes.
     """
     offs_d = tl.arange(0, HEAD_PAD)
     base = v_ptr + b.to(tl.int64) * stride_b + h * HEAD_DIM
@@ -307,49 +307,95 @@ def channel_amax(
         ).to(tl.float32)
         amax = tl.maximum(amax, tl.abs(x))
     bh = b.to(tl.int64) * heads + h
-    tl.store(amax_ptr + (bh * chunks + chunk) * HEAD_PAD + offs_d, tl.max(amax, axis=0))
+    row = bh * (1 + chunks) + 1 + chunk
+    tl.store(v_stats_ptr + row * HEAD_PAD + offs_d, tl.max(amax, axis=0))
+
+
+@triton.jit
+def value_mean(
+    h, b, limit,
+    v_ptr, v_stats_ptr, error_ptr, stride_b, stride_n, samples, step, chunks, heads,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+):  # fmt: skip
+    """Mean of each channel of a head of v over tokens 0, step, 2 * step, ... < limit, of which
+    there are at most `samples`.
+
+    v [B, N, H*D]; v_stats as in `channel_amax`. The sums of errors, the last row of
+    [B, H, 3, HEAD_PAD] int32, are zeroed for `value_block`.
+    """
+    offs_d = tl.arange(0, HEAD_PAD)
+    base = v_ptr + b.to(tl.int64) * stride_b + h * HEAD_DIM
+    total = tl.zeros([MEAN_ROWS, HEAD_PAD], tl.float32)
+    for start in range(0, samples, MEAN_ROWS):
+        offs_t = (start + tl.arange(0, MEAN_ROWS)) * step
+        total += tl.load(
+            base + offs_t.to(tl.int64)[:, None] * stride_n + offs_d[None, :],
+            mask=(offs_t < limit)[:, None] & (offs_d < HEAD_DIM)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+    # Two by two, so that every kernel adds in the same order, whatever its layout is.
+    for i in tl.static_range(5):
+        total = tl.sum(tl.reshape(total, [2, MEAN_ROWS >> (i + 1), HEAD_PAD]), axis=0)
+    total = tl.reshape(total, [HEAD_PAD])
+    count = tl.maximum(1, (limit + step - 1) // step).to(tl.float32)
+    bh = b.to(tl.int64) * heads + h
+    tl.store(v_stats_ptr + bh * (1 + chunks) * HEAD_PAD + offs_d, tl.div_rn(total, count))
+    tl.store(error_ptr + (3 * bh + 2) * HEAD_PAD + offs_d, tl.zeros([HEAD_PAD], tl.int32))
 
 
 @triton.jit
 def value_block(
     block, h, b, limit,
-    v_ptr, amax_ptr, out_ptr, scale_ptr, stride_b, stride_n, n_padded, chunks, heads,
+    v_ptr, v_stats_ptr, out_ptr, levels_ptr, error_ptr, stride_b, stride_n, n_padded, chunks,
+    heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A head of v in e4m3, transposed, one scale per channel, tokens permuted within groups of 32:
-    BLOCK_T tokens, of which those before `limit` are seen.
+    """A head of v less its mean in e4m3, transposed, one scale per channel, tokens permuted within
+    groups of 32: BLOCK_T tokens, of which those before `limit` are seen.
 
-    v [B, N, H*D]; amax [B, H, chunks, HEAD_PAD] fp32; out [B, H, HEAD_PAD, n_padded] e4m3;
-    scale [B, H, HEAD_PAD] fp32.
+    v [B, N, H*D]; v_stats [B, H, 1 + chunks, HEAD_PAD] fp32 as in `channel_amax`;
+    out [B, H, HEAD_PAD, n_padded] e4m3; levels [B, H, 3, HEAD_PAD] as in `operands.Values`, error
+    the same as int32: its last row is added to.
     """
     offs_d = tl.arange(0, HEAD_PAD)
     bh = b.to(tl.int64) * heads + h
     offs_c = tl.arange(0, CHUNKS)
+    stats = v_stats_ptr + bh * (1 + chunks) * HEAD_PAD + offs_d
     partial = tl.load(
-        amax_ptr + (bh * chunks + offs_c[:, None]) * HEAD_PAD + offs_d[None, :],
+        stats[None, :] + (1 + offs_c[:, None]) * HEAD_PAD,
         mask=(offs_c < chunks)[:, None],
         other=0.0,
     )
     amax = tl.max(partial, axis=0)
-    amax = tl.maximum(amax, LEAST_V)
+    mean = tl.where(amax < LARGEST_CENTRED, tl.load(stats), 0.0)
+    amax = tl.maximum(amax + tl.abs(mean), LEAST_V)
+    levels = 3 * bh * HEAD_PAD + offs_d
     if block == 0:
-        tl.store(scale_ptr + bh * HEAD_PAD + offs_d, amax / _E4M3_MAX)
+        tl.store(levels_ptr + levels, amax / _E4M3_MAX)
+        tl.store(levels_ptr + levels + HEAD_PAD, mean)
     # Position (h, t, f, e) of a group of 32 holds token (h, f, t, e), sizes (2, 4, 2, 2): with
     # keys in this order the accumulator of q k^T is, register by register, the operand of p v.
     p = tl.arange(0, BLOCK_T)
     token = (p & ~31) + (p & 16) + ((p >> 1) & 1) * 8 + ((p >> 2) & 3) * 2 + (p & 1)
     offs_t = block * BLOCK_T + token
+    mask = (offs_t < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
     x = tl.load(
         v_ptr + b.to(tl.int64) * stride_b + offs_t.to(tl.int64)[:, None] * stride_n
         + (h * HEAD_DIM + offs_d)[None, :],
-        mask=(offs_t < limit)[:, None] & (offs_d < HEAD_DIM)[None, :],
+        mask=mask,
         other=0.0,
     ).to(tl.float32)  # fmt: skip
-    y = (x * tl.div_rn(tl.full([HEAD_PAD], 448.0, tl.float32), amax)[None, :]).to(tl.float8e4nv)
+    inverse = tl.div_rn(tl.full([HEAD_PAD], 448.0, tl.float32), amax)
+    x = tl.where(mask, (x - mean[None, :]) * inverse[None, :], 0.0)
+    y = x.to(tl.float8e4nv)
     tl.store(
         out_ptr + (bh * HEAD_PAD + offs_d[:, None]) * n_padded + block * BLOCK_T + p[None, :],
         tl.trans(y),
     )
+    error = (x - y.to(tl.float32)) * _ERROR_STEPS
+    error = (error + _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
+    # Integers: the sum is the same in whatever order it is added.
+    tl.atomic_add(error_ptr + levels + 2 * HEAD_PAD, tl.sum(error, axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -539,17 +585,18 @@ LOG2_E = 1.4426950408889634
 @triton.jit(do_not_specialize=LENGTHS)
 def statistics_kernel(
     k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr, bias_ptr, bias_words_ptr,
-    cos_ptr, sin_ptr, v_ptr, amax_ptr, lengths_ptr,
+    cos_ptr, sin_ptr, v_ptr, v_stats_ptr, v_error_ptr, lengths_ptr,
     k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, step, chunk_tokens, chunks, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     SMOOTH: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Mean of a sample of k (SMOOTH) and channel maxima of v by chunks of tokens (FP8).
+    """Mean of a sample of k (SMOOTH), channel maxima of v by chunks of tokens and the mean of a
+    sample of v (FP8).
 
-    Grid: (heads with SMOOTH + heads * chunks with FP8, batch). Arguments as in `sample_mean`
-    and `channel_amax`; lengths [B].
+    Grid: (heads with SMOOTH + heads * chunks + heads with FP8, batch). Arguments as in
+    `sample_mean`, `channel_amax` and `value_mean`; lengths [B].
     """
     at, b = tl.program_id(0), tl.program_id(1)
     limit = kv_limit(lengths_ptr, b, n_kv, HAS_LENGTHS)
@@ -565,11 +612,19 @@ def statistics_kernel(
             )  # fmt: skip
     if FP8:  # noqa: SIM102 (decided when compiled: without it there is no v to read)
         if at >= means:
-            channel_amax(
-                (at - means) // heads, (at - means) % heads, b, limit,
-                v_ptr, amax_ptr, v_stride_b, v_stride_n, chunk_tokens, chunks, heads,
-                HEAD_DIM, HEAD_PAD, BLOCK_T,
-            )  # fmt: skip
+            chunk, h = (at - means) // heads, (at - means) % heads
+            if chunk < chunks:
+                channel_amax(
+                    chunk, h, b, limit,
+                    v_ptr, v_stats_ptr, v_stride_b, v_stride_n, chunk_tokens, chunks, heads,
+                    HEAD_DIM, HEAD_PAD, BLOCK_T,
+                )  # fmt: skip
+            else:
+                value_mean(
+                    h, b, limit,
+                    v_ptr, v_stats_ptr, v_error_ptr, v_stride_b, v_stride_n,
+                    tl.cdiv(n_kv, step), step, chunks, heads, HEAD_DIM, HEAD_PAD,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -578,7 +633,7 @@ def prologue_kernel(
     q_bias_ptr, q_bias_words_ptr, shift_ptr, counter_ptr,
     k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr,
     k_bias_ptr, k_bias_words_ptr, mean_ptr,
-    v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, cos_ptr, sin_ptr, lengths_ptr,
+    v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, cos_ptr, sin_ptr, lengths_ptr,
     q_stride_b, q_stride_n, k_stride_b, k_stride_n, v_stride_b, v_stride_n,
     n_q, n_kv, n_q_padded, n_kv_padded, heads, n_counters, chunks, q_blocks, kv_blocks,
     eps, factor, shift_factor,
@@ -618,8 +673,8 @@ def prologue_kernel(
         for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
             value_block(
                 block - kv_blocks - q_blocks, h, b, limit,
-                v_ptr, amax_ptr, v_out_ptr, v_scale_ptr, v_stride_b, v_stride_n, n_kv_padded,
-                chunks, heads, HEAD_DIM, HEAD_PAD, ROWS, CHUNKS,
+                v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, v_stride_b, v_stride_n,
+                n_kv_padded, chunks, heads, HEAD_DIM, HEAD_PAD, ROWS, CHUNKS,
             )  # fmt: skip
 
 
@@ -696,13 +751,14 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
     mean = empty() if smooth else None
     chunk_tokens = cdiv(cdiv(n_kv, AMAX_CHUNKS), rows) * rows
     chunks = cdiv(n_kv, chunk_tokens)
-    amax = empty(chunks) if fp8 else None
+    stats = empty(1 + chunks) if fp8 else None
+    errors = None if values is None else values.levels.view(torch.int32)
     # Half the tokens of a prologue's program and half its warps: twice the registers a thread.
     block_t = max(16, rows // 2)
     if smooth or fp8:
         launch(
             statistics_kernel,
-            (heads * (smooth + chunks * fp8), batch),
+            (heads * (smooth + (chunks + 1) * fp8), batch),
             device,
             k_ptr=k,
             k_words_ptr=k_rows.words,
@@ -712,7 +768,8 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
             bias_ptr=a.norm_k_bias,
             bias_words_ptr=k_rows.bias_words,
             v_ptr=v,
-            amax_ptr=amax,
+            v_stats_ptr=stats,
+            v_error_ptr=errors,
             step=job.step,
             chunk_tokens=chunk_tokens,
             chunks=chunks,
@@ -751,9 +808,10 @@ def run_prologue(job: Prologue, target: Target, tile: Tile | None = None) -> Non
         k_bias_words_ptr=k_rows.bias_words,
         mean_ptr=None if mean is None else mean.view(torch.int64),
         v_ptr=v,
-        amax_ptr=amax,
+        v_stats_ptr=stats,
         v_out_ptr=None if values is None else values.e4m3,
-        v_scale_ptr=None if values is None else values.scale,
+        v_levels_ptr=None if values is None else values.levels,
+        v_error_ptr=errors,
         **strides(q=q),
         n_q=q.shape[1],
         n_q_padded=n_q_padded,
@@ -828,7 +886,9 @@ def quantize(
     )
     values = None
     if fp8:
-        values = Values(empty(head_pad, n_kv_padded, dtype=torch.float8_e4m3fn), empty(head_pad))
+        values = Values(
+            empty(head_pad, n_kv_padded, dtype=torch.float8_e4m3fn), empty(3, head_pad)
+        )
     job = Prologue(a, queries, keys, values, counters, counter_rows)
     target = target_of(device)
 

@@ -3,8 +3,8 @@ after its exchanges.
 
 The same functions as `ops.shards`, by the kernels of `portable.prologue` and
 `portable.attention`: each launch takes one of q, k and v, because what is quantised first travels
-while the next one is quantised. The mean of k and the largest magnitudes of v are given, because
-they belong to the whole sequence.
+while the next one is quantised. The means of k and v and the largest magnitudes of v are given,
+because they belong to the whole sequence.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from turbo_rcm_patch.kernels.portable.attention import (
     P_SHIFT,
     attention_arguments,
     attention_kernel,
+    register_limit,
     variant_of,
 )
 from turbo_rcm_patch.kernels.portable.norm import norm_rotate
 from turbo_rcm_patch.kernels.portable.prologue import (
     AMAX_CHUNKS,
+    LARGEST_CENTRED,
     LEAST_V,
     LOG2_E,
     PADDED_TO,
@@ -96,24 +98,31 @@ def prepared(tokens: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 def statistics(
     k: Any, v: torch.Tensor, *, first: int, step: int, smooth_k: bool, fp8: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of k, normalised and rotated, over tokens first, first + step, ..., and the largest
-    magnitudes of the channels of v.
+) -> torch.Tensor:
+    """Sums of k, normalised and rotated, and of v over tokens first, first + step, ..., and the
+    largest magnitudes of the channels of v.
 
     Returns:
-        Each [B, H, HEAD_PAD] fp32; zeros where they are not wanted.
+        [3, B, H, HEAD_PAD] fp32; zeros where they are not wanted.
     """
-    count = cdiv(v.shape[1] - first, step) if smooth_k and first < v.shape[1] else 0
-    mean, amax = _partial_statistics(k, v, first if count else -1, step, fp8)
-    zeros = torch.zeros_like(mean) if not (count and fp8) else mean
-    return mean * count if count else zeros, amax.amax(2) if fp8 else zeros
+    count = max(0, cdiv(v.shape[1] - first, step))
+    mean, stats, sample = _partial_statistics(k, v, first if count else -1, step, smooth_k, fp8)
+    zeros = torch.zeros_like(mean)
+    return torch.stack(
+        [
+            mean * count if count and smooth_k else zeros,
+            sample[:, :, 0] * count if count and fp8 else zeros,
+            stats[:, :, 1:].amax(2) if fp8 else zeros,
+        ]
+    )
 
 
 @replayed
 def _partial_statistics(
-    k: Any, v: torch.Tensor, first: int, step: int, fp8: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean of such tokens of k (none with first < 0) and the maxima by chunks of tokens."""
+    k: Any, v: torch.Tensor, first: int, step: int, smooth_k: bool, fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The mean of such tokens of k (none with first < 0), and, of v, an unused row and the maxima
+    by chunks of tokens, and the mean of such tokens [B, H, 1, HEAD_PAD]."""
     k, v = _dense(k), dense_rows(v)
     batch, n, channels = v.shape
     heads, head_pad = k.heads, pad_head(channels // k.heads)
@@ -124,23 +133,27 @@ def _partial_statistics(
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(batch, heads, *shape, head_pad, dtype=torch.float32, device=v.device)
 
-    mean, amax = empty(), empty(chunks)
-    if first >= 0:
-        _statistics(k.rows(slice(first, None)), v, mean, None, step, 0, 0)
+    mean, stats, sample = empty(), empty(1 + chunks), empty(1)
+    if first >= 0 and (smooth_k or fp8):
+        rows = slice(first, None)
+        _statistics(
+            k.rows(rows), v[:, rows], mean if smooth_k else None, sample if fp8 else None, step
+        )
     if fp8:
-        _statistics(k, v, None, amax, 1, chunk_tokens, chunks)
-    return mean, amax
+        _statistics(k, v, None, stats, 1, chunk_tokens, chunks)
+    return mean, stats, sample
 
 
 def _statistics(
     k: Any,
     v: torch.Tensor,
     mean: torch.Tensor | None,
-    amax: torch.Tensor | None,
+    stats: torch.Tensor | None,
     step: int,
-    chunk_tokens: int,
-    chunks: int,
+    chunk_tokens: int = 0,
+    chunks: int = 0,
 ) -> None:
+    """The mean of k into `mean`; the maxima of v into `stats`, or, without chunks, its mean."""
     x, heads = k.x, k.heads
     (batch, n, channels), head_dim = x.shape, x.shape[2] // heads
     head_pad, rows = pad_head(head_dim), scale_block(head_dim)
@@ -148,9 +161,12 @@ def _statistics(
     warps = min(tile.warps, max(1, rows * head_pad // 1024))
     words = _rows(x, k.weight, k.bias, head_dim)
     block_t = max(16, rows // 2)
+    errors = None
+    if stats is not None and not chunks:
+        errors = torch.empty(batch, heads, 3, head_pad, dtype=torch.int32, device=x.device)
     launch(
         statistics_kernel,
-        (heads * (chunks if mean is None else 1), batch),
+        (heads * ((mean is not None) + (stats is not None) * (chunks or 1)), batch),
         x.device,
         k_ptr=x,
         k_words_ptr=words.words,
@@ -162,7 +178,8 @@ def _statistics(
         cos_ptr=k.cos,
         sin_ptr=k.sin,
         v_ptr=v,
-        amax_ptr=amax,
+        v_stats_ptr=stats,
+        v_error_ptr=stats if errors is None else errors,  # not reached with chunks
         lengths_ptr=None,
         **strides(k=x, v=v),
         n_kv=n,
@@ -181,7 +198,7 @@ def _statistics(
         WORDS=words.words is not None,
         HAS_LENGTHS=False,
         SMOOTH=mean is not None,
-        FP8=amax is not None,
+        FP8=stats is not None,
         num_warps=max(4, warps // 2),
         num_stages=tile.stages,
     )
@@ -226,28 +243,35 @@ def _keys(k: Any, mean: torch.Tensor | None, qmax: int) -> tuple[torch.Tensor, t
     return int8, scale
 
 
-def value_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The scale of e4m3 v, [B, H, HEAD_PAD], from the largest magnitudes."""
-    return amax.clamp_min(LEAST_V.value) / _E4M3_MAX
+def value_levels(mean: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """Scale and subtracted mean of e4m3 v, [B, H, 2, HEAD_PAD], from the mean of a sample and the
+    largest magnitudes [B, H, HEAD_PAD]."""
+    mean = torch.where(amax < LARGEST_CENTRED.value, mean, 0.0)
+    scale = (amax + mean.abs()).clamp_min(LEAST_V.value) / _E4M3_MAX
+    return torch.stack([scale, mean], 2)
 
 
-def values(v: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """v [B, N, H*D] in e4m3, from its largest magnitudes [B, H, HEAD_PAD]: [B, H, HEAD_PAD,
-    padded(N)], 0 in the padding, permuted for the second product."""
+def values(
+    v: torch.Tensor, mean: torch.Tensor, amax: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """v [B, N, H*D] in e4m3, from the same: [B, H, HEAD_PAD, padded(N)], 0 in the padding,
+    permuted for the second product; and the sums of its rounding errors [B, H, HEAD_PAD] int32."""
+    levels = torch.zeros(*amax.shape[:2], 3, amax.shape[2], dtype=torch.int32, device=v.device)
     if not v.shape[1]:
-        return torch.empty(*amax.shape, 0, dtype=torch.float8_e4m3fn, device=v.device)
-    return _values(v, amax)
+        out = torch.empty(*amax.shape, 0, dtype=torch.float8_e4m3fn, device=v.device)
+    else:
+        out = _values(v, torch.stack([mean, amax], 2), levels)
+    return out, levels[:, :, 2]
 
 
 @replayed
-def _values(v: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+def _values(v: torch.Tensor, stats: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     v = dense_rows(v)
-    (batch, n, _), (_, heads, head_pad) = v.shape, amax.shape
+    (batch, n, _), (_, heads, _, head_pad) = v.shape, stats.shape
     out = torch.empty(
         batch, heads, head_pad, _padded(n), dtype=torch.float8_e4m3fn, device=v.device
     )
-    scale = torch.empty(amax.shape, dtype=torch.float32, device=v.device)
-    _prologue(_Values(v, heads), "v", v_out=out, v_scale=scale, amax=amax.contiguous())
+    _prologue(_Values(v, heads), "v", v_out=out, v_stats=stats, v_errors=levels)
     return out
 
 
@@ -271,10 +295,11 @@ def _prologue(
     factor: float = 1.0,
     mean: torch.Tensor | None = None,
     v_out: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
+    v_stats: torch.Tensor | None = None,
+    v_errors: torch.Tensor | None = None,
 ) -> None:
     """`prologue_kernel` for q, k or v alone."""
+    v_levels = None if v_errors is None else v_errors.view(torch.float32)
     x, heads = tokens.x, tokens.heads
     (batch, n, channels), head_dim = x.shape, x.shape[2] // heads
     head_pad, rows = pad_head(head_dim), scale_block(head_dim)
@@ -283,7 +308,7 @@ def _prologue(
     def on_hopper(own: ModuleType) -> bool:
         return own.run_hopper_part(
             tokens, which, int8=int8, scale=scale, qmax=qmax, factor=factor, mean=mean,
-            v_out=v_out, v_scale=v_scale, amax=amax,
+            v_out=v_out, v_levels=v_levels, v_errors=v_errors, v_stats=v_stats,
         )  # fmt: skip
 
     if target == ("cuda", 90) and ran_on_hopper("shards", "prologue", on_hopper):
@@ -297,7 +322,7 @@ def _prologue(
     norm = norm_kind(tokens.weight, tokens.bias, channels)
     # What the launch does not take is compiled too, and never reached: any pointer will do.
     as_words = (v_out if int8 is None else int8).view(torch.int64)
-    scale = v_scale if scale is None else scale
+    scale = v_levels if scale is None else scale
 
     def of(part: str, value: Any) -> Any:
         return value if which == part else None
@@ -326,9 +351,10 @@ def _prologue(
         k_bias_words_ptr=of("k", words.bias_words),
         mean_ptr=None if mean is None else mean.view(torch.int64),
         v_ptr=x,
-        amax_ptr=amax,
+        v_stats_ptr=v_stats,
         v_out_ptr=v_out,
-        v_scale_ptr=v_scale,
+        v_levels_ptr=v_levels,
+        v_error_ptr=v_errors,
         cos_ptr=tokens.cos,
         sin_ptr=tokens.sin,
         lengths_ptr=None,
@@ -374,7 +400,7 @@ def attend(
     q: tuple[torch.Tensor, torch.Tensor],
     k: tuple[torch.Tensor, torch.Tensor],
     v: torch.Tensor,
-    v_scale: torch.Tensor | None,
+    v_levels: torch.Tensor | None,
     *,
     n_q: int,
     n_kv: int,
@@ -388,8 +414,8 @@ def attend(
     operands = Operands(
         Queries(*q, None),
         Keys(*k),
-        None if v_scale is None else Values(v, v_scale.contiguous()),
-        v if v_scale is None else None,
+        None if v_levels is None else Values(v, v_levels.contiguous()),
+        v if v_levels is None else None,
         n_q,
         n_kv,
         None,
@@ -426,6 +452,7 @@ def attend(
         HAS_SHIFT=False,
         **skip_arguments(None, 1.0, 1.0, y.shape),
         **attention_arguments(a, operands, tile),
+        **(register_limit(a, tile) if pv == "fp8" else {}),
     )
     return y, lse
 

@@ -29,28 +29,16 @@ from turbo_rcm_patch.kernels.launch import (
 from turbo_rcm_patch.kernels.operands import AttentionInputs, norm_kind
 from turbo_rcm_patch.kernels.portable.attention import (
     attention_arguments,
+    lost_in_rounding,
     normalised,
     over_block,
     over_keys,
+    register_limit,
     row_sum_operand,
     variant_of,
 )
 from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.kernels.replay import replayed
-
-__all__ = [
-    "KeySums",
-    "chunks_of",
-    "empty_sums",
-    "key_value_kernel",
-    "largest_scores",
-    "linear_branch",
-    "prepare_tokens",
-    "prepare_tokens_kernel",
-    "select_kernel",
-    "sparse_attention_kernel",
-    "sparse_linear_attention",
-]
 
 #: Tokens of k whose sum a program writes.
 _K_TOKENS = 32
@@ -479,9 +467,6 @@ def largest_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
     return lut
 
 
-#: Registers a thread may have if three programs of four warps share 65,536.
-_THREE_PROGRAMS = 168
-
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FP16_MAX = tl.constexpr(65504.0)
 
@@ -569,7 +554,7 @@ def _add_linear(
 @triton.jit(do_not_specialize=LENGTHS)
 def sparse_attention_kernel(
     y_ptr, lut_ptr, features_ptr, matrix_ptr, total_ptr, bias_ptr,
-    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_scale_ptr, ones_src,
+    q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src,
     features_stride_b, features_stride_n, v_stride_b, v_stride_n,
     n_q, n_kv, n_q_padded, n_kv_padded, heads, q_blocks, count, linear_eps,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
@@ -627,7 +612,7 @@ def sparse_attention_kernel(
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, True, False,
     )  # fmt: skip
-    acc, _ = normalised(acc, l_i, v_scale_ptr, bh, HEAD_PAD, FP8)
+    acc, _ = normalised(acc, l_i, v_levels_ptr, bh, HEAD_PAD, FP8)
 
     mask_m, mask_d = offs_m < n_q, offs_d < HEAD_DIM
     mask = mask_m[:, None] & mask_d[None, :]
@@ -638,6 +623,8 @@ def sparse_attention_kernel(
         acc, features + h * HEAD_DIM, matrix_ptr + bh * HEAD_PAD * HEAD_PAD,
         total_ptr + bh * HEAD_PAD, mask_m, linear_eps, HEAD_DIM, HEAD_PAD, BLOCK_M,
     )  # fmt: skip
+    if FP8:
+        acc += lost_in_rounding(v_levels_ptr, bh, n_kv, HEAD_PAD)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + offs_d)[None, :]
     out = y_ptr + (b.to(tl.int64) * n_q + rows) * (heads * HEAD_DIM) + offs_c
@@ -683,9 +670,6 @@ def sparse_linear_attention(
     arguments = attention_arguments(a, operands, tile)
     for name in ("CAUSAL", "HAS_LENGTHS", "lengths_ptr"):
         del arguments[name]
-    if target == ("cuda", 90) and tile.warps == 4 and a.q.element_size() == 2:
-        # Left alone the compiler takes a few more, and two programs share a multiprocessor.
-        arguments["maxnreg"] = _THREE_PROGRAMS
     y = torch.empty(batch, n_q, channels, dtype=a.out_dtype, device=a.q.device)
     launch(
         sparse_attention_kernel,
@@ -704,6 +688,7 @@ def sparse_linear_attention(
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
         HAS_BIAS=bias is not None,
+        **register_limit(a, tile),
         **arguments,
     )
     return y
