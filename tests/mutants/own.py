@@ -60,7 +60,7 @@ class Own:
 
 
 _MODE = 'mode: Mode = self._mode(branch, hidden, given) if state.live else "as-written"'
-_END = "        return (self._close(token, out, hidden, gate) if close else out), token\n\n"
+_END = "return (self.close(token, out, hidden, gate, given=given) if close else out), token\n"
 
 
 def _not_fused(kind: str) -> str:
@@ -80,7 +80,7 @@ SIGNS = [
     Own("self-attention is not fused", BLOCK, _MODE, _not_fused("self"), _OF_SIGNS,
         "self-attention", _BLOCKS),
     Own("self-attention is 3 % too loud", BRANCHES, _END,
-        "        if self._of_context is None:\n            out = out * 1.03\n" + _END, _OF_SIGNS,
+        f"out = out * (1.03 if self._of_context is None else 1.0)\n        {_END}", _OF_SIGNS,
         "self-attention", _BLOCKS),
     Own("RCMAttention is 3 % too loud", f"{PACKAGE}patching/families/rcm_attention.py",
         "(qkv,), _ = project(None, x, x)",
@@ -103,8 +103,8 @@ SIGNS = [
     Own("the feed-forward is not fused", BLOCK, _MODE, _not_fused("feed-forward"), _OF_SIGNS,
         "feed-forward", _BLOCKS),
     Own("the feed-forward is 3 % too loud", BRANCHES,
-        "        return self._close(token, h, hidden, gate), token",
-        "        return self._close(token, h * 1.03, hidden, gate), token", _OF_SIGNS,
+        "        return self.close(token, h, hidden, gate, given=given), token",
+        "        return self.close(token, h * 1.03, hidden, gate, given=given), token", _OF_SIGNS,
         "feed-forward", _BLOCKS),
     Own("Linears of self-attention do not run in int8", BRANCHES,
         "like, like.dtype,\n            int8=int8,",

@@ -23,7 +23,7 @@ from turbo_rcm_patch import PatchConfig, patch_model, refresh, unpatch_model
 from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.int8_linear import _multiplied_weight
 from turbo_rcm_patch.patching import copies as copies_file
-from turbo_rcm_patch.patching.int8_weights import attach_int8, attached_int8
+from turbo_rcm_patch.patching.int8_weights import attach_int8, attached_int8, detach_int8
 
 LINEAR = PatchConfig(attention="exact", linear="int8", guard=False)
 
@@ -373,3 +373,13 @@ def test_blocks_of_stacked_weights_stay_blocks_where_they_can(
     wide = _multiplied_weight(int8, scale)
     assert torch.equal(wide, torch.cat([_multiplied_weight(*one) for one in given]))
     assert copies_file._stacked(given[:1]) is given[0]
+
+
+def test_a_detached_int8_weight_leaves_nothing() -> None:
+    linear = nn.Linear(256, 128)
+    before = set(vars(linear)), list(linear.state_dict())
+    attach_int8(linear, torch.ones(128, 256, dtype=torch.int8), torch.ones(1, 2))
+    assert attached_int8(linear) is not None and set(vars(linear)) > before[0]
+    detach_int8(linear)
+    assert (set(vars(linear)), list(linear.state_dict())) == before
+    assert not list(linear.buffers()) and attached_int8(linear) is None
