@@ -378,8 +378,13 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         "--image FILE": "first frame of every video, for an image-to-video model",
         "--last-image FILE": "last frame of every video, for a model that was trained with one",
         "--video FILE": "video to begin with, for a video-to-video pipeline; for VACE its control",
-        "--mask FILE": "for VACE: a video or an image, white where --video is made anew",
+        "--mask FILE": "for VACE: a video or an image, white where --video is made anew; for "
+        "Animate a video, white where the person is put",
         "--reference FILE ...": "for VACE: image of what the video shows; may be repeated",
+        "--pose FILE": "for Animate: video of drawn poses",
+        "--face FILE": "for Animate: video of the face",
+        "--background FILE": "for Animate: video whose person is replaced, with --mask",
+        "--identity FILE": "for ConsisID: .safetensors of what its face models made of --image",
         "--strength S": "how much of --video is made anew: this share of the steps runs "
         "(default: 0.8)",
         "--seed N": "seed of the first prompt; the next one uses N + 1 (default: 0)",

@@ -60,7 +60,8 @@ class PatchConfig:
             both of a feed-forward. "as-is" runs them in the model's dtype. "int8" runs them with
             int8 weights (a scale per output channel) and int8 activations (a scale per row). That
             is faster and less accurate. A Linear runs in int8 only if it is plain (no hooks, no
-            adapter) and needs no gradient. The int8 weights are kept beside the model's own, one
+            adapter) and needs no gradient; q, k and v of a peaked attention stay in 16 bits (by
+            the weights of its norms). The int8 weights are kept beside the model's own, one
             byte per weight, and every forward first checks on the device whether a weight has
             changed. A compiled graph, and a CUDA graph that somebody else captures, quantises the
             weights on every forward. "int8-only" runs the same and keeps the int8 weights alone:

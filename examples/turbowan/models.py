@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from transformers import UMT5EncoderModel
 
-    from turbo_rcm_patch.checkpoints.folder import Progress
+    from turbo_rcm_patch.checkpoints.read import Progress
 
     _Pipeline = TypeVar("_Pipeline", WanPipeline, WanImageToVideoPipeline)
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline, WanTransformer3DModel
+from PIL import Image
 
 from tests.checkpoints.wan_model import Options, save
 from tests.measures import relative_l2
@@ -24,9 +25,10 @@ from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.checkpoints import EXTRA_FILE
 from turbo_rcm_patch.checkpoints.staging import check_space, remove_abandoned, staged
 from turbo_rcm_patch.errors import OutputExistsError
+from turbo_rcm_patch.patching.int8_linear import Int8Linear
 from turbo_rcm_patch.patching.int8_weights import attached_int8
 from turbo_rcm_patch.patching.sla import attached_proj_l
-from turbo_rcm_patch.sampling import load_pipeline
+from turbo_rcm_patch.sampling import generation, load, load_pipeline
 
 TINY = Options(text=32, quant=True, sla=True, dtype=torch.bfloat16)
 CONFIG: dict[str, Any] = dict(
@@ -116,6 +118,57 @@ def test_two_experts_and_copies(tmp_path: Path, capsys) -> None:
     assert (out / "transformer_2" / EXTRA_FILE).is_file()
     assert main([*command[:3], "--base", str(base), "--force"]) == 2
     assert "2 transformers, and 1 checkpoints" in capsys.readouterr().err
+
+
+def is_hooked(part: torch.nn.Module) -> bool:
+    return any("_hf_hook" in vars(m) or "_diffusers_hook" in vars(m) for m in part.modules())
+
+
+def test_a_whole_a14b_through_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """As on a card of 24 GiB: two -quant experts converted to int8 alone, then a video from an
+    image with every component offloaded, SLA and the rCM sampler. A CPU stands for the card."""
+    base = base_folder(tmp_path / "base", experts=True)
+    high, low = (tmp_path / f"{name}.pth" for name in ("high", "low"))
+    options = Options(text=32, inputs=12, sla=True, quant=True, dtype=torch.bfloat16)
+    for path, seed in ((high, 1), (low, 2)):
+        save(options, path, seed=seed)
+    out = tmp_path / "out"
+    command = ["convert", str(high), str(out), "--low-noise", str(low), "--base", str(base)]
+    assert main([*command, "--int8-only"]) == 0
+    picture = tmp_path / "first.png"
+    Image.new("RGB", (40, 40), "teal").save(picture)
+    monkeypatch.setattr(load, "check_offload", lambda *_: None)
+    hooked: list[dict[str, bool]] = []
+    latents: list[torch.Tensor] = []
+    real = generation.generate
+
+    def generate(pipe: Any, *given: Any, **named: Any) -> Any:
+        experts = (pipe.transformer, pipe.transformer_2)
+        assert all(any(type(m) is Int8Linear for m in part.modules()) for part in experts)
+        for part in experts:
+            linears = [m for m in part.blocks.modules() if type(m) is torch.nn.Linear]
+            assert not linears, "no 16-bit weight of a block is left"
+        modules = {n: m for n, m in pipe.components.items() if isinstance(m, torch.nn.Module)}
+        hooked.append({name: is_hooked(part) for name, part in modules.items()})
+        made = real(pipe, *given, **named)
+        latents.append(made.latents)
+        return made
+
+    monkeypatch.setattr(generation, "generate", generate)
+    asked = ["generate", "--model", str(out), "--linear", "int8-only", "--image", str(picture)]
+    asked += ["--height", "32", "--width", "32", "--num-frames", "5", "--device", "cpu"]
+    asked += ["--max-sequence-length", "16", "--sampler", "rcm", "--steps", "4", "--no-guard"]
+    asked += ["--prompt", "a red circle"]
+    for offload in ("none", "group", "model"):
+        video = tmp_path / f"{offload}.mp4"
+        assert main([*asked, "--offload", offload, "--out", str(video)]) == 0, capsys.readouterr()
+        assert video.stat().st_size > 500
+    parts = ["vae", "text_encoder", "transformer", "transformer_2"]
+    assert hooked == [dict.fromkeys(parts, offloaded) for offloaded in (False, True, True)]
+    assert latents[0].isfinite().all()
+    assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
 
 
 def test_another_base_is_refused(pth: Path, tmp_path: Path, capsys) -> None:

@@ -196,7 +196,7 @@ def test_network_error_in_bf16(case) -> None:
     }
     wide = {k: v.float() if torch.is_tensor(v) else v for k, v in given.items()}
     truth = run(case.model(BF16).float().cuda(), **wide)
-    with patched(model, PatchConfig(attention="int8", linear="int8")) as report:
+    with patched(model, PatchConfig(attention="int8", linear="int8", precision="fixed")) as report:
         output = run(model, **given)
         assert report.impl == "triton" and report.fused == case.fused
         assert all(pair.int8_linears for pair in report.pairs), str(report)

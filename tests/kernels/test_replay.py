@@ -119,6 +119,39 @@ def attention(**options: Any) -> Call:
     return call
 
 
+def test_sparse_attention_is_replayed_around_what_torch_chooses(log: Log) -> None:
+    from turbo_rcm_patch.kernels.portable.sparse_attention import _attended, _prepared
+
+    def normed(x: list[torch.Tensor]) -> Any:
+        names = ("norm_q", "norm_k", "cos", "sin")
+        given = dict(zip(names, x[3:], strict=True))
+        return _prepared(attention_inputs(*x[:3], heads=HEADS, **given), 64)
+
+    def bare(x: list[torch.Tensor]) -> Any:
+        return _prepared(attention_inputs(*x, heads=HEADS), 64)
+
+    def attended(x: list[torch.Tensor]) -> Any:
+        return _attended(attention_inputs(*x[:3], heads=HEADS), *x[3:], 1e-5, 64, 64)
+
+    def qkv() -> list[torch.Tensor]:
+        return [tokens(160) for _ in range(3)]
+
+    def tables() -> list[torch.Tensor]:
+        return [*qkv(), *(torch.randn(CHANNELS) for _ in range(2)),
+                *(torch.randn(160, DIM) for _ in range(2))]  # fmt: skip
+
+    def chosen() -> list[torch.Tensor]:
+        lut = torch.zeros(2, HEADS, 3, 2, dtype=torch.int32)
+        matrix = torch.randn(2, HEADS, DIM, DIM).bfloat16()
+        return [*qkv(), lut, matrix, torch.randn(2, HEADS, DIM), torch.randn(DIM)]
+
+    attended(chosen())  # the first call makes a constant, and is not recorded
+    log.clear()
+    assert compare(log, normed, tables) == 1
+    assert compare(log, bare, qkv) == 1
+    assert compare(log, attended, chosen) == 3
+
+
 def test_attention_is_replayed_with_every_tensor_it_can_have(log: Log) -> None:
     def everything() -> list[torch.Tensor]:
         gate, weight, table = torch.randn(2, 1, CHANNELS), torch.randn(CHANNELS), torch.randn(

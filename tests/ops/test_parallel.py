@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.measures import relative_l2
 from tests.ranks import TIMEOUT, groups, on_ranks
 from turbo_rcm_patch.errors import GradientError, MaskError, OpError, RankMismatchError, ShapeError
+from turbo_rcm_patch.kernels.operands import QMAX
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
 from turbo_rcm_patch.ops import parallel as parallel_module
 from turbo_rcm_patch.ops.emulation import MEAN_SAMPLES, emulated_attention, sample_sum_of_v
@@ -34,7 +35,6 @@ from turbo_rcm_patch.ops.parallel import (
     parallel_sparse_linear_attention,
 )
 from turbo_rcm_patch.ops.reference import norm_rope, split_heads
-from turbo_rcm_patch.ops.spec import QMAX
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 

@@ -249,13 +249,12 @@ def test_the_guard_compares_pairs_one_at_a_time(
             assert not joined, "a compared pair is closed alone"
             found.append(forward(model, given))
             numbers.append([one.error for one in report.guard])
-        # A later step compares one of the two blocks; the other one joins its two norms.
+        # On the second one the guard looks again at a pair whose heads it chose.
         assert len(joined) == (2 if len(found) == 2 else 0)
         joined.clear()
         apart(monkeypatch)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
-    assert torch.equal(found[2], found[3])
-    assert numbers[0] == numbers[1] and len(numbers[0]) == 6
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert numbers[0] == numbers[1] and len(numbers[0]) >= 6
 
 
 def test_gradients_run_two_passes(joined: list[int]) -> None:

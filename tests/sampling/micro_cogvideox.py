@@ -10,9 +10,14 @@ from diffusers import (
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
     CogVideoXVideoToVideoPipeline,
+    ConsisIDTransformer3DModel,
 )
+from diffusers.pipelines.consisid.pipeline_consisid import (
+    ConsisIDPipeline,
+)  # not from diffusers: needs no OpenCV
 from transformers import T5Config, T5EncoderModel
 
+from tests.patching.cogvideox import FACE
 from tests.sampling.micro import WORDS, tokenizer
 
 LEVELS = 3
@@ -22,6 +27,7 @@ PIPELINES = {
     "text": CogVideoXPipeline,
     "image": CogVideoXImageToVideoPipeline,
     "video": CogVideoXVideoToVideoPipeline,
+    "face": ConsisIDPipeline,
 }
 
 
@@ -32,7 +38,9 @@ def micro_cogvideox(
 
     From an image, one of 1.5 (`patch_t`) is told the offset of its frames too.
     """
-    image = source == "image"
+    face = source == "face"
+    image = source == "image" or face
+    network = ConsisIDTransformer3DModel if face else CogVideoXTransformer3DModel
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         vae = AutoencoderKLCogVideoX(
@@ -47,12 +55,15 @@ def micro_cogvideox(
                 relative_attention_num_buckets=8, feed_forward_proj="gated-gelu", dropout_rate=0.0,
             )
         )  # fmt: skip
-        transformer = CogVideoXTransformer3DModel(
+        more = FACE if face else {
+            "ofs_embed_dim": 32 if image and patch_t else None, "patch_size_t": patch_t
+        }  # fmt: skip
+        transformer = network(
             num_attention_heads=2, attention_head_dim=64, in_channels=8 if image else 4,
-            out_channels=4, ofs_embed_dim=32 if image and patch_t else None,
+            out_channels=4,
             time_embed_dim=32, text_embed_dim=32, num_layers=2, sample_width=8, sample_height=8,
-            sample_frames=5, patch_size_t=patch_t, max_text_seq_length=16,
-            use_rotary_positional_embeddings=rotary,
+            sample_frames=5, max_text_seq_length=16,
+            use_rotary_positional_embeddings=rotary, **more,
         )  # fmt: skip
         with torch.no_grad():
             for block in transformer.transformer_blocks:

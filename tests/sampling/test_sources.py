@@ -21,14 +21,15 @@ from tests.sampling.micro import (
 )
 from tests.sampling.micro_cogvideox import micro_cogvideox
 from tests.sampling.test_cli import QUICK
-from tests.sampling.test_family_pipelines import chronoedit, skyreels, unipc, vace
+from tests.sampling.test_family_pipelines import animate, chronoedit, skyreels, unipc, vace
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.exit_codes import CHANGED, OK, SIMILAR
 from turbo_rcm_patch.sampling import Source, comparison, generation
 from turbo_rcm_patch.sampling.comparison import compare
-from turbo_rcm_patch.sampling.families import family_of
+from turbo_rcm_patch.sampling.families import draw, family_of
+from turbo_rcm_patch.sampling.families.wan import Wan
 from turbo_rcm_patch.sampling.generation import (
     encode,
     generate,
@@ -65,8 +66,21 @@ def control() -> Any:
     return pipe
 
 
+def animated() -> Any:
+    """Animate with a scheduler that takes noise as it is."""
+    pipe = animate()
+    pipe.scheduler = unipc()
+    return pipe
+
+
 IMAGE = {"image": picture()}
+FACES = {"pose": film(), "face": [picture(5 * i, 16) for i in range(9)]}
 VIDEO = {"video": film()}
+#: What ConsisID's face models would have made.
+IDENTITY = {
+    "id_cond": torch.linspace(-1, 1, 16)[None],
+    **{f"id_vit_hidden.{i}": torch.linspace(-1, 1 + i, 48).view(1, 6, 8) for i in range(5)},
+}
 #: A pipeline in fp32, and what its videos are made from beside the prompt.
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "wan-clip": (lambda: micro_image_pipe(experts=False), IMAGE),
@@ -82,18 +96,31 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         control,
         VIDEO | {"mask": [picture(4 * i) for i in range(9)], "reference": [picture(8)] * 2},
     ),
+    "animate-video": (animated, IMAGE | FACES),
+    "animate-video-replace": (
+        animated,
+        IMAGE
+        | FACES
+        | {"background": film()[::-1], "mask": [picture(4 * i, 32) for i in range(9)]},
+    ),
     "skyreels": (skyreels, {}),
     "chronoedit": (chronoedit, IMAGE),
     "cogvideox-image": (lambda: micro_cogvideox(source="image"), IMAGE),
     "cogvideox-1.5-image": (lambda: micro_cogvideox(source="image", patch_t=2), IMAGE),
+    "cogvideox-face": (
+        lambda: micro_cogvideox(source="face"),
+        IMAGE | {"identity": IDENTITY},
+    ),
     "cogvideox-video": (lambda: micro_cogvideox(source="video"), VIDEO),
 }
 CLASSES = (
     "WanTransformer3DModel",
     "WanVACETransformer3DModel",
+    "WanAnimateTransformer3DModel",
     "SkyReelsV2Transformer3DModel",
     "ChronoEditTransformer3DModel",
     "CogVideoXTransformer3DModel",
+    "ConsisIDTransformer3DModel",
 )
 _MADE: dict[str, Any] = {}
 
@@ -142,11 +169,26 @@ def by_hand(name: str, settings: Settings, seed: int) -> torch.Tensor:
         frames = settings.num_frames + 4 * len(call.get("reference_images", ()))
         more = Settings.for_model(None, **settings.as_dict() | {"num_frames": frames})
         call |= {"latents": initial_noise(pipe, seed, more), "num_frames": settings.num_frames}
+    elif "animate" in name:
+        call = {
+            {"image": "image"}.get(key, f"{key}_video"): value for key, value in call.items()
+        } | {
+            "latents": draw((1, 4, 4, 4, 4), seed), "segment_frame_length": settings.num_frames,
+            "mode": "replace" if "replace" in name else "animate",
+        }  # fmt: skip
+        if "mask_video" in call:
+            call["mask_video"] = [x.convert("L") for x in call["mask_video"]]
     elif "video" in call:
         call["generator"] = torch.Generator().manual_seed(seed)
         call["strength"] = settings.strength
         call["video"] = call["video"][: settings.num_frames]
     else:
+        if "identity" in call:
+            tensors = call.pop("identity")
+            call |= {
+                "id_cond": tensors["id_cond"],
+                "id_vit_hidden": [tensors[f"id_vit_hidden.{i}"] for i in range(5)],
+            }
         noise = initial_noise(pipe, seed, settings)
         call["latents"] = noise.bfloat16() if "cogvideox" in name else noise
         call["num_frames"] = settings.num_frames
@@ -171,8 +213,13 @@ def test_latents_are_those_of_the_pipelines_own_call(name: str, guidance: float)
     expected = by_hand(name, settings, 3).float()
     axis = 1 if "cogvideox" in name else 2
     start = expected.shape[axis] - found.latents.shape[axis]
-    assert start == (2 if "vace-video" in name else 1 if "1.5" in name else 0)
-    assert torch.equal(found.latents, expected.narrow(axis, start, found.latents.shape[axis]))
+    assert start == (2 if "vace-video" in name else 1 if "1.5" in name or "animate" in name else 0)
+    expected = expected.narrow(axis, start, found.latents.shape[axis])
+    if "animate" in name:  # The pipeline returns what its VAE takes.
+        mean, std = Wan.scales(made(name), expected)
+        assert torch.equal(found.latents, (expected - mean) / std)
+    else:
+        assert torch.equal(found.latents, expected)
     assert found.frames.shape == (settings.num_frames, 32, 32, 3)
 
 
@@ -185,11 +232,17 @@ def test_every_picture_matters(name: str) -> None:
 
     before = latents(**given)
     for one, value in given.items():
-        other = picture(77) if isinstance(value, Image.Image) else [picture(77), *value[1:]]
+        other: Any = picture(77)
+        if isinstance(value, dict):
+            other = value | {"id_cond": 1 - value["id_cond"]}
+        elif isinstance(value, list):
+            other = [other, *value[1:]]
         assert not torch.equal(before, latents(**given | {one: other}))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("wan", "vace"))])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name.startswith(("wan", "vace", "animate"))]
+)
 def test_the_rcm_sampler(name: str) -> None:
     """With two experts, and from a video from its third step on."""
     more = {"sigma_max": 200.0} if "experts" in name else {}
@@ -237,20 +290,21 @@ def test_the_networks_calls_are_the_pipelines(name: str) -> None:
 def latents_in(pipe: Any, call: dict[str, Any]) -> tuple[torch.Tensor, float]:
     """The latents in a call, as the loop holds them, and its network time."""
     hidden, time = call["hidden_states"], call["timestep"]
-    axis = 2 if "CogVideoX" in type(pipe).__name__ else 1
+    axis = 2 if type(pipe).__name__.startswith(("CogVideoX", "ConsisID")) else 1
     return hidden.narrow(axis, 0, 4).float(), float(time.flatten()[-1])
 
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one.double(), other.double())
-    if isinstance(one, tuple):
+    if isinstance(one, (tuple, list)):
         return all(map(same, one, other))
     return bool(one == other)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.supports(CLASSES, "generate, compare")
+@pytest.mark.supports(("ConsisIDTransformer3DModel",), "its pipeline")
 def test_compare_sees_every_picture_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,7 +327,8 @@ def test_compare_sees_every_picture_once(
     assert found.network is not None and 0 < found.network.ratio < 2
     assert found.results[0].patched.psnr > 40, str(found)
     # VACE's video in two parts (black without one), and its references, which are equal.
-    times = {"vace": 1, "vace-video": 3, "skyreels": 0}.get(name, 1)
+    # Animate's image, its poses, and what is before the segment.
+    times = {"vace": 1, "vace-video": 3, "skyreels": 0}.get(name, 3 if "animate" in name else 1)
     assert sorted(encoded) == ["clip"] * clip + ["vae"] * times
     metrics = json.loads(found.metrics.read_text())
     assert list(metrics["identity"]["inputs"].values()) == [source.digest]
@@ -440,3 +495,49 @@ def test_mistakes_in_python() -> None:
     for strength in (0.0, 1.5, 0.2):
         with pytest.raises(ConfigError, match="strength"):
             Settings(sampler="scheduler", steps=4, strength=strength)
+
+
+def test_an_identity_is_read_from_its_file(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "face.safetensors"
+    save_file(IDENTITY, path)
+    source = Source(PROMPT, **IMAGE, identity=path)
+    assert source.digest == Source(PROMPT, **IMAGE, identity=IDENTITY).digest
+    assert source.digest != Source(PROMPT, **IMAGE).digest
+    other = IDENTITY | {"id_cond": IDENTITY["id_cond"] + 1}
+    assert source.digest != Source(PROMPT, **IMAGE, identity=other).digest
+    save_file({"id_cond": IDENTITY["id_cond"]}, path)
+    with pytest.raises(SamplingError, match=r"id_vit_hidden\.0.*process_face_embeddings_infer"):
+        _ = source.media
+    path.write_bytes(b"no tensors")
+    with pytest.raises(SamplingError, match=r"face\.safetensors cannot be read"):
+        Source(PROMPT, identity=path)
+    with pytest.raises(SamplingError, match="identity of the prompt"):
+        generate(
+            made("cogvideox-face"), Source(PROMPT, **IMAGE), settings=settings_of("cogvideox-face")
+        )
+
+
+def test_keypoints_of_a_face_are_drawn_by_the_pipeline() -> None:
+    """Where the model takes them."""
+    pipe, settings = made("cogvideox-face"), settings_of("cogvideox-face")
+    points = torch.arange(10.0).view(5, 2)
+    source = Source(PROMPT, **IMAGE, identity=IDENTITY | {"face_kps": points})
+    call = family_of(pipe).call_inputs(pipe, 0, encode(pipe, source, settings), settings)
+    assert call["kps_cond"] == points.tolist() and "identity" not in call
+    assert call["id_cond"] is IDENTITY["id_cond"]
+
+
+@pytest.mark.parametrize("given", ["background", "mask"])
+def test_a_person_is_replaced_with_background_and_mask(given: str) -> None:
+    pipe, settings = made("animate-video"), settings_of("animate-video")
+    with pytest.raises(SamplingError, match="--background FILE and --mask FILE"):
+        generate(pipe, Source(PROMPT, **IMAGE, **FACES, **{given: film()}), settings=settings)
+
+
+def test_animate_needs_as_many_poses_as_frames() -> None:
+    pipe, settings = made("animate-video"), settings_of("animate-video")
+    source = Source(PROMPT, **IMAGE | FACES | {"pose": film(5)})
+    with pytest.raises(SamplingError, match="9 frames"):
+        generate(pipe, source, settings=settings)

@@ -7,11 +7,13 @@ attaches.
 
 from __future__ import annotations
 
-from turbo_rcm_patch.checkpoints.extra import PROJ_L, Extra, load_extra, unload_extra
-from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE, Written, write_transformer
+from turbo_rcm_patch.checkpoints.extra import Extra, load_extra, unload_extra
+from turbo_rcm_patch.checkpoints.folder import Written, write_transformer
 from turbo_rcm_patch.checkpoints.keys import Sizes
 from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
 from turbo_rcm_patch.checkpoints.stored import write_checkpoint
+from turbo_rcm_patch.patching.sla import PROJ_L
+from turbo_rcm_patch.patching.stored import EXTRA_FILE
 
 __all__ = [
     "EXTRA_FILE",

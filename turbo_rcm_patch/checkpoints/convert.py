@@ -13,7 +13,6 @@ import torch
 
 from turbo_rcm_patch.checkpoints.folder import (
     SHARD_BYTES,
-    Progress,
     Written,
     folder_bytes,
     write_json,
@@ -25,7 +24,7 @@ from turbo_rcm_patch.checkpoints.pipeline import (
     read_json,
     stored_settings,
 )
-from turbo_rcm_patch.checkpoints.read import Checkpoint, read_checkpoint
+from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress, read_checkpoint
 from turbo_rcm_patch.checkpoints.staging import (
     check_outside,
     check_space,

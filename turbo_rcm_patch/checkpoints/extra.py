@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE
 from turbo_rcm_patch.checkpoints.keys import blocks_of
 from turbo_rcm_patch.checkpoints.stored import StoredTensors, transformer_folder
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
@@ -29,7 +28,6 @@ from turbo_rcm_patch.patching.int8_weights import (
 )
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.sla import (
-    PROJ_L,
     attach_proj_l,
     attached_proj_l,
     detach_proj_l,
@@ -40,14 +38,13 @@ from turbo_rcm_patch.patching.sla import (
     save_with_extra,
 )
 from turbo_rcm_patch.patching.stored import (
+    EXTRA_FILE,
     check_mark,
     folder_proj_l,
     mark_of,
     mark_of_tensors,
     weight_files,
 )
-
-__all__ = ["PROJ_L", "Extra", "load_extra", "unload_extra"]
 
 
 @dataclass(frozen=True, slots=True)

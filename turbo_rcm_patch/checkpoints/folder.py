@@ -35,19 +35,6 @@ from turbo_rcm_patch.patching.stored import (
     mark_of_tensors,
 )
 
-__all__ = [
-    "EXTRA_FILE",
-    "EXTRA_METADATA",
-    "FORMAT",
-    "SHARD_BYTES",
-    "WEIGHTS",
-    "Progress",
-    "Written",
-    "folder_bytes",
-    "write_json",
-    "write_transformer",
-]
-
 #: Largest file of weights; converting needs about twice that in memory, or the extra file.
 SHARD_BYTES: Final = 4 * 2**30
 #: Of the folders written here. Raise it when the same checkpoint becomes another folder, so that

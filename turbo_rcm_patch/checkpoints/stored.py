@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.checkpoints.blocks import dequantise
-from turbo_rcm_patch.checkpoints.folder import EXTRA_FILE, Progress, Written
+from turbo_rcm_patch.checkpoints.folder import Written
 from turbo_rcm_patch.checkpoints.keys import HEAD_DIM, PATCH, Name, Sizes, blocks_of, names
 from turbo_rcm_patch.checkpoints.pipeline import read_json
-from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors
+from turbo_rcm_patch.checkpoints.read import Progress, Wanted, check_tensors
 from turbo_rcm_patch.checkpoints.staging import check_space, staged
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.patching.int8_linear import SCALE, WEIGHT
-from turbo_rcm_patch.patching.stored import mark_of, proj_l_key, weight_files
+from turbo_rcm_patch.patching.stored import EXTRA_FILE, mark_of, proj_l_key, weight_files
 
 _log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -51,6 +52,7 @@ _ALLOCATIONS = frozenset(
 
 #: Types whose values a signature holds as they are.
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _local = threading.local()
 #: Tensors that live as long as the process and may be read by any recording, by storage address.
@@ -581,6 +583,17 @@ def _hooked() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
+@functools.cache
+def _places(kinds: tuple[type, ...]) -> tuple[tuple[int, ...], Callable[[Any], Any]] | None:
+    """Where tensors are among values of these types, and what gives the others of a tuple; None
+    where neither a tensor nor a plain value is one of them."""
+    tensors = tuple([i for i, kind in enumerate(kinds) if kind in _TENSORS])
+    plain = [i for i, kind in enumerate(kinds) if kind in _PLAIN]
+    if len(tensors) + len(plain) < len(kinds):
+        return None
+    return tensors, itemgetter(*plain) if plain else lambda value: None
+
+
 def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make a launcher decide once a signature. See the module's text.
 
@@ -597,19 +610,24 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
         tensors: list[torch.Tensor] = []
         key: list[Any] = []
         for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(value)
+            if kind in _PLAIN:
+                key.append(value)
+                continue
             parts: tuple[Any, ...] = (value,)
             if isinstance(value, tuple):
-                parts = value
-                key.append(type(value))
-            for part in parts:
-                kind = type(part)
-                if kind is torch.Tensor or kind is torch.nn.Parameter:
-                    tensors.append(part)
-                    key += (part.dtype, part.shape, part.stride(), part.get_device())
-                elif kind in _PLAIN:
-                    key.append(part)
-                else:
+                kinds = tuple(map(type, value))
+                found = _places(kinds)
+                if found is None:
                     return launcher(*args, **kwargs)
+                places, plain = found
+                key += (kind, kinds, plain(value))
+                parts = tuple([value[i] for i in places])
+            elif kind not in _TENSORS:
+                return launcher(*args, **kwargs)
+            for part in parts:
+                tensors.append(part)
+                key += (part.dtype, part.shape, part.stride(), part.get_device())
         if kwargs:
             key.append(tuple(kwargs))
         return recordings.run(tuple(key), tensors, launcher, args, kwargs)

@@ -117,7 +117,7 @@ def sample_sum_of_v(sample: torch.Tensor) -> torch.Tensor:
     adds: 32 tokens side by side, then these two by two."""
     padded = torch.nn.functional.pad(sample, (0, 0, 0, -sample.shape[2] % _MEAN_ROWS))
     total = torch.zeros_like(padded[:, :, :_MEAN_ROWS])
-    for rows in padded.reshape(*padded.shape[:2], -1, _MEAN_ROWS, padded.shape[3]).unbind(2):
+    for rows in torch.split(padded, _MEAN_ROWS, 2):
         total = total + rows
     while total.shape[2] > 1:
         one, other = total.chunk(2, 2)

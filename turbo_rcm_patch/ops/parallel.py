@@ -38,6 +38,7 @@ from turbo_rcm_patch.errors import (
     RankMismatchError,
     TurboRCMError,
 )
+from turbo_rcm_patch.kernels.operands import QMAX
 from turbo_rcm_patch.ops import shards as reference_shards
 from turbo_rcm_patch.ops.attention import with_positive_scale
 from turbo_rcm_patch.ops.checks import (
@@ -66,7 +67,7 @@ from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
 from turbo_rcm_patch.ops.sage import sage_attention
 from turbo_rcm_patch.ops.shards import PADDED_TO, Tokens, padded
 from turbo_rcm_patch.ops.sparse_linear import Sparsity, sparse_linear_attention
-from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, key_block
+from turbo_rcm_patch.ops.spec import AttentionSpec, key_block
 
 _DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 _NORMS: Final = ("none", "across heads", "per head", "layer norm per head")

@@ -12,7 +12,8 @@ from turbo_rcm_patch.config import Attention
 from turbo_rcm_patch.errors import ConfigError, MaskError, ShapeError
 from turbo_rcm_patch.ops.attention import attention_lse, attention_skip, masked_attention
 from turbo_rcm_patch.ops.checks import check_choice, check_tensor
-from turbo_rcm_patch.ops.spec import INT8_MIN_KEYS, AttentionSpec
+from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
+from turbo_rcm_patch.ops.spec import AttentionSpec
 
 #: Said when a mask is computed exactly. Python shows a warning once for each place it comes from.
 MASK_WARNING: Final = (

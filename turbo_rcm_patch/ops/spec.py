@@ -8,18 +8,6 @@ from typing import Final, get_args
 
 from turbo_rcm_patch.config import Attention, Impl, PVDType, is_number
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.kernels.operands import QMAX
-from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS, resolve_impl
-
-__all__ = [
-    "INT8_MIN_KEYS",
-    "MAX_HEAD_DIM",
-    "QMAX",
-    "AttentionSpec",
-    "hadamard_width",
-    "key_block",
-    "resolve_impl",
-]
 
 #: Largest head_dim the kernels are built for.
 MAX_HEAD_DIM: Final = 256

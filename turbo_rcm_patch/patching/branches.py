@@ -53,26 +53,6 @@ from turbo_rcm_patch.patching.noise import Operands
 from turbo_rcm_patch.patching.plan import Token, after_call
 from turbo_rcm_patch.patching.state import PairState
 
-__all__ = [
-    "TEXT_TOKENS",
-    "AttentionLayout",
-    "AttentionModules",
-    "AttentionRun",
-    "AuthorRun",
-    "BranchOperands",
-    "CalledNorm",
-    "CalledRun",
-    "FeedForwardLayout",
-    "FeedForwardModules",
-    "FeedForwardRun",
-    "FusedNorm",
-    "Given",
-    "LinearRun",
-    "Norm",
-    "Run",
-    "StreamsNorm",
-]
-
 #: Text tokens that follow the image tokens where attention has both; the authors' modules have the
 #: same constant.
 TEXT_TOKENS: Final = 512

@@ -34,26 +34,6 @@ from turbo_rcm_patch.patching.plan import Token, after_call
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
 
-__all__ = [
-    "PEAKED",
-    "Close",
-    "FreshLinears",
-    "Input",
-    "Linears",
-    "Projection",
-    "Rounding",
-    "StreamsClose",
-    "Terms",
-    "held_by",
-    "holder",
-    "logit_spread",
-    "pair_state",
-    "rounded",
-    "runs_int8",
-    "skip_streams",
-    "tensors_of",
-]
-
 #: An activation [B, N, K], or int8 rows of it: `ops.Rows`, or a plain pair of the same.
 Input = Tensor | tuple[Tensor, Tensor]
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.patching.guard import Guard
     from turbo_rcm_patch.patching.parallel import Ranks
 
-__all__ = ["Installation", "ModelPlan", "PairState", "Precise", "Step", "When", "specs_of"]
-
 #: How an attention runs.
 Precise = Literal["as asked for", "16-bit p and v", "exact attention"]
 #: Forwards on which the guard compares a pair.

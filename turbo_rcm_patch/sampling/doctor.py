@@ -30,7 +30,7 @@ RANGES: Final = {
     "torch": ("2.8", ""),
     "triton": ("3.4", ""),
     "diffusers": ("0.42", "0.43"),
-    "safetensors": ("0.5", ""),
+    "safetensors": ("0.8", ""),
     "transformers": ("5.0", ""),
     "accelerate": ("1.0", ""),
     "imageio-ffmpeg": ("0.8.1", ""),

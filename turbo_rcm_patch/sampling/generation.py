@@ -461,8 +461,12 @@ def _encoded_once(pipe: VideoPipeline, conditioning: Conditioning) -> Iterator[N
             known[key] = encode(x.to(pipe.vae.dtype), *given, **named)
         return known[key]
 
+    def as_is(x: torch.Tensor, **_: object) -> tuple[torch.Tensor]:
+        return (x,)
+
     with ExitStack() as stack:
-        stack.enter_context(_replaced(pipe.vae, encode=by_vae))
+        # Animate's pipeline decodes although it is asked for latents, and drops the result.
+        stack.enter_context(_replaced(pipe.vae, encode=by_vae, decode=as_is))
         if hasattr(pipe, "encode_image"):
             see = pipe.encode_image
 

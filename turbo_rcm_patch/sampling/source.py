@@ -6,9 +6,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import torch
 from PIL import Image, UnidentifiedImageError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling.video import read_frames
@@ -34,8 +37,15 @@ class Source:
         image: The first frame.
         last_image: The last frame, for a model that was trained with one.
         video: The frames to begin with, or (VACE) those that control the video.
-        mask: Where `video` is made anew (white): one image a frame, or one for all.
+        mask: Where `video` is made anew (white): one image a frame, or one for all. For Animate
+            where the person is put, one a frame.
         reference: Images of what the video shows.
+        pose: For Animate the poses, drawn as a video.
+        face: For Animate the faces, one a frame.
+        background: For Animate the video whose person is replaced.
+        identity: For ConsisID what its face models made of the image: `id_cond`, `id_vit_hidden.0`
+            to `.4` and, where the model takes keypoints, `face_kps`; a .safetensors file or
+            tensors by these names.
 
     Raises:
         SamplingError: A file is missing, unreadable, or smaller than 16 pixels a side.
@@ -47,6 +57,10 @@ class Source:
     video: VideoLike | None = None
     mask: VideoLike | None = None
     reference: Sequence[ImageLike] | None = None
+    pose: VideoLike | None = None
+    face: VideoLike | None = None
+    background: VideoLike | None = None
+    identity: str | Path | Mapping[str, torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         for name, one in _images(self.media):
@@ -65,12 +79,15 @@ class Source:
         return tuple(name for name in names if getattr(self, name) is not None)
 
     @property
-    def media(self) -> Mapping[str, Image.Image | list[Image.Image]]:
-        """What is given beside the prompt, by name, read from its files."""
-        read: dict[str, Image.Image | list[Image.Image]] = {}
+    def media(self) -> Mapping[str, Any]:
+        """What is given beside the prompt, by name, read from its files: an image, a list of
+        images, or tensors by their names."""
+        read: dict[str, Any] = {}
         for name in self.given:
             value = getattr(self, name)
-            if isinstance(value, Image.Image) or name in _ONE:
+            if name == "identity":
+                read[name] = _tensors(value)
+            elif isinstance(value, Image.Image) or name in _ONE:
                 read[name] = read_image(value, name)
             elif isinstance(value, (str, Path)):
                 read[name] = read_frames(Path(value), name)
@@ -83,10 +100,13 @@ class Source:
         """A digest of every pixel that is given beside the prompt, "" if nothing is."""
         if not self.given:
             return ""
-        digest = hashlib.blake2b(digest_size=8)
-        for name, one in _images(self.media):
+        digest, media = hashlib.blake2b(digest_size=8), self.media
+        for name, one in _images(media):
             digest.update(f"{name} {one.size}".encode())
             digest.update(one.tobytes())
+        for name, tensor in sorted(media.get("identity", {}).items()):
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().float().cpu().numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -94,13 +114,42 @@ class Source:
 _ONE: Final = ("image", "last_image")
 
 
-def _images(
-    media: Mapping[str, Image.Image | list[Image.Image]],
-) -> list[tuple[str, Image.Image]]:
+#: What ConsisID's transformer asks for.
+_IDENTITY: Final = ("id_cond", *(f"id_vit_hidden.{i}" for i in range(5)))
+
+
+def _tensors(given: str | Path | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of an identity.
+
+    Raises:
+        SamplingError: The file cannot be read, or lacks some.
+    """
+    if isinstance(given, Mapping):
+        found = dict(given)
+    else:
+        try:
+            found = load_file(Path(given).expanduser())
+        except (OSError, SafetensorError) as error:
+            raise SamplingError(
+                f"identity {given} cannot be read ({error})", expected="a .safetensors file"
+            ) from error
+    missing = [name for name in _IDENTITY if name not in found]
+    if missing:
+        raise SamplingError(
+            "identity",
+            expected=f"the tensors {', '.join(_IDENTITY)}",
+            got=", ".join(sorted(found)) or "none",
+            remedy="Save what diffusers' process_face_embeddings_infer gives (docs/comparing.md)",
+        )
+    return found
+
+
+def _images(media: Mapping[str, Any]) -> list[tuple[str, Image.Image]]:
     """Every image with the name of what it belongs to."""
     return [
         (name, one)
         for name, value in media.items()
+        if name != "identity"
         for one in ([value] if isinstance(value, Image.Image) else value)
     ]
 

@@ -159,9 +159,9 @@ GROUPS: Final = {
     "proof": {
         "the guard":         "yes yes  yes  yes  yes  yes yes  yes yes",
         "unpatched, bit-equal": "yes yes yes yes yes  yes yes  yes yes",
-        "its pipeline":      "yes yes  yes  yes  yes  yes untested - -",
+        "its pipeline":      "yes yes  yes  yes  yes  yes yes  -   -",
         "rCM sampler":       "yes yes  yes  untested untested refused - - -",
-        "generate, compare": "yes yes refused yes  yes  yes refused - -",
+        "generate, compare": "yes yes  yes  yes  yes  yes yes  -   -",
         "Triton kernels":    "gpu gpu  gpu  gpu  gpu  gpu gpu  gpu gpu",
         "full size":         "gpu gpu  gpu  gpu  gpu  gpu gpu  gpu -",
     },

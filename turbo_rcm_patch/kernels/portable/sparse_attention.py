@@ -146,6 +146,15 @@ def prepare_tokens_kernel(
 
 def prepare_tokens(a: AttentionInputs, *, block_q: int) -> Tokens:
     """q and k once more, normalised and rotated, with their means; norms are RMSNorms or none."""
+    q, k, q_pooled, k_sums = _prepared(a, block_q)
+    return Tokens(q, k, q_pooled, (k_sums.sum(1) / k.shape[1]).to(k.dtype))
+
+
+@replayed
+def _prepared(
+    a: AttentionInputs, block_q: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and q_pooled of `Tokens`, and sums over parts of k, fp32 [B, parts, H, HEAD_PAD]."""
     target_of(a.q.device)
     q, k, norm_q, norm_k, heads, head_dim = (
         dense_rows(a.q), dense_rows(a.k), a.norm_q, a.norm_k, a.heads, a.head_dim
@@ -193,7 +202,7 @@ def prepare_tokens(a: AttentionInputs, *, block_q: int) -> Tokens:
         num_warps=_WARPS,
         num_stages=1,
     )
-    return Tokens(q_out, k_out, q_pooled, (k_sums.sum(1) / n_kv).to(k.dtype))
+    return q_out, k_out, q_pooled, k_sums
 
 
 #: Programs of `key_value_kernel`: twice the multiprocessors of a large GPU.
@@ -656,13 +665,29 @@ def sparse_linear_attention(
         q=tokens.q, k=tokens.k, v=dense_rows(inputs.v), norm_q=None, norm_k=None,
         cos=None, sin=None, eps=0.0,
     )  # fmt: skip
-    batch, n_q, channels = a.q.shape
-    target = target_of(a.q.device)
     branch = linear_branch(a.k, a.v, tokens.k_mean, weight, bias, heads=a.heads, block_k=block_k)
     # Rounded at every step as the author's code is (thu-ml/TurboDiffusion, SLA/utils.py): among
     # blocks whose scores are nearly equal the rounding chooses.
     scores = torch.matmul(tokens.q_pooled, branch.k_pooled.transpose(-1, -2))
     lut = largest_scores(scores, count)
+    return _attended(a, lut, *branch[:4], block_q, block_k)
+
+
+@replayed
+def _attended(
+    a: AttentionInputs,
+    lut: torch.Tensor,
+    matrix: torch.Tensor,
+    total: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    block_q: int,
+    block_k: int,
+) -> torch.Tensor:
+    """Both branches, given the chosen blocks of keys, lut [B, H, q_blocks, count], and what
+    `LinearBranch` has; q and k are normalised and rotated."""
+    batch, n_q, channels = a.q.shape
+    target = target_of(a.q.device)
     operands = quantize(a)
     tile = tile_for("attention", variant_of(a), target)
     # A program's rows share a choice of keys, and a step stays within a block of them.
@@ -678,13 +703,13 @@ def sparse_linear_attention(
         y_ptr=y,
         lut_ptr=lut,
         features_ptr=a.q,
-        matrix_ptr=branch.matrix,
-        total_ptr=branch.total,
-        bias_ptr=branch.bias,
+        matrix_ptr=matrix,
+        total_ptr=total,
+        bias_ptr=bias,
         **strides(features=a.q),
         q_blocks=lut.shape[2],
-        count=count,
-        linear_eps=branch.eps,
+        count=lut.shape[3],
+        linear_eps=eps,
         BLOCK_Q=block_q,
         BLOCK_K=block_k,
         HAS_BIAS=bias is not None,

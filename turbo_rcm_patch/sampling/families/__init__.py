@@ -21,7 +21,9 @@ if TYPE_CHECKING:
         CogVideoXImageToVideoPipeline,
         CogVideoXPipeline,
         CogVideoXVideoToVideoPipeline,
+        ConsisIDPipeline,
         SkyReelsV2Pipeline,
+        WanAnimatePipeline,
         WanImageToVideoPipeline,
         WanPipeline,
         WanVACEPipeline,
@@ -47,7 +49,7 @@ __all__ = [
 VideoPipeline: TypeAlias = (
     "WanPipeline | WanImageToVideoPipeline | WanVideoToVideoPipeline | CogVideoXPipeline | "
     "CogVideoXImageToVideoPipeline | CogVideoXVideoToVideoPipeline | WanVACEPipeline | "
-    "SkyReelsV2Pipeline | ChronoEditPipeline"
+    "SkyReelsV2Pipeline | ChronoEditPipeline | WanAnimatePipeline | ConsisIDPipeline"
 )
 #: A diffusers pipeline that `generate` and `compare` run -> "module.Class" of what serves it.
 FAMILIES: Final = {
@@ -55,11 +57,13 @@ FAMILIES: Final = {
     "WanImageToVideoPipeline": "wan.WanImage",
     "WanVideoToVideoPipeline": "wan.WanVideo",
     "WanVACEPipeline": "wan.Vace",
+    "WanAnimatePipeline": "wan.Animate",
     "SkyReelsV2Pipeline": "wan.SkyReels",
     "ChronoEditPipeline": "wan.ChronoEdit",
     "CogVideoXPipeline": "cogvideox.CogVideoX",
     "CogVideoXImageToVideoPipeline": "cogvideox.CogVideoXImage",
     "CogVideoXVideoToVideoPipeline": "cogvideox.CogVideoXVideo",
+    "ConsisIDPipeline": "cogvideox.ConsisID",
 }
 
 

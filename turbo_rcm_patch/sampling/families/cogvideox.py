@@ -41,13 +41,17 @@ class CogVideoX(PipelineFamily):
         "max_sequence_length": 226,
     }
     OWN: ClassVar[Mapping[str, object]] = {"steps": 50, "guidance_scale": 6.0}
+    #: Whether its transformer is a `CogVideoXTransformer3DModel`.
+    PROBED: ClassVar[bool] = True
 
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
     ) -> tuple[int, ...]:
         """[1, F, C, H, W]. CogVideoX 1.5 denoises a whole number of its patches in time."""
         del conditioning
-        frames, patch = _latent_frames(pipe, settings), pipe.transformer.config.patch_size_t or 1
+        # ConsisID's class has no patches in time.
+        patch = pipe.transformer.config.get("patch_size_t") or 1
+        frames = _latent_frames(pipe, settings)
         return (
             1,
             -(-frames // patch) * patch,
@@ -111,6 +115,13 @@ class CogVideoX(PipelineFamily):
         from diffusers import CogVideoXTransformer3DModel
         from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
+        if not self.PROBED:
+            raise SamplingError(
+                "the check of one block",
+                expected="the transformer of a CogVideoXPipeline",
+                got=f"{folder}",
+                remedy="Use compare, which takes this model too",
+            )
         network = CogVideoXTransformer3DModel.from_pretrained(
             str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
         )
@@ -158,6 +169,26 @@ class CogVideoXImage(CogVideoX):
     ) -> dict[str, object]:
         """With the image, which the pipeline resizes."""
         return super().call_inputs(pipe, seed, conditioning, settings) | dict(conditioning.media)
+
+
+class ConsisID(CogVideoXImage):
+    """`ConsisIDPipeline`: from an image of a face, with what face models made of it."""
+
+    NEEDS: ClassVar[tuple[str, ...]] = ("image", "identity")
+    PROBED: ClassVar[bool] = False
+
+    def call_inputs(
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
+    ) -> dict[str, object]:
+        """With the identity, in the places that the pipeline has for it."""
+        call = super().call_inputs(pipe, seed, conditioning, settings)
+        identity = call.pop("identity")
+        assert isinstance(identity, dict)
+        call["id_cond"] = identity["id_cond"]
+        call["id_vit_hidden"] = [identity[f"id_vit_hidden.{i}"] for i in range(5)]
+        if "face_kps" in identity:
+            call["kps_cond"] = identity["face_kps"].tolist()
+        return call
 
 
 class CogVideoXVideo(CogVideoX):

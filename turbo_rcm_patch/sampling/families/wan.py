@@ -71,12 +71,19 @@ class Wan(PipelineFamily):
 
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
         """Video [B, 3, F, H, W] in about -1..1."""
-        vae = pipe.vae
-        shape = (1, vae.config.z_dim, 1, 1, 1)
-        mean = latents.new_tensor(vae.config.latents_mean).view(shape)
-        std = latents.new_tensor(vae.config.latents_std).view(shape)
-        video: torch.Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
+        mean, std = self.scales(pipe, latents)
+        video: torch.Tensor = pipe.vae.decode(latents * std + mean, return_dict=False)[0]
         return video
+
+    @staticmethod
+    def scales(pipe: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation [1, C, 1, 1, 1] of the VAE's latents."""
+        config = pipe.vae.config
+        shape = (1, config.z_dim, 1, 1, 1)
+        mean, std = (
+            like.new_tensor(one).view(shape) for one in (config.latents_mean, config.latents_std)
+        )
+        return mean, std
 
     def noised(
         self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor
@@ -178,13 +185,16 @@ class Vace(Wan):
     MAY: ClassVar[tuple[str, ...]] = ("video", "mask", "reference")
     PROBED: ClassVar[bool] = False
 
+    def before_video(self, conditioning: Conditioning | None) -> int:
+        """Frames of latents before those of the video."""
+        return 0 if conditioning is None else len(conditioning.media.get("reference", ()))
+
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
     ) -> tuple[int, ...]:
         """[1, C, F, H, W], the references before the video."""
         one, channels, frames, *size = super().latent_shape(pipe, settings)
-        more = 0 if conditioning is None else len(conditioning.media.get("reference", ()))
-        return (one, channels, frames + more, *size)
+        return (one, channels, frames + self.before_video(conditioning), *size)
 
     def call_inputs(
         self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
@@ -217,7 +227,8 @@ class Vace(Wan):
         self, pipe: Any, latents: torch.Tensor, conditioning: Conditioning, settings: Settings
     ) -> torch.Tensor:
         """Without the references."""
-        return latents[:, :, len(conditioning.media.get("reference", ())) :]
+        del pipe, settings
+        return latents[:, :, self.before_video(conditioning) :]
 
     def noised(
         self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor
@@ -226,6 +237,66 @@ class Vace(Wan):
         more = noise.shape[2] - clean.shape[2]
         whole = torch.cat([clean[:, :, :1].expand(-1, -1, more, -1, -1), clean], dim=2)
         return super().noised(pipe, whole, noise)
+
+
+class Animate(Vace):
+    """`WanAnimatePipeline`: the person of an image moves as the one of a pose video, with the face
+    of another; or replaces the person of a video. One segment, as long as the video."""
+
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "sampler": "scheduler", "height": 720, "width": 1280, "num_frames": 77, "fps": 30
+    }  # fmt: skip
+    OWN: ClassVar[Mapping[str, object]] = {"steps": 20, "guidance_scale": 1.0}
+    NEEDS: ClassVar[tuple[str, ...]] = ("image", "pose", "face")
+    MAY: ClassVar[tuple[str, ...]] = ("background", "mask")
+
+    def before_video(self, conditioning: Conditioning | None) -> int:
+        """The image's."""
+        return 1
+
+    def call_inputs(
+        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
+    ) -> dict[str, object]:
+        """The pipeline makes as many frames as the pose video has.
+
+        Raises:
+            SamplingError: There is a mask without a background, or the other way round.
+        """
+        given, size = conditioning.media, (settings.width, settings.height)
+        replaces = "background" in given
+        if replaces != ("mask" in given):
+            raise SamplingError(
+                "mask" if replaces else "background",
+                expected="a background and a mask (white where the person is put), or neither",
+                got="one of them",
+                remedy="Give --background FILE and --mask FILE",
+            )
+        span = int(pipe.vae_scale_factor_temporal)
+        frames = (settings.num_frames - 1) // span * span + 1
+        call = Wan.call_inputs(self, pipe, seed, conditioning, settings)
+        del call["guidance_scale_2"], call["num_frames"]
+        call |= {"image": given["image"], "segment_frame_length": frames}
+        names = {"pose": "pose_video", "face": "face_video"}
+        if replaces:
+            call["mode"] = "replace"
+            names |= {"background": "background_video", "mask": "mask_video"}
+        for name, theirs in names.items():
+            images = conditioning.frames(name, settings)[:frames]
+            if name == "mask":
+                images = [
+                    one.resize(size, Image.Resampling.NEAREST).convert("L") for one in images
+                ]
+            call[theirs] = images
+        return call
+
+    def trim(
+        self, pipe: Any, latents: torch.Tensor, conditioning: Conditioning, settings: Settings
+    ) -> torch.Tensor:
+        """Without the image's, and as the loop holds them: the pipeline returns what its VAE
+        takes."""
+        latents = super().trim(pipe, latents, conditioning, settings)
+        mean, std = self.scales(pipe, latents)
+        return (latents - mean) / std
 
 
 class SkyReels(Wan):
