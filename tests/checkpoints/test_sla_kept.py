@@ -13,8 +13,9 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints.test_extra import PLAIN, load, relative
+from tests.checkpoints.test_extra import PLAIN, load
 from tests.checkpoints.wan_model import Options, save
+from tests.measures import relative_l2
 from tests.sampling import micro
 from turbo_rcm_patch import PatchConfig, find_pairs, load_extra, patch_model, patched, unload_extra
 from turbo_rcm_patch import unpatch_model as unpatch
@@ -102,7 +103,7 @@ def test_a_stock_class_loads_it_and_patching_finds_the_proj_l(
     assert torch.equal(output(model), expected)
     unpatch(model)
     assert contents(model) == inside and torch.equal(output(model), before)
-    assert relative(before, expected) > 0.05
+    assert relative_l2(before, expected) > 0.05
 
 
 def contents(model: Any) -> dict[str, Any]:
@@ -211,7 +212,7 @@ def test_lost_ones_are_refused(folder: Path, tmp_path: Path) -> None:
     before = output(model)
     unload_extra(model)  # Dense attention is meant.
     with patched(model, PLAIN) as report:
-        assert "sla" not in str(report) and relative(output(model), before) < 0.02
+        assert "sla" not in str(report) and relative_l2(output(model), before) < 0.02
     model.save_pretrained(tmp_path / "dense")
     with patched(load(tmp_path / "dense"), PLAIN):
         pass

@@ -49,7 +49,8 @@ def work(
             name, failure = outcome(plan, case)
             lost = bool(failure) and plan.is_lost()
             to.send(("ran", name, failure, counts.compiled, counts.compiling))
-            if lost:
+            if lost:  # It may not even end by itself.
+                to.send(("lost",))
                 return
     to.send(("done",))
 
@@ -111,6 +112,8 @@ def run_in_processes(
         late = time.time() > until
         if one.case is not None and not late:
             note(one, "", failed(plan, one.case, why))
+        elif why and not late:
+            result.failures.append(f"process {one.index}, outside of a case: {why}")
         if one.done or late or one.times >= MOST:
             one.done = True
         else:
@@ -123,7 +126,8 @@ def run_in_processes(
             one.kernels = (said[3], said[4])
             note(one, said[1], said[2])
         else:
-            one.done = True
+            one.done = said[0] == "done"
+            stopped(one, "")
 
     processes = [Process(index, start) for index in range(workers)]
     for one in processes:
@@ -135,10 +139,8 @@ def run_in_processes(
                 try:
                     heard(one, one.pipe.recv())
                 except EOFError:
-                    one.handle.join()
+                    one.handle.join(10)
                     stopped(one, f"the process died (exit code {one.handle.exitcode})")
-                if one.done and one.handle.is_alive():
-                    stopped(one, "")
             elif one.case is not None and time.time() - one.since > HUNG:
                 stopped(one, f"took more than {HUNG:.0f} s")
             elif time.time() > until + GRACE:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.measures import relative_l2
 from tests.patching import cogvideox, wan
 from tests.patching.test_precision import AUTO, one_peaked_head
-from tests.patching.test_residual import BF16, CLOSER, EXACT, errors, relative
+from tests.patching.test_residual import BF16, CLOSER, EXACT, errors
 from turbo_rcm_patch import patch_model, patched
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip
 
@@ -46,7 +47,7 @@ def test_marked_heads_are_exact_and_the_others_int8(exact: tuple[int, ...]) -> N
     mixed, int8 = run(replace(spec, exact_heads=exact)), run(spec)
     truth = run(replace(spec, attention="exact"))
     for head in range(HEADS):
-        off, alone = (relative(x[:, :, head], truth[:, :, head]) for x in (mixed, int8))
+        off, alone = (relative_l2(x[:, :, head], truth[:, :, head]) for x in (mixed, int8))
         assert (off < 1e-2 < alone) if head in exact else (0.5 * alone < off < 1.1 * alone)
 
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from benchmarks.networks import build_wan, wan_call
-from tests.ops.test_parallel import Case, inputs, local, one_device, relative
+from tests.measures import relative_l2
+from tests.ops.test_parallel import Case, inputs, local, one_device
 from tests.patching import test_parallel_patched as patched
 from tests.patching.wan import run
 from tests.ranks import groups, on_ranks
@@ -88,12 +89,12 @@ def run_cases(rank: int, cases: list[Case]) -> None:
         for _ in range(3):  # the second is recorded and the third replayed
             out = parallel_attention(q, k, v, spec, parallel, **mine)
             assert out.dtype == q.dtype and torch.isfinite(out).all(), case.name
-            apart = relative(out, whole)
+            apart = relative_l2(out, whole)
             if case.ring == 1 or spec.attention == "exact":
                 assert apart < NEAR, (case.name, apart)
                 continue
             exact = one_device(made, spec, attention="exact")[:, rows]
-            own, single = relative(out, exact), relative(whole, exact)
+            own, single = relative_l2(out, exact), relative_l2(whole, exact)
             assert own < BUDGET * single, (case.name, own, single)
         again = parallel_attention(q, k, v, spec, parallel, **mine)
         assert torch.equal(out, again), case.name  # deterministic
@@ -143,7 +144,7 @@ def guarded(rank: int) -> None:
     report = patch_model(model, attention="int8", precision="auto", guard_budget=0.02)
     patched.enable(model, patched.mesh(1, 2, "cuda"))
     out = run(model, **inputs)
-    assert relative(out, author) < 0.05
+    assert relative_l2(out, author) < 0.05
     assert patched.same_everywhere(out)
     verdicts = [(record.path, record.verdict, record.error) for record in report.guard]
     everyone: list[Any] = [None, None]
@@ -166,7 +167,7 @@ def a_long_video(rank: int) -> None:
         outs = [call() for _ in range(3)]  # recorded, then replayed
     assert all(torch.equal(out, outs[0]) for out in outs)
     assert patched.same_everywhere(outs[0])
-    assert relative(outs[0], exact) < BUDGET * relative(single, exact)
+    assert relative_l2(outs[0], exact) < BUDGET * relative_l2(single, exact)
 
 
 PATCHED: dict[str, Callable[[int], None]] = {

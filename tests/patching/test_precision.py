@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.measures import relative_l2
 from tests.patching import cogvideox, sla, wan
-from tests.patching.test_residual import BF16, errors, relative
+from tests.patching.test_residual import BF16, errors
 from turbo_rcm_patch import PatchConfig, ops, patch_model, patched
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope
@@ -219,7 +220,7 @@ def test_a_target_is_met_and_what_it_costs_follows_it(subject: Any) -> None:
     with torch.no_grad(), errors_upcast(model):
         truth = model(**cogvideox.widened(given))[0]
     for (output, number), target in zip(found, (ANY, 1.2, 1.0), strict=True):
-        ratio = relative(output, truth) / base
+        ratio = relative_l2(output, truth) / base
         assert ratio <= 1.1 * target
         assert number is not None and 0.6 < number / ratio < 1.7
 
@@ -293,14 +294,14 @@ def test_marked_heads_survive_a_gradient_and_a_compiler() -> None:
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
     try:
-        assert relative(wan.run(model, **given), expected) < 2e-3
+        assert relative_l2(wan.run(model, **given), expected) < 2e-3
     finally:
         for block in model.blocks:
             block._compiled_call_impl = None
         torch._dynamo.reset()
     model.requires_grad_(True)
     out = model(**given)[0]
-    assert relative(out.detach(), expected) < 2e-3
+    assert relative_l2(out.detach(), expected) < 2e-3
     out.float().square().sum().backward()
     assert model.blocks[0].attn1.to_q.weight.grad.isfinite().all()
 
