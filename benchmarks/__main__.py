@@ -13,6 +13,7 @@ from typing import Final
 from benchmarks.runner import Plan
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.exit_codes import run_command
+from turbo_rcm_patch.usage import Types, add_options
 
 _PROGRAM: Final = "python -m benchmarks"
 #: Command -> (module and function of a plan, help, an example of --only, an example of --peers).
@@ -118,59 +119,22 @@ def parser() -> argparse.ArgumentParser:
             f"           {_PROGRAM} {name} --device cpu --micro    (tries the command itself)",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        add = one.add_argument
-        add(
-            "--out",
-            type=Path,
-            default=Path("outputs/benchmarks"),
-            metavar="FOLDER",
-            help="folder to write into (default: %(default)s)",
-        )
-        add("--device", default="cuda", help='"cuda", "cuda:1", or "cpu" with --micro')
-        add("--quick", action="store_true", help="fewer sizes and fewer calls")
-        add("--only", default=(), type=_names, metavar="CASE,...", help="cases to measure")
-        add("--peers", default=(), type=_names, metavar="NAME,...", help="methods to measure")
-        add("--calls", type=int, help="most timed calls of a measurement")
-        add("--seed", type=int, default=0, help="of weights and inputs")
-        add(
-            "--limit",
-            type=float,
-            default=600.0,
-            metavar="SECONDS",
-            help="begin no measurement after this, and say what was left out "
-            "(default: %(default)s)",
-        )
-        add("--micro", action="store_true", help="toy sizes, to try the command itself")
-        if name == "fidelity":
-            add(
-                "--inputs",
-                type=int,
-                default=1,
-                metavar="N",
-                help="pairs of a timestep and a seed, 1 to 12 (default: %(default)s)",
-            )
-        if name in ("network", "length"):
-            add(
-                "--turbodiffusion",
-                type=Path,
-                metavar="PATH",
-                help="a checkout of thu-ml/TurboDiffusion, for its WanModel: turbo-1.3b of "
-                "network, WanModel of length",
-            )
-        if name == "parallel":
-            for flag, what in (
-                (
-                    "--paper",
-                    "compute a table for more GPUs and two hosts from what --parts measured",
-                ),
-                ("--parts", "measure on two GPUs what --paper computes with"),
-            ):
-                add(flag, action="store_true", help=what)
+        options = _OPTIONS | _OWN.get(name, {})
+        add_options(
+            one, options, _TYPES, out=_OUT, device="cuda", only=(), peers=(), seed=0, limit=600.0,
+            inputs=1,
+        )  # fmt: skip
         if name == "hbm":
-            add("--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS)
+            one.add_argument(
+                "--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS
+            )
     _add_cards(commands)
     plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
     plot.add_argument("folder", type=Path, help="where the comparisons wrote")
+    table = commands.add_parser(
+        "table", help="print tables of a folder in Markdown, from its JSON"
+    )
+    table.add_argument("folder", type=Path, help="where `length` or `video` wrote")
     return top
 
 
@@ -185,17 +149,14 @@ def _add_cards(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         f'           {_PROGRAM} cards --only "RTX 4090" --tiles 64x64x4x2,128x64x8x2',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = one.add_argument
-    add("--out", type=Path, default=Path("outputs/benchmarks"), metavar="FOLDER")
-    add("--only", default=(), type=_names, metavar="CARD,...", help="cards (default: all)")
-    add(
-        "--tiles",
-        default=(),
-        type=_tiles,
-        metavar="TILE,...",
-        help="rows x columns x warps x stages to compare (default: the shipped tile)",
-    )
-    add("--head-dims", default=(64, 128), type=_numbers, metavar="D,...")
+    options = {
+        "--out FOLDER": "folder to write into (default: %(default)s)",
+        "--only CARD,...": "cards (default: all)",
+        "--tiles TILE,...": "rows x columns x warps x stages to compare (default: the shipped "
+        "tile)",
+        "--head-dims D,...": "channels a head (default: 64,128)",
+    }
+    add_options(one, options, _TYPES, out=_OUT, only=(), tiles=(), head_dims=(64, 128))
 
 
 def _tiles(text: str) -> tuple[tuple[int, ...], ...]:
@@ -211,6 +172,43 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+_TYPES: Final[Types] = {
+    **dict.fromkeys(("CASE,...", "NAME,...", "CARD,..."), _names),
+    "TILE,...": _tiles,
+    "D,...": _numbers,
+    "PATH": Path,
+}
+_OUT: Final = Path("outputs/benchmarks")
+_OPTIONS: Final = {
+    "--out FOLDER": "folder to write into (default: %(default)s)",
+    "--device DEVICE": '"cuda", "cuda:1", or "cpu" with --micro',
+    "--quick": "fewer sizes and fewer calls",
+    "--only CASE,...": "cases to measure",
+    "--peers NAME,...": "methods to measure",
+    "--calls N": "most timed calls of a measurement",
+    "--seed N": "of weights and inputs",
+    "--limit SECONDS": "begin no measurement after this, and say what was left out (default: "
+    "%(default)s)",
+    "--micro": "toy sizes, to try the command itself",
+}
+_CHECKOUT: Final = {
+    "--turbodiffusion PATH": "a checkout of thu-ml/TurboDiffusion, for its WanModel: turbo-1.3b "
+    "of network, WanModel of length",
+}
+#: What some comparisons take beyond that.
+_OWN: Final = {
+    "fidelity": {
+        "--inputs N": "pairs of a timestep and a seed, 1 to 12 (default: %(default)s)",
+    },
+    "network": _CHECKOUT,
+    "length": _CHECKOUT,
+    "parallel": {
+        "--paper": "compute a table for more GPUs and two hosts from what --parts measured",
+        "--parts": "measure on two GPUs what --paper computes with",
+    },
+}
 
 
 def _plot(folder: Path) -> int:
@@ -231,6 +229,21 @@ def _plot(folder: Path) -> int:
     return 0
 
 
+def _table(folder: Path) -> int:
+    from benchmarks.tables import tables
+
+    made = tables(folder)
+    if not made:
+        raise ConfigError(
+            "folder",
+            expected="length.json or video.json in it",
+            got=str(folder),
+            remedy="Run one of them first",
+        )
+    print(made)
+    return 0
+
+
 def _run(arguments: argparse.Namespace, command: str) -> int:
     if arguments.command == "cards":
         from benchmarks import cards
@@ -238,6 +251,8 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
         return cards.run(arguments.out, arguments.only, arguments.tiles, arguments.head_dims)
     if arguments.command == "plot":
         return _plot(arguments.folder)
+    if arguments.command == "table":
+        return _table(arguments.folder)
     given = vars(arguments)
     inside = given.pop("inside", None)
     module, function = COMPARISONS[given.pop("command")][0].split(".")

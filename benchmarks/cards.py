@@ -20,8 +20,6 @@ from typing import Any, Final
 
 from turbo_rcm_patch.output import atomic
 
-__all__ = ["CARDS", "Card", "Estimate", "estimate", "programs_that_fit", "run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Card:

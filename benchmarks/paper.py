@@ -37,8 +37,6 @@ from turbo_rcm_patch.ops import parallel
 from turbo_rcm_patch.ops.exchange import ContextParallel, told
 from turbo_rcm_patch.ops.shards import padded
 
-__all__ = ["ASSUMPTIONS", "Links", "measure", "predicted", "run"]
-
 PARTS: Final = Path("results/h200/parallel_paper.json")
 MEASURED: Final = Path("results/h200/parallel.json")
 #: Network -> (heads, blocks).

@@ -20,8 +20,6 @@ from benchmarks.runner import Plan, Record
 from benchmarks.turbo import WanModelClass
 from turbo_rcm_patch.bench import Call
 
-__all__ = ["LENGTHS", "Row", "Rows", "default", "names"]
-
 #: Tokens -> latent frames, height and width.
 LENGTHS: Final = {
     "780": (1, 60, 52),

@@ -20,6 +20,9 @@ PRELOAD = (
     "torch.distributed.device_mesh",
     "transformers.models.umt5.modeling_umt5",
 )
+#: How ranks are started, where "" is by the server. A mutant of a process is in those alone that
+#: are forked from itself.
+RANKS = ""
 
 
 def server() -> ForkServerContext:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests import processes
 from tests.processes import server
 from turbo_rcm_patch.ops.exchange import ContextParallel
 
@@ -70,7 +71,7 @@ def on_ranks(
     timeout: timedelta = TIMEOUT,
 ) -> None:
     """Run function(rank, *args) in so many processes of one group. On GPUs nothing is shared."""
-    start = "spawn" if "nccl" in backend else server().get_start_method()
+    start = "spawn" if "nccl" in backend else processes.RANKS or server().get_start_method()
     with tempfile.TemporaryDirectory() as folder:
         given = (world, backend, os.fspath(folder), function, args, timeout)
         mp.start_processes(_main, args=given, nprocs=world, start_method=start)

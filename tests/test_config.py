@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,10 @@ def test_is_frozen_keyword_only_and_hashable() -> None:
     assert dataclasses.replace(config, attention="exact") == PatchConfig(attention="exact")
 
 
-@pytest.mark.parametrize("other", [{"guard": False}, {"attention": "exact"}])
-def test_auto_precision_needs_a_guard_and_int8(other: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="precision"):
-        PatchConfig(precision="auto", **other)
+@pytest.mark.parametrize(
+    "other",
+    [{"guard": False}, {"attention": "exact"}, {"attention": "int4"}, {"precision": "fixed"}],
+)
+def test_precision_is_chosen_with_a_guard_and_int8(other: dict[str, Any]) -> None:
+    assert PatchConfig().chooses and PatchConfig(attention="int8").chooses
+    assert not PatchConfig(**other).chooses

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 
 from training.build import TinyConfig, build_tokenizer, half, write_settings
-from training.flow import Velocity, rcm_times
+from training.flow import Velocity
+from turbo_rcm_patch.sampling.scheduler import rcm_times
 from turbo_rcm_patch.tiny import TINY_WAN
 
 NAME: Final = "wan"
@@ -133,7 +134,7 @@ def velocity(transformer: WanTransformer3DModel, text: Tensor) -> Velocity:
 
 def times(steps: int) -> tuple[float, ...]:
     """Times of the rCM sampler."""
-    return rcm_times(steps)
+    return tuple(rcm_times(steps).tolist())
 
 
 def save_pipeline(

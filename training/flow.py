@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -10,16 +9,9 @@ import torch
 from torch import Tensor
 
 ODE_SHIFT: Final = 3.0
-_TRIG_TIMES: Final = (1.5, 1.4, 1.0)  # after atan(sigma_max); what TurboDiffusion's sampler uses
 
 # (x_t [B, C, F, H, W], t [B]) -> velocity of x_t's shape
 Velocity = Callable[[Tensor, Tensor], Tensor]
-
-
-def rcm_times(steps: int = 4, sigma_max: float = 80.0) -> tuple[float, ...]:
-    """Rectified-flow times of the rCM sampler, steps + 1 of them, the last one 0."""
-    trig = (math.atan(sigma_max), *_TRIG_TIMES)[:steps]
-    return (*(math.sin(a) / (math.cos(a) + math.sin(a)) for a in trig), 0.0)
 
 
 def shifted(u: Tensor, shift: float = ODE_SHIFT) -> Tensor:

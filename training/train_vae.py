@@ -1,8 +1,22 @@
-"""Stage one: the video autoencoder, on crops first and on whole pictures last."""
+"""The video autoencoders.
+
+Stage one trains the tiny Wan's, on crops first and on whole pictures last. The last stage trains
+its decoder alone, while latents stay what the transformers have learnt. A decoder sees two kinds
+of latents: those of the encoder, and those of a transformer, which are off by a little. Both are
+trained for: latents are drawn from the posterior and shaken by a further few per cent of their
+spread.
+
+The CogVideoX autoencoder is another network for the latents that the tiny Wan's already has.
+Nothing has to be found there, only learnt: the encoder repeats what Wan's encoder says,
+normalised, and the decoder draws the video that those latents came from. So the transformer can
+be trained on Wan's latents before, after or beside that stage.
+"""
 
 from __future__ import annotations
 
+import copy
 import time
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -10,9 +24,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
 from torch import Tensor
 
+from training import family_cogvideox, family_wan
 from training.build import TinyConfig
 from training.data import REFERENCE_SIZE, Scenes, render, sample_scenes
-from training.family_wan import build_vae
 from training.plots import sheet
 from training.run import Budget, Run, Stage, batches
 from turbo_rcm_patch.output import atomic
@@ -21,6 +35,14 @@ _CROP_PHASE: Final = 0.65  # share of the budget spent on crops of half the side
 _KL: Final = 3e-4
 _EDGE: Final = 0.5
 _SALT: Final = 1
+
+#: The decoder alone, and its further shake of a latent channel's standard deviation.
+_DECODER_EDGE: Final = 1.0
+_SHAKE: Final = 0.05
+_DECODER_SALT: Final = 5
+
+_TWIN_SALT: Final = 6
+_LOGVAR: Final = -6.0  # a posterior that hardly spreads: nobody samples from it
 
 
 def decode(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
@@ -119,6 +141,16 @@ def report_reconstruction(stage: Stage, videos: Tensor, found: Tensor, **others:
     sheet(pairs, stage.run.out / "sheets" / f"{stage.name}_{stage.step:06d}.png")
 
 
+def _held_out(run: Run, config: TinyConfig, batch: int) -> Tensor:
+    """Two batches of videos that no stage is trained on, the same at every probe."""
+    return videos_of(run, config, 2 * batch, run.generators(98)[0], held_out=True)
+
+
+def _encoded(vae: AutoencoderKLWan, videos: Tensor, run: Run, batch: int) -> Tensor:
+    with run.precision():
+        return torch.cat([encode(vae, videos[part]) for part in batches(len(videos), batch)])
+
+
 def _crop(
     scenes: Scenes, side: int, size: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, int]:
@@ -205,7 +237,7 @@ def train_vae(run: Run, config: TinyConfig, budget: Budget) -> AutoencoderKLWan:
     """
     batch = budget.batch
     torch.manual_seed(run.seed)
-    vae = build_vae(config).to(run.device)
+    vae = family_wan.build_vae(config).to(run.device)
     layout = run.out / "layout.txt"
     if run.device.type == "cuda" and layout.exists():
         use_layout(vae, layout.read_text())
@@ -234,12 +266,8 @@ def train_vae(run: Run, config: TinyConfig, budget: Budget) -> AutoencoderKLWan:
         average = stage.ema["vae"]
         assert isinstance(average, AutoencoderKLWan)
         _set_statistics(average, config, run, batch)
-        scenes, _ = run.generators(98)
-        videos = videos_of(run, config, 2 * batch, scenes, held_out=True)
-        with run.precision():
-            latents = torch.cat(
-                [encode(average, videos[part]) for part in batches(2 * batch, batch)]
-            )
+        videos = _held_out(run, config, batch)
+        latents = _encoded(average, videos, run, batch)
         found = decode_frames(average, latents, run, batch=batch)
         noisy = decode_frames(average, latents + 0.1 * torch.randn_like(latents), run, batch=batch)
         report_reconstruction(stage, videos, found, psnr_noisy_latents=noisy)
@@ -267,3 +295,122 @@ def _set_statistics(vae: AutoencoderKLWan, config: TinyConfig, run: Run, batch: 
         latents_mean=[round(v, 5) for v in latents.mean((0, 2, 3, 4)).tolist()],
         latents_std=[round(v, 5) for v in latents.std((0, 2, 3, 4)).clamp(min=1e-3).tolist()],
     )
+
+
+# --- the decoder alone ---------------------------------------------------------------------------
+
+
+def train_decoder(
+    run: Run,
+    config: TinyConfig,
+    vae: AutoencoderKLWan,
+    budget: Budget,
+) -> AutoencoderKLWan:
+    """Train the decoder with a frozen encoder.
+
+    Args:
+        run: Where and how.
+        config: Sizes.
+        vae: The autoencoder after `train_vae`; left as it is.
+        budget: How long; whole pictures a step.
+
+    Returns:
+        The same encoder and latent statistics with the averaged new decoder, in fp32.
+    """
+    trained = copy.deepcopy(vae)
+    parts = {"decoder": trained.decoder, "post_quant_conv": trained.post_quant_conv}
+    for part in parts.values():
+        part.requires_grad_(True)
+    stage, batch = Stage(run, "decoder", parts, budget, salt=_DECODER_SALT), budget.batch
+    _, std = statistics(vae, run.device)
+
+    def losses() -> dict[str, Tensor]:
+        target = videos_of(run, config, batch, stage.scenes) * 2 - 1
+        with run.precision():
+            with torch.no_grad():
+                posterior = vae.encode(target).latent_dist
+                spread = (0.5 * posterior.logvar.float()).exp() + _SHAKE * std
+                noise = torch.randn(spread.shape, generator=stage.noise, device=run.device)
+                latents = posterior.mean.float() + spread * noise
+            found = decode(trained, latents).float()
+        error = found - target
+        pixel = error.abs().mean()
+        edge = sum(error.diff(dim=axis).abs().mean() for axis in (2, 3, 4)) / 3
+        loss = pixel + error.square().mean() + _DECODER_EDGE * edge
+        return {"loss": loss, "pixel": pixel, "edge": torch.as_tensor(edge)}
+
+    def averaged() -> AutoencoderKLWan:
+        result = copy.deepcopy(vae)
+        result.decoder.load_state_dict(stage.ema["decoder"].state_dict())
+        result.post_quant_conv.load_state_dict(stage.ema["post_quant_conv"].state_dict())
+        return result
+
+    @torch.no_grad()
+    def probe(stage: Stage) -> None:
+        average = averaged()
+        videos = _held_out(run, config, batch)
+        found = decode_frames(average, _encoded(vae, videos, run, batch), run, batch=batch)
+        report_reconstruction(stage, videos, found)
+
+    stage.train(losses, probe)
+    return averaged()
+
+
+# --- the twin: CogVideoX's -----------------------------------------------------------------------
+
+
+def train_twin(
+    run: Run,
+    config: family_cogvideox.CogVideoXConfig,
+    original: AutoencoderKLWan,
+    budget: Budget,
+    *,
+    start: Path | None = None,
+) -> AutoencoderKLCogVideoX:
+    """Train (or continue, or just load) the autoencoder.
+
+    Args:
+        run: Where and how.
+        config: Sizes.
+        original: The tiny Wan's autoencoder; left as it is.
+        budget: How long; whole pictures a step, as group norms see whole pictures in use as well.
+        start: Pipeline folder to begin from, instead of from random weights.
+
+    Returns:
+        The averaged weights, in fp32.
+    """
+    torch.manual_seed(run.seed + 2)
+    vae = family_cogvideox.build_vae(config)
+    if start is not None:
+        vae = AutoencoderKLCogVideoX.from_pretrained(start, subfolder="vae", dtype=torch.float32)
+    vae.to(run.device).train()
+    stage, batch = Stage(run, "vae", {"vae": vae}, budget, salt=_TWIN_SALT), budget.batch
+
+    def losses() -> dict[str, Tensor]:
+        videos = videos_of(run, config, batch, stage.scenes)
+        target = videos * 2 - 1
+        with run.precision():
+            latents = encode(original, videos)
+            posterior = vae.encode(target).latent_dist
+            noise = torch.randn(latents.shape, generator=stage.noise, device=run.device)
+            found = vae.decode(latents + _SHAKE * noise).sample.float()
+        space = F.mse_loss(posterior.mean.float(), latents)
+        spread = F.mse_loss(posterior.logvar.float(), torch.full_like(latents, _LOGVAR))
+        error = found - target
+        pixel = error.abs().mean() + error.square().mean()  # as in `train_vae`
+        edge = torch.stack([error.diff(dim=axis).abs().mean() for axis in (2, 3, 4)]).mean()
+        loss = pixel + _EDGE * edge + space + 0.01 * spread
+        return {"loss": loss, "pixel": pixel, "edge": edge, "space": space}
+
+    @torch.no_grad()
+    def probe(stage: Stage) -> None:
+        average = stage.ema["vae"]
+        videos = _held_out(run, config, batch)
+        latents, own = (_encoded(one, videos, run, batch) for one in (original, average))
+        found, both = (decode_frames(average, x, run, batch=batch) for x in (latents, own))
+        report_reconstruction(stage, videos, found, psnr_own_latents=both)
+
+    stage.train(losses, probe)
+    average = stage.ema["vae"]
+    assert isinstance(average, AutoencoderKLCogVideoX)
+    return average

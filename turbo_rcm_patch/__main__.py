@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 from turbo_rcm_patch.config import (
     Attention,
@@ -21,6 +21,7 @@ from turbo_rcm_patch.config import (
     ResidualDType,
 )
 from turbo_rcm_patch.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
+from turbo_rcm_patch.usage import add_options
 
 #: What `pip install .` brings, whose absence deserves a line and not a traceback.
 NEEDED = ("torch", "triton", "diffusers", "safetensors")
@@ -133,38 +134,6 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=name)
         add(command)
     return parser
-
-
-#: What the value of an option is, by the word that its usage has for it; others are texts.
-_TYPES: Final[dict[str, Callable[[str], object]]] = (
-    dict.fromkeys(("N",), int)
-    | dict.fromkeys(("S", "E", "R", "SHARE", "SECONDS"), float)
-    | dict.fromkeys(("FILE", "FOLDER", "PTH", "SOURCE", "OUT"), Path)
-)
-
-
-def _add(to: argparse._ActionsContainer, options: Mapping[str, str], **defaults: object) -> None:
-    """Add options.
-
-    Args:
-        to: A command, or a group of its options.
-        options: Usage -> help. "--force" is a switch, "--steps N" takes a value,
-            "--form {sde,ode}" one of several, and "--prompt TEXT ..." may be repeated.
-        defaults: By name.
-    """
-    for usage, text in options.items():
-        flag, value, *repeated = (*usage.split(" "), "")
-        name = flag.lstrip("-").replace("-", "_")
-        more: dict[str, Any] = {"default": defaults[name]} if name in defaults else {}
-        if value.startswith("{"):
-            more["choices"] = tuple(value[1:-1].split(","))
-        elif value:
-            more |= {"metavar": value, "type": _TYPES.get(value, str)}
-        else:
-            more["action"] = "store_true"
-        if "..." in repeated:
-            more["action"] = "append"
-        to.add_argument(flag, help=text, **more)
 
 
 def _one_of(kind: object) -> str:
@@ -292,7 +261,7 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
         "prompt and seed. What a video was made from is written beside it, in a .json",
         "--no-patch": "do not patch the model",
     }
-    _add(command, options, out="outputs/generate")
+    add_options(command, options, out="outputs/generate")
     _add_patch(command)
 
 
@@ -304,7 +273,7 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
         "--fresh": "start again: remove what an earlier compare wrote into DIR, and keep other "
         "files",
     }
-    _add(command, options, out="outputs/compare")
+    add_options(command, options, out="outputs/compare")
     command.add_argument(
         "--network-number",
         action=argparse.BooleanOptionalAction,
@@ -321,7 +290,7 @@ def _add_pairs(command: argparse.ArgumentParser) -> None:
         "--model PATH_OR_ID": "a Wan or CogVideoX pipeline folder, a hub id, 'tiny' or "
         "'tiny-cogvideox'",
     }
-    _add(command, options, model="tiny")
+    add_options(command, options, model="tiny")
 
 
 def _add_convert(command: argparse.ArgumentParser) -> None:
@@ -342,11 +311,11 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         "--back": "convert a folder back to a .pth",
         "--force": "replace an existing OUT",
     }
-    _add(command, options)
+    add_options(command, options)
 
 
 def _add_support(command: argparse.ArgumentParser) -> None:
-    _add(command, {"--write FILE": "replace the generated part of FILE with the list"})
+    add_options(command, {"--write FILE": "replace the generated part of FILE with the list"})
 
 
 def _add_demo(command: argparse.ArgumentParser) -> None:
@@ -357,11 +326,11 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
         "are removed, others are kept (default: %(default)s)",
         "--resume": "continue an interrupted demo",
     }
-    _add(command, options, out="outputs/demo")
+    add_options(command, options, out="outputs/demo")
 
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
-    _add(command, {"--calls N": "most timed calls"} | _ON_A_CARD, calls=50, device="cuda")
+    add_options(command, {"--calls N": "most timed calls"} | _ON_A_CARD, calls=50, device="cuda")
 
 
 def _add_tune(command: argparse.ArgumentParser) -> None:
@@ -375,7 +344,7 @@ def _add_tune(command: argparse.ArgumentParser) -> None:
         "%(default)s)",
         "--dry-run": "show what would be written",
     }
-    _add(command, options | _ON_A_CARD, only="", limit=600.0, device="cuda")
+    add_options(command, options | _ON_A_CARD, only="", limit=600.0, device="cuda")
 
 
 _ON_A_CARD: Final = {
@@ -396,7 +365,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "GPU at a time",
     }
     group = command.add_argument_group("model")
-    _add(group, options, model="tiny", dtype="bfloat16", offload="none")
+    add_options(group, options, model="tiny", dtype="bfloat16", offload="none")
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
@@ -432,7 +401,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group(
         "sampling", "Defaults come from turbo_rcm.json in the model's folder, if there is one."
     )
-    _add(group, options, prompt=[], ulysses=1, ring=1, seed=0)
+    add_options(group, options, prompt=[], ulysses=1, ring=1, seed=0)
 
 
 def _add_patch(command: argparse.ArgumentParser) -> None:
@@ -460,7 +429,7 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
     }
     default = PatchConfig()
     group = command.add_argument_group("patch")
-    _add(group, options, **asdict(default), pair_form=default.form)
+    add_options(group, options, **asdict(default), pair_form=default.form)
 
 
 def _examples(*lines: str) -> str:

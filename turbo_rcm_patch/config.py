@@ -81,15 +81,16 @@ class PatchConfig:
             second attention), "feed-forward", "control" (VACE's input projection).
         guard: Compare each closed pair with its author's code on the first and the last step of
             an inference, and give it back to that code if its error exceeds the budget.
-        precision: "fixed" runs every pair as configured here, or as its author's code. "auto" lets
-            the guard try more exact attentions first: with 16-bit p and v, then exact with the
-            skip fused after it, and only then the author's code. It needs the guard and
-            attention="auto" or "int8".
+        precision: "auto" lets the guard choose how exact each attention is, and which Linears run
+            in int8, for the target `fidelity`; a pair over its own budget first gets 16-bit p and
+            v, then exact attention with the skip fused after it, and only then its author's code.
+            Without the guard, or with another attention than "auto" and "int8", there is nothing
+            to choose. "fixed" runs every pair as configured here, or as its author's code.
         fidelity: With precision="auto", the target for the network's error: at most so many times
             that of the unpatched network, both to the same network in fp32. The guard estimates
-            what each pair adds to either error; a pair that adds more than its share runs some
-            heads exactly, those first that add the most, or gives int8 Linears back. The report
-            has the prediction (`report.guard.fidelity`).
+            what each pair adds to either error. Where the sum is over the target, heads run
+            exactly and int8 Linears are given back, those first that take the most error away for
+            their time. The report has the prediction (`report.guard.fidelity`).
         calibration: A file of `report.save_calibration`: from the first forward on, pairs run as
             the guard chose for this model before, whatever `precision` says. A file of other
             weights is refused.
@@ -120,7 +121,7 @@ class PatchConfig:
     residual: ResidualDType = RESIDUAL
     kinds: tuple[Kind, ...] = KINDS
     guard: bool = True
-    precision: Precision = "fixed"
+    precision: Precision = "auto"
     fidelity: float = 1.10
     calibration: str | os.PathLike[str] | None = None
     guard_budget: float = 0.10
@@ -195,12 +196,12 @@ class PatchConfig:
                 got=repr(self.sla_topk),
                 remedy="Use unload_extra to run without SLA",
             )
-        if self.precision == "auto" and not (self.guard and self.attention in ("auto", "int8")):
-            raise ConfigError(
-                'PatchConfig.precision="auto"',
-                expected='guard=True and attention="auto" or "int8": the guard chooses',
-                got=f"guard={self.guard} and attention={self.attention!r}",
-            )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the guard chooses how exact each attention is."""
+        by_head = self.guard and self.attention in ("auto", "int8")
+        return by_head and self.precision == "auto"
 
 
 class PatchOptions(TypedDict, total=False):

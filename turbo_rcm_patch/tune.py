@@ -45,8 +45,6 @@ from turbo_rcm_patch.ops import keep_dispatch, measure_dispatch
 from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.environment import device_name
 
-__all__ = ["Found", "Work", "candidates", "tune", "work_for", "write_table"]
-
 #: A tile is wrong when its error against fp64 is more than this times the shipped tile's.
 _ERROR_MARGIN: Final = 1.05
 #: A tile replaces the shipped one only if it is faster by more than measurements scatter.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.sampling import source
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler, rcm_times
 from turbo_rcm_patch.sampling.settings import Settings, folder_defaults
 from turbo_rcm_patch.sampling.video import write_mp4
@@ -48,15 +48,7 @@ def read_image(path: str | Path) -> torch.Tensor:
     Raises:
         SamplingError: There is none, or it is no image.
     """
-    try:
-        with Image.open(Path(path).expanduser()) as image:
-            rgb = image.convert("RGB")
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise SamplingError(
-            f"--image_path: {path} cannot be read as an image",
-            expected="a file such as a PNG or a JPEG",
-            got=f"{type(error).__name__}: {error}",
-        ) from error
+    rgb = source.read_image(path, "--image_path")
     pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
     return pixels.view(1, rgb.height, rgb.width, 3).permute(0, 3, 1, 2).contiguous()
 

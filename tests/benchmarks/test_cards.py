@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.cards import CARDS, Card, estimate, programs_that_fit
+from benchmarks.cards import CARDS, HEAD, Card, estimate, line, programs_that_fit
 from tests.kernels.aot_compile import innermost_loops, main_loop, spills_in_loops
 
 #: A card whose every rate is easy to divide by: 10 multiprocessors at 1 GHz.
@@ -123,6 +123,24 @@ def test_the_shipped_tile_of_ada_is_the_better_one(
     old, new = (one["estimate"]["cycles"] for one in (before, row))
     assert new["issue"] / 2 < 0.75 * old["issue"], "a tile has twice the rows"
     assert "| RTX 4090 | 128, fp8 | 128 x 64, 8 |" in capsys.readouterr().out
+
+
+def test_the_table_of_the_docs_is_what_was_counted() -> None:
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "results" / "cards.json").read_text(encoding="utf-8"))["rows"]
+    page = (root / "docs" / "other_cards.md").read_text(encoding="utf-8").splitlines()
+    first = page.index(HEAD) + 2
+    assert page[first : first + len(rows)] == [line(row) for row in rows]
+    assert {row["card"] for row in rows} == set(CARDS)
+    for row in rows:
+        again = estimate(
+            CARDS[row["card"]],
+            row["compiled"],
+            row["compiled"]["tile"],
+            row["head_dim"],
+            row["pv"],
+        )
+        assert again.low == pytest.approx(row["estimate"]["low"]), "the model has changed since"
 
 
 def test_mistakes_are_refused(tmp_path: Path) -> None:

@@ -377,6 +377,39 @@ def test_time_over_length_has_a_row_for_every_method(tmp_path: Path) -> None:
     assert (tmp_path / "time_over_length.png").stat().st_size > 10_000
 
 
+def test_results_become_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def timed(ms: float, cpu: float, **more: object) -> dict[str, object]:
+        return {"milliseconds": {"median": ms}, "cpu_milliseconds": {"median": cpu}, **more}
+
+    cases = {
+        "780": {"tokens": 780, "methods": {
+            "eager": timed(32.7, 32.4), "patched": timed(21.25, 20.8, in_int8=0.0),
+            "eager sage": {"status": "missing", "reason": "no such package"},
+        }},
+        "cogvideox-2b": {"tokens": 17776, "methods": {
+            "eager": timed(314.0, 120.0), "patched": timed(203.4, 26.0, in_int8=1.0),
+            "compiled": timed(262.0, 15.0),
+        }},
+        "WanModel": {"status": "missing", "reason": "no checkout"},
+    }  # fmt: skip
+    (tmp_path / "length.json").write_text(json.dumps({"cases": cases}))
+    seconds = {"cold_seconds": 9.5, "warm_seconds": 4.5, "denoise_seconds": 1.48,
+               "decode_seconds": 3.05, "peak_bytes": 2**34}  # fmt: skip
+    video = {"rcm-4-steps": {"methods": {"patched": seconds, "compiled": {"reason": "no"}}}}
+    (tmp_path / "video.json").write_text(json.dumps({"cases": video}))
+    assert main(["table", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split("\n\n") == [
+        "|  | tokens | eager | `torch.compile` | **patched** | in int8 |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| Wan2.1-1.3B | 780 | 32.7 (32.4) |  | 21.2 (20.8) | 0% |\n"
+        "| CogVideoX-2B | 17,776 | 314 (120) | 262 | 203 | 100% |",
+        "|  |  | first video | next | in the sampler | in the VAE | peak, GiB |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| rcm-4-steps | patched | 9.50 | 4.50 | 1.48 | 3.05 | 16.0 |\n",
+    ]
+    assert main(["table", str(tmp_path / "nothing")]) == 2
+
+
 def test_seconds_a_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     only = ["--only", "guidance-30-steps", "--peers", "eager,patched"]
     assert main(["video", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 0

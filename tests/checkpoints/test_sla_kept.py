@@ -409,3 +409,11 @@ def test_the_first_expert_is_as_before_if_the_second_cannot_be_recovered(
     with pytest.raises(KeyboardInterrupt):
         patch_model(pipe, PLAIN)
     assert [contents(model) for model in models] == inside
+
+
+def test_a_dense_model_of_a_folder_saves_itself_as_its_class_does(tmp_path: Path) -> None:
+    """Nothing was recovered, so there is nothing that its `save_pretrained` would lose."""
+    micro.save(micro.micro_pipe(), tmp_path)
+    model = WanTransformer3DModel.from_pretrained(tmp_path / "transformer")
+    with patched(model, PLAIN):
+        assert "save_pretrained" not in vars(model)

@@ -21,6 +21,7 @@ from tests.fuzz.run import (
     quietly,
     watch_compiling,
 )
+from tests.processes import server
 
 __all__ = ["run_in_processes"]
 
@@ -79,9 +80,9 @@ def run_in_processes(
     plan: Plan, workers: int, start: int, cases: int | None, seconds: float
 ) -> Result:
     """Run cases from `start` on, so many or for a time, and print the failures."""
-    # On a CPU they are forked from one that has imported everything, which CUDA does not survive.
-    context = multiprocessing.get_context("spawn" if plan.device == "cuda" else "forkserver")
-    context.set_forkserver_preload(["tests.fuzz.run", type(plan).__module__])
+    # On a CPU they are forked from one that has imported much, which CUDA does not survive.
+    gpu = plan.device == "cuda"
+    context: Any = multiprocessing.get_context("spawn") if gpu else server()
     result, began = Result(), time.time()
     until, end = began + seconds, None if cases is None else start + cases
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +27,8 @@ from tests.ops.test_parallel import Case, inputs, local, one_device, relative
 from tests.patching import test_parallel_patched as patched
 from tests.patching.wan import run
 from tests.ranks import groups, on_ranks
+from tests.sampling.micro import micro_pipe, save
+from tests.sampling.test_cli import SMALL
 from turbo_rcm_patch import PatchConfig, patch_model
 from turbo_rcm_patch.errors import RankMismatchError
 from turbo_rcm_patch.ops import AttentionSpec
@@ -291,3 +296,24 @@ def test_a_rank_that_dies_ends_the_other_gpu(when: str, tmp_path: Path) -> None:
     if when == "between":
         assert "exit code 8" in str(caught.value), caught.value
     assert time.monotonic() - begin < PATIENCE + 60  # with the compilation before
+
+
+@pytest.mark.parametrize("split", [[], ["--ulysses", "2"], ["--ring", "2"]], ids=" ".join)
+def test_compare_on_two_gpus(split: list[str], tmp_path: Path) -> None:
+    """One report of two processes that torchrun started, through NCCL where a video is split."""
+    two_gpus()
+    model, out = save(micro_pipe(), tmp_path / "micro"), tmp_path / "out"
+    given = ["--model", str(model), *SMALL, "--steps", "2", "--out", str(out), *split]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", "turbo_rcm_patch", "compare", *given, "--prompt", "a red circle", "--prompt", "a"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.stdout.count("verdict:") == 1, done.stderr[-3000:]
+    found = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+    assert found["identity"]["split"] == {"--ulysses": "Ulysses 2", "--ring": "ring 2"}.get(
+        (split or [""])[0], ""
+    )
+    assert len(found["prompts"]) == 2 and found["network"]["ratio"] > 0

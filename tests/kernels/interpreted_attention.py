@@ -5,7 +5,7 @@ tested on a GPU.
 
 Tolerance, kernels against the emulation: both round q, k, P and v alike. What differs is the order
 of fp32 sums and the last bit of exp2, which moves single values of P by one fp16 rounding (2^-11
-relative); averaged over a row that is a few 1e-4 in relative L2. 1e-3 holds them apart from any
+relative_l2); averaged over a row that is a few 1e-4 in relative L2. 1e-3 holds them apart from any
 real fault (one wrong scale, one unmasked key), which costs 1e-2 and more.
 """
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.inputs import attention_inputs
+from tests.measures import relative_l2
 from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.ops import AttentionSpec, attention_lse, attention_skip
 from turbo_rcm_patch.ops.emulation import sample_sum_of_v, scaled_v, value_errors, value_levels
@@ -30,10 +31,6 @@ pytestmark = [
     # numpy computes both sides of a `where`
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def angles(n: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,10 +137,10 @@ def test_kernels_equal_the_emulation(
     exact, _ = attention_lse(
         q, k, v, replace(kernels, impl="reference", attention="exact"), **arguments
     )
-    assert relative(out, emulated) < TIGHT
+    assert relative_l2(out, emulated) < TIGHT
     torch.testing.assert_close(lse, emulated_lse, atol=1e-3, rtol=0)
     if options.get("attention") != "int4":
-        assert relative(out, exact) < FLOOR
+        assert relative_l2(out, exact) < FLOOR
     if lengths is not None and lengths[0] == 0:
         assert not out[0].any()
 
@@ -193,7 +190,7 @@ def test_exact_attention_over_normalised_rows(heads: int, dim: int, norm: str, r
     }
     out = attention_skip(q, k, v, spec, **arguments)
     expected = attention_skip(q, k, v, replace(spec, impl="reference"), **arguments)
-    assert relative(out, expected) < 3e-6
+    assert relative_l2(out, expected) < 3e-6
 
 
 @pytest.mark.parametrize("form", ["float", "batch", "channel", "element"])
@@ -209,7 +206,7 @@ def test_skip_in_the_epilogue(form: str) -> None:
     branch = attention_skip(q, k, v, spec).double()
     if form == "batch":
         c_skip, c_out = c_skip.view(2, 1, 1), c_out.view(2, 1, 1)
-    assert relative(fused, c_skip * residual.double() + c_out * branch) < 3e-6
+    assert relative_l2(fused, c_skip * residual.double() + c_out * branch) < 3e-6
 
 
 def test_fp8_layout() -> None:
@@ -221,7 +218,7 @@ def test_fp8_layout() -> None:
     spec = AttentionSpec(heads=1, pv="fp8", impl="triton")
     out = attention_skip(q, k, v, spec)
     assert (
-        relative(out, attention_skip(q, k, v, replace(spec, attention="exact", impl="auto")))
+        relative_l2(out, attention_skip(q, k, v, replace(spec, attention="exact", impl="auto")))
         < 0.15
     )
 
@@ -278,4 +275,4 @@ def test_tiny_inputs_are_finite_and_equal_the_emulation(size: float) -> None:
     ours = attention_skip(q, k, v, replace(spec, impl="triton"))
     emulated = attention_skip(q, k, v, replace(spec, impl="reference"))
     assert torch.isfinite(ours).all() and torch.isfinite(emulated).all()
-    assert relative(ours, emulated) < TIGHT
+    assert relative_l2(ours, emulated) < TIGHT

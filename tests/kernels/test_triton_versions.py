@@ -49,6 +49,11 @@ def cases(release: Version) -> list[dict]:
         case("int8-linear", AMPERE, 128, **portable),
         case("norm-rows", AMPERE, 128),
         case("norm", AMPERE, 128),
+        *[
+            case("skip-norm", AMPERE, 128, stream="float32", modulated=modulated)
+            | {"name": f"skip-norm {modulated}"}
+            for modulated in (True, False)
+        ],
         case("denoise", AMPERE, 128),
         case("attention", HOPPER, 128, only=["attention_kernel"], **portable),
     ]

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,16 @@ def entries(found: argparse.Namespace) -> list[Entry]:
         made += [{"kind": "own", "name": one.name, "file": one.file} for one in OWN]
         made += [
             {"kind": "sample", "name": one.name, "file": one.file, "line": one.line,
-             "index": one.index, "before": one.before, "after": one.after}
+             "index": one.index, "before": one.before, "after": one.after,
+             "key": sha256(one.key.encode()).hexdigest()[:16]}
             for one in sample(found.seed, found.sample)
         ]  # fmt: skip
     return made
+
+
+def known_by(entry: Entry) -> str:
+    """What an entry is found by in the result of an earlier run."""
+    return str(entry.get("key", entry["name"]))
 
 
 def run_entry(entry: Entry, limit: float, until: float) -> Entry | None:
@@ -137,11 +144,11 @@ def main(given: list[str] | None = None) -> int:
     kept: dict[str, Entry] = {}
     if found.json.exists() and not found.again:
         held = json.loads(found.json.read_text(encoding="utf-8"))
-        wanted = {one["name"]: one for one in entries(found)}
+        wanted = {known_by(one): one for one in entries(found)}
         kept = {
-            one["name"]: one
+            wanted[known_by(one)]["name"]: one | wanted[known_by(one)]
             for one in held["mutants"]
-            if wanted.get(one["name"], {}).get("before") == one.get("before")
+            if known_by(one) in wanted
         }
     if not found.only:
         todo = [one for one in todo if one["name"] not in kept]

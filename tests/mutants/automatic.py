@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import ast
 import copy
-import random
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 __all__ = ["ROOT", "Mutant", "mutated", "sample", "sources"]
@@ -40,6 +41,7 @@ class Mutant:
         index: Number among the changes of this file.
         before: The statement or expression as it is.
         after: As it becomes.
+        key: What it is known by in a later version of the file; "" where nobody asks.
     """
 
     file: str
@@ -47,6 +49,7 @@ class Mutant:
     index: int
     before: str
     after: str
+    key: str = field(default="", compare=False)
 
     @property
     def name(self) -> str:
@@ -97,8 +100,8 @@ def _of_interest(tree: ast.Module) -> Iterator[ast.AST]:
         node = waiting.pop(0)
         yield node
         skipped: set[int] = set()
-        for field in ("annotation", "returns", "decorator_list", "type_comment"):
-            held = getattr(node, field, None)
+        for name in ("annotation", "returns", "decorator_list", "type_comment"):
+            held = getattr(node, name, None)
             skipped |= {id(one) for one in (held if isinstance(held, list) else [held])}
         if isinstance(node, ast.Raise | ast.Import | ast.ImportFrom | ast.Assert):
             continue
@@ -129,14 +132,16 @@ def _dropper(node: ast.Assign) -> Change:
     return drop
 
 
-def mutated(file: str, index: int) -> tuple[ast.Module, Mutant]:
+def mutated(file: str, index: int, key: str = "") -> tuple[ast.Module, Mutant]:
     """The tree of a file after one change."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     node, change = list(_changes(tree))[index]
     before, line = ast.unparse(copy.deepcopy(node)), getattr(node, "lineno", 0)
     change()
     after = ast.unparse(node)
-    return ast.fix_missing_locations(tree), Mutant(file, line, index, before[:160], after[:160])
+    return ast.fix_missing_locations(tree), Mutant(
+        file, line, index, before[:160], after[:160], key
+    )
 
 
 def sources(part: str) -> list[str]:
@@ -146,18 +151,32 @@ def sources(part: str) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files if file.name != "__init__.py"]
 
 
+def _keys(file: str) -> list[str]:
+    """What each change of a file is known by, whatever is written above it: what it changes, and
+    which of several such ones it is."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    seen: Counter[str] = Counter()
+    keys = []
+    for node, _ in _changes(tree):
+        text = f"{file} {type(node).__name__} {ast.unparse(node)}"
+        keys.append(f"{text} {seen[text]}")
+        seen[text] += 1
+    return keys
+
+
 def sample(seed: int, size: int) -> list[Mutant]:
-    """Mutants drawn from all there are, by the shares of `PARTS`."""
+    """Mutants drawn from all there are, by the shares of `PARTS`.
+
+    Each has a number that follows from its seed and its key, and the lowest ones are drawn. So a
+    larger sample holds a smaller one, and a change of a file changes the sample by as much.
+    """
     chosen: list[Mutant] = []
     for part, share in PARTS.items():
-        chance = random.Random(f"{seed}/{part}")
         places = [
-            (file, index)
+            (sha256(f"{seed} {key}".encode()).digest(), key, file, index)
             for file in sources(part)
-            for index in range(
-                len(list(_changes(ast.parse((ROOT / file).read_text(encoding="utf-8")))))
-            )
+            for index, key in enumerate(_keys(file))
         ]
-        drawn = chance.sample(places, min(len(places), round(size * share)))
-        chosen += [mutated(*place)[1] for place in drawn]
+        drawn = sorted(places)[: round(size * share)]
+        chosen += [mutated(file, index, key)[1] for _, key, file, index in drawn]
     return chosen

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from tests import processes
 from tests.mutants.automatic import ROOT
 
 __all__ = ["Job", "cells_that_fail", "preload", "run_job"]
@@ -71,6 +72,7 @@ def install(file: str, tree: ast.Module) -> None:
     name = ".".join(Path(file).with_suffix("").parts)
     assert name not in sys.modules, f"{name} was imported before"
     sys.meta_path.insert(0, _Finder(name, ROOT / file, tree))
+    processes.RANKS = "fork"
 
 
 class Job:
@@ -245,7 +247,7 @@ def _tested(tests: list[str], without: Iterable[str] = ()) -> str:
                 "no:cacheprovider",
                 "-p",
                 "no:xdist",
-                "--timeout=60",
+                "--timeout=300",
                 *(f"--deselect={one}" for one in without),
                 *tests,
             ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -420,3 +421,61 @@ def test_a_step_between_costs_no_second_attention(monkeypatch: pytest.MonkeyPatc
     with model.cache_context("cond", step_index=1, num_inference_steps=3):
         run(model)
     assert calls in (["author", "ones"], ["author"])
+
+
+# --- a pair that was given back ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_family_gets_wrong_is_its_author_s_after_all(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the modulation that a feed-forward reads, and the norm in front of it."""
+    from turbo_rcm_patch.patching.families.wan_block import WanBlockForward
+
+    case = CASES[0]
+    model, inputs = case.model(dtype), case.inputs(2, dtype)
+    expected = run(model, **inputs)
+    for wrong in ({"at": 0}, {"norm": "norm2", "at": None}):
+        branches = (*WanBlockForward.branches[:2], replace(WanBlockForward.branches[2], **wrong))  # type: ignore[arg-type]
+        with monkeypatch.context() as patch, patched(model, kinds=("feed-forward",)) as report:
+            patch.setattr(WanBlockForward, "branches", branches)
+            for _ in range(3):
+                assert torch.equal(run(model, **inputs), expected)
+            assert report.fused == 0 and report.last_forward == {"as written": 6}
+
+
+def test_hooks_of_a_pair_that_was_given_back_run_once() -> None:
+    model = wan()
+    report = patch_model(model, PatchConfig(attention="int4", guard_budget=1e-3))
+    run(model)
+    assert [pair.path for pair in report.pairs if not pair.fused][0] == "blocks.0.attn1"
+    calls: list[str] = []
+    for name, module in model.blocks[0].named_modules():
+        if name in ("norm1", "attn1", "attn1.to_q", "attn1.to_out.0", "attn2", "ffn", "norm3"):
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    run(model)
+    assert sorted(calls) == sorted(set(calls)) and {"norm1", "attn1", "attn1.to_q"} <= {*calls}
+
+
+def test_ranks_compare_the_same_pairs_between_the_steps() -> None:
+    """Whatever each of them has seen before."""
+    whens: Any = ("first", "last", "asked", "middle")
+    guards, paths = [], []
+    for before in (0, 5):
+        model = wan()
+        report = patch_model(model)
+        denoise(model, 2)
+        guard = report.guard._guards[0]
+        guard._turn = before
+        guard.enter("cond", 1, 4)
+        guard.begin(x=torch.ones(1))
+        guards.append((guard, model._turbo_rcm_patch.plan.states))
+    agreed = [max(column) for column in zip(*(g.begun(whens) for g, _ in guards), strict=True)]
+    assert agreed == [0, 0, 0, 1, 0, 5]
+    for guard, states in guards:
+        guard.resume(["middle"], agreed[-1])
+        here = guard._here
+        paths.append([state.pair.path for state in states if id(state) in here.chosen])
+        assert guard._turn == 6
+    assert paths[0] == paths[1] and len(paths[0]) == 1

@@ -76,7 +76,7 @@ def gates_of_other_channels(gate: Tensor, like: Tensor) -> Tensor:
 
 def one_sample(gate: Tensor, like: Tensor) -> Tensor:
     wrong = gate.expand(like.shape[0], -1, -1).clone()
-    wrong[-1] *= 1.15
+    wrong[-1] *= 1.05
     return wrong
 
 
@@ -126,7 +126,7 @@ def heads(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], 
 
 def scaled(x: Tensor) -> Tensor:
     x = x.clone()
-    x[..., -1, :] *= 1.2
+    x[..., -1, :] *= 1.05
     return x
 
 
@@ -261,6 +261,22 @@ def test_what_is_broken_is_given_back(
     back = {record.path for record in report.guard if record.verdict == "given back"}
     assert broken and set(broken) <= back
     assert relative(output, expected) < 1e-4
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_what_is_broken_beside_8_bits_is_given_back(
+    mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, where an honest error is far larger than what some of these are."""
+    model, given = CASES[0].model(torch.bfloat16), CASES[0].inputs(2, torch.bfloat16)
+    expected = output_of(model, given)
+    mutant.mutate(monkeypatch)
+    report = patch_model(model, PatchConfig(precision="fixed", form="two-launch"))
+    broken = [pair.path for pair in report.pairs if pair.fused and pair.kind in mutant.kinds]
+    output = output_of(model, given)
+    back = {record.path for record in report.guard if record.verdict == "given back"}
+    assert broken and set(broken) <= back
+    assert relative(output, expected) < 0.02
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)

@@ -239,6 +239,8 @@ def test_the_author_and_the_guard_see_the_product() -> None:
     report = patch_model(model, attention="exact")
     assert relative(run(model), expected) < 1e-5, "as-is: every Linear is called"
     assert all("multiplied back from int8" in pair.reason for pair in report.pairs)
+    with patched(wan(), attention="exact") as of_stock:
+        assert not any("multiplied back" in pair.reason for pair in of_stock.pairs)
     unpatch_model(model)
     report = patch_model(model, attention="exact", linear="int8")
     assert 1e-3 < relative(run(model), expected) < 0.02

@@ -21,6 +21,7 @@ from turbo_rcm_patch.ops.elementwise import norm_forward
 from turbo_rcm_patch.ops.projection import project_forward
 from turbo_rcm_patch.ops.registry import attention_forward
 from turbo_rcm_patch.patching import block as block_file
+from turbo_rcm_patch.patching import plan as plan_file
 from turbo_rcm_patch.patching.branches import FeedForwardRun
 from turbo_rcm_patch.patching.plan import PlanSlot, Watch
 
@@ -401,3 +402,14 @@ def test_what_is_broken_in_a_plan_is_given_back(
     back = {record.path for record in report.guard if record.verdict == "given back"}
     assert {f"blocks.{i}.{pair}" for i in (0, 1) for pair in pairs} <= back
     assert relative(output, expected) < 0.02
+
+
+def test_signatures_of_inputs_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gives another length every time must not fill the memory."""
+    monkeypatch.setattr(plan_file, "_MOST_SIGNATURES", 4)
+    monkeypatch.setattr(plan_file, "_numbers", {})
+    with torch.no_grad():
+        numbers = [plan_file.signature(torch.empty(n, 2)) for n in (1, 2, 3, 4, 5, 1, 5)]
+    assert len(plan_file._numbers) <= 4
+    assert len(set(numbers[:6])) == 6, "no number comes twice"
+    assert numbers[6] == numbers[4]

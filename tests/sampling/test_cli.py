@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from turbo_rcm_patch import __main__ as turbo_main
 from turbo_rcm_patch.__main__ import main
@@ -146,6 +147,49 @@ def test_doctor_asks_for_triton_only_where_there_is_one(monkeypatch) -> None:
     assert states == {
         "linux": ("missing", True), "darwin": ("note", False), "win32": ("note", False)
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("capability", "own", "state", "said"),
+    [
+        ((9, 0), None, "ok", "sm_90: measured on an H200"),
+        ((8, 9), None, "note", "sm_89: chosen by counting instructions, measured on no such card"),
+        ((8, 7), None, "note", "sm_87: safe defaults, measured on no such card"),
+        ((8, 9), '{"sm_89": {}}', "ok", "sm_89: your table ("),
+    ],
+)
+def test_doctor_says_which_tiles_were_measured(
+    capability: tuple[int, int],
+    own: str | None,
+    state: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    from turbo_rcm_patch.kernels import launch
+    from turbo_rcm_patch.kernels.tile_table import user_table
+    from turbo_rcm_patch.ops import dispatch
+    from turbo_rcm_patch.sampling.doctor import _choices
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TURBO_RCM_PATCH_TILES", raising=False)
+    if own is not None:
+        (tmp_path / "turbo_rcm_patch").mkdir()
+        (tmp_path / "turbo_rcm_patch" / "tiles.json").write_text(own)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(dispatch, "_device_name", lambda index: "Card 1")
+    for kept in (launch._target, user_table, dispatch._tables, dispatch._decided):
+        kept.cache_clear()
+    try:
+        (found,) = (one for one in _choices() if one.topic == "tiles")
+    finally:
+        monkeypatch.undo()
+        for kept in (launch._target, user_table, dispatch._tables, dispatch._decided):
+            kept.cache_clear()
+    assert (found.state, bool(found.remedy)) == (state, state == "note")
+    assert found.text.startswith(said)
 
 
 def test_doctor_is_not_content_with_a_model_that_does_not_load(monkeypatch, capsys) -> None:

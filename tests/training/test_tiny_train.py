@@ -12,8 +12,8 @@ from diffusers import WanPipeline
 
 from training.build import TinyConfig, build_tokenizer
 from training.evaluate import Evaluation, evaluate, zeroed
-from training.family_wan import build_vae
-from training.flow import few_step, ode, rcm_times
+from training.family_wan import build_vae, times
+from training.flow import few_step, ode
 from training.train import install, main
 from training.train_vae import decode
 from turbo_rcm_patch.errors import ModelFolderError
@@ -52,8 +52,8 @@ def test_tokenizer_ignores_case_and_punctuation_and_knows_what_it_does_not_know(
 
 
 def test_times_are_those_of_the_published_sampler() -> None:
-    assert rcm_times(4) == pytest.approx((0.98765, 0.93378, 0.85290, 0.60898, 0.0), abs=1e-5)
-    assert rcm_times(1) == pytest.approx((0.98765, 0.0), abs=1e-5)
+    assert times(4) == pytest.approx((0.98765, 0.93378, 0.85290, 0.60898, 0.0), abs=1e-5)
+    assert times(1) == pytest.approx((0.98765, 0.0), abs=1e-5)
 
 
 def test_samplers_reach_the_data_when_the_velocity_is_exact() -> None:
@@ -66,7 +66,7 @@ def test_samplers_reach_the_data_when_the_velocity_is_exact() -> None:
     noise = torch.randn(point.shape, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(ode(velocity, noise, 1.0, 5), point)
     for steps in (1, 2, 4):
-        found = few_step(velocity, noise, rcm_times(steps), torch.Generator().manual_seed(1))
+        found = few_step(velocity, noise, times(steps), torch.Generator().manual_seed(1))
         torch.testing.assert_close(found, point)
 
 

@@ -162,6 +162,11 @@ def _tile_for(kernel: str, variant: str, target: Target) -> Tile:
     return shipped_tiles(target)[kernel][variant]
 
 
+def has_tiles(key: str) -> bool:
+    """Whether the shipped table has tiles of a target's own."""
+    return bool(_tiles().get(key))
+
+
 def shipped_tiles(target: Target) -> dict[str, dict[str, Tile]]:
     """Kernel -> variant -> tile as this package ships them: the target's over the safe
     default."""

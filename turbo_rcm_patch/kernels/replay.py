@@ -25,17 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from turbo_rcm_patch.kernels.ahead import compiling
 
-__all__ = [
-    "Program",
-    "Recordings",
-    "forget_programs",
-    "keep_for_replay",
-    "recorder",
-    "replay_generation",
-    "replayed",
-    "without_replay",
-]
-
 #: Scratch buffers below this many bytes share one allocation.
 _SHARED_BELOW = 16 << 20
 #: Every buffer inside a shared allocation begins at a multiple of this, as the allocator's do.
@@ -247,7 +236,7 @@ class Program:
         "_alignment",
         "_buffers",
         "_constants",
-        "_device",
+        "_index",
         "_launches",
         "_low_bits",
         "_result",
@@ -263,7 +252,7 @@ class Program:
         result: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
         constants: tuple[torch.Tensor, ...],
     ) -> None:
-        self._device, self._buffers = device, buffers
+        self._index, self._buffers = device.index if device.type == "cuda" else None, buffers
         self._alignment, self._aliases = alignment, aliases
         self._low_bits = max(alignment)
         self._launches, self._result, self._constants = launches, result, constants
@@ -282,9 +271,9 @@ class Program:
         return True
 
     def __call__(self, tensors: list[torch.Tensor], addresses: list[int]) -> Any:
-        device = self._device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
+        index = self._index
+        if index is not None and index != _current_device():
+            with torch.cuda.device(index):
                 return self(tensors, addresses)
         like = tensors[0]  # `new_empty` is a microsecond faster than `torch.empty`
         made = [
@@ -295,7 +284,7 @@ class Program:
         ]
         for tensor in made:
             addresses.append(tensor.data_ptr())
-        stream = _raw_stream(device.index)
+        stream = _raw_stream(index)
         for start, between, grid, function, meta, template, holes, descriptors in self._launches:
             arguments = template.copy()
             for index, slot, offset in holes:
@@ -369,8 +358,13 @@ def _descriptor_maker(like: Any, meta: Any | None) -> tuple[Callable[[int], Any]
     return make, make_tensordesc_arg(like, meta)[1:]
 
 
-def _raw_stream(index: int) -> int:
+def _raw_stream(index: int | None) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
+
+
+def _current_device() -> int:
+    """`torch.cuda.current_device`, where CUDA has certainly been initialised."""
+    return torch._C._cuda_getDevice()
 
 
 class Recorder(TorchDispatchMode):

@@ -184,6 +184,22 @@ def measured_here(device: torch.device) -> str:
     return " and ".join(found)
 
 
+def tiles_here(device: torch.device) -> tuple[str, bool]:
+    """Where the tile shapes of a GPU's kernels come from, in words, and whether they were measured
+    on such a card."""
+    from turbo_rcm_patch.kernels.launch import has_tiles, target_of
+    from turbo_rcm_patch.kernels.tile_table import table_path, user_table
+
+    key = target_of(device).key
+    if key in user_table():
+        return f"{key}: your table ({table_path()}), the shipped one for what is not in it", True
+    if key == "sm_90":
+        return f"{key}: measured on an H200", True
+    if has_tiles(key):
+        return f"{key}: chosen by counting instructions, measured on no such card", False
+    return f"{key}: safe defaults, measured on no such card", False
+
+
 def _read(path: Path) -> Table:
     remedy = "Write a new one with `tune`, or delete the file"
     try:
@@ -530,6 +546,8 @@ def dispatch_rows(spec: AttentionSpec | None, device: torch.device) -> list[tupl
 LENGTHS: Final = (512, 1024, 2048, 4096, 8192, 16384)
 #: Channels of a head that are measured, with the range that each stands for.
 HEAD_DIMS: Final = {64: (33, 64), 128: (65, 128)}
+#: Calls between two looks at the clock, without graphs.
+_QUEUED: Final = 3
 #: int8 has to be faster by more than measurements scatter: it is the less accurate.
 _GAIN: Final = 1.02
 
@@ -556,7 +574,7 @@ def measure_dispatch(
         head_dims: Channels of a head, with the range that each stands for.
         pv: Of int8 attention.
         graphs: Whether calls are replayed from a CUDA graph, which times the device alone. Other
-            streams may not be busy then.
+            streams may not be busy then. Without graphs a few calls are queued for each time.
 
     Returns:
         A table for `keep_dispatch`: from which length on int8 was faster at that and at every
@@ -584,12 +602,15 @@ def measure_dispatch(
             with torch.cuda.graph(graph):
                 run()
             run = graph.replay
+        # Queued one behind the other a call's Python is hidden, as it is in a forward.
+        queued = 1 if graphs else _QUEUED
         for _ in range(calls):
             synchronize(device)
             start = clock()
-            run()
+            for _ in range(queued):
+                run()
             synchronize(device)
-            best = min(best, clock() - start)
+            best = min(best, (clock() - start) / queued)
         return best
 
     def first(head_dim: int, shapes: Sequence[tuple[int, int]]) -> tuple[int | None, str]:

@@ -36,9 +36,6 @@ from turbo_rcm_patch.ops.projection import closed, either
 from turbo_rcm_patch.ops.quantize import Rows, padded_channels, quantized_rows
 from turbo_rcm_patch.skip import Cast
 
-__all__ = ["linear_gelu", "norm_modulate", "norm_modulate_rows", "skip_norm"]
-
-
 # --- layer norm and modulation -------------------------------------------------------------------
 
 

@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "ContextParallel",
-    "Pending",
-    "all_to_all",
-    "concatenated",
-    "counting_bytes",
-    "gather",
-    "pass_on",
-    "silent",
-    "split_evenly",
-    "told",
-]
-
 T = TypeVar("T")
 
 

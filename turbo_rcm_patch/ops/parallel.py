@@ -68,13 +68,6 @@ from turbo_rcm_patch.ops.shards import PADDED_TO, Tokens, padded
 from turbo_rcm_patch.ops.sparse_linear import Sparsity, sparse_linear_attention
 from turbo_rcm_patch.ops.spec import QMAX, AttentionSpec, key_block
 
-__all__ = [
-    "agreed_forward",
-    "agreed_lengths",
-    "parallel_attention",
-    "parallel_sparse_linear_attention",
-]
-
 _DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 _NORMS: Final = ("none", "across heads", "per head", "layer norm per head")
 _PVS: Final = ("auto", "fp8", "bf16", "fp16")

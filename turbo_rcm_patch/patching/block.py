@@ -25,11 +25,12 @@ from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.operation import compile_ahead
 from turbo_rcm_patch.ops.self_test import ensure_tested
-from turbo_rcm_patch.patching.author import Notes, nothing, same
+from turbo_rcm_patch.patching.author import Notes, Untold, nothing, same
 from turbo_rcm_patch.patching.blocks import Mode, may_run
 from turbo_rcm_patch.patching.branches import (
     AttentionModules,
     AttentionRun,
+    AuthorRun,
     CalledNorm,
     CalledRun,
     FeedForwardModules,
@@ -48,8 +49,6 @@ from turbo_rcm_patch.patching.parallel import Ranks
 from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast
-
-__all__ = ["BlockForward", "Branch"]
 
 #: Signatures of inputs that a block remembers to have compiled for.
 _MOST_COMPILED: Final = 64
@@ -211,6 +210,9 @@ class BlockForward:
         like: Tensor = hidden[1] if self.streams else hidden
         mode: Mode = self._mode(branch, hidden, given) if state.live else "as-written"
         rounding = self._rounding(branch, like.dtype)
+        # A compiler cannot trace what stands for the block.
+        if state.returned and not torch.compiler.is_compiling():
+            return AuthorRun((state, inner), branch, rounding)
         if mode != "ours":
             norm = self._norm(branch, state, hidden, given, rounding, as_rows=False)
             return CalledRun((state, inner), mode, norm, branch, rounding)
@@ -285,6 +287,11 @@ class BlockForward:
             return (x.float() * (1 + scale) + shift).type_as(hidden), gate
 
         return CalledNorm(called, rounding)
+
+    def run_author(self, branch: Branch, hidden: Hidden, given: Given) -> Hidden:
+        """One pair by the author's forward of the block, each module of it called as ever."""
+        assert given.author is not None
+        return given.author(branch.name, self._only(branch.name, Untold(), None), hidden)
 
     def close_called(
         self,
@@ -421,6 +428,8 @@ class BlockForward:
             # Torch looks for gradients in front of every product and allocation. A plan that calls
             # nobody's module wants none, so it passes that by.
             alone = token is not None and getattr(plan, "alone", False)
+            if not alone:
+                given = given._replace(author=author)
             with torch._C._AutoDispatchBelowAutograd() if alone else nullcontext():
                 for run in plan:
                     hidden, token = run(token, hidden, given)
@@ -428,7 +437,7 @@ class BlockForward:
         if self._first:
             plan, token = self._planned(hidden, given)
             self._compile_ahead(plan, token, hidden, given, given._replace(ahead={}))
-        given, parallel = given._replace(compared=True), self._groups()
+        given, parallel = given._replace(compared=True, author=author), self._groups()
         dtype = (hidden[1] if self.streams else hidden).dtype
         for index, branch in enumerate(self._branches()):
             hidden = self._compared(guard, index, branch, hidden, given, author, dtype, parallel)

@@ -58,6 +58,7 @@ __all__ = [
     "AttentionLayout",
     "AttentionModules",
     "AttentionRun",
+    "AuthorRun",
     "BranchOperands",
     "CalledNorm",
     "CalledRun",
@@ -92,6 +93,7 @@ class Given(NamedTuple):
         forward: What stands in for the block's forward; a plan that held it would keep the block
             alive.
         compared: Whether the guard compares a branch on this forward.
+        author: The author's forward of the block, as `BlockForward._run` gets it.
         ahead: Input and gate of branches whose norm ran in the pass that closed the skip before
             it, by that norm; None where every branch has to stand alone.
     """
@@ -103,6 +105,7 @@ class Given(NamedTuple):
     more: tuple[Any, ...] = ()
     forward: Any = None
     compared: bool = False
+    author: Callable[[str, Any, Hidden], Hidden] | None = None
     ahead: dict[Norm, tuple[Tensor, Any]] | None = None
 
 
@@ -1081,6 +1084,44 @@ class CalledRun:
             if rounding is not None and mode == "called":
                 dtype = rounding.out
             token = after_call(token, stream, dtype, (x,), stream.shape[2:], stream.shape[1])
+        return closed, token
+
+
+class AuthorRun:
+    """A pair that the guard gave back: the author's block, in which the other pairs add nothing.
+    So norm, gate and sum are the author's, too, whatever ours takes them for.
+
+    Args:
+        states: Its pair, and the one inside it if it has one.
+        branch: What the block's forward calls it by.
+        rounding: Where the residual stream is wider than the model's dtype; None for nowhere.
+    """
+
+    __slots__ = ("_branch", "_rounding", "_states")
+    read = close = norm = None
+
+    def __init__(
+        self,
+        states: tuple[PairState | None, PairState | None],
+        branch: Any,
+        rounding: Rounding | None,
+    ) -> None:
+        self._states, self._branch, self._rounding = states, branch, rounding
+
+    def operands(self, hidden: Hidden, given: Given) -> BranchOperands | None:
+        return None
+
+    def attention(self, hidden: Hidden, given: Given) -> Tensor | None:
+        return None
+
+    def __call__(self, token: Token, hidden: Hidden, given: Given) -> tuple[Hidden, Token]:
+        for state in self._states:
+            note_mode(state, "as-written")
+        hidden = rounded(hidden, self._rounding)
+        closed = given.forward.run_author(self._branch, hidden, given)
+        single = isinstance(hidden, Tensor)
+        for x, y in [(hidden, closed)] if single else zip(hidden, closed, strict=True):
+            token = after_call(token, x, x.dtype, (y,), x.shape[2:], x.shape[1])
         return closed, token
 
 

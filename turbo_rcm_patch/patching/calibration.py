@@ -22,8 +22,6 @@ from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import ModelPlan, PairState, Precise
 
-__all__ = ["apply_calibration", "fingerprint", "write_calibration"]
-
 _FORMAT: Final = 1
 #: Values of each parameter that go into the fingerprint.
 _SAMPLES: Final = 16

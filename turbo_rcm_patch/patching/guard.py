@@ -37,8 +37,6 @@ from turbo_rcm_patch.patching.plain import drops, weight_is_known
 from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
 from turbo_rcm_patch.patching.state import PairState, Step, When
 
-__all__ = ["Guard", "Pair", "PipelineSteps", "StepContext"]
-
 _log = logging.getLogger(__name__)
 
 #: A residual stream, or one tensor each of several.
@@ -176,7 +174,7 @@ class Guard:
     ) -> None:
         self.log = log
         self._budget = config.guard_budget
-        self._target = config.fidelity if config.precision == "auto" else None
+        self._target = config.fidelity if config.chooses else None
         self._graphs = config.cuda_graphs
         self._turn = 0
         #: By the path of a pair: those closed with it, and its last record with a noise.

@@ -142,7 +142,7 @@ def pair_state(
         norms: Of an attention's q and k.
         close: The name of its output projection.
     """
-    auto = config.precision == "auto" and pair.kind != "feed-forward"
+    auto = config.chooses and pair.kind != "feed-forward"
     narrow = config.pv in ("auto", "fp8")
     if config.linear == "as-is" or pair.runs == "as-written":
         held = [name for name, module in linears.items() if type(module) is Int8Linear]

@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["GAIN_SHARE", "HEAD_ROOM", "KEY_ROOM", "NORM_SHARE", "ROW_ROOM", "Measure", "measure"]
-
 #: Rows are looked at together: the worst hundredth of a sample. Single rows of a healthy int8
 #: attention are off by some times the mean; a wrong gate or residual is off by about 1.
 ROW_ROOM: Final = 4.0
@@ -37,6 +35,8 @@ NORM_SHARE: Final = 0.25
 #: softmax) and e / sqrt(D), twice (an error that is the same in all rows).
 GAIN_SHARE: Final = 0.25
 _BY_CHANCE: Final = 2.0
+#: A rounding to a step that is not small beside what is added loses some of that, or adds some.
+_STEPS: Final = 4.0
 #: Two computations that round once each to a dtype are 0.3 of its epsilon apart (root mean square
 #: over evenly spread mantissas); so much is taken off an error with room for a second rounding.
 _ROUNDING: Final = 0.5
@@ -210,12 +210,12 @@ def _gain(
         along: <off, author's>.
         off: Square of the error.
         size: Square of the author's.
-        floor: Square of the rounding; a step that is not small beside what is added flattens it.
+        floor: Square of the rounding.
         channels: Over which an error that is the same in all rows may agree by chance.
         own: The share of the error that is not another head's.
     """
     across = _above(off, along.square() / size) / size
-    honest = own * across + _BY_CHANCE * (across / channels).sqrt() + (floor / size).sqrt()
+    honest = own * across + _BY_CHANCE * (across / channels).sqrt() + (_STEPS * floor / size) ** 2
     gain = _above((along / size).abs(), honest)
     return torch.where((off == 0) | (size == 0), 0.0, gain)
 

@@ -28,11 +28,6 @@ from torch import Tensor
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, sdpa_attention
 
-__all__ = [
-    "HeadNoise", "Noise", "Operands", "choose", "head_noise", "pair_noise", "predicted",
-    "quantised",
-]  # fmt: skip
-
 #: Rows that are looked at, evenly spaced over the sequence.
 ROWS: Final = 128
 #: The root mean square error of one rounding over evenly spread mantissas, as a share of the value
@@ -228,11 +223,13 @@ def pair_noise(
     inside = _INSIDE * (added / stream)
     square = _rounding(author[0].dtype) ** 2
     of_author = square * (1 + inside)
-    of_ours = square * ((0.0 if wide else 1.0) + inside)
+    # A model in fp32 rounds nothing that counts here.
+    rounds = author[0].dtype != torch.float32
+    of_ours = square * ((0.0 if wide else 1.0) + inside) * rounds
     of_heads = torch.zeros_like(of_author).unsqueeze(1)
     if heads is not None:
         both = heads[3].sum(1) / stream
-        of_author, of_ours = of_author + both, of_ours + both
+        of_author, of_ours = of_author + both, of_ours + both * rounds
         of_heads = heads[2] / stream.unsqueeze(1)
     of_linears = torch.zeros_like(of_author)
     if linears:

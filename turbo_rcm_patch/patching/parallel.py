@@ -30,25 +30,6 @@ from turbo_rcm_patch.patching.state import PairState, Step, When
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.guard import Guard
 
-__all__ = [
-    "EnableParallelism",
-    "Ranks",
-    "attach_plan",
-    "check_parallel",
-    "context_parallel_plan",
-    "detach_plan",
-    "disable_parallelism",
-    "distribute_attention",
-    "follow",
-    "groups_of",
-    "groups_of_model",
-    "leave",
-    "processor_class",
-    "restore_attention",
-    "split_words",
-    "ulysses_over",
-]
-
 _CONFIG: Final = "_parallel_config"
 _PLAN: Final = "_cp_plan"
 #: On an attention module: the processor that stood there before `distribute_attention`.

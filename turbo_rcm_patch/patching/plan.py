@@ -48,6 +48,8 @@ _numbers: Final[dict[Any, int]] = {}
 _count: Final = count()
 
 _T = TypeVar("_T")
+#: Gives None, as a reference to what died does: for a parameter that is None.
+_NOTHING: Final[Any] = weakref.ref(set[int]())
 
 
 def plain_inference(inputs: tuple[Any, ...]) -> bool:
@@ -123,14 +125,13 @@ class Watch:
     """
 
     __slots__ = (
-        "_alive",
         "_attributes",
         "_classes",
         "_devices",
         "_dtypes",
+        "_held",
         "_hooked",
         "_hooks",
-        "_identities",
         "_key",
         "_objects",
         "_owned",
@@ -170,13 +171,11 @@ class Watch:
             if m.__dict__[name]
         ]
         held = list(chain.from_iterable(self._owned))
-        self._identities = list(map(id, held))
         self._objects = objects
         self._classes = list(map(type, [*objects, *held]))
         tensors = [x for x in held if isinstance(x, Tensor)]
-        # Weakly, or a weight that was replaced would keep its memory until the next look. While
-        # they live, no identity is used again.
-        self._alive = list(map(weakref.ref, [x for x in held if x is not None]))
+        # Weakly, or a weight that was replaced would keep its memory until the next look.
+        self._held = [_NOTHING if x is None else weakref.ref(x) for x in held]
         looked_at = tensors if read is None else list(read)
         self._read = list(map(weakref.ref, looked_at))
         self._dtypes = list(map(_dtype, looked_at))
@@ -199,13 +198,12 @@ class Watch:
                     return False
         except (KeyError, RuntimeError, ValueError):
             return False  # a name is gone, or two tensors or arrays are not the same one
-        for reference in self._alive:
-            if reference() is None:  # `in` would compare tensors
+        for held, own in zip(self._held, owned, strict=True):
+            if held() is not own:  # What died is None here, also where another has its address.
                 return False
         read = [reference() for reference in self._read]
         return (
-            list(map(id, owned)) == self._identities
-            and list(map(_dtype, read)) == self._dtypes
+            list(map(_dtype, read)) == self._dtypes
             and list(map(_device, read)) == self._devices
             and list(map(_stride, read)) == self._strides
             and list(map(_shape, read)) == self._shapes

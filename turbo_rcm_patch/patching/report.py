@@ -17,8 +17,6 @@ from turbo_rcm_patch.patching.noise import Noise, predicted
 from turbo_rcm_patch.patching.state import Step, When
 from turbo_rcm_patch.skip import SkipPair
 
-__all__ = ["Decision", "GuardLog", "GuardRecord", "PairTable", "PatchReport"]
-
 #: Numbers in a path that count repeated blocks: "blocks.12.attn1" -> "blocks.", "12", ".attn1".
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 

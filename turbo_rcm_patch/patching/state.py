@@ -40,11 +40,12 @@ class PairState:
         exact_heads: Heads of its attention that run exactly, ascending.
         unseen: Forwards on which the guard has yet to compare it.
         originals: Its Linears that are to be dropped; none in a patched model.
+        returned: Whether it was given back.
         ran: How it ran on the last forward outside a compiled graph, "" before the first.
     """
 
     __slots__ = ("_linears", "_reason", "_steps", "exact_heads", "int8", "int8_inputs", "live",
-                 "originals", "pair", "precision", "ran", "unseen")  # fmt: skip
+                 "originals", "pair", "precision", "ran", "returned", "unseen")  # fmt: skip
 
     def __init__(
         self, pair: SkipPair, *, int8: bool = False, auto: bool = False, narrow: bool = True
@@ -57,6 +58,7 @@ class PairState:
         self.exact_heads: tuple[int, ...] = ()
         self.unseen: set[When] = {"first", "last"}
         self.originals: tuple[nn.Module, ...] = ()
+        self.returned = False
         self.ran = ""
         self._reason = ""
         self._steps: list[Step] = ["linears given back"] if self.int8 else []
@@ -73,7 +75,7 @@ class PairState:
     def give_back(self, reason: str) -> None:
         """Run this pair as its author wrote it from now on."""
         runs: Residual = "as-written"
-        self.live = self.int8 = False
+        self.live, self.int8, self.returned = False, False, True
         self.pair = replace(self.pair, runs=runs, reason=reason, int8_linears=())
 
     @property

@@ -20,10 +20,8 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import MissingPackageError, SamplingError, TurboRCMError
 from turbo_rcm_patch.extras import EXTRAS
 from turbo_rcm_patch.ops import describe_pv, dispatch_rows, resolve_impl
-from turbo_rcm_patch.ops.dispatch import measured_here
+from turbo_rcm_patch.ops.dispatch import measured_here, tiles_here
 from turbo_rcm_patch.sampling.links import joined, least_seconds
-
-__all__ = ["Examination", "Finding", "examine"]
 
 _MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}
 #: Package -> the least version that works, and the first that was not tested, as in pyproject.toml
@@ -259,6 +257,17 @@ def _choices() -> Iterator[Finding]:
             "this card in a second or so, and what follows are defaults",
             "" if found else "turbo-rcm-patch tune measures tiles and lengths on this card",
         )
+        if find_spec("triton") is not None:
+            text, measured = tiles_here(device)
+            yield Finding(
+                "tiles",
+                "ok" if measured else "note",
+                text,
+                ""
+                if measured
+                else "turbo-rcm-patch tune measures them; docs/other_cards.md says "
+                "what to expect; turbo-rcm-patch bench prints a line to paste into an issue",
+            )
     for shape, runs, why in dispatch_rows(None, device):
         yield Finding(shape, "note", f"{runs}: {why}")
 

@@ -11,8 +11,6 @@ from typing import Final, Literal
 
 import torch
 
-__all__ = ["Joined", "joined", "least_seconds"]
-
 #: "NVLink", "PCIe", or "" where nobody says.
 Joined = Literal["NVLink", "PCIe", ""]
 

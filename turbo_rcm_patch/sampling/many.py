@@ -34,8 +34,6 @@ from turbo_rcm_patch.patching.sla import attached_proj_l
 if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.families import VideoPipeline
 
-__all__ = ["Processes", "Ranks", "is_made", "note_made", "ranks_here"]
-
 _T = TypeVar("_T")
 
 #: How long the first to be done waits for the last.

@@ -38,9 +38,10 @@ n counts the uses of that slot. A group releases slot j after q k_j: p v_(j-1), 
 same slot, was complete before.
 
 Tried and not faster: an order among the groups (FlashAttention-3's ping-pong, arXiv 2407.08608), a
-second block of logits in flight, and, for 128 channels, polynomials in the place of a share of the
-exponentials. For 64 channels polynomials for an eighth of them are faster; they are used where the
-output has 16 bits, and the result is not bit for bit the portable kernel's then.
+second block of logits in flight, persistent programs whose groups run on from tile to tile, and,
+for 128 channels, polynomials in the place of a share of the exponentials. For 64 channels
+polynomials for an eighth of them are faster; they are used where the output has 16 bits, and the
+result is not bit for bit the portable kernel's then.
 """
 
 from __future__ import annotations
@@ -62,8 +63,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from turbo_rcm_patch.kernels.hopper.common import cta_barrier, grid_dependency_wait, tma_load
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.kernels.operands import ERROR_STEPS, AttentionInputs, Operands
-
-__all__ = ["HEAD_DIMS", "hopper_attention", "hopper_kernel", "serves"]
 
 #: Head dimensions that the kernel is built for.
 HEAD_DIMS = (64, 128)

@@ -46,15 +46,6 @@ from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch, strides
 from turbo_rcm_patch.kernels.operands import ERROR_STEPS, NORM_ACROSS, QMAX, Prologue
 from turbo_rcm_patch.kernels.portable.prologue import AMAX_CHUNKS, LOG2_E, hadamard_width
 
-__all__ = [
-    "HEAD_DIMS",
-    "hopper_prologue_kernel",
-    "hopper_statistics_kernel",
-    "run_hopper_prologue",
-    "serves",
-]
-
-
 _TINY = gl.constexpr(2.0**-100)  # as `portable.prologue.TINY`
 _MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
 _ALL = gl.constexpr(PropagateNan.ALL)

@@ -35,8 +35,6 @@ from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.kernels.portable.skip import close_skip
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = ["attention_project_skip", "one_launch_kernel"]
-
 
 @triton.jit(do_not_specialize=LENGTHS)
 def one_launch_kernel(

@@ -43,15 +43,6 @@ from turbo_rcm_patch.kernels.operands import (
 )
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = [
-    "AMAX_CHUNKS",
-    "LOG2_E",
-    "hadamard_width",
-    "prologue_kernel",
-    "quantize",
-    "statistics_kernel",
-]
-
 #: What is smaller than this everywhere is 0: the inverse of its scale would overflow.
 TINY = tl.constexpr(2.0**-100)
 

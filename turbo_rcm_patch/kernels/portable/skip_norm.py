@@ -21,16 +21,6 @@ from turbo_rcm_patch.kernels.portable.rows import Rows, empty_rows, row_parts, r
 from turbo_rcm_patch.kernels.portable.skip import scaled, skipped
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = ["skip_norm", "skip_norm_kernel", "skip_norm_rows", "skip_norm_rows_kernel"]
-
-
-@triton.jit
-def _row_at(ptr, strides, b, n, HAS: tl.constexpr):
-    """Where the row of a token begins."""
-    if HAS:
-        ptr += b * strides[0] + n * strides[1]
-    return ptr
-
 
 @triton.jit
 def _close(
@@ -74,18 +64,22 @@ def skip_norm_kernel(
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < channels
+    gates, factors, offsets = gate_ptr, factor_ptr, offset_ptr
+    if HAS_GATE:
+        gates += b * gate_strides[0] + n * gate_strides[1]
+    if HAS_FACTOR:
+        factors += b * factor_strides[0] + n * factor_strides[1]
+    if HAS_OFFSET:
+        offsets += b * offset_strides[0] + n * offset_strides[1]
     y = _close(
         y_ptr + (b * n_tokens + n) * channels,
-        _row_at(branch_ptr, branch_strides, b, n, True),
-        _row_at(residual_ptr, residual_strides, b, n, True),
-        _row_at(gate_ptr, gate_strides, b, n, HAS_GATE), gate_strides[2],
-        offs_c, mask_c, HAS_GATE, ROUND_TO, VALUES,
+        branch_ptr + b * branch_strides[0] + n * branch_strides[1],
+        residual_ptr + b * residual_strides[0] + n * residual_strides[1],
+        gates, gate_strides[2], offs_c, mask_c, HAS_GATE, ROUND_TO, VALUES,
     )  # fmt: skip
     x = modulated(
-        normal(y, mask_c, channels, eps),
-        _row_at(factor_ptr, factor_strides, b, n, HAS_FACTOR),
-        _row_at(offset_ptr, offset_strides, b, n, HAS_OFFSET),
-        factor_strides[2], offset_strides[2], offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
+        normal(y, mask_c, channels, eps), factors, offsets, factor_strides[2], offset_strides[2],
+        offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
     out = normed_ptr + b * normed_stride_b + n * channels
     tl.store(out + offs_c, x.to(normed_ptr.dtype.element_ty), mask=mask_c)
@@ -106,13 +100,19 @@ def skip_norm_rows_kernel(
     """
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     y_row = y_ptr + (b * n_tokens + n) * channels
-    branch_row = _row_at(branch_ptr, branch_strides, b, n, True)
-    residual_row = _row_at(residual_ptr, residual_strides, b, n, True)
-    gate_row = _row_at(gate_ptr, gate_strides, b, n, HAS_GATE)
+    branch_row = branch_ptr + b * branch_strides[0] + n * branch_strides[1]
+    residual_row = residual_ptr + b * residual_strides[0] + n * residual_strides[1]
+    gates, factors, offsets = gate_ptr, factor_ptr, offset_ptr
+    if HAS_GATE:
+        gates += b * gate_strides[0] + n * gate_strides[1]
+    if HAS_FACTOR:
+        factors += b * factor_strides[0] + n * factor_strides[1]
+    if HAS_OFFSET:
+        offsets += b * offset_strides[0] + n * offset_strides[1]
     offs_h = tl.arange(0, HEAD)
     mask_h = offs_h < channels
     head = _close(
-        y_row, branch_row, residual_row, gate_row, gate_strides[2], offs_h, mask_h,
+        y_row, branch_row, residual_row, gates, gate_strides[2], offs_h, mask_h,
         HAS_GATE, ROUND_TO, VALUES,
     )  # fmt: skip
     tail, offs_t, mask_t = head, offs_h, mask_h
@@ -120,14 +120,12 @@ def skip_norm_rows_kernel(
         offs_t = HEAD + tl.arange(0, TAIL)
         mask_t = offs_t < channels
         tail = _close(
-            y_row, branch_row, residual_row, gate_row, gate_strides[2], offs_t, mask_t,
+            y_row, branch_row, residual_row, gates, gate_strides[2], offs_t, mask_t,
             HAS_GATE, ROUND_TO, VALUES,
         )  # fmt: skip
     store_int8_norm(
         int8_ptr + (b * n_tokens + n) * padded, scale_ptr + b * n_tokens + n,
-        head, offs_h, mask_h, tail, offs_t, mask_t,
-        _row_at(factor_ptr, factor_strides, b, n, HAS_FACTOR),
-        _row_at(offset_ptr, offset_strides, b, n, HAS_OFFSET),
+        head, offs_h, mask_h, tail, offs_t, mask_t, factors, offsets,
         factor_strides[2], offset_strides[2], channels, padded, eps,
         TAIL, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip

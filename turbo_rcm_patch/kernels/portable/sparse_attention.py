@@ -40,20 +40,6 @@ from turbo_rcm_patch.kernels.portable.attention import (
 from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.kernels.replay import replayed
 
-__all__ = [
-    "KeySums",
-    "chunks_of",
-    "empty_sums",
-    "key_value_kernel",
-    "largest_scores",
-    "linear_branch",
-    "prepare_tokens",
-    "prepare_tokens_kernel",
-    "select_kernel",
-    "sparse_attention_kernel",
-    "sparse_linear_attention",
-]
-
 #: Tokens of k whose sum a program writes.
 _K_TOKENS = 32
 #: Tokens under way or computed at a time, at most, and the shared memory they may take.

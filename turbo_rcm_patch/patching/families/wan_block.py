@@ -49,8 +49,6 @@ from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState
 
-__all__ = ["BlockClasses", "WanBlockForward", "attention_mode", "modulation"]
-
 _BACKEND: Final = (
     "the attention backend {!r} is chosen and not used: the model is patched with "
     "attention={!r}; with attention='exact' the backend computes the attention"

@@ -148,6 +148,7 @@
       for (const event of ["play", "pause"]) video.addEventListener(event, () => this.show());
       video.addEventListener("loadeddata", () => this.draw());
       video.addEventListener("seeked", () => {
+        if (video.seeking) return; // That of an earlier seek; the event of the present one follows.
         const next = this.wanted;
         this.wanted = null;
         if (next !== null && next !== this.sought) this.seek(next);
@@ -203,7 +204,10 @@
     }
 
     toggle() { if (this.video.paused) { this.stopped = false; this.play(); } else this.pause(); }
-    play() { this.video.play().catch(() => this.show()); }
+    play() {
+      this.video.loop = true;
+      this.video.play().catch(() => this.show());
+    }
     pause() { this.stopped = true; this.video.pause(); }
     shown(visible) {
       this.visible = visible;
@@ -218,6 +222,7 @@
       if (this.video.seeking) { this.wanted = frame; return; }
       this.sought = frame;
       this.wanted = null; // An earlier seek may have ended without its event having come yet.
+      this.video.loop = false; // Else Chromium may take the last frame, paused, for the end, and go to the first one.
       this.video.currentTime = (frame + 0.5) / this.given.fps; // the middle of a frame, whatever rounds
     }
 

@@ -1,0 +1,47 @@
+"""Options of a command line, declared as a line of usage writes them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+Types = Mapping[str, Callable[[str], object]]
+#: What the value of an option is, by the word that its usage has for it; others are texts.
+_TYPES: Final[dict[str, Callable[[str], object]]] = (
+    dict.fromkeys(("N",), int)
+    | dict.fromkeys(("S", "E", "R", "SHARE", "SECONDS"), float)
+    | dict.fromkeys(("FILE", "FOLDER", "PTH", "SOURCE", "OUT"), Path)
+)
+
+
+def add_options(
+    to: argparse._ActionsContainer,
+    options: Mapping[str, str],
+    types: Types = MappingProxyType({}),
+    **defaults: object,
+) -> None:
+    """Add options.
+
+    Args:
+        to: A command, or a group of its options.
+        options: Usage -> help. "--force" is a switch, "--steps N" takes a value,
+            "--form {sde,ode}" one of several, and "--prompt TEXT ..." may be repeated.
+        types: Further words for values, with what reads them.
+        defaults: By name.
+    """
+    for usage, text in options.items():
+        flag, value, *repeated = (*usage.split(" "), "")
+        name = flag.lstrip("-").replace("-", "_")
+        more: dict[str, Any] = {"default": defaults[name]} if name in defaults else {}
+        if value.startswith("{"):
+            more["choices"] = tuple(value[1:-1].split(","))
+        elif value:
+            more |= {"metavar": value, "type": {**_TYPES, **types}.get(value, str)}
+        else:
+            more["action"] = "store_true"
+        if "..." in repeated:
+            more["action"] = "append"
+        to.add_argument(flag, help=text, **more)
