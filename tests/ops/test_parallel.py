@@ -72,6 +72,7 @@ CASES = [
     Case("a-rank-without-keys", 2, 1, (20, 30)),
     Case("fp8", 2, 1, (300, 211), options={"pv": "fp8"}),
     Case("fp16-p", 2, 1, (140, 150), dtype=torch.float16, options={"pv": "fp16"}),
+    Case("a-rank-without-a-sample", 2, 1, (301, 1), options={"pv": "fp8"}),
     Case("batch", 2, 1, (150, 133), batch=2, options={"pv": "fp8"}),
     Case("d128-per-head", 2, 1, (140, 141), dim=128, norm="head", options={"pv": "fp8"}),
     Case("d40-layer-norm", 2, 1, (140, 99), dim=40, heads=3, norm="layer"),

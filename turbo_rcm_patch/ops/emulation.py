@@ -115,9 +115,10 @@ def _round_p(p: torch.Tensor, pv: Literal["fp8", "bf16", "fp16"]) -> torch.Tenso
 def sample_sum_of_v(sample: torch.Tensor) -> torch.Tensor:
     """Sum of v [B, H, N, D] fp32 over its tokens, [B, H, D], in the order in which every kernel
     adds: 32 tokens side by side, then these two by two."""
-    padded = torch.nn.functional.pad(sample, (0, 0, 0, -sample.shape[2] % _MEAN_ROWS))
+    rows_of_zeros = -sample.shape[2] % _MEAN_ROWS or _MEAN_ROWS * (not sample.shape[2])
+    padded = torch.nn.functional.pad(sample, (0, 0, 0, rows_of_zeros))
     total = torch.zeros_like(padded[:, :, :_MEAN_ROWS])
-    for rows in torch.split(padded, _MEAN_ROWS, 2):
+    for rows in padded.reshape(*padded.shape[:2], -1, _MEAN_ROWS, padded.shape[3]).unbind(2):
         total = total + rows
     while total.shape[2] > 1:
         one, other = total.chunk(2, 2)
