@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.poison import poisoned_memory
 
 # Examples are drawn from a fixed seed, and no deadline: the first call of an operator is slow on a
 # busy machine.
@@ -71,14 +73,6 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype.is_floating_point:
-        return tensor.fill_(float("nan"))
-    if tensor.dtype == torch.int8:
-        return tensor.fill_(-128)
-    return tensor.fill_(torch.iinfo(tensor.dtype).max) if tensor.dtype != torch.bool else tensor
-
-
 @pytest.fixture
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks keep no plan: they run through the public operations, which a test may replace."""
@@ -88,20 +82,7 @@ def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned() -> Iterator[None]:
     """Uninitialised memory is NaN (int8: -128), so that reading it cannot go unnoticed."""
-
-    def poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def empty(*args: object, **kwargs: object) -> torch.Tensor:
-            return _poison(make(*args, **kwargs))
-
-        return empty
-
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-    ):
-        monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))
-    yield
+    with poisoned_memory():
+        yield

@@ -45,6 +45,7 @@ from training.train_vae import train_decoder, train_twin, train_vae, use_layout
 from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.output import atomic, merged
 from turbo_rcm_patch.tiny import TINY_WAN
+from turbo_rcm_patch.usage import add_options
 
 _STAGES: Final = ("vae", "teacher", "student", "decoder", "install", "all")
 _MOST_BYTES: Final = 16 * 2**20
@@ -61,33 +62,34 @@ def _arguments() -> argparse.ArgumentParser:
         required=True,
         help="folder for state, logs, sheets and pipeline folders",
     )
-    add("--family", choices=tuple(FAMILIES), default="wan")
-    add("--stage", choices=_STAGES, default="all")
-    add("--limit", type=float, metavar="MINUTES", help="stop after this long, with what there is")
-    add(
-        "--start",
-        type=Path,
-        help="pipeline folder: take its VAE as it is, and start the teacher from it",
-    )
-    add("--resume", action="store_true", help="continue a folder that has state already")
-    add("--seed", type=int, default=0)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add(
-        "--precision",
-        choices=("bf16", "fp32"),
-        help="autocast; default bf16 on a GPU, fp32 on a CPU",
-    )
-    add(
-        "--cudnn-benchmark",
-        action="store_true",
-        help="let cuDNN try out algorithms (slow to start)",
-    )
+    options = {
+        f"--family {{{','.join(FAMILIES)}}}": "which of the two",
+        f"--stage {{{','.join(_STAGES)}}}": "one stage alone",
+        "--limit S": "stop after so many minutes, with what there is",
+        "--start FOLDER": "pipeline folder: take its VAE as it is, and start the teacher from it",
+        "--resume": "continue a folder that has state already",
+        "--seed N": "of everything",
+        "--device DEVICE": "default: a GPU if there is one",
+        "--precision {bf16,fp32}": "autocast; default bf16 on a GPU, fp32 on a CPU",
+        "--cudnn-benchmark": "let cuDNN try out algorithms (slow to start)",
+        "--micro": "a network for smoke tests",
+        "--clips N": "encoded training clips",
+        "--corpus-seconds S": "stop encoding after this long",
+        "--guidance S": "of the teacher, t > 0.6 only",
+        "--fill N": "teacher batches before the student's first step",
+        "--refresh N": "student steps per new teacher batch",
+        "--probe-count N": "videos per probe",
+    }
+    add_options(
+        parser, options, family="wan", stage="all", seed=0,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        clips=49152, corpus_seconds=75.0, guidance=1.5, fill=48, refresh=6, probe_count=128,
+    )  # fmt: skip
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="torch.compile the transformer blocks; default on a GPU",
     )
-    add("--micro", action="store_true", help="a network for smoke tests")
     for stage, batch, lr in (
         ("vae", 16, 1e-3),
         ("teacher", 128, 1e-3),
@@ -98,12 +100,6 @@ def _arguments() -> argparse.ArgumentParser:
         add(f"--steps-{stage}", type=int, help="budget in steps instead of minutes")
         add(f"--batch-{stage}", type=int, default=batch)
         add(f"--lr-{stage}", type=float, default=lr)
-    add("--clips", type=int, default=49152, help="encoded training clips")
-    add("--corpus-seconds", type=float, default=75.0, help="stop encoding after this long")
-    add("--guidance", type=float, default=1.5, help="of the teacher, t > 0.6 only")
-    add("--fill", type=int, default=48, help="teacher batches before the student's first step")
-    add("--refresh", type=int, default=6, help="student steps per new teacher batch")
-    add("--probe-count", type=int, default=128, help="videos per probe")
     return parser
 
 

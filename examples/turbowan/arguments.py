@@ -18,6 +18,7 @@ from turbo_rcm_patch.output import check_writable
 from turbo_rcm_patch.sampling.load import check_offload, choose_device, resolve_model
 from turbo_rcm_patch.sampling.scheduler import MAX_STEPS, RCMScheduler
 from turbo_rcm_patch.sampling.video import ENDINGS, find_ffmpeg
+from turbo_rcm_patch.usage import add_options
 
 #: Name -> aspect ratio -> (width, height), as the models were distilled.
 RESOLUTIONS: Final[dict[str, dict[str, tuple[int, int]]]] = {
@@ -73,21 +74,13 @@ def image_to_video_parser(description: str, *, epilog: str = "") -> argparse.Arg
             help=f"the {noise}-noise expert: TurboDiffusion's .pth file (converted on first use), "
             "or a folder that `python -m turbo_rcm_patch convert` wrote",
         )
-    parser.add_argument(
-        "--boundary",
-        type=float,
-        default=0.9,
-        metavar="T",
-        help="time from 1 (noise) to 0 under which the low-noise expert runs (0.9)",
-    )
-    parser.add_argument(
-        "--adaptive_resolution",
-        action="store_true",
-        help="the image's own aspect ratio, with the area of --resolution and --aspect_ratio",
-    )
-    parser.add_argument(
-        "--ode", action="store_true", help="no fresh noise between steps: sharper, less robust"
-    )
+    options = {
+        "--boundary R": "time from 1 (noise) to 0 under which the low-noise expert runs (0.9)",
+        "--adaptive_resolution": "the image's own aspect ratio, with the area of --resolution and "
+        "--aspect_ratio",
+        "--ode": "no fresh noise between steps: sharper, less robust",
+    }
+    add_options(parser, options, boundary=0.9)
     _add_shared(
         parser,
         models=("Wan2.2-A14B",),
@@ -285,56 +278,49 @@ def _add_shared(
     resolution: str,
     base: str,
 ) -> None:
-    add = parser.add_argument
-    add("--prompt", help="what to show")
-    add(
-        "--model", choices=models, help="refuse a checkpoint of other sizes; they are read from it"
-    )
-    add("--num_samples", type=int, default=1, metavar="N", help="videos, side by side (1)")
+    options = {
+        "--prompt TEXT": "what to show",
+        f"--model {{{','.join(models)}}}": "refuse a checkpoint of other sizes; they are read "
+        "from it",
+        "--num_samples N": "videos, side by side (1)",
+        "--sigma_max S": f"noise level of the first step ({sigma_max:g})",
+        "--num_frames N": "frames; the largest 4n + 1 of them are made (81)",
+        "--resolution SIZE": f"one of {', '.join(RESOLUTIONS)}, or WIDTHxHEIGHT ({resolution})",
+        "--aspect_ratio W:H": "1:1, 4:3, 3:4, 16:9 or 9:16 (16:9)",
+        "--seed N": "of all noise (0)",
+        "--save_path PATH": "the mp4 (output/generated_video.mp4)",
+        "--attention_type {sla,sagesla,original}": "sparse-linear attention, or none of it "
+        "(sagesla); sla and sagesla are one here, with int8 queries and keys as SageSLA has them",
+        "--sla_topk R": "fraction of key blocks that sparse attention keeps (0.1)",
+        "--quant_linear": "int8 Linears, with the integers of a -quant checkpoint; of another "
+        "they are made here, and a -quant checkpoint without this runs multiplied out",
+        "--default_norm": "no effect: norms are fused where blocks are patched",
+        "--vae_path PATH": "Wan2.1_VAE.pth, in place of the VAE of --base",
+        "--text_encoder_path PATH": "models_t5_umt5-xxl-enc-bf16.pth, in place of that of --base",
+        "--serve": "keep the model loaded and read prompts from standard input, and settings "
+        "(/help lists the commands); videos are numbered",
+    }
+    add_options(
+        parser, options, num_samples=1, sigma_max=sigma_max, num_frames=81, resolution=resolution,
+        aspect_ratio="16:9", seed=0, save_path="output/generated_video.mp4",
+        attention_type="sagesla", sla_topk=0.1,
+    )  # fmt: skip
     steps = range(1, MAX_STEPS + 1)
-    add("--num_steps", type=int, choices=steps, default=MAX_STEPS, help="network calls (4)")
-    add("--sigma_max", type=float, default=sigma_max, metavar="S",
-        help=f"noise level of the first step ({sigma_max:g})")  # fmt: skip
-    add("--num_frames", type=int, default=81, metavar="N",
-        help="frames; the largest 4n + 1 of them are made (81)")  # fmt: skip
-    add("--resolution", default=resolution,
-        help=f"one of {', '.join(RESOLUTIONS)}, or WIDTHxHEIGHT ({resolution})")  # fmt: skip
-    add("--aspect_ratio", default="16:9", metavar="W:H",
-        help="1:1, 4:3, 3:4, 16:9 or 9:16 (16:9)")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="of all noise (0)")
-    add("--save_path", default="output/generated_video.mp4", metavar="PATH",
-        help="the mp4 (output/generated_video.mp4)")  # fmt: skip
-    add("--attention_type", choices=("sla", "sagesla", "original"), default="sagesla",
-        help="sparse-linear attention, or none of it (sagesla); sla and sagesla are one "
-        "here, with int8 queries and keys as SageSLA has them")  # fmt: skip
-    add("--sla_topk", type=float, default=0.1, metavar="R",
-        help="fraction of key blocks that sparse attention keeps (0.1)")  # fmt: skip
-    add("--quant_linear", action="store_true",
-        help="int8 Linears, with the integers of a -quant checkpoint; of another they are made "
-        "here, and a -quant checkpoint without this runs multiplied out")  # fmt: skip
-    add("--default_norm", action="store_true",
-        help="no effect: norms are fused where blocks are patched")  # fmt: skip
-    add("--vae_path", metavar="PATH", help="Wan2.1_VAE.pth, in place of the VAE of --base")
-    add("--text_encoder_path", metavar="PATH",
-        help="models_t5_umt5-xxl-enc-bf16.pth, in place of that of --base")  # fmt: skip
-    add("--serve", action="store_true",
-        help="keep the model loaded and read prompts from standard input, and settings (/help "
-        "lists the commands); videos are numbered")  # fmt: skip
-    ours = parser.add_argument_group("beyond TurboDiffusion's arguments")
-    ours.add_argument("--base", metavar="FOLDER_OR_HUB_ID",
-        help="a diffusers pipeline of the same Wan version, for VAE, text encoder and tokenizer "
-        f"(that of a converted pipeline, or {base})")  # fmt: skip
-    ours.add_argument("--cache", metavar="FOLDER",
-        help="where a .pth file is converted to, once (beside it)")  # fmt: skip
-    ours.add_argument("--no_patch", action="store_true",
-        help="diffusers' own dense attention, for comparison")  # fmt: skip
-    ours.add_argument("--guard", action="store_true",
-        help="compare every pair with its exact self on the first and last step, which costs "
-        "two slow calls")  # fmt: skip
-    ours.add_argument("--offload", choices=("none", "model", "sequential"), default="none",
-        help="what is not in use waits in the CPU's memory")  # fmt: skip
-    ours.add_argument("--device", help="where to run (a GPU if there is one)")
-    for name in ("dtype", "vae_dtype"):
-        ours.add_argument(f"--{name}", choices=("bfloat16", "float32"), default="bfloat16",
-            help=f"of the {'VAE' if name == 'vae_dtype' else 'rest'} (bfloat16)")  # fmt: skip
+    parser.add_argument(
+        "--num_steps", type=int, choices=steps, default=MAX_STEPS, help="network calls (4)"
+    )
+    ours = {
+        "--base FOLDER_OR_HUB_ID": "a diffusers pipeline of the same Wan version, for VAE, text "
+        f"encoder and tokenizer (that of a converted pipeline, or {base})",
+        "--cache PLACE": "folder where a .pth file is converted to, once (beside it)",
+        "--no_patch": "diffusers' own dense attention, for comparison",
+        "--guard": "compare every pair with its exact self on the first and last step, which "
+        "costs two slow calls",
+        "--offload {none,model,sequential}": "what is not in use waits in the CPU's memory",
+        "--device DEVICE": "where to run (a GPU if there is one)",
+        "--dtype {bfloat16,float32}": "of the rest (bfloat16)",
+        "--vae_dtype {bfloat16,float32}": "of the VAE (bfloat16)",
+    }
+    group = parser.add_argument_group("beyond TurboDiffusion's arguments")
+    add_options(group, ours, offload="none", dtype="bfloat16", vae_dtype="bfloat16")
     parser.set_defaults(default_base=base)

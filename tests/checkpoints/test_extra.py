@@ -14,6 +14,7 @@ from diffusers import WanTransformer3DModel
 
 import turbo_rcm_patch
 from tests.checkpoints.wan_model import Options, save
+from tests.measures import relative_l2
 from tests.patching import turbodiffusion as stand_in
 from turbo_rcm_patch import PatchConfig, load_extra, patch_model, patched, unload_extra
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, PROJ_L
@@ -62,10 +63,6 @@ def run(model: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     x = torch.randn(1, 4, 3, 8, 8, generator=generator).to(dtype)
     text = torch.randn(1, 7, 24, generator=generator).to(dtype)
     return model(x, torch.tensor([500]), text, return_dict=False)[0]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def test_attaching_changes_nothing_until_int8_is_asked_for(folder: Path) -> None:
@@ -136,12 +133,12 @@ def test_their_scales_and_ours_err_alike(sla_folder: Path) -> None:
     plain = PatchConfig(guard=False, impl="reference", attention="exact")
     int8 = PatchConfig(guard=False, impl="reference", attention="exact", linear="int8")
     with patched(model, plain):
-        assert relative(run(model), exact) < 1e-5
+        assert relative_l2(run(model), exact) < 1e-5
     with patched(model, int8):
-        again = relative(run(model), exact)
+        again = relative_l2(run(model), exact)
     load_extra(model, sla_folder, proj_l=False)
     with patched(model, int8):
-        direct = relative(run(model), exact)
+        direct = relative_l2(run(model), exact)
     assert 0 < direct < 0.006 and direct < again < 0.008
 
 
@@ -219,7 +216,7 @@ def test_a_compiled_graph_takes_the_weight_as_it_is_now(folder: Path) -> None:
     patch_model(model, INT8)
     patch_model(plain, INT8)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert relative(run(compiled), run(plain)) < 1e-6
+    assert relative_l2(run(compiled), run(plain)) < 1e-6
     torch._dynamo.reset()
 
 
@@ -268,7 +265,7 @@ def test_taking_sla_away_from_a_patched_model_leaves_it_dense(sla_folder: Path) 
         dense = run(model)
     load_extra(model, sla_folder, int8=False)
     with patched(model, PLAIN) as report:
-        assert relative(run(model), dense) > 0.05
+        assert relative_l2(run(model), dense) > 0.05
         assert len(report.pairs) == 8 and "sparse" in str(report)
         unload_extra(model)
         assert torch.equal(run(model), dense)
@@ -313,14 +310,14 @@ def test_the_converted_class_runs_what_theirs_runs(tmp_path: Path, head_dim: int
         return x, y
 
     dense, exact = outputs()
-    assert relative(dense, exact) > 0.05
+    assert relative_l2(dense, exact) > 0.05
     config = PatchConfig(guard=False, impl="reference", sla_topk=0.3)
     with patched(ours, config), patched(theirs, config):
         x, y = outputs()
-        assert relative(x, y) < BOTH_FUSED
-        assert 0 < relative(x, exact) < INT8_OFF
+        assert relative_l2(x, y) < BOTH_FUSED
+        assert 0 < relative_l2(x, exact) < INT8_OFF
     with patched(ours, replace(config, attention="exact")):
-        assert relative(outputs()[0], exact) < BOTH_FUSED
+        assert relative_l2(outputs()[0], exact) < BOTH_FUSED
 
 
 def test_what_does_not_belong_together_is_refused(folder: Path, tmp_path: Path) -> None:

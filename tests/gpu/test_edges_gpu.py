@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.measures import relative_l2
 from turbo_rcm_patch import errors, ops
 from turbo_rcm_patch.kernels.portable import attention as kernels
 from turbo_rcm_patch.patching.copies import Copies
@@ -22,10 +23,6 @@ pytestmark = pytest.mark.gpu
 
 HEADS, DIM = 2, 64
 CHANNELS = HEADS * DIM
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -68,7 +65,7 @@ def test_addresses_of_any_value(n_kv: int, offset: int, dtype: torch.dtype) -> N
     for mask in (added, added > -1.0, added.expand(2, HEADS, 33, n_kv)):
         out = ops.masked_attention(*x, mask, spec)
         wide = ops.masked_attention(*(y.double().float() for y in x), mask, spec)
-        assert bool(out.isfinite().all()) and relative(out, wide) < 0.01
+        assert bool(out.isfinite().all()) and relative_l2(out, wide) < 0.01
     out = ops.attention_skip(*x, spec)
     assert torch.equal(out, ops.attention_skip(*(y.clone() for y in x), spec))
 
@@ -148,7 +145,7 @@ def test_a_graph_runs_with_the_weights_of_its_replay() -> None:
     module.weight.mul_(2)
     linears.begin()
     eager = product(linears, module, x)
-    assert relative(eager - module.bias, 2 * (expected - module.bias)) < 0.02
+    assert relative_l2(eager - module.bias, 2 * (expected - module.bias)) < 0.02
     overwrite_free_memory()
     graph.replay()
     assert torch.equal(captured, eager)
@@ -249,7 +246,7 @@ def test_a_batch_longer_than_a_grid(name: str) -> None:
     out = run(slice(None), "triton")
     assert out.shape[0] == LONG
     for part in (slice(0, 4), slice(LONG - 9, LONG)):
-        assert relative(out[part], run(part, "reference")) < 5e-3
+        assert relative_l2(out[part], run(part, "reference")) < 5e-3
 
 
 # --- the kernels' own limits ---------------------------------------------------------------------
@@ -265,14 +262,14 @@ def test_long_lengths_and_scales_of_any_sign(pv: str, dim: int) -> None:
     lengths = torch.tensor([2**31, 2**40 + 3], device="cuda")
     out = ops.attention_skip(q, k, v, plain)
     # With lengths, v's scales and k's mean are found by other code.
-    assert relative(ops.attention_skip(q, k, v, plain, kv_lengths=lengths), out) < 0.01
+    assert relative_l2(ops.attention_skip(q, k, v, plain, kv_lengths=lengths), out) < 0.01
     for scale in (-0.2, 0.0):
         spec = ops.AttentionSpec(heads=2, pv=pv, sm_scale=scale)  # type: ignore[arg-type]
         exact = ops.AttentionSpec(heads=2, attention="exact", sm_scale=scale)
         ours, truth = (
             ops.attention_skip(q, k, v, s, norm_q=torch.ones_like(q[0, 0])) for s in (spec, exact)
         )
-        assert relative(ours, truth) < 0.08
+        assert relative_l2(ours, truth) < 0.08
 
 
 @pytest.mark.parametrize("dim", [64, 40])
@@ -287,7 +284,7 @@ def test_fp8_of_tiny_values(size: float, dim: int) -> None:
         truth = ops.attention_skip(
             q.float(), q.float(), v.float(), ops.AttentionSpec(heads=2, attention="exact")
         )
-        assert relative(out.double() / size, truth.double() / size) < 0.08
+        assert relative_l2(out.double() / size, truth.double() / size) < 0.08
 
 
 def test_empty_batches() -> None:

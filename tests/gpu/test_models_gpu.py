@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from tests.measures import relative_l2
 from turbo_rcm_patch.boundary import (
     EDM,
     ConsistencyModel,
@@ -21,11 +22,6 @@ pytestmark = pytest.mark.gpu
 
 FUSION_BUDGET = 3e-6
 projections = pytest.mark.parametrize("projection", [True, False], ids=["projection", "bare"])
-
-
-def relative_l2(got: torch.Tensor, want: torch.Tensor) -> float:
-    got, want = got.detach().double(), want.detach().double()
-    return float((got - want).norm() / want.norm())
 
 
 def pair(projection: bool, **options: object) -> tuple[RCMAttention, FusedRCMAttention]:

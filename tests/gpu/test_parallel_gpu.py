@@ -304,10 +304,11 @@ def test_compare_on_two_gpus(split: list[str], tmp_path: Path) -> None:
     two_gpus()
     model, out = save(micro_pipe(), tmp_path / "micro"), tmp_path / "out"
     given = ["--model", str(model), *SMALL, "--steps", "2", "--out", str(out), *split]
+    root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          "-m", "turbo_rcm_patch", "compare", *given, "--prompt", "a red circle", "--prompt", "a"],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])},
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.stdout.count("verdict:") == 1, done.stderr[-3000:]

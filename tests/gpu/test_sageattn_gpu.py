@@ -7,16 +7,13 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
+from tests.measures import relative_l2
 from turbo_rcm_patch import register_backend, sageattn, unregister_backend
 
 pytestmark = pytest.mark.gpu
 
 #: e4m3 p and v from 4,096 keys on; see test_ops_gpu.py.
 FLOOR = {1500: 0.02, 4200: 0.05}
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.parametrize("tokens", FLOOR)
@@ -41,7 +38,7 @@ def test_against_exact_attention(
     assert out.shape == q.shape and lse.shape == (2, 3, tokens)
     for one in (out, plain):
         one = one if layout == "HND" else one.transpose(1, 2)
-        assert relative(one, exact) < FLOOR[tokens]
+        assert relative_l2(one, exact) < FLOOR[tokens]
 
 
 def test_grouped_queries_and_the_backend() -> None:
@@ -53,4 +50,4 @@ def test_grouped_queries_and_the_backend() -> None:
         out = dispatch_attention_fn(q, k, v, enable_gqa=True, backend=name)
     finally:
         unregister_backend()
-    assert relative(out, exact) < 0.02
+    assert relative_l2(out, exact) < 0.02

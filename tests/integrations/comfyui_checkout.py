@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.checkpoints.wan_model import Options, state_dict  # noqa: E402
 from tests.integrations.comfyui import NODES, load_nodes  # noqa: E402
+from tests.measures import relative_l2  # noqa: E402
 from turbo_rcm_patch.sampling.scheduler import rcm_times  # noqa: E402
 
 sys.path.insert(0, str(CHECKOUT))  # last, because it has a package called tests too
@@ -101,10 +102,6 @@ def velocity(model: Any, lowvram: bool = False) -> torch.Tensor:
     return out
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
 def patched(model: Any, **settings: Any) -> Any:
     given = {"attention": "int8", "pv": "bf16", "min_keys": 32, "fuse_wan": True}
     return Patch().patch(model, **(given | settings))[0]
@@ -136,23 +133,23 @@ def test_patch() -> None:
     expected = velocity(original)
     for fuse in (True, False):
         exact = patched(original, attention="exact", fuse_wan=fuse)
-        assert relative(velocity(exact), expected) < 1e-4
+        assert relative_l2(velocity(exact), expected) < 1e-4
         int8 = patched(original, fuse_wan=fuse)
-        assert 1e-4 < relative(velocity(int8), expected) < 2e-2
+        assert 1e-4 < relative_l2(velocity(int8), expected) < 2e-2
         assert torch.equal(velocity(original), expected)  # Loading it again unpatched the clone.
     adapted = velocity(lora(original))
-    assert relative(adapted, expected) > 0.01
+    assert relative_l2(adapted, expected) > 0.01
     for after in (patched(lora(original), attention="exact"),
                   lora(patched(original, attention="exact"))):  # fmt: skip
         calls_of(after)
-        assert relative(velocity(after), adapted) < 1e-4
-        assert relative(velocity(after, lowvram=True), adapted) < 1e-4
+        assert relative_l2(velocity(after), adapted) < 1e-4
+        assert relative_l2(velocity(after, lowvram=True), adapted) < 1e-4
     assert torch.equal(velocity(original), expected)
 
 
 def test_bf16() -> None:
     original = load(Options(**SIZES, dtype=torch.bfloat16))
-    out = relative(velocity(patched(original)), velocity(original))
+    out = relative_l2(velocity(patched(original)), velocity(original))
     assert 1e-4 < out < 3e-2
 
 
@@ -162,7 +159,7 @@ def test_sla() -> None:
     calls = calls_of(sparse)
     assert all(call.sparse is not None for call in calls)
     out = velocity(sparse)
-    assert out.isfinite().all() and relative(out, velocity(dense)) > 1e-2
+    assert out.isfinite().all() and relative_l2(out, velocity(dense)) > 1e-2
     assert torch.equal(velocity(patched(sparse, min_keys=1 << 20)), out)
 
 
@@ -189,7 +186,7 @@ def test_sampler() -> None:
             )  # fmt: skip
         x = x - (t - t_next) * v.double()
     expected = model.model.process_latent_out(x.float())
-    assert relative(out, expected) < 1e-3, relative(out, expected)
+    assert relative_l2(out, expected) < 1e-3, relative_l2(out, expected)
     sde, _ = Sampler().make(4, 80.0, "sde")
     runs = [
         comfy.sample.sample_custom(

@@ -22,6 +22,7 @@ from tests.integrations.comfyui import (
     frequencies,
     load_nodes,
 )
+from tests.measures import relative_l2
 from turbo_rcm_patch import RCMScheduler, errors
 from turbo_rcm_patch.checkpoints import read_checkpoint, write_transformer
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
@@ -52,10 +53,6 @@ def run(patcher: ModelPatcher, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
         patcher.unpatch_model()
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
 def patched(patcher: ModelPatcher, **settings: Any) -> ModelPatcher:
     given = {"attention": "int8", "pv": "bf16", "min_keys": 64, "fuse_wan": True}
     return Patch().patch(patcher, **(given | settings))[0]
@@ -70,7 +67,7 @@ def test_patch_computes_the_same(fuse: bool, kind: str, given: tuple[torch.Tenso
     before = ModelPatcher(Model())
     expected = run(before, given)
     after = patched(before, attention=kind, fuse_wan=fuse)
-    error = relative(run(after, given), expected)
+    error = relative_l2(run(after, given), expected)
     if kind == "int8":
         assert 1e-5 < error < 2e-2
     else:
@@ -94,7 +91,7 @@ def test_a_later_node_replaces_the_settings_of_an_earlier_one(
 ) -> None:
     original = ModelPatcher(Model())
     twice = patched(patched(original), attention="exact")
-    assert relative(run(twice, given), run(original, given)) < 1e-5
+    assert relative_l2(run(twice, given), run(original, given)) < 1e-5
 
 
 def test_a_clone_of_a_patched_model_is_patched(given: tuple[torch.Tensor, ...]) -> None:
@@ -110,7 +107,7 @@ def test_a_changed_weight_is_seen(given: tuple[torch.Tensor, ...]) -> None:
     for name in ("q", "norm_q", "o"):
         module = getattr(original.model.diffusion_model.blocks[0].self_attn, name)
         module.weight = torch.nn.Parameter(module.weight * 1.5, requires_grad=False)
-    assert relative(run(after, given), run(original, given)) < 1e-5
+    assert relative_l2(run(after, given), run(original, given)) < 1e-5
 
 
 def test_a_norm_that_is_not_plain_is_called(given: tuple[torch.Tensor, ...]) -> None:
@@ -118,7 +115,7 @@ def test_a_norm_that_is_not_plain_is_called(given: tuple[torch.Tensor, ...]) -> 
     norm = original.model.diffusion_model.blocks[0].self_attn.norm_q
     norm.register_forward_hook(lambda module, args, out: 2 * out)
     after = patched(original, attention="exact")
-    assert relative(run(after, given), run(original, given)) < 1e-5
+    assert relative_l2(run(after, given), run(original, given)) < 1e-5
 
 
 def test_what_other_nodes_patched_is_theirs(given: tuple[torch.Tensor, ...]) -> None:
@@ -168,7 +165,7 @@ def test_override_reads_both_layouts(inputs: bool, outputs: bool) -> None:
         attention_pytorch, q, k, v, 3, transformer_options={}, _inside_attn_wrapper=True, **more
     )
     exact = attention_pytorch(q, k, v, 3, **more)
-    assert out.shape == exact.shape and 1e-4 < relative(out, exact) < 0.015
+    assert out.shape == exact.shape and 1e-4 < relative_l2(out, exact) < 0.015
 
 
 @pytest.mark.parametrize(
@@ -282,7 +279,7 @@ def test_sla_runs_in_every_block(given: tuple[torch.Tensor, ...]) -> None:
     # A node after the loader changes other attentions, and SLA stays.
     later = patched(model)
     assert later.object_patches["diffusion_model.blocks.0.self_attn.forward"].sparse is not None
-    assert relative(run(later, given), run(original, given)) > 0.1
+    assert relative_l2(run(later, given), run(original, given)) > 0.1
 
 
 def test_sla_for_another_number_of_blocks_is_refused() -> None:
@@ -360,7 +357,7 @@ def test_the_sampler_is_that_of_the_scheduler(kind: str, steps: int) -> None:
         model, x, scheduler.sigmas.float(), {"seed": 7}, seen.append, True, sampler=kind
     )
     assert [one["i"] for one in seen] == list(range(steps))
-    assert relative(out, expected) < 1e-6
+    assert relative_l2(out, expected) < 1e-6
 
 
 def test_the_sampler_node(monkeypatch: pytest.MonkeyPatch) -> None:

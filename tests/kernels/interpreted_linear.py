@@ -11,6 +11,7 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.measures import relative_l2
 from turbo_rcm_patch.kernels.launch import Target, Tile
 from turbo_rcm_patch.kernels.portable import int8_linear as kernel
 from turbo_rcm_patch.kernels.portable.norm import norm_modulate_rows
@@ -24,10 +25,6 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
@@ -106,7 +103,7 @@ def test_linear(
     out = int8_linear(x, weight, scale, impl="triton", **arguments)
     emulated = int8_linear(x, weight, scale, impl="reference", **arguments)
     assert out.dtype == dtype
-    assert relative(out, emulated) < TIGHT[dtype]
+    assert relative_l2(out, emulated) < TIGHT[dtype]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +132,7 @@ def test_descriptors_and_persistent_programs(
     )  # fmt: skip
     assert made == [[16, 64], [32, 64]]
     expected = int8_linear(x, weight, scale, bias, residual=residual, c_out=gate, impl="reference")
-    assert relative(out, expected) < TIGHT[torch.float32]
+    assert relative_l2(out, expected) < TIGHT[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
@@ -158,7 +155,7 @@ def test_a_scale_for_every_128_channels(
     }
     out = int8_linear(x, weight, scale, impl="triton", **arguments)
     emulated = int8_linear(x, weight, scale, impl="reference", **arguments)
-    assert relative(out, emulated) < TIGHT[dtype]
+    assert relative_l2(out, emulated) < TIGHT[dtype]
 
 
 def test_groups_through_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +174,7 @@ def test_groups_through_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
             quantize_rows(x), weight, scale, None, None, 1.0, 1.0,
             gelu=False, cast="fp32", out_dtype=torch.float32, **more,
         )  # fmt: skip
-        assert relative(out, expected) < TIGHT[torch.float32]
+        assert relative_l2(out, expected) < TIGHT[torch.float32]
 
 
 @pytest.mark.parametrize("channels", [1, 77, 130, 1536])

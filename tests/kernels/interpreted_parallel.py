@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.measures import relative_l2
 from tests.ranks import groups, on_ranks
 from turbo_rcm_patch.kernels.portable import shards
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip
@@ -16,10 +17,6 @@ from turbo_rcm_patch.ops.parallel import parallel_attention
 TIGHT = 1e-3
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def tokens(n: int, heads: int, dim: int, batch: int = 1) -> reference.Tokens:
@@ -39,7 +36,7 @@ def test_pieces_equal_the_reference(batch: int, n: int, dim: int) -> None:
         module.statistics(k, v, first=3, step=7, smooth_k=True, fp8=False)[0]
         for module in (shards, reference)
     )
-    assert relative(own[..., :dim], expected) < 1e-6
+    assert relative_l2(own[..., :dim], expected) < 1e-6
     mean = expected / -(-(n - 3) // 7)
     wide = torch.nn.functional.pad(mean, (0, shards.width(dim) - dim))
     operands = {}
@@ -59,8 +56,8 @@ def test_pieces_equal_the_reference(batch: int, n: int, dim: int) -> None:
         apart = int8[:, :, :rows, : ref_int8.shape[3]].int() - ref_int8[:, :, :rows].int()
         assert apart.abs().max() <= 1 and (apart != 0).float().mean() < 1e-3
         some = slice(0, rows if scale.shape[2] == int8.shape[2] else None)
-        assert relative(scale[:, :, some], ref_scale[:, :, some]) < 1e-5
-    assert relative(out, ref_out) < TIGHT
+        assert relative_l2(scale[:, :, some], ref_scale[:, :, some]) < 1e-5
+    assert relative_l2(out, ref_out) < TIGHT
     assert (lse - ref_lse).abs().max() < 1e-3
 
 
@@ -80,7 +77,7 @@ def equals_one_device(rank: int) -> None:
             norm_q=q.weight, norm_k=k.weight, rotary=(q.cos[rows], q.sin[rows]),
         )  # fmt: skip
         # The mean of k is added in another order; a ring has other blocks of keys.
-        assert relative(out, whole[:, rows]) < (TIGHT if degrees[1] == 1 else 1e-2), degrees
+        assert relative_l2(out, whole[:, rows]) < (TIGHT if degrees[1] == 1 else 1e-2), degrees
 
 
 def test_two_ranks_equal_one() -> None:

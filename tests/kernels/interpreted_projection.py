@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.measures import relative_l2
 from turbo_rcm_patch.kernels.portable import project as project_file
 from turbo_rcm_patch.ops import (
     AttentionSpec,
@@ -30,10 +31,6 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def coefficients(shape: tuple[int, int, int]) -> dict[str, float | torch.Tensor]:
@@ -123,7 +120,7 @@ def test_projection(form: str, dtype: torch.dtype, cast: str) -> None:
     truth = wide * (residual.double() + F.linear(x.double(), weight.double(), bias.double()))
     # fp16 rounds once at the end, or after every step.
     budget = FUSION if dtype == torch.float32 else {"fp32": 4e-4, "model": 1.5e-3}[cast]
-    assert relative(out, truth) < budget
+    assert relative_l2(out, truth) < budget
 
 
 @pytest.mark.parametrize("out", [torch.float32, torch.float16], ids=["to-fp32", "to-fp16"])
@@ -138,13 +135,13 @@ def test_a_residual_in_fp32_beside_16_bits(stream: torch.dtype, out: torch.dtype
     truth = residual.double() + gate.double() * branch
     budget = 1e-6 if out == torch.float32 else 4e-4
     made = project_skip(x, weight, residual=residual, **given)
-    assert made.dtype == out and relative(made, truth) < budget
+    assert made.dtype == out and relative_l2(made, truth) < budget
     narrow = branch.half()
     made, truth = skip(residual, narrow, **given), residual.double() + gate.double() * narrow
-    assert made.dtype == out and relative(made, truth) < budget
+    assert made.dtype == out and relative_l2(made, truth) < budget
     normed = norm_modulate(residual, scale=gate, impl="triton", out_dtype=out)
     truth = F.layer_norm(residual.double(), (100,), eps=1e-6) * (1 + gate.double())
-    assert normed.dtype == out and relative(normed, truth) < budget
+    assert normed.dtype == out and relative_l2(normed, truth) < budget
 
 
 @pytest.mark.parametrize("form", ["modulation", "affine"])
@@ -157,7 +154,7 @@ def test_norm_of_several_streams(form: str, dtype: torch.dtype) -> None:
     out = norm_modulate_streams(xs, **given, impl="triton")
     other = torch.float16 if dtype == torch.float32 else torch.float32
     converted = norm_modulate_streams(xs, **given, impl="triton", out_dtype=other)
-    assert converted.dtype == other and relative(converted, out) < 4e-4
+    assert converted.dtype == other and relative_l2(converted, out) < 4e-4
     wide = [x.double() for x in xs]
     one = form == "modulation"
     truth = torch.cat(
@@ -168,7 +165,7 @@ def test_norm_of_several_streams(form: str, dtype: torch.dtype) -> None:
         dim=1,
     )
     assert out.is_contiguous() and out.dtype == dtype
-    assert relative(out, truth) < (1e-6 if dtype == torch.float32 else 4e-4)
+    assert relative_l2(out, truth) < (1e-6 if dtype == torch.float32 else 4e-4)
 
 
 @pytest.mark.parametrize("cast", ["fp32", "model"])
@@ -194,12 +191,12 @@ def test_projection_of_several_streams(
     for one, out in zip(wide, outs, strict=True):
         assert one.dtype == torch.float32
         if one.numel():
-            assert relative(out, one) < 1.5e-3
+            assert relative_l2(out, one) < 1.5e-3
     for out, residual, gate, part in zip(outs, residuals, gates, branch, strict=True):
         assert out.is_contiguous() and out.shape == residual.shape
         truth = residual.double() + gate.double() * part
         if len(truth[0]):
-            assert relative(out, truth) < 1.5e-3
+            assert relative_l2(out, truth) < 1.5e-3
 
 
 @pytest.mark.parametrize(
@@ -225,10 +222,10 @@ def test_one_launch(heads: int, dim: int, tokens: int, features: int) -> None:
     branch = attention_skip(q, k, v, spec, kv_lengths=lengths)
     projected = F.linear(branch.double(), weight.double(), bias.double())
     truth = 0.5 * residual.double() + gate * projected
-    assert relative(one, truth) < FUSION
-    assert relative(two, truth) < FUSION
+    assert relative_l2(one, truth) < FUSION
+    assert relative_l2(two, truth) < FUSION
     unfused = 0.5 * residual + gate * F.linear(branch, weight, bias)
-    assert relative(one, truth) <= 2 * relative(unfused, truth)
+    assert relative_l2(one, truth) <= 2 * relative_l2(unfused, truth)
 
 
 @pytest.mark.parametrize("tokens", [(5, 5), (6, 1)], ids=["self", "one-key"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.inputs import attention_inputs
+from tests.measures import relative_l2
 from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.kernels.portable.sparse_attention import largest_scores
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
@@ -24,10 +25,6 @@ pytestmark = [
     # numpy computes both sides of a `where`
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.parametrize(
@@ -74,7 +71,7 @@ def test_kernels_equal_the_emulation(
     expected = sparse_linear_attention(
         q, k, v, weight, bias, replace(spec, impl="reference"), sparsity, **more
     )
-    assert relative(out, expected) < TIGHT
+    assert relative_l2(out, expected) < TIGHT
 
 
 def test_fp8_layout() -> None:
@@ -85,7 +82,7 @@ def test_fp8_layout() -> None:
     out = sparse_linear_attention(q, k, v, weight, None, spec, sparsity)
     exact = replace(spec, attention="exact")
     expected = sparse_linear_attention(q, k, v, weight, None, exact, sparsity)
-    assert relative(out, expected) < 0.15
+    assert relative_l2(out, expected) < 0.15
 
 
 @pytest.mark.parametrize(("columns", "count"), [(1, 1), (5, 2), (16, 16), (37, 9), (300, 30)])

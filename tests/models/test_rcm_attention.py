@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.measures import relative_l2
 from turbo_rcm_patch.boundary import (
     EDM,
     ConsistencyModel,
@@ -27,11 +28,6 @@ projections = pytest.mark.parametrize("projection", [True, False], ids=["project
 
 #: The fusion alone, fp32, relative L2 (DESIGN: what "unchanged" means, first number).
 FUSION_BUDGET = 3e-6
-
-
-def relative_l2(got: torch.Tensor, want: torch.Tensor) -> float:
-    got, want = got.detach().double(), want.detach().double()
-    return float((got - want).norm() / want.norm())
 
 
 def pair(projection: bool, **options: object) -> tuple[RCMAttention, FusedRCMAttention]:

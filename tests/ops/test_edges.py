@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.measures import relative_l2
 from turbo_rcm_patch import errors, ops
 from turbo_rcm_patch.ops.emulation import emulated_attention
 from turbo_rcm_patch.ops.reference import exact_attention
@@ -25,10 +26,6 @@ def tokens(batch: int = 2, n: int = 9, channels: int = CHANNELS) -> Tensor:
 
 def spec(**options: Any) -> ops.AttentionSpec:
     return ops.AttentionSpec(heads=HEADS, **options)
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 # --- lengths and scales --------------------------------------------------------------------------
@@ -58,8 +55,8 @@ def test_a_negative_scale(pv: str, norm: str) -> None:
         return ops.attention_lse(q, k, v, given, **norms)
 
     for ours, exact in zip(of("int8", -0.3), of("exact", -0.3), strict=True):
-        assert relative(ours, exact) < 0.06
-    assert relative(of("exact", -0.3)[0], of("exact", 0.3)[0]) > 0.3
+        assert relative_l2(ours, exact) < 0.06
+    assert relative_l2(of("exact", -0.3)[0], of("exact", 0.3)[0]) > 0.3
     if norm == "none":
         for ours, other in zip(of("exact", -0.3), of("exact", 0.3, -q), strict=True):
             assert torch.allclose(ours, other, atol=1e-5)
@@ -69,7 +66,7 @@ def test_a_negative_scale(pv: str, norm: str) -> None:
         of(attention, -0.3, leaf)[0].square().sum().backward()
         assert leaf.grad is not None
         gradients.append(leaf.grad)
-    assert relative(*gradients) < 0.1
+    assert relative_l2(*gradients) < 0.1
 
 
 @pytest.mark.parametrize("attention", ["int8", "exact"])
@@ -82,14 +79,14 @@ def test_a_scale_of_zero_is_a_mean(attention: str, options: dict[str, Any]) -> N
     mean = v.mean(1, keepdim=True).expand(v.shape)
     if options.get("causal"):
         mean = v.cumsum(1) / torch.arange(1, v.shape[1] + 1).view(1, -1, 1)
-    assert relative(out, mean) < 0.05
+    assert relative_l2(out, mean) < 0.05
 
 
 def test_queries_and_keys_whose_scales_underflow() -> None:
     """Their logits are 0; padded keys stay unseen."""
     q, k, v = tokens() * 1e-25, tokens() * 1e-25, tokens()
     out = ops.attention_skip(q, k, v, INT8, kv_lengths=torch.tensor([4, 9]))
-    assert relative(out[0], v[0, :4].mean(0).expand_as(out[0])) < 0.01
+    assert relative_l2(out[0], v[0, :4].mean(0).expand_as(out[0])) < 0.01
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), "1", True, 1j])
@@ -118,7 +115,7 @@ def test_fp8_of_tiny_values(size: float) -> None:
     assert bool(ours.isfinite().all())
     assert float((ours.double() - wide).abs().max()) <= max(0.2 * size, 2.0**-117 / 448)
     if size >= 1e-30:
-        assert relative(ours.double() / size, wide / size) < 0.08
+        assert relative_l2(ours.double() / size, wide / size) < 0.08
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])
@@ -329,7 +326,7 @@ def test_a_bias_of_another_dtype(call: str) -> None:
     wide, narrow = (CALLS[call](**given, bias=b) for b in (ROW, ROW.bfloat16()))
     pairs = zip(wide, narrow, strict=True) if isinstance(wide, tuple) else [(wide, narrow)]
     for a, b in pairs:
-        assert a.dtype == torch.bfloat16 and relative(a, b) < 0.01
+        assert a.dtype == torch.bfloat16 and relative_l2(a, b) < 0.01
 
 
 # --- nothing, and one ----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.measures import relative_l2
 from turbo_rcm_patch import errors
 from turbo_rcm_patch.ops import (
     MAX_CHANNELS,
@@ -22,10 +23,6 @@ from turbo_rcm_patch.ops.int8_linear import linear_forward, rows_linear_forward
 from turbo_rcm_patch.ops.quantize import quantize_weights, quantized_rows
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -50,7 +47,7 @@ def test_integers_are_exact(channels: int) -> None:
     (x_int, x_scale), (w_int, w_scale) = quantized_rows(x), quantize_weight(weight)
     truth = (x_int.long() @ w_int.long().T) * x_scale.double().unsqueeze(-1) * w_scale.double()
     out = int8_linear(x, w_int, w_scale)
-    assert relative(out, truth) < 2e-7
+    assert relative_l2(out, truth) < 2e-7
     assert (out[0, 3] == 0).all() and (out[..., 4] == 0).all()
 
 
@@ -70,7 +67,7 @@ def test_error_against_the_exact_linear(dtype: torch.dtype) -> None:
     bias = torch.randn(300).to(dtype)
     out = int8_linear(x, *quantize_weight(weight), bias)
     truth = F.linear(x.double(), weight.double(), bias.double())
-    assert 0.005 < relative(out, truth) < 0.012
+    assert 0.005 < relative_l2(out, truth) < 0.012
 
 
 def test_a_loud_row_or_channel_does_not_disturb_its_neighbours() -> None:
@@ -83,7 +80,7 @@ def test_a_loud_row_or_channel_does_not_disturb_its_neighbours() -> None:
     assert error.max() < 0.02
     quiet = torch.ones(40, dtype=torch.bool)
     quiet[::5] = False
-    assert relative(out[..., quiet], truth[..., quiet]) < 0.012
+    assert relative_l2(out[..., quiet], truth[..., quiet]) < 0.012
 
 
 def test_several_weights_are_one() -> None:
@@ -303,7 +300,7 @@ def test_a_scale_for_every_128_channels(channels: int, features: int) -> None:
     truth = (rows[0].double() @ wide.T) * rows[1].double().unsqueeze(1)
     bias = torch.randn(features)
     out = int8_linear(x, int8, scale, bias)
-    assert relative(out, truth.reshape(2, 9, features) + bias.double()) < 4e-7
+    assert relative_l2(out, truth.reshape(2, 9, features) + bias.double()) < 4e-7
 
 
 def test_equal_scales_are_a_scale_per_row() -> None:

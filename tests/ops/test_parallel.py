@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.measures import relative_l2
 from tests.ranks import TIMEOUT, groups, on_ranks
 from turbo_rcm_patch.errors import GradientError, MaskError, OpError, RankMismatchError, ShapeError
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
@@ -182,10 +183,6 @@ def emulated(made: dict[str, Any], case: Case) -> torch.Tensor:
     return torch.cat(rows, 1)
 
 
-def relative(x: torch.Tensor, y: torch.Tensor) -> float:
-    return float((x.double() - y.double()).norm() / y.double().norm())
-
-
 def one_device(made: dict[str, Any], spec: AttentionSpec, **changes: Any) -> torch.Tensor:
     q, k, v = (made[name] for name in "qkv")
     rest = {name: x for name, x in made.items() if name not in "qkv"}
@@ -205,12 +202,12 @@ def equals_one_device(rank: int, case: Case, parallel: ContextParallel) -> None:
         if case.ring == 1:
             assert torch.equal(out, whole), case.name
         else:  # fp32 sums in another order, and one rounding less
-            assert relative(out, whole) < 4e-3, (case.name, relative(out, whole))
+            assert relative_l2(out, whole) < 4e-3, (case.name, relative_l2(out, whole))
         return
     expected = emulated(made, case)[:, rows].to(q.dtype)
-    assert torch.equal(out, expected), (case.name, relative(out, expected))
+    assert torch.equal(out, expected), (case.name, relative_l2(out, expected))
     exact = one_device({**made, **{n: made[n].float() for n in "qkv"}}, spec, attention="exact")
-    own, single = relative(out, exact[:, rows]), relative(whole, exact[:, rows])
+    own, single = relative_l2(out, exact[:, rows]), relative_l2(whole, exact[:, rows])
     assert own < BUDGET * single, (case.name, own, single)
     if not spec.smooth_k and case.ring == 1:  # no mean, whose sum has an order
         assert torch.equal(out, whole), case.name

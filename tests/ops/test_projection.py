@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.measures import relative_l2
 from turbo_rcm_patch.ops import (
     AttentionSpec,
     attention_project_skip,
@@ -16,10 +17,6 @@ from turbo_rcm_patch.ops import (
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.parametrize("cast", ["fp32", "model"])
@@ -43,7 +40,7 @@ def test_projection(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     out = project_skip(x, weight, bias, residual=residual, c_skip=c, c_out=c)
     wide = c.view(2, 1, 1) if len(shape) == 1 else c
     truth = wide * (residual.double() + F.linear(x.double(), weight.double(), bias.double()))
-    assert relative(out, truth) < (3e-6 if dtype == torch.float32 else 6e-3)
+    assert relative_l2(out, truth) < (3e-6 if dtype == torch.float32 else 6e-3)
 
 
 def test_without_residual_or_bias() -> None:
@@ -69,8 +66,8 @@ def test_the_fusion_alone(attention: str) -> None:
         out = attention_project_skip(
             q, k, v, weight, bias, spec, residual=residual, c_skip=0.5, c_out=gate, form=form
         )
-        assert relative(out, unfused) < 3e-6
-        assert relative(out, truth) <= 2 * relative(unfused, truth) + 1e-8
+        assert relative_l2(out, unfused) < 3e-6
+        assert relative_l2(out, truth) <= 2 * relative_l2(unfused, truth) + 1e-8
 
 
 def test_form_on_a_device_nobody_measured() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.measures import relative_l2
 from turbo_rcm_patch import errors, ops, sageattn
 from turbo_rcm_patch.ops.sageattn import MASK_WARNING
 
@@ -54,10 +55,6 @@ def exact(
     return heads_first(out, layout)
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b).norm() / b.norm())
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "transposed-view"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -66,7 +63,7 @@ def test_short_attention_is_exact(layout: str, contiguous: bool, causal: bool) -
     before = [x.clone() for x in (q, k, v)]
     out = sageattn(q, k, v, layout, causal, 0.2)
     assert out.shape == q.shape and out.dtype == q.dtype
-    assert relative(out, exact(q, k, v, layout, is_causal=causal, scale=0.2)) < 1e-6
+    assert relative_l2(out, exact(q, k, v, layout, is_causal=causal, scale=0.2)) < 1e-6
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
@@ -78,7 +75,7 @@ def test_long_attention_runs_in_int8(layout: str, contiguous: bool, causal: bool
     q, k, v = inputs(layout, 1, 2, n_q=n_q, n_kv=LONG, contiguous=contiguous)
     before = [x.clone() for x in (q, k, v)]
     out = sageattn(q, k, v, tensor_layout=layout, is_causal=causal)
-    assert 1e-4 < relative(out, exact(q, k, v, layout, is_causal=causal)) < INT8_FLOOR
+    assert 1e-4 < relative_l2(out, exact(q, k, v, layout, is_causal=causal)) < INT8_FLOOR
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
@@ -89,7 +86,7 @@ def test_dtypes_and_head_dims(dtype: torch.dtype, dim: int) -> None:
     out = sageattn(q, k, v)
     assert out.dtype == dtype
     budget = 1e-6 if dtype == torch.float32 else 2e-2
-    assert relative(out, exact(q, k, v, "HND")) < budget
+    assert relative_l2(out, exact(q, k, v, "HND")) < budget
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -97,7 +94,7 @@ def test_dtypes_and_head_dims(dtype: torch.dtype, dim: int) -> None:
 def test_grouped_queries(layout: str, n_kv: int) -> None:
     q, k, v = inputs(layout, heads=6, kv_heads=2, n_kv=n_kv)
     out = sageattn(q, k, v, layout)
-    assert relative(out, exact(q, k, v, layout)) < (1e-6 if n_kv < 1024 else INT8_FLOOR)
+    assert relative_l2(out, exact(q, k, v, layout)) < (1e-6 if n_kv < 1024 else INT8_FLOOR)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -124,7 +121,7 @@ def test_a_mask_is_exact_and_said(layout: str, kind: str) -> None:
     with pytest.warns(UserWarning, match="attn_mask"):
         out = sageattn(q, k, v, layout, attn_mask=mask)
     given = mask if kind == "boolean" else mask.double()
-    assert relative(out, exact(q, k, v, layout, attn_mask=given)) < 1e-6
+    assert relative_l2(out, exact(q, k, v, layout, attn_mask=given)) < 1e-6
 
 
 def test_a_mask_is_said_once() -> None:
@@ -145,7 +142,7 @@ def test_gradients_are_those_of_exact_attention() -> None:
         function(*leaves).square().sum().backward()
         gradients.append([x.grad for x in leaves])
     for ours, theirs in zip(*gradients, strict=True):
-        assert relative(ours, theirs.double()) < 3 * INT8_FLOOR
+        assert relative_l2(ours, theirs.double()) < 3 * INT8_FLOOR
 
 
 def test_signature_begins_with_that_of_sageattention() -> None:

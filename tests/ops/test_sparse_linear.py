@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.measures import relative_l2
 from turbo_rcm_patch.errors import ConfigError, GradientError, ShapeError
 from turbo_rcm_patch.ops import (
     AttentionSpec,
@@ -20,10 +21,6 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 #: int8 q and k with 16-bit or e4m3 P and v against exact mathematics, N(0, 1).
 FLOOR = {"bf16": 0.02, "fp8": 0.05}
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def proj_l(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,13 +74,12 @@ def test_exact_and_int8_equal_the_definition(
     sparsity = Sparsity(topk=topk, block_q=block_q, block_k=block_k)
     expected = by_definition(q, k, v, weight, bias, heads, topk, block_q, block_k)
     exact = AttentionSpec(heads=heads, attention="exact")
-    assert relative(sparse_linear_attention(q, k, v, weight, bias, exact, sparsity), expected) < (
-        1e-5
-    )
+    out = sparse_linear_attention(q, k, v, weight, bias, exact, sparsity)
+    assert relative_l2(out, expected) < 1e-5
     for pv, floor in FLOOR.items():
         spec = AttentionSpec(heads=heads, pv=pv)
         out = sparse_linear_attention(q, k, v, weight, bias, spec, sparsity)
-        assert relative(out, expected) < floor
+        assert relative_l2(out, expected) < floor
 
 
 @pytest.mark.parametrize("attention", ["int8", "exact"])

@@ -312,7 +312,7 @@ def test_gates_of_another_dtype_promote_as_in_the_author_s_sum(hook: str | None)
 @pytest.mark.supports(BOTH_CLASSES, "torch.compile")
 def test_compiles_without_graph_break_or_recompile(case: Case) -> None:
     model, backend = case.model(), Counting()
-    with patched(model):
+    with patched(model, precision="fixed"):
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         for step in range(3):
             inputs = case.inputs()

@@ -249,7 +249,8 @@ def test_the_guard_compares_pairs_one_at_a_time(
             assert not joined, "a compared pair is closed alone"
             found.append(forward(model, given))
             numbers.append([one.error for one in report.guard])
-        assert len(joined) == (4 if len(found) == 2 else 0)
+        # A later step compares one of the two blocks; the other one joins its two norms.
+        assert len(joined) == (2 if len(found) == 2 else 0)
         joined.clear()
         apart(monkeypatch)
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])

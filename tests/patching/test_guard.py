@@ -456,3 +456,26 @@ def test_hooks_of_a_pair_that_was_given_back_run_once() -> None:
             module.register_forward_hook(lambda *_, name=name: calls.append(name))
     run(model)
     assert sorted(calls) == sorted(set(calls)) and {"norm1", "attn1", "attn1.to_q"} <= {*calls}
+
+
+def test_ranks_compare_the_same_pairs_between_the_steps() -> None:
+    """Whatever each of them has seen before."""
+    whens: Any = ("first", "last", "asked", "middle")
+    guards, paths = [], []
+    for before in (0, 5):
+        model = wan()
+        report = patch_model(model)
+        denoise(model, 2)
+        guard = report.guard._guards[0]
+        guard._turn = before
+        guard.enter("cond", 1, 4)
+        guard.begin(x=torch.ones(1))
+        guards.append((guard, model._turbo_rcm_patch.plan.states))
+    agreed = [max(column) for column in zip(*(g.begun(whens) for g, _ in guards), strict=True)]
+    assert agreed == [0, 0, 0, 1, 0, 5]
+    for guard, states in guards:
+        guard.resume(["middle"], agreed[-1])
+        here = guard._here
+        paths.append([state.pair.path for state in states if id(state) in here.chosen])
+        assert guard._turn == 6
+    assert paths[0] == paths[1] and len(paths[0]) == 1

@@ -19,7 +19,8 @@ from turbo_rcm_patch.models import RCMAttention
 from turbo_rcm_patch.patching import copies as copies_file
 from turbo_rcm_patch.patching.branches import FusedNorm
 from turbo_rcm_patch.patching.copies import Copies
-from turbo_rcm_patch.patching.linears import Linears, Projection
+from turbo_rcm_patch.patching.int8_weights import attach_int8
+from turbo_rcm_patch.patching.linears import Linears, Projection, logit_spread
 
 #: int8 in the Linears alone.
 LINEAR = PatchConfig(attention="exact", linear="int8", guard=False)
@@ -250,6 +251,72 @@ def test_the_others_of_a_block_with_lora_are_quantised(quantised: list[tuple[int
     assert len(quantised) == 3 + 3 + 2
 
 
+def test_inputs_of_peaked_attention_stay_in_16_bits(quantised: list[tuple[int, ...]]) -> None:
+    """Where the norms of q and k spread the logits, q, k and v are not in int8: here, of the
+    self-attention of the first block."""
+    model, inputs = wan(num_layers=2), CASES[0].inputs()
+    attn = model.blocks[0].attn1
+    for factor, peaked in ((1.0, False), (8.0, True)):
+        quantised.clear()
+        with torch.no_grad():
+            attn.norm_q.weight.mul_(factor)
+        expected = run(model, **inputs)
+        with patched(model, LINEAR) as report:
+            assert relative(run(model, **inputs), expected) < 0.02
+            first, *others = report.pairs
+            assert first.int8_linears == (
+                ("to_out.0",) if peaked else ("to_q", "to_k", "to_v", "to_out.0")
+            )
+            words = "to_q, to_k, to_v in 16 bits: the norms of q and k spread the logits by"
+            assert (words in first.reason) == peaked
+            assert all(len(pair.int8_linears) in (2, 4) for pair in others)
+        assert len(quantised) == 2 * (4 + 4 + 2) - 3 * peaked
+        assert torch.equal(run(model, **inputs), expected)
+
+
+def test_what_was_quantised_by_others_stays_so_in_peaked_attention() -> None:
+    model, inputs = wan(num_layers=1), CASES[0].inputs()
+    attn = model.blocks[0].attn1
+    with torch.no_grad():
+        attn.norm_q.weight.mul_(8.0)
+    weight = attn.to_q.weight
+    scale = torch.full([-(-n // 128) for n in weight.shape], float(weight.abs().max()) / 127)
+    by_rows = scale.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
+    int8 = (weight.detach() / by_rows[:, : weight.shape[1]]).round().to(torch.int8)
+    attach_int8(attn.to_q, int8, scale)
+    with patched(model, LINEAR) as report:
+        run(model, **inputs)
+        assert report.pairs[0].int8_linears == ("to_q", "to_k", "to_v", "to_out.0")
+
+
+@pytest.mark.parametrize("form", ["across", "per head", "no weight", "shard", "none", "nan"])
+def test_the_spread_of_logits(form: str) -> None:
+    """Against logits of random rows, for every form of a norm."""
+    heads, dim = 3, 16
+    norms = [nn.RMSNorm(dim if form == "per head" else heads * dim) for _ in range(2)]
+    for norm, size in zip(norms, (3.0, 0.7), strict=True):
+        with torch.no_grad():
+            norm.weight.copy_(size * torch.rand_like(norm.weight))
+    if form == "no weight":
+        norms[1] = nn.RMSNorm(heads * dim, elementwise_affine=False)
+    if form in ("shard", "none", "nan"):
+        if form == "shard":
+            norms[0].weight = nn.Parameter(norms[0].weight[: dim + 1].detach())
+        elif form == "none":
+            norms[0] = nn.Identity()
+        else:
+            norms[0].weight.data[3] = float("nan")
+        assert logit_spread(norms, dim) is None
+        return
+    rows = torch.randn(2, 4000, heads * dim)
+    if form == "per head":
+        rows = rows.unflatten(2, (heads, dim))
+    q, k = (norm(x).view(4000, heads, dim).detach() for norm, x in zip(norms, rows, strict=True))
+    logits = torch.einsum("qhd,qhd->qh", q, k) * dim**-0.5
+    spread = logit_spread(norms, dim)
+    assert spread == pytest.approx(float(logits.square().mean().sqrt()), rel=0.1)
+
+
 def test_a_linear_that_wants_a_gradient_is_called(quantised: list[tuple[int, ...]]) -> None:
     def gradients(model: Any) -> dict[str, torch.Tensor]:
         model.requires_grad_(True)
@@ -294,9 +361,12 @@ def test_kinds_and_odd_activations() -> None:
     assert [pair.int8_linears for pair in report.pairs] == [(), (), ("net.2",)]
 
 
-def test_compiles_without_a_break() -> None:
+@pytest.mark.parametrize("factor", [1.0, 8.0], ids=["as-is", "peaked"])
+def test_compiles_without_a_break(factor: float) -> None:
     torch._dynamo.reset()
     model = wan()
+    for block in model.blocks:
+        block.attn1.norm_q.weight.data.mul_(factor)
     with patched(model, LINEAR):
         expected = run(model)
         compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -245,7 +245,7 @@ def test_int8_linears_go_back_where_they_add_too_much() -> None:
 
 def test_nothing_is_measured_or_marked_without_auto() -> None:
     model, given = one_peaked_head(wan.CASES[0].model(BF16)), wan.CASES[0].inputs(1, BF16)
-    report = patch_model(model)
+    report = patch_model(model, precision="fixed")
     wan.run(model, **given)
     assert not report.exact_heads and report.guard.fidelity is None
     assert all(record.noise is None for record in report.guard)

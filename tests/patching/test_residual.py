@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.measures import relative_l2
 from tests.patching import cogvideox, sla, wan, wan_family
 from tests.patching.turbodiffusion import tiny, tiny_inputs, with_sparse
 from turbo_rcm_patch import PatchConfig, ops, patch_model, patched
@@ -33,10 +34,6 @@ SUBJECTS: list[Any] = [
 ]  # fmt: skip
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.float() - b.float()).norm() / b.float().norm())
-
-
 @torch.no_grad()
 def errors(model: Any, given: dict[str, Any], *options: dict[str, Any]) -> list[float]:
     """Relative L2 to the same network in fp32: unpatched, and patched with each of the options."""
@@ -47,7 +44,7 @@ def errors(model: Any, given: dict[str, Any], *options: dict[str, Any]) -> list[
     with upcast(model):
         truth = model(**cogvideox.widened(given))[0]
     assert all(output.dtype == outputs[0].dtype for output in outputs)
-    return [relative(output, truth) for output in outputs]
+    return [relative_l2(output, truth) for output in outputs]
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
@@ -76,7 +73,7 @@ def test_turbodiffusion_s_blocks_are_closer_to_the_truth(kind: str) -> None:
                 found[residual] = model(**given)
         with patched(model.float(), **how):  # fp32 throughout, over the same attention
             truth = model(**cogvideox.widened(given))
-    assert relative(found["fp32"], truth) < CLOSER * relative(found["model"], truth)
+    assert relative_l2(found["fp32"], truth) < CLOSER * relative_l2(found["model"], truth)
 
 
 def test_sla_is_closer_to_the_truth() -> None:
@@ -88,7 +85,7 @@ def test_sla_is_closer_to_the_truth() -> None:
             found[residual] = sla.run(model, given)
     with patched(model, guard=False, sla_topk=sla.TOPK), upcast(model):
         truth = sla.run(model, cogvideox.widened(given))
-    assert relative(found["fp32"], truth) < CLOSER * relative(found["model"], truth)
+    assert relative_l2(found["fp32"], truth) < CLOSER * relative_l2(found["model"], truth)
 
 
 @pytest.mark.parametrize("subject", [WAN, cogvideox.ROTARY], ids=["wan", "cogvideox"])
@@ -304,8 +301,8 @@ def test_gradients_are_at_least_as_close_to_those_in_fp32(subject: Any) -> None:
         return torch.cat(found)
 
     truth = gradients(copy.deepcopy(model).float(), cogvideox.widened(given))
-    narrow = relative(gradients(model, given, residual="model"), truth)
-    wide = relative(gradients(model, given), truth)
+    narrow = relative_l2(gradients(model, given, residual="model"), truth)
+    wide = relative_l2(gradients(model, given), truth)
     assert wide < 1.02 * narrow
 
 
@@ -323,4 +320,4 @@ def test_a_compiled_block_computes_the_same(subject: Any) -> None:
             for block in blocks:
                 block._compiled_call_impl = None
             torch._dynamo.reset()
-    assert got.dtype == BF16 and relative(got, expected) < 2e-3
+    assert got.dtype == BF16 and relative_l2(got, expected) < 2e-3

@@ -118,7 +118,7 @@ def test_the_guard_compares_with_sla() -> None:
 def test_what_the_guard_gives_back_still_is_sla() -> None:
     model, given = with_sla(T2V.model()), inputs_of(T2V)
     expected, dense = run(oracle(model), given), run(model, given)
-    tight = PatchConfig(guard_budget=1e-6, kinds=("self",), sla_topk=TOPK)
+    tight = PatchConfig(guard_budget=1e-6, precision="fixed", kinds=("self",), sla_topk=TOPK)
     with patched(model, tight) as report:
         assert relative(run(model, given), expected) < TIGHT
         assert report.fused == 0
@@ -133,7 +133,9 @@ def test_the_guard_leaves_out_a_proj_l_that_was_taken_away() -> None:
     for budget in (0.1, 1e-6):
         model, given = with_sla(T2V.model()), inputs_of(T2V)
         dense = run(model, given)
-        with patched(model, PatchConfig(guard_budget=budget, kinds=("self",))) as report:
+        with patched(
+            model, PatchConfig(guard_budget=budget, precision="fixed", kinds=("self",))
+        ) as report:
             without_sla(model)
             assert relative(run(model, given), dense) < 0.02
             records = [record for record in report.guard if record.path.startswith("blocks.0.")]

@@ -68,7 +68,7 @@ def test_without_flash_attn(monkeypatch: pytest.MonkeyPatch, how: str, sparse: b
     config = {
         "given back": PatchConfig(attention="int4", guard_budget=1e-6),
         "called": PatchConfig(kinds=("feed-forward",), guard=False),
-    }.get(how, PatchConfig())
+    }.get(how, PatchConfig(precision="fixed"))
     report = patch_model(model, config)
     assert report.fused > 0
     found = relative(forward(model), expected)

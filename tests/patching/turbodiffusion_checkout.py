@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.measures import relative_l2
 from turbo_rcm_patch import PatchConfig, ops, patched
 
 EXACT = PatchConfig(attention="exact", guard=False)
@@ -39,10 +40,6 @@ def shim(*networks: Any) -> None:
     for network in networks:
         network.flash_apply_rotary_emb = rotary
     attention._get_sdpa_config = lambda *_: (0, [SDPBackend.MATH], sdpa_kernel)
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def model_of(network: Any, **options: Any) -> Any:
@@ -85,7 +82,7 @@ def compare(model: Any, given: dict[str, Any], *configs: PatchConfig) -> dict[st
     for config in configs:
         with patched(model, config) as report:
             result["fused"] = report.fused
-            result["errors"].append(relative(forward(model, given), expected))
+            result["errors"].append(relative_l2(forward(model, given), expected))
         result["back"] = torch.equal(forward(model, given), expected)
     return result
 
@@ -98,7 +95,7 @@ def without_flash_attn(network: Any) -> dict[str, Any]:
     network.flash_apply_rotary_emb = None
     try:
         with patched(model) as report:
-            error = relative(forward(model, given), expected)
+            error = relative_l2(forward(model, given), expected)
             kept = [record.verdict for record in report.guard]
     finally:
         network.flash_apply_rotary_emb = rotary
@@ -119,7 +116,7 @@ def sparse_operation(sla: Any) -> dict[str, float]:
         expected = module(q, k, v).flatten(2)
         given = [x.flatten(2) for x in (q, k, v)] + [module.proj_l.weight, module.proj_l.bias]
         return {
-            name: relative(
+            name: relative_l2(
                 ops.sparse_linear_attention(*given, own, ops.Sparsity(topk=0.3)), expected
             )
             for name, own in {

@@ -10,6 +10,7 @@ from diffusers import WanTransformer3DModel
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
+from tests.measures import relative_l2
 from turbo_rcm_patch import PatchConfig
 
 #: The fused path with torch's own attention: tight comparisons.
@@ -112,9 +113,7 @@ def run(model: Any, **inputs: Any) -> torch.Tensor:
     return output
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative L2 distance of a from b."""
-    return float((a.double() - b.double()).norm() / b.double().norm())
+relative = relative_l2
 
 
 def dicts(model: nn.Module) -> dict[str, dict[str, Any]]:

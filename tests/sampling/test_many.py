@@ -202,7 +202,7 @@ def side_by_side(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = os.environ | environment | {
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path[1:]]),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

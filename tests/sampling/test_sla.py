@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.measures import relative_l2
 from tests.patching.sla import with_sla
 from tests.sampling.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched, unload_extra
@@ -46,10 +47,6 @@ def sla_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
 def test_the_baseline_is_sla_and_not_dense_attention(sla_folder: Path, tmp_path: Path) -> None:
     pipe, settings = load_pipeline(sla_folder, device="cpu"), Settings(steps=2, **SMALL)
     experts = [part for part in (pipe.transformer, pipe.transformer_2) if part is not None]
@@ -64,10 +61,10 @@ def test_the_baseline_is_sla_and_not_dense_attention(sla_folder: Path, tmp_path:
         assert count == 2 * len(experts)
         sla = generate(pipe, PROMPT, settings=settings).latents
     assert torch.equal(samples["baseline"], sla)
-    far = distance(dense, sla)
+    far = relative_l2(dense, sla)
     assert far > 0.02
     for variant in ("patched", "control"):
-        assert 0 < distance(samples[variant], sla) < far / 2, variant
+        assert 0 < relative_l2(samples[variant], sla) < far / 2, variant
 
     said = f"SLA computed by its definition in plain torch in {count} attentions"
     assert said in found.baseline and "sla_topk=0.1" in found.baseline
@@ -122,7 +119,7 @@ def test_load_pipeline_attaches_and_patching_runs_it(sla_folder: Path) -> None:
     with patched(pipe, PatchConfig()) as report:
         sparse = generate(pipe, PROMPT, settings=settings).latents
         assert "sla_topk=0.1" in str(report)
-    assert distance(sparse, dense) > 0.02
+    assert relative_l2(sparse, dense) > 0.02
     assert torch.equal(generate(pipe, PROMPT, settings=settings).latents, dense)
 
 

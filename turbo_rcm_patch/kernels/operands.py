@@ -9,23 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = [
-    "ERROR_STEPS",
-    "LAYER_NORM_PER_HEAD",
-    "MEAN_SAMPLES",
-    "NORM_ACROSS",
-    "NORM_PER_HEAD",
-    "NO_NORM",
-    "QMAX",
-    "AttentionInputs",
-    "Keys",
-    "Operands",
-    "Prologue",
-    "Queries",
-    "Values",
-    "norm_kind",
-]
-
 MEAN_SAMPLES = 256  # tokens whose mean is taken out of k
 NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
 #: What errors of rounding to e4m3 are counted in: this many to 1. A sum over 2**19 tokens fits

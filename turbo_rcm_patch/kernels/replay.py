@@ -26,17 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from turbo_rcm_patch.kernels.ahead import compiling
 
-__all__ = [
-    "Program",
-    "Recordings",
-    "forget_programs",
-    "keep_for_replay",
-    "recorder",
-    "replay_generation",
-    "replayed",
-    "without_replay",
-]
-
 #: Scratch buffers below this many bytes share one allocation.
 _SHARED_BELOW = 16 << 20
 #: Every buffer inside a shared allocation begins at a multiple of this, as the allocator's do.

@@ -41,6 +41,7 @@ __all__ = [
     "rounded_v",
     "sample_mean",
     "sample_sum_of_v",
+    "scaled_v",
     "softmax_pv",
     "value_errors",
     "value_levels",
@@ -131,6 +132,13 @@ def value_levels(mean: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, 
     return mean, (amax + mean.abs()).clamp_min(LEAST_V)
 
 
+def scaled_v(v: torch.Tensor, mean: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """v [B, H, N, D] fp32 in units of its scale before it is rounded, from `value_levels`."""
+    # A number over a tensor would be a product with the inverse, which rounds twice.
+    factor = torch.full_like(amax, E4M3_MAX) / amax
+    return (v - mean.unsqueeze(2)) * factor.unsqueeze(2)
+
+
 def value_errors(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
     """Sums of the rounding errors of v in e4m3 over its tokens, as integers [B, H, D] fp32, of
     v [B, H, N, D] in units of its scale before and after the rounding."""
@@ -162,7 +170,7 @@ def rounded_v(
     if of_v is None:
         of_v = sample_sum_of_v(v[:, :, ::step]) / sampled, v.abs().amax(2)
     mean, amax = value_levels(*of_v)
-    exact = (v - mean.unsqueeze(2)) * (E4M3_MAX / amax).unsqueeze(2)
+    exact = scaled_v(v, mean, amax)
     if kv_lengths is not None:
         exact = exact.masked_fill(~seen, 0.0)
     rounded = exact.to(torch.float8_e4m3fn).float()

@@ -21,6 +21,7 @@ from turbo_rcm_patch.ops.emulation import (
     hadamard,
     quantized,
     sample_sum_of_v,
+    scaled_v,
     softmax_pv,
     value_errors,
 )
@@ -155,8 +156,7 @@ def values(v: Tensor, mean: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     sums of its rounding errors [B, H, width(D)] int32, as in `kernels.operands.Values`."""
     head_dim, n = v.shape[2] // amax.shape[1], v.shape[1]
     mean, amax = levels_of_v(mean, amax)
-    x = split_heads(v.float(), amax.shape[1]) - mean.unsqueeze(2)
-    x = x * (E4M3_MAX / amax).unsqueeze(2)
+    x = scaled_v(split_heads(v.float(), amax.shape[1]), mean, amax)
     x = F.pad(x, (0, width(head_dim) - head_dim, 0, padded(n) - n))
     rounded = x.to(torch.float8_e4m3fn)
     errors = value_errors(x, rounded.float()).to(torch.int32)

@@ -23,18 +23,6 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.patching.plain import runs_itself, stand_in
 
-__all__ = [
-    "Author",
-    "Notes",
-    "Untold",
-    "call",
-    "nothing",
-    "observe",
-    "observe_attention",
-    "ones",
-    "same",
-]
-
 _local = threading.local()
 
 #: Projections that make values, and which share of their output is the values.

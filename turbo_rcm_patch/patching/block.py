@@ -50,8 +50,6 @@ from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inferenc
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast
 
-__all__ = ["BlockForward", "Branch"]
-
 #: Signatures of inputs that a block remembers to have compiled for.
 _MOST_COMPILED: Final = 64
 #: What of a pair's state decides how it runs.

@@ -163,6 +163,7 @@ class AttentionLayout(NamedTuple):
         topk: Of a sparse attention, as in `Sparsity`; 0 for a dense one.
         block_q: Likewise.
         block_k: Likewise.
+        int8_inputs: As in `PairState`.
     """
 
     norm: str
@@ -187,6 +188,7 @@ class AttentionLayout(NamedTuple):
     topk: float
     block_q: int
     block_k: int
+    int8_inputs: bool
 
 
 class BranchOperands(NamedTuple):
@@ -579,7 +581,7 @@ class AttentionRun:
         self._state, self._modules, self.close = state, modules, close
         self._streams = isinstance(close, StreamsClose)
         self._width = modules.heads * modules.head_dim
-        int8, cross = state.int8, len(modules.kv) > 0
+        int8, cross = state.int8 and state.int8_inputs, len(modules.kv) > 0
         self._of_x = Projection(
             linears, f"{name}.q" if cross else f"{name}.qkv", modules.qkv, like, like.dtype,
             int8=int8,
@@ -686,7 +688,7 @@ class AttentionRun:
             modules.heads,
             modules.head_dim, len(modules.qkv), len(modules.kv), len(modules.image),
             spec.attention, spec.pv, spec.smooth_k, spec.eps, self._few is not None, self._form,
-            topk, block_q, block_k,
+            topk, block_q, block_k, self._state.int8_inputs,
         )  # fmt: skip
         rotary = given.rotary if self._of_context is None else None
         return BranchOperands(norm.rows, rotary, context, held + norm.held, layout)
@@ -1096,7 +1098,7 @@ class AuthorRun:
     """
 
     __slots__ = ("_branch", "_rounding", "_states")
-    read = norm = close = None
+    read = close = norm = None
 
     def __init__(
         self,

@@ -37,8 +37,6 @@ from turbo_rcm_patch.patching.plain import drops, weight_is_known
 from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
 from turbo_rcm_patch.patching.state import PairState, Step, When
 
-__all__ = ["Guard", "Pair", "PipelineSteps", "StepContext"]
-
 _log = logging.getLogger(__name__)
 
 #: A residual stream, or one tensor each of several.

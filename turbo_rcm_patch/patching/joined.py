@@ -141,8 +141,8 @@ def _unpacked(kind: type[_Layout], types: dict[Any, list[int]], packed: Sequence
 class _State:
     """Stands for the state of a pair; a compiled forward is not reported."""
 
-    def __init__(self, int8: bool) -> None:
-        self.int8, self.ran = int8, ""
+    def __init__(self, int8: bool, int8_inputs: bool) -> None:
+        self.int8, self.int8_inputs, self.ran = int8, int8_inputs, ""
 
     def note(self, how: str) -> None:
         """Say nothing."""
@@ -291,7 +291,8 @@ def _rounding(layout: _Layout) -> Rounding | None:
 
 
 def _state(layout: _Layout) -> Any:
-    return _State(layout.int8)
+    inputs = layout.int8_inputs if isinstance(layout, AttentionLayout) else True
+    return _State(layout.int8, inputs)
 
 
 def _close_of(

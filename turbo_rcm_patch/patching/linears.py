@@ -7,9 +7,10 @@ has none to give.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +28,14 @@ from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.blocks import plain_dropout
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.int8_linear import Int8Linear, weight_dtype
+from turbo_rcm_patch.patching.int8_weights import held_int8
 from turbo_rcm_patch.patching.plain import plain_linear, weight_is_known, why_not_plain
 from turbo_rcm_patch.patching.plan import Token, after_call
 from turbo_rcm_patch.patching.state import PairState
 from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
 
 __all__ = [
+    "PEAKED",
     "Close",
     "FreshLinears",
     "Input",
@@ -43,6 +46,7 @@ __all__ = [
     "Terms",
     "held_by",
     "holder",
+    "logit_spread",
     "pair_state",
     "rounded",
     "runs_int8",
@@ -84,13 +88,59 @@ def why_not_int8(module: nn.Module) -> str:
     return "its weight was made in inference mode" if inference else ""
 
 
-def pair_state(pair: SkipPair, linears: Mapping[str, nn.Module], config: PatchConfig) -> PairState:
+#: Standard deviation of an attention's logits from which its q, k and v stay in 16 bits. int8
+#: Linears put an error of 1.5 % into q k^T, so of 5 % into the probabilities there.
+PEAKED: Final = 3.5
+
+
+def logit_spread(norms: Sequence[Any], head_dim: int) -> float | None:
+    """The standard deviation that the norms of q and k give an attention's logits, where what they
+    normalise is independent: that of the heads in the mean square.
+
+    Args:
+        norms: Of q and of k, with a weight [H*D] or [D], or None for 1.
+        head_dim: D.
+
+    Returns:
+        None where there are no such norms, or their weights cannot be read here.
+    """
+    product: Tensor | float = 1.0
+    for norm in norms:
+        held: Any = getattr(norm, "_parameters", {})
+        if "weight" not in held:
+            return None
+        weight = held["weight"]
+        if weight is None:
+            continue
+        if type(weight.data) is not Tensor or weight.is_meta or weight.numel() % head_dim:
+            return None  # a shard, or not there
+        by_head = weight.detach().float().view(-1, head_dim)
+        product = product * by_head.square()
+    if isinstance(product, float):
+        return 1.0
+    spread = float(product.sum(1).mean().div(head_dim).sqrt())
+    return spread if math.isfinite(spread) else None
+
+
+def pair_state(
+    pair: SkipPair,
+    linears: Mapping[str, nn.Module],
+    config: PatchConfig,
+    *,
+    norms: Sequence[Any] = (),
+    close: str = "",
+) -> PairState:
     """The state of a pair, which says what becomes of its Linears.
+
+    With `linear="int8"` the inputs of a peaked attention stay in 16 bits, unless somebody else
+    quantised one of them.
 
     Args:
         pair: The pair as it runs.
         linears: The Linears that its fused form runs itself, by name.
         config: How the model is patched.
+        norms: Of an attention's q and k.
+        close: The name of its output projection.
     """
     auto = config.chooses and pair.kind != "feed-forward"
     narrow = config.pv in ("auto", "fp8")
@@ -101,17 +151,32 @@ def pair_state(pair: SkipPair, linears: Mapping[str, nn.Module], config: PatchCo
             pair = replace(pair, reason="; ".join(filter(None, [pair.reason, why_called])))
         return PairState(pair, auto=auto, narrow=narrow)
     why = {name: why_not_int8(module) for name, module in linears.items()}
-    chosen = tuple(name for name, reason in why.items() if not reason)
+    inputs = {name: module for name, module in linears.items() if name != close}
+    wide: list[str] = []
+    if config.linear == "int8" and norms and not any(map(_brings_int8, inputs.values())):
+        spread = logit_spread(norms, pair.head_dim)
+        if spread is not None and spread >= PEAKED:
+            wide = list(inputs)
+    chosen = tuple(name for name, reason in why.items() if not reason and name not in wide)
     left = [f"{name} is not in int8: {reason}" for name, reason in why.items() if reason]
+    if wide:
+        peaked = f"the norms of q and k spread the logits by {spread:.1f}"
+        left.append(f"{', '.join(wide)} in 16 bits: {peaked}")
     reason = "; ".join(filter(None, [pair.reason, *left]))
     state = PairState(
         replace(pair, int8_linears=chosen, reason=reason), int8=True, auto=auto, narrow=narrow
     )
+    state.int8_inputs = not wide
     if config.linear == "int8-only":
         state.originals = tuple(
             linears[name] for name in chosen if type(linears[name]) is nn.Linear
         )
     return state
+
+
+def _brings_int8(module: nn.Module) -> bool:
+    """Whether its weight was quantised by somebody else."""
+    return type(module) is Int8Linear or held_int8(module) is not None
 
 
 class Linears:

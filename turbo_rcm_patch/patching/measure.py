@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["GAIN_SHARE", "HEAD_ROOM", "KEY_ROOM", "NORM_SHARE", "ROW_ROOM", "Measure", "measure"]
-
 #: Rows are looked at together: the worst hundredth of a sample. Single rows of a healthy int8
 #: attention are off by some times the mean; a wrong gate or residual is off by about 1.
 ROW_ROOM: Final = 4.0

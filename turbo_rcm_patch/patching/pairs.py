@@ -5,7 +5,7 @@ A family says which module is which and why one of them is called; what follows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -193,6 +193,8 @@ def states_of(
     pairs: Mapping[str, SkipPair],
     linears: Mapping[str, Mapping[str, nn.Module]],
     config: PatchConfig,
+    norms: Mapping[str, Sequence[Any]] | None = None,
+    close: str = "to_out.0",
 ) -> States:
     """The states of a block's pairs.
 
@@ -200,5 +202,12 @@ def states_of(
         pairs: By the names of their branches.
         linears: The Linears that ours runs itself, by name, where a branch has any.
         config: How the model is patched.
+        norms: Those of q and k, where a branch has them.
+        close: The name of an attention's output projection.
     """
-    return {name: pair_state(pair, linears.get(name, {}), config) for name, pair in pairs.items()}
+    return {
+        name: pair_state(
+            pair, linears.get(name, {}), config, norms=(norms or {}).get(name, ()), close=close
+        )
+        for name, pair in pairs.items()
+    }

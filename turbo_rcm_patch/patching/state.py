@@ -35,6 +35,7 @@ class PairState:
         pair: The pair and how it runs; replaced when that changes.
         live: Whether the fused path runs. A plain flag, because a forward reads it on every call.
         int8: Whether its Linears may run in int8; a plain flag too.
+        int8_inputs: Whether that is so of an attention's q, k and v too.
         precision: How its attention runs, where the guard may choose.
         exact_heads: Heads of its attention that run exactly, ascending.
         unseen: Forwards on which the guard has yet to compare it.
@@ -43,8 +44,8 @@ class PairState:
         ran: How it ran on the last forward outside a compiled graph, "" before the first.
     """
 
-    __slots__ = ("_linears", "_reason", "_steps", "exact_heads", "int8", "live", "originals",
-                 "pair", "precision", "ran", "returned", "unseen")  # fmt: skip
+    __slots__ = ("_linears", "_reason", "_steps", "exact_heads", "int8", "int8_inputs", "live",
+                 "originals", "pair", "precision", "ran", "returned", "unseen")  # fmt: skip
 
     def __init__(
         self, pair: SkipPair, *, int8: bool = False, auto: bool = False, narrow: bool = True
@@ -52,6 +53,7 @@ class PairState:
         self.pair = pair
         self.live = pair.fused
         self.int8 = self._linears = int8 and pair.fused
+        self.int8_inputs = True
         self.precision: Precise = "as asked for"
         self.exact_heads: tuple[int, ...] = ()
         self.unseen: set[When] = {"first", "last"}

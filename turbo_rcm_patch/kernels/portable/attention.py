@@ -33,20 +33,6 @@ from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.kernels.portable.skip import close_skip
 from turbo_rcm_patch.kernels.replay import keep_for_replay, replayed
 
-__all__ = [
-    "attend",
-    "attention",
-    "attention_arguments",
-    "attention_kernel",
-    "lost_in_rounding",
-    "normalised",
-    "over_block",
-    "over_keys",
-    "register_limit",
-    "row_sum_operand",
-    "variant_of",
-]
-
 #: log2 of the largest P: e4m3 uses its whole range, fp16 stays clear of its subnormals.
 P_SHIFT = {"fp8": 8.807354922057604, "fp16": 8.0, "bf16": 0.0}
 

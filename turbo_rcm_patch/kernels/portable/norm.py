@@ -48,10 +48,7 @@ def modulated(
 @triton.jit(do_not_specialize=LENGTHS)
 def norm_modulate_kernel(
     y_ptr, x_ptr, factor_ptr, offset_ptr,
-    y_stride_b, x_stride_b, x_stride_n,
-    factor_stride_b, factor_stride_n, factor_stride_c,
-    offset_stride_b, offset_stride_n, offset_stride_c,
-    channels, eps,
+    y_stride_b, x_strides, factor_strides, offset_strides, channels, eps,
     BLOCK_C: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """y = layer_norm(x) * (ONE + factor) + offset, a token a program.
@@ -59,21 +56,21 @@ def norm_modulate_kernel(
     Grid: (tokens, batch). x, y [B, N, C] with contiguous channels, the rows of y dense within a
     sample; factor and offset broadcast to [B, N, C].
     """
-    n, b = tl.program_id(0), tl.program_id(1)
+    n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < channels
-    row = x_ptr + b.to(tl.int64) * x_stride_b + n.to(tl.int64) * x_stride_n
+    row = x_ptr + b * x_strides[0] + n * x_strides[1]
     x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     factors, offsets = factor_ptr, offset_ptr
     if HAS_FACTOR:
-        factors += b.to(tl.int64) * factor_stride_b + n.to(tl.int64) * factor_stride_n
+        factors += b * factor_strides[0] + n * factor_strides[1]
     if HAS_OFFSET:
-        offsets += b.to(tl.int64) * offset_stride_b + n.to(tl.int64) * offset_stride_n
+        offsets += b * offset_strides[0] + n * offset_strides[1]
     x = modulated(
-        normal(x, mask_c, channels, eps), factors, offsets, factor_stride_c, offset_stride_c,
+        normal(x, mask_c, channels, eps), factors, offsets, factor_strides[2], offset_strides[2],
         offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
-    out = y_ptr + b.to(tl.int64) * y_stride_b + n.to(tl.int64) * channels
+    out = y_ptr + b * y_stride_b + n * channels
     tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
 
 
@@ -110,10 +107,6 @@ def norm_modulate(
     batch, n_tokens, channels = x.shape
     x = dense_rows(x)
     y = torch.empty(x.shape, dtype=out_dtype, device=x.device) if out is None else out
-    strides = {}
-    for name, value in (("factor", factor), ("offset", offset)):
-        wide = wide_strides(value, x.shape)
-        strides |= {f"{name}_stride_{axis}": s for axis, s in zip("bnc", wide, strict=True)}
     launch(
         norm_modulate_kernel,
         (n_tokens, batch),
@@ -123,8 +116,9 @@ def norm_modulate(
         factor_ptr=factor,
         offset_ptr=offset,
         y_stride_b=y.stride(0),
-        x_stride_b=x.stride(0),
-        x_stride_n=x.stride(1),
+        x_strides=x.stride()[:2],
+        factor_strides=wide_strides(factor, x.shape),
+        offset_strides=wide_strides(offset, x.shape),
         channels=channels,
         eps=eps,
         BLOCK_C=triton.next_power_of_2(channels),
@@ -133,7 +127,6 @@ def norm_modulate(
         ONE=one,
         num_warps=norm_warps(channels),
         num_stages=1,
-        **strides,
     )
     return y
 
@@ -141,7 +134,7 @@ def norm_modulate(
 @triton.jit(do_not_specialize=LENGTHS)
 def norm_rotate_kernel(
     y_ptr, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr,
-    stride_b, stride_n, n_tokens, eps,
+    x_strides, n_tokens, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
@@ -150,10 +143,10 @@ def norm_rotate_kernel(
     Grid: (tokens, batch). x [B, N, H*D] with contiguous channels, y dense; weight [H*D], or [D]
     per head, for which D is a power of two; bias [D]; cos, sin [N, D].
     """
-    n, b = tl.program_id(0), tl.program_id(1)
+    n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < CHANNELS
-    row = x_ptr + b.to(tl.int64) * stride_b + n.to(tl.int64) * stride_n
+    row = x_ptr + b * x_strides[0] + n * x_strides[1]
     x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     if NORM == 1:  # across all heads
         w = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
@@ -176,7 +169,7 @@ def norm_rotate_kernel(
         c, _ = tl.split(tl.reshape(cos, [BLOCK_C // 2, 2]))
         _, s = tl.split(tl.reshape(sin, [BLOCK_C // 2, 2]))
         x = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [BLOCK_C])
-    out = y_ptr + (b.to(tl.int64) * n_tokens + n) * CHANNELS
+    out = y_ptr + (b * n_tokens + n) * CHANNELS
     tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
 
 
@@ -216,8 +209,7 @@ def norm_rotate(
         bias_ptr=None if bias is None else bias.contiguous(),
         cos_ptr=None if cos is None else cos.contiguous(),
         sin_ptr=None if sin is None else sin.contiguous(),
-        stride_b=x.stride(0),
-        stride_n=x.stride(1),
+        x_strides=x.stride()[:2],
         n_tokens=n_tokens,
         eps=eps,
         CHANNELS=channels,
@@ -277,10 +269,7 @@ def store_int8_norm(
 @triton.jit(do_not_specialize=LENGTHS)
 def norm_modulate_rows_kernel(
     int8_ptr, scale_ptr, x_ptr, factor_ptr, offset_ptr,
-    x_stride_b, x_stride_n,
-    factor_stride_b, factor_stride_n, factor_stride_c,
-    offset_stride_b, offset_stride_n, offset_stride_c,
-    n_tokens, channels, padded, eps,
+    x_strides, factor_strides, offset_strides, n_tokens, channels, padded, eps,
     HEAD: tl.constexpr, TAIL: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
@@ -290,14 +279,13 @@ def norm_modulate_rows_kernel(
     int8 [B, N, padded] dense, 0 from channel C on; scale [B, N] fp32. HEAD, TAIL: as in
     `rows.quantize_rows_kernel`. Everything in fp32: no rounding before the one to int8.
     """
-    n, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = x_ptr + b * x_stride_b + n.to(tl.int64) * x_stride_n
-    factors = factor_ptr
+    n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = x_ptr + b * x_strides[0] + n * x_strides[1]
+    factors, offsets = factor_ptr, offset_ptr
     if HAS_FACTOR:
-        factors += b * factor_stride_b + n.to(tl.int64) * factor_stride_n
-    offsets = offset_ptr
+        factors += b * factor_strides[0] + n * factor_strides[1]
     if HAS_OFFSET:
-        offsets += b * offset_stride_b + n.to(tl.int64) * offset_stride_n
+        offsets += b * offset_strides[0] + n * offset_strides[1]
     offs_h = tl.arange(0, HEAD)
     mask_h = offs_h < channels
     head = tl.load(row + offs_h, mask=mask_h, other=0.0).to(tl.float32)
@@ -309,7 +297,7 @@ def norm_modulate_rows_kernel(
     store_int8_norm(
         int8_ptr + (b * n_tokens + n) * padded, scale_ptr + b * n_tokens + n,
         head, offs_h, mask_h, tail, offs_t, mask_t, factors, offsets,
-        factor_stride_c, offset_stride_c, channels, padded, eps,
+        factor_strides[2], offset_strides[2], channels, padded, eps,
         TAIL, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
 
@@ -331,10 +319,6 @@ def norm_modulate_rows(
     rows = empty_rows(batch, n_tokens, channels, x.device)
     padded = rows.int8.shape[2]
     head, tail = row_parts(padded)
-    strides = {}
-    for name, value in (("factor", factor), ("offset", offset)):
-        wide = wide_strides(value, x.shape)
-        strides |= {f"{name}_stride_{axis}": s for axis, s in zip("bnc", wide, strict=True)}
     launch(
         norm_modulate_rows_kernel,
         (n_tokens, batch),
@@ -344,8 +328,9 @@ def norm_modulate_rows(
         x_ptr=x,
         factor_ptr=factor,
         offset_ptr=offset,
-        x_stride_b=x.stride(0),
-        x_stride_n=x.stride(1),
+        x_strides=x.stride()[:2],
+        factor_strides=wide_strides(factor, x.shape),
+        offset_strides=wide_strides(offset, x.shape),
         n_tokens=n_tokens,
         channels=channels,
         padded=padded,
@@ -357,6 +342,5 @@ def norm_modulate_rows(
         ONE=one,
         num_warps=row_warps(head + tail),
         num_stages=1,
-        **strides,
     )
     return rows

@@ -60,7 +60,7 @@ def project_tile(
 @triton.jit(do_not_specialize=LENGTHS)
 def project_kernel(
     y_ptr, x_ptr, weight_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
-    x_stride_b, x_stride_n, weight_stride, residual_strides,
+    x_strides, weight_stride, residual_strides,
     skip_value, skip_strides, out_value, out_strides,
     n_tokens, c_in, c_out,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -83,9 +83,9 @@ def project_kernel(
     start_c = inside // rows_here * BLOCK_C
     offs_m = start_m + tl.arange(0, BLOCK_M)
     mask_m = offs_m < n_tokens
-    x_first = x_ptr + b.to(tl.int64) * x_stride_b + start_m.to(tl.int64) * x_stride_n
+    x_first = x_ptr + b.to(tl.int64) * x_strides[0] + start_m.to(tl.int64) * x_strides[1]
     branch, offs_c, mask_c = project_tile(
-        x_first, x_stride_n, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
+        x_first, x_strides[1], mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
         BLOCK_M, BLOCK_C, BLOCK_K, HAS_BIAS, EVEN_K, PRECISION, "",
     )  # fmt: skip
     y = close_skip(
@@ -150,8 +150,7 @@ def project_skip(
         x_ptr=x,
         weight_ptr=weight,
         bias_ptr=None if bias is None else bias.contiguous(),
-        x_stride_b=x.stride(0),
-        x_stride_n=x.stride(1),
+        x_strides=x.stride()[:2],
         weight_stride=weight.stride(0),
         n_tokens=n_tokens,
         c_in=c_in,

@@ -68,7 +68,7 @@ def nearest_int8(x, inverse):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def quantize_rows_kernel(
-    x_ptr, int8_ptr, scale_ptr, stride_b, stride_n, n_rows, channels, padded,
+    x_ptr, int8_ptr, scale_ptr, x_strides, n_rows, channels, padded,
     BLOCK_T: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """int8 rows of x and their scales, max |row| / 127, in one pass over memory.
@@ -82,7 +82,7 @@ def quantize_rows_kernel(
     b = tl.program_id(1).to(tl.int64)
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     mask_t = offs_t < n_rows
-    rows = x_ptr + b * stride_b + offs_t.to(tl.int64) * stride_n
+    rows = x_ptr + b * x_strides[0] + offs_t.to(tl.int64) * x_strides[1]
     out = int8_ptr + (b * n_rows + offs_t) * padded
     offs_h = tl.arange(0, HEAD)
     mask_h = mask_t[:, None] & (offs_h < channels)[None, :]
@@ -148,8 +148,7 @@ def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
         x_ptr=x,
         int8_ptr=rows.int8,
         scale_ptr=rows.scale,
-        stride_b=x.stride(0),
-        stride_n=x.stride(1),
+        x_strides=x.stride()[:2],
         n_rows=n_rows,
         channels=channels,
         padded=padded,

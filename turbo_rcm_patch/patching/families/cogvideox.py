@@ -121,7 +121,7 @@ def _block_states(block: Any, path: str, whole: str, config: PatchConfig) -> Sta
         "ff": block_pair(f"{path}.ff", "feed-forward", runs, *_streams("ff")),
     }
     linears = {"attn1": _attention_linears(attn), "ff": feed_forward_linears(ff)}
-    return states_of(pairs, linears, config)
+    return states_of(pairs, linears, config, {"attn1": (attn.norm_q, attn.norm_k)})
 
 
 def _streams(branch: str) -> tuple[Stream, Stream]:

@@ -141,7 +141,10 @@ def _block_states(block: Any, path: str, config: PatchConfig, whole: str) -> Sta
             linears["cross_attn"] = {name: getattr(cross, name) for name in "qkvo"}
     if not why_feed_forward_called(ffn):
         linears["ffn"] = {"0": ffn[0], "2": ffn[2]}
-    return states_of(pairs, linears, config)
+    norms = {"self_attn": (attn.norm_q, attn.norm_k), "cross_attn": (cross.norm_q, cross.norm_k)}
+    # Its tokens share the queries of the text.
+    norms["image"] = norms["cross_attn"]
+    return states_of(pairs, linears, config, norms, close="o")
 
 
 def _attention_pair(attn: Any, path: str, kind: Kind, config: PatchConfig, whole: str) -> SkipPair:

@@ -179,7 +179,9 @@ def block_states(
     if "image" in pairs and attention_mode(cross, classes) == "ours":
         names = ["to_added_kv"] if cross.fused_projections else ["add_k_proj", "add_v_proj"]
         linears["image"] = {name: getattr(cross, name) for name in names}
-    return states_of(pairs, linears, config)
+    norms = {"attn1": (attn.norm_q, attn.norm_k), "attn2": (cross.norm_q, cross.norm_k)}
+    # Its tokens share the queries of the text.
+    return states_of(pairs, linears, config, norms | {"image": norms["attn2"]})
 
 
 def _left_dense(
