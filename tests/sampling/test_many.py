@@ -220,7 +220,7 @@ def side_by_side(
         for rank in range(2)
     ]
     try:
-        told = [one.communicate(timeout=250) for one in started]
+        told = [one.communicate(timeout=500) for one in started]
     finally:
         for one in started:
             one.kill()
