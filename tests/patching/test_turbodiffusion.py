@@ -245,7 +245,7 @@ def test_unpatch_leaves_nothing_behind(sparse: bool, guard: bool) -> None:
     model = with_sparse(tiny()) if sparse else tiny()
     inputs = tiny_inputs(tokens=150)
     expected, before = run(model, **inputs), dicts(model)
-    report = patch_model(model, PatchConfig(guard=guard))
+    report = patch_model(model, PatchConfig(guard=guard, precision="fixed"))
     assert dicts(model) != before
     run(model, **inputs)
     if guard:
