@@ -294,7 +294,7 @@ def test_what_is_whole_is_kept(subject: Subject, dtype: torch.dtype, linear: Any
             else x
             for name, x in given.items()
         }
-    report = patch_model(model, PatchConfig(linear=linear))
+    report = patch_model(model, PatchConfig(linear=linear, precision="fixed"))
     output_of(model, given)
     assert len(report.guard) >= report.fused
     worst = max(report.guard, key=lambda record: record.error)
@@ -330,7 +330,7 @@ def test_a_gate_of_zero_that_is_its_author_s_is_kept() -> None:
     projection.bias.data.zero_()
     for block in model.blocks:
         block.scale_shift_table.data[:, (2, 5)] = 0
-    report = patch_model(model)
+    report = patch_model(model, precision="fixed")
     output_of(model, given)
     assert {record.verdict for record in report.guard} == {"kept"}
 
@@ -346,7 +346,7 @@ def test_turbodiffusion_without_what_its_dense_attention_needs() -> None:
     for module in model.modules():
         if hasattr(module, "local_attn"):
             module.local_attn = attention
-    report = patch_model(model)
+    report = patch_model(model, precision="fixed")
     output = output_of(model, turbodiffusion.tiny_inputs())
     assert relative(output, expected) < 0.05
     assert len(report.guard) == 6 and {r.verdict for r in report.guard} == {"kept"}

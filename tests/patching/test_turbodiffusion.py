@@ -245,7 +245,7 @@ def test_unpatch_leaves_nothing_behind(sparse: bool, guard: bool) -> None:
     model = with_sparse(tiny()) if sparse else tiny()
     inputs = tiny_inputs(tokens=150)
     expected, before = run(model, **inputs), dicts(model)
-    report = patch_model(model, PatchConfig(guard=guard))
+    report = patch_model(model, PatchConfig(guard=guard, precision="fixed"))
     assert dicts(model) != before
     run(model, **inputs)
     if guard:
@@ -267,7 +267,9 @@ def test_the_guard_gives_a_sparse_attention_back_and_can_make_it_exact() -> None
         assert not by_path["blocks.0.self_attn.attn_op.local_attn"].fused
         assert by_path["blocks.0.self_attn"].fused
         assert relative(run(model, **inputs), expected) < 1e-5
-    with patched(model, PatchConfig(guard_budget=1e-5, kinds=("self",))) as report:
+    with patched(
+        model, PatchConfig(guard_budget=1e-5, precision="fixed", kinds=("self",))
+    ) as report:
         assert torch.equal(run(model, **inputs), expected)
         assert report.fused == 0
 
