@@ -251,7 +251,8 @@ def measure(out: Path, *, micro: bool = False) -> int:
         raise ConfigError("parallel --parts", expected="two GPUs", got="fewer")
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store").as_uri()
-        spawn(_measured, args=(store, out, micro), nprocs=2)  # type: ignore[no-untyped-call]
+        # Daemons end with this process, also where one of them waits for the other after Ctrl-C.
+        spawn(_measured, (store, out, micro), nprocs=2, daemon=True)  # type: ignore[no-untyped-call]
     print(out / PARTS.name)
     return 0
 
@@ -354,11 +355,12 @@ def _attention(total: int, heads: int, device: torch.device) -> float:
     scale = torch.full((1, heads, rows), 1e-4, device=device)
     v = int8.transpose(2, 3).contiguous().view(torch.float8_e4m3fn)
     v.view(torch.int8).bitwise_and_(0x3F)  # no NaN
+    levels = torch.zeros(1, heads, 3, _HEAD_DIM, device=device)
+    levels[:, :, 0] = 1
 
     def call() -> None:
         own.attend(
-            (int8, scale), (int8, scale[:, :, : rows // 128].contiguous()), v,
-            torch.ones(1, heads, _HEAD_DIM, device=device),
+            (int8, scale), (int8, scale[:, :, : rows // 128].contiguous()), v, levels,
             n_q=total, n_kv=total, head_dim=_HEAD_DIM, pv="fp8", out_dtype=torch.bfloat16,
             want_lse=False,
         )  # fmt: skip

@@ -115,7 +115,9 @@ def run(plan: Plan) -> int:
         raise ConfigError("parallel", expected="two GPUs or more", got=str(ranks))
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store").as_uri()
-        spawn(_spawned, args=(plan, ranks, store, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        # Daemons end with this process, also where one of them waits for the other after Ctrl-C.
+        given = plan, ranks, store, folder
+        spawn(_spawned, given, nprocs=ranks, daemon=True)  # type: ignore[no-untyped-call]
         return 0 if Path(folder, "right").exists() else 1
 
 
