@@ -36,6 +36,7 @@ from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.ops import parallel
 from turbo_rcm_patch.ops.exchange import ContextParallel, told
 from turbo_rcm_patch.ops.shards import padded
+from turbo_rcm_patch.output import atomic
 
 PARTS: Final = Path("results/h200/parallel_paper.json")
 MEASURED: Final = Path("results/h200/parallel.json")
@@ -276,7 +277,8 @@ def _measured(rank: int, store: str, out: Path, micro: bool) -> None:
             found |= {"torch": torch.__version__, "seconds": time.perf_counter() - begin}
             found["NCCL_NVLS_ENABLE"] = os.environ.get("NCCL_NVLS_ENABLE", "")
             text = json.dumps(found, indent=1) + "\n"
-            (out / PARTS.name).write_text(text, encoding="utf-8")
+            with atomic(out / PARTS.name) as path:
+                path.write_text(text, encoding="utf-8")
         dist.barrier()
     finally:
         dist.destroy_process_group()

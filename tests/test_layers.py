@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "extras": {"errors"},
     "exit_codes": {"errors"},
     "output": {"errors"},
+    "usage": set(),
     "kernels": {"errors"},
     "ops": WORDS | {"kernels"},
     "models": WORDS | {"ops"},

@@ -103,6 +103,7 @@ def test_other_families_have_them_too() -> None:
     assert torch.equal(twin(x, 0.7), module(x, 0.7))
 
 
+@pytest.mark.usefixtures("peaked_too")
 def test_turbodiffusions_own_class_too() -> None:
     model, other = turbodiffusion.tiny(), turbodiffusion.tiny()
     inputs = turbodiffusion.tiny_inputs()

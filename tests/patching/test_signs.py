@@ -215,6 +215,7 @@ def test_the_image_reaches_the_output(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize(("subject", "kind"), cells(of_kinds=False, capability="int8 Linears"))
+@pytest.mark.usefixtures("peaked_too")
 def test_linears_run_in_int8_there(
     subject: Subject, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_kinds_choose_the_pairs(kinds: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("name", ["2.1-t2v", "2.1-i2v"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["original", "sla"])
 @pytest.mark.supports("WanModel", "int8 Linears")
+@pytest.mark.usefixtures("peaked_too")
 def test_int8_linears(name: str, sparse: bool) -> None:
     model, inputs = tiny(**CASES[name]), given(name, tokens=150)
     if sparse:

@@ -133,11 +133,12 @@ def test_autocast_runs_as_written(family: Family) -> None:
 
 @pytest.mark.parametrize("name", WITH_LINEARS)
 @pytest.mark.supports(classes(map(named, WITH_LINEARS)), "int8 Linears")
+@pytest.mark.usefixtures("peaked_too")
 def test_int8_linears(name: str) -> None:
     family = named(name)
     model, inputs = family.model(), family.inputs()
     expected = run(model, **inputs)
-    with patched(model, PatchConfig(linear="int8")) as report:
+    with patched(model, PatchConfig(linear="int8", precision="fixed")) as report:
         assert 0 < relative(run(model, **inputs), expected) < 0.05
         assert all(pair.int8_linears for pair in report.pairs if pair.fused)
         assert {record.verdict for record in report.guard} == {"kept"}
