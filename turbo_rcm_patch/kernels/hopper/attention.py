@@ -263,11 +263,11 @@ def _consumer(
     levels = v_levels_ptr + 3 * bh * HEAD_DIM + offs_d
     scale = gl.load(levels)
     total = gl.convert_layout(total, rows_o, assert_trivial=True)
-    # `lost_in_rounding`, and added as there.
+    out = acc * scale[None, :] / total[:, None]
+    # `lost_in_rounding`.
     errors = gl.load(levels + 2 * HEAD_DIM).to(gl.int32, bitcast=True).to(gl.float32)
     step = scale / (gl.maximum(limit, 1).to(gl.float32) * _ERROR_STEPS)
-    lost = gl.load(levels + HEAD_DIM) + errors * step
-    out = gl.fma(acc * scale[None, :], (1.0 / total)[:, None], lost[None, :])
+    out += (gl.load(levels + HEAD_DIM) + errors * step)[None, :]
     rows = start_m + gl.arange(0, _BLOCK_M, rows_o)
     first = (b.to(gl.int64) * n_q + rows.to(gl.int64)) * (heads * HEAD_DIM)
     gl.store(

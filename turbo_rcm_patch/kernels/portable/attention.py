@@ -146,16 +146,17 @@ def over_keys(
 
 
 @triton.jit
-def descaled(acc, l_i, v_levels_ptr, bh, HEAD_PAD: tl.constexpr, FP8: tl.constexpr):
-    """The sums [BLOCK_M, HEAD_PAD] of a finished online softmax in units of v, with FP8 without
-    what `lost_in_rounding` gives, and its row sums, 1 for rows that saw no key: their output is 0.
-    NaN stays NaN."""
+def normalised(acc, l_i, v_levels_ptr, bh, HEAD_PAD: tl.constexpr, FP8: tl.constexpr):
+    """The output [BLOCK_M, HEAD_PAD] of a finished online softmax, with FP8 without what
+    `lost_in_rounding` gives, and its row sums, 1 for rows that saw no key: their output is 0. NaN
+    stays NaN."""
     if FP8:
         total = tl.max(l_i, axis=1)
         acc = acc * tl.load(v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD))[None, :]
     else:
         total = l_i
-    return acc, tl.where(total == 0.0, 1.0, total)
+    total = tl.where(total == 0.0, 1.0, total)
+    return acc / total[:, None], total
 
 
 @triton.jit
@@ -228,13 +229,9 @@ def attend(
         FP8, DESCRIPTORS, True, CAUSAL,
     )  # fmt: skip
 
-    acc, total = descaled(acc, l_i, v_levels_ptr, bh, HEAD_PAD, FP8)
+    out, total = normalised(acc, l_i, v_levels_ptr, bh, HEAD_PAD, FP8)
     if FP8:
-        # A division and a sum the assembler contracts in some variants and not in others.
-        lost = lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD)
-        out = tl.fma(acc, (1.0 / total)[:, None], lost[None, :])
-    else:
-        out = acc / total[:, None]
+        out += lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD)[None, :]
     lse = tl.where(m_i == float("-inf"), m_i, m_i - P_MAX_LOG2 + tl.log2(total))
     return out, lse
 

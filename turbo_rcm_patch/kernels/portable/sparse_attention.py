@@ -29,8 +29,8 @@ from turbo_rcm_patch.kernels.launch import (
 from turbo_rcm_patch.kernels.operands import AttentionInputs, norm_kind
 from turbo_rcm_patch.kernels.portable.attention import (
     attention_arguments,
-    descaled,
     lost_in_rounding,
+    normalised,
     over_block,
     over_keys,
     register_limit,
@@ -621,8 +621,7 @@ def sparse_attention_kernel(
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, True, False,
     )  # fmt: skip
-    acc, total = descaled(acc, l_i, v_levels_ptr, bh, HEAD_PAD, FP8)
-    acc /= total[:, None]
+    acc, _ = normalised(acc, l_i, v_levels_ptr, bh, HEAD_PAD, FP8)
 
     mask_m, mask_d = offs_m < n_q, offs_d < HEAD_DIM
     mask = mask_m[:, None] & mask_d[None, :]
