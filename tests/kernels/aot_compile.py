@@ -118,6 +118,8 @@ def cuda_resources(cubin: bytes, kernel: str) -> dict:
         result["igmma"] = len(re.findall(r"\bIGMMA\b", sass))
     if kernel in ("hopper_kernel", "sparse_attention_kernel") or "hopper_linear" in kernel:
         result["loop_spills"] = spills_in_loops(sass)
+    if kernel in ("hopper_kernel", "attention_kernel"):
+        result["sums_at_end"] = sums_at_end(sass)
     if kernel == "fingerprint_kernel":
         result["wide_loads"] = len(re.findall(r"\bLDG\.E\.128", sass))
     if kernel == "one_launch_kernel":
@@ -165,6 +167,13 @@ def spills_in_loops(sass: str) -> list[int]:
         sum(one.split(".")[0] in ("STL", "LDL") for one in loop)
         for loop in innermost_loops(sass, "GMMA")
     ]
+
+
+def sums_at_end(sass: str) -> int:
+    """Sums without a product behind the last instruction that multiplies matrices."""
+    names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z]\S*)", sass, re.MULTILINE)
+    last = max((i for i, name in enumerate(names) if "MMA" in name), default=0)
+    return sum(name.startswith("FADD") for name in names[last:])
 
 
 def main_loop(code: str) -> dict[str, int]:

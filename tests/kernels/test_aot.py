@@ -447,6 +447,32 @@ def test_the_hopper_kernel_compiles(compilers: list[Compiler]) -> None:
             assert max(result["loop_spills"][:3]) <= 6, line(result)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_attentions_close_with_one_multiply_add_a_value(
+    dim: int, compilers: list[Compiler]
+) -> None:
+    """Hopper's and the portable one, also with a logsumexp, lengths or a skip, which would lead
+    the assembler to contract the last sum or not: they could not give the same bits. Nothing is
+    spilled for it."""
+    own = {"only": ["hopper_kernel"], "lse": True, "lengths": True}
+    portable = {"only": ["attention_kernel"], "lse": True}
+    plain = portable | {"tile": (64, 128, 4, 2)}
+    cases = [
+        case("plain-attention", HOPPER, dim, **own) | {"name": "own"},
+        case("plain-attention", HOPPER, dim, **plain) | {"name": "plain"},
+        case("attention", HOPPER, dim, lengths=True, **portable) | {"name": "skip"},
+    ]
+    values = 64 * dim // 128  # of a thread
+    for compiled in compilers:
+        results = {result["case"]: result for result in compiled(cases)}
+        assert not any("error" in result for result in results.values()), results
+        assert not faults([results["plain"], results["skip"]], HOPPER)
+        # A logsumexp takes five sums for each of a thread's two rows, a skip one a value.
+        ends = {name: result["sums_at_end"] for name, result in results.items()}
+        assert ends["own"] <= 10 and ends["plain"] <= 10, ends
+        assert ends["skip"] <= 10 + values, ends
+
+
 @pytest.mark.parametrize(
     ("norm", "rope"),
     [("across", True), (None, False), ("layer", True), ("layer", False)],

@@ -261,13 +261,13 @@ def _consumer(
     rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
     offs_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout_o))
     levels = v_levels_ptr + 3 * bh * HEAD_DIM + offs_d
+    # As in `portable.attention.normalised`.
     scale = gl.load(levels)
-    total = gl.convert_layout(total, rows_o, assert_trivial=True)
-    out = acc * scale[None, :] / total[:, None]
-    # `lost_in_rounding`.
     errors = gl.load(levels + 2 * HEAD_DIM).to(gl.int32, bitcast=True).to(gl.float32)
     step = scale / (gl.maximum(limit, 1).to(gl.float32) * _ERROR_STEPS)
-    out += (gl.load(levels + HEAD_DIM) + errors * step)[None, :]
+    lost = gl.fma(errors, step, gl.load(levels + HEAD_DIM))
+    factor = gl.convert_layout(1.0 / total, rows_o, assert_trivial=True)
+    out = gl.fma(acc * factor[:, None], scale[None, :], lost[None, :])
     rows = start_m + gl.arange(0, _BLOCK_M, rows_o)
     first = (b.to(gl.int64) * n_q + rows.to(gl.int64)) * (heads * HEAD_DIM)
     gl.store(

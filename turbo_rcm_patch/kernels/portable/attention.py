@@ -146,28 +146,30 @@ def over_keys(
 
 
 @triton.jit
-def normalised(acc, l_i, v_levels_ptr, bh, HEAD_PAD: tl.constexpr, FP8: tl.constexpr):
-    """The output [BLOCK_M, HEAD_PAD] of a finished online softmax, with FP8 without what
-    `lost_in_rounding` gives, and its row sums, 1 for rows that saw no key: their output is 0. NaN
-    stays NaN."""
-    if FP8:
-        total = tl.max(l_i, axis=1)
-        acc = acc * tl.load(v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD))[None, :]
-    else:
-        total = l_i
-    total = tl.where(total == 0.0, 1.0, total)
-    return acc / total[:, None], total
+def row_sums(l_i, FP8: tl.constexpr):
+    """The row sums of a finished online softmax, 1 for rows that saw no key: their output is 0.
+    NaN stays NaN."""
+    total = tl.max(l_i, axis=1) if FP8 else l_i
+    return tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
 def lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD: tl.constexpr):
     """What e4m3 v lacks, [HEAD_PAD]: the mean that was subtracted, and the mean of the rounding
-    errors over `limit` keys. The weights of a row sum to 1, so it is added to every row whole.
-    Without a key both are 0."""
+    errors over `limit` > 0 keys. The weights of a row sum to 1, so it is added to every row
+    whole."""
     levels = v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD)
     errors = tl.load(levels + 2 * HEAD_PAD).to(tl.int32, bitcast=True).to(tl.float32)
-    step = tl.load(levels) / (tl.maximum(limit, 1).to(tl.float32) * _ERROR_STEPS)
-    return tl.load(levels + HEAD_PAD) + errors * step
+    step = tl.load(levels) / (limit.to(tl.float32) * _ERROR_STEPS)
+    return tl.fma(errors, step, tl.load(levels + HEAD_PAD))
+
+
+@triton.jit
+def times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD: tl.constexpr):
+    """acc / total in units of v, + lost. The multiply-add is explicit, because the assembler
+    contracts a quotient and a sum in some variants only: all, and Hopper's kernel, round alike."""
+    scale = tl.load(v_levels_ptr + 3 * bh * HEAD_PAD + tl.arange(0, HEAD_PAD))
+    return tl.fma(acc * (1.0 / total)[:, None], scale[None, :], lost)
 
 
 @triton.jit
@@ -229,9 +231,16 @@ def attend(
         FP8, DESCRIPTORS, True, CAUSAL,
     )  # fmt: skip
 
-    out, total = normalised(acc, l_i, v_levels_ptr, bh, HEAD_PAD, FP8)
+    total = row_sums(l_i, FP8)
+    out = acc
     if FP8:
-        out += lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD)[None, :]
+        # Without keys acc is 0 as it is. The branch also ends what is in it before anything of
+        # the skip is loaded; mixed with that, it would not fit into registers.
+        if limit > 0:
+            lost = lost_in_rounding(v_levels_ptr, bh, limit, HEAD_PAD)[None, :]
+            out = times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD)
+    else:
+        out = acc / total[:, None]
     lse = tl.where(m_i == float("-inf"), m_i, m_i - P_MAX_LOG2 + tl.log2(total))
     return out, lse
 

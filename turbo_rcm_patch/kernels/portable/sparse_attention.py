@@ -30,11 +30,12 @@ from turbo_rcm_patch.kernels.operands import AttentionInputs, norm_kind
 from turbo_rcm_patch.kernels.portable.attention import (
     attention_arguments,
     lost_in_rounding,
-    normalised,
     over_block,
     over_keys,
     register_limit,
     row_sum_operand,
+    row_sums,
+    times_v_scale,
     variant_of,
 )
 from turbo_rcm_patch.kernels.portable.prologue import quantize
@@ -621,7 +622,11 @@ def sparse_attention_kernel(
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, True, False,
     )  # fmt: skip
-    acc, _ = normalised(acc, l_i, v_levels_ptr, bh, HEAD_PAD, FP8)
+    total = row_sums(l_i, FP8)
+    if FP8:
+        acc = times_v_scale(acc, total, 0.0, v_levels_ptr, bh, HEAD_PAD)
+    else:
+        acc = acc / total[:, None]
 
     mask_m, mask_d = offs_m < n_q, offs_d < HEAD_DIM
     mask = mask_m[:, None] & mask_d[None, :]
