@@ -226,14 +226,13 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def strides(*, one_sample: bool = False, **tensors: torch.Tensor) -> dict[str, int]:
+def strides(*, one_sample: bool = False, **tensors: torch.Tensor) -> dict[str, tuple[int, int]]:
     """Strides of batch and tokens of each tensor [B, N, C], by the names of kernels' arguments;
     with `one_sample` that of the batch is 0."""
-    found = {}
-    for name, x in tensors.items():
-        found[f"{name}_stride_b"] = 0 if one_sample else x.stride(0)
-        found[f"{name}_stride_n"] = x.stride(1)
-    return found
+    return {
+        f"{name}_strides": (0 if one_sample else x.stride(0), x.stride(1))
+        for name, x in tensors.items()
+    }
 
 
 def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> Coefficient:

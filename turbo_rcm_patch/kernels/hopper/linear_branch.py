@@ -76,7 +76,7 @@ def _store_pooled(pooled, out_ptr, block, n_kv, BLOCK_K: gl.constexpr):
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_key_value_kernel(
     matrix_ptr, total_ptr, k_pooled_ptr, k_ptr, v_ptr, k_mean_ptr,
-    k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, k_blocks, blocks_a_chunk, chunks, heads,
+    k_strides, v_strides, n_kv, k_blocks, blocks_a_chunk, chunks, heads,
     D: gl.constexpr, BLOCK_K: gl.constexpr, T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """phi(k)^T v and the sum of phi(k) over a chunk of keys, and k's means over its blocks.
@@ -113,14 +113,14 @@ def hopper_key_value_kernel(
     end = gl.minimum(last * BLOCK_K, n_kv)
     rows = gl.arange(0, T, gl.SliceLayout(1, wide))
     own_rows = gl.arange(0, T, gl.SliceLayout(1, own))
-    k_rows = k_ptr + b.to(gl.int64) * k_stride_b + h * D
-    v_rows = v_ptr + b.to(gl.int64) * v_stride_b + h * D
-    k_rows += begin.to(gl.int64) * k_stride_n
-    v_rows += begin.to(gl.int64) * v_stride_n
+    k_rows = k_ptr + b.to(gl.int64) * k_strides[0] + h * D
+    v_rows = v_ptr + b.to(gl.int64) * v_strides[0] + h * D
+    k_rows += begin.to(gl.int64) * k_strides[1]
+    v_rows += begin.to(gl.int64) * v_strides[1]
     left = end - begin
     offs_d = gl.arange(0, D, gl.SliceLayout(0, own))
     mean = gl.load(k_mean_ptr + bh * D + offs_d).to(gl.float32)
-    rings, pointers, strides = (k_ring, v_ring), (k_rows, v_rows), (k_stride_n, v_stride_n)
+    rings, pointers, strides = (k_ring, v_ring), (k_rows, v_rows), (k_strides[1], v_strides[1])
     for i in gl.static_range(STAGES - 1):
         _copy(rings, i, pointers, strides, i * T + rows, left, D, wide)
     matrix = warpgroup_mma_init(gl.zeros([D, D], gl.float32, layout))

@@ -210,7 +210,7 @@ def allocate(dtype: gl.constexpr, T: gl.constexpr, D: gl.constexpr, ROPE: gl.con
 def token_block(
     block, part, group, b, limit, count, shared,
     x_ptr, int8_ptr, scale_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr,
-    stride_b, stride_n, n_padded, eps, factor, shift_factor,
+    strides, n_padded, eps, factor, shift_factor,
     T: gl.constexpr, CHANNELS: gl.constexpr, D: gl.constexpr, QMAX: gl.constexpr,
     MEANS: gl.constexpr, NORM: gl.constexpr, ROPE: gl.constexpr,
     KEYS: gl.constexpr, SUBTRACT: gl.constexpr, SHIFT: gl.constexpr,
@@ -229,16 +229,16 @@ def token_block(
     left = limit - start
     out_rows = gl.arange(0, T, gl.SliceLayout(1, narrow))[:, None] * D
     out_rows += gl.arange(0, D, gl.SliceLayout(0, narrow))[None, :]
-    base = x_ptr + b.to(gl.int64) * stride_b + start.to(gl.int64) * stride_n
+    base = x_ptr + b.to(gl.int64) * strides[0] + start.to(gl.int64) * strides[1]
     first = part * group
     last = gl.minimum(first + group, heads) - 1
-    copy_rows(tile, base + first * D, rows, left, stride_n, D)
+    copy_rows(tile, base + first * D, rows, left, strides[1], D)
     if ROPE:
         at = start.to(gl.int64) * D
         keep_tables(cos_ptr + at, sin_ptr + at, left, D, tables, T, D)
     rms = 0.0
     if NORM == 1:
-        rms = row_rms(base, rows, left, stride_n, eps, CHANNELS, T, D, wide)
+        rms = row_rms(base, rows, left, strides[1], eps, CHANNELS, T, D, wide)
         rms = gl.convert_layout(rms, gl.SliceLayout(1, own))
     if SUBTRACT or SHIFT:
         grid_dependency_wait()  # the mean
@@ -247,7 +247,7 @@ def token_block(
         x = tile.load(own)
         # The next head is copied while this one is computed.
         following = gl.where(h < last, left, 0)
-        copy_rows(tile, base + (h + 1) * D, rows, following, stride_n, D)
+        copy_rows(tile, base + (h + 1) * D, rows, following, strides[1], D)
         x = rotated(x, rms, weight_ptr, bias_ptr, h, left, tables, eps, T, D, NORM, ROPE)
         bh = b.to(gl.int64) * heads + h
         if SUBTRACT:
@@ -290,7 +290,7 @@ _K_ROWS = gl.constexpr(128)  # keys that share a scale
 @gluon.jit
 def _values(
     part, h, b, limit,
-    v_ptr, v_stats_ptr, out_ptr, levels_ptr, error_ptr, stride_b, stride_n, n_padded, chunks,
+    v_ptr, v_stats_ptr, out_ptr, levels_ptr, error_ptr, strides, n_padded, chunks,
     tiles,
     CHANNELS: gl.constexpr, D: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -305,10 +305,10 @@ def _values(
     p = gl.arange(0, T, gl.SliceLayout(1, layout))
     token = (p & ~31) + (p & 16) + ((p >> 1) & 1) * 8 + ((p >> 2) & 3) * 2 + (p & 1)
     start = part * (tiles * T)
-    base = v_ptr + b.to(gl.int64) * stride_b + h * D
-    base += start.to(gl.int64) * stride_n
+    base = v_ptr + b.to(gl.int64) * strides[0] + h * D
+    base += start.to(gl.int64) * strides[1]
     left = limit - start
-    following = read_rows(base, token, left, stride_n, D, layout)
+    following = read_rows(base, token, left, strides[1], D, layout)
     grid_dependency_wait()  # the maxima and the mean
     offs_c = gl.arange(0, CHUNKS, gl.SliceLayout(1, partial_layout))
     stats = v_stats_ptr + bh * ((1 + chunks) * D)
@@ -341,7 +341,7 @@ def _values(
         # The next tile is on its way while this one is written: there is no room for it earlier.
         token += T
         more = gl.where(i < tiles - 1, left, 0)
-        following = read_rows(base, token, more, stride_n, D, layout)
+        following = read_rows(base, token, more, strides[1], D, layout)
         if start + i * T < n_padded:
             gl.store(out_ptr + i * T + out_at, gl.convert_layout(y.permute([1, 0]), out_layout))
     total = gl.sum(errors, axis=0)
@@ -363,7 +363,7 @@ def hopper_prologue_kernel(
     q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_bias_ptr, shift_ptr, counter_ptr,
     k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_bias_ptr, mean_ptr,
     v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, cos_ptr, sin_ptr, lengths_ptr,
-    q_stride_b, q_stride_n, k_stride_b, k_stride_n, v_stride_b, v_stride_n,
+    q_strides, k_strides, v_strides,
     n_q, n_kv, n_q_padded, n_kv_padded, n_counters, chunks, step,
     q_programs, k_programs, q_blocks, kv_blocks, q_group, k_group, tiles,
     eps, factor, shift_factor,
@@ -395,7 +395,7 @@ def hopper_prologue_kernel(
         token_block(
             at % q_blocks, at // q_blocks, q_group, b, n_q, count, shared,
             q_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_bias_ptr, cos_ptr, sin_ptr,
-            mean_ptr, shift_ptr, q_stride_b, q_stride_n, n_q_padded, eps, factor, shift_factor,
+            mean_ptr, shift_ptr, q_strides, n_q_padded, eps, factor, shift_factor,
             rows, CHANNELS, HEAD_DIM, QMAX, MEANS, Q_NORM, ROPE, False, False, SHIFT,
         )  # fmt: skip
     elif at < q_programs + k_programs:
@@ -403,7 +403,7 @@ def hopper_prologue_kernel(
         token_block(
             at % kv_blocks, at // kv_blocks, k_group, b, limit, count, shared,
             k_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_bias_ptr, cos_ptr, sin_ptr,
-            mean_ptr, None, k_stride_b, k_stride_n, n_kv_padded, eps, 1.0, 1.0,
+            mean_ptr, None, k_strides, n_kv_padded, eps, 1.0, 1.0,
             _K_ROWS, CHANNELS, HEAD_DIM, QMAX, MEANS, K_NORM, ROPE, True, SUBTRACT, False,
         )  # fmt: skip
     elif FP8:
@@ -411,7 +411,7 @@ def hopper_prologue_kernel(
         at = at - q_programs - k_programs
         _values(
             at // heads, at % heads, b, limit,
-            v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, v_stride_b, v_stride_n,
+            v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, v_strides,
             n_kv_padded, chunks, tiles, CHANNELS, HEAD_DIM, CHUNKS,
         )  # fmt: skip
 
@@ -419,7 +419,7 @@ def hopper_prologue_kernel(
 @gluon.jit
 def _sample_sum(
     part, h, b, limit, step,
-    x_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, stride_b, stride_n, eps,
+    x_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, strides, eps,
     CHANNELS: gl.constexpr, D: gl.constexpr, MEANS: gl.constexpr,
     NORM: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
@@ -431,8 +431,8 @@ def _sample_sum(
     rows = gl.arange(0, T, gl.SliceLayout(1, wide_layout(D, 2)))
     start = part * T * step
     left = (limit - start + step - 1) // step
-    base = x_ptr + b.to(gl.int64) * stride_b + start.to(gl.int64) * stride_n
-    stride = gl.to_tensor(step).to(gl.int64) * stride_n
+    base = x_ptr + b.to(gl.int64) * strides[0] + start.to(gl.int64) * strides[1]
+    stride = gl.to_tensor(step).to(gl.int64) * strides[1]
     copy_rows(tile, base + h * D, rows, left, stride, D)
     if ROPE:
         at = start.to(gl.int64) * D
@@ -452,20 +452,20 @@ def _sample_sum(
 @gluon.jit
 def _channel_amax(
     chunk, h, b, limit,
-    v_ptr, v_stats_ptr, stride_b, stride_n, chunk_tokens, chunks,
+    v_ptr, v_stats_ptr, strides, chunk_tokens, chunks,
     CHANNELS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """`channel_amax`."""
     T: gl.constexpr = 128
     layout: gl.constexpr = wide_layout(D, 2)
     start = chunk * chunk_tokens
-    base = v_ptr + b.to(gl.int64) * stride_b + h * D + start.to(gl.int64) * stride_n
+    base = v_ptr + b.to(gl.int64) * strides[0] + h * D + start.to(gl.int64) * strides[1]
     left = gl.minimum(limit - start, chunk_tokens)
     amax = gl.zeros([T, D], gl.float32, layout)
     rows = gl.arange(0, T, gl.SliceLayout(1, layout))
     for _ in range(0, gl.cdiv(chunk_tokens, T)):
-        x = read_rows(base, rows, left, stride_n, D, layout)
-        base += T * stride_n
+        x = read_rows(base, rows, left, strides[1], D, layout)
+        base += T * strides[1]
         left -= T
         amax = gl.maximum(amax, gl.abs(x.to(gl.float32)))
     bh = b.to(gl.int64) * (CHANNELS // D) + h
@@ -477,14 +477,14 @@ def _channel_amax(
 @gluon.jit
 def _value_mean(
     h, b, limit, step, samples,
-    v_ptr, v_stats_ptr, error_ptr, stride_b, stride_n, chunks,
+    v_ptr, v_stats_ptr, error_ptr, strides, chunks,
     CHANNELS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """`value_mean`, in the same order."""
     layout: gl.constexpr = wide_layout(D, 2)
-    base = v_ptr + b.to(gl.int64) * stride_b + h * D
+    base = v_ptr + b.to(gl.int64) * strides[0] + h * D
     left = (limit + step - 1) // step
-    stride = gl.to_tensor(step).to(gl.int64) * stride_n
+    stride = gl.to_tensor(step).to(gl.int64) * strides[1]
     rows = gl.arange(0, _MEAN_ROWS, gl.SliceLayout(1, layout))
     total = gl.zeros([_MEAN_ROWS, D], gl.float32, layout)
     for start in range(0, samples, _MEAN_ROWS):
@@ -504,7 +504,7 @@ def _value_mean(
 def hopper_statistics_kernel(
     k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, v_ptr, v_stats_ptr, v_error_ptr,
     lengths_ptr,
-    k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, step, chunk_tokens, chunks, eps,
+    k_strides, v_strides, n_kv, step, chunk_tokens, chunks, eps,
     CHANNELS: gl.constexpr, HEAD_DIM: gl.constexpr, MEANS: gl.constexpr,
     NORM: gl.constexpr, ROPE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     SMOOTH: gl.constexpr, FP8: gl.constexpr,
@@ -527,7 +527,7 @@ def hopper_statistics_kernel(
         if SMOOTH:
             _sample_sum(
                 at // heads, at % heads, b, limit, step,
-                k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, k_stride_b, k_stride_n,
+                k_ptr, mean_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, k_strides,
                 eps, CHANNELS, HEAD_DIM, MEANS, NORM, ROPE,
             )  # fmt: skip
     elif FP8:
@@ -536,13 +536,13 @@ def hopper_statistics_kernel(
         if chunk < chunks:
             _channel_amax(
                 chunk, h, b, limit,
-                v_ptr, v_stats_ptr, v_stride_b, v_stride_n, chunk_tokens, chunks, CHANNELS,
+                v_ptr, v_stats_ptr, v_strides, chunk_tokens, chunks, CHANNELS,
                 HEAD_DIM,
             )  # fmt: skip
         else:
             _value_mean(
                 h, b, limit, step, (n_kv + step - 1) // step,
-                v_ptr, v_stats_ptr, v_error_ptr, v_stride_b, v_stride_n, chunks, CHANNELS,
+                v_ptr, v_stats_ptr, v_error_ptr, v_strides, chunks, CHANNELS,
                 HEAD_DIM,
             )  # fmt: skip
 

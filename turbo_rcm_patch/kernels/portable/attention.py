@@ -65,7 +65,7 @@ def row_sum_operand(ones_src, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr):
 @triton.jit
 def over_block(
     acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-    v_stride_n, offs_m, limit, start_n,
+    v_strides, offs_m, limit, start_n,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
@@ -110,8 +110,8 @@ def over_block(
         l_i = l_i * alpha[:, None] + tl.dot(p8, ones)
         acc = acc * alpha[:, None] + tl.dot(p8, tl.trans(v))
     else:
-        v_rows = v_src + start_n.to(tl.int64) * v_stride_n
-        offs_v = offs_n[:, None].to(tl.int64) * v_stride_n + offs_d[None, :]
+        v_rows = v_src + start_n.to(tl.int64) * v_strides[1]
+        offs_v = offs_n[:, None].to(tl.int64) * v_strides[1] + offs_d[None, :]
         if MASKED:
             mask_v = (start_n + offs_n < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
             v = tl.load(v_rows + offs_v, mask=mask_v, other=0.0)
@@ -128,7 +128,7 @@ def over_block(
 @triton.jit
 def over_keys(
     acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-    v_stride_n, offs_m, limit, lo, hi,
+    v_strides, offs_m, limit, lo, hi,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
@@ -138,7 +138,7 @@ def over_keys(
     for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if MASKED else None):
         acc, l_i, m_i = over_block(
             acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-            v_stride_n, offs_m, limit, start_n,
+            v_strides, offs_m, limit, start_n,
             P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
             FP8, DESCRIPTORS, MASKED, CAUSAL,
         )  # fmt: skip
@@ -175,7 +175,7 @@ def times_v_scale(acc, total, lost, v_levels_ptr, bh, HEAD_PAD: tl.constexpr):
 @triton.jit
 def attend(
     q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
-    v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
+    v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
     FP8: tl.constexpr, DESCRIPTORS: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -210,7 +210,7 @@ def attend(
         v_head = v_src
     else:
         l_i = tl.zeros([BLOCK_M], tl.float32)
-        v_head = v_src + b.to(tl.int64) * v_stride_b + h * HEAD_DIM
+        v_head = v_src + b.to(tl.int64) * v_strides[0] + h * HEAD_DIM
 
     # Blocks that every row sees whole, then those that need a mask.
     hi = limit
@@ -220,13 +220,13 @@ def attend(
         full = tl.minimum(full, (start_m + 1) // BLOCK_N * BLOCK_N)
     acc, l_i, m_i = over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_stride_n, offs_m, limit, 0, full,
+        v_strides, offs_m, limit, 0, full,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, False, CAUSAL,
     )  # fmt: skip
     acc, l_i, m_i = over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_stride_n, offs_m, limit, full, hi,
+        v_strides, offs_m, limit, full, hi,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, True, CAUSAL,
     )  # fmt: skip
@@ -250,7 +250,7 @@ def attention_kernel(
     y_ptr, lse_ptr, shift_ptr,
     q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
     residual_ptr, skip_ptr, out_ptr,
-    v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads,
+    v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads,
     residual_strides, skip_value, skip_strides, out_value, out_strides,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
@@ -268,7 +268,7 @@ def attention_kernel(
     h, b = tl.program_id(1), tl.program_id(2)
     out, lse = attend(
         q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
-        v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
+        v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
     )  # fmt: skip
@@ -355,8 +355,7 @@ def attention_arguments(a: AttentionInputs, operands: Operands, tile: Tile) -> d
         "v_levels_ptr": None if values is None else values.levels,
         "ones_src": None if values is None else ones_for(queries.scale.device),
         "lengths_ptr": operands.lengths,
-        "v_stride_b": 0 if v is None else v.stride(0),
-        "v_stride_n": 0 if v is None else v.stride(1),
+        "v_strides": (0, 0) if v is None else v.stride()[:2],
         "n_q": operands.n_q,
         "n_kv": operands.n_kv,
         "n_q_padded": n_q_padded,

@@ -40,12 +40,13 @@ BLOCK_K = 128
 
 
 @triton.jit
-def _step(acc, x, w, w_scale_ptr, w_scale_stride_c, w_scale_stride_k, start_k, offs_c, c_out,
+def _step(acc, x, w, w_scale_ptr, w_scale_strides, start_k, offs_c, c_out,
           BLOCK_K: tl.constexpr, GROUPED: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """acc + x w^T; GROUPED: times the scales of this group of channels, in fp32."""
     if GROUPED:
         rows = offs_c // BLOCK_K if BLOCKS else offs_c
-        scale_ptrs = w_scale_ptr + start_k // BLOCK_K * w_scale_stride_k + rows * w_scale_stride_c
+        group = w_scale_ptr + start_k // BLOCK_K * w_scale_strides[1]
+        scale_ptrs = group + rows * w_scale_strides[0]
         scale = tl.load(scale_ptrs, mask=offs_c < c_out, other=0.0)
         part = tl.dot(x, tl.trans(w), out_dtype=tl.int32)
         acc += part.to(tl.float32) * scale[None, :]
@@ -56,7 +57,7 @@ def _step(acc, x, w, w_scale_ptr, w_scale_stride_c, w_scale_stride_k, start_k, o
 
 @triton.jit
 def _product_tile(
-    x_src, w_src, w_scale_ptr, w_scale_stride_c, w_scale_stride_k,
+    x_src, w_src, w_scale_ptr, w_scale_strides,
     row, start_c, rows_left, channels, c_out,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     DESCRIPTORS: tl.constexpr, GROUPED: tl.constexpr, BLOCKS: tl.constexpr,
@@ -73,7 +74,7 @@ def _product_tile(
         for start_k in range(0, channels, BLOCK_K):
             x = x_src.load([row, start_k])
             w = w_src.load([start_c, start_k])
-            acc = _step(acc, x, w, w_scale_ptr, w_scale_stride_c, w_scale_stride_k,
+            acc = _step(acc, x, w, w_scale_ptr, w_scale_strides,
                         start_k, offs_c, c_out, BLOCK_K, GROUPED, BLOCKS)  # fmt: skip
     else:
         offs_k = tl.arange(0, BLOCK_K)
@@ -91,7 +92,7 @@ def _product_tile(
                 mask_k = (start_k + offs_k < channels)[None, :]
                 x = tl.load(x_ptrs + start_k, mask=mask_m & mask_k, other=0)
                 w = tl.load(w_ptrs + start_k, mask=mask_c & mask_k, other=0)
-            acc = _step(acc, x, w, w_scale_ptr, w_scale_stride_c, w_scale_stride_k,
+            acc = _step(acc, x, w, w_scale_ptr, w_scale_strides,
                         start_k, offs_c, c_out, BLOCK_K, GROUPED, BLOCKS)  # fmt: skip
     return acc
 
@@ -140,7 +141,7 @@ def _epilogue(
 def int8_linear_kernel(
     y_ptr, x_src, x_scale_ptr, w_src, w_scale_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
     residual_strides, skip_value, skip_strides, out_value, out_strides,
-    n_tokens, channels, c_out, tiles, w_scale_stride_c, w_scale_stride_k,
+    n_tokens, channels, c_out, tiles, w_scale_strides,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EPILOGUE_SUBTILE: tl.constexpr, PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
@@ -169,7 +170,7 @@ def int8_linear_kernel(
         start_m = (first_m + inside % rows_here) * BLOCK_M
         start_c = inside // rows_here * BLOCK_C
         acc = _product_tile(
-            x_src, w_src, w_scale_ptr, w_scale_stride_c, w_scale_stride_k,
+            x_src, w_src, w_scale_ptr, w_scale_strides,
             b * n_tokens + start_m, start_c, n_tokens - start_m, channels, c_out,
             BLOCK_M, BLOCK_C, BLOCK_K, EVEN_K, DESCRIPTORS, GROUPED, BLOCKS,
         )  # fmt: skip
@@ -276,8 +277,7 @@ def int8_linear(
         x_scale_ptr=x.scale,
         w_src=w_src,
         w_scale_ptr=weight_scale,
-        w_scale_stride_c=weight_scale.stride(0),
-        w_scale_stride_k=weight_scale.stride(1) if grouped else 0,
+        w_scale_strides=(weight_scale.stride(0), weight_scale.stride(1) if grouped else 0),
         bias_ptr=None if bias is None else bias.contiguous(),
         n_tokens=n_tokens,
         channels=channels,

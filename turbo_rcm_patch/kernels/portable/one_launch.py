@@ -41,7 +41,7 @@ def one_launch_kernel(
     y_ptr, attended_ptr, counter_ptr, weight_ptr, bias_ptr,
     q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
     residual_ptr, skip_ptr, out_ptr,
-    v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads,
+    v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads,
     weight_stride, c_out,
     residual_strides, skip_value, skip_strides, out_value, out_strides,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
@@ -63,7 +63,7 @@ def one_launch_kernel(
     start_m = block * BLOCK_M
     out, _ = attend(
         q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src, lengths_ptr,
-        v_stride_b, v_stride_n, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
+        v_strides, n_q, n_kv, n_q_padded, n_kv_padded, heads, b, h, start_m,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, CAUSAL, HAS_LENGTHS,
     )  # fmt: skip

@@ -288,7 +288,7 @@ _ERROR_STEPS = tl.constexpr(float(ERROR_STEPS))
 @triton.jit
 def channel_amax(
     chunk, h, b, limit,
-    v_ptr, v_stats_ptr, stride_b, stride_n, chunk_tokens, chunks, heads,
+    v_ptr, v_stats_ptr, strides, chunk_tokens, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Largest magnitude of each channel of a head of v over a chunk of tokens.
@@ -296,12 +296,12 @@ def channel_amax(
     v [B, N, H*D]; v_stats [B, H, 1 + chunks, HEAD_PAD] fp32: the mean, then the magnitudes.
     """
     offs_d = tl.arange(0, HEAD_PAD)
-    base = v_ptr + b.to(tl.int64) * stride_b + h * HEAD_DIM
+    base = v_ptr + b.to(tl.int64) * strides[0] + h * HEAD_DIM
     amax = tl.zeros([BLOCK_T, HEAD_PAD], tl.float32)
     for start in range(0, chunk_tokens, BLOCK_T):
         offs_t = chunk * chunk_tokens + start + tl.arange(0, BLOCK_T)
         x = tl.load(
-            base + offs_t.to(tl.int64)[:, None] * stride_n + offs_d[None, :],
+            base + offs_t.to(tl.int64)[:, None] * strides[1] + offs_d[None, :],
             mask=(offs_t < limit)[:, None] & (offs_d < HEAD_DIM)[None, :],
             other=0.0,
         ).to(tl.float32)
@@ -314,7 +314,7 @@ def channel_amax(
 @triton.jit
 def value_mean(
     h, b, limit,
-    v_ptr, v_stats_ptr, error_ptr, stride_b, stride_n, samples, step, chunks, heads,
+    v_ptr, v_stats_ptr, error_ptr, strides, samples, step, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
     """Mean of each channel of a head of v over tokens 0, step, 2 * step, ... < limit, of which
@@ -324,12 +324,12 @@ def value_mean(
     [B, H, 3, HEAD_PAD] int32, are zeroed for `value_block`.
     """
     offs_d = tl.arange(0, HEAD_PAD)
-    base = v_ptr + b.to(tl.int64) * stride_b + h * HEAD_DIM
+    base = v_ptr + b.to(tl.int64) * strides[0] + h * HEAD_DIM
     total = tl.zeros([MEAN_ROWS, HEAD_PAD], tl.float32)
     for start in range(0, samples, MEAN_ROWS):
         offs_t = (start + tl.arange(0, MEAN_ROWS)) * step
         total += tl.load(
-            base + offs_t.to(tl.int64)[:, None] * stride_n + offs_d[None, :],
+            base + offs_t.to(tl.int64)[:, None] * strides[1] + offs_d[None, :],
             mask=(offs_t < limit)[:, None] & (offs_d < HEAD_DIM)[None, :],
             other=0.0,
         ).to(tl.float32)
@@ -346,7 +346,7 @@ def value_mean(
 @triton.jit
 def value_block(
     block, h, b, limit,
-    v_ptr, v_stats_ptr, out_ptr, levels_ptr, error_ptr, stride_b, stride_n, n_padded, chunks,
+    v_ptr, v_stats_ptr, out_ptr, levels_ptr, error_ptr, strides, n_padded, chunks,
     heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_T: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -380,7 +380,7 @@ def value_block(
     offs_t = block * BLOCK_T + token
     mask = (offs_t < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
     x = tl.load(
-        v_ptr + b.to(tl.int64) * stride_b + offs_t.to(tl.int64)[:, None] * stride_n
+        v_ptr + b.to(tl.int64) * strides[0] + offs_t.to(tl.int64)[:, None] * strides[1]
         + (h * HEAD_DIM + offs_d)[None, :],
         mask=mask,
         other=0.0,
@@ -403,7 +403,7 @@ def sample_mean(
     h, b, limit,
     x_ptr, words_ptr, mean_ptr, weight_ptr, weight_words_ptr,
     bias_ptr, bias_words_ptr, cos_ptr, sin_ptr,
-    stride_b, stride_n, samples, step, heads, eps,
+    strides, samples, step, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
@@ -419,7 +419,7 @@ def sample_mean(
         offs_t = (start + tl.arange(0, BLOCK_T)) * step
         mask_t = offs_t < limit
         rms = tl.zeros([BLOCK_T], tl.float32)
-        row = b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
+        row = b.to(tl.int64) * strides[0] + offs_t.to(tl.int64) * strides[1]
         if NORM == 1:
             rms = row_rms(x_ptr + row, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
         tokens, first, mask, n_left = group_offsets(offs_t, mask_t, HEAD_DIM, HEAD_PAD)
@@ -445,7 +445,7 @@ def key_block(
     block, group, b, limit,
     x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr,
     bias_ptr, bias_words_ptr, cos_ptr, sin_ptr, mean_ptr,
-    stride_b, stride_n, n_padded, n_scales, heads, eps,
+    strides, n_padded, n_scales, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr, QMAX: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr,
@@ -460,7 +460,7 @@ def key_block(
     """
     offs_t = block * ROWS + tl.arange(0, ROWS)
     mask_t = offs_t < limit
-    row = b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
+    row = b.to(tl.int64) * strides[0] + offs_t.to(tl.int64) * strides[1]
     rms = tl.zeros([ROWS], tl.float32)
     if NORM == 1:
         rms = row_rms(x_ptr + row, mask_t, eps, CHANNELS, ROWS, BLOCK_C)
@@ -506,7 +506,7 @@ def query_block(
     block, group, b,
     x_ptr, words_ptr, int8_ptr, scale_ptr, weight_ptr, weight_words_ptr,
     bias_ptr, bias_words_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
-    stride_b, stride_n, n_tokens, n_padded, heads, n_counters,
+    strides, n_tokens, n_padded, heads, n_counters,
     eps, factor, shift_factor,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
@@ -529,7 +529,7 @@ def query_block(
         if group == 0:
             tl.store(counter_ptr + b * n_counters + counter, 0, mask=counter < n_counters)
     mask_t = offs_t < n_tokens
-    row = b.to(tl.int64) * stride_b + offs_t.to(tl.int64) * stride_n
+    row = b.to(tl.int64) * strides[0] + offs_t.to(tl.int64) * strides[1]
     rms = tl.zeros([BLOCK_T], tl.float32)
     if NORM == 1:
         rms = row_rms(x_ptr + row, mask_t, eps, CHANNELS, BLOCK_T, BLOCK_C)
@@ -586,7 +586,7 @@ LOG2_E = 1.4426950408889634
 def statistics_kernel(
     k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr, bias_ptr, bias_words_ptr,
     cos_ptr, sin_ptr, v_ptr, v_stats_ptr, v_error_ptr, lengths_ptr,
-    k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, step, chunk_tokens, chunks, heads, eps,
+    k_strides, v_strides, n_kv, step, chunk_tokens, chunks, heads, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     NORM: tl.constexpr, ROPE: tl.constexpr, WORDS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -607,7 +607,7 @@ def statistics_kernel(
             sample_mean(
                 at, b, limit, k_ptr, k_words_ptr, mean_ptr, weight_ptr, weight_words_ptr,
                 bias_ptr, bias_words_ptr, cos_ptr, sin_ptr,
-                k_stride_b, k_stride_n, tl.cdiv(n_kv, step), step, heads, eps,
+                k_strides, tl.cdiv(n_kv, step), step, heads, eps,
                 CHANNELS, HEAD_DIM, HEAD_PAD, BLOCK_T, BLOCK_C, NORM, ROPE, WORDS,
             )  # fmt: skip
     if FP8:  # noqa: SIM102 (decided when compiled: without it there is no v to read)
@@ -616,13 +616,13 @@ def statistics_kernel(
             if chunk < chunks:
                 channel_amax(
                     chunk, h, b, limit,
-                    v_ptr, v_stats_ptr, v_stride_b, v_stride_n, chunk_tokens, chunks, heads,
+                    v_ptr, v_stats_ptr, v_strides, chunk_tokens, chunks, heads,
                     HEAD_DIM, HEAD_PAD, BLOCK_T,
                 )  # fmt: skip
             else:
                 value_mean(
                     h, b, limit,
-                    v_ptr, v_stats_ptr, v_error_ptr, v_stride_b, v_stride_n,
+                    v_ptr, v_stats_ptr, v_error_ptr, v_strides,
                     tl.cdiv(n_kv, step), step, chunks, heads, HEAD_DIM, HEAD_PAD,
                 )  # fmt: skip
 
@@ -634,7 +634,7 @@ def prologue_kernel(
     k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr,
     k_bias_ptr, k_bias_words_ptr, mean_ptr,
     v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, cos_ptr, sin_ptr, lengths_ptr,
-    q_stride_b, q_stride_n, k_stride_b, k_stride_n, v_stride_b, v_stride_n,
+    q_strides, k_strides, v_strides,
     n_q, n_kv, n_q_padded, n_kv_padded, heads, n_counters, chunks, q_blocks, kv_blocks,
     eps, factor, shift_factor,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
@@ -656,7 +656,7 @@ def prologue_kernel(
             block, group, b, limit,
             k_ptr, k_words_ptr, k_int8_ptr, k_scale_ptr, k_weight_ptr, k_weight_words_ptr,
             k_bias_ptr, k_bias_words_ptr, cos_ptr, sin_ptr, mean_ptr,
-            k_stride_b, k_stride_n, n_kv_padded, kv_blocks, heads, eps,
+            k_strides, n_kv_padded, kv_blocks, heads, eps,
             CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, QMAX,
             K_NORM, ROPE, K_WORDS, SUBTRACT,
         )  # fmt: skip
@@ -665,7 +665,7 @@ def prologue_kernel(
             block - kv_blocks, group, b,
             q_ptr, q_words_ptr, q_int8_ptr, q_scale_ptr, q_weight_ptr, q_weight_words_ptr,
             q_bias_ptr, q_bias_words_ptr, cos_ptr, sin_ptr, mean_ptr, shift_ptr, counter_ptr,
-            q_stride_b, q_stride_n, n_q, n_q_padded, heads, n_counters, eps, factor, shift_factor,
+            q_strides, n_q, n_q_padded, heads, n_counters, eps, factor, shift_factor,
             CHANNELS, HEAD_DIM, HEAD_PAD, ROWS, BLOCK_C, GROUP, COUNTER_ROWS, QMAX,
             Q_NORM, ROPE, Q_WORDS, SHIFT, COUNTERS,
         )  # fmt: skip
@@ -673,7 +673,7 @@ def prologue_kernel(
         for h in range(group * GROUP, tl.minimum((group + 1) * GROUP, heads)):
             value_block(
                 block - kv_blocks - q_blocks, h, b, limit,
-                v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, v_stride_b, v_stride_n,
+                v_ptr, v_stats_ptr, v_out_ptr, v_levels_ptr, v_error_ptr, v_strides,
                 n_kv_padded, chunks, heads, HEAD_DIM, HEAD_PAD, ROWS, CHUNKS,
             )  # fmt: skip
 

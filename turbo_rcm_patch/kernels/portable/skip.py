@@ -122,7 +122,7 @@ def close_skip(
 @triton.jit(do_not_specialize=LENGTHS)
 def skip_kernel(
     y_ptr, branch_ptr, residual_ptr, skip_ptr, out_ptr,
-    branch_stride_b, branch_stride_n, residual_strides,
+    branch_strides, residual_strides,
     skip_value, skip_strides, out_value, out_strides,
     n_tokens, channels,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -141,8 +141,8 @@ def skip_kernel(
     mask_n, mask_c = offs_n < n_tokens, offs_c < channels
     mask = mask_n[:, None] & mask_c[None, :]
     branch = tl.load(
-        branch_ptr + b.to(tl.int64) * branch_stride_b
-        + offs_n.to(tl.int64)[:, None] * branch_stride_n + offs_c[None, :],
+        branch_ptr + b.to(tl.int64) * branch_strides[0]
+        + offs_n.to(tl.int64)[:, None] * branch_strides[1] + offs_c[None, :],
         mask=mask,
         other=0.0,
     ).to(tl.float32)  # fmt: skip

@@ -107,7 +107,7 @@ def _block(
 def prepare_tokens_kernel(
     q_out_ptr, k_out_ptr, q_pooled_ptr, k_sums_ptr,
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
-    q_stride_b, q_stride_n, k_stride_b, k_stride_n, n_q, n_kv, q_blocks, k_parts, eps,
+    q_strides, k_strides, n_q, n_kv, q_blocks, k_parts, eps,
     CHANNELS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     HEADS_PAD: tl.constexpr, BLOCK_Q: tl.constexpr, K_TOKENS: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROPE: tl.constexpr, STAGES: tl.constexpr,
@@ -127,8 +127,8 @@ def prepare_tokens_kernel(
     mask = (offs_h < heads) & (offs_d < HEAD_PAD)
     if at < q_blocks:
         total = _block(
-            q_out_ptr + b * n_q * CHANNELS, q_ptr + b * q_stride_b, q_weight_ptr,
-            cos_ptr, sin_ptr, at * BLOCK_Q, q_stride_n, n_q, eps,
+            q_out_ptr + b * n_q * CHANNELS, q_ptr + b * q_strides[0], q_weight_ptr,
+            cos_ptr, sin_ptr, at * BLOCK_Q, q_strides[1], n_q, eps,
             CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, BLOCK_Q, Q_NORM, ROPE, STAGES,
         )  # fmt: skip
         mean = (total / tl.minimum(BLOCK_Q, n_q - at * BLOCK_Q)).to(q_ptr.dtype.element_ty)
@@ -137,8 +137,8 @@ def prepare_tokens_kernel(
     else:
         at -= q_blocks
         total = _block(
-            k_out_ptr + b * n_kv * CHANNELS, k_ptr + b * k_stride_b, k_weight_ptr,
-            cos_ptr, sin_ptr, at * K_TOKENS, k_stride_n, n_kv, eps,
+            k_out_ptr + b * n_kv * CHANNELS, k_ptr + b * k_strides[0], k_weight_ptr,
+            cos_ptr, sin_ptr, at * K_TOKENS, k_strides[1], n_kv, eps,
             CHANNELS, HEAD_DIM, HEAD_PAD, HEADS_PAD, K_TOKENS, K_NORM, ROPE, STAGES,
         )  # fmt: skip
         sums = k_sums_ptr + ((b * k_parts + at) * heads + offs_h) * HEAD_PAD + offs_d
@@ -261,7 +261,7 @@ def _by_rows(x, STEP: tl.constexpr, ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
 @triton.jit(do_not_specialize=LENGTHS)
 def key_value_kernel(
     matrix_ptr, total_ptr, k_pooled_ptr, k_ptr, v_ptr, k_mean_ptr,
-    k_stride_b, k_stride_n, v_stride_b, v_stride_n, n_kv, k_blocks, blocks_a_chunk, chunks, heads,
+    k_strides, v_strides, n_kv, k_blocks, blocks_a_chunk, chunks, heads,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_K: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -274,8 +274,8 @@ def key_value_kernel(
     bh = b.to(tl.int64) * heads + h
     offs_d = tl.arange(0, HEAD_PAD)
     offs_c = (h * HEAD_DIM + offs_d)[None, :]
-    k_rows = k_ptr + b.to(tl.int64) * k_stride_b + offs_c
-    v_rows = v_ptr + b.to(tl.int64) * v_stride_b + offs_c
+    k_rows = k_ptr + b.to(tl.int64) * k_strides[0] + offs_c
+    v_rows = v_ptr + b.to(tl.int64) * v_strides[0] + offs_c
     mean = tl.load(k_mean_ptr + bh * HEAD_PAD + offs_d).to(tl.float32)[None, :]
     matrix = tl.zeros([HEAD_PAD, HEAD_PAD], tl.float32)
     total = tl.zeros([ROWS, HEAD_PAD], tl.float32)
@@ -287,8 +287,8 @@ def key_value_kernel(
             mask_t = (offs_t < n_kv)[:, None]
             mask = mask_t & (offs_d < HEAD_DIM)[None, :]
             tokens = offs_t.to(tl.int64)[:, None]
-            k = tl.load(k_rows + tokens * k_stride_n, mask=mask, other=0.0)
-            v = tl.load(v_rows + tokens * v_stride_n, mask=mask, other=0.0)
+            k = tl.load(k_rows + tokens * k_strides[1], mask=mask, other=0.0)
+            v = tl.load(v_rows + tokens * v_strides[1], mask=mask, other=0.0)
             smooth = (k.to(tl.float32) - mean).to(k.dtype).to(tl.float32)
             pooled += _by_rows(tl.where(mask_t, smooth, 0.0), STEP, ROWS, HEAD_PAD)
             phi = _softmax_features(k.to(tl.float32), offs_d, HEAD_DIM)
@@ -490,7 +490,7 @@ def _block_of(lut, i, count, STEPS: tl.constexpr):
 @triton.jit
 def _over_blocks(
     acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-    v_stride_n, offs_m, limit, lut, count,
+    v_strides, offs_m, limit, lut, count,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, FP8: tl.constexpr, DESCRIPTORS: tl.constexpr,
@@ -506,7 +506,7 @@ def _over_blocks(
         later = _block_of(lut, i + 2, count, steps)
         acc, l_i, m_i = over_block(
             acc, l_i, m_i, q, q_scale, k_src, k_scale_ptr, v_src, ones, bh, n_kv_padded,
-            v_stride_n, offs_m, limit, start_n,
+            v_strides, offs_m, limit, start_n,
             P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
             FP8, DESCRIPTORS, False, False,
         )  # fmt: skip
@@ -565,7 +565,7 @@ def _add_linear(
 def sparse_attention_kernel(
     y_ptr, lut_ptr, features_ptr, matrix_ptr, total_ptr, bias_ptr,
     q_src, q_scale_ptr, k_src, k_scale_ptr, v_src, v_levels_ptr, ones_src,
-    features_stride_b, features_stride_n, v_stride_b, v_stride_n,
+    features_strides, v_strides,
     n_q, n_kv, n_q_padded, n_kv_padded, heads, q_blocks, count, linear_eps,
     P_MAX_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_BLOCK: tl.constexpr,
@@ -601,7 +601,7 @@ def sparse_attention_kernel(
         v_head = v_src
     else:
         l_i = tl.zeros([BLOCK_M], tl.float32)
-        v_head = v_src + b.to(tl.int64) * v_stride_b + h * HEAD_DIM
+        v_head = v_src + b.to(tl.int64) * v_strides[0] + h * HEAD_DIM
 
     # Blocks ascend, so the one block that may end past the last key is the last one chosen.
     lut = lut_ptr + (bh * q_blocks + start_m // BLOCK_Q) * count
@@ -613,12 +613,12 @@ def sparse_attention_kernel(
         partial = n_kv
     acc, l_i, m_i = _over_blocks(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_stride_n, offs_m, n_kv, lut, whole,
+        v_strides, offs_m, n_kv, lut, whole,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, BLOCK_K, SCALE_BLOCK, FP8, DESCRIPTORS,
     )  # fmt: skip
     acc, l_i, m_i = over_keys(
         acc, l_i, m_i, q, q_scale, k_src, k_scales, v_head, ones, bh, n_kv_padded,
-        v_stride_n, offs_m, n_kv, partial, n_kv,
+        v_strides, offs_m, n_kv, partial, n_kv,
         P_MAX_LOG2, HEAD_DIM, HEAD_PAD, BLOCK_M, BLOCK_N, SCALE_BLOCK,
         FP8, DESCRIPTORS, True, False,
     )  # fmt: skip
@@ -632,7 +632,7 @@ def sparse_attention_kernel(
     mask = mask_m[:, None] & mask_d[None, :]
     offs_c = (h * HEAD_DIM + offs_d)[None, :]
     rows = offs_m.to(tl.int64)[:, None]
-    features = features_ptr + b.to(tl.int64) * features_stride_b + rows * features_stride_n
+    features = features_ptr + b.to(tl.int64) * features_strides[0] + rows * features_strides[1]
     acc = _add_linear(
         acc, features + h * HEAD_DIM, matrix_ptr + bh * HEAD_PAD * HEAD_PAD,
         total_ptr + bh * HEAD_PAD, mask_m, linear_eps, HEAD_DIM, HEAD_PAD, BLOCK_M,
