@@ -266,7 +266,7 @@ def skip_norm(case, modules, narrow, gate) -> None:
     cast = {"cast": "model" if stream == dtype else "fp32", "out_dtype": stream}
     y, _ = own.skip_norm(*given, factor, factor, normed_dtype=dtype, **cast, **how)
     norm.norm_modulate(y, factor, factor, out_dtype=dtype, **how)
-    own.skip_norm_rows(*given, factor, factor, **cast, **how)
+    own.skip_norm(*given, factor, factor, normed_dtype=torch.int8, **cast, **how)
     norm.norm_modulate_rows(y, factor, factor, **how)
 
 

@@ -251,13 +251,13 @@ def skip_norm(
     """
     gate = either(c_out, 1.0)
     if resolve_impl(impl, branch.device) == "triton":
-        from turbo_rcm_patch.kernels.portable import skip_norm as launch
+        from turbo_rcm_patch.kernels.portable.skip_norm import skip_norm as launch
 
-        given = residual, branch, gate, factor, offset
-        how: Any = {"cast": cast_policy, "out_dtype": out_dtype, "one": one, "eps": eps}
-        if normed_dtype == torch.int8:
-            return launch.skip_norm_rows(*given, **how)
-        return launch.skip_norm(*given, **how, normed_dtype=normed_dtype, out=out)
+        return launch(
+            residual, branch, gate, factor, offset,
+            cast=cast_policy, out_dtype=out_dtype, one=one, eps=eps, normed_dtype=normed_dtype,
+            out=out,
+        )  # fmt: skip
     y = closed(residual, branch, 1.0, gate, cast=cast_policy, impl=impl, out_dtype=out_dtype)
     if normed_dtype == torch.int8:
         return y, rows_forward.body(y, factor, offset, one, eps, impl)

@@ -16,8 +16,7 @@ from turbo_rcm_patch.kernels.portable.rows import (
     int8_scale,
     magnitude,
     nearest_int8,
-    row_parts,
-    row_warps,
+    row_arguments,
 )
 from turbo_rcm_patch.kernels.replay import replayed
 
@@ -32,15 +31,18 @@ def normal(x, mask_c, channels, eps):
 
 @triton.jit
 def modulated(
-    x, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_c, mask_c,
+    x, factor_ptr, offset_ptr, factor_strides, offset_strides, b, n, offs_c, mask_c,
     HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """x * (ONE + factor) + offset for channels offs_c of one token, 0 outside mask_c; fp32."""
+    """x * (ONE + factor) + offset for channels offs_c of token n of sample b, 0 outside mask_c;
+    fp32."""
     if HAS_FACTOR:
-        factor = tl.load(factor_ptr + offs_c * factor_stride_c, mask=mask_c, other=0.0)
+        factors = factor_ptr + b * factor_strides[0] + n * factor_strides[1]
+        factor = tl.load(factors + offs_c * factor_strides[2], mask=mask_c, other=0.0)
         x *= factor.to(tl.float32) + ONE
     if HAS_OFFSET:
-        offset = tl.load(offset_ptr + offs_c * offset_stride_c, mask=mask_c, other=0.0)
+        offsets = offset_ptr + b * offset_strides[0] + n * offset_strides[1]
+        offset = tl.load(offsets + offs_c * offset_strides[2], mask=mask_c, other=0.0)
         x += offset.to(tl.float32)
     return x
 
@@ -61,14 +63,9 @@ def norm_modulate_kernel(
     mask_c = offs_c < channels
     row = x_ptr + b * x_strides[0] + n * x_strides[1]
     x = tl.load(row + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    factors, offsets = factor_ptr, offset_ptr
-    if HAS_FACTOR:
-        factors += b * factor_strides[0] + n * factor_strides[1]
-    if HAS_OFFSET:
-        offsets += b * offset_strides[0] + n * offset_strides[1]
     x = modulated(
-        normal(x, mask_c, channels, eps), factors, offsets, factor_strides[2], offset_strides[2],
-        offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
+        normal(x, mask_c, channels, eps), factor_ptr, offset_ptr, factor_strides, offset_strides,
+        b, n, offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
     out = y_ptr + b * y_stride_b + n * channels
     tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
@@ -80,6 +77,21 @@ def wide_strides(value: torch.Tensor | None, shape: torch.Size) -> tuple[int, in
         return 0, 0, 0
     stride_b, stride_n, stride_c = value.expand(shape).stride()
     return stride_b, stride_n, stride_c
+
+
+def modulation_arguments(
+    factor: torch.Tensor | None, offset: torch.Tensor | None, one: float, shape: torch.Size
+) -> dict[str, object]:
+    """What `modulated` takes by name; factor and offset broadcast to `shape` [B, N, C]."""
+    return {
+        "factor_ptr": factor,
+        "offset_ptr": offset,
+        "factor_strides": wide_strides(factor, shape),
+        "offset_strides": wide_strides(offset, shape),
+        "HAS_FACTOR": factor is not None,
+        "HAS_OFFSET": offset is not None,
+        "ONE": one,
+    }
 
 
 def norm_warps(channels: int) -> int:
@@ -113,18 +125,12 @@ def norm_modulate(
         x.device,
         y_ptr=y,
         x_ptr=x,
-        factor_ptr=factor,
-        offset_ptr=offset,
         y_stride_b=y.stride(0),
         x_strides=x.stride()[:2],
-        factor_strides=wide_strides(factor, x.shape),
-        offset_strides=wide_strides(offset, x.shape),
         channels=channels,
         eps=eps,
         BLOCK_C=triton.next_power_of_2(channels),
-        HAS_FACTOR=factor is not None,
-        HAS_OFFSET=offset is not None,
-        ONE=one,
+        **modulation_arguments(factor, offset, one, x.shape),
         num_warps=norm_warps(channels),
         num_stages=1,
     )
@@ -231,12 +237,13 @@ def _store_int8(out, x, inverse, offs_c, padded):
 
 @triton.jit
 def store_int8_norm(
-    out_ptr, scale_ptr, head, offs_h, mask_h, tail, offs_t, mask_t, factor_ptr, offset_ptr,
-    factor_stride_c, offset_stride_c, channels, padded, eps,
+    int8_ptr, scale_ptr, head, offs_h, mask_h, tail, offs_t, mask_t, factor_ptr, offset_ptr,
+    factor_strides, offset_strides, b, n, n_tokens, channels, padded, eps,
     TAIL: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """The int8 row of layer_norm(x) * (ONE + factor) + offset and its scale, of a row x fp32 in
-    two parts, 0 outside their masks; without TAIL the second is not read."""
+    """Store the int8 row of layer_norm(x) * (ONE + factor) + offset and its scale, of a row x fp32
+    in two parts, token n of sample b, 0 outside their masks; without TAIL the second is not
+    read."""
     total = tl.sum(head, axis=0)
     if TAIL:
         total += tl.sum(tail, axis=0)
@@ -248,22 +255,23 @@ def store_int8_norm(
         squares += tl.sum(tail * tail, axis=0)
     inverse_std = 1.0 / tl.sqrt(squares / channels + eps)
     head = modulated(
-        head * inverse_std, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_h,
+        head * inverse_std, factor_ptr, offset_ptr, factor_strides, offset_strides, b, n, offs_h,
         mask_h, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
     bits = tl.max(magnitude(head), axis=0)
     if TAIL:
         tail = modulated(
-            tail * inverse_std, factor_ptr, offset_ptr, factor_stride_c, offset_stride_c, offs_t,
-            mask_t, HAS_FACTOR, HAS_OFFSET, ONE,
+            tail * inverse_std, factor_ptr, offset_ptr, factor_strides, offset_strides, b, n,
+            offs_t, mask_t, HAS_FACTOR, HAS_OFFSET, ONE,
         )  # fmt: skip
         bits = tl.maximum(bits, tl.max(magnitude(tail), axis=0))
     amax, poison = amax_poison(bits)
     scale, inverse = int8_scale(amax, poison)
-    tl.store(scale_ptr, scale)
-    _store_int8(out_ptr, head, inverse, offs_h, padded)
+    row = b * n_tokens + n
+    tl.store(scale_ptr + row, scale)
+    _store_int8(int8_ptr + row * padded, head, inverse, offs_h, padded)
     if TAIL:
-        _store_int8(out_ptr, tail, inverse, offs_t, padded)
+        _store_int8(int8_ptr + row * padded, tail, inverse, offs_t, padded)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -281,11 +289,6 @@ def norm_modulate_rows_kernel(
     """
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = x_ptr + b * x_strides[0] + n * x_strides[1]
-    factors, offsets = factor_ptr, offset_ptr
-    if HAS_FACTOR:
-        factors += b * factor_strides[0] + n * factor_strides[1]
-    if HAS_OFFSET:
-        offsets += b * offset_strides[0] + n * offset_strides[1]
     offs_h = tl.arange(0, HEAD)
     mask_h = offs_h < channels
     head = tl.load(row + offs_h, mask=mask_h, other=0.0).to(tl.float32)
@@ -295,9 +298,8 @@ def norm_modulate_rows_kernel(
         mask_t = offs_t < channels
         tail = tl.load(row + offs_t, mask=mask_t, other=0.0).to(tl.float32)
     store_int8_norm(
-        int8_ptr + (b * n_tokens + n) * padded, scale_ptr + b * n_tokens + n,
-        head, offs_h, mask_h, tail, offs_t, mask_t, factors, offsets,
-        factor_strides[2], offset_strides[2], channels, padded, eps,
+        int8_ptr, scale_ptr, head, offs_h, mask_h, tail, offs_t, mask_t, factor_ptr, offset_ptr,
+        factor_strides, offset_strides, b, n, n_tokens, channels, padded, eps,
         TAIL, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
 
@@ -317,30 +319,16 @@ def norm_modulate_rows(
     batch, n_tokens, channels = x.shape
     x = dense_rows(x)
     rows = empty_rows(batch, n_tokens, channels, x.device)
-    padded = rows.int8.shape[2]
-    head, tail = row_parts(padded)
     launch(
         norm_modulate_rows_kernel,
         (n_tokens, batch),
         x.device,
-        int8_ptr=rows.int8,
-        scale_ptr=rows.scale,
         x_ptr=x,
-        factor_ptr=factor,
-        offset_ptr=offset,
         x_strides=x.stride()[:2],
-        factor_strides=wide_strides(factor, x.shape),
-        offset_strides=wide_strides(offset, x.shape),
         n_tokens=n_tokens,
         channels=channels,
-        padded=padded,
         eps=eps,
-        HEAD=head,
-        TAIL=tail,
-        HAS_FACTOR=factor is not None,
-        HAS_OFFSET=offset is not None,
-        ONE=one,
-        num_warps=row_warps(head + tail),
-        num_stages=1,
+        **modulation_arguments(factor, offset, one, x.shape),
+        **row_arguments(rows),
     )
     return rows

@@ -131,6 +131,21 @@ def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> 
     )
 
 
+def row_arguments(rows: Rows, block_t: int = 1) -> dict[str, object]:
+    """What a kernel takes by name that fills rows, block_t of them a program."""
+    padded = rows.int8.shape[2]
+    head, tail = row_parts(padded)
+    return {
+        "int8_ptr": rows.int8,
+        "scale_ptr": rows.scale,
+        "padded": padded,
+        "HEAD": head,
+        "TAIL": tail,
+        "num_warps": row_warps(block_t * (head + tail)),
+        "num_stages": 1,
+    }
+
+
 @replayed
 def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
     """x [B, N, K] bf16, fp16 or fp32 as int8, a scale per row; into dense memory where given."""
@@ -138,25 +153,18 @@ def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
     x = dense_rows(x)
     batch, n_rows, channels = x.shape
     rows = empty_rows(batch, n_rows, channels, x.device) if into is None else into
-    padded = rows.int8.shape[2]
-    head, tail = row_parts(padded)
-    block_t = max(1, _VALUES // triton.next_power_of_2(head + tail))
+    values = sum(row_parts(rows.int8.shape[2]))
+    block_t = max(1, _VALUES // triton.next_power_of_2(values))
     launch(
         quantize_rows_kernel,
         (cdiv(n_rows, block_t), batch),
         x.device,
         x_ptr=x,
-        int8_ptr=rows.int8,
-        scale_ptr=rows.scale,
         x_strides=x.stride()[:2],
         n_rows=n_rows,
         channels=channels,
-        padded=padded,
         BLOCK_T=block_t,
-        HEAD=head,
-        TAIL=tail,
-        num_warps=row_warps(block_t * (head + tail)),
-        num_stages=1,
+        **row_arguments(rows, block_t),
     )
     return rows
 

@@ -3,8 +3,6 @@ again."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -12,37 +10,42 @@ import triton.language as tl
 from turbo_rcm_patch.kernels.launch import LENGTHS, dense_rows, launch, round_to, target_of
 from turbo_rcm_patch.kernels.portable.norm import (
     modulated,
+    modulation_arguments,
     norm_warps,
     normal,
     store_int8_norm,
     wide_strides,
 )
-from turbo_rcm_patch.kernels.portable.rows import Rows, empty_rows, row_parts, row_warps
+from turbo_rcm_patch.kernels.portable.rows import Rows, empty_rows, row_arguments
 from turbo_rcm_patch.kernels.portable.skip import scaled, skipped
 from turbo_rcm_patch.kernels.replay import replayed
 
 
 @triton.jit
 def _close(
-    y_ptr, branch_ptr, residual_ptr, gate_ptr, gate_stride_c, offs_c, mask_c,
+    y_ptr, branch_ptr, residual_ptr, gate_ptr, branch_strides, residual_strides, gate_strides,
+    b, n, n_tokens, channels, offs_c, mask_c,
     HAS_GATE: tl.constexpr, ROUND_TO: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """residual + gate * branch for channels offs_c of one token, stored; as it is read back, in
-    fp32, 0 outside mask_c. VALUES: see `_arguments`."""
-    branch_ptrs = tl.max_contiguous(branch_ptr + offs_c, VALUES)
-    residual_ptrs = tl.max_contiguous(residual_ptr + offs_c, VALUES)
+    """residual + gate * branch for channels offs_c of token n of sample b, stored; as it is read
+    back, in fp32, 0 outside mask_c. VALUES: see `skip_norm`."""
+    branch_row = branch_ptr + b * branch_strides[0] + n * branch_strides[1]
+    residual_row = residual_ptr + b * residual_strides[0] + n * residual_strides[1]
+    branch_ptrs = tl.max_contiguous(branch_row + offs_c, VALUES)
+    residual_ptrs = tl.max_contiguous(residual_row + offs_c, VALUES)
     branch = tl.load(branch_ptrs, mask=mask_c, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptrs, mask=mask_c, other=0.0)
     c_out = 1.0
     if HAS_GATE:
-        gate_ptrs = tl.max_contiguous(gate_ptr + offs_c * gate_stride_c, VALUES)
+        gate_row = gate_ptr + b * gate_strides[0] + n * gate_strides[1]
+        gate_ptrs = tl.max_contiguous(gate_row + offs_c * gate_strides[2], VALUES)
         gate = tl.load(gate_ptrs, mask=mask_c, other=0.0)
         if ROUND_TO is not None:
             gate = gate.to(ROUND_TO)
         c_out = gate.to(tl.float32)
     y = skipped(scaled(branch, c_out, ROUND_TO), residual, 1.0, ROUND_TO)
     y = y.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + offs_c, y, mask=mask_c)
+    tl.store(y_ptr + (b * n_tokens + n) * channels + offs_c, y, mask=mask_c)
     return y.to(tl.float32)
 
 
@@ -64,22 +67,13 @@ def skip_norm_kernel(
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < channels
-    gates, factors, offsets = gate_ptr, factor_ptr, offset_ptr
-    if HAS_GATE:
-        gates += b * gate_strides[0] + n * gate_strides[1]
-    if HAS_FACTOR:
-        factors += b * factor_strides[0] + n * factor_strides[1]
-    if HAS_OFFSET:
-        offsets += b * offset_strides[0] + n * offset_strides[1]
     y = _close(
-        y_ptr + (b * n_tokens + n) * channels,
-        branch_ptr + b * branch_strides[0] + n * branch_strides[1],
-        residual_ptr + b * residual_strides[0] + n * residual_strides[1],
-        gates, gate_strides[2], offs_c, mask_c, HAS_GATE, ROUND_TO, VALUES,
+        y_ptr, branch_ptr, residual_ptr, gate_ptr, branch_strides, residual_strides, gate_strides,
+        b, n, n_tokens, channels, offs_c, mask_c, HAS_GATE, ROUND_TO, VALUES,
     )  # fmt: skip
     x = modulated(
-        normal(y, mask_c, channels, eps), factors, offsets, factor_strides[2], offset_strides[2],
-        offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
+        normal(y, mask_c, channels, eps), factor_ptr, offset_ptr, factor_strides, offset_strides,
+        b, n, offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
     out = normed_ptr + b * normed_stride_b + n * channels
     tl.store(out + offs_c, x.to(normed_ptr.dtype.element_ty), mask=mask_c)
@@ -99,79 +93,25 @@ def skip_norm_rows_kernel(
     Steps, layouts and so the bits are those of `skip_kernel` and `norm_modulate_rows_kernel`.
     """
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    y_row = y_ptr + (b * n_tokens + n) * channels
-    branch_row = branch_ptr + b * branch_strides[0] + n * branch_strides[1]
-    residual_row = residual_ptr + b * residual_strides[0] + n * residual_strides[1]
-    gates, factors, offsets = gate_ptr, factor_ptr, offset_ptr
-    if HAS_GATE:
-        gates += b * gate_strides[0] + n * gate_strides[1]
-    if HAS_FACTOR:
-        factors += b * factor_strides[0] + n * factor_strides[1]
-    if HAS_OFFSET:
-        offsets += b * offset_strides[0] + n * offset_strides[1]
     offs_h = tl.arange(0, HEAD)
     mask_h = offs_h < channels
     head = _close(
-        y_row, branch_row, residual_row, gates, gate_strides[2], offs_h, mask_h,
-        HAS_GATE, ROUND_TO, VALUES,
+        y_ptr, branch_ptr, residual_ptr, gate_ptr, branch_strides, residual_strides, gate_strides,
+        b, n, n_tokens, channels, offs_h, mask_h, HAS_GATE, ROUND_TO, VALUES,
     )  # fmt: skip
     tail, offs_t, mask_t = head, offs_h, mask_h
     if TAIL:
         offs_t = HEAD + tl.arange(0, TAIL)
         mask_t = offs_t < channels
         tail = _close(
-            y_row, branch_row, residual_row, gates, gate_strides[2], offs_t, mask_t,
-            HAS_GATE, ROUND_TO, VALUES,
+            y_ptr, branch_ptr, residual_ptr, gate_ptr, branch_strides, residual_strides,
+            gate_strides, b, n, n_tokens, channels, offs_t, mask_t, HAS_GATE, ROUND_TO, VALUES,
         )  # fmt: skip
     store_int8_norm(
-        int8_ptr + (b * n_tokens + n) * padded, scale_ptr + b * n_tokens + n,
-        head, offs_h, mask_h, tail, offs_t, mask_t, factors, offsets,
-        factor_strides[2], offset_strides[2], channels, padded, eps,
+        int8_ptr, scale_ptr, head, offs_h, mask_h, tail, offs_t, mask_t, factor_ptr, offset_ptr,
+        factor_strides, offset_strides, b, n, n_tokens, channels, padded, eps,
         TAIL, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
-
-
-def _arguments(
-    residual: torch.Tensor,
-    branch: torch.Tensor,
-    c_out: float | torch.Tensor,
-    factor: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    cast: str,
-    out_dtype: torch.dtype,
-    normed_dtype: torch.dtype,
-) -> dict[str, Any]:
-    """What both kernels take, by name.
-
-    A thread holds VALUES channels side by side: as many of its narrowest tensor as the norm's own
-    kernel reads at once, whatever the branch has. So both add a row up in the same order.
-    """
-    batch, n_tokens, channels = branch.shape
-    branch, residual = dense_rows(branch), dense_rows(residual)
-    gate = c_out if isinstance(c_out, torch.Tensor) else None
-    assert gate is not None or c_out == 1.0
-    dtypes = [out_dtype, normed_dtype, *[x.dtype for x in (factor, offset) if x is not None]]
-    return {
-        "y_ptr": torch.empty(batch, n_tokens, channels, dtype=out_dtype, device=branch.device),
-        "branch_ptr": branch,
-        "residual_ptr": residual,
-        "gate_ptr": gate,
-        "factor_ptr": factor,
-        "offset_ptr": offset,
-        "branch_strides": branch.stride()[:2],
-        "residual_strides": residual.stride()[:2],
-        "gate_strides": wide_strides(gate, branch.shape),
-        "factor_strides": wide_strides(factor, branch.shape),
-        "offset_strides": wide_strides(offset, branch.shape),
-        "n_tokens": n_tokens,
-        "channels": channels,
-        "HAS_GATE": gate is not None,
-        "ROUND_TO": round_to(cast, residual.dtype),
-        "HAS_FACTOR": factor is not None,
-        "HAS_OFFSET": offset is not None,
-        "VALUES": 16 // min([dtype.itemsize for dtype in dtypes]),
-        "num_stages": 1,
-    }
 
 
 @replayed
@@ -188,65 +128,57 @@ def skip_norm(
     eps: float,
     normed_dtype: torch.dtype,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | Rows]:
     """residual + c_out * branch, and layer_norm of it * (one + factor) + offset.
 
-    residual, branch [B, N, C]; a c_out that is a number is 1; tensors broadcast to [B, N, C].
-    `out` takes the second: [B, N, C], the rows of a sample dense.
+    residual, branch [B, N, C]; a c_out that is a number is 1; tensors broadcast to [B, N, C]. The
+    norm has `normed_dtype`, and `out` takes it: [B, N, C], the rows of a sample dense. With
+    torch.int8 it is int8 rows and their scales, without `out`.
+
+    A thread holds VALUES channels side by side: as many of its narrowest tensor as the norm's own
+    kernel reads at once, whatever the branch has. So both add a row up in the same order.
     """
     target_of(branch.device)
-    terms = residual, branch, c_out, factor, offset
-    arguments = _arguments(*terms, cast, out_dtype, normed_dtype)
-    y, (batch, n_tokens, channels) = arguments["y_ptr"], branch.shape
+    batch, n_tokens, channels = branch.shape
+    branch, residual = dense_rows(branch), dense_rows(residual)
+    gate = c_out if isinstance(c_out, torch.Tensor) else None
+    assert gate is not None or c_out == 1.0
+    rows = normed_dtype == torch.int8
+    assert not (rows and out is not None)
+    dtypes = [out_dtype, out_dtype if rows else normed_dtype]
+    dtypes += [x.dtype for x in (factor, offset) if x is not None]
+    y = torch.empty(batch, n_tokens, channels, dtype=out_dtype, device=branch.device)
+    arguments = {
+        "y_ptr": y,
+        "branch_ptr": branch,
+        "residual_ptr": residual,
+        "gate_ptr": gate,
+        "branch_strides": branch.stride()[:2],
+        "residual_strides": residual.stride()[:2],
+        "gate_strides": wide_strides(gate, branch.shape),
+        "n_tokens": n_tokens,
+        "channels": channels,
+        "eps": eps,
+        "HAS_GATE": gate is not None,
+        "ROUND_TO": round_to(cast, residual.dtype),
+        "VALUES": 16 // min([dtype.itemsize for dtype in dtypes]),
+        **modulation_arguments(factor, offset, one, branch.shape),
+    }
+    grid = n_tokens, batch
+    if rows:
+        int8 = empty_rows(batch, n_tokens, channels, branch.device)
+        launch(skip_norm_rows_kernel, grid, branch.device, **row_arguments(int8), **arguments)
+        return y, int8
     normed = torch.empty_like(y, dtype=normed_dtype) if out is None else out
     launch(
         skip_norm_kernel,
-        (n_tokens, batch),
+        grid,
         branch.device,
         normed_ptr=normed,
         normed_stride_b=normed.stride(0),
-        eps=eps,
         BLOCK_C=triton.next_power_of_2(channels),
-        ONE=one,
         num_warps=norm_warps(channels),
+        num_stages=1,
         **arguments,
     )
     return y, normed
-
-
-@replayed
-def skip_norm_rows(
-    residual: torch.Tensor,
-    branch: torch.Tensor,
-    c_out: float | torch.Tensor,
-    factor: torch.Tensor | None,
-    offset: torch.Tensor | None,
-    *,
-    cast: str,
-    out_dtype: torch.dtype,
-    one: float,
-    eps: float,
-) -> tuple[torch.Tensor, Rows]:
-    """The same with the norm in int8 rows."""
-    target_of(branch.device)
-    terms = residual, branch, c_out, factor, offset
-    arguments = _arguments(*terms, cast, out_dtype, out_dtype)
-    batch, n_tokens, channels = branch.shape
-    rows = empty_rows(batch, n_tokens, channels, branch.device)
-    padded = rows.int8.shape[2]
-    head, tail = row_parts(padded)
-    launch(
-        skip_norm_rows_kernel,
-        (n_tokens, batch),
-        branch.device,
-        int8_ptr=rows.int8,
-        scale_ptr=rows.scale,
-        padded=padded,
-        eps=eps,
-        HEAD=head,
-        TAIL=tail,
-        ONE=one,
-        num_warps=row_warps(head + tail),
-        **arguments,
-    )
-    return arguments["y_ptr"], rows
