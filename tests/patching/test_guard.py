@@ -119,6 +119,30 @@ def test_only_the_pair_that_fails_goes_back(monkeypatch: pytest.MonkeyPatch) -> 
     json.dumps(report.as_dict(), allow_nan=False)
 
 
+@pytest.mark.parametrize("bad", ["blocks.0.ffn", "blocks.1.norm1"])
+def test_what_a_module_of_the_author_s_makes_infinite_costs_only_that_pair(
+    bad: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is behind it could show nothing on that forward, and shows it on the next one."""
+    model = wan()
+    report = patch_model(model, attention="exact")
+    expected = run(model)
+    report.guard.check_next()
+    with torch.no_grad():
+        hook = model.get_submodule(bad).register_forward_hook(lambda *x: x[-1] / 0.0)
+        assert not run(model).isfinite().any()
+        hook.remove()
+    (pair,) = (pair.path for pair in report.pairs if not pair.fused)
+    behind = [one.path for one in report.pairs][[one.path for one in report.pairs].index(pair) :]
+    assert pair == {"blocks.0.ffn": "blocks.0.ffn", "blocks.1.norm1": "blocks.1.attn1"}[bad]
+    compared = len(report.guard)
+    said = [m for m in caplog.messages if "residual stream before it are not finite" in m]
+    assert len(said) == 1 and said[0].startswith(behind[1])
+    assert relative(run(model), expected) < 1e-5
+    assert [record.path for record in report.guard[compared:]] == behind[1:]
+    assert report.fused == len(report.pairs) - 1
+
+
 def test_image_branch_and_cross_attention_share_a_verdict() -> None:
     case = CASES[1]
     model, inputs = case.model(), case.inputs()

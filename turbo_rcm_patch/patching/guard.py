@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import gcd, inf, isnan
@@ -134,6 +134,8 @@ class _Thread:
         again: Whether it is another forward of the same step.
         done: What pairs were compared as on this step, by their states' ids.
         last: Index of the last step.
+        way: How the current forward runs, as its first block says.
+        blind: Whether a value of the current forward's residual stream is not finite.
     """
 
     context: tuple[str, int | None, int | None] | None = None
@@ -150,6 +152,8 @@ class _Thread:
     again: bool = False
     done: dict[int, When] = field(default_factory=dict)
     last: int | None = None
+    way: Hashable = None
+    blind: bool = False
 
 
 class Guard:
@@ -229,8 +233,15 @@ class Guard:
         """The announced forward is over."""
         self._here.context = None
 
-    def begin(self, **inputs: Tensor) -> None:
+    def begin(self, way: Hashable = None, /, **inputs: Tensor) -> None:
         """A forward reaches the first patched block; decides whether it is checked.
+
+        Args:
+            way: What decides how pairs run beside their states: dtype, device, and what
+                attention="auto" and pv="auto" take for the lengths; None if nobody says. What was
+                compared in one way is compared again on the first forward in another: attention
+                that was exact in a short video has shown nothing about int8 in a long one.
+            **inputs: Of the first block.
 
         Not in a forward that somebody may differentiate or that draws dropout masks: an input
         requires a gradient, or gradients are on and a parameter requires one, or a dropout is
@@ -240,7 +251,12 @@ class Guard:
         """
         here = self._here
         before, here.whens, here.inputs, here.fresh = here.whens, (), {}, False
+        here.way, here.blind = way, False
         self._settle()
+        new = [s for s in self._states if way is not None and s.ways and way not in s.ways]
+        if new and not self._is_training(inputs):
+            for state in new:
+                state.unseen |= {"first", "last"}
         whens = self._labels(here, before)
         if not whens:
             return
@@ -384,7 +400,9 @@ class Guard:
     def wants(self, states: tuple[PairState, ...]) -> bool:
         """Whether this forward is to show that these pairs are right."""
         here: _Thread | None = getattr(self._threads, "here", None)
-        return here is not None and self._shown_as(here, states) is not None
+        return (
+            here is not None and not here.blind and self._shown_as(here, states) is not None
+        )
 
     @staticmethod
     def _shown_as(here: _Thread, states: tuple[PairState, ...]) -> When | None:
@@ -430,6 +448,9 @@ class Guard:
         while True:
             found = self._measured(reference, result, pair)
             over = found.error > self._budget
+            if found.error == inf and self._is_blind(pair):
+                here.blind = True
+                return result
             noise = None if over or when == "middle" else self._noise(reference, result, pair)
             broken = None if noise is None else noise.broken
             if not over and broken is None:
@@ -464,12 +485,32 @@ class Guard:
         for state in pair.states:
             state.unseen.difference_update({*here.whens, "asked"})
             here.done[id(state)] = when
+            if when != "middle":
+                state.ways.add(here.way)
         if when == "middle":
             if over or broken is not None:
                 self.check_next()  # What was right on the first step is no longer.
         elif not here.again and not any(s.live and s.unseen & {*here.whens} for s in self._states):
             self._settle()
         return result
+
+    @torch.no_grad()
+    def _is_blind(self, pair: Pair) -> bool:
+        """Whether the residual stream before a pair is not finite, which shows nothing about the
+        pair or those behind it. No pair of ours made it so: one that does is its author's before
+        the next one runs."""
+        wrong = sum(int((~torch.isfinite(x)).sum()) for x in _parts(pair.residual))
+        if pair.parallel is not None:  # The error is that of all ranks, so all of them ask.
+            device = _parts(pair.residual)[0].device
+            wrong = sum(n for (n,) in told("not finite", [wrong], pair.parallel, device))
+        if wrong:
+            _log.warning(
+                "%s: %d values of the residual stream before it are not finite; from here on the "
+                "guard compares nothing on this forward",
+                pair.states[0].pair.path,
+                wrong,
+            )
+        return wrong > 0
 
     @torch.no_grad()
     def _noise(self, reference: _Reference, result: Branch, pair: Pair) -> Noise | None:
