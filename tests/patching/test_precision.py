@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from tests.measures import relative_l2
 from tests.patching import cogvideox, sla, wan
 from tests.patching.test_residual import BF16, errors
 from turbo_rcm_patch import PatchConfig, ops, patch_model, patched
-from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.errors import ConfigError, NotPatchedError
 from turbo_rcm_patch.ops import dispatch
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope
 from turbo_rcm_patch.patching import noise
@@ -430,6 +431,9 @@ def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
         document["models"][""]["pairs"]["blocks.0.attn1"]["exact_heads"] = json.loads(wrong)
         path.write_text(json.dumps(document), encoding="utf-8")
         refused("heads below 2")
+    document["models"][""]["pairs"]["blocks.0.attn1"] = {"linears given back": "no"}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    refused("heads below 2")
     path.write_text(kept[:-20], encoding="utf-8")
     refused("save_calibration")
     path.write_text(kept, encoding="utf-8")
@@ -505,3 +509,37 @@ def test_a_training_forward_in_another_way_asks_for_nothing() -> None:
     model(**longer(given))
     assert [state.unseen for state in record_of(model).plan.states] == unseen  # type: ignore[union-attr]
     assert report.guard.unseen == []
+
+
+def test_a_calibration_that_is_refused_costs_no_original(tmp_path: Path) -> None:
+    model, given, path, _ = calibrated(tmp_path)
+    model.blocks[1].ffn.net[2].weight.data.mul_(1.5)
+    before, state = wan.run(model, **given), list(model.state_dict())
+    with pytest.raises(ConfigError, match="another fingerprint"):
+        patch_model(model, calibration=path, linear="int8-only")
+    assert torch.equal(wan.run(model, **given), before) and list(model.state_dict()) == state
+
+
+@pytest.mark.parametrize("used", ["int8", "int8-only"])
+@pytest.mark.parametrize("made", ["int8", "int8-only"])
+def test_a_calibration_belongs_to_the_weights_that_a_model_came_with(
+    tmp_path: Path, made: Any, used: Any
+) -> None:
+    options: dict[str, Any] = {"fidelity": 1.0, "residual": "model", "guard_budget": 1.0}
+    given = wan.CASES[0].inputs(1, BF16)
+    model = wan.CASES[0].model(BF16)
+    report = patch_model(model, linear=made, **options)
+    wan.run(model, **given)
+    report.save_calibration(tmp_path / "kept.json")
+    other = wan.CASES[0].model(BF16)
+    again = patch_model(other, linear=used, calibration=tmp_path / "kept.json", guard=False)
+    assert again.exact_heads == report.exact_heads != {}
+    assert "as calibrated" in str(again)
+
+
+def test_a_calibration_of_a_model_that_is_gone_is_not_saved(tmp_path: Path) -> None:
+    report = patch_model(wan.CASES[0].model(BF16))
+    gc.collect()
+    with pytest.raises(NotPatchedError, match="still in memory"):
+        report.save_calibration(tmp_path / "kept.json")
+    assert not list(tmp_path.iterdir())

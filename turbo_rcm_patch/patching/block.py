@@ -385,9 +385,9 @@ class BlockForward:
             tokens *= parallel.size
         keys = (tokens,) if self.streams else (tokens, context.shape[1])
         dim = hidden.shape[2] // spec.heads
-        one_each = [ops.resolved(spec, hidden.device, tokens, n, dim) for n in keys]
+        each = [ops.resolved(spec, hidden.device, tokens, n, dim) for n in keys]
         few = keys[-1] < ops.INT8_MIN_KEYS  # Of a prompt.
-        return hidden.dtype, hidden.device.type, few, *[(one.attention, one.pv) for one in one_each]
+        return hidden.dtype, hidden.device.type, few, *[(one.attention, one.pv) for one in each]
 
     def _planned(self, hidden: Hidden, given: Given) -> tuple[tuple[Run, ...], Token]:
         """The plan that serves this forward, and the token of its inputs: None where public

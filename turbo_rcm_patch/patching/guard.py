@@ -400,9 +400,7 @@ class Guard:
     def wants(self, states: tuple[PairState, ...]) -> bool:
         """Whether this forward is to show that these pairs are right."""
         here: _Thread | None = getattr(self._threads, "here", None)
-        return (
-            here is not None and not here.blind and self._shown_as(here, states) is not None
-        )
+        return here is not None and not here.blind and self._shown_as(here, states) is not None
 
     @staticmethod
     def _shown_as(here: _Thread, states: tuple[PairState, ...]) -> When | None:

@@ -43,8 +43,10 @@ class PairState:
         ran: How it ran on the last forward outside a compiled graph, "" before the first.
     """
 
-    __slots__ = ("_linears", "_reason", "_steps", "exact_heads", "int8", "int8_inputs", "live",
-                 "originals", "pair", "precision", "ran", "returned", "unseen", "ways")  # fmt: skip
+    __slots__ = (
+        "_linears", "_reason", "_steps", "exact_heads", "int8", "int8_inputs", "live",
+        "originals", "pair", "precision", "ran", "returned", "unseen", "ways",
+    )  # fmt: skip
 
     def __init__(
         self, pair: SkipPair, *, int8: bool = False, auto: bool = False, narrow: bool = True
@@ -193,6 +195,7 @@ class ModelPlan:
         boundary: The network boundary, where one is owned here.
         copies: The int8 copies of its weights.
         ranks: What its blocks agree on with those of other ranks; None where it has no blocks.
+        weights: Fingerprint of the weights that it came with, where patching dropped some.
     """
 
     model: nn.Module
@@ -203,6 +206,7 @@ class ModelPlan:
     boundary: list[SkipPair] = field(default_factory=list)
     copies: Copies = field(init=False)
     ranks: Ranks | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.config.impl)
