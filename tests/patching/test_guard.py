@@ -233,6 +233,40 @@ def test_a_real_pipeline_with_two_experts() -> None:
         assert steps == [(first, "first")] * 2 + [(last, "last")] * 2
 
 
+@pytest.mark.parametrize("second", [False, True], ids=["one", "two-experts"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "cuda-graphs"])
+def test_steps_between_are_compared_in_runs_of_other_lengths(second: bool, graphs: bool) -> None:
+    """A run may begin where the one before ended, or with an expert behind it."""
+    pipe = pipeline(second)
+    with patched(pipe, cuda_graphs=graphs) as report:
+        for steps in (1, 6, 4, 8):
+            before = len(between(report))
+            generate(pipe, steps)
+            found = between(report)[before:]
+            switch = int((pipe.scheduler.timesteps >= 600).sum()) if second else 0
+            last = "transformer_2." if second else ""
+            its = [step for step, path in found if path.startswith(last)]
+            seen_before = switch if second and steps == 6 else 0
+            expected = list(range(max(1, switch, seen_before + 1), steps - 1))
+            if graphs:
+                assert len(set(its)) == min(1, len(expected)), (steps, found)
+            else:
+                assert its == expected, (steps, found)
+
+
+def test_a_loop_that_begins_in_the_middle_is_at_that_step() -> None:
+    model = wan()
+    scheduler = SimpleNamespace(timesteps=torch.arange(6), _step_index=None, _begin_index=None)
+    pipe = type("Pipe", (), {"transformer": model, "scheduler": scheduler})()
+    report = patch_model(pipe)
+    for timestep in scheduler.timesteps[5:]:
+        pipe._current_timestep = timestep
+        with model.cache_context("cond"):
+            run(model)
+    assert report.guard[0].step == 5
+    assert all("last" not in state.unseen for state in model._turbo_rcm_patch.plan.states)
+
+
 def test_a_pipeline_that_does_not_say_its_step() -> None:
     """The scheduler's own counter is read, as for diffusers' image-to-video pipeline."""
     model = wan()

@@ -52,15 +52,30 @@ class PipelineSteps:
     def __init__(self, pipe: object, component: str) -> None:
         self._pipe: weakref.ref[Any] | None = weakref.ref(pipe)
         self._component = component
+        #: The scheduler's timesteps, which are others in every run, how many there were, and the
+        #: last step of this run, once it is known.
+        self._timesteps: Callable[[], object] = _gone
+        self._run = 0
+        self._last: int | None = None
 
     def __getstate__(self) -> dict[str, object]:
         # A weak reference can neither be pickled nor mean anything in another process.
-        return {"_pipe": None, "_component": self._component}
+        kept = {"_pipe": None, "_timesteps": _gone, "_last": None}
+        return vars(self) | kept
 
     def __deepcopy__(self, memo: dict[int, object]) -> PipelineSteps:
         other = PipelineSteps.__new__(PipelineSteps)
-        other._pipe, other._component = None, self._component
+        vars(other).update(self.__getstate__())
         return other
+
+    def run(self) -> int:
+        """A number for the current run of the loop; the next one has another."""
+        pipe = self._pipe() if self._pipe is not None else None
+        timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
+        if timesteps is not None and self._timesteps() is not timesteps:
+            self._timesteps, self._last = _reference(timesteps), None
+            self._run += 1
+        return self._run
 
     def index(self) -> int | None:
         """Index of the current step, read from the scheduler's own counter; no device is asked."""
@@ -72,10 +87,12 @@ class PipelineSteps:
         if _times_of_frames(timestep):
             # Copies of the scheduler count each frame; the row's place in the matrix is the step.
             return int(timestep.storage_offset()) // int(timestep.numel())
-        if not hasattr(scheduler, "_step_index"):
-            return _position(timestep, getattr(scheduler, "timesteps", None))
-        index = scheduler._step_index
-        return int(index) if index is not None else 0
+        index = getattr(scheduler, "_step_index", None)
+        if index is None:  # It counts none, or not yet; from a video the first one is not 0.
+            index = _position(timestep, getattr(scheduler, "timesteps", None))
+        if index is None and hasattr(scheduler, "_step_index"):
+            index = getattr(scheduler, "_begin_index", None) or 0
+        return None if index is None else int(index)
 
     def last(self) -> int | None:
         """Index of the last step that this expert runs."""
@@ -89,8 +106,18 @@ class PipelineSteps:
         ratio = getattr(getattr(pipe, "config", None), "boundary_ratio", None)
         if ratio is None or self._component != "transformer":
             return len(timesteps) - 1
-        boundary = ratio * pipe.scheduler.config.num_train_timesteps  # type: ignore[union-attr]
-        return int((timesteps >= boundary).sum()) - 1
+        if self._last is None:
+            boundary = ratio * pipe.scheduler.config.num_train_timesteps  # type: ignore[union-attr]
+            self._last = int((timesteps >= boundary).sum()) - 1  # Waits for the device.
+        return self._last
+
+
+def _reference(x: object) -> Callable[[], object]:
+    """A weak reference, to what can have one."""
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return lambda: x
 
 
 def _position(timestep: object, timesteps: object) -> int | None:
@@ -133,7 +160,7 @@ class _Thread:
         fresh: Whether no pair of the current forward was compared yet.
         again: Whether it is another forward of the same step.
         done: What pairs were compared as on this step, by their states' ids.
-        last: Index of the last step.
+        run: Which run of the loop it is in, where the pipeline says it.
         way: How the current forward runs, as its first block says.
         blind: Whether a value of the current forward's residual stream is not finite.
     """
@@ -151,7 +178,7 @@ class _Thread:
     fresh: bool = False
     again: bool = False
     done: dict[int, When] = field(default_factory=dict)
-    last: int | None = None
+    run: int | None = None
     way: Hashable = None
     blind: bool = False
 
@@ -320,18 +347,17 @@ class Guard:
             here.names.add(name)
             here.again = True
             return tuple(when for when in before if when != "middle")
-        on = step is not None and here.step is not None and step >= here.step
-        if not on and step is not None:
-            here.last = None  # Another run, perhaps of another length.
+        run = self._steps.run() if self._steps is not None else None
+        on = step is not None and here.step is not None and step >= here.step and run == here.run
+        here.run = run
         here.between = here.between and on and (self._graphs or step == here.step)
         here.names, here.step, here.again, here.done = {name}, step, False, {}
         whens: list[When] = []
         if "first" in unseen:
-            here.last = None
             whens.append("first")
         if "asked" in unseen:
             whens.append("asked")
-        if "last" in unseen and step is not None and step == self._last_step(here, count):
+        if "last" in unseen and step is not None and step == self._last_step(count):
             whens.append("last")
         seen = any(state.live and not state.unseen - {"last"} for state in self._states)
         if seen and self._between(here, step, count):
@@ -345,11 +371,12 @@ class Guard:
             here.standing = _UNTOLD if self._graphs else 1
             here.untold = (here.untold + 1) % (_UNTOLD * here.standing)
             return here.untold == 0
-        last = self._last_step(here, count)
+        last = self._last_step(count)
         if here.between or step < 1 or (last is not None and step >= last):
             return False
         here.standing = max(1, (last or 2) - 1) if self._graphs else 1
-        here.between = step == 1 + self._turn % here.standing or not self._graphs
+        # An expert may begin behind that step, and a video may, too.
+        here.between = step >= 1 + self._turn % here.standing or not self._graphs
         return here.between
 
     def _choose(self, here: _Thread, turn: int) -> None:
@@ -363,13 +390,9 @@ class Guard:
         places = range(turn * some, turn * some + min(some, size))
         here.chosen = frozenset(id(live[place * stride % size]) for place in places)
 
-    def _last_step(self, here: _Thread, count: int | None) -> int | None:
-        if here.last is None:
-            last = self._steps.last() if self._steps is not None else None
-            if last is None:
-                return None if count is None else count - 1
-            here.last = last
-        return here.last
+    def _last_step(self, count: int | None) -> int | None:
+        last = self._steps.last() if self._steps is not None else None
+        return last if last is not None or count is None else count - 1
 
     @torch.no_grad()
     def _refuse_non_finite(self, here: _Thread, pair: Pair) -> None:
