@@ -374,8 +374,20 @@ class BlockForward:
                 ensure_tested(hidden.device, hidden.shape[-1] // heads, heads)
             self._linears.copies.begin()
             if guard is not None:
-                guard.begin(**inputs)
+                guard.begin(self._way(*inputs.values()), **inputs)
         return guard
+
+    def _way(self, hidden: Tensor, context: Tensor, *_: Tensor) -> tuple[object, ...]:
+        """What decides how the pairs of a forward run beside their states."""
+        spec, parallel = self._specs["as asked for"], self._groups()
+        tokens = hidden.shape[1] + context.shape[1] * self.streams
+        if parallel is not None:
+            tokens *= parallel.size
+        keys = (tokens,) if self.streams else (tokens, context.shape[1])
+        dim = hidden.shape[2] // spec.heads
+        each = [ops.resolved(spec, hidden.device, tokens, n, dim) for n in keys]
+        few = keys[-1] < ops.INT8_MIN_KEYS  # Of a prompt.
+        return hidden.dtype, hidden.device.type, few, *[(one.attention, one.pv) for one in each]
 
     def _planned(self, hidden: Hidden, given: Given) -> tuple[tuple[Run, ...], Token]:
         """The plan that serves this forward, and the token of its inputs: None where public
