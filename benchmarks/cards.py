@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -209,14 +209,12 @@ def run(
                             good = False
                         else:
                             found = estimate(card, result, result["tile"], head_dim, pv)
-                            row |= {"estimate": {
-                                field: getattr(found, field) for field in Estimate.__slots__
-                            }}  # fmt: skip
+                            row["estimate"] = asdict(found)
                         rows.append(row)
                         print(line(row), flush=True)
         finally:
             compiler.close()
-    cards = {name: {f: getattr(card, f) for f in Card.__slots__} for name, card in CARDS.items()}
+    cards = {name: asdict(card) for name, card in CARDS.items()}
     out.mkdir(parents=True, exist_ok=True)
     with atomic(out / "cards.json") as path:
         path.write_text(json.dumps({"cards": cards, "rows": rows}, indent=1) + "\n", "utf-8")

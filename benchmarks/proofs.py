@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from benchmarks.networks import sizes_of
 from benchmarks.runner import (
     Column,
-    Deadline,
     Journal,
     Plan,
     Record,
@@ -357,7 +356,7 @@ def _one_launch(shape: Shape, wanted: list[str], journal: Journal) -> bool:
         call = _one_launch_call(shape, plan.seed, journal.device)
         with torch.no_grad(), poisoned_memory():
             first, other = call("one-launch"), call("two-launch")
-            done, launched, count = _repeat(call, first, most, journal.deadline)
+            done, launched, count = _repeat(call, first, most, journal)
         record |= {
             "runs": done,
             "runs_wanted": most,
@@ -378,7 +377,7 @@ def _one_launch(shape: Shape, wanted: list[str], journal: Journal) -> bool:
 
 
 def _repeat(
-    call: Callable[[Form], torch.Tensor], first: torch.Tensor, wanted: int, deadline: Deadline
+    call: Callable[[Form], torch.Tensor], first: torch.Tensor, wanted: int, journal: Journal
 ) -> tuple[int, int, int]:
     """Runs done, those that were launched one by one, and those that differ from the first."""
     bits = first.view(torch.int16)
@@ -390,7 +389,7 @@ def _repeat(
 
     done = launched = count = 0
     replay: Callable[[], None] | None = None
-    while done < wanted and not deadline.passed:
+    while done < wanted and not journal.time_is_up:
         if first.device.type == "cuda" and replay is None and launched >= LAUNCHED:
             # As one CUDA graph, which poisons its memory anew at every replay.
             graph = torch.cuda.CUDAGraph()

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.build import SETTINGS_FILE, tokenize
+from training.build import SETTINGS_FILE, tokenize, trained_folder
 from training.data import Scenes, render, sample_scenes
 from training.family import Family, family_of_folder
 from training.flow import Velocity, few_step, guided, ode
 from training.plots import sheet
 from training.train_vae import statistics
-from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling.load import TINY, resolve_model
 from turbo_rcm_patch.tiny.detector import accuracy, detect
@@ -68,14 +67,7 @@ class Evaluation:
         cls, folder: Path, *, count: int, seed: int, batch: int, device: str, dtype: torch.dtype
     ) -> Evaluation:
         """Load a folder; the VAE stays in fp32, the transformer takes `dtype`."""
-        if not (folder / SETTINGS_FILE).exists():
-            raise ModelFolderError(
-                "model",
-                expected=f"a folder with {SETTINGS_FILE}",
-                got=str(folder),
-                remedy="Train it first",
-            )
-        family = family_of_folder(folder)
+        family = family_of_folder(trained_folder(folder))
         pipe = family.PIPELINE.from_pretrained(
             folder, dtype={"transformer": dtype, "default": torch.float32}
         ).to(device)

@@ -7,6 +7,7 @@ sum in fp32 and round once; cross-attention sums in the model's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,7 +85,9 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
         return states_of(pairs, linears, config)
 
     result = ModelPlan(model, path, config, states=[])
-    add_blocks(result, "layers", (Block,), tuple(_BRANCHES), states, VariantBlockForward)
+    add_blocks(
+        result, "layers", (Block,), tuple(_BRANCHES), states, partial(VariantBlockForward, None)
+    )
     return result
 
 
@@ -110,10 +113,6 @@ class VariantBlockForward(BlockForward):
         Branch(name="mlp", kind="feed-forward", norm="mlp_norm", at=3, cast="fp32"),
     )  # fmt: skip
 
-    def __init__(self, block: Any, *rest: Any) -> None:
-        attn = block.self_attention
-        super().__init__(block, attn.heads, attn.q_norm.eps, *rest)
-
     def __call__(
         self, x: Tensor, text: Tensor, time: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> Tensor:
@@ -123,16 +122,15 @@ class VariantBlockForward(BlockForward):
             return written
         guard, block = self._begin(x=x, text=text, time=time), self._block
         normed = call(block.text_norm, text).type_as(text)
-
-        def author(name: str, view: Any, x: Tensor) -> Tensor:
-            own: Any = type(block).forward
-            out: Tensor = own(view, x, normed, time, rotary)
-            return out
-
         rows = (block.table + time.float()).chunk(6, 1)
         hidden, context = same_batch(x, normed)
-        out: Tensor = self._run(hidden, Given(context, rows, rotary, forward=self), guard, author)
+        given = Given(context, rows, rotary, forward=self)
+        out: Tensor = self._run(hidden, given, guard, (x, normed, time, rotary))
         return out
+
+    def _sizes(self) -> tuple[int, int, float]:
+        attn = self._block.self_attention
+        return attn.heads, attn.q_proj.out_features, attn.q_norm.eps
 
     def _facts(self, hidden: Tensor, given: Given) -> tuple[Any, ...]:
         context: Any = given.context

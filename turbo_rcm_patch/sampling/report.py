@@ -128,7 +128,9 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
     folders = {one.key: comparison.out / "prompts" / one.key for one in results}
     page = jinja.get_template("report.html.j2").render(
         **shared,
-        videos={key: _data_url(_read(path / "panes.mp4")) for key, path in folders.items()},
+        videos={
+            key: _data_url((path / "panes.mp4").read_bytes()) for key, path in folders.items()
+        },
         players={one.key: json.dumps(_player(comparison, one)) for one in results},
         plots=plots,
         scales=_scales(comparison.judgement),
@@ -359,10 +361,6 @@ def _scale(check: verdict.Check, control: float | None, room: float) -> dict[str
     }
 
 
-def _read(path: Path) -> bytes:
-    return path.read_bytes()
-
-
 def _data_url(content: bytes, kind: str = "video/mp4") -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
@@ -403,7 +401,6 @@ def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
     import matplotlib
 
     # Without pyplot there is no global figure list and no window system to choose.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     steps = [index + 1 for index in trajectory_steps(comparison.settings.steps_run)]
@@ -421,7 +418,6 @@ def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
         ):
             with matplotlib.rc_context(style):
                 figure = Figure(figsize=(5.0, 3.6), layout="constrained")
-                FigureCanvasAgg(figure)
                 axes = figure.add_subplot()
                 found["alt"] = draw(axes, comparison.results, colours)
                 # Outside of the axes, where it can hide nothing.

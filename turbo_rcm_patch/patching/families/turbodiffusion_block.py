@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.ops.dispatch import quantises
 from turbo_rcm_patch.ops.exchange import ContextParallel
@@ -31,7 +30,6 @@ from turbo_rcm_patch.patching.branches import (
     FeedForwardModules,
     Given,
 )
-from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     is_sparse,
     modulates,
@@ -40,7 +38,6 @@ from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     why_attention_called,
     why_feed_forward_called,
 )
-from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import holder
 from turbo_rcm_patch.patching.parallel import ulysses_over
 from turbo_rcm_patch.patching.plan import Token, signature
@@ -50,7 +47,7 @@ from turbo_rcm_patch.patching.state import PairState
 class TurboBlockForward(BlockForward):
     """Stands in for the forward of one block."""
 
-    __slots__ = ("_tables", "_width")
+    __slots__ = ()
 
     branches = (
         Branch(name="self_attn", kind="self", norm="norm1", at=0, inner="linear", output="o"),
@@ -58,19 +55,6 @@ class TurboBlockForward(BlockForward):
         Branch(name="ffn", kind="feed-forward", norm="norm2", at=3),
     )
     traceable = False
-
-    def __init__(
-        self,
-        tables: KeptTables,
-        block: Any,
-        states: dict[str, PairState],
-        config: PatchConfig,
-        copies: Copies,
-        first: bool,
-        guard: Guard | None,
-    ) -> None:
-        attn, self._tables, self._width = block.self_attn, tables, block.self_attn.dim
-        super().__init__(block, attn.num_heads, attn.eps, states, config, copies, first, guard)
 
     def __call__(
         self,
@@ -94,22 +78,21 @@ class TurboBlockForward(BlockForward):
         Returns:
             [B, N, C], dtype of x.
         """
-        block = self._block
+        inputs = (x, e, seq_lens, freqs, context, context_lens)
         if not self._serves(x):
-            written: Tensor = self._as_written(x, e, seq_lens, freqs, context, context_lens)
+            written: Tensor = self._as_written(*inputs)
             return written
         guard = self._begin(x=x, context=context, e=e)
-
-        def author(name: str, view: Any, x: Tensor) -> Tensor:
-            own: Any = type(block).forward
-            out: Tensor = own(view, x, e, seq_lens, freqs, context, context_lens)
-            return out
-
-        rows = (block.modulation + e).chunk(6, dim=1)
-        rotary = self._tables.of((freqs,), lambda: _tables(freqs))
+        tables: KeptTables = self._shared
+        rows = (self._block.modulation + e).chunk(6, dim=1)
+        rotary = tables.of((freqs,), lambda: _tables(freqs))
         given = Given(context, rows, rotary, more=(seq_lens, freqs, context_lens), forward=self)
-        out: Tensor = self._run(x, given, guard, author)
+        out: Tensor = self._run(x, given, guard, inputs)
         return out
+
+    def _sizes(self) -> tuple[int, int, float]:
+        attn = self._block.self_attn
+        return attn.num_heads, attn.dim, attn.eps
 
     def _facts(self, hidden: Tensor, given: Given) -> tuple[Any, ...]:
         context: Any = given.context
@@ -132,7 +115,7 @@ class TurboBlockForward(BlockForward):
             and row.shape[0] in (1, batch)
             and row.shape[1] in (1, tokens)
             and row.shape[2] == channels
-            and cos.numel() == tokens * (channels // self._block.self_attn.num_heads)
+            and cos.numel() == tokens * self._head_dim
         ):
             return None
         return signature(hidden, context, row, cos, sin)

@@ -140,6 +140,15 @@ class PipelineFamily(ABC):
     def block_probe(self, folder: Path) -> BlockProbe:
         """The first block of a pipeline folder's transformer, with an input of odd size."""
 
+    @staticmethod
+    def from_video(seed: int, conditioning: Conditioning, settings: Settings) -> dict[str, object]:
+        """`call_inputs` of a pipeline that draws the noise and adds it to a video."""
+        return {
+            "video": conditioning.frames("video", settings),
+            "strength": 1.0 if settings.strength is None else settings.strength,
+            "generator": torch.Generator("cpu").manual_seed(seed),
+        }
+
     def check(self, pipeline: str, sources: Sequence[Source]) -> None:
         """Raise unless the pipeline can make a video from each of these.
 

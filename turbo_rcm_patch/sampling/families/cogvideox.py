@@ -214,11 +214,7 @@ class CogVideoXVideo(CogVideoX):
                 got=f"{settings.num_frames}, which are {frames} frames of latents",
                 remedy=f"Try --num-frames {(frames - frames % patch - 1) * span + 1}",
             )
-        return {
-            "video": conditioning.frames("video", settings),
-            "strength": 1.0 if settings.strength is None else settings.strength,
-            "generator": torch.Generator("cpu").manual_seed(seed),
-        }
+        return self.from_video(seed, conditioning, settings)
 
 
 def _latent_frames(pipe: Any, settings: Settings) -> int:

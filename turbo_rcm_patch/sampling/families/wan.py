@@ -172,11 +172,7 @@ class WanVideo(Wan):
     ) -> dict[str, object]:
         """The pipeline draws the noise, of the same numbers, and adds it to the video."""
         del pipe
-        return {
-            "video": conditioning.frames("video", settings),
-            "strength": 1.0 if settings.strength is None else settings.strength,
-            "generator": torch.Generator("cpu").manual_seed(seed),
-        }
+        return self.from_video(seed, conditioning, settings)
 
 
 class Vace(Wan):
