@@ -125,12 +125,10 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         },
     }
     plots = _draw_plots(comparison)
-    folders = {one.key: comparison.out / "prompts" / one.key for one in results}
+    panes = {one.key: comparison.out / "prompts" / one.key / "panes.mp4" for one in results}
     page = jinja.get_template("report.html.j2").render(
         **shared,
-        videos={
-            key: _data_url((path / "panes.mp4").read_bytes()) for key, path in folders.items()
-        },
+        videos={key: _data_url(path.read_bytes()) for key, path in panes.items()},
         players={one.key: json.dumps(_player(comparison, one)) for one in results},
         plots=plots,
         scales=_scales(comparison.judgement),
