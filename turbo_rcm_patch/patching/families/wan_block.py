@@ -12,7 +12,7 @@ its own with the same members; `BlockClasses` names those of one file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -166,10 +166,10 @@ class WanBlockForward(BlockForward):
     # --- the modules -----------------------------------------------------------------------------
 
     def _mode(self, branch: Branch, hidden: Tensor, given: Given) -> Mode:
-        module = getattr(self._block, branch.name)
+        module, classes = getattr(self._block, branch.name), cast(BlockClasses, self._shared)
         if branch.kind == "feed-forward":
             return feed_forward_mode(module)
-        mode = self._shared.mode(module)
+        mode = classes.mode(module)
         if mode != "ours":
             return mode
         exact, image = self._config.attention == "exact", self._states.get("image")

@@ -167,7 +167,7 @@ class PipelineFamily(ABC):
                         f"{name} of the prompt {source.prompt!r}",
                         expected=f"one, because a {pipeline} makes videos from it",
                         got="none",
-                        remedy=f"Give --{_flag(name)} FILE, from Python {name}=",
+                        remedy=f"Give --{name.replace('_', '-')} FILE, from Python {name}=",
                     )
             for name in source.given:
                 if name not in takes:
@@ -190,10 +190,6 @@ def draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Standard normal noise, fp32, on the CPU: `torch.Generator("cpu").manual_seed(seed)`."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32)
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def family_named(pipeline: str) -> PipelineFamily:
