@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from tests.patching.variant import Attention, Block, Norm
 from turbo_rcm_patch.config import Kind, PatchConfig
-from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.patching.author import Notes, call, same
 from turbo_rcm_patch.patching.block import BlockForward, Branch
 from turbo_rcm_patch.patching.blocks import (
@@ -35,7 +34,6 @@ from turbo_rcm_patch.patching.pairs import (
     states_of,
 )
 from turbo_rcm_patch.patching.plain import bare, hook_names, plain_norm, why_not_plain
-from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.state import ModelPlan
 from turbo_rcm_patch.skip import Stream
 
@@ -132,27 +130,6 @@ class VariantBlockForward(BlockForward):
         attn = self._block.self_attention
         return attn.heads, attn.q_proj.out_features, attn.q_norm.eps
 
-    def _facts(self, hidden: Tensor, given: Given) -> tuple[Any, ...]:
-        context: Any = given.context
-        return hidden.dtype, hidden.get_device(), context.dtype, context.get_device()
-
-    def _token(self, hidden: Tensor, given: Given) -> Token:
-        (batch, tokens, channels), row = hidden.shape, given.rows[0]
-        assert given.context is not None and given.rotary is not None
-        context, (cos, sin) = given.context, given.rotary
-        attn = self._block.self_attention
-        if not (
-            hidden.dtype is context.dtype
-            and hidden.device == context.device
-            and channels == attn.q_proj.in_features == row.shape[2]
-            and 0 < batch == context.shape[0] <= MAX_BATCH
-            and row.shape[0] in (1, batch)
-            and row.shape[1] in (1, tokens)
-            and cos.numel() == tokens * (channels // attn.heads) == sin.numel()
-        ):
-            return None
-        return signature(hidden, context, row, cos, sin)
-
     # --- the modules -----------------------------------------------------------------------------
 
     def _mode(self, branch: Branch, hidden: Tensor, given: Given) -> Mode:
@@ -183,16 +160,8 @@ class VariantBlockForward(BlockForward):
             type(norm) is Norm and bare(norm) and (norm.weight is None) == (branch.at is not None)
         )
 
-    def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        normed: Tensor = call(norm, hidden)
-        return normed
-
-    def call_branch(self, branch: Branch, x: Tensor, hidden: Tensor, given: Given) -> Tensor:
-        module, more = getattr(self._block, branch.name), ()
-        if branch.kind != "feed-forward":
-            more = (None, given.rotary) if branch.kind == "self" else (given.context,)
-        made: Tensor = call(module, x, *more)
-        return made
+    def _beside(self, branch: Branch, given: Given) -> tuple[Any, ...]:
+        return (None, given.rotary) if branch.kind == "self" else (given.context,)
 
     def _only(self, name: str, notes: Notes, instead: Callable[..., Any] | None) -> Any:
         view = super()._only(name, notes, instead)  # The text that its author gets is normed.

@@ -21,13 +21,15 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.operation import compile_ahead
 from turbo_rcm_patch.ops.self_test import ensure_tested
-from turbo_rcm_patch.patching.author import Notes, Untold, nothing, same
+from turbo_rcm_patch.patching.author import Notes, Untold, call, nothing, same
 from turbo_rcm_patch.patching.blocks import Mode, may_run
 from turbo_rcm_patch.patching.branches import (
+    TEXT_TOKENS,
     AttentionModules,
     AttentionRun,
     AuthorRun,
@@ -46,7 +48,7 @@ from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.joined import run_joined
 from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsClose, rounded
 from turbo_rcm_patch.patching.parallel import Ranks
-from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference
+from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference, signature
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast
 
@@ -198,21 +200,47 @@ class BlockForward:
 
     def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
         """The norm before a branch, called, before its modulation."""
+        normed: Tensor = call(norm, hidden)
+        return normed
+
+    def _beside(self, branch: Branch, given: Given) -> tuple[Any, ...]:
+        """What an attention of the block is called with beside its hidden states."""
         raise NotImplementedError
 
     def call_branch(self, branch: Branch, x: Any, hidden: Hidden, given: Given) -> Any:
         """The module of a branch, called as the block's author calls it."""
-        raise NotImplementedError
+        more = () if branch.kind == "feed-forward" else self._beside(branch, given)
+        return call(getattr(self._block, branch.name), x, *more)
 
     def _facts(self, hidden: Hidden, given: Given) -> tuple[Any, ...]:
         """What decides about the plan beside the modules: a plan is for forwards where it is the
         same."""
-        raise NotImplementedError
+        context: Any = given.context
+        text_alone = "image" in self._states and context.shape[1] <= TEXT_TOKENS
+        return (
+            hidden.dtype, hidden.get_device(), context.dtype, context.get_device(), text_alone,
+        )  # fmt: skip
 
     def _token(self, hidden: Hidden, given: Given) -> Token:
         """The signature of the inputs; None where they do not fit each other as the bodies of the
         operations want them, which check nothing."""
-        raise NotImplementedError
+        (batch, tokens, channels), context = hidden.shape, given.context
+        assert context is not None and given.rotary is not None
+        row, (cos, sin) = given.rows[0], given.rotary
+        if not (
+            hidden.dtype is context.dtype
+            and hidden.device == context.device
+            and channels == self._width
+            and batch <= MAX_BATCH
+            and 0 < batch == context.shape[0]
+            and context.dim() == 3
+            and row.shape[-1] == channels
+            and row.shape[0] in (1, batch)
+            and row.shape[1] in (1, tokens)
+            and cos.numel() == tokens * self._head_dim == sin.numel()
+        ):
+            return None
+        return signature(hidden, context, row, cos, sin)
 
     # --- resolve ---------------------------------------------------------------------------------
 

@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.ops.dispatch import quantises
 from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.parallel import parallel_attention
-from turbo_rcm_patch.patching.author import Notes, call
+from turbo_rcm_patch.patching.author import Notes
 from turbo_rcm_patch.patching.block import BlockForward, Branch
 from turbo_rcm_patch.patching.blocks import KeptTables, Mode
 from turbo_rcm_patch.patching.branches import (
@@ -40,7 +39,6 @@ from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
 )
 from turbo_rcm_patch.patching.linears import holder
 from turbo_rcm_patch.patching.parallel import ulysses_over
-from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.state import PairState
 
 
@@ -93,32 +91,6 @@ class TurboBlockForward(BlockForward):
     def _sizes(self) -> tuple[int, int, float]:
         attn = self._block.self_attn
         return attn.num_heads, attn.dim, attn.eps
-
-    def _facts(self, hidden: Tensor, given: Given) -> tuple[Any, ...]:
-        context: Any = given.context
-        text_alone = "image" in self._states and context.shape[1] <= TEXT_TOKENS
-        return (
-            hidden.dtype, hidden.get_device(), context.dtype, context.get_device(), text_alone,
-        )  # fmt: skip
-
-    def _token(self, hidden: Tensor, given: Given) -> Token:
-        (batch, tokens, channels), context = hidden.shape, given.context
-        assert context is not None and given.rotary is not None
-        row, (cos, sin) = given.rows[0], given.rotary
-        if not (
-            hidden.dtype is context.dtype
-            and hidden.device == context.device
-            and channels == self._width
-            and 0 < batch <= MAX_BATCH
-            and context.dim() == 3
-            and context.shape[0] == batch
-            and row.shape[0] in (1, batch)
-            and row.shape[1] in (1, tokens)
-            and row.shape[2] == channels
-            and cos.numel() == tokens * self._head_dim
-        ):
-            return None
-        return signature(hidden, context, row, cos, sin)
 
     # --- the modules -----------------------------------------------------------------------------
 
@@ -178,20 +150,9 @@ class TurboBlockForward(BlockForward):
     def _fused_norm(self, branch: Branch, like: Tensor) -> bool:
         return modulates(getattr(self._block, branch.norm), affine=branch.at is None)
 
-    def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        normed: Tensor = call(norm, hidden)
-        return normed
-
-    def call_branch(self, branch: Branch, x: Tensor, hidden: Tensor, given: Given) -> Tensor:
-        module = getattr(self._block, branch.name)
+    def _beside(self, branch: Branch, given: Given) -> tuple[Any, ...]:
         seq_lens, freqs, context_lens = given.more
-        if branch.kind == "self":
-            made: Tensor = call(module, x, seq_lens, freqs)
-        elif branch.kind == "cross":
-            made = call(module, x, given.context, context_lens)
-        else:
-            made = call(module, x)
-        return made
+        return (seq_lens, freqs) if branch.kind == "self" else (given.context, context_lens)
 
     def _after_comparing(self, branch: Branch) -> None:
         if branch.kind == "self" and is_sparse(self._block.self_attn):

@@ -20,9 +20,7 @@ from diffusers.models.normalization import FP32LayerNorm
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.ops.exchange import ContextParallel
-from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.block import BlockForward, Branch
 from turbo_rcm_patch.patching.blocks import Mode, same_batch, warn_once
 from turbo_rcm_patch.patching.branches import (
@@ -40,7 +38,6 @@ from turbo_rcm_patch.patching.families.wan_sla import attached, give_back_linear
 from turbo_rcm_patch.patching.linears import holder
 from turbo_rcm_patch.patching.parallel import groups_of
 from turbo_rcm_patch.patching.plain import bare, plain_norm
-from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState
 
@@ -134,34 +131,10 @@ class WanBlockForward(BlockForward):
             warn_once(warned, _BACKEND.format(backend, attention))
 
     def _facts(self, hidden: Tensor, given: Given) -> tuple[Any, ...]:
-        context: Any = given.context
         backends: Any = None
         if self._config.attention == "exact":  # Somebody may choose one by a context manager.
             backends = _AttentionBackendRegistry._active_backend
-        text_alone = "image" in self._states and context.shape[1] <= TEXT_TOKENS
-        return (
-            hidden.dtype, hidden.get_device(), context.dtype, context.get_device(), text_alone,
-            given.mask is None, backends,
-        )  # fmt: skip
-
-    def _token(self, hidden: Tensor, given: Given) -> Token:
-        (batch, tokens, channels), context = hidden.shape, given.context
-        assert context is not None and given.rotary is not None
-        row, (cos, sin) = given.rows[0], given.rotary
-        if not (
-            hidden.dtype is context.dtype
-            and hidden.device == context.device
-            and channels == self._width
-            and batch <= MAX_BATCH
-            and 0 < batch == context.shape[0]
-            and context.dim() == 3
-            and row.shape[-1] == channels
-            and row.shape[0] in (1, batch)
-            and row.shape[1] in (1, tokens)
-            and cos.numel() == tokens * self._head_dim == sin.numel()
-        ):
-            return None
-        return signature(hidden, context, row, cos, sin)
+        return *super()._facts(hidden, given), given.mask is None, backends
 
     # --- the modules -----------------------------------------------------------------------------
 
@@ -229,18 +202,12 @@ class WanBlockForward(BlockForward):
         return branch.at is None or (norm.weight is None and norm.bias is None)
 
     def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        normed: Tensor = call(norm, hidden.float())
-        return normed
+        return super().called_norm(norm, hidden.float())
 
-    def call_branch(self, branch: Branch, x: Tensor, hidden: Tensor, given: Given) -> Tensor:
-        module = getattr(self._block, branch.name)
+    def _beside(self, branch: Branch, given: Given) -> tuple[Any, ...]:
         if branch.kind == "self":
-            made: Tensor = call(module, x, None, given.mask, given.rotary)
-        elif branch.kind == "cross":
-            made = call(module, x, given.context, None, None)
-        else:
-            made = call(module, x)
-        return made
+            return None, given.mask, given.rotary
+        return given.context, None, None
 
     # --- SLA -------------------------------------------------------------------------------------
 
