@@ -10,7 +10,6 @@ the portable kernel runs near the second, and Hopper's own kernel between them.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.output import write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +214,7 @@ def run(
         finally:
             compiler.close()
     cards = {name: asdict(card) for name, card in CARDS.items()}
-    out.mkdir(parents=True, exist_ok=True)
-    with atomic(out / "cards.json") as path:
-        path.write_text(json.dumps({"cards": cards, "rows": rows}, indent=1) + "\n", "utf-8")
+    write_json(out / "cards.json", {"cards": cards, "rows": rows})
     return 0 if good else 1
 
 

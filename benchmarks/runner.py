@@ -35,7 +35,7 @@ from turbo_rcm_patch.bench import (
 )
 from turbo_rcm_patch.errors import ConfigError, OutputExistsError
 from turbo_rcm_patch.kernels.tile_table import table_path
-from turbo_rcm_patch.output import atomic, check_writable
+from turbo_rcm_patch.output import check_writable, write_json
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
 from turbo_rcm_patch.sampling.store import to_json
 
@@ -360,9 +360,7 @@ class Journal:
 
     def write(self) -> None:
         """Write the file, whole or not at all."""
-        text = json.dumps(to_json(self.document()), indent=1) + "\n"
-        with atomic(self.path) as path:
-            path.write_text(text, encoding="utf-8")
+        write_json(self.path, to_json(self.document()))
 
     @contextmanager
     def running(self) -> Iterator[None]:

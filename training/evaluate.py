@@ -27,7 +27,7 @@ from training.family import Family, family_of_folder
 from training.flow import few_step, guided, ode
 from training.plots import sheet
 from training.train_vae import statistics
-from turbo_rcm_patch.output import atomic, check_writable
+from turbo_rcm_patch.output import check_writable, write_json
 from turbo_rcm_patch.sampling.load import TINY, resolve_model
 from turbo_rcm_patch.tiny.detector import accuracy, detect
 
@@ -165,8 +165,7 @@ def evaluate(
     def record(name: str, numbers: dict[str, float]) -> None:
         results[name] = numbers
         say(f"{name}: {json.dumps(numbers)}")
-        with atomic(out / "evaluation.json") as path:
-            path.write_text(json.dumps(results, indent=2) + "\n")
+        write_json(out / "evaluation.json", results, indent=2)
 
     for count_steps in steps:
         name = f"student_{count_steps}_steps"

@@ -43,7 +43,7 @@ from training.run import Budget, Run
 from training.train_flow import build_corpus, train_student, train_teacher
 from training.train_vae import channels_last, train_decoder, train_twin, train_vae
 from turbo_rcm_patch.errors import ModelFolderError
-from turbo_rcm_patch.output import atomic, merged
+from turbo_rcm_patch.output import merged, write_json
 from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.usage import add_options
 
@@ -209,9 +209,9 @@ def _prepare(args: argparse.Namespace, family: Family) -> Run:
     run = Run(args.out, device, args.seed, autocast=precision == "bf16")
     if args.limit is not None:
         run.limit = 60 * args.limit
-    run.log(event="start", torch=torch.__version__, **{k: str(v) for k, v in vars(args).items()})
-    with atomic(run.out / "config.json") as path:
-        path.write_text(json.dumps({k: str(v) for k, v in vars(args).items()}, indent=2))
+    given = {name: str(value) for name, value in vars(args).items()}
+    run.log(event="start", torch=torch.__version__, **given)
+    write_json(run.out / "config.json", given, indent=2)
     return run
 
 

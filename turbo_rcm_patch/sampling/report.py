@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.output import atomic, write_json, write_text
 from turbo_rcm_patch.sampling import verdict
 from turbo_rcm_patch.sampling.generation import trajectory_steps
 from turbo_rcm_patch.sampling.store import to_json
@@ -97,8 +97,7 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
     metrics = comparison.as_dict()
     if kernel_check is not None:
         metrics["kernel_check"] = kernel_check.as_dict()
-    with atomic(comparison.metrics) as path:
-        path.write_text(json.dumps(to_json(metrics), indent=1) + "\n", encoding="utf-8")
+    write_json(comparison.metrics, to_json(metrics))
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "page"),
         autoescape=lambda name: name is not None and name.endswith(".html.j2"),
@@ -139,9 +138,8 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         limits=verdict,
     )
     short = jinja.get_template("report.md.j2").render(**shared)
-    for target, text in ((comparison.report, page), (comparison.short_report, short)):
-        with atomic(target) as path:
-            path.write_text(text, encoding="utf-8")
+    write_text(comparison.report, page)
+    write_text(comparison.short_report, short)
 
 
 def without_places(text: str) -> str:
