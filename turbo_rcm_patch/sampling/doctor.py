@@ -142,13 +142,11 @@ def _in_range(name: str, version: str, more: str = "") -> Finding:
 def _machine() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        yield Finding(
-            "gpu",
-            "note",
-            "none that torch can see"
-            + ("" if built else " (this torch is built for the CPU only)"),
-            "" if built else "on a machine with a GPU, install torch for CUDA or ROCm",
-        )
+        text, remedy = "none that torch can see", ""
+        if not built:
+            text += " (this torch is built for the CPU only)"
+            remedy = "on a machine with a GPU, install torch for CUDA or ROCm"
+        yield Finding("gpu", "note", text, remedy)
         yield Finding("cpu", "ok", f"{torch.get_num_threads()} of {os.cpu_count()} threads")
         return
     for index in range(torch.cuda.device_count()):
@@ -160,15 +158,12 @@ def _machine() -> Iterator[Finding]:
         capability = (properties.major, properties.minor)
         units = f"int8 {'yes' if capability >= (7, 5) else 'no'}"
         units += f", fp8 {'yes' if capability >= (8, 9) else 'no'}"
-        state: Literal["ok", "note"] = "ok" if capability >= (8, 0) else "note"
-        yield Finding(
-            f"gpu {index}",
-            state,
-            f"{name}, compute capability {properties.major}.{properties.minor}, {units}",
-            ""
-            if state == "ok"
-            else "the kernels need compute capability 8.0 or newer; use impl='reference'",
-        )
+        text = f"{name}, compute capability {properties.major}.{properties.minor}, {units}"
+        if capability >= (8, 0):
+            yield Finding(f"gpu {index}", "ok", text)
+        else:
+            remedy = "the kernels need compute capability 8.0 or newer; use impl='reference'"
+            yield Finding(f"gpu {index}", "note", text, remedy)
 
 
 def _links() -> Iterator[Finding]:
@@ -231,26 +226,20 @@ def _choices() -> Iterator[Finding]:
     )
     found = measured_here(device)
     if device.type == "cuda":
-        yield Finding(
-            "measured here",
-            "ok" if found else "note",
-            f'attention="auto" reads {found}'
-            if found
-            else "nothing: the first forward tests "
-            "this card in a second or so, and what follows are defaults",
-            "" if found else "turbo-rcm-patch tune measures tiles and lengths on this card",
-        )
+        if found:
+            yield Finding("measured here", "ok", f'attention="auto" reads {found}')
+        else:
+            text = "nothing: the first forward tests this card in a second or so, "
+            text += "and what follows are defaults"
+            remedy = "turbo-rcm-patch tune measures tiles and lengths on this card"
+            yield Finding("measured here", "note", text, remedy)
         if find_spec("triton") is not None:
             text, measured = tiles_here(device)
-            yield Finding(
-                "tiles",
-                "ok" if measured else "note",
-                text,
-                ""
-                if measured
-                else "turbo-rcm-patch tune measures them; docs/other_cards.md says "
-                "what to expect; turbo-rcm-patch bench prints a line to paste into an issue",
-            )
+            remedy = "turbo-rcm-patch tune measures them; "
+            remedy += "docs/other_cards.md says what to expect; "
+            remedy += "turbo-rcm-patch bench prints a line to paste into an issue"
+            state: Literal["ok", "note"] = "ok" if measured else "note"
+            yield Finding("tiles", state, text, "" if measured else remedy)
     for shape, runs, why in dispatch_rows(None, device):
         yield Finding(shape, "note", f"{runs}: {why}")
 
