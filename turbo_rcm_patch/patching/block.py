@@ -237,7 +237,8 @@ class BlockForward:
             and row.shape[-1] == channels
             and row.shape[0] in (1, batch)
             and row.shape[1] in (1, tokens)
-            and cos.numel() == tokens * self._head_dim == sin.numel()
+            and cos.shape == sin.shape
+            and cos.numel() == tokens * self._head_dim
         ):
             return None
         return signature(hidden, context, row, cos, sin)

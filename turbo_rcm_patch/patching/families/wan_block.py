@@ -80,6 +80,8 @@ class WanBlockForward(BlockForward):
     int8_rows = True
     #: Whether its author's forward takes a mask.
     takes_mask: ClassVar[bool] = False
+    #: Whether temb with a timestep per frame is [B, 6, N, C].
+    frames_inside: ClassVar[bool] = False
 
     def __call__(
         self,
@@ -110,7 +112,9 @@ class WanBlockForward(BlockForward):
         guard = self._begin(
             hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb
         )
-        rows = self._rows(temb)
+        if self.frames_inside and temb.ndim == 4:
+            temb = temb.transpose(1, 2)
+        rows = modulation(self._block.scale_shift_table, temb)
         hidden, context = same_batch(hidden_states, encoder_hidden_states)
         given = Given(context, rows, rotary_emb, attention_mask, forward=self)
         out: Tensor = self._run(hidden, given, guard, inputs)
@@ -120,10 +124,6 @@ class WanBlockForward(BlockForward):
         attn = self._block.attn1
         return attn.heads, attn.inner_dim, getattr(attn.norm_q, "eps", None) or 1e-6
 
-    def _rows(self, temb: Tensor) -> tuple[Tensor, ...]:
-        """The modulation of this block."""
-        return modulation(self._block.scale_shift_table, temb)
-
     def _warn(self, warned: set[str]) -> None:
         attention = self._config.attention
         backend = "" if attention == "exact" else _chosen_backend(self._block.attn1)
@@ -131,10 +131,16 @@ class WanBlockForward(BlockForward):
             warn_once(warned, _BACKEND.format(backend, attention))
 
     def _facts(self, hidden: Tensor, given: Given) -> tuple[Any, ...]:
+        context: Any = given.context
         backends: Any = None
         if self._config.attention == "exact":  # Somebody may choose one by a context manager.
             backends = _AttentionBackendRegistry._active_backend
-        return *super()._facts(hidden, given), given.mask is None, backends
+        # Not by `super`: every block asks on every forward.
+        text_alone = "image" in self._states and context.shape[1] <= TEXT_TOKENS
+        return (
+            hidden.dtype, hidden.get_device(), context.dtype, context.get_device(), text_alone,
+            given.mask is None, backends,
+        )  # fmt: skip
 
     # --- the modules -----------------------------------------------------------------------------
 

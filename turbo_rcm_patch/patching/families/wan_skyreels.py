@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers.models.transformers import transformer_skyreels_v2 as author
-from torch import Tensor, nn
+from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.families.wan_block import BlockClasses, WanBlockForward
@@ -53,7 +53,4 @@ class SkyReelsBlockForward(WanBlockForward):
     __slots__ = ()
 
     takes_mask = True
-
-    def _rows(self, temb: Tensor) -> tuple[Tensor, ...]:
-        """Of temb [B, 6, C], or [B, 6, N, C] with a timestep per frame."""
-        return super()._rows(temb.transpose(1, 2) if temb.ndim == 4 else temb)
+    frames_inside = True
