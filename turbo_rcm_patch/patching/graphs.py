@@ -155,6 +155,12 @@ def _unrepeated(x: Tensor) -> Tensor:
     return x
 
 
+def _arrived(leaf: Any) -> Any:
+    """A tensor that an exchange gave, once it is waited for."""
+    wait = getattr(type(leaf), "trigger_wait", None)
+    return leaf if wait is None else wait(leaf)
+
+
 def _taken_apart(result: Any) -> tuple[list[Any], Any]:
     """The leaves of a result and its structure; the author's output class stays one."""
     leaves, structure = torch.utils._pytree.tree_flatten(result)
@@ -920,7 +926,9 @@ class Graphs:
 
             def run() -> Any:
                 with next(asked)():
-                    return self._plain(own_args, dict(own_kwargs))
+                    result = self._plain(own_args, dict(own_kwargs))
+                # Views of what diffusers gathers are not waited for yet.
+                return torch.utils._pytree.tree_map(_arrived, result) if answers else result
 
             with self._copies.read_in_place() as held:
                 graph, result = pool.capture(run)
