@@ -22,6 +22,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks.context_parallel import ContextParallelGatherHook, ContextParallelSplitHook
 from torch.multiprocessing import ProcessExitedException
 
 from tests.patching import sla, turbodiffusion
@@ -36,7 +38,7 @@ from turbo_rcm_patch.ops.exchange import Answers, counting_bytes, told
 from turbo_rcm_patch.patching import copies as copies_file
 from turbo_rcm_patch.patching import graphs, replay_timer
 from turbo_rcm_patch.patching.graphs import WARM_UPS
-from turbo_rcm_patch.patching.parallel import disable_parallelism, groups_of
+from turbo_rcm_patch.patching.parallel import disable_parallelism, groups_of, split_hooks
 from turbo_rcm_patch.patching.record import record_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -472,6 +474,42 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Told:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_two_ranks(name: str, two_ranks: Told) -> None:
     two_ranks.check(name)
+
+
+class Doubles(ModelHook):
+    def post_forward(self, module: Any, output: Any) -> Any:
+        return output * 2
+
+
+def test_which_hooks_are_captured() -> None:
+    """diffusers' hooks that split and gather, and nothing else around a module or under them."""
+
+    def never(function: object) -> bool:
+        return False
+
+    def made() -> tuple[torch.nn.Module, HookRegistry]:
+        module = torch.nn.Linear(2, 2)
+        return module, HookRegistry.check_if_exists_or_initialize(module)
+
+    gathers = ContextParallelGatherHook([], None)
+    module, registry = made()
+    assert not split_hooks(module, never)
+    registry.register_hook(gathers, "cp_output---a")
+    registry.register_hook(ContextParallelSplitHook({}, None), "cp_input---a")
+    assert split_hooks(module, never) == registry.hooks and len(registry.hooks) == 2
+    outer = module.forward
+    module.forward = lambda x: outer(x) * 3
+    assert not split_hooks(module, never)
+    module.forward = outer
+    registry.register_hook(Doubles(), "two")
+    assert not split_hooks(module, never)
+    registry.remove_hook("two")
+    assert split_hooks(module, never)
+    module, registry = made()
+    inner = module.forward = lambda x: x
+    registry.register_hook(gathers, "cp_output---a")
+    assert not split_hooks(module, never)
+    assert split_hooks(module, lambda function: function is inner)
 
 
 def hangs(rank: int, folder: str) -> None:
