@@ -543,3 +543,26 @@ def test_a_calibration_of_a_model_that_is_gone_is_not_saved(tmp_path: Path) -> N
     with pytest.raises(NotPatchedError, match="still in memory"):
         report.save_calibration(tmp_path / "kept.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_calibration_of_a_pipeline_is_that_of_its_networks(tmp_path: Path) -> None:
+    """Each of them by itself, and the other way round."""
+
+    class Pipe:
+        transformer = one_peaked_head(wan.CASES[0].model(BF16))
+        transformer_2 = wan.CASES[0].model(BF16)
+
+    given, kept = wan.CASES[0].inputs(1, BF16), tmp_path / "kept.json"
+    with patched(Pipe, fidelity=1.0, residual="model") as report:
+        wan.run(Pipe.transformer, **given)
+        wan.run(Pipe.transformer_2, **given)
+        expected = wan.run(Pipe.transformer, **given)
+        assert any(path.startswith("transformer.") for path in report.exact_heads)
+        report.save_calibration(kept)
+    config = PatchConfig(calibration=kept, guard=False, residual="model")
+    with patched(Pipe.transformer, config) as report:
+        assert torch.equal(wan.run(Pipe.transformer, **given), expected)
+        report.save_calibration(tmp_path / "one.json")
+    Pipe.transformer_2 = None
+    with patched(Pipe, replace(config, calibration=tmp_path / "one.json")):
+        assert torch.equal(wan.run(Pipe.transformer, **given), expected)

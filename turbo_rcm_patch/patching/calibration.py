@@ -94,19 +94,21 @@ def read_calibration(path: Path, plans: Sequence[ModelPlan]) -> Calibration:
         ConfigError: The file cannot be read, or is of other models.
     """
     models = _read(path)
-    if sorted(models) != sorted(plan.path for plan in plans):
-        raise _refused(path, f"models {sorted(models)}", "one for each model that is patched")
     found: dict[tuple[str, str], Mapping[str, Any]] = {}
     for plan in plans:
-        kept = models[plan.path]
         states = {state.pair.path: state for state in plan.states}
-        if kept["fingerprint"] != fingerprint(plan.model):
+        weights = fingerprint(plan.model)
+        # A model may be patched by itself now, and have been a part of a pipeline then.
+        places = [at for at, kept in models.items() if kept["fingerprint"] == weights]
+        if not places:
             where = plan.path or "the model"
             raise _refused(path, f"another fingerprint than that of {where}", "these weights")
-        for name, chosen in kept["pairs"].items():
-            if name not in states:
+        place = plan.path if plan.path in places else places[0]
+        for name, chosen in models[place]["pairs"].items():
+            here = f"{plan.path}.{name.removeprefix(f'{place}.')}".removeprefix(".")
+            if here not in states:
                 raise _refused(path, f"a pair {name!r}", "pairs of this model")
-            found[plan.path, name] = _checked(path, chosen, states[name].pair.heads)
+            found[plan.path, here] = _checked(path, chosen, states[here].pair.heads)
     return Calibration(path.name, found)
 
 
