@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.output import write_json
 from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import ModelPlan, PairState, Precise
 
@@ -86,8 +86,7 @@ def write_calibration(
         for place, model, states, weights in models
     }
     document = {"turbo_rcm_patch_calibration": _FORMAT, "about": about, "models": kept}
-    with atomic(path) as temporary:
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(path, document)
 
 
 @dataclass(frozen=True, slots=True)
