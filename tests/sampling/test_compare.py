@@ -14,7 +14,7 @@ from peft import LoraConfig
 
 from tests.sampling.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched
-from turbo_rcm_patch.errors import AlreadyPatchedError, SamplingError
+from turbo_rcm_patch.errors import AlreadyPatchedError, OutputExistsError, SamplingError
 from turbo_rcm_patch.sampling import Source, comparison, generate
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.load import load_pipeline
@@ -451,3 +451,13 @@ def test_upcasting_a_block_at_a_time_is_an_fp32_copy(pipe, monkeypatch) -> None:
 
 def _stop(*args: object) -> None:
     raise RuntimeError("stopped")
+
+
+def test_two_processes_in_one_folder_know_each_other_s_files(tmp_path: Path) -> None:
+    one, other = (Store(tmp_path, {"model": "x"}, fresh=False) for _ in range(2))
+    one.write_json("runs/baseline.json", {"from": "one"})
+    other.write_json("runs/baseline.json", {"from": "other"})
+    assert one.read_json("runs/baseline.json") == {"from": "other"}
+    (tmp_path / "runs/patched.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(OutputExistsError):
+        other.write_json("runs/patched.json", {})
