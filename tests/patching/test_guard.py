@@ -537,3 +537,21 @@ def test_ranks_compare_the_same_pairs_between_the_steps() -> None:
         paths.append([state.pair.path for state in states if id(state) in here.chosen])
         assert guard._turn == 6
     assert paths[0] == paths[1] and len(paths[0]) == 1
+
+
+def test_a_log_does_not_grow_with_the_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    from turbo_rcm_patch.patching import report as module
+
+    monkeypatch.setattr(module, "_MOST_BETWEEN", 8)
+    model = wan()
+    report = patch_model(model)
+    denoise(model, 2)
+    kept = list(report.guard)
+    worst = replace(kept[0], when="middle", error=0.09)
+    report.guard.add(worst)
+    for step in range(100):
+        report.guard.add(replace(kept[0], when="middle", step=step, error=0.01))
+    rest = list(report.guard)[len(kept) :]
+    assert list(report.guard)[: len(kept)] == kept and 8 < len(rest) <= 17
+    assert rest[0] == worst and [one.step for one in rest[-8:]] == list(range(92, 100))
+    assert "largest error 0.09" in str(report.guard)

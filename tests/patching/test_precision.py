@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 from tests.measures import relative_l2
 from tests.patching import cogvideox, sla, wan
@@ -21,6 +22,7 @@ from turbo_rcm_patch.errors import ConfigError, NotPatchedError
 from turbo_rcm_patch.ops import dispatch
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope
 from turbo_rcm_patch.patching import noise
+from turbo_rcm_patch.patching.calibration import fingerprint
 from turbo_rcm_patch.patching.noise import (
     HeadNoise,
     Noise,
@@ -543,3 +545,54 @@ def test_a_calibration_of_a_model_that_is_gone_is_not_saved(tmp_path: Path) -> N
     with pytest.raises(NotPatchedError, match="still in memory"):
         report.save_calibration(tmp_path / "kept.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_calibration_of_a_pipeline_is_that_of_its_networks(tmp_path: Path) -> None:
+    """Each of them by itself, and the other way round."""
+
+    class Pipe:
+        transformer = one_peaked_head(wan.CASES[0].model(BF16))
+        transformer_2 = wan.CASES[0].model(BF16)
+
+    given, kept = wan.CASES[0].inputs(1, BF16), tmp_path / "kept.json"
+    with patched(Pipe, fidelity=1.0, residual="model") as report:
+        wan.run(Pipe.transformer, **given)
+        wan.run(Pipe.transformer_2, **given)
+        expected = wan.run(Pipe.transformer, **given)
+        assert any(path.startswith("transformer.") for path in report.exact_heads)
+        report.save_calibration(kept)
+    config = PatchConfig(calibration=kept, guard=False, residual="model")
+    with patched(Pipe.transformer, config) as report:
+        assert torch.equal(wan.run(Pipe.transformer, **given), expected)
+        report.save_calibration(tmp_path / "one.json")
+    Pipe.transformer_2 = None
+    with patched(Pipe, replace(config, calibration=tmp_path / "one.json")):
+        assert torch.equal(wan.run(Pipe.transformer, **given), expected)
+
+
+def test_a_calibration_knows_weights_that_are_offloaded(tmp_path: Path) -> None:
+    model, _, path, _ = calibrated(tmp_path)
+    again = one_peaked_head(wan.CASES[0].model(BF16))
+    cpu_offload(again, torch.device("cpu"))
+    assert next(again.parameters()).is_meta
+    with patched(again, calibration=path) as report:
+        assert report.exact_heads
+    other = one_peaked_head(wan.CASES[0].model(BF16))
+    other.blocks[1].ffn.net[2].weight.data.mul_(1.5)
+    cpu_offload(other, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="another fingerprint"):
+        patch_model(other, calibration=path)
+
+
+def test_a_parameter_of_another_class_has_a_fingerprint() -> None:
+    class Packed(torch.Tensor):
+        def reshape(self, *shape: Any) -> torch.Tensor:
+            raise NotImplementedError
+
+    model = wan.CASES[0].model(BF16)
+    found = set()
+    for factor in (1.0, 1.0, 1.5):
+        packed = (factor * torch.ones(4)).as_subclass(Packed)
+        model.blocks[0].attn1.extra = torch.nn.Parameter(packed, requires_grad=False)
+        found.add(fingerprint(model))
+    assert type(model.blocks[0].attn1.extra) is Packed and len(found) == 2

@@ -10,11 +10,12 @@ from pathlib import Path
 import imageio_ffmpeg
 import pytest
 import torch
+from peft import LoraConfig
 
 from tests.sampling.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched
-from turbo_rcm_patch.errors import AlreadyPatchedError, SamplingError
-from turbo_rcm_patch.sampling import Source, comparison
+from turbo_rcm_patch.errors import AlreadyPatchedError, OutputExistsError, SamplingError
+from turbo_rcm_patch.sampling import Source, comparison, generate
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.load import load_pipeline
 from turbo_rcm_patch.sampling.measures import highest_precision, measure_network
@@ -238,7 +239,8 @@ def test_the_network_number(pipe, settings) -> None:
 
     conditioning = encode(pipe, Source(PROMPTS[0]), settings)
     clean = torch.zeros(1, 4, 2, 4, 4)
-    before = fingerprint(pipe)
+    with pipe.transformer.cache_context("cond"):  # diffusers keeps a registry from here on.
+        before = fingerprint(pipe)
     number = measure_network(pipe, conditioning, clean, settings, PatchConfig())
     worse = measure_network(pipe, conditioning, clean, settings, PatchConfig(attention="int4"))
     assert fingerprint(pipe) == before
@@ -246,6 +248,56 @@ def test_the_network_number(pipe, settings) -> None:
     assert number.unpatched == worse.unpatched
     assert worse.ratio > number.ratio
     assert number.ratio < 2.0
+
+
+def test_the_network_number_is_that_of_what_the_guard_chose(pipe, settings) -> None:
+    from turbo_rcm_patch.sampling.generation import encode
+
+    conditioning, clean = encode(pipe, Source(PROMPTS[0]), settings), torch.zeros(1, 4, 2, 4, 4)
+
+    def ratio(**options: object) -> float:
+        config = PatchConfig(residual="model", **options)
+        return measure_network(pipe, conditioning, clean, settings, config).ratio
+
+    exact, fixed = ratio(attention="exact", guard=False), ratio(precision="fixed")
+    assert exact < fixed == ratio(fidelity=1e6)
+    assert ratio(fidelity=1.0) == exact
+
+
+def test_a_calibration_of_the_pipeline_serves_a_comparison(pipe, settings, tmp_path: Path) -> None:
+    with patched(pipe, fidelity=1.0, residual="model") as report:
+        generate(pipe, PROMPTS[0], settings=settings)
+        report.save_calibration(tmp_path / "kept.json")
+    config = PatchConfig(calibration=tmp_path / "kept.json")
+    found = compare(pipe, PROMPTS[0], out=tmp_path / "out", settings=settings, config=config)
+    assert found.network is not None and "as calibrated" in found.patch_report
+
+
+def test_a_comparison_belongs_to_both_experts_their_adapters_and_a_calibration(
+    settings, tmp_path: Path
+) -> None:
+    pipe, kept = micro_pipe(experts=True), tmp_path / "kept.json"
+    kept.write_text("one", encoding="utf-8")
+    config = PatchConfig(calibration=kept)
+    found = [comparison.identify(pipe, settings, config)]
+    assert comparison.identify(pipe, settings, config) == found[0]
+
+    def is_another() -> None:
+        found.append(comparison.identify(pipe, settings, config))
+        assert all(found[-1] != one for one in found[:-1])
+
+    kept.write_text("two", encoding="utf-8")
+    is_another()
+    pipe.transformer_2.blocks[1].ffn.net[2].weight.data.mul_(1.1)
+    is_another()
+    pipe.transformer.blocks[0].attn1.to_v.weight.data.mul_(1.1)
+    is_another()
+    pipe.transformer_2.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    is_another()
+    pipe.transformer_2.set_adapters(["default"], [0.5])
+    is_another()
+    pipe.transformer_2.disable_adapters()
+    is_another()
 
 
 def test_highest_precision_restores_flags_after_an_exception() -> None:
@@ -399,3 +451,13 @@ def test_upcasting_a_block_at_a_time_is_an_fp32_copy(pipe, monkeypatch) -> None:
 
 def _stop(*args: object) -> None:
     raise RuntimeError("stopped")
+
+
+def test_two_processes_in_one_folder_know_each_other_s_files(tmp_path: Path) -> None:
+    one, other = (Store(tmp_path, {"model": "x"}, fresh=False) for _ in range(2))
+    one.write_json("runs/baseline.json", {"from": "one"})
+    other.write_json("runs/baseline.json", {"from": "other"})
+    assert one.read_json("runs/baseline.json") == {"from": "other"}
+    (tmp_path / "runs/patched.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(OutputExistsError):
+        other.write_json("runs/patched.json", {})

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.output import write_json
@@ -29,17 +29,40 @@ _SAMPLES: Final = 16
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of a model: its class, and its parameters with some of their values. Values that
-    are not there (on the meta device, offloaded) do not count."""
+    """A digest of a model: its class, and its parameters with some of their values. What is
+    offloaded sequentially is read where it is; values that are nowhere do not count."""
     digest = hashlib.sha256(author_class(model).__qualname__.encode())
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
-        if parameter.is_meta or not parameter.numel():
-            continue
-        flat = parameter.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
-        digest.update(some.to("cpu", torch.float64).numpy().tobytes())
+        held: Tensor | None = parameter
+        if parameter.is_meta:
+            place, _, own = name.rpartition(".")
+            held = _offloaded(model.get_submodule(place), own)
+        if held is not None and held.numel():
+            digest.update(_some_of(held))
     return digest.hexdigest()
+
+
+def _offloaded(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter that accelerate's hook has put elsewhere; None where there is none."""
+    hook: Any = module.__dict__.get("_hf_hook")
+    for one in (hook, *getattr(hook, "hooks", ())):
+        try:
+            value = getattr(one, "weights_map", None) or {}
+            found = value[name]
+        except KeyError:
+            continue
+        return found if isinstance(found, Tensor) else None
+    return None
+
+
+def _some_of(x: Tensor) -> bytes:
+    if type(x) is not nn.Parameter and type(x) is not Tensor:
+        # Quantised or sharded: what can be asked of all of them is a sum.
+        return f"{float(x.detach().float().sum()):.6g}".encode()
+    flat = x.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+    return some.to("cpu", torch.float64).numpy().tobytes()
 
 
 def write_calibration(
@@ -93,19 +116,21 @@ def read_calibration(path: Path, plans: Sequence[ModelPlan]) -> Calibration:
         ConfigError: The file cannot be read, or is of other models.
     """
     models = _read(path)
-    if sorted(models) != sorted(plan.path for plan in plans):
-        raise _refused(path, f"models {sorted(models)}", "one for each model that is patched")
     found: dict[tuple[str, str], Mapping[str, Any]] = {}
     for plan in plans:
-        kept = models[plan.path]
         states = {state.pair.path: state for state in plan.states}
-        if kept["fingerprint"] != fingerprint(plan.model):
+        weights = fingerprint(plan.model)
+        # A model may be patched by itself now, and have been a part of a pipeline then.
+        places = [at for at, kept in models.items() if kept["fingerprint"] == weights]
+        if not places:
             where = plan.path or "the model"
             raise _refused(path, f"another fingerprint than that of {where}", "these weights")
-        for name, chosen in kept["pairs"].items():
-            if name not in states:
+        place = plan.path if plan.path in places else places[0]
+        for name, chosen in models[place]["pairs"].items():
+            here = f"{plan.path}.{name.removeprefix(f'{place}.')}".removeprefix(".")
+            if here not in states:
                 raise _refused(path, f"a pair {name!r}", "pairs of this model")
-            found[plan.path, name] = _checked(path, chosen, states[name].pair.heads)
+            found[plan.path, here] = _checked(path, chosen, states[here].pair.heads)
     return Calibration(path.name, found)
 
 

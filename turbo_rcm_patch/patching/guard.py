@@ -280,7 +280,8 @@ class Guard:
         before, here.whens, here.inputs, here.fresh = here.whens, (), {}, False
         here.way, here.blind = way, False
         self._settle()
-        new = [s for s in self._states if way is not None and s.ways and way not in s.ways]
+        live = [s for s in self._states if s.live] if way is not None else []
+        new = [s for s in live if s.ways and way not in s.ways]
         if new and not self._is_training(inputs):
             for state in new:
                 state.unseen |= {"first", "last"}

@@ -68,6 +68,8 @@ class GuardRecord:
     noise: Noise | None = None
 
 
+#: Comparisons between the steps that are kept: a service makes one a step for as long as it runs.
+_MOST_BETWEEN: Final = 1024
 _MORE_PRECISE: Final = ("some heads exact", "16-bit p and v", "exact attention")
 
 
@@ -77,10 +79,12 @@ class _Guard(Protocol):
 
 
 class GuardLog(Sequence[GuardRecord]):
-    """All comparisons that the guard has made, oldest first."""
+    """The comparisons that the guard has made, oldest first: all of them, but of those between
+    the first and the last step that were within the budget the latest, and the largest error."""
 
     def __init__(self) -> None:
         self._records: list[GuardRecord] = []
+        self._between = 0
         self._guards: list[_Guard] = []
 
     @overload
@@ -99,6 +103,13 @@ class GuardLog(Sequence[GuardRecord]):
     def add(self, record: GuardRecord) -> None:
         """Append one comparison."""
         self._records.append(record)
+        self._between += _is_between(record)
+        if self._between > 2 * _MOST_BETWEEN:
+            old = [one for one in self._records if _is_between(one)][:-_MOST_BETWEEN]
+            old.remove(max(old, key=lambda one: one.error))
+            gone = set(map(id, old))
+            self._records[:] = [one for one in self._records if id(one) not in gone]
+            self._between -= len(old)
 
     def attach(self, guard: _Guard) -> None:
         """Let `check_next` reach this guard."""
@@ -146,6 +157,10 @@ class GuardLog(Sequence[GuardRecord]):
         elif not back:
             text += ", all kept"
         return "\n".join([text, *(f"  {r.verdict}: {_where(r)}" for r in back)])
+
+
+def _is_between(record: GuardRecord) -> bool:
+    return record.when == "middle" and record.verdict == "kept"
 
 
 def _step(record: GuardRecord) -> str:

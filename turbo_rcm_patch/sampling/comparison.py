@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -23,6 +24,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import patched, sla_as_defined
+from turbo_rcm_patch.patching.calibration import fingerprint
 from turbo_rcm_patch.patching.sla import attached_proj_l, recovered_proj_l
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
 from turbo_rcm_patch.sampling.families import VideoPipeline, family_of
@@ -757,15 +759,18 @@ def _baseline(sparse: int, config: PatchConfig, split: str) -> str:
 
 def identify(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> dict[str, Any]:
     """Everything but prompts and seeds that decides what is generated."""
-    network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
-    # A retrained model of the same name differs in the sums of a few parameters, the rest unread;
-    # a network with SLA's proj_l from one without, or with another, in the sums of these.
-    named = [p for p in network.parameters() if p.device.type != "meta"]
-    with recovered_proj_l(network):
-        proj_l = [attached_proj_l(module) for module in network.modules()]
+    networks = [one for one in (pipe.transformer, _second(pipe)) if one is not None]
+    network = networks[0]
+    # A retrained model of the same name differs in some values of its parameters; a network with
+    # SLA's proj_l from one without, or with another, in the sums of these.
+    with recovered_proj_l(*networks):
+        proj_l = [attached_proj_l(module) for one in networks for module in one.modules()]
+    chosen = b"" if config.calibration is None else Path(config.calibration).read_bytes()
     return {
         "model": str(getattr(pipe, "name_or_path", None) or type(pipe).__name__),
-        "weights": _sums(p.detach().float() for p in named[:: max(1, len(named) // 16)]),
+        "weights": " ".join(fingerprint(one)[:16] for one in networks),
+        "adapters": [_adapters(one) for one in networks],
+        "calibration": blake2b(chosen, digest_size=8).hexdigest() if chosen else "",
         "sla": _sums(one[0] for one in proj_l if one is not None),
         "dtype": str(network.dtype).removeprefix("torch."),
         "device": device_name(pipe._execution_device),
@@ -779,6 +784,22 @@ def identify(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> di
 def inputs_of(sources: Sequence[Source], seed: int) -> dict[str, str]:
     """The name of each prompt in a `Store`, with the digest of what it comes with."""
     return {Store.key(one.prompt, seed + i): one.digest for i, one in enumerate(sources)}
+
+
+def _second(pipe: VideoPipeline) -> torch.nn.Module | None:
+    second: torch.nn.Module | None = getattr(pipe, "transformer_2", None)
+    return second
+
+
+def _adapters(network: torch.nn.Module) -> str:
+    """A digest of which adapters are on, and how strongly, which no weight shows."""
+    found = [
+        (name, str(getattr(module, "active_adapters", "")), str(getattr(module, "scaling", "")),
+         str(getattr(module, "disable_adapters", "")), str(getattr(module, "merged", "")))
+        for name, module in network.named_modules()
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling")
+    ]  # fmt: skip
+    return blake2b(repr(found).encode(), digest_size=8).hexdigest() if found else ""
 
 
 def _sums(tensors: Iterator[torch.Tensor]) -> str:

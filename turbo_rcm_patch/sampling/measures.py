@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
@@ -309,13 +311,23 @@ def network_number(
         transformer: In bf16, on any device, not offloaded. For the truth it is upcast in place,
             one block at a time, so a network of any size needs the memory of one block more.
         inputs: Calls, in bf16 or another low precision.
-        config: How to patch. The guard is off here: no pair is given back before it is measured.
+        config: How to patch. With precision="auto" the guard chooses on the first call, as in a
+            video. Else it is off here: no pair is given back before it is measured.
     """
-    config = replace(config or PatchConfig(), guard=False)
+    config = config or PatchConfig()
     with sla_as_defined(transformer, config.sla_topk):
         unpatched = [one.call(transformer).float().cpu() for one in inputs]
-    with patched(transformer, config):
-        ours = [one.call(transformer).float().cpu() for one in inputs]
+    with TemporaryDirectory() as folder:
+        fixed = replace(config, guard=False)
+        if config.chooses:
+            chosen = Path(folder) / "chosen.json"
+            with patched(transformer, config) as report:
+                for _ in range(2):  # What the first one changes is compared on the second.
+                    inputs[0].call(transformer)
+                report.save_calibration(chosen)
+            fixed = replace(fixed, calibration=chosen)
+        with patched(transformer, fixed):
+            ours = [one.call(transformer).float().cpu() for one in inputs]
     with highest_precision(), sla_as_defined(transformer, config.sla_topk), upcast(transformer):
         truth = [one.upcast().call(transformer).cpu() for one in inputs]
     return NetworkNumber(unpatched=_mean_error(unpatched, truth), patched=_mean_error(ours, truth))

@@ -125,9 +125,11 @@ class Store:
         new = {*names} - self._ours
         if not new:
             return
-        _refuse_others(self.out, [name for name in sorted(new) if _is_there(self.out / name)])
-        # Another process may be at work in the same folder.
-        self._ours |= new | (_listed(self.out) or set())
+        there = [name for name in sorted(new) if _is_there(self.out / name)]
+        # Another process may be at work in the same folder, and lists what it is about to write.
+        self._ours |= _listed(self.out) or set()
+        _refuse_others(self.out, [name for name in there if name not in self._ours])
+        self._ours |= new
         self._write_list()
 
     def _write_list(self) -> None:
