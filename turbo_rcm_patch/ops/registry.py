@@ -207,9 +207,9 @@ def _by_head(*args: Any) -> Tensor:
         if not spans:
             continue
         own = AttentionInputs(
-            columns_of(q, spans), columns_of(k, spans), columns_of(a.v, spans), None, None, None, None,
-            None, None, None, None, None, a.kv_lengths, 1.0, 1.0, exact.count(marked), attention,
-            a.pv, a.smooth_k, a.causal, a.sm_scale, a.eps, a.impl, a.v.dtype, False,
+            columns_of(q, spans), columns_of(k, spans), columns_of(a.v, spans), None, None, None,
+            None, None, None, None, None, None, a.kv_lengths, 1.0, 1.0, exact.count(marked),
+            attention, a.pv, a.smooth_k, a.causal, a.sm_scale, a.eps, a.impl, a.v.dtype, False,
         )  # fmt: skip
         made, at = _forward(*own)[0], 0
         for first, last in spans:
