@@ -109,11 +109,10 @@ def marked_alike(rank: int) -> None:
     """A peaked head is marked on every rank, as on one process, from the second forward on; the
     network is within its target, and the prediction is that of one process."""
     for subject, ring, anything in (
-        (wan.CASES[0], 1, False), (wan.CASES[0], 2, False), (wan.CASES[4], 1, True),
-        (cogvideox.ROTARY, 1, False), (cogvideox.ROTARY, 2, False),
+        (wan.CASES[0], 1, True), (wan.CASES[0], 2, False), (cogvideox.ROTARY, 1, True),
     ):  # fmt: skip
         given = subject.inputs(2, BF16)
-        if anything:  # 45 tokens
+        if anything and subject is wan.CASES[0]:  # 45 tokens
             given["hidden_states"] = given["hidden_states"][:, :, :, :6]
         more = {f"{'ring' if ring > 1 else 'ulysses'}_anything": True} if anything else {}
         alone = one_peaked_head(subject.model(BF16))
@@ -156,7 +155,8 @@ def marked_alike(rank: int) -> None:
 
 
 def found_of(report: Any) -> dict[str, Noise]:
-    return {r.path: r.noise for r in reversed(list(report.guard)) if r.noise is not None}
+    """What each pair adds, as it was measured last."""
+    return {r.path: r.noise for r in report.guard if r.noise is not None}
 
 
 def near(name: str, found: Noise, single: Noise, tolerance: float) -> None:
@@ -232,7 +232,7 @@ def other_marks(rank: int) -> None:
         with counting_bytes() as counts:
             out = wan.run(model, **given)
     assert "states" not in counts and same_everywhere(out)
-    assert everywhere({path: one for path, one in found_of(report).items()})
+    assert everywhere(found_of(report))
     # All heads together are an exact attention, on both alike.
     state.take_heads((1 + rank,), "of this rank alone")
     out = wan.run(model, **given)
