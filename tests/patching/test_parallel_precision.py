@@ -248,7 +248,7 @@ def other_marks(rank: int) -> None:
 
 
 def calibrated(rank: int) -> None:
-    """What one process chose, several run from the first forward on, compiled too."""
+    """What one process chose, several run from the first forward on."""
     model, given = one_peaked_head(wan.CASES[0].model(BF16)), wan.CASES[0].inputs(1, BF16)
     with tempfile.TemporaryDirectory() as folder:
         places = [folder]
@@ -267,12 +267,6 @@ def calibrated(rank: int) -> None:
                 assert report.exact_heads["blocks.0.attn1"] == (1,)
                 assert same_everywhere(out) and relative_l2(out, expected) < 0.02
                 assert torch.equal(wan.run(model, **given), out)  # recorded, then replayed
-                if ring == 1:
-                    for block in model.blocks:
-                        block.compile(backend="eager")
-                    assert relative_l2(wan.run(model, **given), out) < 2e-3
-                    for block in model.blocks:
-                        block._compiled_call_impl = None
                 disable_parallelism(model)
         dist.barrier()
 
