@@ -28,6 +28,7 @@ from tests.measures import relative_l2
 from tests.ops.test_parallel import Case, inputs, local, one_device
 from tests.patching import test_parallel_graphs as parallel_graphs
 from tests.patching import test_parallel_patched as patched
+from tests.patching.test_precision import one_peaked_head
 from tests.patching.wan import run
 from tests.ranks import groups, on_ranks
 from tests.sampling.micro import micro_pipe, save
@@ -38,6 +39,7 @@ from turbo_rcm_patch.ops import AttentionSpec
 from turbo_rcm_patch.ops import parallel as parallel_module
 from turbo_rcm_patch.ops.exchange import counting_bytes
 from turbo_rcm_patch.ops.parallel import parallel_attention
+from turbo_rcm_patch.patching import noise
 from turbo_rcm_patch.patching.graphs import WARM_UPS, Graphs
 from turbo_rcm_patch.patching.parallel import disable_parallelism
 from turbo_rcm_patch.patching.record import record_of
@@ -63,6 +65,10 @@ CASES = [
     Case("exact", 2, 1, (1100, 999), heads=3, dim=128, options={"attention": "exact"}),
     Case("exact-d40-per-head", 2, 1, (300, 99), dim=40, norm="head",
          options={"attention": "exact"}),
+    Case("exact-heads", 2, 1, (2300, 2299), heads=12, dim=128,
+         options={"pv": "fp8", "exact_heads": (1, 2, 7)}),
+    Case("ring-exact-heads", 1, 2, (1000, 777), heads=3, dim=128,
+         options={"pv": "bf16", "exact_heads": (1,)}),
     Case("ring", 1, 2, (2300, 2299), heads=12, dim=128, options={"pv": "fp8"}),
     Case("ring-16-bit", 1, 2, (1000, 777), heads=3, dim=128, options={"pv": "bf16"}),
     Case("ring-exact", 1, 2, (1100, 999), heads=3, dim=128, options={"attention": "exact"}),
@@ -155,6 +161,30 @@ def guarded(rank: int) -> None:
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, verdicts)
     assert everyone[0] == everyone[1] and verdicts
+
+
+def peaked_head(rank: int) -> None:
+    """Both ranks mark the peaked head, for the same numbers, and compute the same bits."""
+    device = f"cuda:{rank}"
+    model, inputs = patched.MODELS["wan"](torch.bfloat16)
+    model, inputs = one_peaked_head(model).to(device), patched.moved(inputs, device)
+    author = run(model, **inputs)
+    with mock.patch.object(noise, "_SECOND_PART", 0.0):  # as in long sequences
+        for ring in (1, 2):
+            report = patch_model(model, attention="int8", pv="bf16", fidelity=1.5)
+            patched.enable(model, patched.mesh(ring, 3 - ring, "cuda"))
+            run(model, **inputs)
+            assert report.exact_heads.get(report.pairs[0].path) == (1,), report.precision_map
+            measured = [(r.path, r.verdict, r.noise) for r in report.guard]
+            everyone: list[Any] = [None, None]
+            dist.all_gather_object(everyone, measured)
+            assert everyone[0] == everyone[1]
+            run(model, **inputs)  # compared again
+            outs = [run(model, **inputs) for _ in range(4)]  # recorded, then replayed
+            assert all(torch.equal(out, outs[0]) for out in outs)
+            assert patched.same_everywhere(outs[0]) and relative_l2(outs[0], author) < 0.05
+            disable_parallelism(model)
+            unpatch_model(model)
 
 
 def a_long_video(rank: int) -> None:
@@ -266,6 +296,7 @@ INT8_LINEARS = PatchConfig(guard=False, attention="int8", linear="int8")
 PATCHED: dict[str, Callable[[int], None]] = {
     **{case.id: partial(on_gpu, case) for case in patched.cases()},
     "guarded": guarded,
+    "peaked-head": peaked_head,
     "a-long-video": a_long_video,
     "graphs-ulysses": partial(dropping, partial(graphs, "wan", 1, INT8)),
     "graphs-ring": partial(dropping, partial(graphs, "wan", 2, INT8)),

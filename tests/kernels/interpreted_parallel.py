@@ -4,6 +4,8 @@ a process of its own. fp8 is wrong in the interpreter, so v stays 16-bit; see
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -80,5 +82,26 @@ def equals_one_device(rank: int) -> None:
         assert relative_l2(out, whole[:, rows]) < (TIGHT if degrees[1] == 1 else 1e-2), degrees
 
 
-def test_two_ranks_equal_one() -> None:
-    on_ranks(2, equals_one_device)
+def some_heads_exact(rank: int) -> None:
+    """Kernels read the channels of some heads where they lie among those of others."""
+    heads, dim, lengths = 4, 64, (40, 30)
+    torch.manual_seed(0)
+    q, k = tokens(sum(lengths), heads, dim), tokens(sum(lengths), heads, dim)
+    v = torch.randn(1, sum(lengths), heads * dim)
+    spec = AttentionSpec(heads=heads, pv="fp16", impl="triton", exact_heads=(0, 3))
+    whole = attention_skip(
+        q.x, k.x, v, spec, norm_q=q.weight, norm_k=k.weight, rotary=(q.cos, q.sin)
+    )
+    rows = slice(0, 40) if rank == 0 else slice(40, None)
+    out = parallel_attention(
+        q.x[:, rows], k.x[:, rows], v[:, rows], spec, groups(2, 1),
+        norm_q=q.weight, norm_k=k.weight, rotary=(q.cos[rows], q.sin[rows]),
+    )  # fmt: skip
+    for head in range(heads):
+        at = slice(head * dim, (head + 1) * dim)
+        assert relative_l2(out[..., at], whole[:, rows, at]) < TIGHT, head
+
+
+@pytest.mark.parametrize("check", [equals_one_device, some_heads_exact])
+def test_two_ranks_equal_one(check: Callable[[int], None]) -> None:
+    on_ranks(2, check)

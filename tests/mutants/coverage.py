@@ -26,9 +26,10 @@ _TESTS = {
     "patching/joined.py": "p:joined p:compile",
     "patching/linears.py": "p:signs p:linears p:int8_copies p:quantisers p:int8_only",
     "patching/measure.py": "p:measure p:guard p:guard_mutants",
-    "patching/noise.py": "p:precision",
+    "patching/noise.py": "p:precision p:parallel_precision",
     "patching/pairs.py": "p:patch p:refusals p:said p:find",
-    "patching/parallel.py": "p:parallel p:ranks p:parallel_patched p:parallel_graphs",
+    "patching/parallel.py": "p:parallel p:ranks p:parallel_patched p:parallel_graphs "
+    "p:parallel_precision",
     "patching/patch.py": "p:patch c:sla_kept p:orders p:refusals p:api p:edges p:sla",
     "patching/plain.py": "p:around p:plan p:linears p:edges",
     "patching/plan.py": "p:plan p:short_way p:edges",

@@ -232,6 +232,68 @@ def test_four_ranks_equal_the_emulation_and_one_device() -> None:
     on_ranks(4, run_cases, CASES_OF_FOUR)
 
 
+EXACT_HEADS = [
+    Case("one-of-five", 2, 1, (200, 199), heads=5, options={"exact_heads": (3,)}),
+    Case("apart", 2, 1, (130, 99), heads=5, batch=2,
+         options={"exact_heads": (0, 2, 3), "pv": "fp8"}),
+    Case("all-but-one", 2, 1, (140, 99), heads=3, norm="head", options={"exact_heads": (0, 2)}),
+    Case("all", 2, 1, (77, 90), heads=3, norm="layer", options={"exact_heads": (0, 1, 2)}),
+    Case("no-norm", 2, 1, (77, 90), norm=None, rope=False, dtype=torch.float32,
+         options={"exact_heads": (1, 2), "sm_scale": -0.1}),
+    Case("int4", 2, 1, (77, 90), options={"exact_heads": (1,), "attention": "int4"}),
+    Case("ring", 1, 2, (150, 99), heads=3, options={"exact_heads": (1,), "pv": "fp8"}),
+]  # fmt: skip
+EXACT_HEADS_OF_FOUR = [
+    Case("unified", 2, 2, (70, 60, 71, 64), heads=5, options={"exact_heads": (0, 4)}),
+    Case("ulysses-4", 4, 1, (70, 60, 71, 64), heads=5, options={"exact_heads": (1, 2)}),
+]
+
+
+def some_heads_exact(rank: int, cases: list[Case]) -> None:
+    """Each head has the bits of the attention over ranks that runs all heads in its way, and that
+    is one device's but for the order of sums."""
+    for case in cases:
+        parallel = groups(case.ulysses, case.ring)
+        assert parallel is not None
+        made, spec = inputs(case), case.spec
+        made["v"] *= torch.linspace(0.2, 2, made["v"].shape[2])
+        mine = local(made, case, rank)
+        q, k, v = (mine.pop(name) for name in "qkv")
+        out = parallel_attention(q, k, v, spec, parallel, **mine)
+        assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+        start = sum(case.lengths[:rank])
+        rows = slice(start, start + case.lengths[rank])
+        single = one_device(made, spec)[:, rows]
+        plain = {"exact_heads": ()}
+        exact, rest = (
+            parallel_attention(q, k, v, replace(spec, attention=one, **plain), parallel, **mine)
+            for one in ("exact", spec.attention)
+        )
+        for head in range(case.heads):
+            at = slice(head * case.dim, (head + 1) * case.dim)
+            marked = head in spec.exact_heads
+            assert torch.equal(out[..., at], (exact if marked else rest)[..., at]), case.name
+            assert not torch.equal(out[..., at], (rest if marked else exact)[..., at]), case.name
+            apart = relative_l2(out[..., at], single[..., at])
+            if marked:
+                assert apart < (4e-3 if case.ring > 1 else 1e-6), (case.name, head, apart)
+                continue
+            truth = one_device(made, spec, attention="exact", **plain)[:, rows, at]
+            own = relative_l2(single[..., at], truth)
+            assert relative_l2(out[..., at], truth) < BUDGET * own, (case.name, head, own)
+        wide = parallel_attention(q, k, v, spec, parallel, out_dtype=torch.float32, **mine)
+        assert wide.dtype == torch.float32 and torch.equal(wide.to(q.dtype), out), case.name
+
+
+def test_some_heads_exact_over_two_ranks() -> None:
+    on_ranks(2, some_heads_exact, EXACT_HEADS)
+
+
+@pytest.mark.slow
+def test_some_heads_exact_over_four_ranks() -> None:
+    on_ranks(4, some_heads_exact, EXACT_HEADS_OF_FOUR)
+
+
 def in_shares(rank: int, cases: list[Case], found: dict[str, int]) -> None:
     """Heads exchanged in two shares, and outputs of others first, give what one exchange does, bit
     for bit; each message has the bytes that it had."""
@@ -335,6 +397,13 @@ def faults(rank: int) -> None:
     with mock.patch.object(parallel_module, "decider", lambda device: 7 + rank):
         said = refused(parallel, x, x, x, replace(spec, attention="auto"))
     assert "what decides for auto 7 on rank 0, 8 on rank 1" in said
+    # The two parts would send each other other heads.
+    marked = replace(spec, exact_heads=(rank,))
+    assert "exact_heads [0] on rank 0, [1] on rank 1" in refused(parallel, x, x, x, marked)
+    many, y = AttentionSpec(heads=64, exact_heads=(62 + rank,)), torch.randn(1, 20, 64)
+    assert "exact_heads [62] on rank 0, others on rank 1" in refused(parallel, y, y, y, many)
+    with pytest.raises(RankMismatchError, match="exact_heads"):
+        agreed_lengths(x, x, x, marked, parallel)
     norm = torch.ones(128) if rank else None
     assert "norm_k none on rank 0, across heads" in refused(parallel, x, x, x, spec, norm_k=norm)
     # What one rank refuses is refused on all, and there it says why.
@@ -378,6 +447,11 @@ def faults(rank: int) -> None:
     )  # fmt: skip
     with torch.no_grad():
         assert torch.equal(compiled(x), out + 1.0)
+    spec = replace(spec, exact_heads=(1,))
+    some = parallel_attention(x, x, x, spec, parallel)
+    assert not torch.equal(some, out)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), some + 1.0)
 
 
 def test_what_came_alone_is_where_kernels_can_read_it() -> None:
@@ -430,7 +504,7 @@ def bytes_sent(rank: int) -> None:
     q, k, v = (torch.randn(1, n, channels).bfloat16() for _ in range(3))
     ulysses, ring = groups(2, 1), groups(1, 2)
     assert ulysses is not None and ring is not None
-    header = 8 * 22
+    header = 8 * 23
     statistics, errors = 3 * channels * 4, channels * 4
     counted = {}
     for name, parallel in (("ulysses", ulysses), ("ring", ring)):

@@ -338,7 +338,7 @@ def guard_agrees(rank: int) -> None:
     for name, ring in (("wan", 1), ("cogvideox", 2)):
         model, inputs = MODELS[name](torch.float32)
         author = run(model, **inputs)
-        report = patch_model(model, attention="int8", precision="auto")
+        report = patch_model(model, attention="int8", precision="auto", fidelity=1e6)
         enable(model, mesh(ring, 3 - ring))
         worse_ones = iter([1, 1, 1])
 

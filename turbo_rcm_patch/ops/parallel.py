@@ -26,6 +26,7 @@ from functools import lru_cache
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, Final, Literal, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ from turbo_rcm_patch.ops.exchange import (
 from turbo_rcm_patch.ops.modes import as_documented, refuse_derivative
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
+from turbo_rcm_patch.ops.registry import columns_of, head_spans
 from turbo_rcm_patch.ops.sage import sage_attention
 from turbo_rcm_patch.ops.shards import PADDED_TO, Tokens, padded
 from turbo_rcm_patch.ops.sparse_linear import Sparsity, sparse_linear_attention
@@ -80,8 +82,10 @@ _LONG: Final = 16_384
 _ROWS, _SLOTS = 192, 132
 #: What comes from every rank, once it is there.
 _Came = Pending[list[list[Tensor]]]
-#: How what ranks have to agree on is written as a number: words, or "int", or "float".
-Kind = Sequence[str] | Literal["int", "float"]
+#: How what ranks have to agree on is written as a number: words, or "int", or "float", or "heads".
+Kind = Sequence[str] | Literal["int", "float", "heads"]
+#: Sets of heads below this are written as bits, others as a digest.
+_HEADS_AS_BITS: Final = 63
 _HEADER: Final[dict[str, Kind]] = {
     "ulysses degree": "int",
     "batch": "int",
@@ -100,6 +104,7 @@ _HEADER: Final[dict[str, Kind]] = {
     "norm_k": _NORMS,
     "rotary": ("none", *_DTYPES),
     "impl": ("triton", "reference"),
+    "exact_heads": "heads",
     "topk": "float",
     "block_q": "int",
     "block_k": "int",
@@ -127,7 +132,9 @@ def parallel_attention(
     """softmax(sm_scale * q k^T) v over the tokens of all ranks of `parallel`, for the local q.
 
     Every rank calls it with its own tokens, of any number above 0, and with the same spec. Heads
-    need not divide by the number of ranks. There is no gradient.
+    need not divide by the number of ranks. With `exact_heads` it runs in two parts, as
+    `attention_skip` does: the heads that quantise, and after them the others. There is no
+    gradient.
 
     Args:
         q: [B, N, H*D], bf16, fp16 or fp32, the local tokens.
@@ -370,7 +377,7 @@ def _asked(
                 expected="all keys of a head on one rank, where the best are chosen",
                 remedy="Use Ulysses",
             )
-        return _checked(q, k, v, spec, parallel, norms, rotary, lengths, out_dtype)
+        return _checked(q, k, v, spec, parallel, norms, rotary, lengths, out_dtype, sparse)
     except TurboRCMError as error:
         if not lengths and isinstance(q, Tensor):
             _agree(parallel, q.device, None, error)
@@ -387,10 +394,12 @@ def _checked(
     rotary: tuple[Tensor, Tensor] | None,
     lengths: list[int],
     out_dtype: torch.dtype | None,
+    sparse: bool,
 ) -> tuple[Any, ...]:
     """The arguments of the registered operation."""
     check_attention(q, k, v, spec)
-    refuse_exact_heads(spec, "parallel_attention")
+    if sparse:
+        refuse_exact_heads(spec, "parallel_sparse_linear_attention")
     if q.shape[1] != k.shape[1]:
         raise OpError(
             "parallel_attention",
@@ -433,7 +442,7 @@ def _checked(
     return (
         q, k, v, norm_q, norm_k, norm_q_bias, norm_k_bias, cos, sin,
         lengths, parallel.name, spec.heads, spec.attention,
-        spec.pv, spec.smooth_k, sm_scale, spec.eps, spec.impl,
+        spec.pv, spec.smooth_k, sm_scale, spec.eps, spec.impl, list(spec.exact_heads),
         q.dtype if out_dtype is None else out_dtype,
     )  # fmt: skip
 
@@ -446,12 +455,19 @@ def _code(value: object, kind: Kind) -> int:
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
     if kind == "int":
         return int(cast("int", value))
+    if kind == "heads":
+        heads = cast("Sequence[int]", value)
+        if max(heads, default=0) >= _HEADS_AS_BITS:
+            return -1 - crc32(repr(list(heads)).encode())
+        return sum(1 << head for head in heads)
     return kind.index(str(value).removeprefix("torch."))
 
 
 def _word(code: int, kind: Kind) -> str:
     if kind == "float":
         return repr(struct.unpack("<d", struct.pack("<q", code))[0])
+    if kind == "heads":
+        return str([h for h in range(_HEADS_AS_BITS) if code >> h & 1]) if code >= 0 else "others"
     return str(code) if kind == "int" else kind[code]
 
 
@@ -468,13 +484,13 @@ def _header(
     q: Tensor,
     norms: Sequence[Tensor | None],
     cos: Tensor | None,
-    numbers: tuple[int, str, str, bool, float, float, str, torch.dtype],
+    numbers: tuple[int, str, str, bool, float, float, str, Sequence[int], torch.dtype],
     sparsity: Sparsity | None = None,
 ) -> tuple[int, dict[str, object]]:
     """The local tokens, and what `_HEADER` lists; the numbers are the operation's last
     arguments."""
     batch, tokens, channels = q.shape
-    heads, attention, pv, smooth_k, sm_scale, eps, impl, out_dtype = numbers
+    heads, attention, pv, smooth_k, sm_scale, eps, impl, exact_heads, out_dtype = numbers
     norm_q, norm_k, norm_q_bias, norm_k_bias = norms
     return tokens, {
         "ulysses degree": parallel.ulysses_degree,
@@ -497,6 +513,7 @@ def _header(
         "norm_k": _norm_word(norm_k, norm_k_bias, channels),
         "rotary": "none" if cos is None else cos.dtype,
         "impl": resolve_impl(cast("Impl", impl), q.device),
+        "exact_heads": exact_heads,
         "topk": 0.0 if sparsity is None else sparsity.topk,
         "block_q": 0 if sparsity is None else sparsity.block_q,
         "block_k": 0 if sparsity is None else sparsity.block_k,
@@ -703,13 +720,14 @@ def _forward(
     sm_scale: float,
     eps: float,
     impl: str,
+    exact_heads: list[int],
     out_dtype: torch.dtype,
 ) -> Tensor:
     groups = ContextParallel.named(parallel)
-    (_, tokens, channels), device = q.shape, q.device
+    head_dim, device = q.shape[2] // heads, q.device
     if not lengths:
         norms = norm_q, norm_k, norm_q_bias, norm_k_bias
-        numbers = heads, attention, pv, smooth_k, sm_scale, eps, impl, out_dtype
+        numbers = heads, attention, pv, smooth_k, sm_scale, eps, impl, exact_heads, out_dtype
         lengths = _agree(groups, device, _header(groups, q, norms, cos, numbers))
     layout = _layout_of(groups, tuple(lengths), heads)
     queries = Tokens(q, heads, norm_q, norm_q_bias, cos, sin, eps)
@@ -717,18 +735,61 @@ def _forward(
     asked: Any = {"attention": attention, "pv": pv, "impl": impl}
     # By the whole sequence, which is the same on every rank.
     choice = resolved(
-        AttentionSpec(heads=heads, **asked), device, layout.total, layout.total, channels // heads
+        AttentionSpec(heads=heads, **asked), device, layout.total, layout.total, head_dim
     )
+    how = choice, smooth_k, sm_scale, out_dtype
+    if not exact_heads or choice.attention not in QMAX:
+        return _whole(queries, keys, v, layout, *how)
+    own = _shards(cast("Literal['triton', 'reference']", choice.impl))
+    # Norms may go across all heads, so they come first. The reference takes q and k unrounded, a
+    # kernel in the dtype of v, as on one device.
+    dtype = torch.float32 if choice.impl == "reference" else v.dtype
+    ready = []
+    for tokens in (queries, keys):
+        x = own.prepared(tokens, dtype)
+        ready.append(reference_shards.prepared(tokens, dtype) if x is None else x)
+    out = q.new_empty(q.shape, dtype=out_dtype)
+    marked = [head in exact_heads for head in range(heads)]
+    for chosen, part in ((False, choice), (True, replace(choice, attention="exact"))):
+        spans = head_spans([one == chosen for one in marked], head_dim)
+        if not spans:
+            continue
+        count = marked.count(chosen)
+        of_q, of_k = (
+            Tokens(columns_of(x, spans), count, None, None, None, None, eps) for x in ready
+        )
+        made = _whole(
+            of_q, of_k, columns_of(v, spans), _layout_of(groups, tuple(lengths), count),
+            part, *how[1:],
+        )  # fmt: skip
+        at = 0
+        for first, last in spans:
+            out[..., first:last] = made[..., at : at + last - first]
+            at += last - first
+    return out
+
+
+def _whole(
+    q: Tokens,
+    k: Tokens,
+    v: Tensor,
+    layout: _Layout,
+    choice: AttentionSpec,
+    smooth_k: bool,
+    sm_scale: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The attention of all heads that q has, each in the same way: [B, N, H*D]."""
     own = _shards(cast("Literal['triton', 'reference']", choice.impl))
     if choice.attention in QMAX:
         return _quantised(
-            queries, keys, v, layout, own,
+            q, k, v, layout, own,
             qmax=QMAX[choice.attention], sm_scale=sm_scale, smooth_k=smooth_k,
             out_dtype=out_dtype, pv=cast("Literal['fp8', 'bf16', 'fp16']", choice.pv),
         )  # fmt: skip
     sage = choice.attention == "sage"
-    out = _exact(queries, keys, v, layout, own, sm_scale, out_dtype, sage)
-    return _outputs(out, layout, tokens, channels // heads).contiguous()
+    out = _exact(q, k, v, layout, own, sm_scale, out_dtype, sage)
+    return _outputs(out, layout, v.shape[1], v.shape[2] // q.heads).contiguous()
 
 
 parallel_attention_forward = Operation("turbo_rcm_patch::parallel_attention_forward", _forward)

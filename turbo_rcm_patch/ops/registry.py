@@ -203,13 +203,13 @@ def _by_head(*args: Any) -> Tensor:
     branch = a.q.new_empty(a.q.shape, dtype=a.v.dtype)
     exact = [head in chosen for head in range(a.heads)]
     for attention, marked in ((a.attention, False), ("exact", True)):
-        spans = _spans([one == marked for one in exact], a.head_dim)
+        spans = head_spans([one == marked for one in exact], a.head_dim)
         if not spans:
             continue
         own = AttentionInputs(
-            _columns(q, spans), _columns(k, spans), _columns(a.v, spans), None, None, None, None,
-            None, None, None, None, None, a.kv_lengths, 1.0, 1.0, exact.count(marked), attention,
-            a.pv, a.smooth_k, a.causal, a.sm_scale, a.eps, a.impl, a.v.dtype, False,
+            columns_of(q, spans), columns_of(k, spans), columns_of(a.v, spans), None, None, None,
+            None, None, None, None, None, None, a.kv_lengths, 1.0, 1.0, exact.count(marked),
+            attention, a.pv, a.smooth_k, a.causal, a.sm_scale, a.eps, a.impl, a.v.dtype, False,
         )  # fmt: skip
         made, at = _forward(*own)[0], 0
         for first, last in spans:
@@ -223,7 +223,7 @@ def _by_head(*args: Any) -> Tensor:
     )  # fmt: skip
 
 
-def _spans(chosen: Sequence[bool], dim: int) -> list[tuple[int, int]]:
+def head_spans(chosen: Sequence[bool], dim: int) -> list[tuple[int, int]]:
     """First and last channel of each run of chosen heads."""
     spans: list[tuple[int, int]] = []
     for head in (head for head, one in enumerate(chosen) if one):
@@ -234,7 +234,7 @@ def _spans(chosen: Sequence[bool], dim: int) -> list[tuple[int, int]]:
     return spans
 
 
-def _columns(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+def columns_of(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Some channels of x [B, N, C], a view where they lie side by side. No list of indices goes to
     the device, which would wait for it."""
     parts = [x[..., first:last] for first, last in spans]

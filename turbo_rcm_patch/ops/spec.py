@@ -35,7 +35,8 @@ class AttentionSpec:
         impl: "triton", "reference", or "auto", which asks `resolve_impl`.
         exact_heads: Heads of an attention that quantises which run exactly, ascending: they go
             through torch's scaled_dot_product_attention, and the kernel runs over the others.
-            `attention_skip` and the two launches of `attention_project_skip` take them.
+            `attention_skip`, the two launches of `attention_project_skip` and
+            `parallel.parallel_attention` take them.
     """
 
     heads: int

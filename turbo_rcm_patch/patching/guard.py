@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import gcd, inf, isnan
 from typing import Any, Final, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,14 @@ from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.exchange import ContextParallel, told
 from turbo_rcm_patch.patching.author import Notes, nothing, ones
 from turbo_rcm_patch.patching.measure import NORM_SHARE, Measure, measure
-from turbo_rcm_patch.patching.noise import Noise, choose, head_noise, pair_noise, quantised
+from turbo_rcm_patch.patching.noise import (
+    Noise,
+    Share,
+    choose,
+    head_noise,
+    pair_noise,
+    quantised,
+)
 from turbo_rcm_patch.patching.plain import drops, weight_is_known
 from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
 from turbo_rcm_patch.patching.state import PairState, Step, When
@@ -210,6 +218,7 @@ class Guard:
         self._turn = 0
         #: By the path of a pair: those closed with it, and its last record with a noise.
         self._noises: dict[str, tuple[tuple[PairState, ...], GuardRecord]] = {}
+        self._digest: int | None = None
         self._unsettled = False
         self._path = path
         self._steps = steps
@@ -312,6 +321,23 @@ class Guard:
             with self._lock:
                 self._turn = (turn + 1) % _TURNS
             self._choose(here, turn)
+
+    @property
+    def measured(self) -> int:
+        """A digest of what the pairs add to the error of the network, by which heads are chosen:
+        for ranks that have to choose the same."""
+        if self._digest is None:
+            with self._lock:
+                noises = [(path, one.noise) for path, (_, one) in self._noises.items()]
+            self._digest = crc32(repr(noises).encode())
+        return self._digest
+
+    def measure_again(self) -> None:
+        """Forget what the pairs add to the error of the network, which ranks measured apart, and
+        measure it on the next forward."""
+        with self._lock:
+            self._noises, self._digest, self._unsettled = {}, None, False
+        self.check_next()
 
     def skips(self) -> bool:
         """Whether the forward that begins now is none to check. Then it counts as begun, though it
@@ -546,11 +572,9 @@ class Guard:
 
     @torch.no_grad()
     def _noise(self, reference: _Reference, result: Branch, pair: Pair) -> Noise | None:
-        """What a pair adds to the error of the network, where a target for that decides. Ranks
-        that share a sequence run every head alike."""
-        if self._target is None or pair.parallel is not None:
-            return None
-        return reference.noise(result)
+        """What a pair adds to the error of the network, where a target for that decides; the same
+        on all ranks that share a sequence."""
+        return None if self._target is None else reference.noise(result)
 
     def _settle(self) -> None:
         """Make more exact what the target for the network asks for, after a forward whose pairs
@@ -625,6 +649,7 @@ class Guard:
             self.log.add(record)
             if record.noise is not None:
                 self._noises[state.pair.path] = pair.states, record
+                self._digest = None
                 self._unsettled = True
 
     def _reason(self, when: When, at: int | None, what: str, found: Measure) -> str:
@@ -721,13 +746,21 @@ class _Reference:
         ours, heads, gates, weight = _parts(result), None, self._gates, self._weight
         known = before is not None and gates is not None and weight is not None
         exact = state.heads_in_16_bits
-        if known and given is not None and (exact or quantised(given)):
+        known = known and given is not None and bool(exact or quantised(given))
+        parallel, share = self._pair.parallel, None
+        if parallel is not None:
+            # All ranks gather keys, or none does.
+            tokens = sum(y.shape[1] for y in self._author)
+            rows = told("noise", [int(known), tokens], parallel, ours[0].device)
+            known = all(row[0] for row in rows)
+            share = Share(parallel, tuple(row[1] for row in rows))
+        if known:
             assert before is not None and gates is not None and weight is not None
-            heads = head_noise(given, before, weight, gates)
+            heads = head_noise(given, before, weight, gates, share)
         wide = ours[0].dtype == torch.float32 and self._author[0].dtype != torch.float32
         return pair_noise(
             ours, self._author, self._base, wide=wide, narrowed=self._pair.narrowed,
-            linears=state.int8, heads=heads, exact=exact,
+            linears=state.int8, heads=heads, exact=exact, share=share,
         )  # fmt: skip
 
 

@@ -12,12 +12,17 @@ in fp32), and those inside a branch. Measured are, for each head, attention in f
 operands that the model gave it, and how far from that are: exact attention in the model's dtype,
 exact attention of operands that are off by a rounding or two, as those of the model are, and ours.
 Each goes through the output projection and the gate; what 8 bits add is ours less the first.
+
+Where several ranks share a sequence, each measures the rows that it has of those that one process
+would take, against the keys of all ranks, which it gathers head by head. The squares of all ranks
+are summed in the same order everywhere, so all have the same numbers and choose the same heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import sqrt
 from typing import Final, NamedTuple
 
@@ -26,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch import ops
+from turbo_rcm_patch.ops.exchange import ContextParallel, gather, told
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, sdpa_attention
 
 #: Rows that are looked at, evenly spaced over the sequence.
@@ -60,6 +66,7 @@ class Operands(NamedTuple):
         norms: Weights of the norms of q and k, then their biases, each or None.
         rotary: (cos, sin), or None.
         spec: How it is computed.
+        parallel: The ranks that share its keys; None where this one has all of them.
     """
 
     q: Tensor
@@ -68,6 +75,52 @@ class Operands(NamedTuple):
     norms: tuple[Tensor | None, ...]
     rotary: tuple[Tensor, Tensor] | None
     spec: ops.AttentionSpec
+    parallel: ContextParallel | None = None
+
+
+class Share(NamedTuple):
+    """What this rank has of a sequence.
+
+    Attributes:
+        parallel: The ranks that share it.
+        lengths: Tokens of every rank.
+    """
+
+    parallel: ContextParallel
+    lengths: tuple[int, ...]
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Squares of all ranks added up in the order of the ranks: fp64 on the CPU, with the same
+        bits on every rank."""
+        rows = told("noise", x.double().flatten().tolist(), self.parallel, x.device)
+        total = reduce(torch.add, (torch.tensor(row, dtype=torch.float64) for row in rows))
+        return total.view(x.shape)
+
+
+class _Rows(NamedTuple):
+    """The rows of a sequence that are looked at.
+
+    Attributes:
+        first: The first of them that is here.
+        step: Every how many tokens there is one.
+        total: Tokens of the whole sequence.
+        everywhere: How many of them the whole sequence has.
+        before: How many of them are on ranks before this one.
+    """
+
+    first: int
+    step: int
+    total: int
+    everywhere: int
+    before: int
+
+
+def _rows(tokens: int, share: Share | None) -> _Rows:
+    """The rows to look at where so many tokens are here."""
+    total = tokens if share is None else sum(share.lengths)
+    before = 0 if share is None else sum(share.lengths[: share.parallel.rank])
+    step = -(-total // ROWS)
+    return _Rows(-before % step, step, total, -(-total // step), -(-before // step))
 
 
 def quantised(given: Operands) -> bool:
@@ -200,6 +253,7 @@ def pair_noise(
     linears: bool,
     heads: tuple[Tensor, Tensor, Tensor, Tensor] | None,
     exact: tuple[int, ...],
+    share: Share | None = None,
 ) -> Noise:
     """What a pair adds, over the worst of its samples.
 
@@ -212,13 +266,16 @@ def pair_noise(
         linears: Whether some of its Linears ran in int8.
         heads: Of `head_noise`, or None.
         exact: Heads that ran exactly.
+        share: What this rank has of the sequence; None for all of it. Every rank calls it then.
     """
-    step = -(-sum(y.shape[1] for y in author) // ROWS)
+    first, step, tokens, *_ = _rows(sum(y.shape[1] for y in author), share)
     sums = torch.zeros(3, author[0].shape[0], device=author[0].device).double()
     for x, y, r in zip(ours, author, base, strict=True):
-        wide_y = y[:, ::step].float()
-        parts = (wide_y, wide_y - r[:, ::step].float(), x[:, ::step].float() - wide_y)
+        x, wide_y, r = (part[:, first::step].float() for part in (x, y, r))
+        parts = (wide_y, wide_y - r, x - wide_y)
         sums += torch.stack([part.square().sum((1, 2)).double() for part in parts])
+    if share is not None:
+        sums = share.summed(sums)
     stream, added, apart = (sums[0].clamp_min(1e-30), sums[1], sums[2])
     inside = _INSIDE * (added / stream)
     square = _rounding(author[0].dtype) ** 2
@@ -249,7 +306,6 @@ def pair_noise(
     author_share = float(of_author[worst])
     eight = sum(h.added**2 for h in found) * author_share + float(of_linears[worst])
     ours_share, linears_share = float(of_ours[worst]) + eight, float(of_linears[worst])
-    tokens = sum(y.shape[1] for y in author)
     return Noise(author_share, ours_share, linears_share, found, tokens)
 
 
@@ -260,7 +316,11 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def head_noise(
-    given: Operands, ours: Tensor, weight: Tensor, gates: Sequence[Tensor]
+    given: Operands,
+    ours: Tensor,
+    weight: Tensor,
+    gates: Sequence[Tensor],
+    share: Share | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compare each head of an attention with attention in fp64.
 
@@ -269,66 +329,102 @@ def head_noise(
         ours: What it made, [B, N, H * D].
         weight: Of the output projection, [C, H * D].
         gates: What the projected branch is multiplied with, [B, n, C] for each stream.
+        share: What this rank has of the sequence; None for all of it. Every rank calls it then.
 
     Returns:
         [B, H] each: relative L2 of ours, that of exact attention in the model's dtype, the square
         of what ours adds to the residual stream beyond that, over `ROWS` rows, and the square of
         what exact attention adds there with rounded operands.
     """
-    q, k, v, (of_q, of_k, bias_q, bias_k), rotary, spec = given
+    squares = _squares(given, ours, weight, gates, share)
+    if share is not None:
+        squares = share.summed(squares)
+    size, *off, added, rounded, shaken = squares.unbind()
+    found = [
+        *[(x / size.clamp_min(1e-60)).sqrt() for x in off],
+        (added - rounded).clamp_min(0),
+        rounded + shaken,
+    ]
+    error, rounding, added, both = torch.nan_to_num(
+        torch.stack(found), nan=float("inf")
+    ).unbind()  # fmt: skip
+    return error, rounding, added, both
+
+
+def _squares(
+    given: Operands,
+    ours: Tensor,
+    weight: Tensor,
+    gates: Sequence[Tensor],
+    share: Share | None,
+) -> Tensor:
+    """Sums of squares over the rows that are here, [6, B, H] fp64: of attention in fp64; of how
+    far from it ours is, and exact attention in the model's dtype; and of what ours, that, and
+    exact attention of rounded operands add to the residual stream."""
+    q, k, v, (of_q, of_k, bias_q, bias_k), rotary, spec, parallel = given
     heads, dim = spec.heads, q.shape[2] // spec.heads
-    step, scale = -(-q.shape[1] // ROWS), spec.scale_of(dim)
+    first, step, _, count, before = _rows(q.shape[1], share)
+    scale = spec.scale_of(dim)
     cos, sin = (None, None) if rotary is None else (x.reshape(-1, dim) for x in rotary)
-    rows_cos, rows_sin = (None, None) if cos is None or sin is None else (cos[::step], sin[::step])
-    gate = _some(gates, step)
+    rows = slice(first, None, step)
+    rows_cos, rows_sin = (None, None) if cos is None or sin is None else (cos[rows], sin[rows])
+    gate = _some(gates, first, step)
     inverse_q, inverse_k = (
-        _inverse(x, w, b, spec.eps)
-        for x, w, b in ((q[:, ::step], of_q, bias_q), (k, of_k, bias_k))
+        _inverse(x, w, b, spec.eps) for x, w, b in ((q[:, rows], of_q, bias_q), (k, of_k, bias_k))
     )
-    numbers = []
+    numbers = torch.zeros(6, q.shape[0], heads, dtype=torch.float64, device=q.device)
     # A generator of its own: the caller's random numbers stay as they are.
     random = torch.Generator(q.device).manual_seed(0)
     spread = _OF_OPERANDS**0.5 * _rounding(v.dtype)
 
-    def off_by_roundings(x: Tensor) -> Tensor:
-        drawn = torch.randn(x.shape, generator=random, device=x.device)
-        return x.double() * drawn.mul_(spread).add_(1)
+    def off_by_roundings(x: Tensor, before: int, count: int) -> Tensor:
+        # Drawn for all rows of which x has some, so that ranks and one process draw the same.
+        shape = (*x.shape[:2], count, x.shape[3])
+        drawn = torch.randn(shape, generator=random, device=x.device)
+        some = drawn[:, :, before : before + x.shape[2]]
+        return x.double() * some.mul_(spread).add_(1)
 
     for head in range(heads):
         at = slice(head * dim, (head + 1) * dim)
-        qh = _prepared(q[:, ::step, at], of_q, bias_q, inverse_q, at, rows_cos, rows_sin, spec.eps)
         kh = _prepared(k[..., at], of_k, bias_k, inverse_k, at, cos, sin, spec.eps)
         vh = v[..., at].unsqueeze(1)
+        if share is not None and parallel is not None:
+            kh, vh = _of_all_ranks(kh, vh, share)
+        qh = _prepared(q[:, rows, at], of_q, bias_q, inverse_q, at, rows_cos, rows_sin, spec.eps)
+        if not qh.shape[2]:  # All rows are on other ranks, which need these keys.
+            continue
         truth, _ = exact_attention(qh.double(), kh.double(), vh.double(), sm_scale=scale)
         rounded = sdpa_attention(qh.to(v.dtype), kh.to(v.dtype), vh, sm_scale=scale)
-        size = truth.square().sum((1, 2, 3)).clamp_min(1e-60)
         shaken, _ = exact_attention(
-            off_by_roundings(qh), off_by_roundings(kh), vh.double(), sm_scale=scale
-        )
-        parts = (ours[:, ::step, at], rounded[:, 0], shaken[:, 0])
-        off = [part.double() - truth[:, 0] for part in parts]
+            off_by_roundings(qh, before, count), off_by_roundings(kh, 0, kh.shape[2]),
+            vh.double(), sm_scale=scale,
+        )  # fmt: skip
+        off = [x.double() - truth[:, 0] for x in (ours[:, rows, at], rounded[:, 0], shaken[:, 0])]
         columns = weight[:, at].float()
-        energy = [(F.linear(x.float(), columns) * gate).square().sum((1, 2)).double() for x in off]
-        numbers.append(
-            torch.stack(
-                [
-                    *[(x.square().sum((1, 2)) / size).sqrt() for x in off[:2]],
-                    (energy[0] - energy[1]).clamp_min(0),
-                    energy[1] + energy[2],
-                ]
-            )
-        )
-    error, rounding, added, both = torch.nan_to_num(
-        torch.stack(numbers, -1), nan=float("inf")
-    ).unbind()
-    return error, rounding, added, both
+        behind = [F.linear(x.float(), columns) * gate for x in off]
+        for n, x in enumerate((truth[:, 0], *off[:2], *behind)):
+            numbers[n, :, head] = x.square().sum((1, 2))
+    return numbers
 
 
-def _some(streams: Sequence[Tensor], step: int) -> Tensor:
-    """Rows a step apart of streams that follow each other, in fp32."""
+def _of_all_ranks(k: Tensor, v: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """k [B, 1, n, D] fp32 and v [B, 1, n, D] of one head as those of all ranks, in one message."""
+    parts = [x[:, 0].contiguous().view(torch.uint8) for x in (k, v)]
+    sent = F.pad(torch.cat(parts, -1), (0, 0, 0, max(share.lengths) - k.shape[2]))
+    came = gather("keys of a head", sent, share.parallel.group).wait()
+    whole = torch.cat([x[:, :n] for x, n in zip(came, share.lengths, strict=True)], 1)
+    k_all, v_all = torch.split(whole, [part.shape[-1] for part in parts], -1)
+    return (
+        k_all.contiguous().view(k.dtype).unsqueeze(1),
+        v_all.contiguous().view(v.dtype).unsqueeze(1),
+    )
+
+
+def _some(streams: Sequence[Tensor], first: int, step: int) -> Tensor:
+    """Rows a step apart, from the first one on, of streams that follow each other, in fp32."""
     found, passed = [], 0
     for x in streams:
-        found.append(x[:, -passed % step :: step].float())
+        found.append(x[:, (first - passed) % step :: step].float())
         passed += x.shape[1]
     return torch.cat(found, 1)
 

@@ -344,7 +344,9 @@ class Ranks:
         self.lengths = []
         mine = self._caution()
         begun = (0,) * (len(_WHENS) + 2) if guard is None else guard.begun(_WHENS)
-        digest = crc32(bytes([*mine, *begun]))
+        marks = repr([state.exact_heads for state in self._states]).encode()
+        measured = 0 if guard is None else guard.measured
+        digest = crc32(marks, crc32(bytes([*mine, *begun]), measured))
         tokens, even = sum(streams), not anything(self.model)
         same = {
             "tokens": tokens if even else 0,
@@ -366,15 +368,21 @@ class Ranks:
             )
         if all(each == [digest] for each in digests):
             return
-        rows = told("states", [*mine, *begun], groups, x.device)
+        heads = [h in state.exact_heads for state in self._states for h in range(state.pair.heads)]
+        told_here = [*mine, *begun, measured, *map(int, heads)]
+        rows = told("states", told_here, groups, x.device)
         agreed = [max(column) for column in zip(*rows, strict=True)]
-        width = len(mine) // max(1, len(self._states))
+        width, at = len(mine) // max(1, len(self._states)), len(mine) + len(begun)
+        bits = iter(agreed[at + 1 :])
         for index, state in enumerate(self._states):
-            self._follow(state, agreed[index * width :][:width])
+            marked = tuple([h for h in range(state.pair.heads) if next(bits)])
+            self._follow(state, agreed[index * width :][:width], marked)
         if guard is not None:
             asked = agreed[len(mine) :][: len(_WHENS)]
             whens = [when for when, bit in zip(_WHENS, asked, strict=True) if bit]
-            guard.resume(whens, agreed[-1])
+            guard.resume(whens, agreed[at - 1])
+            if len({row[at] for row in rows}) > 1:
+                guard.measure_again()
 
     def _caution(self) -> list[int]:
         """What decides how each pair runs and whether it is compared, such that the larger of two
@@ -391,11 +399,16 @@ class Ranks:
             )
         return list(map(int, made))
 
-    def _follow(self, state: PairState, agreed: Sequence[int]) -> None:
+    def _follow(
+        self, state: PairState, agreed: Sequence[int], exact_heads: tuple[int, ...]
+    ) -> None:
         given_back, *steps = agreed[: 1 + len(_STEPS)]
         for step, wanted in zip(_STEPS, steps, strict=True):
             if wanted and state.live:
                 state.take(step, _ELSEWHERE)
+        if state.live and set(exact_heads) - {*state.exact_heads}:
+            state.take_heads(exact_heads, _ELSEWHERE)
+        state.exact_heads = exact_heads
         if given_back and state.live:
             state.give_back(f"given back {_ELSEWHERE}")
         unseen = zip(_WHENS, agreed[1 + len(_STEPS) :], strict=True)
