@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutants.automatic import ROOT, mutated, sample
-from tests.mutants.coverage import tests_of
+from tests.mutants.coverage import kernel_tests_of, tests_of
 from tests.mutants.own import OWN, SIGNS, Own
 from tests.mutants.run import Job, cells_that_fail, preload, run_job
 
@@ -93,7 +93,8 @@ def run_entry(entry: Entry, limit: float, until: float) -> Entry | None:
                   interpreted=own.interpreted)  # fmt: skip
     else:
         tree, mutant = mutated(entry["file"], entry["index"])
-        job = Job(mutant.name, mutant.file, tree, tests_of(mutant.file))
+        job = Job(mutant.name, mutant.file, tree, tests_of(mutant.file),
+                  kernels=kernel_tests_of(mutant.file))  # fmt: skip
     killed_by, took = run_job(job, limit, until)
     return (
         None if killed_by is None else entry | {"killed_by": killed_by, "seconds": round(took, 1)}

@@ -412,6 +412,27 @@ def test_a_calibration_runs_the_first_forward_as_it_was_chosen(
         json.dumps(report.as_dict(), allow_nan=False)
 
 
+def test_a_calibration_may_choose_all_there_is_for_one_pair(tmp_path: Path) -> None:
+    """Exact heads, a precision, and 16-bit Linears at once; and not what nobody knows."""
+    model, given, path, _ = calibrated(tmp_path, linear="int8")
+    document = json.loads(path.read_text(encoding="utf-8"))
+    chosen = {"exact_heads": [1], "precision": "16-bit p and v", "linears given back": True}
+    document["models"][""]["pairs"] = {"blocks.0.attn1": chosen}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with patched(model, guard=False, calibration=path, linear="int8") as report:
+        wan.run(model, **given)
+        assert report.exact_heads == {"blocks.0.attn1": (1,)}
+        pairs = {pair.path: pair for pair in report.pairs}
+        assert not pairs["blocks.0.attn1"].int8_linears and pairs["blocks.1.attn1"].int8_linears
+        report.save_calibration(tmp_path / "again.json")
+    again = json.loads((tmp_path / "again.json").read_text(encoding="utf-8"))
+    assert again["models"][""]["pairs"] == {"blocks.0.attn1": chosen}
+    document["models"][""]["pairs"]["blocks.0.attn1"] = {"heads": [0]}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(ConfigError, match="heads below 2"):
+        patch_model(model, calibration=path)
+
+
 def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
     model, given, path, _ = calibrated(tmp_path)
     before = wan.run(model, **given)
