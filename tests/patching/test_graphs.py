@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -881,21 +881,33 @@ class Card:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         card = self
         self.open: list[Any] = []
-        self.void = False
+        self.void = self.waited = self.unused = False
         self.random_as_captured = False
         self.kept: list[Any] = []
         self.made_void: list[weakref.ref[Any]] = []
         self.handles = 0
 
         class Stream:
+            """Its launches so far, and those of others that came before its next one."""
+
             def __init__(self, *args: Any) -> None:
+                self.launches, self.behind = 0, {}
+
+            def wait_stream(self, other: Any) -> None:
+                self.behind[other] = other.launches
+
+            def wait_event(self, event: Any) -> None:
                 pass
 
-            wait_stream = wait_event = synchronize = __init__
+            def synchronize(self) -> None:
+                pass
+
+        self.default = self.stream = Stream()
 
         class Graph:
             def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
                 assert not card.open and capture_error_mode == "thread_local"
+                assert not card.unused or pool is None, "a graph cannot have it"
                 card.open.append(self)
                 card.void, card.random_as_captured = False, True
                 self.pool = pool
@@ -923,11 +935,23 @@ class Card:
             if self.open:
                 self.void = True
                 raise RuntimeError("operation not permitted when stream is capturing")
+            self.waited = True
+
+        def empty_cache() -> None:
+            self.unused = self.unused and not self.waited
+
+        @contextmanager
+        def on(stream: Stream) -> Iterator[None]:
+            before, self.stream = self.stream, stream
+            try:
+                yield
+            finally:
+                self.stream = before
 
         for name, value in {
             "CUDAGraph": Graph, "Stream": Stream, "Event": Stream, "synchronize": synchronize,
-            "current_stream": lambda device: Stream(), "empty_cache": lambda: None,
-            "stream": nullcontext, "device": nullcontext, "graph_pool_handle": handle,
+            "current_stream": lambda device: self.stream, "empty_cache": empty_cache,
+            "stream": on, "device": nullcontext, "graph_pool_handle": handle,
             "current_device": lambda: 0,
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
@@ -941,6 +965,36 @@ class Card:
             monkeypatch.setattr(torch._C, name, give_back, raising=False)
         monkeypatch.setattr(REAL_POOL, "_streams", {})
         monkeypatch.setattr(REAL_POOL, "_failed", [])
+
+    def launch(self) -> None:
+        """Something runs on the stream of now, and leaves memory to whoever comes next."""
+        assert self.stream is self.default or (
+            self.stream.behind[self.default] == self.default.launches
+        ), "it reads what another stream has yet to write"
+        self.stream.launches += 1
+        if not self.open:
+            self.waited, self.unused = False, True
+
+
+def test_a_capture_waits_for_its_inputs_and_what_follows_for_the_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = Card(monkeypatch)
+    pool = REAL_POOL(torch.device("cpu"))
+    seen = []
+
+    def run() -> str:
+        card.launch()
+        seen.append((bool(card.open), card.stream))
+        return "made"
+
+    for _ in range(2):
+        card.launch()
+        assert pool.capture(run)[1] == "made"
+        side = seen[-1][1]
+        assert card.default.behind[side] == side.launches
+    assert seen == [(False, side), (True, side)] * 2 and side is not card.default
+    assert not pool.serves(torch.device("cpu")) and pool.serves(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("how", ["an error", "a call that may not be captured", "interrupted"])
