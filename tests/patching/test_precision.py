@@ -165,6 +165,14 @@ def test_what_takes_the_most_error_away_for_its_time_is_chosen_first() -> None:
     assert choose(both, 5.0) == {"a": (False, (0, 1, 2, 3)), "b": (True, ())}
 
 
+@pytest.mark.parametrize("tokens", [10**6, 8192])
+def test_heads_that_add_nothing_stay_as_they_are(tokens: int) -> None:
+    """However little is asked for; where a second part is dear, they go along with the others."""
+    silent = {"a": noise_of(9.0, 0.0, 0.0, 0.0, tokens=tokens), "b": noise_of(0, 0, tokens=tokens)}
+    alone = (0,) if tokens == 10**6 else (0, 1, 2, 3)
+    assert choose(silent, 0.1) == {"a": (False, alone)}
+
+
 @pytest.mark.parametrize("target", [1.0, 1.1, 1.5, 3.0])
 def test_what_is_chosen_meets_the_target(target: float) -> None:
     torch.manual_seed(0)
