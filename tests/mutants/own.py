@@ -129,8 +129,8 @@ SIGNS = [
 #: What no test noticed once, and what matters most.
 OWN = [
     Own("frames are dropped at the end, not at the front", FRAMES,
-        "return latents[:, latents.shape[1] - _latent_frames(pipe, settings) :]",
-        "return latents[:, : _latent_frames(pipe, settings)]",
+        "return latents[:, latents.shape[1] - _latent_frames(job.pipe, job.settings) :]",
+        "return latents[:, : _latent_frames(job.pipe, job.settings)]",
         ("tests/sampling/test_cogvideox.py", "-k", "dropped"), fuzz=False),
     Own("dropped frames come back as zeros", FRAMES, "clean[:, :1].expand(",
         "torch.zeros_like(clean[:, :1]).expand(",
