@@ -7,6 +7,7 @@ import ast
 import json
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,16 @@ def test_every_file_has_its_tests() -> None:
         for file in sources(part):
             tests = coverage.tests_of(file)
             assert tests != ["tests"], f"{file}: name its tests in tests/mutants/coverage.py"
+            tests += coverage.kernel_tests_of(file)
             assert all((ROOT / test).is_file() for test in tests), tests
+
+
+def test_no_module_is_loaded_by_pytest_itself(pytestconfig: pytest.Config) -> None:
+    """It loads what looks like a file of tests, and the mutant of it would never be seen."""
+    patterns = pytestconfig.getini("python_files")
+    for part in PARTS:
+        for file in sources(part):
+            assert not any(fnmatch(Path(file).name, pattern) for pattern in patterns), file
 
 
 def command(*options: object) -> str:

@@ -14,7 +14,8 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "projection", "linear", "sparse", "fingerprint", "parallel"]
+    "name",
+    ["attention", "projection", "linear", "sparse", "fingerprint", "parallel", "patching"],
 )
 def test_under_the_interpreter(name: str) -> None:
     done = subprocess.run(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mutants.automatic import ROOT, mutated, sample
-from tests.mutants.coverage import tests_of
+from tests.mutants.coverage import kernel_tests_of, tests_of
 from tests.mutants.own import OWN, SIGNS, Own
 from tests.mutants.run import Job, cells_that_fail, preload, run_job
 
@@ -31,6 +31,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=80, help="how many automatic mutants")
     parser.add_argument("--signs", action="store_true", help="only the signs of the matrix")
     parser.add_argument("--only", help="mutants whose name contains this, run again")
+    parser.add_argument(
+        "--survivors", action="store_true", help="those that survived in the result, run again"
+    )
     parser.add_argument("--list", action="store_true", help="names, and run nothing")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--limit", type=float, default=180.0, help="CPU seconds a mutant")
@@ -93,7 +96,8 @@ def run_entry(entry: Entry, limit: float, until: float) -> Entry | None:
                   interpreted=own.interpreted)  # fmt: skip
     else:
         tree, mutant = mutated(entry["file"], entry["index"])
-        job = Job(mutant.name, mutant.file, tree, tests_of(mutant.file))
+        job = Job(mutant.name, mutant.file, tree, tests_of(mutant.file),
+                  kernels=kernel_tests_of(mutant.file))  # fmt: skip
     killed_by, took = run_job(job, limit, until)
     return (
         None if killed_by is None else entry | {"killed_by": killed_by, "seconds": round(took, 1)}
@@ -133,24 +137,31 @@ def summary(seed: int, ran: list[Entry]) -> dict[str, Any]:
     }
 
 
+def _kept(found: argparse.Namespace) -> dict[str, Entry]:
+    """What the result of an earlier run says of mutants that are still drawn, by name."""
+    if found.again or not found.json.exists():
+        return {}
+    held = json.loads(found.json.read_text(encoding="utf-8"))
+    wanted = {known_by(one): one for one in entries(found)}
+    return {
+        wanted[known_by(one)]["name"]: one | wanted[known_by(one)]
+        for one in held["mutants"]
+        if known_by(one) in wanted
+    }
+
+
 def main(given: list[str] | None = None) -> int:
     found = arguments(given)
     todo = entries(found)
     if found.only:
         todo = [one for one in todo if found.only in one["name"]]
+    kept = _kept(found)
+    if found.survivors:
+        todo = [one for one in todo if kept.get(one["name"], {}).get("killed_by") == ""]
     if found.list:
         print("\n".join(f"{one['kind']:6s} {one['name']}" for one in todo))
         return 0
-    kept: dict[str, Entry] = {}
-    if found.json.exists() and not found.again:
-        held = json.loads(found.json.read_text(encoding="utf-8"))
-        wanted = {known_by(one): one for one in entries(found)}
-        kept = {
-            wanted[known_by(one)]["name"]: one | wanted[known_by(one)]
-            for one in held["mutants"]
-            if known_by(one) in wanted
-        }
-    if not found.only:
+    if not found.only and not found.survivors:
         todo = [one for one in todo if one["name"] not in kept]
     preload()
     context = multiprocessing.get_context("fork")

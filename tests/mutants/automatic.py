@@ -153,19 +153,25 @@ def sources(part: str) -> list[str]:
 
 def _keys(file: str) -> list[str]:
     """What each change of a file is known by, whatever is written above it: what it changes, and
-    which of several such ones it is."""
+    which of several such ones it is; "" for one that is not drawn."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    asserted = {
+        id(node.value) for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "strict"
+    }  # fmt: skip
     seen: Counter[str] = Counter()
     keys = []
     for node, _ in _changes(tree):
         text = f"{file} {type(node).__name__} {ast.unparse(node)}"
-        keys.append(f"{text} {seen[text]}")
+        keys.append("" if id(node) in asserted else f"{text} {seen[text]}")
         seen[text] += 1
     return keys
 
 
 def sample(seed: int, size: int) -> list[Mutant]:
     """Mutants drawn from all there are, by the shares of `PARTS`.
+
+    There are none of zip's `strict=`, which like an assertion says what always holds.
 
     Each has a number that follows from its seed and its key, and the lowest ones are drawn. So a
     larger sample holds a smaller one, and a change of a file changes the sample by as much.
@@ -176,6 +182,7 @@ def sample(seed: int, size: int) -> list[Mutant]:
             (sha256(f"{seed} {key}".encode()).digest(), key, file, index)
             for file in sources(part)
             for index, key in enumerate(_keys(file))
+            if key
         ]
         drawn = sorted(places)[: round(size * share)]
         chosen += [mutated(file, index, key)[1] for _, key, file, index in drawn]

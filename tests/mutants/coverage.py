@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["tests_of"]
+__all__ = ["kernel_tests_of", "tests_of"]
 
 _FOLDERS = {"p": "patching/", "o": "ops/", "c": "checkpoints/", "s": "sampling/", "m": "models/"}
 
@@ -12,9 +12,10 @@ _TESTS = {
     "patching/backend.py": "p:backend",
     "patching/block":
         "p:signs p:turbodiffusion p:sla p:patch p:short_way p:plan p:around p:edges p:wan_family "
-        "p:linears",
+        "p:linears p:fused_norms p:cogvideox_around",
     "patching/branches.py":
-        "p:signs p:patch p:linears p:wan_family p:plan p:sla p:turbodiffusion p:around",
+        "p:signs p:joined p:fused_norms p:patch p:linears p:wan_family p:plan p:sla "
+        "p:turbodiffusion p:around",
     "patching/calibration.py": "p:precision",
     "patching/copies.py": "p:int8_copies p:linears p:orders",
     "patching/find.py": "p:find p:api p:refusals",
@@ -24,23 +25,26 @@ _TESTS = {
     "patching/int8_only.py": "p:int8_only c:int8_folder",
     "patching/int8_weights.py": "p:int8_copies p:linears",
     "patching/joined.py": "p:joined p:compile",
-    "patching/linears.py": "p:signs p:linears p:int8_copies p:quantisers p:int8_only",
+    "patching/linears.py":
+        "p:signs p:linears p:joined p:cogvideox_around p:fused_norms p:int8_copies p:quantisers "
+        "p:int8_only",
     "patching/measure.py": "p:measure p:guard p:guard_mutants",
     "patching/noise.py": "p:precision p:parallel_precision",
     "patching/pairs.py": "p:patch p:refusals p:said p:find",
     "patching/parallel.py": "p:parallel p:ranks p:parallel_patched p:parallel_graphs "
     "p:parallel_precision",
-    "patching/patch.py": "p:patch c:sla_kept p:orders p:refusals p:api p:edges p:sla",
+    "patching/patch.py": "p:patch p:graphs p:orders p:refusals p:api p:edges c:sla_kept p:sla",
     "patching/plain.py": "p:around p:plan p:linears p:edges",
     "patching/plan.py": "p:plan p:short_way p:edges",
-    "patching/record.py": "p:patch p:orders p:around p:caches",
+    "patching/record.py": "p:patch p:orders p:around p:caches p:graphs p:fused_norms",
     "patching/registry.py": "p:find p:refusals",
     "patching/replay_timer.py": "p:replay_timer p:parallel_graphs",
     "patching/report.py": "p:said p:api p:patch p:guard",
     "patching/sla.py": "p:sla p:sla_around c:sla_kept",
-    "patching/state.py": "p:linears p:guard p:said p:patch",
+    "patching/state.py": "p:linears p:guard p:said p:patch p:precision",
     "patching/stored.py": "c:sla_kept c:extra",
     "families/_parallel": "p:parallel p:ranks p:parallel_patched",
+    "families/wan_plan": "p:sla p:patch p:refusals p:wan_family p:signs p:wan_family_around",
     "families/wan_sla": "p:sla p:sla_around c:sla_kept",
     "families/cogvideox": "p:signs p:cogvideox p:cogvideox_refusals p:cogvideox_around",
     "families/consisid": "p:cogvideox p:cogvideox_refusals",
@@ -66,7 +70,7 @@ _TESTS = {
     "ops/projection.py": "o:projection o:edges o:transforms o:registration o:refusals o:batches",
     "ops/quantize.py": "o:int8_linear o:edges o:registration",
     "ops/reference.py": "o:attention o:edges",
-    "ops/registry.py": "o:registration o:attention o:transforms o:edges",
+    "ops/registry.py": "o:registration o:attention o:transforms o:exact_heads o:edges",
     "ops/sage.py": "o:refusals o:sageattn",
     "ops/sageattn.py": "o:sageattn",
     "ops/self_test.py": "o:self_test o:dispatch",
@@ -78,6 +82,31 @@ _TESTS = {
     "sampling/many.py": "s:many",
     "sampling/verdict.py": "s:verdict s:compare",
 }  # fmt: skip
+
+#: Part of a path -> what runs in Triton's interpreter: tests/kernels/interpreted_linear.py.
+_KERNELS = {
+    "patching/branches.py": "patching",
+    "ops/attention.py": "attention",
+    "ops/batches.py": "attention projection",
+    "ops/denoise.py": "projection",
+    "ops/elementwise.py": "projection patching",
+    "ops/fingerprint.py": "fingerprint",
+    "ops/fused.py": "attention",
+    "ops/int8_linear.py": "linear",
+    "ops/parallel.py": "parallel",
+    "ops/projection.py": "projection",
+    "ops/quantize.py": "linear",
+    "ops/registry.py": "patching attention",
+    "ops/shards.py": "parallel",
+    "ops/sparse_linear.py": "sparse",
+    "ops/streams.py": "projection",
+}
+
+
+def kernel_tests_of(file: str) -> list[str]:
+    """The tests of the kernels that a file of the package starts."""
+    names = next((names for part, names in _KERNELS.items() if part in file), "")
+    return [f"tests/kernels/interpreted_{name}.py" for name in names.split()]
 
 
 def tests_of(file: str) -> list[str]:

@@ -198,6 +198,21 @@ def test_norm_per_head() -> None:
     torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.parametrize("across", [True, False], ids=["all-heads", "each-head"])
+def test_eps_is_added_to_the_mean_square_before_the_root(across: bool) -> None:
+    """With rows so small that it is most of what they are divided by, and with a row of zeros."""
+    x, weight = 1e-2 * torch.randn(2, 9, 3 * 8), torch.rand(24 if across else 8) + 0.5
+    x[0, 4] = 0
+    y = norm_rope(x, 3, weight=weight, cos=None, sin=None, eps=0.25)
+    if across:
+        expected = split_heads(F.rms_norm(x, (24,), weight, eps=0.25), 3)
+    else:
+        expected = F.rms_norm(split_heads(x, 3), (8,), weight, eps=0.25)
+    torch.testing.assert_close(y, expected)
+    assert relative_l2(y, split_heads(2 * x * weight.repeat(1 if across else 3), 3)) < 1e-3
+    assert not y[0, :, 4].any()
+
+
 def test_layer_norm_per_head() -> None:
     x, weight, bias = 2 + torch.randn(2, 9, 3 * 8), torch.rand(8) + 0.5, torch.randn(8)
     y = norm_rope(x, 3, weight=weight, bias=bias, cos=None, sin=None, eps=1e-6)

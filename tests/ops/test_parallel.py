@@ -16,7 +16,14 @@ import torch.distributed as dist
 
 from tests.measures import relative_l2
 from tests.ranks import TIMEOUT, groups, on_ranks
-from turbo_rcm_patch.errors import GradientError, MaskError, OpError, RankMismatchError, ShapeError
+from turbo_rcm_patch.errors import (
+    ConfigError,
+    GradientError,
+    MaskError,
+    OpError,
+    RankMismatchError,
+    ShapeError,
+)
 from turbo_rcm_patch.kernels.operands import QMAX
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
 from turbo_rcm_patch.ops import parallel as parallel_module
@@ -495,6 +502,40 @@ def test_auto_is_decided_for_the_whole_sequence() -> None:
 
 def test_ranks_that_disagree_all_say_so() -> None:
     on_ranks(2, faults)
+
+
+def wrong_groups(rank: int) -> None:
+    """Groups that hold the ranks of a sequence in another order than (ring, ulysses), or not
+    these ranks: each is refused for one reason alone."""
+
+    def made(*ranks: int) -> dist.ProcessGroup | None:
+        group = dist.new_group(list(ranks), timeout=TIMEOUT)
+        return group if rank in ranks else None
+
+    everyone = made(0, 1, 2, 3)
+    pairs = [made(first, first + 1) for first in (0, 2)]
+    apart = [made(first, first + 2) for first in (0, 1)]
+    ends = [made(0, 3), made(1, 2)]
+    neighbours, others, outer = (
+        next(group for group in some if group is not None) for some in (pairs, apart, ends)
+    )
+    assert everyone is not None
+    right = ContextParallel(everyone, neighbours, others)
+    assert (right.ulysses_rank, right.ring_rank) == (rank % 2, rank // 2)
+    for ulysses, ring in (
+        (neighbours, None), (None, others), (None, None),  # too few ranks
+        (others, neighbours),  # the other order
+        (outer, others), (neighbours, outer),  # as many ranks, and not these
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="in the order"):
+            ContextParallel(everyone, ulysses, ring)
+    again = ContextParallel.from_groups(everyone, neighbours, others)
+    assert again is right and ContextParallel.named(right.name) is right
+
+
+@pytest.mark.slow
+def test_groups_in_another_order_are_refused() -> None:
+    on_ranks(4, wrong_groups)
 
 
 def bytes_sent(rank: int) -> None:

@@ -16,6 +16,7 @@ from turbo_rcm_patch.ops import (
     attention_project_skip,
     attention_skip,
     project_skip,
+    registry,
     skip,
 )
 from turbo_rcm_patch.ops.fused import one_launch
@@ -129,6 +130,30 @@ def test_gradients_are_those_of_exact_attention(attention: str, masked: bool) ->
     want = torch.autograd.grad((expected * weights).sum(), inputs)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("asked", [("residual",), ("c_skip",), ("residual", "c_skip")], ids=str)
+def test_gradients_of_the_residual_and_its_factor_compute_no_attention(
+    asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen branch costs a product each."""
+    q, k, v = (tokens().detach() for _ in range(3))
+    near = {"residual": tokens().detach(), "c_skip": torch.rand(BATCH)}
+    inputs = [near[name].requires_grad_() for name in asked]
+    out = attention_skip(q, k, v, AttentionSpec(heads=HEADS), c_out=torch.rand(BATCH), **near)
+
+    def computed(*args: object, **more: object) -> None:
+        raise AssertionError("q and k were prepared")
+
+    monkeypatch.setattr(registry, "prepared", computed)
+    loss = torch.randn(BATCH, TOKENS, CHANNELS)
+    found = dict(zip(asked, torch.autograd.grad((out * loss).sum(), inputs), strict=True))
+    want = {
+        "residual": loss * near["c_skip"].detach().view(-1, 1, 1),
+        "c_skip": (loss * near["residual"].detach()).sum((1, 2)),
+    }
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, want[name])
 
 
 def test_gradients_through_a_layer_norm() -> None:

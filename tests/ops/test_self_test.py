@@ -254,13 +254,18 @@ def test_never_where_nothing_may_be_run(
     assert not module._done, "a later forward may test it"
 
 
-def test_too_little_memory_leaves_the_default(card: list[int], monkeypatch: Any) -> None:
+def test_too_little_memory_leaves_the_default_and_says_so(
+    card: list[int], monkeypatch: Any, caplog: Any
+) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(module, "self_test", full)
-    module.ensure_tested(CUDA, 64, 2)
+    with caplog.at_level(logging.INFO):
+        module.ensure_tested(CUDA, 64, 2)
+        module.ensure_tested(CUDA, 64, 2)
     assert attention(64) == "int8" and not self_test_path().exists()
+    assert caplog.messages == ["Card 1 is not tested: too little memory is free"], "once"
 
 
 @pytest.mark.parametrize(

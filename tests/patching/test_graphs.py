@@ -7,11 +7,14 @@ is the same model, patched without graphs, with the same changes made to it.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -40,6 +43,8 @@ from turbo_rcm_patch.patching.record import record_of
 
 EXACT: PatchOptions = {"attention": "exact", "guard": False}
 INT8: PatchOptions = {"attention": "exact", "linear": "int8", "guard": False}
+#: What captures on a real card; nearly everywhere below the stand-in takes its place.
+REAL_POOL = graphs.GraphPool
 
 
 @pytest.fixture(autouse=True)
@@ -852,6 +857,177 @@ def test_a_wrong_argument_raises_as_it_does_without_graphs() -> None:
             messages.append(str(caught.value))
         assert messages[0] == messages[1]
     replaying(one)
+
+
+def test_a_model_that_calls_itself_is_captured_once() -> None:
+    """What it does inside a capture is part of that."""
+    model = nn.Linear(3, 3).eval().requires_grad_(False)
+
+    def forward(x: Tensor, times: int) -> Tensor:
+        return own(x + 1, times - 1) * 2 if times else nn.Linear.forward(model, x)
+
+    own = graphs.Graphs(model, forward, [], Copies("auto"), None)
+    with torch.no_grad():
+        for seed in range(WARM_UPS + 3):
+            x = torch.full((2, 3), float(seed))
+            assert torch.equal(own(x, 2), nn.Linear.forward(model, x + 2) * 4)
+    assert FakePool.captures == 1 and FakePool.replays() == 3
+
+
+class Card:
+    """What a capture asks of a GPU: one stream is captured at a time, nothing in it waits, and a
+    call that may not be in it makes it void."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        card = self
+        self.open: list[Any] = []
+        self.void = self.waited = self.unused = False
+        self.random_as_captured = False
+        self.kept: list[Any] = []
+        self.made_void: list[weakref.ref[Any]] = []
+        self.handles = 0
+
+        class Stream:
+            """Its launches so far, and those of others that came before its next one."""
+
+            def __init__(self, *args: Any) -> None:
+                self.launches, self.behind = 0, {}
+
+            def wait_stream(self, other: Any) -> None:
+                self.behind[other] = other.launches
+
+            def wait_event(self, event: Any) -> None:
+                pass
+
+            def synchronize(self) -> None:
+                pass
+
+        self.default = self.stream = Stream()
+
+        class Graph:
+            def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+                assert not card.open and capture_error_mode == "thread_local"
+                assert not card.unused or pool is None, "a graph cannot have it"
+                card.open.append(self)
+                card.void, card.random_as_captured = False, True
+                self.pool = pool
+                if pool is not None:
+                    card.kept += [("routed", pool), ("held", pool)]
+
+            def capture_end(self) -> None:
+                card.open.remove(self)
+                if card.void:
+                    card.made_void.append(weakref.ref(self))
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                card.random_as_captured = False
+                if self.pool is not None:
+                    card.kept.remove(("routed", self.pool))
+
+            def reset(self) -> None:
+                if self.pool is not None:
+                    card.kept.remove(("held", self.pool))
+
+        def handle() -> int:
+            self.handles += 1
+            return self.handles
+
+        def synchronize(device: Any) -> None:
+            if self.open:
+                self.void = True
+                raise RuntimeError("operation not permitted when stream is capturing")
+            self.waited = True
+
+        def empty_cache() -> None:
+            self.unused = self.unused and not self.waited
+
+        @contextmanager
+        def on(stream: Stream) -> Iterator[None]:
+            before, self.stream = self.stream, stream
+            try:
+                yield
+            finally:
+                self.stream = before
+
+        for name, value in {
+            "CUDAGraph": Graph, "Stream": Stream, "Event": Stream, "synchronize": synchronize,
+            "current_stream": lambda device: self.stream, "empty_cache": empty_cache,
+            "stream": on, "device": nullcontext, "graph_pool_handle": handle,
+            "current_device": lambda: 0,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+        for name, what in (
+            ("_cuda_endAllocateToPool", "routed"), ("_cuda_releasePool", "held"),
+        ):  # fmt: skip
+
+            def give_back(device: int, pool: Any, what: str = what) -> None:
+                self.kept.remove((what, pool))
+
+            monkeypatch.setattr(torch._C, name, give_back, raising=False)
+        monkeypatch.setattr(REAL_POOL, "_streams", {})
+        monkeypatch.setattr(REAL_POOL, "_failed", [])
+
+    def launch(self) -> None:
+        """Something runs on the stream of now, and leaves memory to whoever comes next."""
+        assert self.stream is self.default or (
+            self.stream.behind[self.default] == self.default.launches
+        ), "it reads what another stream has yet to write"
+        self.stream.launches += 1
+        if not self.open:
+            self.waited, self.unused = False, True
+
+
+def test_a_capture_waits_for_its_inputs_and_what_follows_for_the_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = Card(monkeypatch)
+    pool = REAL_POOL(torch.device("cpu"))
+    seen = []
+
+    def run() -> str:
+        card.launch()
+        seen.append((bool(card.open), card.stream))
+        return "made"
+
+    for _ in range(2):
+        card.launch()
+        assert pool.capture(run)[1] == "made"
+        side = seen[-1][1]
+        assert card.default.behind[side] == side.launches
+    assert seen == [(False, side), (True, side)] * 2 and side is not card.default
+    assert not pool.serves(torch.device("cpu")) and pool.serves(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("how", ["an error", "a call that may not be captured", "interrupted"])
+def test_a_capture_that_fails_leaves_the_card_as_it_was(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(monkeypatch)
+    pool = REAL_POOL(torch.device("cpu"))
+    good = pool.capture(lambda: "good")
+    assert good[1] == "good" and not card.random_as_captured
+
+    def fails() -> None:
+        if card.open and how == "an error":
+            raise ValueError(how)
+        if card.open and how == "interrupted":
+            raise KeyboardInterrupt(how)
+        torch.cuda.synchronize(torch.device("cpu"))
+
+    before = list(card.kept)
+    with pytest.raises((ValueError, KeyboardInterrupt, RuntimeError)) as caught:
+        pool.capture(fails)
+    assert how in str(caught.value) or "not permitted" in str(caught.value)
+    assert not card.open, "nothing is captured any more"
+    assert not card.random_as_captured, "random numbers are drawn as before"
+    assert card.kept == before, "memory is allocated as before, and the failed graph holds none"
+    assert gc.isenabled()
+    gc.collect()
+    assert all(graph() for graph in card.made_void), "torch may still refer to it"
+    again = pool.capture(lambda: "again")
+    assert again[1] == "again" and card.handles == 1, "all graphs share their memory"
+    for graph, _ in (good, again):
+        pool.drop(graph)
+    assert pool.capture(lambda: "anew")[1] == "anew" and card.handles == 2, "the last one took it"
 
 
 class Careless(nn.Linear):

@@ -23,6 +23,7 @@ from turbo_rcm_patch import PatchConfig, patch_model, refresh, unpatch_model
 from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.int8_linear import _multiplied_weight
 from turbo_rcm_patch.patching import copies as copies_file
+from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.int8_weights import attach_int8, attached_int8, detach_int8
 
 LINEAR = PatchConfig(attention="exact", linear="int8", guard=False)
@@ -125,6 +126,32 @@ def test_one_look_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     run(model)
     run(model)
     assert len(looks) == 2 and looks[0] == looks[1] > 16
+
+
+@pytest.mark.parametrize("weights", [1, 2])
+def test_a_look_that_failed_is_not_taken_for_a_good_one(
+    weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory ran out over the checksums, and somebody goes on with the same forward."""
+    kept, linears = Copies("auto"), [nn.Linear(32, 16) for _ in range(2)]
+    keys = [(kept.add_block(), "x") for _ in linears]
+    for forward in range(2):
+        kept.begin()
+        before = [kept.of(*one)[0] for one in zip(keys, [[x] for x in linears], strict=True)]
+        assert forward == 0 or before[0] is kept.of(keys[0], linears[:1])[0]
+    for linear in linears[:weights]:
+        linear.weight.data.neg_()
+
+    def full(self: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    kept.begin()
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(copies_file.Fingerprints, "take", full)
+        kept.of(keys[0], linears[:1])
+    for index, linear in enumerate(linears):
+        now = kept.of(keys[index], [linear])[0]
+        assert torch.equal(now, -before[index] if index < weights else before[index])
 
 
 def test_a_block_that_is_called_by_itself_is_looked_at_too() -> None:

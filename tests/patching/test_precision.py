@@ -169,6 +169,14 @@ def test_what_takes_the_most_error_away_for_its_time_is_chosen_first() -> None:
     assert choose(both, 5.0) == {"a": (False, (0, 1, 2, 3)), "b": (True, ())}
 
 
+@pytest.mark.parametrize("tokens", [10**6, 8192])
+def test_heads_that_add_nothing_stay_as_they_are(tokens: int) -> None:
+    """However little is asked for; where a second part is dear, they go along with the others."""
+    silent = {"a": noise_of(9.0, 0.0, 0.0, 0.0, tokens=tokens), "b": noise_of(0, 0, tokens=tokens)}
+    alone = (0,) if tokens == 10**6 else (0, 1, 2, 3)
+    assert choose(silent, 0.1) == {"a": (False, alone)}
+
+
 @pytest.mark.parametrize("target", [1.0, 1.1, 1.5, 3.0])
 def test_what_is_chosen_meets_the_target(target: float) -> None:
     torch.manual_seed(0)
@@ -414,6 +422,27 @@ def test_a_calibration_runs_the_first_forward_as_it_was_chosen(
         assert torch.equal(wan.run(model, **given), expected)
         assert {record.verdict for record in report.guard} == {"kept"}
         json.dumps(report.as_dict(), allow_nan=False)
+
+
+def test_a_calibration_may_choose_all_there_is_for_one_pair(tmp_path: Path) -> None:
+    """Exact heads, a precision, and 16-bit Linears at once; and not what nobody knows."""
+    model, given, path, _ = calibrated(tmp_path, linear="int8")
+    document = json.loads(path.read_text(encoding="utf-8"))
+    chosen = {"exact_heads": [1], "precision": "16-bit p and v", "linears given back": True}
+    document["models"][""]["pairs"] = {"blocks.0.attn1": chosen}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with patched(model, guard=False, calibration=path, linear="int8") as report:
+        wan.run(model, **given)
+        assert report.exact_heads == {"blocks.0.attn1": (1,)}
+        pairs = {pair.path: pair for pair in report.pairs}
+        assert not pairs["blocks.0.attn1"].int8_linears and pairs["blocks.1.attn1"].int8_linears
+        report.save_calibration(tmp_path / "again.json")
+    again = json.loads((tmp_path / "again.json").read_text(encoding="utf-8"))
+    assert again["models"][""]["pairs"] == {"blocks.0.attn1": chosen}
+    document["models"][""]["pairs"]["blocks.0.attn1"] = {"heads": [0]}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(ConfigError, match="heads below 2"):
+        patch_model(model, calibration=path)
 
 
 def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:

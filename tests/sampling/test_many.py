@@ -7,16 +7,19 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.ranks import on_ranks
 from tests.sampling.test_cli import QUICK
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.sampling import Source, generation
 from turbo_rcm_patch.sampling.many import Processes, Ranks, ranks_here
 
@@ -130,6 +133,50 @@ def test_what_was_made_otherwise_is_made_again(
     note = json.loads(next((tmp_path / "out").glob("a-green*.json")).read_text(encoding="utf-8"))
     assert note["prompt"] == PROMPTS[2] and note["seed"] == 2
     assert note["patch"]["attention"] == "exact" and note["settings"]["steps"] == 2
+
+
+def exchanging(rank: int, ulysses: int, ring: int) -> None:
+    """What processes in groups tell each other."""
+    world, size = dist.get_world_size(), ulysses * ring
+    leader, made = rank // size * size, []
+
+    def make() -> str:
+        made.append(rank)
+        return f"of {rank}"
+
+    def fails() -> str:
+        raise ValueError(f"nothing on {rank}")
+
+    def refused(tell: Callable[[Callable[[], str]], str], source: int) -> None:
+        with pytest.raises(ValueError if rank == source else SamplingError) as caught:
+            tell(fails)
+        assert f"nothing on {source}" in str(caught.value)
+
+    ours = Processes(Ranks(rank, world, rank), ulysses=ulysses, ring=ring)
+    for _ in range(2):
+        made.clear()
+        with ours.joined("cpu"):
+            assert ours.from_first(make) == "of 0"
+            assert ours.from_leader(make) == f"of {leader}"
+            assert len(made) == (rank == 0) + (rank == leader), "only they make it"
+            refused(ours.from_first, 0)
+            refused(ours.from_leader, leader)
+            came = ours.gathered(f"group {rank // size}" if rank == leader else "a share of it")
+            groups = [f"group {number}" for number in range(world // size)]
+            assert came == (groups if rank == 0 else [])
+        assert ours.from_first(make) == ours.from_leader(make) == f"of {rank}", "on its own again"
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize(
+    ("world", "ulysses", "ring"),
+    [(2, 1, 1), (2, 2, 1), pytest.param(4, 2, 1, marks=pytest.mark.slow),
+     pytest.param(4, 1, 4, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_the_first_process_and_the_leader_of_each_group_tell_the_others(
+    world: int, ulysses: int, ring: int
+) -> None:
+    on_ranks(world, exchanging, ulysses, ring)
 
 
 def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> None:

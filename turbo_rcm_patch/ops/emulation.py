@@ -241,7 +241,7 @@ def emulated_attention(
 
     mask = key_mask(batch, n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
     if mask is None and blocks * block != n_kv:
-        mask = torch.ones(1, 1, 1, n_kv, dtype=torch.bool, device=q.device)
+        mask = torch.ones(n_kv, dtype=torch.bool, device=q.device)[None, None, None]
     if mask is not None:
         mask = ~torch.nn.functional.pad(mask, (0, blocks * block - n_kv))
 

@@ -541,9 +541,10 @@ def _agree(
     Raises:
         RankMismatchError: They do not, or some refused.
     """
-    row = [1, 0, *(0 for _ in _HEADER)]
+    # Whether this rank refuses, its number of tokens, and the rest.
+    row: list[int] = [own is None] * (2 + len(_HEADER))
     if own is not None:
-        row = [0, own[0], *(_code(own[1][name], kind) for name, kind in _HEADER.items())]
+        row[1:] = own[0], *(_code(own[1][name], kind) for name, kind in _HEADER.items())
     table = told("header", row, parallel, device)
     refused = [str(rank) for rank, row in enumerate(table) if row[0]]
     if error is not None and len(refused) == len(table):

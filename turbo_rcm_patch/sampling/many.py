@@ -250,9 +250,10 @@ def ranks_here(environment: Mapping[str, str] | None = None) -> Ranks:
     values = {name: given.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
     try:
         world, rank, local = map(int, values.values())
+        fits = 0 <= rank < world and 0 <= local <= rank
     except ValueError:
-        world, rank, local = 0, 0, 0
-    if not (0 <= rank < world and 0 <= local <= rank):
+        fits = False
+    if not fits:
         raise ConfigError(
             "the environment of this process",
             expected="WORLD_SIZE, RANK below it, and LOCAL_RANK, as torchrun sets them",
