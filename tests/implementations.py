@@ -18,7 +18,7 @@ import torch
 
 from turbo_rcm_patch.ops import resolve_pv
 
-__all__ = ["Implementation", "over"]
+__all__ = ["Implementation", "coefficient", "over"]
 
 
 class Implementation(NamedTuple):
@@ -94,3 +94,20 @@ def _read(value: Any, several: bool) -> tuple[tuple[Any, ...], str, list[Any]]:
 
 def _named(value: Any) -> str:
     return str(getattr(value, "name", value)).removeprefix("torch.")
+
+
+def coefficient(
+    on: Implementation, form: str, shape: tuple[int, int, int]
+) -> float | torch.Tensor | None:
+    """A coefficient of a skip of tensors of this shape, [B, N, C]."""
+    batch, tokens, channels = shape
+    if form in ("none", "float"):
+        return None if form == "none" else 0.3
+    shapes = {
+        "batch": (batch,),
+        "channel": (batch, 1, channels),
+        "element": (batch, tokens, channels),
+        "token": (batch, tokens, 1),
+        "half": (1, 1, channels),
+    }
+    return on.randn(*shapes[form], dtype=torch.float16 if form == "half" else torch.float32)

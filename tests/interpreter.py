@@ -18,7 +18,6 @@ import tempfile
 from typing import IO, Any
 
 import pytest
-from _pytest.runner import runtestprotocol
 
 __all__ = ["HERE", "Interpreter"]
 
@@ -71,7 +70,7 @@ class Interpreter:
             for name, value in os.environ.items()
             if name != "PYTEST_ADDOPTS" and not name.startswith("PYTEST_XDIST")
         }
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115: `stop` closes it
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.interpreter", "-p", "no:cacheprovider", "-p", "no:xdist",
              "-m", "interpreter", "--timeout=0", f"--tb={session.config.option.tbstyle}",
@@ -105,21 +104,27 @@ class _Worker:
 
     def __init__(self, requests: IO[str], answers: IO[str]) -> None:
         self._requests, self._answers = requests, answers
+        self._reports: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._reports.append(report)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
         for line in self._requests:
             name = json.loads(line)
-            answer = _outcome(items[name]) if name in items else ("failed", f"no test {name}")
+            self._reports.clear()
+            if name in items:
+                session.config.hook.pytest_runtest_protocol(item=items[name], nextitem=None)
+            answer = _outcome(self._reports) if name in items else ("failed", f"no test {name}")
             self._answers.write(json.dumps(answer) + "\n")
             self._answers.flush()
         return True
 
 
-def _outcome(item: pytest.Item) -> tuple[str, str]:
+def _outcome(reports: list[pytest.TestReport]) -> tuple[str, str]:
     """ "passed", "failed" or "skipped", and why."""
-    reports = runtestprotocol(item, log=False, nextitem=None)
     texts: list[Any] = []
     for report in reports:
         if report.failed:
