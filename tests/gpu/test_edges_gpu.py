@@ -325,26 +325,6 @@ def test_autocast_leaves_fp32_operations_alone() -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-def test_a_forward_derivative_of_the_kernels_operations() -> None:
-    """<J t, g> = <t, J^T g>, with int8 and exact attention."""
-    q = random(2, 70, CHANNELS, dtype=torch.float32)
-    weight = random(CHANNELS, CHANNELS, dtype=torch.float32)
-    for attention in ("int8", "exact"):
-        spec = ops.AttentionSpec(heads=HEADS, attention=attention)  # type: ignore[arg-type]
-
-        def run(x: Tensor, spec: ops.AttentionSpec = spec) -> Tensor:
-            y = ops.norm_modulate(x, scale=x[:, :1])
-            return ops.attention_project_skip(y, y, y, weight, None, spec, residual=x)
-
-        leaf = q.clone().requires_grad_()
-        out = run(leaf)
-        g, t = torch.randn_like(out), torch.randn_like(q)
-        (gradient,) = torch.autograd.grad(out, leaf, g)
-        _, tangent = torch.func.jvp(run, (q,), (t,))
-        assert float((tangent * g).sum()) == pytest.approx(float((t * gradient).sum()), rel=5e-2)
-        assert float(tangent.norm()) > 1
-
-
 def test_the_seed_of_the_renoising_is_that_of_the_cpu() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         sample = random(16, 21, 60, 104, dtype=dtype)
