@@ -14,6 +14,7 @@ from tests.patching.test_precision import AUTO, one_peaked_head
 from tests.patching.test_residual import BF16, CLOSER, EXACT, errors
 from turbo_rcm_patch import patch_model, patched
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip
+from turbo_rcm_patch.patching import noise
 
 pytestmark = pytest.mark.gpu
 HEADS, DIM, TOKENS = 6, 128, 4100
@@ -71,7 +72,9 @@ def test_replays_and_graphs_compute_what_the_first_forward_does(subject: Any, li
 
 
 @pytest.mark.parametrize("subject", [wan.CASES[0], cogvideox.ROTARY], ids=["wan", "cogvideox"])
-def test_a_peaked_head_runs_exactly(subject: Any) -> None:
+def test_a_peaked_head_runs_exactly(subject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in long sequences; over so few tokens it is cheaper to make both heads exact.
+    monkeypatch.setattr(noise, "_SECOND_PART", 0.0)
     model, given = on_gpu(subject)
     one_peaked_head(model)
     report = patch_model(model, attention="int8", pv="bf16", fidelity=1.5, **AUTO)

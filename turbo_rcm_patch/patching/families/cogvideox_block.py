@@ -250,16 +250,16 @@ def _with_text(rotary: Rotary, text_tokens: int, device: torch.device) -> Rotary
 
 def _coefficients(norm: Any, temb: Tensor) -> tuple[Sequence[Tensor], ...]:
     """Factors, offsets and gates of text and video, [B, 1, C] each."""
-    # [B, stream, (shift, scale, gate), C], video before text.
-    rows = call(norm.linear, call(norm.silu, temb)).unflatten(-1, (2, 3, -1)).flip(1)
-    shift, scale, gates = rows.unsqueeze(3).unbind(2)
-    factor, offset = 1 + scale.float(), shift.float()
-    inner = norm.norm
+    # [B, stream, (shift, scale, gate), 1, C]. Few steps, because short forwards wait for the host.
+    rows = call(norm.linear, call(norm.silu, temb)).unflatten(-1, (2, 3, 1, -1))
+    offset, scale = rows[:, :, :2].float().unbind(2)
+    factor, inner = 1 + scale, norm.norm
     if inner.bias is not None:
-        offset = torch.addcmul(offset, factor, inner.bias.float())
+        offset = torch.addcmul(offset, factor, inner.bias)
     if inner.weight is not None:
-        factor = factor * inner.weight.float()
-    return factor.unbind(1), offset.unbind(1), gates.unbind(1)
+        factor = factor * inner.weight
+    (video, text), gates = zip(factor.unbind(1), offset.unbind(1), strict=True), rows[:, :, 2]
+    return tuple(zip((*text, gates[:, 1]), (*video, gates[:, 0]), strict=True))
 
 
 def _plain_layer_norm(norm: Any) -> bool:
