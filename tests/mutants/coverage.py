@@ -55,13 +55,15 @@ _TESTS = {
     "ops/emulation.py": "o:attention o:edges",
     "ops/exchange.py": "o:parallel p:parallel_patched",
     "ops/fingerprint.py": "o:fingerprint p:int8_copies",
-    "ops/fused.py": "o:attention o:dispatch o:edges o:transforms o:registration o:batches",
+    "ops/fused.py":
+        "o:projection o:attention o:dispatch o:edges o:transforms o:registration o:batches",
     "ops/gradients.py": "o:transforms o:registration o:attention",
     "ops/int8_linear.py": "o:int8_linear o:edges o:transforms o:registration o:batches",
     "ops/modes.py": "o:transforms o:edges p:transforms",
     "ops/operation.py": "o:registration o:transforms",
     "ops/parallel.py": "o:parallel p:parallel_patched",
-    "ops/projection.py": "o:projection o:edges o:transforms o:registration o:refusals o:batches",
+    "ops/projection.py":
+        "o:projection o:elementwise o:edges o:transforms o:registration o:refusals o:batches",
     "ops/quantize.py": "o:int8_linear o:edges o:registration",
     "ops/reference.py": "o:attention o:edges",
     "ops/registry.py": "o:registration o:attention o:transforms o:edges",

@@ -396,7 +396,7 @@ def test_a_constant_v_of_any_size_comes_out_as_it_is(size: float) -> None:
 
 
 @over("interpreter")
-def test_keys_of_v_in_e4m3_lie_in_the_order_of_p(on: Implementation) -> None:
+def test_v_in_e4m3_lies_in_the_order_of_p(on: Implementation) -> None:
     """Keys of v are permuted as P is: a wrong order would leave nothing of the output.
 
     The interpreter's e4m3 casts are wrong for a few values in a hundred, so only coarsely.
@@ -461,7 +461,7 @@ def test_smoothing_removes_what_all_keys_share() -> None:
 
 
 @over("reference", "interpreter")
-def test_a_query_with_nan_stays_visible_and_alone(on: Implementation) -> None:
+def test_nan_in_a_query_stays_visible_in_its_own_row(on: Implementation) -> None:
     q, k, v = (torch.randn(1, 70, 64) for _ in range(3))
     q[0, 3, 5] = float("nan")
     out = attention_skip(q, k, v, AttentionSpec(heads=1, pv="fp16", impl=on.impl))

@@ -85,7 +85,7 @@ _SMALL = {
         "form": ["channel", "affine", "element", "plain-norm"],
     },
 )  # fmt: skip
-def test_a_skip_with_its_norm_is_both_bit_for_bit(
+def test_a_skip_and_its_norm_in_one_pass_equal_two_passes_bit_for_bit(
     on: Implementation,
     channels: int,
     stream: torch.dtype,
@@ -132,7 +132,7 @@ _NORMS = {"form": ["modulation", "affine", "per-token"], "channels": [100, 1536,
 
 
 @over(reference=_NORMS, gpu=_NORMS)
-def test_a_modulated_norm_is_fp64_s_rounded_once(
+def test_a_modulated_norm_is_one_rounding_from_fp64(
     on: Implementation, form: str, channels: int
 ) -> None:
     x = on.randn(2, 333, 3 * channels, dtype=BF16)[..., channels : 2 * channels]

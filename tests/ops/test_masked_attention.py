@@ -106,7 +106,9 @@ def test_16_bit_inputs_take_an_added_mask_of_any_float(on: Implementation) -> No
         pytest.param(torch.ones(TOKENS, TOKENS).bool(), True, "causal", id="causal-too"),
     ],
 )
-def test_other_masks_are_refused(mask: torch.Tensor, causal: bool, says: str) -> None:
+def test_a_mask_of_another_shape_or_dtype_is_refused(
+    mask: torch.Tensor, causal: bool, says: str
+) -> None:
     x = torch.zeros(BATCH, TOKENS, HEADS * DIM)
     with pytest.raises(errors.MaskError, match=says):
         masked_attention(x, x, x, mask, AttentionSpec(heads=HEADS, causal=causal))

@@ -468,7 +468,7 @@ def bytes_sent(rank: int) -> None:
     assert counts["boundary"] == tokens + statistics and "statistics" not in counts
 
 
-def test_bytes_on_the_wire() -> None:
+def test_ranks_send_the_bytes_that_the_formulas_say() -> None:
     on_ranks(2, bytes_sent)
 
 
@@ -495,7 +495,7 @@ def two_sequences(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_sequences_beside_each_other() -> None:
+def test_sequences_beside_each_other_do_not_mix() -> None:
     on_ranks(4, two_sequences)
 
 

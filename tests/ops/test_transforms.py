@@ -222,7 +222,7 @@ def test_gradients_of_torch_func_are_those_of_autograd(case: Case) -> None:
 
 
 @every
-def test_vmap_is_a_loop(case: Case) -> None:
+def test_vmap_gives_what_a_loop_gives(case: Case) -> None:
     several = [case.inputs(seed) for seed in range(3)]
     stacked = tuple(torch.stack(xs) for xs in zip(*several, strict=True))
     together = torch.func.vmap(lambda *xs: case(*xs))(*stacked)
