@@ -204,9 +204,10 @@ def made(
     """q, k and v, NaN where a key is not seen, and the other arguments of `attention_lse`."""
     dtype = case.dtype or (BF16 if on.name == "gpu" else FP32)
     channels = case.heads * case.dim
-    q, k, v = (on.randn(case.batch, n, channels) for n in (case.n_q, case.n_kv, case.n_kv))
+    q, k = (on.randn(case.batch, n, channels) for n in (case.n_q, case.n_kv))
     if on.name != "gpu":
         k = k + on.randn(channels)
+    v = on.randn(case.batch, case.n_kv, channels)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     if case.n_q == case.n_kv:
         q, k, v = torch.cat([q, k, v], -1).chunk(3, -1)
@@ -217,11 +218,13 @@ def made(
         k, v = k.clone(), v.clone()
         for b, n in enumerate(case.lengths):
             k[b, n:], v[b, n:] = float("nan"), float("nan")
+    of_a_head, across = (
+        on.randn(size).abs() if on.name == "gpu" else torch.rand(size)
+        for size in (case.dim, channels)
+    )
     weight, biases = None, [None, None]
     if case.norm is not None:
-        size = channels if case.norm == "across" else case.dim
-        drawn = on.randn(size).abs() if on.name == "gpu" else torch.rand(size)
-        weight = (drawn + 0.5).to(dtype)
+        weight = ((across if case.norm == "across" else of_a_head) + 0.5).to(dtype)
     if case.norm == "layer":
         biases = [on.randn(case.dim, dtype=dtype) for _ in range(2)]
     arguments = {
