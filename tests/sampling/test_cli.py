@@ -128,7 +128,7 @@ def test_doctor_names_remedies(monkeypatch, capsys) -> None:
     from turbo_rcm_patch.sampling import doctor
 
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "diffusers" else "1")
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "diffusers" else "1")
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "pip install diffusers" in text
@@ -138,7 +138,7 @@ def test_doctor_names_remedies(monkeypatch, capsys) -> None:
 def test_doctor_asks_for_triton_only_where_there_is_one(monkeypatch) -> None:
     from turbo_rcm_patch.sampling import doctor
 
-    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    monkeypatch.setattr(doctor, "version_of", lambda name: None)
     states = {}
     for system in ("linux", "darwin", "win32"):
         monkeypatch.setattr(doctor.sys, "platform", system)

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
-from turbo_rcm_patch.output import atomic, check_writable, is_partial
+from turbo_rcm_patch.output import atomic, check_writable, is_partial, write_json
 from turbo_rcm_patch.sampling.generation import Sample
 
 #: The list of the files that comparisons wrote into a folder. Without it a folder is not ours.
@@ -132,9 +132,8 @@ class Store:
 
     def _write_list(self) -> None:
         about = "Files in this folder that turbo_rcm_patch wrote and may remove or replace."
-        text = json.dumps({"about": about, "format": 1, "files": sorted(self._ours)}, indent=1)
-        with atomic(self.out / MARKER) as path:
-            path.write_text(text + "\n", encoding="utf-8")
+        known = {"about": about, "format": 1, "files": sorted(self._ours)}
+        write_json(self.out / MARKER, known)
 
     def _has(self, name: str) -> bool:
         return name in self._ours and (self.out / name).is_file()
@@ -209,15 +208,9 @@ class Store:
 
     def write_json(self, name: str, value: object) -> Path:
         """Write a JSON file, floats that JSON lacks as strings."""
-        return self.write_text(name, json.dumps(to_json(value), indent=1) + "\n")
-
-    def write_text(self, name: str, text: str) -> Path:
-        """Write a text file."""
         self.claim(name)
-        target = self.out / name
-        with atomic(target) as path:
-            path.write_text(text, encoding="utf-8")
-        return target
+        write_json(self.out / name, to_json(value))
+        return self.out / name
 
     def _latents(self, key: str, variant: str) -> str:
         return f"latents/{key}.{variant}.safetensors"
