@@ -1,7 +1,8 @@
 """Shared test set-up: which tests run where, seeds, and poisoned memory.
 
 GPU tests carry the marker `gpu`. They are left out unless `-m` names it; when it does and there is
-no GPU they fail, because a suite that was asked for and silently skipped proves nothing.
+no GPU they fail, because a suite that was asked for and silently skipped proves nothing. Tests
+with the marker `interpreter` run in a process with Triton's interpreter on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import interpreter
 from tests.poison import poisoned_memory
+
+_INTERPRETER = interpreter.Interpreter()
 
 # Examples are drawn from a fixed seed, and no deadline: the first call of an operator is slow on a
 # busy machine.
@@ -63,6 +67,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.fail("the GPU suite was asked for, but torch sees no GPU", pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if interpreter.HERE or not pyfuncitem.get_closest_marker("interpreter"):
+        return None
+    _INTERPRETER.run(pyfuncitem)
+    return True
+
+
+def pytest_unconfigure() -> None:
+    _INTERPRETER.stop()
 
 
 @pytest.fixture(autouse=True)

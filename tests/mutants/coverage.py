@@ -61,13 +61,15 @@ _TESTS = {
     "ops/emulation.py": "o:attention o:edges",
     "ops/exchange.py": "o:parallel p:parallel_patched p:parallel_graphs",
     "ops/fingerprint.py": "o:fingerprint p:int8_copies",
-    "ops/fused.py": "o:attention o:dispatch o:edges o:transforms o:registration o:batches",
+    "ops/fused.py":
+        "o:projection o:attention o:dispatch o:edges o:transforms o:registration o:batches",
     "ops/gradients.py": "o:transforms o:registration o:attention",
     "ops/int8_linear.py": "o:int8_linear o:edges o:transforms o:registration o:batches",
     "ops/modes.py": "o:transforms o:edges p:transforms",
     "ops/operation.py": "o:registration o:transforms",
     "ops/parallel.py": "o:parallel p:parallel_patched",
-    "ops/projection.py": "o:projection o:edges o:transforms o:registration o:refusals o:batches",
+    "ops/projection.py":
+        "o:projection o:elementwise o:edges o:transforms o:registration o:refusals o:batches",
     "ops/quantize.py": "o:int8_linear o:edges o:registration",
     "ops/reference.py": "o:attention o:edges",
     "ops/registry.py": "o:registration o:attention o:transforms o:exact_heads o:edges",
@@ -83,37 +85,39 @@ _TESTS = {
     "sampling/verdict.py": "s:verdict s:compare",
 }  # fmt: skip
 
-#: Part of a path -> what runs in Triton's interpreter: tests/kernels/interpreted_linear.py.
+#: Part of a path -> which of the test files have tests of its kernels in Triton's interpreter.
 _KERNELS = {
-    "patching/branches.py": "patching",
-    "ops/attention.py": "attention",
-    "ops/batches.py": "attention projection",
-    "ops/denoise.py": "projection",
-    "ops/elementwise.py": "projection patching",
-    "ops/fingerprint.py": "fingerprint",
-    "ops/fused.py": "attention",
-    "ops/int8_linear.py": "linear",
-    "ops/parallel.py": "parallel",
-    "ops/projection.py": "projection",
-    "ops/quantize.py": "linear",
-    "ops/registry.py": "patching attention",
-    "ops/shards.py": "parallel",
-    "ops/sparse_linear.py": "sparse",
-    "ops/streams.py": "projection",
+    "patching/branches.py": "p:kernels",
+    "ops/attention.py": "o:attention",
+    "ops/batches.py": "o:attention o:projection",
+    "ops/denoise.py": "o:denoise",
+    "ops/elementwise.py": "o:elementwise p:kernels",
+    "ops/fingerprint.py": "o:fingerprint",
+    "ops/fused.py": "o:attention",
+    "ops/int8_linear.py": "o:int8_linear",
+    "ops/parallel.py": "o:parallel",
+    "ops/projection.py": "o:projection",
+    "ops/quantize.py": "o:int8_linear",
+    "ops/registry.py": "p:kernels o:attention",
+    "ops/shards.py": "o:parallel",
+    "ops/sparse_linear.py": "o:sparse_linear",
+    "ops/streams.py": "o:streams",
 }
 
 
-def kernel_tests_of(file: str) -> list[str]:
-    """The tests of the kernels that a file of the package starts."""
-    names = next((names for part, names in _KERNELS.items() if part in file), "")
-    return [f"tests/kernels/interpreted_{name}.py" for name in names.split()]
-
-
-def tests_of(file: str) -> list[str]:
-    """The test files that cover a file of the package."""
-    names = next((names for part, names in _TESTS.items() if part in file), "")
+def _files(names: str) -> list[str]:
     found = []
     for name in names.split():
         folder, _, rest = name.rpartition(":")
         found.append(f"tests/{_FOLDERS.get(folder, '')}test_{rest}.py")
-    return found or ["tests"]
+    return found
+
+
+def kernel_tests_of(file: str) -> list[str]:
+    """The test files whose interpreter tests run the kernels that a file of the package starts."""
+    return _files(next((names for part, names in _KERNELS.items() if part in file), ""))
+
+
+def tests_of(file: str) -> list[str]:
+    """The test files that cover a file of the package."""
+    return _files(next((names for part, names in _TESTS.items() if part in file), "")) or ["tests"]

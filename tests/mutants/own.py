@@ -153,9 +153,9 @@ OWN = [
     Own("the prologue's lengths are not clamped", f"{KERNELS}prologue.py",
         "limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_tokens)).to(tl.int32)",
         "limit = tl.load(lengths_ptr + b).to(tl.int32)",
-        ("tests/kernels/interpreted_attention.py", "-k", "lengths"), interpreted=True),
+        ("tests/ops/test_attention.py", "-k", "lengths"), interpreted=True),
     Own("the attention's lengths are not clamped", f"{KERNELS}attention.py",
         "limit = tl.maximum(0, tl.minimum(tl.load(lengths_ptr + b), n_kv)).to(tl.int32)",
         "limit = tl.load(lengths_ptr + b).to(tl.int32)",
-        ("tests/kernels/interpreted_attention.py", "-k", "lengths"), interpreted=True),
+        ("tests/ops/test_attention.py", "-k", "lengths"), interpreted=True),
 ]  # fmt: skip

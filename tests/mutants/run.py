@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from tests import processes
+from tests import interpreter, processes
 from tests.mutants.automatic import ROOT
 
 __all__ = ["Job", "cells_that_fail", "preload", "run_job"]
@@ -245,6 +245,9 @@ def _tested(tests: list[str], without: Iterable[str] = ()) -> str:
     """The first test that fails, or "" if none does."""
     import pytest
 
+    # Another process would import the file as it is. So the kernels' tests are for a process in
+    # which Triton interprets.
+    marked = "interpreter" if interpreter.HERE else "not gpu and not interpreter"
     first = _FirstFailure()
     os.chdir(ROOT)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -257,6 +260,8 @@ def _tested(tests: list[str], without: Iterable[str] = ()) -> str:
                 "-p",
                 "no:xdist",
                 "--timeout=300",
+                "-m",
+                marked,
                 *(f"--deselect={one}" for one in without),
                 *tests,
             ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.implementations import Implementation, over
 from turbo_rcm_patch import errors
 from turbo_rcm_patch.ops import denoise_step
 from turbo_rcm_patch.ops.denoise import denoise_forward
@@ -19,7 +20,7 @@ def numbers(*values: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_is_the_skip_and_then_the_noise_in_fp64(dtype: torch.dtype) -> None:
+def test_a_step_is_the_skip_and_then_the_noise_in_fp64(dtype: torch.dtype) -> None:
     x = torch.randn(SHAPE, dtype=torch.float64)
     v, eps = torch.randn(SHAPE).to(dtype), torch.randn(SHAPE)
     t, t_next = 0.98765, 0.93378
@@ -29,13 +30,42 @@ def test_is_the_skip_and_then_the_noise_in_fp64(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-15)
 
 
-def test_without_noise_and_with_strided_inputs() -> None:
+NOISY = [pytest.param(False, id="last-step"), pytest.param(True, id="re-noising")]
+
+
+@over(
+    interpreter={
+        "dtype": [torch.float64, torch.float32, torch.float16],
+        "noisy": NOISY,
+        "shape": [(2, 3, 5, 7, 11)],
+    },
+    gpu={
+        "dtype": [torch.float64, torch.float32, torch.bfloat16],
+        "noisy": NOISY,
+        "shape": [(2, 5, 16, 30, 52)],
+    },
+)
+def test_the_kernel_s_step_is_that_of_the_reference_to_the_last_bits_of_fp64(
+    on: Implementation, dtype: torch.dtype, noisy: bool, shape: tuple[int, ...]
+) -> None:
+    x = on.randn(*shape, dtype=torch.float64).transpose(1, 2)
+    branch = on.randn(*x.shape, dtype=dtype)
+    noise = on.randn(*x.shape) if noisy else None
+    c = torch.tensor([[0.1, 5.0], [-0.7, 5.0], [0.9, 5.0]], dtype=torch.float64, device=on.device)
+    out = denoise_step(x, branch, noise, c[:, 0], impl=on.impl)
+    assert out.dtype == torch.float64
+    expected = denoise_step(x, branch, noise, c[:, 0], impl="reference")
+    near = {"interpreter": 1e-15, "gpu": 1e-14}[on.name]
+    torch.testing.assert_close(out, expected, rtol=0, atol=near)
+
+
+def test_a_step_without_noise_takes_strided_inputs() -> None:
     x, v = torch.randn(4, 6), torch.randn(6, 4).T
     out = denoise_step(x, v, None, numbers(0.5, -2.0, 7.0))
     torch.testing.assert_close(out, 0.5 * x.double() - 2 * v.double(), rtol=0, atol=1e-15)
 
 
-def test_gradients_and_registration() -> None:
+def test_gradients_are_the_coefficients_and_the_registration_passes_opcheck() -> None:
     leaves = [torch.randn(SHAPE, requires_grad=True) for _ in range(3)]
     c = numbers(0.3, -0.5, 0.2)
     torch.library.opcheck(denoise_forward.registered, (*leaves, c, "reference"))

@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.implementations import Implementation, over
+from tests.measures import relative_l2
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
+from turbo_rcm_patch.kernels.portable import project as project_file
 from turbo_rcm_patch.ops import (
     norm_modulate,
     norm_modulate_streams,
@@ -15,6 +18,9 @@ from turbo_rcm_patch.ops import (
 )
 from turbo_rcm_patch.ops.streams import norm_streams, project_streams
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+FP32, FP16 = torch.float32, torch.float16
 LENGTHS = [(7, 13), (13,), (1, 5, 2), (0, 4)]
 
 
@@ -28,8 +34,8 @@ def rows(lengths: tuple[int, ...], channels: int = 24) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("form", ["modulation", "affine"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_is_that_of_each_stream(
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_norm_of_streams_is_that_of_each(
     lengths: tuple[int, ...], form: str, dtype: torch.dtype
 ) -> None:
     xs = [x.to(dtype) for x in streams(lengths)]
@@ -45,8 +51,8 @@ def test_norm_is_that_of_each_stream(
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("cast", ["fp32", "model"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_projection_closes_each_stream(
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_projection_closes_the_skip_of_each_stream(
     lengths: tuple[int, ...], cast: str, dtype: torch.dtype
 ) -> None:
     x, weight, bias = torch.randn(2, sum(lengths), 16), torch.randn(24, 16), torch.randn(24)
@@ -63,7 +69,69 @@ def test_projection_closes_each_stream(
         torch.testing.assert_close(y, one, **near)  # type: ignore[call-overload]
 
 
-def test_model_cast_is_the_author_s_arithmetic() -> None:
+@over(
+    interpreter={
+        "dtype": [FP32, FP16],
+        "form": ["modulation", "affine"],
+    }
+)
+def test_the_kernel_s_norm_of_streams_is_near_fp64(
+    on: Implementation, dtype: torch.dtype, form: str
+) -> None:
+    lengths, channels = (9, 0, 37), 100
+    xs = [on.randn(2, 40, channels, dtype=dtype)[:, :n] for n in lengths]
+    scale, shift = ([on.randn(2, 1, channels) for _ in lengths] for _ in range(2))
+    given = {"scale": scale, "shift": shift, "form": form, "eps": 1e-5, "impl": on.impl}
+    out = norm_modulate_streams(xs, **given)
+    other = FP16 if dtype == FP32 else FP32
+    converted = norm_modulate_streams(xs, **given, out_dtype=other)
+    assert converted.dtype == other and relative_l2(converted, out) < 4e-4
+    one = form == "modulation"
+    truth = torch.cat(
+        [
+            F.layer_norm(x.double(), (channels,), eps=1e-5) * (one + a) + b
+            for x, a, b in zip(xs, scale, shift, strict=True)
+        ],
+        dim=1,
+    )
+    assert out.is_contiguous() and out.dtype == dtype
+    assert relative_l2(out, truth) < (1e-6 if dtype == FP32 else 4e-4)
+
+
+@over(
+    interpreter={
+        "cast": ["fp32", "model"],
+        "library": [pytest.param(False, id="own-kernel"), pytest.param(True, id="library")],
+    }
+)
+def test_the_kernel_s_projection_of_streams_is_near_fp64(
+    on: Implementation, cast: str, library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library:
+        monkeypatch.setattr(project_file, "by_library", lambda x: True)
+    lengths = (9, 0, 37)
+    x = on.randn(2, 46, 3 * 72, dtype=FP16)[..., 72:144]
+    weight, bias = on.randn(100, 72, dtype=FP16), on.randn(100, dtype=FP16)
+    residuals = [on.randn(2, 40, 100, dtype=FP16)[:, :n] for n in lengths]
+    gates = [on.randn(2, 1, 100, dtype=FP16) for _ in lengths]
+    given = {"c_out": gates, "cast": cast, "impl": on.impl}
+    outs = project_skip_streams(x, weight, bias, residuals=residuals, **given)
+    wide = project_skip_streams(
+        x, weight, bias, residuals=[r.float() for r in residuals], out_dtype=FP32, **given
+    )
+    for one, out in zip(wide, outs, strict=True):
+        assert one.dtype == FP32
+        if one.numel():
+            assert relative_l2(out, one) < 1.5e-3
+    branch = F.linear(x.double(), weight.double(), bias.double()).split(lengths, dim=1)
+    for out, residual, gate, part in zip(outs, residuals, gates, branch, strict=True):
+        assert out.is_contiguous() and out.shape == residual.shape
+        truth = residual.double() + gate.double() * part
+        if len(truth[0]):
+            assert relative_l2(out, truth) < 1.5e-3
+
+
+def test_with_the_model_s_cast_a_projection_is_the_author_s_arithmetic() -> None:
     dtype = torch.bfloat16
     x, weight, bias = torch.randn(2, 9, 16), torch.randn(24, 16), torch.randn(24)
     x, weight, bias = (tensor.to(dtype) for tensor in (x, weight, bias))
@@ -74,7 +142,7 @@ def test_model_cast_is_the_author_s_arithmetic() -> None:
         assert torch.equal(y, r + g * part)
 
 
-def test_registered_with_gradients() -> None:
+def test_the_registrations_pass_opcheck_with_gradients() -> None:
     def leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.requires_grad_() for tensor in tensors]
 

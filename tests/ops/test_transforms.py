@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tests.implementations import Implementation, over
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import GradientError
 
@@ -172,8 +173,33 @@ def test_a_forward_derivative_is_the_transpose_of_the_backward_one(case: Case) -
         ), index
 
 
+_ATTENTIONS = {"attention": ["int8", "exact"]}
+
+
+@over(reference=_ATTENTIONS, gpu=_ATTENTIONS)
+def test_a_forward_derivative_through_norm_attention_and_projection_is_that_transpose_too(
+    on: Implementation, attention: str
+) -> None:
+    """<J t, g> = <t, J^T g>; on a GPU the forward is the kernels'."""
+    q, weight = on.randn(2, 70, 128), on.randn(128, 128)
+    spec = ops.AttentionSpec(heads=2, attention=attention)  # type: ignore[arg-type]
+
+    def run(x: Tensor) -> Tensor:
+        y = ops.norm_modulate(x, scale=x[:, :1])
+        return ops.attention_project_skip(y, y, y, weight, None, spec, residual=x)
+
+    leaf = q.clone().requires_grad_()
+    out = run(leaf)
+    g, t = torch.randn_like(out), torch.randn_like(q)
+    (gradient,) = torch.autograd.grad(out, leaf, g)
+    _, tangent = torch.func.jvp(run, (q,), (t,))
+    near = 1e-3 if on.name == "reference" else 5e-2
+    assert float((tangent * g).sum()) == pytest.approx(float((t * gradient).sum()), rel=near)
+    assert float(tangent.norm()) > 1
+
+
 @every
-def test_dual_tensors_without_torch_func(case: Case) -> None:
+def test_dual_tensors_without_torch_func_have_the_same_derivative(case: Case) -> None:
     inputs = case.inputs()
     tangents = tuple(torch.randn_like(x) for x in inputs)
     _, expected = torch.func.jvp(lambda *xs: case(*xs), inputs, tangents)
@@ -185,7 +211,7 @@ def test_dual_tensors_without_torch_func(case: Case) -> None:
 
 
 @every
-def test_gradients_of_torch_func(case: Case) -> None:
+def test_gradients_of_torch_func_are_those_of_autograd(case: Case) -> None:
     inputs = case.inputs()
     leaves = tuple(x.clone().requires_grad_() for x in inputs)
     outputs = case(*leaves)
@@ -196,7 +222,7 @@ def test_gradients_of_torch_func(case: Case) -> None:
 
 
 @every
-def test_vmap_is_a_loop(case: Case) -> None:
+def test_vmap_gives_what_a_loop_gives(case: Case) -> None:
     several = [case.inputs(seed) for seed in range(3)]
     stacked = tuple(torch.stack(xs) for xs in zip(*several, strict=True))
     together = torch.func.vmap(lambda *xs: case(*xs))(*stacked)
@@ -207,7 +233,7 @@ def test_vmap_is_a_loop(case: Case) -> None:
 
 
 @every
-def test_a_batch_of_cotangents(case: Case) -> None:
+def test_a_batch_of_cotangents_gives_the_gradients_of_each(case: Case) -> None:
     """vmap over the backward pass of a forward that ran outside it."""
     leaves = tuple(x.requires_grad_() for x in case.inputs())
     outputs = case(*leaves)
@@ -229,7 +255,7 @@ def test_int8_attention_has_the_derivative_of_the_exact_one() -> None:
         assert torch.equal(ours, exact) and float(ours.norm()) > 0.1
 
 
-def test_one_launch_has_a_forward_derivative() -> None:
+def test_one_launch_has_the_forward_derivative_of_two() -> None:
     one = Case("one-launch", projected("one-launch"), named("two-launch").shapes)
     inputs = one.inputs()
     tangents = tuple(torch.randn_like(x) for x in inputs)
@@ -238,7 +264,9 @@ def test_one_launch_has_a_forward_derivative() -> None:
     assert distance(ours, exact) < 1e-6
 
 
-def test_attention_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_derivatives_of_attention_do_not_depend_on_its_chunks_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Forward and vmap do not depend on how many rows are computed at a time."""
     inputs = named("attention").inputs()
     tangents = tuple(torch.randn_like(x) for x in inputs)
@@ -251,7 +279,7 @@ def test_attention_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert distance(a, b) < 1e-6
 
 
-def test_a_second_derivative() -> None:
+def test_a_second_derivative_is_that_of_plain_torch() -> None:
     """Forward over reverse through attention, against plain torch."""
     q, k, v = (torch.randn(1, 6, 8, dtype=torch.float32) for _ in range(3))
     spec = ops.AttentionSpec(heads=1, attention="exact")
@@ -270,7 +298,7 @@ def test_a_second_derivative() -> None:
 
 @pytest.mark.parametrize("dual", [True, False], ids=["dual", "torch.func"])
 @pytest.mark.parametrize("what", ["rows", "rows-linear", "sparse"])
-def test_what_has_no_derivative_refuses_one(what: str, dual: bool) -> None:
+def test_an_operation_without_a_derivative_refuses_to_give_one(what: str, dual: bool) -> None:
     def run(x: Tensor) -> Tensor:
         if what == "rows":
             return ops.norm_modulate_rows(x).scale
@@ -293,7 +321,7 @@ def test_what_has_no_derivative_refuses_one(what: str, dual: bool) -> None:
         torch.func.grad(lambda x: run(x).sum())(x)
 
 
-def test_transforms_inside_a_compiled_function() -> None:
+def test_a_transform_inside_a_compiled_function_gives_the_same() -> None:
     case = named("attention")
     inputs = case.inputs()
     tangents = tuple(torch.randn_like(x) for x in inputs)

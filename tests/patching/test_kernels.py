@@ -1,5 +1,4 @@
-"""A patched model whose kernels run in Triton's interpreter; run by test_interpreter.py in a
-process of its own."""
+"""A patched model whose kernels run in Triton's interpreter, in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from tests.patching.wan import CASES, Case, relative, run
 from turbo_rcm_patch import patched
 from turbo_rcm_patch.patching import branches
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 IMAGE = next(case for case in CASES if case.image)
 

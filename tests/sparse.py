@@ -1,0 +1,41 @@
+"""What tests of sparse-linear attention share: weights of its linear branch, and the blocks of
+keys that the kernels choose."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.inputs import attention_inputs
+from turbo_rcm_patch.ops import Sparsity
+from turbo_rcm_patch.ops.reference import split_heads
+from turbo_rcm_patch.ops.sparse_reference import block_map
+
+__all__ = ["chosen_blocks", "proj_l"]
+
+
+def proj_l(dim: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Random: the author's starts at zero, which would hide the linear branch."""
+    weight = torch.randn(dim, dim, device=device) * dim**-0.5
+    return weight, torch.randn(dim, device=device)
+
+
+def chosen_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, sparsity: Sparsity
+) -> torch.Tensor:
+    """The kernels' block map, after comparing it with the reference's."""
+    from turbo_rcm_patch.kernels.portable.sparse_attention import largest_scores, prepare_tokens
+    from turbo_rcm_patch.kernels.portable.sparse_attention import linear_branch as branch_of
+
+    geometry = {"block_q": sparsity.block_q, "block_k": sparsity.block_k}
+    dim, count = q.shape[2] // heads, sparsity.count(k.shape[1])
+    inputs = attention_inputs(q, k, v, heads=heads)
+    tokens = prepare_tokens(inputs, block_q=sparsity.block_q)
+    eye = torch.eye(dim, device="cuda")
+    branch = branch_of(k, v, tokens.k_mean, eye, None, heads=heads, block_k=sparsity.block_k)
+    chosen = largest_scores(tokens.q_pooled @ branch.k_pooled.transpose(-1, -2), count)
+    qh, kh = (split_heads(x, heads).float() for x in (q, k))
+    expected = block_map(qh, kh, count=count, dtype=q.dtype, **geometry)
+    assert (chosen[..., 1:] > chosen[..., :-1]).all()
+    differing = (chosen != expected).any(-1).double().mean()
+    assert differing < 0.1, f"{differing:.1%} of the blocks of queries"
+    return chosen.long()
