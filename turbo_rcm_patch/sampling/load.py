@@ -320,6 +320,8 @@ def loading(
             yield
     except LOAD_ERRORS as why:
         said = f"{type(why).__name__}: {first_line(why)}"
+        if str(why).startswith("Failed to import"):  # It is no fault of the files.
+            remedy = "Run `turbo-rcm-patch doctor`: it says which versions of the packages work"
         raise error(f"{failed} ({said})", expected=expected, remedy=remedy) from why
 
 
@@ -429,11 +431,12 @@ def _offload_by_groups(pipe: DiffusionPipeline, device: torch.device) -> None:
 
 def first_line(error: BaseException) -> str:
     """Shorten another library's message to fit into one of ours, without its advice to read files
-    unsafely."""
+    unsafely. Of an import that failed because of another the last line says why."""
     text = str(error).strip()
     if "weights_only" in text:
         return "it holds more than weights, and was not executed"
-    return text.splitlines()[0][:200] if text else "no message"
+    lines = text.splitlines() or ["no message"]
+    return lines[-1 if lines[0].startswith("Failed to import") else 0][:200]
 
 
 def load_skeleton(model: str | Path) -> WanPipeline:
