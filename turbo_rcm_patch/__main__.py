@@ -260,7 +260,8 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     _add_model(command)
     _add_sampling(command)
     options = {
-        "--out PATH": "an .mp4 file, or a folder (default: %(default)s)",
+        "--out PATH": "an .mp4 file, which is replaced if it is there, or a folder (default: "
+        "%(default)s)",
         "--resume": "keep videos that are there and were made by the same command, from the same "
         "prompt and seed. What a video was made from is written beside it, in a .json",
         "--no-patch": "do not patch the model",

@@ -284,3 +284,17 @@ def test_packages_that_do_not_fit_together_are_no_fault_of_the_folder(
     said = str(caught.value)
     assert "cannot import name 'HybridCache'" in said and "look up" not in said
     assert "turbo-rcm-patch doctor" in said and "original folder" not in said
+
+
+def test_a_skeleton_from_the_hub_without_a_connection_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """diffusers then says that the model has no config.json."""
+    import diffusers
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("a/b does not appear to have a file named config.json.")
+
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "load_config", offline)
+    with pytest.raises(ModelFolderError, match="the connection, or download the folder first"):
+        load_skeleton("somebody/some-model")

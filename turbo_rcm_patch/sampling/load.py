@@ -481,7 +481,9 @@ def _empty_transformer(folder: Path | str, name: str) -> ModelMixin:
             ModelFolderError,
             f"{folder}: no usable {name}/config.json",
             expected=f"the configuration of one of {', '.join(known)}",
-            remedy="Check the path; for another class call find_pairs on the loaded model",
+            remedy="Check the path; for another class call find_pairs on the loaded model"
+            if local
+            else "Check the spelling and the connection, or download the folder first",
         ),
         torch.device("meta"),
     ):

@@ -111,7 +111,7 @@ class Store:
                     path.unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """Remove the earlier files that were not replaced, and folders of ours that are empty then;
+        """Remove the earlier files that were not replaced, and our folders that are empty then:
         the comparison is complete."""
         if not self._earlier:
             return
@@ -302,8 +302,8 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
 
 
 def _listed(folder: Path) -> tuple[set[str], set[str]] | None:
-    """The files that comparisons wrote into a folder, and those among them that were there when the
-    last one started again; None if it is not a folder of ours."""
+    """The files that comparisons wrote into a folder, and those among them that were there when
+    the last one started again; None if it is not a folder of ours."""
     path = folder / MARKER
     if not _is_there(path):
         return None
