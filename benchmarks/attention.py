@@ -19,25 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import runner
 from benchmarks.machine import ceilings, exponential_ceiling, measured_ceilings
-from benchmarks.runner import (
-    REL_L2,
-    Column,
-    Entrant,
-    Journal,
-    Method,
-    Plan,
-    Record,
-    Shape,
-    compete,
-    errors_to,
-    finish,
-    free,
-    input_sets,
-    random_normal,
-    run_cases,
-    times,
-)
+from benchmarks.runner import REL_L2, Column, Entrant, Journal, Method, Plan, Record, Shape
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call, attention_fp64, print_line, some_rows
 from turbo_rcm_patch.config import PVDType
@@ -48,7 +32,7 @@ WRONG: Final = 0.1
 #: Rows of the output that are compared with fp64.
 ROWS: Final = 256
 _COLUMNS: Final = (
-    Column("case", 16), Column("method", 16), *times(), Column("TOPS", 7, "tops", ".1f"),
+    Column("case", 16), Column("method", 16), *runner.times(), Column("TOPS", 7, "tops", ".1f"),
     Column("kernel", 7, "kernel_tops", ".1f"), Column("graph", 7, "graph_tops", ".1f"),
     Column("relL1", 8, "error.relative_l1", ".5f"), Column("cosine", 9, "error.cosine", ".6f"),
     REL_L2,
@@ -143,7 +127,7 @@ def run(plan: Plan) -> int:
     """Measure and write `attention.json`; 0 if everything of ours was right."""
     cases = attention_cases(micro=plan.micro)
     found: list[str] = []
-    code = run_cases(
+    code = runner.run_cases(
         plan,
         "attention",
         _COLUMNS,
@@ -174,25 +158,28 @@ def _ceilings(journal: Journal) -> None:
     if journal.device.type == "cuda":
         measured = measured_ceilings(journal.device)
         journal.header["ceilings"] |= {"plain calls on this card": measured}
-        free(journal.device)
+        runner.free(journal.device)
 
 
 def _case(case: AttentionCase, peers: list[str], journal: Journal, *, found: list[str]) -> bool:
     """One case; whether ours were right. What it comes to is added to `found`."""
     plan, device, shape = journal.plan, journal.device, case.shape
     bytes_a_set = 3 * 2 * shape.batch * shape.q_tokens * shape.channels
-    sets = [random_normal(shape, device, plan.seed + i) for i in range(input_sets(bytes_a_set))]
+    sets = [
+        runner.random_normal(shape, device, plan.seed + i)
+        for i in range(runner.input_sets(bytes_a_set))
+    ]
     rows = some_rows(shape.q_tokens, ROWS, device)
     q, k, v = sets[0]
     begin = time.monotonic()
-    entrants = compete(
+    entrants = runner.compete(
         [
             method
             for method in attention_methods(shape.heads)
             if method.name in peers and (case.peers or method.name in (*OURS, "torch cuDNN"))
         ],
         sets,
-        errors_to(attention_fp64(q[:, rows], k, v, shape.heads), rows),
+        runner.errors_to(attention_fp64(q[:, rows], k, v, shape.heads), rows),
         journal,
         plan.effort(250.0, 100, quick=(100.0, 30)),
         shape.name,
@@ -209,7 +196,7 @@ def _case(case: AttentionCase, peers: list[str], journal: Journal, *, found: lis
         "input_sets": len(sets),
         "observed": journal.watch.since(begin),
     }
-    finish(entrants, journal, shape.name, record)
+    runner.finish(entrants, journal, shape.name, record)
     clock = record["observed"]["sm_clock_mhz"]
     if isinstance(clock, dict):
         ceiling = exponential_ceiling(device, shape.head_dim, clock["median"])

@@ -10,15 +10,14 @@ the portable kernel runs near the second, and Hopper's own kernel between them.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.output import write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,17 +208,13 @@ def run(
                             good = False
                         else:
                             found = estimate(card, result, result["tile"], head_dim, pv)
-                            row |= {"estimate": {
-                                field: getattr(found, field) for field in Estimate.__slots__
-                            }}  # fmt: skip
+                            row["estimate"] = asdict(found)
                         rows.append(row)
                         print(line(row), flush=True)
         finally:
             compiler.close()
-    cards = {name: {f: getattr(card, f) for f in Card.__slots__} for name, card in CARDS.items()}
-    out.mkdir(parents=True, exist_ok=True)
-    with atomic(out / "cards.json") as path:
-        path.write_text(json.dumps({"cards": cards, "rows": rows}, indent=1) + "\n", "utf-8")
+    cards = {name: asdict(card) for name, card in CARDS.items()}
+    write_json(out / "cards.json", {"cards": cards, "rows": rows})
     return 0 if good else 1
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks import runner
 from benchmarks.networks import (
     compiled,
     network_of,
@@ -25,17 +26,7 @@ from benchmarks.networks import (
     setting,
     sizes_of,
 )
-from benchmarks.runner import (
-    Column,
-    Journal,
-    Plan,
-    Record,
-    Variant,
-    Wrong,
-    one_by_one,
-    run_cases,
-    wait,
-)
+from benchmarks.runner import Column, Journal, Plan, Record, Variant, Wrong
 from turbo_rcm_patch import PatchReport
 from turbo_rcm_patch.bench import Call, errors_of, time_call
 from turbo_rcm_patch.sampling.measures import highest_precision, upcast
@@ -136,7 +127,7 @@ def run(plan: Plan) -> int:
         "live": "0.3 added to both gate rows of every block",
         "x8": "weights of the query norms times 8",
     }
-    return run_cases(
+    return runner.run_cases(
         plan,
         "fidelity",
         _COLUMNS,
@@ -189,15 +180,15 @@ def _measure(case: Case, wanted: list[str], journal: Journal) -> bool:
                     one |= _chosen(patched)
 
         ways = [way for way in methods() if way.name == _UNPATCHED or way.name in wanted]
-        return one_by_one(journal, case.name, record, ways, measure, "methods")
+        return runner.one_by_one(journal, case.name, record, ways, measure, "methods")
 
 
 def _seconds(call: Call, journal: Journal) -> float:
     """How long one call takes, alone."""
-    wait(journal.device)
+    runner.wait(journal.device)
     begin = time.perf_counter()
     call()
-    wait(journal.device)
+    runner.wait(journal.device)
     return time.perf_counter() - begin
 
 

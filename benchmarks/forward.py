@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from benchmarks import rows, turbo
+from benchmarks import rows, runner, turbo
 from benchmarks.attention import REFERENCE_SOURCE
 from benchmarks.networks import (
     COGVIDEOX,
@@ -30,28 +30,7 @@ from benchmarks.networks import (
     time_variant,
     variants,
 )
-from benchmarks.runner import (
-    PEAK,
-    REL_L2,
-    Column,
-    Enter,
-    Journal,
-    Plan,
-    Record,
-    Variant,
-    as_written,
-    check,
-    chosen,
-    graph_of,
-    number,
-    one_by_one,
-    over,
-    peak_bytes,
-    queued_milliseconds,
-    run_cases,
-    times,
-    wait,
-)
+from benchmarks.runner import PEAK, REL_L2, Column, Enter, Journal, Plan, Record, Variant
 from turbo_rcm_patch import PatchReport
 from turbo_rcm_patch.bench import Call, errors_of, reason_of
 
@@ -66,8 +45,8 @@ _REFERENCE: Final = {
 #: Wanted ratio to it where one is set: with 16-bit linears, and with int8 linears.
 _AIMS: Final = {"1.3b": (1.26, 1.48), "14b": (1.14, 1.44)}
 _COLUMNS: Final = (
-    Column("network", 12), Column("variant", 22), *times(digits=2),
-    Column("of eager", 8, over("eager"), ".3f"), PEAK, REL_L2,
+    Column("network", 12), Column("variant", 22), *runner.times(digits=2),
+    Column("of eager", 8, runner.over("eager"), ".3f"), PEAK, REL_L2,
 )  # fmt: skip
 
 
@@ -75,7 +54,7 @@ def run(plan: Plan) -> int:
     """Measure and write `network.json` (turbo-1.3b: `network_turbo.json`); 0 if everything of ours
     was right."""
     names = [*WAN, *COGVIDEOX]
-    only = chosen("--only", plan.only or ("1.3b",), [*names, turbo.CASE])
+    only = runner.chosen("--only", plan.only or ("1.3b",), [*names, turbo.CASE])
     code = turbo.run(plan) if turbo.CASE in only else 0
     only = [name for name in only if name != turbo.CASE]
     if not only:
@@ -89,7 +68,7 @@ def run(plan: Plan) -> int:
         "reference": f"compile + sageattention 2.2, ms on an H200, {REFERENCE_SOURCE}",
     }
     methods = [variant.name for variant in variants()]
-    return code | run_cases(
+    return code | runner.run_cases(
         dataclasses.replace(plan, only=tuple(only)),
         "network",
         _COLUMNS,
@@ -118,9 +97,9 @@ def _network(name: str, wanted: list[str], journal: Journal) -> bool:
         time_variant(variant, one, network, calls, errors, journal, effort, wrong=BROKEN)
 
     some = [variant for variant in variants() if variant.name in wanted]
-    good = one_by_one(journal, name, record, some, measure)
+    good = runner.one_by_one(journal, name, record, some, measure)
     found: dict[str, Record] = record.setdefault("variants", {})
-    peak, eager_peak = (number(found, one, "peak_bytes") for one in ("patched", "eager"))
+    peak, eager_peak = (runner.number(found, one, "peak_bytes") for one in ("patched", "eager"))
     if peak and eager_peak and peak > eager_peak:
         print(f"{name}: peak memory rose from {eager_peak:.0f} to {peak:.0f} bytes")
         good = False
@@ -135,7 +114,7 @@ def _compare(name: str, found: dict[str, Record], *, micro: bool) -> Record:
     ours: dict[str, list[float]] = {"16-bit linears": [], "int8 linears": []}
     others: dict[str, float] = {}
     for variant in variants():
-        median = number(found, variant.name, "milliseconds", "median")
+        median = runner.number(found, variant.name, "milliseconds", "median")
         if median is None:
             continue
         if not variant.ours:
@@ -166,7 +145,7 @@ def _compare(name: str, found: dict[str, Record], *, micro: bool) -> Record:
 # --- over the number of tokens -------------------------------------------------------------------
 
 _WAYS: Final[dict[str, Enter]] = {
-    "eager": as_written,
+    "eager": runner.as_written,
     "eager sage": sage_attention,
     "patched": patched_with(),
     "patched exact": patched_with(attention="exact"),
@@ -187,15 +166,15 @@ _LENGTH_COLUMNS: Final = (
     Column("row", 14), Column("method", 30), Column("ms", 9, "milliseconds.median", ".2f"),
     Column("CPU ms", 8, "cpu_milliseconds.median", ".2f"),
     Column("graph ms", 8, "graph_milliseconds.median", ".2f"),
-    Column("of eager", 8, over("eager"), ".3f"), Column("first s", 8, "first_seconds", ".2f"),
-    Column("in int8", 7, "in_int8", ".2f"), REL_L2,
+    Column("of eager", 8, runner.over("eager"), ".3f"),
+    Column("first s", 8, "first_seconds", ".2f"), Column("in int8", 7, "in_int8", ".2f"), REL_L2,
 )  # fmt: skip
 
 
 def run_length(plan: Plan) -> int:
     """Measure and write `length.json`; 0 if every patched forward was near the eager one."""
-    wanted = chosen("--peers", plan.peers, list(METHODS))
-    wanted_rows = chosen("--only", plan.only or rows.default(plan), rows.names(plan))
+    wanted = runner.chosen("--peers", plan.peers, list(METHODS))
+    wanted_rows = runner.chosen("--only", plan.only or rows.default(plan), rows.names(plan))
     journal = Journal(
         "length",
         plan,
@@ -232,7 +211,9 @@ def run_length(plan: Plan) -> int:
                     journal.case(row, record)
                     continue
                 measure = functools.partial(_measure, known.of(row), journal)
-                good &= one_by_one(journal, row, record, [METHODS[name]], measure, "methods")
+                good &= runner.one_by_one(
+                    journal, row, record, [METHODS[name]], measure, "methods"
+                )
     return 0 if good else 1
 
 
@@ -243,23 +224,25 @@ def _measure(row: rows.Row, journal: Journal, variant: Variant, record: Record) 
     with variant.enter(row.network, plan.compiler) as report:
         begin = time.perf_counter()
         output = call()
-        wait(device)
+        runner.wait(device)
         record["first_seconds"] = time.perf_counter() - begin
         record["error"] = errors_of(output, eager)
-        check(record["error"], BROKEN)
+        runner.check(record["error"], BROKEN)
         for _ in range(3):  # a graph of ours is captured in the third forward
             call()
-        record |= peak_bytes(call, device)
+        record |= runner.peak_bytes(call, device)
         rounds, queued = _effort(plan, call, device)
-        record["milliseconds"] = queued_milliseconds(call, device, rounds, queued)
-        record["cpu_milliseconds"] = queued_milliseconds(call, device, max(3, rounds), 0)
+        record["milliseconds"] = runner.queued_milliseconds(call, device, rounds, queued)
+        record["cpu_milliseconds"] = runner.queued_milliseconds(call, device, max(3, rounds), 0)
         if isinstance(report, PatchReport):
             own = sum(pair.kind == "self" for pair in report.pairs)
             record["last_forward"] = ran = report.last_forward
             record["in_int8"] = ran.get("fused with int8 attention", 0) / own
         if device.type == "cuda" and queued > 1 and not variant.name.endswith("graphs"):
-            replay = graph_of([call])
-            record["graph_milliseconds"] = queued_milliseconds(replay, device, rounds, queued)
+            replay = runner.graph_of([call])
+            record["graph_milliseconds"] = runner.queued_milliseconds(
+                replay, device, rounds, queued
+            )
             del replay
 
 
@@ -271,7 +254,7 @@ _LONG: Final = 150.0
 
 def _effort(plan: Plan, call: Call, device: torch.device) -> tuple[int, int]:
     """Rounds of a measurement, and forwards queued in each."""
-    once = queued_milliseconds(call, device, 1, 1)["median"]
+    once = runner.queued_milliseconds(call, device, 1, 1)["median"]
     queued = 1 if once > _LONG else 3
     most = plan.calls or (5 if plan.quick else 9)
     return max(min(3, most), min(most, int(_CLOCK / (queued * once)))), queued

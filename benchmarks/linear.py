@@ -14,19 +14,8 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from benchmarks.runner import (
-    REL_L2,
-    Column,
-    Journal,
-    Method,
-    Plan,
-    compete,
-    errors_to,
-    finish,
-    input_sets,
-    run_cases,
-    times,
-)
+from benchmarks import runner
+from benchmarks.runner import REL_L2, Column, Journal, Method, Plan
 from benchmarks.turbo import quantised_blocks
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call, generator
@@ -53,7 +42,7 @@ _CLOSED: Final[dict[str, Tile | None]] = {
 #: Rows that are compared with the truth: some of the first and all of the last tile.
 _ROWS: Final = 256
 _COLUMNS: Final = (
-    Column("case", 20), Column("method", 30), *times(),
+    Column("case", 20), Column("method", 30), *runner.times(),
     Column("graph", 9, "graph_milliseconds.median", ".4f"),
     Column("product", 9, "product_milliseconds", ".4f"), Column("TOPS", 7, "tops", ".0f"),
     Column("speed-up", 9, "speed_up", ".2f"), REL_L2,
@@ -80,7 +69,7 @@ def run(plan: Plan) -> int:
     cases += [_Case(n, 5120, 5120) for n in (780, 7800)]
     if plan.micro:
         cases = [_Case(70, 160, 48)]
-    return run_cases(
+    return runner.run_cases(
         plan,
         "linear",
         _COLUMNS,
@@ -113,7 +102,7 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
     quantised = {"row": ops.quantize_weight(weight), "block": quantised_blocks(weight)}
     sets = [
         [normal(generator(device, plan.seed + 1 + i), 1, tokens, case.channels).bfloat16()]
-        for i in range(input_sets(2 * tokens * (case.channels + case.features)))
+        for i in range(runner.input_sets(2 * tokens * (case.channels + case.features)))
     ]
 
     def plain(inputs: Sequence[torch.Tensor]) -> Call:
@@ -160,17 +149,17 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
             name,
             make,
             note="" if tile is None else "the kernel asked for by its tile",
-            errors=errors_to(residual[:, rows].double() + gate.double() * truth, rows),
+            errors=runner.errors_to(residual[:, rows].double() + gate.double() * truth, rows),
         )
 
     half = min(_ROWS, tokens) // 2
     rows = torch.cat([torch.arange(half), torch.arange(tokens - half, tokens)]).to(device)
     truth = F.linear(sets[0][0][:, rows].double(), weight.double(), bias.double())
     methods = [Method(_BASE, plain, several=True), *map(int8, _INT8), *map(closed, _CLOSED)]
-    entrants = compete(
+    entrants = runner.compete(
         [method for method in methods if method.name in peers],
         sets,
-        errors_to(truth, rows),
+        runner.errors_to(truth, rows),
         journal,
         plan.effort(200.0, 60),
         case.name,
@@ -183,7 +172,7 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
         if median is not None:
             entrant.record["tops"] = 2e-9 * tokens * case.channels * case.features / median
     shape = {"N": tokens, "K": case.channels, "Cout": case.features}
-    finish(entrants, journal, case.name, {"shape": shape}, _BASE)
+    runner.finish(entrants, journal, case.name, {"shape": shape}, _BASE)
     # The kernel called by name has no CPU.
     called = ("portable", "epilogue")
     return all(

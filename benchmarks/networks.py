@@ -14,23 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import runner
 from benchmarks.attention import sage_major
-from benchmarks.runner import (
-    GROUPS,
-    Effort,
-    Enter,
-    Errors,
-    Journal,
-    Plan,
-    Record,
-    Shape,
-    Variant,
-    check,
-    group_of,
-    kernel_milliseconds,
-    peak_bytes,
-    rotating,
-)
+from benchmarks.runner import GROUPS, Effort, Enter, Errors, Journal, Plan, Record, Shape, Variant
 from turbo_rcm_patch.bench import Call, calls_within, generator, time_call
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
@@ -386,10 +372,6 @@ def compiled_in_graphs(network: Any, backend: str) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def _compiled_in_pieces(network: Any, backend: str) -> AbstractContextManager[object]:
-    return compiled(network, backend, fullgraph=False)
-
-
 def _cudnn(network: Any, backend: str) -> AbstractContextManager[object]:
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 
@@ -437,7 +419,7 @@ def variants() -> list[Variant]:
         Variant("compiled fused qkv", in_turn(_fused_qkv, compiled)),
         Variant("eager sage", sage_attention),
         # Its CUDA build breaks the graph at every attention.
-        Variant("compiled sage", in_turn(sage_attention, _compiled_in_pieces)),
+        Variant("compiled sage", in_turn(sage_attention, partial(compiled, fullgraph=False))),
         Variant("patched", patched, ours=True, profiled=True),
         Variant("patched compiled", in_turn(patched, compiled), ours=True, profiled=True),
         Variant("patched fused qkv", in_turn(_fused_qkv, patched), ours=True),
@@ -474,15 +456,15 @@ def time_variant(
     device = journal.device
     with variant.enter(network, journal.plan.compiler):
         record["error"] = errors(calls[0]())
-        check(record["error"], wrong, beside)
-        call, count = rotating(calls), effort.most
+        runner.check(record["error"], wrong, beside)
+        call, count = runner.rotating(calls), effort.most
         if math.isfinite(effort.budget):
             count = calls_within(call, device, effort.budget, effort.least, effort.most)
         record["milliseconds"] = asdict(time_call(call, device, count, warmup=1))
-        record |= peak_bytes(call, device)
+        record |= runner.peak_bytes(call, device)
         if variant.profiled:
-            kernels = kernel_milliseconds(call, device)
+            kernels = runner.kernel_milliseconds(call, device)
             groups = record["groups"] = dict.fromkeys(GROUPS, 0.0)
             for name, value in kernels.items():
-                groups[group_of(name)] += value
+                groups[runner.group_of(name)] += value
             record["kernels"] = dict(list(kernels.items())[:40])

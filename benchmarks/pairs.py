@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import runner
 from benchmarks.attention import BACKENDS, backend_context, split_heads
 from benchmarks.networks import (
     build_wan,
@@ -27,25 +28,7 @@ from benchmarks.networks import (
     variants,
     wan_call,
 )
-from benchmarks.runner import (
-    REL_L2,
-    Column,
-    Effort,
-    Journal,
-    Method,
-    Plan,
-    Record,
-    Shape,
-    Variant,
-    chosen,
-    compete,
-    errors_to,
-    finish,
-    input_sets,
-    number,
-    one_by_one,
-    times,
-)
+from benchmarks.runner import REL_L2, Column, Effort, Journal, Method, Plan, Record, Shape, Variant
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call, attention_fp64, errors_of, generator, some_rows
 from turbo_rcm_patch.boundary import EDM
@@ -60,7 +43,7 @@ _ROWS: Final = 64
 #: Name on the command line -> in words; "linear" has the linear of q, k and v as part of it.
 _SERIES: Final = {"given": "q, k, v given", "linear": "with the linear of q, k, v"}
 _COLUMNS: Final = (
-    Column("case", 18), Column("method", 20), *times("graph_milliseconds", "milliseconds"),
+    Column("case", 18), Column("method", 20), *runner.times("graph_milliseconds", "milliseconds"),
     Column("speed-up", 8, "speed_up", ".2f"), REL_L2,
 )  # fmt: skip
 SIGMA_DATA: Final = 0.5
@@ -92,8 +75,8 @@ def write_ups_shapes(*, micro: bool) -> list[Shape]:
 
 def run(plan: Plan) -> int:
     """Measure and write `block.json`; 0 if everything of ours was right."""
-    only = chosen("--only", plan.only, [*_SERIES, "wan"])
-    forms = chosen("--peers", plan.peers, tuple(dict.fromkeys((*FORMS, *OURS))))
+    only = runner.chosen("--only", plan.only, [*_SERIES, "wan"])
+    forms = runner.chosen("--peers", plan.peers, tuple(dict.fromkeys((*FORMS, *OURS))))
     shapes = write_ups_shapes(micro=plan.micro)
     journal = Journal(
         "block",
@@ -129,16 +112,16 @@ def _case(shape: Shape, series: str, forms: list[str], effort: Effort, journal: 
     bytes_a_set = 4 * 2 * shape.batch * shape.q_tokens * shape.channels
     sets = [
         inputs_of(shape, device, plan.seed + i, linear=linear)
-        for i in range(min(6, input_sets(bytes_a_set)))
+        for i in range(min(6, runner.input_sets(bytes_a_set)))
     ]
     rows = some_rows(shape.q_tokens, _ROWS, device)
     clock = "graph_milliseconds"
     torch._dynamo.reset()  # one compilation a size: dynamic shapes would be another kernel
     with torch.no_grad():
-        entrants = compete(
+        entrants = runner.compete(
             pair_methods(shape.heads, linear=linear, compiler=plan.compiler, forms=forms),
             sets,
-            errors_to(truth_of(sets[0], shape, rows, linear=linear), rows),
+            runner.errors_to(truth_of(sets[0], shape, rows, linear=linear), rows),
             journal,
             effort,
             str(shape),
@@ -154,7 +137,7 @@ def _case(shape: Shape, series: str, forms: list[str], effort: Effort, journal: 
         record["speedup"] = {one: ratios[one] for one in ratios if one not in two_pass}
         for entrant in entrants:
             entrant.record["speed_up"] = ratios.get(entrant.name)
-    finish(entrants, journal, f"{series}-N{shape.q_tokens}", record)
+    runner.finish(entrants, journal, f"{series}-N{shape.q_tokens}", record)
     return all(entrant.calls for entrant in entrants if entrant.name in OURS)
 
 
@@ -226,12 +209,12 @@ def _wan_block(effort: Effort, journal: Journal) -> bool:
                 return errors_of(y.double() - hidden, added)
 
             time_variant(variant, one, network, calls, errors, journal, effort, wrong=_WRONG_BLOCK)
-            eager = number(found, "eager", "milliseconds", "median")
+            eager = runner.number(found, "eager", "milliseconds", "median")
             if eager is not None:
                 one["speed_up"] = eager / one["milliseconds"]["median"]
 
         some = [one for one in variants() if "sage" not in one.name and "cuDNN" not in one.name]
-        return one_by_one(journal, "wan-block", record, some, measure)
+        return runner.one_by_one(journal, "wan-block", record, some, measure)
 
 
 # --- the operation -------------------------------------------------------------------------------

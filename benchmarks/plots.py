@@ -62,7 +62,6 @@ def draw(path: Path) -> list[Path]:
     """
     require("report", "plots", "matplotlib")
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -70,7 +69,6 @@ def draw(path: Path) -> list[Path]:
     with matplotlib.rc_context(STYLE):
         for name, (size, fill) in _DRAWINGS.get(document["benchmark"], {}).items():
             figure = Figure(figsize=size, layout="constrained")
-            FigureCanvasAgg(figure)
             axes = figure.add_subplot()
             if not fill(axes, document):
                 continue
@@ -116,8 +114,8 @@ def _scaling(axes: Axes, document: Record) -> bool:
             linewidth=2.2 if ours else 1.4, markersize=6 if ours else 5, zorder=3 if ours else 2,
         )  # fmt: skip
     _token_ticks(axes, (tokens for points in lines.values() for tokens, _ in points))
-    axes.set_ylim(bottom=0)
     _, heads, dim = common
+    axes.set_ylim(bottom=0)
     axes.set(
         title=f"Attention, {heads} heads of {dim}: everything counted",
         ylabel="$10^{12}$ operations a second",
@@ -159,11 +157,11 @@ def _accuracy(axes: Axes, document: Record) -> bool:
     for name, (tops, error) in points.items():
         colour, marker = _LOOKS.get(name, ("#374151", "o"))
         axes.plot([tops], [error], marker, color=colour, markersize=10, label=name)
-    axes.set_yscale("log")
-    axes.set_xlim(0, 1.1 * max(tops for tops, _ in points.values()))
     errors = [error for _, error in points.values()]
-    axes.set_ylim(min(errors) / 2, max(errors) * 2)
     axes.set(
+        yscale="log",
+        xlim=(0, 1.1 * max(tops for tops, _ in points.values())),
+        ylim=(min(errors) / 2, max(errors) * 2),
         title=f"Accuracy against speed, {case}",
         xlabel="$10^{12}$ operations a second (more is faster)",
         ylabel="relative L1 to fp64 (less is better)",
@@ -205,11 +203,11 @@ def _roofline(axes: Axes, document: Record) -> bool:
             xytext=(8, -10), textcoords="offset points", color="#dc2626", fontsize=8.5,
         )  # fmt: skip
         ys = [*ys, top]
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(low, high)
-    axes.set_ylim(min(ys) / 3, max(ys) * 1.6)
     axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=(low, high),
+        ylim=(min(ys) / 3, max(ys) * 1.6),
         title="Roofline: the attention kernel against the card",
         xlabel="operations a byte of q, k, v and output",
         ylabel="$10^{12}$ operations a second",
@@ -301,11 +299,8 @@ def _over_length(axes: Axes, document: Record) -> bool:
                           markersize=3, label=label)  # fmt: skip
     if not axes.lines:
         return False
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log", ylabel="ms a forward")
     _token_ticks(axes, lengths)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("ms a forward")
     axes.legend(fontsize=7)
     return True
 

@@ -14,21 +14,9 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
+from benchmarks import runner
 from benchmarks.networks import sizes_of
-from benchmarks.runner import (
-    Column,
-    Deadline,
-    Journal,
-    Plan,
-    Record,
-    Shape,
-    Variant,
-    Wrong,
-    check,
-    one_by_one,
-    random_normal,
-    run_cases,
-)
+from benchmarks.runner import Column, Journal, Plan, Record, Shape, Variant, Wrong
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import attention_fp64, errors_of, generator
 from turbo_rcm_patch.config import Attention, Form, PVDType
@@ -67,7 +55,7 @@ def outliers(
     return q.bfloat16(), k.bfloat16(), v.bfloat16()
 
 
-_INPUTS: Final = {"random": random_normal, "outliers": outliers}
+_INPUTS: Final = {"random": runner.random_normal, "outliers": outliers}
 _ATTENTIONS: Final[dict[str, tuple[Attention, PVDType]]] = {
     "exact (torch SDPA)": ("exact", "auto"),
     "int8 bf16 PV": ("int8", "bf16"),
@@ -94,7 +82,9 @@ def accuracy(plan: Plan) -> int:
         "truth": "softmax(q k^T / sqrt(D)) v in fp64 on the same bf16 inputs",
         "limits": {"int8": INT8_LIMIT, "int8 fp8 PV": FP8_LIMIT, "all but int4": BROKEN},
     }
-    return run_cases(plan, "ops", _ACCURACY, about, cases, _accuracy, methods=list(_ATTENTIONS))
+    return runner.run_cases(
+        plan, "ops", _ACCURACY, about, cases, _accuracy, methods=list(_ATTENTIONS)
+    )
 
 
 def _accuracy(case: tuple[str, Shape], wanted: list[str], journal: Journal) -> bool:
@@ -109,9 +99,9 @@ def _accuracy(case: tuple[str, Shape], wanted: list[str], journal: Journal) -> b
         spec = ops.AttentionSpec(heads=shape.heads, attention=attention, pv=pv)
         record["error"] = errors_of(ops.attention_skip(q, k, v, spec), truth)
         if attention != "int4":
-            check(record["error"], BROKEN)
+            runner.check(record["error"], BROKEN)
         if attention == "int8" and inputs == "random":
-            check(record["error"], FP8_LIMIT if pv == "fp8" else INT8_LIMIT)
+            runner.check(record["error"], FP8_LIMIT if pv == "fp8" else INT8_LIMIT)
 
     ways = [
         Variant(name, ours=name != "sageattention")
@@ -119,7 +109,7 @@ def _accuracy(case: tuple[str, Shape], wanted: list[str], journal: Journal) -> b
         if (fp8 or "fp8" not in name) and (device.type == "cuda" or name != "sageattention")
     ]
     where = f"{inputs} {shape}"
-    return one_by_one(journal, where, {"shape": shape.record}, ways, measure, "methods")
+    return runner.one_by_one(journal, where, {"shape": shape.record}, ways, measure, "methods")
 
 
 # --- fusion: fused against unfused over the same quantised attention -----------------------------
@@ -196,7 +186,7 @@ def fusion(plan: Plan) -> int:
         "limits": {"fp32": FUSION_LIMIT, "fp64_ratio": FP64_RATIO, "bf16_to_fp64": BF16_LIMIT},
         "truth": "c_skip * x + c_out * (attention W^T + b) in fp64 over the same int8 attention",
     }
-    return run_cases(plan, "fusion", _FUSION, about, cases, _fusion, methods=_WAYS)
+    return runner.run_cases(plan, "fusion", _FUSION, about, cases, _fusion, methods=_WAYS)
 
 
 def _named(shape: Shape, dtype: torch.dtype) -> str:
@@ -232,7 +222,7 @@ def _fusion(case: tuple[Shape, torch.dtype], wanted: list[str], journal: Journal
 
         ways = [Variant(name, ours=True) for name in wanted]
         record: Record = {"shape": shape.record}
-        return one_by_one(journal, _named(shape, dtype), record, ways, measure, "methods")
+        return runner.one_by_one(journal, _named(shape, dtype), record, ways, measure, "methods")
 
 
 #: Closed in one way, and the same operands unfused in a dtype.
@@ -345,7 +335,9 @@ def one_launch(plan: Plan) -> int:
     shapes = {str(shape): shape for shape in sizes_of(plan).one_launch}
     about = {"scratch": "NaN, int8 -128, other integers their largest value"}
     methods = ["one-launch"]
-    return run_cases(plan, methods[0], _ONE_LAUNCH, about, shapes, _one_launch, methods=methods)
+    return runner.run_cases(
+        plan, methods[0], _ONE_LAUNCH, about, shapes, _one_launch, methods=methods
+    )
 
 
 def _one_launch(shape: Shape, wanted: list[str], journal: Journal) -> bool:
@@ -357,7 +349,7 @@ def _one_launch(shape: Shape, wanted: list[str], journal: Journal) -> bool:
         call = _one_launch_call(shape, plan.seed, journal.device)
         with torch.no_grad(), poisoned_memory():
             first, other = call("one-launch"), call("two-launch")
-            done, launched, count = _repeat(call, first, most, journal.deadline)
+            done, launched, count = _repeat(call, first, most, journal)
         record |= {
             "runs": done,
             "runs_wanted": most,
@@ -373,12 +365,14 @@ def _one_launch(shape: Shape, wanted: list[str], journal: Journal) -> bool:
             journal.left_out.append(f"{most - done} runs at {shape}")
 
     ways = [Variant(name, ours=True) for name in wanted]
-    good = one_by_one(journal, str(shape), {"shape": shape.record}, ways, measure, "methods")
+    good = runner.one_by_one(
+        journal, str(shape), {"shape": shape.record}, ways, measure, "methods"
+    )
     return good and not journal.left_out
 
 
 def _repeat(
-    call: Callable[[Form], torch.Tensor], first: torch.Tensor, wanted: int, deadline: Deadline
+    call: Callable[[Form], torch.Tensor], first: torch.Tensor, wanted: int, journal: Journal
 ) -> tuple[int, int, int]:
     """Runs done, those that were launched one by one, and those that differ from the first."""
     bits = first.view(torch.int16)
@@ -390,7 +384,7 @@ def _repeat(
 
     done = launched = count = 0
     replay: Callable[[], None] | None = None
-    while done < wanted and not deadline.passed:
+    while done < wanted and not journal.time_is_up:
         if first.device.type == "cuda" and replay is None and launched >= LAUNCHED:
             # As one CUDA graph, which poisons its memory anew at every replay.
             graph = torch.cuda.CUDAGraph()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -80,7 +80,6 @@ class Rows:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._plan, self._device = plan, device
-        self._networks: dict[str, Any] = {}
         self._found: dict[str, Row] = {}
 
     def of(self, name: str) -> Row:
@@ -103,9 +102,8 @@ class Rows:
         lengths = _MICRO_LENGTHS if plan.micro else LENGTHS
         if name in lengths:
             sizes, latents = sizes_of(plan), (1, 16, *lengths[name])
-            network = self._network("wan", lambda: build_wan(sizes.network, device, plan.seed))
-            call = wan_call(network, latents, sizes.text_tokens, device, plan.seed)
-            return network, call, tokens_of(latents)
+            call = wan_call(self._wan, latents, sizes.text_tokens, device, plan.seed)
+            return self._wan, call, tokens_of(latents)
         if name == _WAN_MODEL:
             made = WanModelClass(plan)
             network = made.build(device, plan.seed, micro=plan.micro)
@@ -125,10 +123,10 @@ class Rows:
         tokens = config.max_text_seq_length + frames * grid
         return network, cogvideox_call(network, device, plan.seed), tokens
 
-    def _network(self, name: str, make: Callable[[], Any]) -> Any:
-        if name not in self._networks:
-            self._networks[name] = make()
-        return self._networks[name]
+    @cached_property
+    def _wan(self) -> Any:
+        """One network for all lengths."""
+        return build_wan(sizes_of(self._plan).network, self._device, self._plan.seed)
 
 
 def _shipped(name: str, device: torch.device) -> Any:

@@ -35,7 +35,7 @@ from turbo_rcm_patch.bench import (
 )
 from turbo_rcm_patch.errors import ConfigError, OutputExistsError
 from turbo_rcm_patch.kernels.tile_table import table_path
-from turbo_rcm_patch.output import atomic, check_writable
+from turbo_rcm_patch.output import check_writable, write_json
 from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
 from turbo_rcm_patch.sampling.store import to_json
 
@@ -220,22 +220,6 @@ def chosen(option: str, wanted: Sequence[str], known: Sequence[str]) -> list[str
     return [name for name in known if not wanted or name in wanted]
 
 
-class Deadline:
-    """Seconds left. Who measures looks at it between measurements and never in one.
-
-    Args:
-        seconds: How many.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def passed(self) -> bool:
-        """Whether the time is up."""
-        return time.monotonic() >= self._end
-
-
 @dataclass(slots=True)
 class Journal:
     """One run of a benchmark: what is written and what is shown.
@@ -256,7 +240,6 @@ class Journal:
     summary: Record = field(default_factory=dict)
     finished: bool = False
     device: torch.device = field(init=False)
-    deadline: Deadline = field(init=False)
     watch: ClockWatch = field(init=False)
     #: The head of the file.
     header: Record = field(init=False)
@@ -265,7 +248,6 @@ class Journal:
     def __post_init__(self) -> None:
         self.device = self.plan.torch_device()
         self._check_out()
-        self.deadline = Deadline(self.plan.limit)
         self._begin = time.monotonic()
         self.watch = ClockWatch(self.device)
         found, tiles = machine(self.device), table_path()
@@ -290,6 +272,11 @@ class Journal:
             )
         self.line([column.title for column in self.columns])
         self.line(["-" * column.width for column in self.columns])
+
+    @property
+    def time_is_up(self) -> bool:
+        """Who measures looks at it between measurements and never in one."""
+        return time.monotonic() >= self._begin + self.plan.limit
 
     @property
     def path(self) -> Path:
@@ -349,7 +336,7 @@ class Journal:
 
     def late(self, what: str) -> bool:
         """Whether the time is up; then `what` is noted as left out."""
-        if self.deadline.passed:
+        if self.time_is_up:
             self.left_out.append(what)
             return True
         return False
@@ -373,9 +360,7 @@ class Journal:
 
     def write(self) -> None:
         """Write the file, whole or not at all."""
-        text = json.dumps(to_json(self.document()), indent=1) + "\n"
-        with atomic(self.path) as path:
-            path.write_text(text, encoding="utf-8")
+        write_json(self.path, to_json(self.document()))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -668,7 +653,7 @@ def _time(
         running.append((entrant, call, len(entrant.calls) if graph else 1, calls, []))
     for round_ in range(_ROUNDS):
         for entrant, call, per, calls, times in running:
-            if round_ and journal.deadline.passed and times:
+            if round_ and journal.time_is_up and times:
                 continue
             with entrant.method.context():
                 # What takes long needs no warming up: it was called a moment ago.
@@ -791,13 +776,11 @@ def kernel_milliseconds(
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
     call()
-    if on_gpu:
-        torch.cuda.synchronize(device)
+    wait(device)
     with profile(activities=activities, acc_events=True) as recorded:
         for _ in range(calls):
             call()
-        if on_gpu:
-            torch.cuda.synchronize(device)
+        wait(device)
     found: dict[str, float] = {}
     for event in recorded.key_averages():
         if on_gpu and str(event.device_type) != "DeviceType.CUDA":

@@ -13,22 +13,8 @@ from typing import Final
 
 import torch
 
-from benchmarks.runner import (
-    REL_L2,
-    Column,
-    Errors,
-    Journal,
-    Method,
-    Plan,
-    Shape,
-    compete,
-    errors_to,
-    finish,
-    input_sets,
-    random_normal,
-    run_cases,
-    times,
-)
+from benchmarks import runner
+from benchmarks.runner import REL_L2, Column, Errors, Journal, Method, Plan, Shape
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call
 from turbo_rcm_patch.config import PVDType
@@ -43,7 +29,7 @@ _BLOCKS: Final = 3
 _DENSE: Final = "dense int8"
 _SPARSE: Final[dict[str, PVDType]] = {"sparse auto": "auto", "sparse bf16": "bf16"}
 _COLUMNS: Final = (
-    Column("case", 24), Column("method", 12), *times(),
+    Column("case", 24), Column("method", 12), *runner.times(),
     Column("kernel", 9, "kernel_milliseconds", ".4f"), Column("speed-up", 9, "speed_up", ".2f"),
     REL_L2,
 )  # fmt: skip
@@ -76,7 +62,7 @@ def _cases(*, micro: bool) -> dict[str, _Case]:
 def run(plan: Plan) -> int:
     """Measure and write `sparse.json`; 0 if everything was right."""
     cases = _cases(micro=plan.micro)
-    return run_cases(
+    return runner.run_cases(
         plan,
         "sparse",
         _COLUMNS,
@@ -100,8 +86,8 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
     heads, dim = shape.heads, shape.head_dim
     torch.manual_seed(plan.seed)
     sets = [
-        random_normal(shape, device, plan.seed + i)
-        for i in range(input_sets(6 * shape.q_tokens * shape.channels))
+        runner.random_normal(shape, device, plan.seed + i)
+        for i in range(runner.input_sets(6 * shape.q_tokens * shape.channels))
     ]
     angle = torch.randn(shape.q_tokens, dim // 2, device=device).repeat_interleave(2, -1)
     rotary = angle.cos(), angle.sin()
@@ -148,14 +134,14 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
         )
         if branch is not None:
             truth += reference.linear_branch(q[:, :, rows], k, v, *branch, dtype=torch.float32)
-        return errors_to(truth.transpose(1, 2).flatten(2), rows)
+        return runner.errors_to(truth.transpose(1, 2).flatten(2), rows)
 
     whole = errors(ops.Sparsity(topk=1.0, block_k=128), None)
     methods = [
         Method(_DENSE, dense, several=True, errors=whole),
         *(sparse(pv) for pv in _SPARSE.values()),
     ]
-    entrants = compete(
+    entrants = runner.compete(
         [method for method in methods if method.name in peers],
         sets,
         errors(sparsity, (weight, bias)),
@@ -166,5 +152,5 @@ def _run_case(case: _Case, peers: list[str], journal: Journal) -> bool:
         alone=("attention", "kernel_milliseconds"),
     )
     blocks = [sparsity.block_q, sparsity.block_k]
-    finish(entrants, journal, case.name, {"shape": shape.record, "blocks": blocks}, _DENSE)
+    runner.finish(entrants, journal, case.name, {"shape": shape.record, "blocks": blocks}, _DENSE)
     return all(entrant.calls for entrant in entrants)

@@ -20,20 +20,9 @@ from typing import Final
 
 import torch
 
+from benchmarks import runner
 from benchmarks.pairs import FORMS, WRONG, inputs_of, pair_methods, truth_of, write_ups_shapes
-from benchmarks.runner import (
-    Column,
-    Entrant,
-    Journal,
-    Plan,
-    Record,
-    Shape,
-    admit,
-    chosen,
-    errors_to,
-    graph_of,
-    input_sets,
-)
+from benchmarks.runner import Column, Entrant, Journal, Plan, Record, Shape
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import some_rows
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
@@ -60,10 +49,10 @@ def _shapes(*, micro: bool) -> dict[str, Shape]:
 def run(plan: Plan) -> int:
     """Count and write `hbm.json`; 0 if the counters could be read for everything asked for."""
     shapes = _shapes(micro=plan.micro)
-    only = chosen("--only", plan.only, list(shapes))
+    only = runner.chosen("--only", plan.only, list(shapes))
     if plan.quick and not plan.only:
         only = only[::2]
-    forms = chosen("--peers", plan.peers, FORMS)
+    forms = runner.chosen("--peers", plan.peers, FORMS)
     journal = Journal(
         "hbm",
         plan,
@@ -224,8 +213,8 @@ def inside(plan: Plan, case: str, forms: str) -> int:
     something else, which leaves nothing to be written back.
     """
     shapes = _shapes(micro=plan.micro)
-    chosen("CASE", (case,), list(shapes))
-    names = chosen("FORM", forms.split(","), FORMS)
+    runner.chosen("CASE", (case,), list(shapes))
+    names = runner.chosen("FORM", forms.split(","), FORMS)
     shape, device = shapes[case], plan.torch_device()
     with torch.no_grad():
         for form in names:
@@ -240,7 +229,7 @@ def inside(plan: Plan, case: str, forms: str) -> int:
 
 
 def _sets(shape: Shape) -> int:
-    return input_sets(4 * tensor_bytes(shape))
+    return runner.input_sets(4 * tensor_bytes(shape))
 
 
 def _entrant(shape: Shape, form: str, plan: Plan, device: torch.device) -> Entrant:
@@ -250,7 +239,7 @@ def _entrant(shape: Shape, form: str, plan: Plan, device: torch.device) -> Entra
     methods = pair_methods(shape.heads, linear=False, compiler=plan.compiler, forms=(form,))
     wanted = _BASELINE if form == "two-pass" else form
     method = next(one for one in methods if one.name == wanted)
-    return admit(method, sets, errors_to(truth, rows), WRONG)
+    return runner.admit(method, sets, runner.errors_to(truth, rows), WRONG)
 
 
 def _count(entrant: Entrant, device: torch.device) -> None:
@@ -258,7 +247,7 @@ def _count(entrant: Entrant, device: torch.device) -> None:
         for call in entrant.calls:
             call()
         return
-    replay = graph_of(entrant.calls)
+    replay = runner.graph_of(entrant.calls)
     replay()
     other = torch.zeros(2**28, dtype=torch.int8, device=device)
     other.view(torch.int32).amax()

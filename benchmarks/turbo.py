@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import runner
 from benchmarks.networks import (
     GATE_ROWS,
     LIVE_GATE,
@@ -32,21 +33,7 @@ from benchmarks.networks import (
     tokens_of,
     wan_call,
 )
-from benchmarks.runner import (
-    PEAK,
-    REL_L2,
-    Column,
-    Enter,
-    Journal,
-    Plan,
-    Record,
-    Variant,
-    as_written,
-    chosen,
-    free,
-    one_by_one,
-    times,
-)
+from benchmarks.runner import PEAK, REL_L2, Column, Enter, Journal, Plan, Record, Variant
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call, errors_of, generator, reason_of
 from turbo_rcm_patch.checkpoints.blocks import dequantise
@@ -68,7 +55,7 @@ _NEARER: Final = 0.9
 _LATENTS: Final = (1, 16, 21, 60, 104)
 _MICRO_LATENTS: Final = (1, 16, 3, 20, 20)
 _COLUMNS: Final = (
-    Column("model", 10), Column("variant", 29), *times(digits=2), PEAK, REL_L2,
+    Column("model", 10), Column("variant", 29), *runner.times(digits=2), PEAK, REL_L2,
 )  # fmt: skip
 
 
@@ -76,8 +63,8 @@ def run(plan: Plan) -> int:
     """Measure and write `network_turbo.json`; 0 if what is ours was right."""
     topk = 0.5 if plan.micro else 0.1
     every = ["eager", "eager SLA", "eager SageSLA"]
-    every += [way.name for way in patched_ways({"SLA": as_written, "SageSLA": as_written})]
-    wanted = chosen("--peers", plan.peers, every)
+    every += [way.name for way in patched_ways(dict.fromkeys(_LAYOUTS, runner.as_written))]
+    wanted = runner.chosen("--peers", plan.peers, every)
     if plan.quick and not plan.peers:
         wanted = [name for name in wanted if "compiled" not in name]
     journal = Journal(
@@ -108,7 +95,7 @@ def run(plan: Plan) -> int:
             for cls in (WanModelClass, DiffusersClass):
                 if not journal.late(f"{cls.name}: {', '.join(names)}"):
                     good &= _case(cls, names, truths[cls.name], topk, journal)
-                    free(journal.device)
+                    runner.free(journal.device)
     return 0 if good else 1
 
 
@@ -160,7 +147,7 @@ def _case(
 
     truths[""] = eager
     reach = record.setdefault("of_full_attention", {})
-    good = one_by_one(
+    good = runner.one_by_one(
         journal, name, record, [one for one in made.variants(topk) if one.name in wanted], measure
     )
     record["best"] = _best(name, record["variants"], micro=plan.micro)
@@ -202,7 +189,7 @@ def patched_ways(sparse: Mapping[str, Enter], **fields: Any) -> list[Variant]:
         name = f"patched {layout}"
         plain = in_turn(enter, patched_with(**fields))
         int8 = in_turn(enter, patched_with(linear="int8", **fields))
-        brought = in_turn(enter, _block_weights, patched_with(linear="int8", **fields))
+        brought = in_turn(enter, block_weights, patched_with(linear="int8", **fields))
         early += [
             Variant(name, plain, ours=True, profiled=True),
             Variant(f"{name} int8", int8, ours=True, profiled=True),
@@ -214,10 +201,6 @@ def patched_ways(sparse: Mapping[str, Enter], **fields: Any) -> list[Variant]:
                 Variant(f"{name} int8 compiled", in_turn(int8, compiled), ours=True),
             ]
     return early + late
-
-
-def _block_weights(model: Any, backend: str) -> AbstractContextManager[None]:
-    return block_weights(model.blocks)
 
 
 # --- diffusers' class ----------------------------------------------------------------------------
@@ -597,12 +580,12 @@ def quantised_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def block_weights(blocks: nn.Module) -> Iterator[None]:
+def block_weights(network: Any, backend: str) -> Iterator[None]:
     """Inside, the Linears of the blocks hold int8 weights with a scale per 128 x 128, and are
     about their product; afterwards they are as before."""
     before: list[tuple[Any, Tensor]] = []
     try:
-        for name, linear in blocks.named_modules():
+        for name, linear in network.blocks.named_modules():
             if type(linear) is not nn.Linear or "proj_l" in name:
                 continue
             # Not on the device, whose peak memory is measured.

@@ -14,19 +14,9 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks import runner
 from benchmarks.networks import build_wan, compiled, patched_with, sage_attention, sizes_of
-from benchmarks.runner import (
-    PEAK,
-    Column,
-    Journal,
-    Plan,
-    Record,
-    Variant,
-    Wrong,
-    number,
-    one_by_one,
-    run_cases,
-)
+from benchmarks.runner import PEAK, Column, Journal, Plan, Record, Variant, Wrong
 from turbo_rcm_patch.bench import generator
 from turbo_rcm_patch.sampling.generation import Conditioning, decode_latents, sample_latents
 from turbo_rcm_patch.sampling.settings import Settings
@@ -67,7 +57,7 @@ _CASES: Final = (
 
 def run(plan: Plan) -> int:
     """Measure and write `video.json`; 0 if every patched video came out finite."""
-    return run_cases(
+    return runner.run_cases(
         plan,
         "video",
         _COLUMNS,
@@ -150,7 +140,7 @@ def _measure_case(case: _Case, peers: list[str], journal: Journal) -> bool:
                 one["peak_bytes"] = torch.cuda.max_memory_allocated(device)
             keys = ("warm_seconds", "denoise_seconds", "decode_seconds")
             one |= dict(zip(keys, map(statistics.median, zip(*times, strict=True)), strict=True))
-            eager = number(record, "methods", "eager", "warm_seconds")
+            eager = runner.number(record, "methods", "eager", "warm_seconds")
             if eager is not None:
                 one["speed_up"] = eager / one["warm_seconds"]
             pairs = getattr(report, "pairs", None)
@@ -160,4 +150,4 @@ def _measure_case(case: _Case, peers: list[str], journal: Journal) -> bool:
                 raise Wrong("frames that are not finite")
 
     ways = [METHODS[name] for name in peers]
-    return one_by_one(journal, case.name, record, ways, measure, "methods")
+    return runner.one_by_one(journal, case.name, record, ways, measure, "methods")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from turbo_rcm_patch.errors import ModelFolderError
 from turbo_rcm_patch.tiny.prompts import words
 
 SETTINGS_FILE: Final = "turbo_rcm.json"
@@ -92,6 +93,37 @@ def build_tokenizer(config: TinyConfig) -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         model_max_length=config.max_sequence_length,
     )
+
+
+def text_sizes(config: TinyConfig) -> dict[str, Any]:
+    """What configures either text encoder."""
+    return {
+        "vocab_size": 64,
+        "d_model": config.text_dim,
+        "d_kv": 32,
+        "num_heads": 4,
+        "d_ff": config.text_dim * 5 // 2,
+        "num_layers": config.text_layers,
+        "dropout_rate": 0.0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def trained_folder(folder: Path) -> Path:
+    """A folder that a training wrote.
+
+    Raises:
+        ModelFolderError: It is none.
+    """
+    if not (folder / SETTINGS_FILE).exists():
+        raise ModelFolderError(
+            "model",
+            expected=f"a folder with {SETTINGS_FILE}",
+            got=str(folder),
+            remedy="Train it first",
+        )
+    return folder
 
 
 def tokenize(

@@ -8,6 +8,7 @@ videos on every device.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Final
 
 import torch
@@ -73,6 +74,7 @@ class Scenes:
         return [caption(clip) for clip in self.clips()]
 
 
+@cache
 def _table(held_out: bool) -> Tensor:
     colours, motions = tuple(COLOURS), tuple(MOTIONS)
     rows = [
@@ -88,9 +90,6 @@ def _table(held_out: bool) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-_TABLES: dict[bool, Tensor] = {}
-
-
 def sample_scenes(count: int, generator: torch.Generator, *, held_out: bool = False) -> Scenes:
     """Draw scenes uniformly over the allowed combinations.
 
@@ -99,9 +98,7 @@ def sample_scenes(count: int, generator: torch.Generator, *, held_out: bool = Fa
         generator: A CPU generator; its state alone decides what comes out.
         held_out: Draw from the combinations that training never sees instead of from the others.
     """
-    if held_out not in _TABLES:
-        _TABLES[held_out] = _table(held_out)
-    table = _TABLES[held_out]
+    table = _table(held_out)
     rows = table[torch.randint(len(table), (count,), generator=generator)]
     uniform = torch.rand(4, count, generator=generator)
     ranges = torch.tensor([_RADIUS[name] for name in SIZES])[rows[:, 3]]

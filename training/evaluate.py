@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.build import SETTINGS_FILE, tokenize
+from training.build import SETTINGS_FILE, tokenize, trained_folder
 from training.data import Scenes, render, sample_scenes
 from training.family import Family, family_of_folder
-from training.flow import Velocity, few_step, guided, ode
+from training.flow import few_step, guided, ode
 from training.plots import sheet
 from training.train_vae import statistics
-from turbo_rcm_patch.errors import ModelFolderError
-from turbo_rcm_patch.output import atomic, check_writable
+from turbo_rcm_patch.output import check_writable, write_json
 from turbo_rcm_patch.sampling.load import TINY, resolve_model
 from turbo_rcm_patch.tiny.detector import accuracy, detect
 
@@ -68,14 +67,7 @@ class Evaluation:
         cls, folder: Path, *, count: int, seed: int, batch: int, device: str, dtype: torch.dtype
     ) -> Evaluation:
         """Load a folder; the VAE stays in fp32, the transformer takes `dtype`."""
-        if not (folder / SETTINGS_FILE).exists():
-            raise ModelFolderError(
-                "model",
-                expected=f"a folder with {SETTINGS_FILE}",
-                got=str(folder),
-                remedy="Train it first",
-            )
-        family = family_of_folder(folder)
+        family = family_of_folder(trained_folder(folder))
         pipe = family.PIPELINE.from_pretrained(
             folder, dtype={"transformer": dtype, "default": torch.float32}
         ).to(device)
@@ -89,13 +81,11 @@ class Evaluation:
         ids, mask = (each.to(self.pipe.text_encoder.device) for each in tokens)
         return self.family.encode_text(self.pipe.text_encoder, ids, mask)
 
-    def _velocity(self, text: Tensor) -> Velocity:
-        return self.family.velocity(self.pipe.transformer, text)
-
     @torch.no_grad()
     def frames(self, *, steps: int | None, guidance: float = 1.0) -> Iterator[Tensor]:
         """Batches of frames [b, F, H, W, 3] fp32 in 0..1; few steps, or with None the ODE."""
-        pipe, device = self.pipe, self.pipe.transformer.device
+        pipe, network, velocity = self.pipe, self.pipe.transformer, self.family.velocity
+        device = network.device
         span, space = pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
         latent_frames = (int(self.settings["num_frames"]) - 1) // span + 1
         side = int(self.settings["height"]) // space
@@ -108,9 +98,9 @@ class Evaluation:
             part = prompts[start : start + self.batch]
             shape = (len(part), channels, latent_frames, side, side)
             noise = torch.randn(shape, generator=generator).to(device)
-            field = self._velocity(self._text(part))
+            field = velocity(network, self._text(part))
             if steps is None:
-                free = self._velocity(self._text([""] * len(part)))
+                free = velocity(network, self._text([""] * len(part)))
                 latents = ode(guided(field, free, guidance), noise, 1.0, _TEACHER_STEPS)
             else:
                 times = self.family.times(steps)
@@ -175,8 +165,7 @@ def evaluate(
     def record(name: str, numbers: dict[str, float]) -> None:
         results[name] = numbers
         say(f"{name}: {json.dumps(numbers)}")
-        with atomic(out / "evaluation.json") as path:
-            path.write_text(json.dumps(results, indent=2) + "\n")
+        write_json(out / "evaluation.json", results, indent=2)
 
     for count_steps in steps:
         name = f"student_{count_steps}_steps"

@@ -27,6 +27,7 @@ class Family(Protocol):
         RECIPE: Defaults of training's other arguments where they are not Wan's.
         RENOISES: Whether its few-step sampler adds fresh noise, or follows the flow.
         JITTER: Spread of the student's network times in training, in rectified-flow time.
+        KEPT: Modules of the transformer that diffusers keeps in fp32.
         ATTENTIONS: What a zeroed attention is called in an evaluation -> the blocks' attribute.
     """
 
@@ -40,6 +41,7 @@ class Family(Protocol):
     RECIPE: Mapping[str, float]
     RENOISES: bool
     JITTER: float
+    KEPT: tuple[str, ...]
     ATTENTIONS: Mapping[str, str]
 
     def config(self) -> TinyConfig:
@@ -63,10 +65,8 @@ class Family(Protocol):
     def times(self, steps: int) -> tuple[float, ...]:
         """Rectified-flow times of the few-step sampler, steps + 1 of them, the last one 0."""
 
-    def save_pipeline(
-        self, folder: Path, config: TinyConfig, *, vae: Any, text_encoder: Any, transformer: Any
-    ) -> None:
-        """Write a pipeline folder of less than 16 MiB. The arguments are rounded in place."""
+    def scheduler(self) -> Any:
+        """The scheduler that ships."""
 
 
 def family_of(name: str) -> Family:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -27,7 +26,7 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel, UMT5EncoderModel
 
-from training.build import TinyConfig, build_tokenizer, half, write_settings
+from training.build import TinyConfig, text_sizes
 from training.flow import Velocity
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX, TINY_WAN
 
@@ -47,6 +46,7 @@ RECIPE: Final = {
 }
 RENOISES: Final = False  # DDIM follows the flow
 JITTER: Final = 0.0  # its times are whole numbers, which no pipeline rounds
+KEPT: Final = ()
 ATTENTIONS: Final = {"joint": "attn1"}
 
 
@@ -118,20 +118,8 @@ def build_text_encoder(config: CogVideoXConfig) -> T5EncoderModel:
 
     T5 has the relative positions of umT5's first layer in all of its layers; the rest is the same.
     """
-    encoder = T5EncoderModel(
-        T5Config(
-            vocab_size=64,
-            d_model=config.text_dim,
-            d_kv=32,
-            num_heads=4,
-            d_ff=config.text_dim * 5 // 2,
-            num_layers=config.text_layers,
-            dropout_rate=0.0,
-            feed_forward_proj="gated-gelu",
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-    )
+    sizes = text_sizes(config)
+    encoder = T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu"))
     known = UMT5EncoderModel.from_pretrained(
         TINY_WAN, subfolder="text_encoder", dtype=torch.float32
     ).state_dict()
@@ -236,31 +224,3 @@ def velocity(transformer: CogVideoXTransformer3DModel, text: Tensor) -> Velocity
         return (sigma - alpha) * state + (alpha + sigma) * v.transpose(1, 2).float()
 
     return field
-
-
-def save_pipeline(
-    folder: Path,
-    config: CogVideoXConfig,
-    *,
-    vae: AutoencoderKLCogVideoX,
-    text_encoder: T5EncoderModel,
-    transformer: CogVideoXTransformer3DModel,
-) -> None:
-    """Write a `CogVideoXPipeline` folder of less than 16 MiB, and how it wants to be sampled.
-
-    The transformer is stored in bf16, the VAE in fp16, the text encoder in fp32, for the reasons
-    that `family_wan.save_pipeline` gives. The arguments are rounded in place: pass copies.
-    """
-    half(transformer, torch.bfloat16)
-    half(vae, torch.float16)
-    for model in (vae, transformer):
-        model.register_to_config(_name_or_path="")
-    pipe = CogVideoXPipeline(
-        tokenizer=build_tokenizer(config),
-        text_encoder=text_encoder,
-        vae=vae,
-        transformer=transformer,
-        scheduler=scheduler(),
-    )
-    pipe.save_pretrained(folder, safe_serialization=True)
-    write_settings(folder, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -15,7 +14,7 @@ from diffusers import (
 from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from training.build import TinyConfig, build_tokenizer, half, write_settings
+from training.build import TinyConfig, text_sizes
 from training.flow import Velocity
 from turbo_rcm_patch.sampling.scheduler import rcm_times
 from turbo_rcm_patch.tiny import TINY_WAN
@@ -32,9 +31,7 @@ RENOISES: Final = True
 #: Pipelines in bf16 round 1000 t to 8 bits (988, 932, 852, 608): the student must not mind.
 JITTER: Final = 0.002
 ATTENTIONS: Final = {"self": "attn1", "cross": "attn2"}
-
-
-_FP32_PARTS: Final = tuple(WanTransformer3DModel._keep_in_fp32_modules)
+KEPT: Final = tuple(WanTransformer3DModel._keep_in_fp32_modules)
 
 
 def config() -> TinyConfig:
@@ -90,19 +87,7 @@ def build_transformer(config: TinyConfig) -> WanTransformer3DModel:
 
 def build_text_encoder(config: TinyConfig) -> UMT5EncoderModel:
     """A small umT5 encoder with random weights."""
-    return UMT5EncoderModel(
-        UMT5Config(
-            vocab_size=64,
-            d_model=config.text_dim,
-            d_kv=32,
-            num_heads=4,
-            d_ff=config.text_dim * 5 // 2,
-            num_layers=config.text_layers,
-            dropout_rate=0.0,
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-    )
+    return UMT5EncoderModel(UMT5Config(**text_sizes(config)))
 
 
 def encode_text(encoder: UMT5EncoderModel, ids: Tensor, mask: Tensor) -> Tensor:
@@ -137,31 +122,6 @@ def times(steps: int) -> tuple[float, ...]:
     return tuple(rcm_times(steps).tolist())
 
 
-def save_pipeline(
-    folder: Path,
-    config: TinyConfig,
-    *,
-    vae: AutoencoderKLWan,
-    text_encoder: UMT5EncoderModel,
-    transformer: WanTransformer3DModel,
-) -> None:
-    """Write a `WanPipeline` folder of less than 16 MiB, and the settings it was trained for.
-
-    The transformer is stored in bf16 with the parts that diffusers keeps in fp32 left alone, so
-    that loading in bf16 changes nothing; the VAE is stored in fp16, whose finer mantissa suits
-    fp32 decoding; the text encoder stays in fp32, because transformers would load a half-precision
-    file in half precision. The arguments are rounded in place: pass copies.
-    """
-    half(transformer, torch.bfloat16, _FP32_PARTS)
-    half(vae, torch.float16)
-    for model in (vae, transformer):  # where a part was once loaded from says nothing here
-        model.register_to_config(_name_or_path="")
-    pipe = WanPipeline(
-        tokenizer=build_tokenizer(config),
-        text_encoder=text_encoder,
-        vae=vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, stochastic_sampling=True),
-        transformer=transformer,
-    )
-    pipe.save_pretrained(folder, safe_serialization=True)
-    write_settings(folder, config)
+def scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """The scheduler that ships."""
+    return FlowMatchEulerDiscreteScheduler(shift=1.0, stochastic_sampling=True)

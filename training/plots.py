@@ -73,20 +73,16 @@ def _joined(records: list[Record]) -> tuple[list[Record], list[int]]:
 def loss_curves(log: Path, path: Path) -> None:
     """Plot every stage's loss and every probe's numbers from log.jsonl."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:  # a training machine need not have it: the curves can be drawn later
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     records = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     stages = {
         name: [r for r in records if r.get("stage") == name and "step" in r] for name in _TITLES
     }
     shown = [name for name in _TITLES if stages[name]] or ["vae"]
-    figure, axes = plt.subplots(
-        2, len(shown), figsize=(3.6 * len(shown), 5.6), constrained_layout=True, squeeze=False
-    )
+    figure = Figure(figsize=(3.6 * len(shown), 5.6), layout="constrained")
+    axes = figure.subplots(2, len(shown), squeeze=False)
     for column, name in enumerate(shown):
         axis, probe_axis = axes[0][column], axes[1][column]
         points, seams = _joined(stages[name])
@@ -134,4 +130,3 @@ def loss_curves(log: Path, path: Path) -> None:
                 each.axvline(seam, color="#888888", linestyle=":", linewidth=1.0)
     with atomic(path) as partial:
         figure.savefig(partial, dpi=90, format="png")
-    plt.close(figure)

@@ -36,14 +36,14 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import nn
 
-from training.build import SETTINGS_FILE, TinyConfig
+from training.build import TinyConfig, trained_folder
 from training.family import FAMILIES, Family, family_of
 from training.probe import Flow, export
 from training.run import Budget, Run
 from training.train_flow import build_corpus, train_student, train_teacher
-from training.train_vae import train_decoder, train_twin, train_vae, use_layout
+from training.train_vae import channels_last, train_decoder, train_twin, train_vae
 from turbo_rcm_patch.errors import ModelFolderError
-from turbo_rcm_patch.output import atomic, merged
+from turbo_rcm_patch.output import merged, write_json
 from turbo_rcm_patch.tiny import TINY_WAN
 from turbo_rcm_patch.usage import add_options
 
@@ -127,14 +127,7 @@ def install(student: Path, target: Path = TINY_WAN) -> Path:
     Raises:
         ModelFolderError: There is no such folder, or with the card it exceeds 16 MiB.
     """
-    if not (student / SETTINGS_FILE).exists():
-        raise ModelFolderError(
-            "model",
-            expected=f"a folder with {SETTINGS_FILE}",
-            got=str(student),
-            remedy="Train it first",
-        )
-    files = [path for path in student.rglob("*") if path.is_file()]
+    files = [path for path in trained_folder(student).rglob("*") if path.is_file()]
     kept = [path for path in target.glob("*.md") if not (student / path.name).exists()]
     size = sum(path.stat().st_size for path in files + kept)
     if size > _MOST_BYTES:
@@ -155,7 +148,7 @@ def _load_vae(family: Family, folder: Path, device: torch.device) -> Any:
     """A finished VAE, frozen, in fp32."""
     vae = family.VAE.from_pretrained(folder, subfolder="vae", dtype=torch.float32).to(device)
     vae.eval().requires_grad_(False)
-    use_layout(vae, "channels-last")
+    channels_last(vae)
     return vae
 
 
@@ -216,9 +209,9 @@ def _prepare(args: argparse.Namespace, family: Family) -> Run:
     run = Run(args.out, device, args.seed, autocast=precision == "bf16")
     if args.limit is not None:
         run.limit = 60 * args.limit
-    run.log(event="start", torch=torch.__version__, **{k: str(v) for k, v in vars(args).items()})
-    with atomic(run.out / "config.json") as path:
-        path.write_text(json.dumps({k: str(v) for k, v in vars(args).items()}, indent=2))
+    given = {name: str(value) for name, value in vars(args).items()}
+    run.log(event="start", torch=torch.__version__, **given)
+    write_json(run.out / "config.json", given, indent=2)
     return run
 
 
@@ -258,6 +251,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     vae = vaes[1]
     if "decoder" in family.MINUTES:
         vae = train_decoder(run, config, vae, _budget(args, "decoder"))
-    export(run.out / f"{family.NAME}_teacher", family, config, vae, encoder, teacher)
-    export(run.out / f"{family.NAME}_student", family, config, vae, encoder, student)
+    for name, network in (("teacher", teacher), ("student", student)):
+        export(run.out / f"{family.NAME}_{name}", family, config, vae, encoder, network)
     run.log(event="finished")

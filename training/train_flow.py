@@ -155,12 +155,8 @@ class _Endpoints:
     def add(self, state: Tensor, time: float, pick: Tensor, end: Tensor) -> None:
         capacity = len(self.time)
         where = (torch.arange(len(state), device=state.device) + self._next) % capacity
-        self.state[where], self.end[where], self.time[where], self.pick[where] = (
-            state,
-            end,
-            time,
-            pick,
-        )
+        self.state[where], self.end[where] = state, end
+        self.time[where], self.pick[where] = time, pick
         self._next = (self._next + len(state)) % capacity
         self.count = min(capacity, self.count + len(state))
 

@@ -15,21 +15,19 @@ be trained on Wan's latents before, after or beside that stage.
 from __future__ import annotations
 
 import copy
-import time
 from pathlib import Path
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLWan
-from torch import Tensor
+from torch import Tensor, nn
 
 from training import family_cogvideox, family_wan
 from training.build import TinyConfig
 from training.data import REFERENCE_SIZE, Scenes, render, sample_scenes
 from training.plots import sheet
 from training.run import Budget, Run, Stage, batches
-from turbo_rcm_patch.output import atomic
 
 _CROP_PHASE: Final = 0.65  # share of the budget spent on crops of half the side
 _KL: Final = 3e-4
@@ -180,43 +178,12 @@ def _losses(
     return {"loss": pixel + _EDGE * edge + _KL * kl, "pixel": pixel, "edge": edge, "kl": kl}
 
 
-def use_layout(vae: AutoencoderKLWan, layout: str) -> None:
-    formats = {
-        "channels-first": {4: torch.contiguous_format, 5: torch.contiguous_format},
-        "channels-last": {4: torch.channels_last, 5: torch.channels_last_3d},
-    }
+def channels_last(vae: nn.Module) -> None:
+    """Lay the weights of convolutions out as GPUs read them fastest, in place."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for parameter in vae.parameters():
-        if parameter.ndim in (4, 5):
-            parameter.data = parameter.data.contiguous(
-                memory_format=formats[layout][parameter.ndim]
-            )
-
-
-def _fastest_layout(vae: AutoencoderKLWan, videos: Tensor, run: Run) -> str:
-    """Time both memory layouts on this device for a few steps and keep the faster one."""
-    seconds = {}
-    for layout in ("channels-last", "channels-first"):
-        use_layout(vae, layout)
-        generator = torch.Generator(run.device).manual_seed(0)
-        for attempt in range(4):
-            if attempt == 2:
-                torch.cuda.synchronize()
-                began = time.monotonic()
-            batch = (
-                videos
-                if layout == "channels-first"
-                else videos.to(memory_format=torch.channels_last_3d)
-            )
-            _losses(vae, batch, generator, run)["loss"].backward()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        seconds[layout] = (time.monotonic() - began) / 2
-    vae.zero_grad(set_to_none=True)
-    best = min(seconds, key=lambda name: seconds[name])
-    use_layout(vae, best)
-    run.log(
-        stage="vae", event="layout", chosen=best, **{k: round(v, 4) for k, v in seconds.items()}
-    )
-    return best
+        if parameter.ndim in formats:
+            parameter.data = parameter.data.contiguous(memory_format=formats[parameter.ndim])
 
 
 def train_vae(run: Run, config: TinyConfig, budget: Budget) -> AutoencoderKLWan:
@@ -238,17 +205,8 @@ def train_vae(run: Run, config: TinyConfig, budget: Budget) -> AutoencoderKLWan:
     batch = budget.batch
     torch.manual_seed(run.seed)
     vae = family_wan.build_vae(config).to(run.device)
-    layout = run.out / "layout.txt"
-    if run.device.type == "cuda" and layout.exists():
-        use_layout(vae, layout.read_text())
-    elif run.device.type == "cuda":
-        scenes, _ = run.generators(99)
-        warm = videos_of(run, config, batch, scenes)
-        weights = {key: value.clone() for key, value in vae.state_dict().items()}
-        fastest = _fastest_layout(vae, warm, run)
-        with atomic(layout) as path:
-            path.write_text(fastest)
-        vae.load_state_dict(weights)
+    if run.device.type == "cuda":
+        channels_last(vae)
     stage = Stage(run, "vae", {"vae": vae}, budget, salt=_SALT)
 
     def losses() -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
+from turbo_rcm_patch.lazy import loading_names
+
 if TYPE_CHECKING:
     from turbo_rcm_patch.checkpoints.extra import load_extra, unload_extra
     from turbo_rcm_patch.config import PatchConfig
@@ -54,27 +56,21 @@ __all__ = [
     "unregister_backend",
 ]
 
-_HOME: Final = {
-    "PairTable": "turbo_rcm_patch.patching.report",
-    "PatchConfig": "turbo_rcm_patch.config",
-    "PatchReport": "turbo_rcm_patch.patching.report",
-    "RCMScheduler": "turbo_rcm_patch.sampling.scheduler",
-    "SkipPair": "turbo_rcm_patch.skip",
-    "find_pairs": "turbo_rcm_patch.patching.find",
-    "is_patched": "turbo_rcm_patch.patching.patch",
-    "keep_int8_only": "turbo_rcm_patch.patching.int8_only",
-    "load_extra": "turbo_rcm_patch.checkpoints.extra",
-    "patch_model": "turbo_rcm_patch.patching.patch",
-    "patched": "turbo_rcm_patch.patching.patch",
-    "refresh": "turbo_rcm_patch.patching.patch",
-    "register_backend": "turbo_rcm_patch.patching.backend",
-    "report_of": "turbo_rcm_patch.patching.patch",
-    "sageattn": "turbo_rcm_patch.ops.sageattn",
-    "unload_extra": "turbo_rcm_patch.checkpoints.extra",
-    "unpatch_model": "turbo_rcm_patch.patching.patch",
-    "unregister_backend": "turbo_rcm_patch.patching.backend",
-}
-
+_find = loading_names(
+    __name__,
+    {
+        "checkpoints.extra": "load_extra unload_extra",
+        "config": "PatchConfig",
+        "ops.sageattn": "sageattn",
+        "patching.backend": "register_backend unregister_backend",
+        "patching.find": "find_pairs",
+        "patching.int8_only": "keep_int8_only",
+        "patching.patch": "is_patched patch_model patched refresh report_of unpatch_model",
+        "patching.report": "PairTable PatchReport",
+        "sampling.scheduler": "RCMScheduler",
+        "skip": "SkipPair",
+    },
+)
 
 #: A saved pipeline names this module for `RCMScheduler`, and diffusers then looks for
 #: `SchedulerMixin` in it. Not a public name.
@@ -84,11 +80,7 @@ _HOME_OF_BASES: Final = {"SchedulerMixin": "diffusers.schedulers.scheduling_util
 def __getattr__(name: str) -> object:
     if name in _HOME_OF_BASES:
         return getattr(import_module(_HOME_OF_BASES[name]), name)
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+    return _find(name)
 
 
 def __dir__() -> list[str]:

@@ -51,7 +51,7 @@ def bench(*, device: str = "cuda", calls: int = 50, micro: bool = False) -> int:
             torch.randn(1, tokens, heads * head_dim, generator=random, device=where).bfloat16()
             for _ in range(3)
         )
-        apart = (x.view(1, tokens, heads, head_dim).transpose(1, 2) for x in (q, k, v))
+        q4, k4, v4 = (x.view(1, tokens, heads, head_dim).transpose(1, 2) for x in (q, k, v))
         spec = ops.AttentionSpec(heads=heads)
         ours = functools.partial(ops.attention_skip, q, k, v, spec)
         rows = some_rows(tokens, 256, where)
@@ -62,7 +62,7 @@ def bench(*, device: str = "cuda", calls: int = 50, micro: bool = False) -> int:
             found.append(f"{name} WRONG (relL2 {error:.3g})")
             print(f"{name:<18}wrong: relative L2 {error:.3g} to exact attention; not timed")
             continue
-        theirs = functools.partial(_sdpa, *apart)
+        theirs = functools.partial(F.scaled_dot_product_attention, q4, k4, v4)
         own, other = (
             time_call(call, where, calls_within(call, where, 250.0, min(3, calls), calls)).median
             for call in (ours, theirs)
@@ -80,10 +80,6 @@ def print_line(device: torch.device, found: Sequence[str]) -> None:
              if one in known]  # fmt: skip
     print("\nPaste this line into an issue:")
     print(" | ".join([device_name(device), ", ".join(about), *found]))
-
-
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
 
 
 def device_of(name: str, *, needs_gpu: bool = False) -> torch.device:

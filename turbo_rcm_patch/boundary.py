@@ -134,9 +134,7 @@ class _OverNoise(Parameterisation):
     def __post_init__(self) -> None:
         _positive(self, self.sigma_data)
 
-    @property
-    def other_end(self) -> float:
-        return math.inf
+    other_end = math.inf
 
     @property
     def other_limit(self) -> tuple[float, float]:
@@ -206,13 +204,10 @@ class TrigFlow(Parameterisation):
     """
 
     sigma_data: float = 1.0
+    other_end = math.pi / 2
 
     def __post_init__(self) -> None:
         _positive(self, self.sigma_data)
-
-    @property
-    def other_end(self) -> float:
-        return math.pi / 2
 
     @property
     def other_limit(self) -> tuple[float, float]:
@@ -231,13 +226,8 @@ class RCMWrapper(Parameterisation):
     t is TrigFlow time. c_skip = c_in = 1 / (cos t + sin t), c_out = -sin t / (cos t + sin t).
     """
 
-    @property
-    def other_end(self) -> float:
-        return math.pi / 2
-
-    @property
-    def other_limit(self) -> tuple[float, float]:
-        return 1.0, -1.0
+    other_end = math.pi / 2
+    other_limit = 1.0, -1.0
 
     def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
         total = xp.cos(t) + xp.sin(t)
@@ -251,13 +241,8 @@ class RectifiedFlow(Parameterisation):
     x_t = (1 - t) x_0 + t z, t from 0 to 1. c_skip = 1, c_out = -t, c_in = 1.
     """
 
-    @property
-    def other_end(self) -> float:
-        return 1.0
-
-    @property
-    def other_limit(self) -> tuple[float, float]:
-        return 1.0, -1.0
+    other_end = 1.0
+    other_limit = 1.0, -1.0
 
     def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
         return 0 * t + 1.0, -t, 0 * t + 1.0

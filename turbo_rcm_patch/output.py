@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -52,6 +53,17 @@ def atomic(target: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
     with suppress(OSError):  # Not every file system can flush a folder.
         _flush(target.parent)
+
+
+def write_text(target: Path, text: str) -> None:
+    """Write a text file in UTF-8, as `atomic` does."""
+    with atomic(target) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(target: Path, value: object, *, indent: int = 1) -> None:
+    """Write a JSON file, as `atomic` does."""
+    write_text(target, json.dumps(value, indent=indent) + "\n")
 
 
 @contextmanager

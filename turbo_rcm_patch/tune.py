@@ -42,7 +42,7 @@ from turbo_rcm_patch.kernels.launch import (
 )
 from turbo_rcm_patch.kernels.tile_table import VARIABLE, Table, read_table, table_path
 from turbo_rcm_patch.ops import keep_dispatch, measure_dispatch
-from turbo_rcm_patch.output import atomic, check_writable
+from turbo_rcm_patch.output import check_writable, write_text
 from turbo_rcm_patch.sampling.environment import device_name
 
 #: A tile is wrong when its error against fp64 is more than this times the shipped tile's.
@@ -245,8 +245,7 @@ def _tune_choices(device: torch.device, *, out: Path | None, dry_run: bool, call
 
 def write_table(path: Path, table: Table) -> None:
     """Write a table of tiles, whole or not at all."""
-    with atomic(path) as temporary:
-        temporary.write_text(_text(table), encoding="utf-8")
+    write_text(path, _text(table))
 
 
 def _text(table: Table) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.sampling import source
+from turbo_rcm_patch.sampling.families.wan import Wan
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler, rcm_times
 from turbo_rcm_patch.sampling.settings import Settings, folder_defaults
 from turbo_rcm_patch.sampling.video import write_mp4
@@ -193,12 +194,10 @@ def decode(pipe: WanPipeline | WanImageToVideoPipeline, latents: torch.Tensor) -
     """
     vae = pipe.vae
     latents = latents.to(pipe._execution_device, torch.float32).to(vae.dtype)
-    shape = (1, vae.config.z_dim, 1, 1, 1)
-    mean = latents.new_tensor(vae.config.latents_mean).view(shape)
-    # The reciprocal is rounded too, as where the models come from.
-    inverse_std = 1.0 / latents.new_tensor(vae.config.latents_std).view(shape)
+    mean, std = Wan.scales(pipe, latents)
     try:
-        video: torch.Tensor = vae.decode(latents / inverse_std + mean, return_dict=False)[0]
+        # The reciprocal is rounded too, as where the models come from.
+        video: torch.Tensor = vae.decode(latents / (1.0 / std) + mean, return_dict=False)[0]
     finally:
         pipe.maybe_free_model_hooks()
     return ((video.float().cpu().clamp(-1, 1) + 1) / 2).permute(0, 2, 3, 4, 1)

@@ -21,6 +21,11 @@ _CATEGORY = "TurboRCM"
 _PV = ["auto", "fp8", "bf16", "fp16"]
 
 
+def _number(kind: str, default: float, least: float, most: float, **more: Any) -> tuple[str, Any]:
+    """An input that is a number."""
+    return kind, {"default": default, "min": least, "max": most, **more}
+
+
 class TurboRCMPatch:
     """MODEL -> MODEL whose attention runs in int8."""
 
@@ -43,14 +48,12 @@ class TurboRCMPatch:
                     {"tooltip": "exact: only norms and rotary embedding of Wan are fused."},
                 ),
                 "pv": (_PV, {"tooltip": "Element type of probabilities and values."}),
-                "min_keys": (
+                "min_keys": _number(
                     "INT",
-                    {
-                        "default": INT8_MIN_KEYS,
-                        "min": 0,
-                        "max": 1 << 20,
-                        "tooltip": "Attentions over fewer keys stay exact.",
-                    },
+                    INT8_MIN_KEYS,
+                    0,
+                    1 << 20,
+                    tooltip="Attentions over fewer keys stay exact.",
                 ),
                 "fuse_wan": (
                     "BOOLEAN",
@@ -94,15 +97,13 @@ class TurboRCMLoadSLA:
         return {
             "required": {
                 "weights": (folder_paths.get_filename_list("diffusion_models"),),
-                "topk": (
+                "topk": _number(
                     "FLOAT",
-                    {
-                        "default": 0.1,
-                        "min": 0.01,
-                        "max": 1.0,
-                        "step": 0.01,
-                        "tooltip": "Share of the blocks of keys that the softmax sees.",
-                    },
+                    0.1,
+                    0.01,
+                    1.0,
+                    step=0.01,
+                    tooltip="Share of the blocks of keys that the softmax sees.",
                 ),
                 "pv": (_PV, {}),
             }
@@ -139,15 +140,9 @@ class TurboRCMSampler:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {
             "required": {
-                "steps": ("INT", {"default": MAX_STEPS, "min": 1, "max": MAX_STEPS}),
-                "sigma_max": (
-                    "FLOAT",
-                    {
-                        "default": 80.0,
-                        "min": 15.0,
-                        "max": 1000.0,
-                        "tooltip": "80; 200 for Wan 2.2 I2V.",
-                    },
+                "steps": _number("INT", MAX_STEPS, 1, MAX_STEPS),
+                "sigma_max": _number(
+                    "FLOAT", 80.0, 15.0, 1000.0, tooltip="80; 200 for Wan 2.2 I2V."
                 ),
                 "sampler": (["sde", "ode"], {}),
             }

@@ -57,25 +57,18 @@ class _RotaryTables:
         return self._tables
 
 
+@dataclass(eq=False)
 class WanSelfAttention:
     """Stands in for the forward of one `WanSelfAttention` while its model is patched.
 
     Linears are called, so LoRA, fp8 weights and weights that wait in main memory work as before.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        original: Callable[..., Tensor],
-        settings: Settings,
-        tables: _RotaryTables,
-        sparse: SparseLinear | None = None,
-    ) -> None:
-        self.module: Any = module
-        self.original = original
-        self.settings = settings
-        self.tables = tables
-        self.sparse = sparse
+    module: Any
+    original: Callable[..., Tensor]
+    settings: Settings
+    tables: _RotaryTables
+    sparse: SparseLinear | None = None
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.checkpoints import Sizes, read_checkpoint
 from turbo_rcm_patch.checkpoints.blocks import dequantise
-from turbo_rcm_patch.checkpoints.keys import HEAD_DIM, Name, names
+from turbo_rcm_patch.checkpoints.keys import HEAD_DIM, Name, names, sizes_of_config
 from turbo_rcm_patch.checkpoints.stored import StoredTensors, read_json, transformer_folder
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.patching.stored import folder_proj_l, weight_files
@@ -74,19 +74,7 @@ def _from_folder(path: Path) -> tuple[Sizes, dict[str, Tensor], ProjL]:
             expected="WanTransformer3DModel",
             got=repr(config.get("_class_name")),
         )
-    sizes = Sizes(
-        dim=config["num_attention_heads"] * config["attention_head_dim"],
-        head_dim=config["attention_head_dim"],
-        layers=config["num_layers"],
-        ffn=config["ffn_dim"],
-        inputs=config["in_channels"],
-        outputs=config["out_channels"],
-        text=config["text_dim"],
-        freq=config["freq_dim"],
-        image=config.get("image_dim"),
-        image_tokens=config.get("pos_embed_seq_len"),
-        cross_norm=config.get("cross_attn_norm", True),
-    )
+    sizes = sizes_of_config(config)
     stored = StoredTensors(*weight_files(place))
     listed = names(sizes)
     missing = [name.ours for name in listed if name.ours not in stored.listing]

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,7 +181,7 @@ def test_weights_with_a_scale_per_block() -> None:
     assert F.mse_loss(dequantise(int8, scale), weight).sqrt() < 0.02 * weight.std()
     model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.GELU())
     before = model[0].weight.detach().clone()
-    with block_weights(model):
+    with block_weights(SimpleNamespace(blocks=model), "inductor"):
         assert attached_int8(model[0]) is not None
         assert not torch.equal(model[0].weight, before)
     assert attached_int8(model[0]) is None

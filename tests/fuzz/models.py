@@ -233,10 +233,17 @@ def _config(d: random.Random, subject: Subject, device: torch.device) -> PatchCo
         if given["form"] == "one-launch":
             given["attention"] = "int8"
         if guard and d.random() < 0.4:
-            given |= {"precision": "auto", "guard_budget": d.choice([1e-4, 0.02, 0.1])}
+            given |= {
+                "precision": d.choice(["auto", "auto", "fixed"]),
+                "guard_budget": d.choice([1e-4, 0.02, 0.1]),
+                "fidelity": d.choice([1.0, 1.1, 2.0]),
+            }
     if d.random() < 0.2:
         pairs = {pair.kind for pair in find_pairs(subject.build()) if pair.fused}
-        given["kinds"] = tuple(sorted(d.sample(sorted(pairs), d.randint(1, len(pairs)))))
+        some = set(d.sample(sorted(pairs), d.randint(1, len(pairs))))
+        if some == {"image"}:  # It is part of a cross-attention, and there is nothing without.
+            some.add("cross")
+        given["kinds"] = tuple(sorted(some))
     given["cuda_graphs"] = device.type == "cuda" and d.random() < 0.25
     return PatchConfig(**given)
 

@@ -110,11 +110,29 @@ def test_head_dims() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"heads": 0}, {"heads": 1, "attention": "int7"}, {"heads": 1, "pv": "fp4"}]
+    "fields",
+    [
+        {"heads": 0},
+        {"attention": "int7"},
+        {"pv": "fp4"},
+        {"causal": 1},
+        {"smooth_k": None},
+        {"eps": "1e-6"},
+        {"exact_heads": None},
+        {"exact_heads": [0]},
+        {"exact_heads": (True,)},
+    ],
+    ids=str,
 )
 def test_spec(fields: dict) -> None:
-    with pytest.raises(errors.ConfigError):
-        AttentionSpec(**fields)
+    with pytest.raises(errors.ConfigError, match=next(iter(fields))):
+        AttentionSpec(**({"heads": 2} | fields))
+
+
+def test_a_sparse_tensor() -> None:
+    q = x(1, 4, 8)
+    with pytest.raises(errors.ShapeError, match="to_dense"):
+        attention_skip(q, q.to_sparse(), q, AttentionSpec(heads=2))
 
 
 def test_projection_and_skip() -> None:

@@ -190,6 +190,9 @@ def test_signature_agrees_with_the_installed_sageattention() -> None:
         ),
         ({"q": [1.0]}, errors.DTypeError, "list"),
         ({"sm_scale": float("nan")}, errors.ConfigError, "sm_scale"),
+        ({"is_causal": 1}, errors.ConfigError, "is_causal"),
+        ({"return_lse": "no"}, errors.ConfigError, "return_lse"),
+        ({"smooth_k": 1}, errors.ConfigError, "smooth_k"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

@@ -119,6 +119,30 @@ def test_only_the_pair_that_fails_goes_back(monkeypatch: pytest.MonkeyPatch) -> 
     json.dumps(report.as_dict(), allow_nan=False)
 
 
+@pytest.mark.parametrize("bad", ["blocks.0.ffn", "blocks.1.norm1"])
+def test_what_a_module_of_the_author_s_makes_infinite_costs_only_that_pair(
+    bad: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is behind it could show nothing on that forward, and shows it on the next one."""
+    model = wan()
+    report = patch_model(model, attention="exact")
+    expected = run(model)
+    report.guard.check_next()
+    with torch.no_grad():
+        hook = model.get_submodule(bad).register_forward_hook(lambda *x: x[-1] / 0.0)
+        assert not run(model).isfinite().any()
+        hook.remove()
+    (pair,) = (pair.path for pair in report.pairs if not pair.fused)
+    behind = [one.path for one in report.pairs][[one.path for one in report.pairs].index(pair) :]
+    assert pair == {"blocks.0.ffn": "blocks.0.ffn", "blocks.1.norm1": "blocks.1.attn1"}[bad]
+    compared = len(report.guard)
+    said = [m for m in caplog.messages if "residual stream before it are not finite" in m]
+    assert len(said) == 1 and said[0].startswith(behind[1])
+    assert relative(run(model), expected) < 1e-5
+    assert [record.path for record in report.guard[compared:]] == behind[1:]
+    assert report.fused == len(report.pairs) - 1
+
+
 def test_image_branch_and_cross_attention_share_a_verdict() -> None:
     case = CASES[1]
     model, inputs = case.model(), case.inputs()
@@ -207,6 +231,40 @@ def test_a_real_pipeline_with_two_experts() -> None:
             if record.path == f"{component}.blocks.0.attn1" and record.when != "middle"
         ]
         assert steps == [(first, "first")] * 2 + [(last, "last")] * 2
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["one", "two-experts"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["", "cuda-graphs"])
+def test_steps_between_are_compared_in_runs_of_other_lengths(second: bool, graphs: bool) -> None:
+    """A run may begin where the one before ended, or with an expert behind it."""
+    pipe = pipeline(second)
+    with patched(pipe, cuda_graphs=graphs) as report:
+        for steps in (1, 6, 4, 8):
+            before = len(between(report))
+            generate(pipe, steps)
+            found = between(report)[before:]
+            switch = int((pipe.scheduler.timesteps >= 600).sum()) if second else 0
+            last = "transformer_2." if second else ""
+            its = [step for step, path in found if path.startswith(last)]
+            seen_before = switch if second and steps == 6 else 0
+            expected = list(range(max(1, switch, seen_before + 1), steps - 1))
+            if graphs:
+                assert len(set(its)) == min(1, len(expected)), (steps, found)
+            else:
+                assert its == expected, (steps, found)
+
+
+def test_a_loop_that_begins_in_the_middle_is_at_that_step() -> None:
+    model = wan()
+    scheduler = SimpleNamespace(timesteps=torch.arange(6), _step_index=None, _begin_index=None)
+    pipe = type("Pipe", (), {"transformer": model, "scheduler": scheduler})()
+    report = patch_model(pipe)
+    for timestep in scheduler.timesteps[5:]:
+        pipe._current_timestep = timestep
+        with model.cache_context("cond"):
+            run(model)
+    assert report.guard[0].step == 5
+    assert all("last" not in state.unseen for state in model._turbo_rcm_patch.plan.states)
 
 
 def test_a_pipeline_that_does_not_say_its_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,8 @@ from tests.measures import relative_l2
 from tests.patching import cogvideox, sla, wan
 from tests.patching.test_residual import BF16, errors
 from turbo_rcm_patch import PatchConfig, ops, patch_model, patched
-from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.errors import ConfigError, NotPatchedError
+from turbo_rcm_patch.ops import dispatch
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope
 from turbo_rcm_patch.patching import noise
 from turbo_rcm_patch.patching.noise import (
@@ -429,6 +431,9 @@ def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
         document["models"][""]["pairs"]["blocks.0.attn1"]["exact_heads"] = json.loads(wrong)
         path.write_text(json.dumps(document), encoding="utf-8")
         refused("heads below 2")
+    document["models"][""]["pairs"]["blocks.0.attn1"] = {"linears given back": "no"}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    refused("heads below 2")
     path.write_text(kept[:-20], encoding="utf-8")
     refused("save_calibration")
     path.write_text(kept, encoding="utf-8")
@@ -437,3 +442,104 @@ def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
     refused("another fingerprint")
     path.unlink()
     refused("kept.json")
+
+
+# --- forwards that run in another way ------------------------------------------------------------
+
+
+@pytest.fixture
+def exact_below_100_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the table says 4,096."""
+    own = dispatch._decided
+
+    def decided(attention: str, *rest: Any) -> dispatch.Choice:
+        made = own(attention, *rest)
+        short = attention == "auto" and rest[6] < 100
+        return made._replace(attention="exact") if short else made
+
+    monkeypatch.setattr(dispatch, "_decided", decided)
+
+
+def longer(given: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(2)
+    dtype = given["hidden_states"].dtype
+    return given | {"hidden_states": torch.randn(1, 4, 5, 8, 16).to(dtype)}
+
+
+@pytest.mark.usefixtures("exact_below_100_keys")
+def test_a_longer_video_whose_attention_is_in_8_bits_is_compared_and_chosen_for() -> None:
+    """A short one before it, whose attention was exact, has shown nothing about it."""
+    model, short = wan.CASES[0].model(BF16), wan.CASES[0].inputs(1, BF16)
+    for block in model.blocks:
+        block.attn1.norm_q.weight.data.mul_(8)
+    report = patch_model(model, **AUTO)
+    for _ in range(2):
+        wan.run(model, **short)
+    assert not report.exact_heads and len(report.guard) == 6
+    long = longer(short)
+    wan.run(model, **long)
+    assert report.last_forward["fused with int8 attention"] == 2
+    assert [record.when for record in report.guard[6:12]] == ["first"] * 6
+    assert set(report.exact_heads.values()) == {(0, 1)}
+    wan.run(model, **long)
+    assert report.last_forward["fused with exact attention"] == 4
+    compared = len(report.guard)
+    for given in (short, long, short):
+        wan.run(model, **given)
+    assert len(report.guard) == compared, "each way is compared once"
+
+
+def test_a_model_that_moved_to_another_dtype_is_compared_again() -> None:
+    model, given = wan.CASES[0].model(BF16), wan.CASES[0].inputs(1, BF16)
+    report = patch_model(model, **AUTO)
+    wan.run(model, **given)
+    chosen = report.exact_heads
+    model.to(torch.float16)
+    wan.run(model, **wan.CASES[0].inputs(1, torch.float16))
+    assert len(report.exact_heads) > len(chosen), "8 bits are far from what fp16 rounds"
+
+
+@pytest.mark.usefixtures("exact_below_100_keys")
+def test_a_training_forward_in_another_way_asks_for_nothing() -> None:
+    model, given = wan.CASES[0].model(BF16), wan.CASES[0].inputs(1, BF16)
+    report = patch_model(model, **AUTO)
+    wan.run(model, **given)
+    model.requires_grad_(True)
+    unseen = [state.unseen.copy() for state in record_of(model).plan.states]  # type: ignore[union-attr]
+    model(**longer(given))
+    assert [state.unseen for state in record_of(model).plan.states] == unseen  # type: ignore[union-attr]
+    assert report.guard.unseen == []
+
+
+def test_a_calibration_that_is_refused_costs_no_original(tmp_path: Path) -> None:
+    model, given, path, _ = calibrated(tmp_path)
+    model.blocks[1].ffn.net[2].weight.data.mul_(1.5)
+    before, state = wan.run(model, **given), list(model.state_dict())
+    with pytest.raises(ConfigError, match="another fingerprint"):
+        patch_model(model, calibration=path, linear="int8-only")
+    assert torch.equal(wan.run(model, **given), before) and list(model.state_dict()) == state
+
+
+@pytest.mark.parametrize("used", ["int8", "int8-only"])
+@pytest.mark.parametrize("made", ["int8", "int8-only"])
+def test_a_calibration_belongs_to_the_weights_that_a_model_came_with(
+    tmp_path: Path, made: Any, used: Any
+) -> None:
+    options: dict[str, Any] = {"fidelity": 1.0, "residual": "model", "guard_budget": 1.0}
+    given = wan.CASES[0].inputs(1, BF16)
+    model = wan.CASES[0].model(BF16)
+    report = patch_model(model, linear=made, **options)
+    wan.run(model, **given)
+    report.save_calibration(tmp_path / "kept.json")
+    other = wan.CASES[0].model(BF16)
+    again = patch_model(other, linear=used, calibration=tmp_path / "kept.json", guard=False)
+    assert again.exact_heads == report.exact_heads != {}
+    assert "as calibrated" in str(again)
+
+
+def test_a_calibration_of_a_model_that_is_gone_is_not_saved(tmp_path: Path) -> None:
+    report = patch_model(wan.CASES[0].model(BF16))
+    gc.collect()
+    with pytest.raises(NotPatchedError, match="still in memory"):
+        report.save_calibration(tmp_path / "kept.json")
+    assert not list(tmp_path.iterdir())

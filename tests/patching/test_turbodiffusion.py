@@ -301,7 +301,7 @@ def test_copies_are_independent() -> None:
     assert torch.equal(run(other, **inputs), expected)
     forward = vars(block_of(other))["forward"]
     assert forward._block is block_of(other)
-    assert pickle.loads(pickle.dumps(forward._tables))._kept is None
+    assert pickle.loads(pickle.dumps(forward._shared))._kept is None
 
 
 @pytest.mark.supports("WanModel", "torch.compile")

@@ -7,13 +7,13 @@ sum in fp32 and round once; cross-attention sums in the model's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from tests.patching.variant import Attention, Block, Norm
 from turbo_rcm_patch.config import Kind, PatchConfig
-from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.patching.author import Notes, call, same
 from turbo_rcm_patch.patching.block import BlockForward, Branch
 from turbo_rcm_patch.patching.blocks import (
@@ -34,7 +34,6 @@ from turbo_rcm_patch.patching.pairs import (
     states_of,
 )
 from turbo_rcm_patch.patching.plain import bare, hook_names, plain_norm, why_not_plain
-from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.state import ModelPlan
 from turbo_rcm_patch.skip import Stream
 
@@ -84,7 +83,9 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
         return states_of(pairs, linears, config)
 
     result = ModelPlan(model, path, config, states=[])
-    add_blocks(result, "layers", (Block,), tuple(_BRANCHES), states, VariantBlockForward)
+    add_blocks(
+        result, "layers", (Block,), tuple(_BRANCHES), states, partial(VariantBlockForward, None)
+    )
     return result
 
 
@@ -110,10 +111,6 @@ class VariantBlockForward(BlockForward):
         Branch(name="mlp", kind="feed-forward", norm="mlp_norm", at=3, cast="fp32"),
     )  # fmt: skip
 
-    def __init__(self, block: Any, *rest: Any) -> None:
-        attn = block.self_attention
-        super().__init__(block, attn.heads, attn.q_norm.eps, *rest)
-
     def __call__(
         self, x: Tensor, text: Tensor, time: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> Tensor:
@@ -123,37 +120,15 @@ class VariantBlockForward(BlockForward):
             return written
         guard, block = self._begin(x=x, text=text, time=time), self._block
         normed = call(block.text_norm, text).type_as(text)
-
-        def author(name: str, view: Any, x: Tensor) -> Tensor:
-            own: Any = type(block).forward
-            out: Tensor = own(view, x, normed, time, rotary)
-            return out
-
         rows = (block.table + time.float()).chunk(6, 1)
         hidden, context = same_batch(x, normed)
-        out: Tensor = self._run(hidden, Given(context, rows, rotary, forward=self), guard, author)
+        given = Given(context, rows, rotary, forward=self)
+        out: Tensor = self._run(hidden, given, guard, (x, normed, time, rotary))
         return out
 
-    def _facts(self, hidden: Tensor, given: Given) -> tuple[Any, ...]:
-        context: Any = given.context
-        return hidden.dtype, hidden.get_device(), context.dtype, context.get_device()
-
-    def _token(self, hidden: Tensor, given: Given) -> Token:
-        (batch, tokens, channels), row = hidden.shape, given.rows[0]
-        assert given.context is not None and given.rotary is not None
-        context, (cos, sin) = given.context, given.rotary
+    def _sizes(self) -> tuple[int, int, float]:
         attn = self._block.self_attention
-        if not (
-            hidden.dtype is context.dtype
-            and hidden.device == context.device
-            and channels == attn.q_proj.in_features == row.shape[2]
-            and 0 < batch == context.shape[0] <= MAX_BATCH
-            and row.shape[0] in (1, batch)
-            and row.shape[1] in (1, tokens)
-            and cos.numel() == tokens * (channels // attn.heads) == sin.numel()
-        ):
-            return None
-        return signature(hidden, context, row, cos, sin)
+        return attn.heads, attn.q_proj.out_features, attn.q_norm.eps
 
     # --- the modules -----------------------------------------------------------------------------
 
@@ -185,16 +160,8 @@ class VariantBlockForward(BlockForward):
             type(norm) is Norm and bare(norm) and (norm.weight is None) == (branch.at is not None)
         )
 
-    def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        normed: Tensor = call(norm, hidden)
-        return normed
-
-    def call_branch(self, branch: Branch, x: Tensor, hidden: Tensor, given: Given) -> Tensor:
-        module, more = getattr(self._block, branch.name), ()
-        if branch.kind != "feed-forward":
-            more = (None, given.rotary) if branch.kind == "self" else (given.context,)
-        made: Tensor = call(module, x, *more)
-        return made
+    def _beside(self, branch: Branch, given: Given) -> tuple[Any, ...]:
+        return (None, given.rotary) if branch.kind == "self" else (given.context,)
 
     def _only(self, name: str, notes: Notes, instead: Callable[..., Any] | None) -> Any:
         view = super()._only(name, notes, instead)  # The text that its author gets is normed.

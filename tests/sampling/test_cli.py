@@ -128,7 +128,7 @@ def test_doctor_names_remedies(monkeypatch, capsys) -> None:
     from turbo_rcm_patch.sampling import doctor
 
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "diffusers" else "1")
+    monkeypatch.setattr(doctor, "version_of", lambda name: None if name == "diffusers" else "1")
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "pip install diffusers" in text
@@ -139,14 +139,14 @@ def test_doctor_names_a_peft_that_breaks_diffusers(monkeypatch) -> None:
     from turbo_rcm_patch.sampling import doctor
 
     for version, states in (("0.17.1", ["missing"]), ("0.18.0", ["ok"]), (None, [])):
-        monkeypatch.setattr(doctor, "_version", {"peft": version}.get)
+        monkeypatch.setattr(doctor, "version_of", {"peft": version}.get)
         assert [one.state for one in doctor._packages() if one.topic == "peft"] == states
 
 
 def test_doctor_asks_for_triton_only_where_there_is_one(monkeypatch) -> None:
     from turbo_rcm_patch.sampling import doctor
 
-    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    monkeypatch.setattr(doctor, "version_of", lambda name: None)
     states = {}
     for system in ("linux", "darwin", "win32"):
         monkeypatch.setattr(doctor.sys, "platform", system)

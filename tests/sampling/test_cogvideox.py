@@ -16,7 +16,7 @@ from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, ModelFolderError, SamplingError
 from turbo_rcm_patch.sampling import Source, compare, generate
-from turbo_rcm_patch.sampling.families import family_of
+from turbo_rcm_patch.sampling.families import Job, family_of
 from turbo_rcm_patch.sampling.generation import (
     encode,
     initial_noise,
@@ -126,7 +126,7 @@ def test_the_first_frames_are_those_that_are_dropped(small: Settings) -> None:
     settings = Settings.for_model(None, **(small.as_dict() | {"num_frames": 9}))
     family, frames = family_of(made), torch.arange(4.0).view(1, 4, 1, 1, 1)
     latents = frames.expand(1, 4, *initial_noise(made, 0, settings).shape[2:])
-    kept = family.trim(made, latents, encode(made, Source(PROMPT), settings), settings)
+    kept = family.trim(Job(made, 0, encode(made, Source(PROMPT), settings), settings), latents)
     assert kept[0, :, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
     states = family.noised(made, kept, torch.zeros_like(latents))
     assert len(states) == 3

@@ -19,7 +19,7 @@ from tests.sampling.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import demo as demo_module
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.sampling import kernel_check
+from turbo_rcm_patch.sampling import environment, kernel_check
 from turbo_rcm_patch.sampling.environment import python_command
 from turbo_rcm_patch.sampling.kernel_check import (
     LIMIT,
@@ -90,7 +90,7 @@ def test_an_interpreter_that_cannot_run_is_told_before_the_work(
     triton: str, numpy: str, works: bool, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     installed = {"triton": triton, "numpy": numpy}
-    monkeypatch.setattr(kernel_check.metadata, "version", installed.__getitem__)
+    monkeypatch.setattr(environment.metadata, "version", installed.__getitem__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def load(*_: object) -> None:
@@ -127,7 +127,7 @@ def test_the_remedy_for_an_old_interpreter_works(
 
     monkeypatch.setattr(kernel_check, "python_command", own_first)
     first = str(tmp_path / "triton")
-    if kernel_check._version("numpy") >= (2, 4):
+    if kernel_check.numbers(kernel_check.version_of("numpy") or "") >= (2, 4):
         with pytest.raises(SamplingError, match="0-dimensional"):
             run_kernel_check(micro_folder)
     first += f"{os.pathsep}{tmp_path / 'numpy'}"

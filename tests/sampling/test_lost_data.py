@@ -142,7 +142,7 @@ def test_a_fresh_start_removes_what_was_written_and_what_a_killed_process_left(
 ) -> None:
     store = Store(tmp_path, {"a": 1}, fresh=False)
     store.write_json("runs/baseline.json", {})
-    store.write_text(f"prompts/{Store.key('a', 0)}/record.json", "{}")
+    store.write_json(f"prompts/{Store.key('a', 0)}/record.json", {})
     (tmp_path / "runs" / ".turbo_rcm_patch-partial-1-0.json").write_text("half")
     (tmp_path / "mine.txt").write_text("mine")
     again = Store(tmp_path, {"a": 2}, fresh=True)

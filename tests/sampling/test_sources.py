@@ -28,7 +28,7 @@ from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.exit_codes import CHANGED, OK, SIMILAR
 from turbo_rcm_patch.sampling import Source, comparison, generation
 from turbo_rcm_patch.sampling.comparison import compare
-from turbo_rcm_patch.sampling.families import draw, family_of
+from turbo_rcm_patch.sampling.families import Job, draw, family_of
 from turbo_rcm_patch.sampling.families.wan import Wan
 from turbo_rcm_patch.sampling.generation import (
     encode,
@@ -524,7 +524,7 @@ def test_keypoints_of_a_face_are_drawn_by_the_pipeline() -> None:
     pipe, settings = made("cogvideox-face"), settings_of("cogvideox-face")
     points = torch.arange(10.0).view(5, 2)
     source = Source(PROMPT, **IMAGE, identity=IDENTITY | {"face_kps": points})
-    call = family_of(pipe).call_inputs(pipe, 0, encode(pipe, source, settings), settings)
+    call = family_of(pipe).call_inputs(Job(pipe, 0, encode(pipe, source, settings), settings))
     assert call["kps_cond"] == points.tolist() and "identity" not in call
     assert call["id_cond"] is IDENTITY["id_cond"]
 

@@ -91,53 +91,56 @@ def _dequantised_dtype(name: Name, tensors: dict[str, Tensor]) -> torch.dtype:
     return torch.bfloat16 if bias is None else bias.dtype
 
 
-class _Stored:
-    """A tensor to write as it is."""
-
-    def __init__(self, key: str, tensor: Tensor) -> None:
-        self.key, self._tensor, self.size = key, tensor, tensor.nbytes
-
-    def tensor(self) -> Tensor:
-        """In memory of its own."""
-        return self._tensor.contiguous().clone()
-
-
+@dataclass(frozen=True, slots=True)
 class _Item:
-    """A tensor to write, made only when its file is written."""
+    """A tensor to write, made only when its file is written.
 
-    def __init__(self, name: Name, checkpoint: Checkpoint, asked: torch.dtype | None) -> None:
-        tensors = checkpoint.tensors
-        self.key, self._shape = name.ours, name.our_shape
-        self._int8 = tuple(tensors[n] for n in name.their_int8 if name.linear and n in tensors)
-        own = _dequantised_dtype(name, tensors) if self._int8 else tensors[name.theirs].dtype
-        self._dtype = _stock_dtype(name, own, asked)
-        self._plain = None if self._int8 else tensors[name.theirs]
-        self.size = torch.Size(self._shape).numel() * self._dtype.itemsize
+    Attributes:
+        key: Its name.
+        source: The tensor, or int8 and the scales that it is the product of.
+        dtype: In the file.
+        shape: In the file.
+    """
+
+    key: str
+    source: tuple[Tensor, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def tensor(self) -> Tensor:
         """In its dtype and shape, dense and in memory of its own."""
-        if self._plain is None:
-            int8, scale = self._int8
-            return dequantise(int8, scale, self._dtype)
+        if len(self.source) == 2:
+            return dequantise(*self.source, self.dtype)
         # A copy: weights may share a storage, which safetensors refuses.
-        return self._plain.to(self._dtype, copy=True).reshape(self._shape).contiguous()
+        return self.source[0].to(self.dtype, copy=True).reshape(self.shape).contiguous()
 
 
-def _items(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool
-) -> list[_Item | _Stored]:
+def keys_alone(name: Name) -> tuple[str, str]:
+    """The keys of an int8 weight and its scales in a folder without their product."""
+    linear = name.ours.removesuffix("weight")
+    return f"{linear}{INT8_WEIGHT}", f"{linear}{SCALE}"
+
+
+def _items(checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool) -> list[_Item]:
     """What the files of weights hold."""
-    items: list[_Item | _Stored] = []
+    tensors, items = checkpoint.tensors, []
     for name in names(checkpoint.sizes):
-        pair = [checkpoint.tensors[n] for n in name.their_int8 if n in checkpoint.tensors]
         if name.extra:
             continue
-        if not (int8_only and name.linear and pair):
-            items.append(_Item(name, checkpoint, dtype))
+        pair = tuple(tensors[n] for n in name.their_int8 if name.linear and n in tensors)
+        if int8_only and pair:
+            as_they_are = pair[0], pair[1].float().contiguous().view(torch.int32)
+            for key, part in zip(keys_alone(name), as_they_are, strict=True):
+                items.append(_Item(key, (part,), part.dtype, part.shape))
             continue
-        linear = name.ours.removesuffix("weight")
-        bits = pair[1].float().contiguous().view(torch.int32)
-        items += [_Stored(f"{linear}{INT8_WEIGHT}", pair[0]), _Stored(f"{linear}{SCALE}", bits)]
+        own = _dequantised_dtype(name, tensors) if pair else tensors[name.theirs].dtype
+        source = pair or (tensors[name.theirs],)
+        items.append(_Item(name.ours, source, _stock_dtype(name, own, dtype), name.our_shape))
     return items
 
 
@@ -237,8 +240,8 @@ def _extra(listed: list[Name], checkpoint: Checkpoint, *, int8: bool) -> dict[st
     return result
 
 
-def _shards(items: list[_Item | _Stored], largest: int) -> Iterator[list[_Item | _Stored]]:
-    shard: list[_Item | _Stored] = []
+def _shards(items: list[_Item], largest: int) -> Iterator[list[_Item]]:
+    shard: list[_Item] = []
     for item in items:
         if shard and sum(i.size for i in shard) + item.size > largest:
             yield shard

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -26,6 +26,24 @@ BLOCK: Final = 128
 HEAD_DIM: Final = 128
 #: The Linear of SLA after its linear attention, in their self-attention and in our extra file.
 SLA_LINEAR: Final = ("self_attn.attn_op.local_attn.proj_l", "attn1.proj_l")
+
+
+#: Entry of diffusers' configuration -> the field or property of `Sizes` that it is.
+_ENTRIES: Final = {
+    "attention_head_dim": "head_dim",
+    "cross_attn_norm": "cross_norm",
+    "ffn_dim": "ffn",
+    "freq_dim": "freq",
+    "image_dim": "image",
+    "in_channels": "inputs",
+    "num_attention_heads": "heads",
+    "num_layers": "layers",
+    "out_channels": "outputs",
+    "pos_embed_seq_len": "image_tokens",
+    "text_dim": "text",
+}
+#: What a configuration may leave out.
+_OPTIONAL: Final = {"cross_attn_norm": True, "image_dim": None, "pos_embed_seq_len": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,24 +92,28 @@ class Sizes:
     def config(self) -> dict[str, object]:
         """The configuration of diffusers' WanTransformer3DModel."""
         return {
+            **{entry: getattr(self, name) for entry, name in _ENTRIES.items()},
             "_class_name": "WanTransformer3DModel",
             "added_kv_proj_dim": self.dim if self.image else None,
-            "attention_head_dim": self.head_dim,
-            "cross_attn_norm": self.cross_norm,
             "eps": 1e-6,
-            "ffn_dim": self.ffn,
-            "freq_dim": self.freq,
-            "image_dim": self.image,
-            "in_channels": self.inputs,
-            "num_attention_heads": self.heads,
-            "num_layers": self.layers,
-            "out_channels": self.outputs,
             "patch_size": list(PATCH),
-            "pos_embed_seq_len": self.image_tokens,
             "qk_norm": "rms_norm_across_heads",
             "rope_max_seq_len": 1024,
-            "text_dim": self.text,
         }
+
+
+def sizes_of_config(config: Mapping[str, Any], *, sla: bool = False) -> Sizes:
+    """What a configuration of diffusers' WanTransformer3DModel says, the inverse of
+    `Sizes.config`.
+
+    Raises:
+        KeyError: It lacks an entry.
+        TypeError: An entry is no number.
+    """
+    given = _OPTIONAL | dict(config)
+    sizes = {name: given[entry] for entry, name in _ENTRIES.items()}
+    sizes["outputs"] = sizes["outputs"] or sizes["inputs"]
+    return Sizes(dim=sizes.pop("heads") * sizes["head_dim"], sla=sla, **sizes)
 
 
 class _Row(NamedTuple):
@@ -292,14 +314,9 @@ def _has(row: _Row, sizes: Sizes) -> bool:
 def _size(word: str | int, sizes: Sizes) -> int:
     if isinstance(word, int):
         return word
-    if word == "6dim":
-        return 6 * sizes.dim
-    if word == "patch_in":
-        return sizes.inputs * math.prod(PATCH)
-    if word == "patch_out":
-        return sizes.outputs * math.prod(PATCH)
-    value: int = getattr(sizes, word)
-    return value
+    of_one = {"6dim": 6 * sizes.dim, "patch_in": sizes.inputs, "patch_out": sizes.outputs}
+    value: int = of_one[word] if word in of_one else getattr(sizes, word)
+    return value * math.prod(PATCH) if word.startswith("patch") else value
 
 
 def _parameter(row: _Row, sizes: Sizes, prefix: str) -> Name:

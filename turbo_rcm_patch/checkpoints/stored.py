@@ -12,13 +12,20 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.checkpoints.blocks import dequantise
-from turbo_rcm_patch.checkpoints.folder import Written
-from turbo_rcm_patch.checkpoints.keys import HEAD_DIM, PATCH, Name, Sizes, blocks_of, names
+from turbo_rcm_patch.checkpoints.folder import Written, keys_alone
+from turbo_rcm_patch.checkpoints.keys import (
+    HEAD_DIM,
+    PATCH,
+    Name,
+    Sizes,
+    blocks_of,
+    names,
+    sizes_of_config,
+)
 from turbo_rcm_patch.checkpoints.pipeline import read_json
 from turbo_rcm_patch.checkpoints.read import Progress, Wanted, check_tensors
 from turbo_rcm_patch.checkpoints.staging import check_space, staged
 from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.patching.int8_linear import SCALE, WEIGHT
 from turbo_rcm_patch.patching.stored import EXTRA_FILE, mark_of, proj_l_key, weight_files
 
 _log = logging.getLogger(__name__)
@@ -143,10 +150,10 @@ def write_checkpoint(
         wanted = _wanted(listed)
         if sla is stock:
             wanted |= {name.ours: Wanted((name.shape,)) for name in listed if name.extra}
-        alone = {n for n in listed if n.linear and _keys_alone(n)[0] in stock}
+        alone = {n for n in listed if n.linear and keys_alone(n)[0] in stock}
         for name in alone:  # In int8, and their products nowhere.
             del wanted[name.ours]
-            weight, scale = _keys_alone(name)
+            weight, scale = keys_alone(name)
             wanted[weight] = Wanted((name.shape,), int8=True)
             wanted[scale] = Wanted((blocks_of(name.shape),), bits=True)
         check_tensors(str(place), wanted, stock.listing)
@@ -161,7 +168,7 @@ def write_checkpoint(
         for name in listed:
             source = sla if name.extra else stock
             if name in alone:
-                weight, scale = _keys_alone(name)
+                weight, scale = keys_alone(name)
                 bits = stock[scale].view(torch.float32)
                 tensors.update(zip(name.their_int8, (stock[weight], bits), strict=True))
             elif name in int8:
@@ -170,7 +177,7 @@ def write_checkpoint(
                 tensors.update(zip(name.their_int8, pair, strict=True))
             else:
                 tensors[name.theirs] = source[name.ours].reshape(name.shape)
-            written = () if name.extra else _keys_alone(name) if name in alone else (name.ours,)
+            written = () if name.extra else keys_alone(name) if name in alone else (name.ours,)
             done += sum(stock.listing[key].nbytes for key in written)
             if progress is not None:
                 progress("convert", done, total)
@@ -179,12 +186,6 @@ def write_checkpoint(
     shown = sizes.sla or sizes.head_dim == HEAD_DIM
     heads = "" if shown else f"{sizes.heads_text}: convert it with --heads {sizes.heads}"
     return Written(path, len(tensors), len(int8 | alone), blocks, extra_file="", heads=heads)
-
-
-def _keys_alone(name: Name) -> tuple[str, str]:
-    """The keys of an int8 weight and its scales in a folder without their product."""
-    linear = name.ours.removesuffix("weight")
-    return f"{linear}{WEIGHT}", f"{linear}{SCALE}"
 
 
 def _has_sla(stored: StoredTensors) -> bool:
@@ -227,20 +228,7 @@ def _sizes(path: Path, *, sla: bool) -> Sizes:
                 f"{path}: {key}", expected=f"{wanted!r}, as WanModel has it", got=repr(given[key])
             )
     try:
-        return Sizes(
-            dim=given["num_attention_heads"] * given["attention_head_dim"],
-            head_dim=given["attention_head_dim"],
-            layers=given["num_layers"],
-            ffn=given["ffn_dim"],
-            inputs=given["in_channels"],
-            outputs=given["out_channels"] or given["in_channels"],
-            text=given["text_dim"],
-            freq=given["freq_dim"],
-            image=given.get("image_dim"),
-            image_tokens=given.get("pos_embed_seq_len"),
-            cross_norm=given.get("cross_attn_norm", True),
-            sla=sla,
-        )
+        return sizes_of_config(given, sla=sla)
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} lacks {error}", expected="the configuration of a WanTransformer3DModel"

@@ -21,9 +21,13 @@ def _shape(x: torch.Tensor) -> str:
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Refuse lists, arrays and numbers where a tensor is needed."""
+    """Refuse lists, arrays and numbers where a tensor is needed, and sparse tensors."""
     if not isinstance(x, torch.Tensor):
         raise DTypeError(name, expected="a torch.Tensor", got=type(x).__name__)
+    if x.layout is not torch.strided:
+        raise ShapeError(
+            name, expected="a dense tensor", got=str(x.layout), remedy="Call its to_dense()"
+        )
 
 
 def check_same_device(device: torch.device, **tensors: torch.Tensor | None) -> None:

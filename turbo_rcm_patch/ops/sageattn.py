@@ -75,6 +75,9 @@ def sageattn(
             remedy="Choose kernels and precision with patch_model or ops.attention_skip",
         )
     check_choice("tensor_layout", tensor_layout, ("HND", "NHD"))
+    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise ConfigError(name, expected="True or False", got=repr(flag))
     heads_at, tokens_at = (1, 2) if tensor_layout == "HND" else (2, 1)
     _check(q, k, v, heads_at)
     batch, heads, n_kv = q.shape[0], q.shape[heads_at], k.shape[tokens_at]

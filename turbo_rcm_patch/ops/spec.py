@@ -63,8 +63,19 @@ class AttentionSpec:
                 raise ConfigError(
                     f"AttentionSpec.{field}", expected=f"one of {choices}", got=repr(value)
                 )
-        known, ascending = range(self.heads), sorted(set(self.exact_heads))
-        if any(h not in known for h in ascending) or list(self.exact_heads) != ascending:
+        for field in ("smooth_k", "causal"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(
+                    f"AttentionSpec.{field}",
+                    expected="True or False",
+                    got=repr(getattr(self, field)),
+                )
+        chosen, known = self.exact_heads, range(self.heads)
+        if (
+            not isinstance(chosen, tuple)
+            or any(type(h) is not int or h not in known for h in chosen)
+            or list(chosen) != sorted(set(chosen))
+        ):
             raise ConfigError(
                 "AttentionSpec.exact_heads",
                 expected=f"a tuple of heads below {self.heads}, ascending",
@@ -75,7 +86,7 @@ class AttentionSpec:
             raise ConfigError(
                 "AttentionSpec.sm_scale", expected="a finite number or None", got=repr(scale)
             )
-        if not _LEAST_EPS <= self.eps < 1.0:
+        if not is_number(self.eps) or not _LEAST_EPS <= self.eps < 1.0:
             raise ConfigError(
                 "AttentionSpec.eps",
                 expected=f"{_LEAST_EPS} to 1, because rows of zeros are normalised too",

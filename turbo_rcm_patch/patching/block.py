@@ -21,13 +21,15 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.operation import compile_ahead
 from turbo_rcm_patch.ops.self_test import ensure_tested
-from turbo_rcm_patch.patching.author import Notes, Untold, nothing, same
+from turbo_rcm_patch.patching.author import Notes, Untold, call, nothing, same
 from turbo_rcm_patch.patching.blocks import Mode, may_run
 from turbo_rcm_patch.patching.branches import (
+    TEXT_TOKENS,
     AttentionModules,
     AttentionRun,
     AuthorRun,
@@ -46,7 +48,7 @@ from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.joined import run_joined
 from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsClose, rounded
 from turbo_rcm_patch.patching.parallel import Ranks
-from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference
+from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference, signature
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast
 
@@ -105,9 +107,8 @@ class BlockForward:
     It holds the block itself, so that a deep copy of a patched model holds the copied block.
 
     Args:
+        shared: What its family gives all blocks of a model.
         block: The block.
-        heads: Of its attention.
-        eps: Of the norms of q and k, where they have none of their own.
         states: Its pairs, by the names of their branches.
         config: How the model is patched.
         copies: The int8 copies of the model's weights.
@@ -115,8 +116,9 @@ class BlockForward:
         guard: Compares pairs on some forwards, or None.
     """
 
-    __slots__ = ("_author", "_block", "_compiler_below", "_config", "_first", "_guard", "_linears",
-                 "_slot", "_specs", "_states", "_warned", "ranks")  # fmt: skip
+    __slots__ = ("_author", "_block", "_compiler_below", "_config", "_first", "_guard",
+                 "_head_dim", "_linears", "_shared", "_slot", "_specs", "_states", "_warned",
+                 "_width", "ranks")  # fmt: skip
 
     #: In the order in which they run.
     branches: ClassVar[tuple[Branch, ...]]
@@ -129,9 +131,8 @@ class BlockForward:
 
     def __init__(
         self,
+        shared: Any,
         block: Any,
-        heads: int,
-        eps: float,
         states: dict[str, PairState],
         config: PatchConfig,
         copies: Copies,
@@ -139,6 +140,9 @@ class BlockForward:
         guard: Guard | None,
     ) -> None:
         self._block, self._states, self._config = block, states, config
+        self._shared = shared
+        heads, self._width, eps = self._sizes()
+        self._head_dim = self._width // heads
         self._author: Any = type(block).forward
         self._first, self._guard = first, guard
         self._linears = Linears(copies)
@@ -155,6 +159,23 @@ class BlockForward:
         self.ranks = Ranks([], None)
 
     # --- what a family says of its own -----------------------------------------------------------
+
+    def _sizes(self) -> tuple[int, int, float]:
+        """Heads of its attentions, channels of all of them together, and eps of the norms of q and
+        k, where they have none of their own."""
+        raise NotImplementedError
+
+    def _by_author(self, name: str, view: Any, hidden: Hidden, inputs: tuple[Any, ...]) -> Hidden:
+        """The streams behind one pair, by the author's forward.
+
+        Args:
+            name: Of the branch that runs.
+            view: What stands for the block; its other branches add nothing.
+            hidden: The streams.
+            inputs: Of the block's forward. The first is the stream.
+        """
+        del name
+        return type(self._block).forward(view, hidden, *inputs[1:])
 
     def _mode(self, branch: Branch, hidden: Hidden, given: Given) -> Mode:
         """What may run now in the place of a branch's module, whatever its pair's state."""
@@ -179,21 +200,48 @@ class BlockForward:
 
     def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
         """The norm before a branch, called, before its modulation."""
+        normed: Tensor = call(norm, hidden)
+        return normed
+
+    def _beside(self, branch: Branch, given: Given) -> tuple[Any, ...]:
+        """What an attention of the block is called with beside its hidden states."""
         raise NotImplementedError
 
     def call_branch(self, branch: Branch, x: Any, hidden: Hidden, given: Given) -> Any:
         """The module of a branch, called as the block's author calls it."""
-        raise NotImplementedError
+        more = () if branch.kind == "feed-forward" else self._beside(branch, given)
+        return call(getattr(self._block, branch.name), x, *more)
 
     def _facts(self, hidden: Hidden, given: Given) -> tuple[Any, ...]:
         """What decides about the plan beside the modules: a plan is for forwards where it is the
         same."""
-        raise NotImplementedError
+        context: Any = given.context
+        text_alone = "image" in self._states and context.shape[1] <= TEXT_TOKENS
+        return (
+            hidden.dtype, hidden.get_device(), context.dtype, context.get_device(), text_alone,
+        )  # fmt: skip
 
     def _token(self, hidden: Hidden, given: Given) -> Token:
         """The signature of the inputs; None where they do not fit each other as the bodies of the
         operations want them, which check nothing."""
-        raise NotImplementedError
+        (batch, tokens, channels), context = hidden.shape, given.context
+        assert context is not None and given.rotary is not None
+        row, (cos, sin) = given.rows[0], given.rotary
+        if not (
+            hidden.dtype is context.dtype
+            and hidden.device == context.device
+            and channels == self._width
+            and batch <= MAX_BATCH
+            and 0 < batch == context.shape[0]
+            and context.dim() == 3
+            and row.shape[-1] == channels
+            and row.shape[0] in (1, batch)
+            and row.shape[1] in (1, tokens)
+            and cos.shape == sin.shape
+            and cos.numel() == tokens * self._head_dim
+        ):
+            return None
+        return signature(hidden, context, row, cos, sin)
 
     # --- resolve ---------------------------------------------------------------------------------
 
@@ -332,14 +380,10 @@ class BlockForward:
         apart = config.attention != "auto" or config.linear != "as-is"
         if apart or config.form == "one-launch" or not self.traceable or "linear" in self._states:
             return 0
-        spec, width = (
-            self._specs["as asked for"],
-            getattr(getattr(block, "attn1", None), "inner_dim", 0),
-        )
         parameter = next(block.parameters(), None)
-        if parameter is None or not width:
+        if parameter is None:
             return 0
-        return ops.exact_below(spec, parameter.device, width // spec.heads)
+        return ops.exact_below(self._specs["as asked for"], parameter.device, self._head_dim)
 
     def _serves(self, hidden: Tensor) -> bool:
         """Whether ours may run; the first block says what it will not follow."""
@@ -374,8 +418,20 @@ class BlockForward:
                 ensure_tested(hidden.device, hidden.shape[-1] // heads, heads)
             self._linears.copies.begin()
             if guard is not None:
-                guard.begin(**inputs)
+                guard.begin(self._way(*inputs.values()), **inputs)
         return guard
+
+    def _way(self, hidden: Tensor, context: Tensor, *_: Tensor) -> tuple[object, ...]:
+        """What decides how the pairs of a forward run beside their states."""
+        spec, parallel = self._specs["as asked for"], self._groups()
+        tokens = hidden.shape[1] + context.shape[1] * self.streams
+        if parallel is not None:
+            tokens *= parallel.size
+        keys = (tokens,) if self.streams else (tokens, context.shape[1])
+        dim = hidden.shape[2] // spec.heads
+        each = [ops.resolved(spec, hidden.device, tokens, n, dim) for n in keys]
+        few = keys[-1] < ops.INT8_MIN_KEYS  # Of a prompt.
+        return hidden.dtype, hidden.device.type, few, *[(one.attention, one.pv) for one in each]
 
     def _planned(self, hidden: Hidden, given: Given) -> tuple[tuple[Run, ...], Token]:
         """The plan that serves this forward, and the token of its inputs: None where public
@@ -401,7 +457,7 @@ class BlockForward:
         hidden: Hidden,
         given: Given,
         guard: Guard | None,
-        author: Callable[[str, Any, Hidden], Hidden],
+        inputs: tuple[Any, ...],
     ) -> Hidden:
         """The branches of the block and the skips around them.
 
@@ -409,9 +465,12 @@ class BlockForward:
             hidden: [B, N, C], or one tensor a stream.
             given: What else the block gets.
             guard: Compares pairs on some forwards, or None.
-            author: The author's forward, given the name of the only branch that it is to run, what
-                stands for the block, and the streams.
+            inputs: Of the block's forward, as its author gets them.
         """
+
+        def author(name: str, view: Any, hidden: Hidden) -> Hidden:
+            return self._by_author(name, view, hidden, inputs)
+
         # Blocks share one compiled graph, so none may look at whether it is the first there.
         if not torch.compiler.is_compiling() and self._first:
             self._begin_parallel(hidden, guard)

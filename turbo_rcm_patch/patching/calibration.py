@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.output import write_json
 from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import ModelPlan, PairState, Precise
 
@@ -42,29 +43,51 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def write_calibration(
-    path: Path, models: Sequence[tuple[str, nn.Module, Sequence[PairState]]], about: object
+    path: Path,
+    models: Sequence[tuple[str, nn.Module, Sequence[PairState], str | None]],
+    about: object,
 ) -> None:
     """Write what was chosen for some models, whole or not at all.
 
     Args:
         path: The file, JSON.
-        models: Where each sits in what was patched, the model, and its pairs.
+        models: Where each sits in what was patched, the model, its pairs, and the fingerprint of
+            its weights where that is not the one of now.
         about: Goes to the file, for a reader.
     """
     kept = {
         place: {
-            "fingerprint": fingerprint(model),
+            "fingerprint": weights or fingerprint(model),
             "pairs": {s.pair.path: s.chosen for s in states if s.chosen},
         }
-        for place, model, states in models
+        for place, model, states, weights in models
     }
     document = {"turbo_rcm_patch_calibration": _FORMAT, "about": about, "models": kept}
-    with atomic(path) as temporary:
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(path, document)
 
 
-def apply_calibration(path: Path, plans: Sequence[ModelPlan]) -> None:
-    """Set the pairs of some models as a calibration says. Nothing changes unless all of it fits.
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A file that fits some models.
+
+    Attributes:
+        name: Of the file.
+        chosen: What it says of a pair, by the places of its model and of itself.
+    """
+
+    name: str
+    chosen: Mapping[tuple[str, str], Mapping[str, Any]]
+
+    def apply(self, plans: Sequence[ModelPlan]) -> None:
+        """Set the pairs of these models."""
+        for plan in plans:
+            for state in plan.states:
+                chosen = self.chosen.get((plan.path, state.pair.path), {})
+                state.choose(chosen, f"as calibrated ({self.name})")
+
+
+def read_calibration(path: Path, plans: Sequence[ModelPlan]) -> Calibration:
+    """A calibration of these models, which are as they came.
 
     Raises:
         ConfigError: The file cannot be read, or is of other models.
@@ -72,7 +95,7 @@ def apply_calibration(path: Path, plans: Sequence[ModelPlan]) -> None:
     models = _read(path)
     if sorted(models) != sorted(plan.path for plan in plans):
         raise _refused(path, f"models {sorted(models)}", "one for each model that is patched")
-    todo: list[tuple[PairState, Mapping[str, Any]]] = []
+    found: dict[tuple[str, str], Mapping[str, Any]] = {}
     for plan in plans:
         kept = models[plan.path]
         states = {state.pair.path: state for state in plan.states}
@@ -82,9 +105,8 @@ def apply_calibration(path: Path, plans: Sequence[ModelPlan]) -> None:
         for name, chosen in kept["pairs"].items():
             if name not in states:
                 raise _refused(path, f"a pair {name!r}", "pairs of this model")
-            todo.append((states[name], _checked(path, chosen, states[name].pair.heads)))
-    for state, chosen in todo:
-        state.choose(chosen, f"as calibrated ({path.name})")
+            found[plan.path, name] = _checked(path, chosen, states[name].pair.heads)
+    return Calibration(path.name, found)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -105,6 +127,7 @@ def _checked(path: Path, chosen: Any, heads: int) -> Mapping[str, Any]:
         isinstance(exact, list)
         and all(type(h) is int and 0 <= h < heads for h in exact)
         and chosen.get("precision", "as asked for") in get_args(Precise)
+        and type(chosen.get("linears given back", True)) is bool
         and set(chosen) <= {"exact_heads", "precision", "linears given back"}
     )
     if not good:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import gcd, inf, isnan
@@ -52,15 +52,30 @@ class PipelineSteps:
     def __init__(self, pipe: object, component: str) -> None:
         self._pipe: weakref.ref[Any] | None = weakref.ref(pipe)
         self._component = component
+        #: The scheduler's timesteps, which are others in every run, how many there were, and the
+        #: last step of this run, once it is known.
+        self._timesteps: Callable[[], object] = _gone
+        self._run = 0
+        self._last: int | None = None
 
     def __getstate__(self) -> dict[str, object]:
         # A weak reference can neither be pickled nor mean anything in another process.
-        return {"_pipe": None, "_component": self._component}
+        kept = {"_pipe": None, "_timesteps": _gone, "_last": None}
+        return vars(self) | kept
 
     def __deepcopy__(self, memo: dict[int, object]) -> PipelineSteps:
         other = PipelineSteps.__new__(PipelineSteps)
-        other._pipe, other._component = None, self._component
+        vars(other).update(self.__getstate__())
         return other
+
+    def run(self) -> int:
+        """A number for the current run of the loop; the next one has another."""
+        pipe = self._pipe() if self._pipe is not None else None
+        timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
+        if timesteps is not None and self._timesteps() is not timesteps:
+            self._timesteps, self._last = _reference(timesteps), None
+            self._run += 1
+        return self._run
 
     def index(self) -> int | None:
         """Index of the current step, read from the scheduler's own counter; no device is asked."""
@@ -72,10 +87,12 @@ class PipelineSteps:
         if _times_of_frames(timestep):
             # Copies of the scheduler count each frame; the row's place in the matrix is the step.
             return int(timestep.storage_offset()) // int(timestep.numel())
-        if not hasattr(scheduler, "_step_index"):
-            return _position(timestep, getattr(scheduler, "timesteps", None))
-        index = scheduler._step_index
-        return int(index) if index is not None else 0
+        index = getattr(scheduler, "_step_index", None)
+        if index is None:  # It counts none, or not yet; from a video the first one is not 0.
+            index = _position(timestep, getattr(scheduler, "timesteps", None))
+        if index is None and hasattr(scheduler, "_step_index"):
+            index = getattr(scheduler, "_begin_index", None) or 0
+        return None if index is None else int(index)
 
     def last(self) -> int | None:
         """Index of the last step that this expert runs."""
@@ -89,8 +106,18 @@ class PipelineSteps:
         ratio = getattr(getattr(pipe, "config", None), "boundary_ratio", None)
         if ratio is None or self._component != "transformer":
             return len(timesteps) - 1
-        boundary = ratio * pipe.scheduler.config.num_train_timesteps  # type: ignore[union-attr]
-        return int((timesteps >= boundary).sum()) - 1
+        if self._last is None:
+            boundary = ratio * pipe.scheduler.config.num_train_timesteps  # type: ignore[union-attr]
+            self._last = int((timesteps >= boundary).sum()) - 1  # Waits for the device.
+        return self._last
+
+
+def _reference(x: object) -> Callable[[], object]:
+    """A weak reference, to what can have one."""
+    try:
+        return weakref.ref(x)
+    except TypeError:
+        return lambda: x
 
 
 def _position(timestep: object, timesteps: object) -> int | None:
@@ -133,7 +160,9 @@ class _Thread:
         fresh: Whether no pair of the current forward was compared yet.
         again: Whether it is another forward of the same step.
         done: What pairs were compared as on this step, by their states' ids.
-        last: Index of the last step.
+        run: Which run of the loop it is in, where the pipeline says it.
+        way: How the current forward runs, as its first block says.
+        blind: Whether a value of the current forward's residual stream is not finite.
     """
 
     context: tuple[str, int | None, int | None] | None = None
@@ -149,7 +178,9 @@ class _Thread:
     fresh: bool = False
     again: bool = False
     done: dict[int, When] = field(default_factory=dict)
-    last: int | None = None
+    run: int | None = None
+    way: Hashable = None
+    blind: bool = False
 
 
 class Guard:
@@ -229,8 +260,15 @@ class Guard:
         """The announced forward is over."""
         self._here.context = None
 
-    def begin(self, **inputs: Tensor) -> None:
+    def begin(self, way: Hashable = None, /, **inputs: Tensor) -> None:
         """A forward reaches the first patched block; decides whether it is checked.
+
+        Args:
+            way: What decides how pairs run beside their states: dtype, device, and what
+                attention="auto" and pv="auto" take for the lengths; None if nobody says. What was
+                compared in one way is compared again on the first forward in another: attention
+                that was exact in a short video has shown nothing about int8 in a long one.
+            **inputs: Of the first block.
 
         Not in a forward that somebody may differentiate or that draws dropout masks: an input
         requires a gradient, or gradients are on and a parameter requires one, or a dropout is
@@ -240,7 +278,12 @@ class Guard:
         """
         here = self._here
         before, here.whens, here.inputs, here.fresh = here.whens, (), {}, False
+        here.way, here.blind = way, False
         self._settle()
+        new = [s for s in self._states if way is not None and s.ways and way not in s.ways]
+        if new and not self._is_training(inputs):
+            for state in new:
+                state.unseen |= {"first", "last"}
         whens = self._labels(here, before)
         if not whens:
             return
@@ -272,13 +315,23 @@ class Guard:
     def skips(self) -> bool:
         """Whether the forward that begins now is none to check. Then it counts as begun, though it
         may reach no block: a CUDA graph is replayed in its place."""
+        unchecked = self.unchecked()
+        if unchecked is None:
+            return False
+        self.skip(unchecked)
+        return True
+
+    def unchecked(self) -> _Thread | None:
+        """What `skip` takes, if the forward that begins now is none to check; nothing counts as
+        begun by that."""
         here = self._here
         self._settle()
         next_one = replace(here, names=set(here.names), whens=(), inputs={})
-        if self._labels(next_one, here.whens):
-            return False
-        self._threads.here = next_one
-        return True
+        return None if self._labels(next_one, here.whens) else next_one
+
+    def skip(self, unchecked: _Thread) -> None:
+        """Count the forward that begins now as begun."""
+        self._threads.here = unchecked
 
     def _is_training(self, inputs: dict[str, Tensor]) -> bool:
         if any(x.requires_grad for x in inputs.values()) or _transformed():
@@ -304,18 +357,17 @@ class Guard:
             here.names.add(name)
             here.again = True
             return tuple(when for when in before if when != "middle")
-        on = step is not None and here.step is not None and step >= here.step
-        if not on and step is not None:
-            here.last = None  # Another run, perhaps of another length.
+        run = self._steps.run() if self._steps is not None else None
+        on = step is not None and here.step is not None and step >= here.step and run == here.run
+        here.run = run
         here.between = here.between and on and (self._graphs or step == here.step)
         here.names, here.step, here.again, here.done = {name}, step, False, {}
         whens: list[When] = []
         if "first" in unseen:
-            here.last = None
             whens.append("first")
         if "asked" in unseen:
             whens.append("asked")
-        if "last" in unseen and step is not None and step == self._last_step(here, count):
+        if "last" in unseen and step is not None and step == self._last_step(count):
             whens.append("last")
         seen = any(state.live and not state.unseen - {"last"} for state in self._states)
         if seen and self._between(here, step, count):
@@ -329,11 +381,12 @@ class Guard:
             here.standing = _UNTOLD if self._graphs else 1
             here.untold = (here.untold + 1) % (_UNTOLD * here.standing)
             return here.untold == 0
-        last = self._last_step(here, count)
+        last = self._last_step(count)
         if here.between or step < 1 or (last is not None and step >= last):
             return False
         here.standing = max(1, (last or 2) - 1) if self._graphs else 1
-        here.between = step == 1 + self._turn % here.standing or not self._graphs
+        # An expert may begin behind that step, and a video may, too.
+        here.between = step >= 1 + self._turn % here.standing or not self._graphs
         return here.between
 
     def _choose(self, here: _Thread, turn: int) -> None:
@@ -347,13 +400,9 @@ class Guard:
         places = range(turn * some, turn * some + min(some, size))
         here.chosen = frozenset(id(live[place * stride % size]) for place in places)
 
-    def _last_step(self, here: _Thread, count: int | None) -> int | None:
-        if here.last is None:
-            last = self._steps.last() if self._steps is not None else None
-            if last is None:
-                return None if count is None else count - 1
-            here.last = last
-        return here.last
+    def _last_step(self, count: int | None) -> int | None:
+        last = self._steps.last() if self._steps is not None else None
+        return last if last is not None or count is None else count - 1
 
     @torch.no_grad()
     def _refuse_non_finite(self, here: _Thread, pair: Pair) -> None:
@@ -384,7 +433,7 @@ class Guard:
     def wants(self, states: tuple[PairState, ...]) -> bool:
         """Whether this forward is to show that these pairs are right."""
         here: _Thread | None = getattr(self._threads, "here", None)
-        return here is not None and self._shown_as(here, states) is not None
+        return here is not None and not here.blind and self._shown_as(here, states) is not None
 
     @staticmethod
     def _shown_as(here: _Thread, states: tuple[PairState, ...]) -> When | None:
@@ -430,6 +479,9 @@ class Guard:
         while True:
             found = self._measured(reference, result, pair)
             over = found.error > self._budget
+            if found.error == inf and self._is_blind(pair):
+                here.blind = True
+                return result
             noise = None if over or when == "middle" else self._noise(reference, result, pair)
             broken = None if noise is None else noise.broken
             if not over and broken is None:
@@ -464,12 +516,32 @@ class Guard:
         for state in pair.states:
             state.unseen.difference_update({*here.whens, "asked"})
             here.done[id(state)] = when
+            if when != "middle":
+                state.ways.add(here.way)
         if when == "middle":
             if over or broken is not None:
                 self.check_next()  # What was right on the first step is no longer.
         elif not here.again and not any(s.live and s.unseen & {*here.whens} for s in self._states):
             self._settle()
         return result
+
+    @torch.no_grad()
+    def _is_blind(self, pair: Pair) -> bool:
+        """Whether the residual stream before a pair is not finite, which shows nothing about the
+        pair or those behind it. No pair of ours made it so: one that does is its author's before
+        the next one runs."""
+        wrong = sum(int((~torch.isfinite(x)).sum()) for x in _parts(pair.residual))
+        if pair.parallel is not None:  # The error is that of all ranks, so all of them ask.
+            device = _parts(pair.residual)[0].device
+            wrong = sum(n for (n,) in told("not finite", [wrong], pair.parallel, device))
+        if wrong:
+            _log.warning(
+                "%s: %d values of the residual stream before it are not finite; from here on the "
+                "guard compares nothing on this forward",
+                pair.states[0].pair.path,
+                wrong,
+            )
+        return wrong > 0
 
     @torch.no_grad()
     def _noise(self, reference: _Reference, result: Branch, pair: Pair) -> Noise | None:

@@ -26,7 +26,11 @@ from turbo_rcm_patch.errors import (
     NotPatchedError,
     WrappedError,
 )
-from turbo_rcm_patch.patching.calibration import apply_calibration, write_calibration
+from turbo_rcm_patch.patching.calibration import (
+    fingerprint,
+    read_calibration,
+    write_calibration,
+)
 from turbo_rcm_patch.patching.find import (
     Target,
     execution_device,
@@ -142,17 +146,23 @@ def _install(
     _refuse_shared([plan for _, plan in planned])
     for _, plan in planned:
         check_parallel(plan.model, config)
+    calibration = None
+    if config.calibration is not None:
+        calibration = read_calibration(Path(config.calibration), [plan for _, plan in planned])
     dropped = originals_of([plan for _, plan in planned])
     count = len(dropped)
     if config.linear == "int8-only":
         refuse_offloaded([target.module for target in targets])
     if dropped:
         modules = [target.module for target in targets]
+        weights = {plan.path: fingerprint(plan.model) for _, plan in planned}
         planned.clear()  # Which holds the originals.
         drop_originals(modules, dropped, config.impl)
         planned = plan_all(model, config)
-    if config.calibration is not None:
-        apply_calibration(Path(config.calibration), [plan for _, plan in planned])
+        for _, plan in planned:
+            plan.weights = weights[plan.path]
+    if calibration is not None:
+        calibration.apply([plan for _, plan in planned])
     log = GuardLog()
     records = [_record(model, target, plan, log) for target, plan in planned]
     records[0].dropped = count
@@ -443,6 +453,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         for record in records
     ]
     places = [record.plan.path for record in records]
+    came_with = [record.plan.weights for record in records]
     last_device = execution_device(records[0].plan.model)
 
     def pairs() -> list[SkipPair]:
@@ -487,12 +498,17 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
         return {s.pair.path: s.heads_in_16_bits for s in chosen if s.heads_in_16_bits}
 
     def save(path: Path) -> None:
-        models = [reference() for reference, _, _ in held]
-        known = [
-            (place, model, states)
-            for place, model, (_, states, _) in zip(places, models, held, strict=True)
-            if model is not None
-        ]
+        known = []
+        for place, weights, (reference, states, _) in zip(places, came_with, held, strict=True):
+            module = reference()
+            if module is None:
+                raise NotPatchedError(
+                    f"save_calibration: {place or 'the model'}",
+                    expected="a model that is still in memory",
+                    got="one that is gone",
+                    remedy="Save the calibration before the last reference to the model goes",
+                )
+            known.append((place, module, states, weights))
         about = {"config": repr(config), "predicted fidelity": log.fidelity}
         write_calibration(path, known, about)
 

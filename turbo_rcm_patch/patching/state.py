@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,13 +37,16 @@ class PairState:
         precision: How its attention runs, where the guard may choose.
         exact_heads: Heads of its attention that run exactly, ascending.
         unseen: Forwards on which the guard has yet to compare it.
+        ways: How it ran when the guard compared it: see `Guard.begin`.
         originals: Its Linears that are to be dropped; none in a patched model.
         returned: Whether it was given back.
         ran: How it ran on the last forward outside a compiled graph, "" before the first.
     """
 
-    __slots__ = ("_linears", "_reason", "_steps", "exact_heads", "int8", "int8_inputs", "live",
-                 "originals", "pair", "precision", "ran", "returned", "unseen")  # fmt: skip
+    __slots__ = (
+        "_linears", "_reason", "_steps", "exact_heads", "int8", "int8_inputs", "live",
+        "originals", "pair", "precision", "ran", "returned", "unseen", "ways",
+    )  # fmt: skip
 
     def __init__(
         self, pair: SkipPair, *, int8: bool = False, auto: bool = False, narrow: bool = True
@@ -55,6 +58,7 @@ class PairState:
         self.precision: Precise = "as asked for"
         self.exact_heads: tuple[int, ...] = ()
         self.unseen: set[When] = {"first", "last"}
+        self.ways: set[Hashable] = set()
         self.originals: tuple[nn.Module, ...] = ()
         self.returned = False
         self.ran = ""
@@ -191,6 +195,7 @@ class ModelPlan:
         boundary: The network boundary, where one is owned here.
         copies: The int8 copies of its weights.
         ranks: What its blocks agree on with those of other ranks; None where it has no blocks.
+        weights: Fingerprint of the weights that it came with, where patching dropped some.
     """
 
     model: nn.Module
@@ -201,6 +206,7 @@ class ModelPlan:
     boundary: list[SkipPair] = field(default_factory=list)
     copies: Copies = field(init=False)
     ranks: Ranks | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         self.copies = Copies(self.config.impl)

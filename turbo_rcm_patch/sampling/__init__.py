@@ -6,8 +6,9 @@ of a function here.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from turbo_rcm_patch.lazy import loading_names
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.sampling.comparison import Comparison, compare
@@ -36,29 +37,20 @@ __all__ = [
     "network_number",
 ]
 
-_HOMES = {
-    "Comparison": "comparison",
-    "Generation": "generation",
-    "NetworkNumber": "measures",
-    "RCMScheduler": "scheduler",
-    "Settings": "settings",
-    "Source": "source",
-    "Verdict": "verdict",
-    "compare": "comparison",
-    "generate": "generation",
-    "judge": "verdict",
-    "load_int8_only": "int8_folder",
-    "load_pipeline": "load",
-    "network_number": "measures",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loading_names(
+    __name__,
+    {
+        "comparison": "Comparison compare",
+        "generation": "Generation generate",
+        "int8_folder": "load_int8_only",
+        "load": "load_pipeline",
+        "measures": "NetworkNumber network_number",
+        "scheduler": "RCMScheduler",
+        "settings": "Settings",
+        "source": "Source",
+        "verdict": "Verdict judge",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -304,20 +304,10 @@ def support(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> PatchConfig:
-    return PatchConfig(
-        attention=arguments.attention,
-        pv=arguments.pv,
-        linear=arguments.linear,
-        precision=arguments.precision,
-        impl=arguments.impl,
-        form=arguments.pair_form,
-        residual=arguments.residual,
-        guard=not arguments.no_guard,
-        guard_budget=arguments.guard_budget,
-        fidelity=arguments.fidelity,
-        calibration=arguments.calibration,
-        sla_topk=arguments.sla_topk,
-    )
+    given = {
+        f.name: getattr(arguments, f.name) for f in fields(PatchConfig) if f.name in arguments
+    }
+    return PatchConfig(**given | {"form": arguments.pair_form, "guard": not arguments.no_guard})
 
 
 def _settings(pipe: VideoPipeline, arguments: argparse.Namespace) -> Settings:

@@ -350,19 +350,13 @@ class _Run:
         self.keys = list(inputs)
         self.identity = identify(pipe, settings, config) | {"inputs": inputs}
         self.identity["split"] = processes.split
-        self._store: Store | None = None
         processes.from_first(partial(self._open, out, fresh))
         #: What source i is encoded to, once for all passes.
         self.encoded = cache(lambda i: encode(pipe, sources[i], settings))
 
     def _open(self, out: str | Path, fresh: bool) -> None:
-        self._store = Store(out, self.identity, fresh=fresh)
-
-    @property
-    def store(self) -> Store:
-        """What is finished; the first process has it."""
-        assert self._store is not None
-        return self._store
+        #: What is finished; the first process alone has it.
+        self.store = Store(out, self.identity, fresh=fresh)
 
     def _without(self, variant: Variant) -> list[int]:
         """The prompts without such a sample."""

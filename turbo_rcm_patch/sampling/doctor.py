@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal
@@ -21,6 +19,7 @@ from turbo_rcm_patch.errors import MissingPackageError, SamplingError, TurboRCME
 from turbo_rcm_patch.extras import EXTRAS
 from turbo_rcm_patch.ops import describe_pv, dispatch_rows, resolve_impl
 from turbo_rcm_patch.ops.dispatch import measured_here, tiles_here
+from turbo_rcm_patch.sampling.environment import numbers, version_of
 from turbo_rcm_patch.sampling.links import joined, least_seconds
 
 _MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}
@@ -93,7 +92,7 @@ def _packages() -> Iterator[Finding]:
     yield Finding("python", "ok", python)
     yield _in_range("torch", torch.__version__)
     for name in ("triton", "diffusers", "safetensors", "transformers", "accelerate"):
-        version = _version(name)
+        version = version_of(name)
         if version is None and name == "triton" and sys.platform != "linux":
             text = f"there is none for {sys.platform}; plain torch runs in place of the kernels"
             yield Finding(name, "note", text)
@@ -104,14 +103,13 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "missing", "not installed", f"pip install {name}")
         else:
             yield _in_range(name, version)
-    if peft := _version("peft"):  # Nothing here needs it, but diffusers imports what is there.
+    if peft := version_of("peft"):  # Nothing here needs it, but diffusers imports what is there.
         yield _in_range("peft", peft)
-    sage = _version("sageattention")
-    yield (
-        Finding("sageattention", "ok", f"{sage} (only for attention='sage')")
-        if sage
-        else Finding("sageattention", "note", "not installed; only attention='sage' needs it")
-    )
+    sage = version_of("sageattention")
+    if sage:
+        yield Finding("sageattention", "ok", f"{sage} (only for attention='sage')")
+    else:
+        yield Finding("sageattention", "note", "not installed; only attention='sage' needs it")
     if find_spec("imageio_ffmpeg") is None:
         remedy = "pip install 'turbo_rcm_patch[video]'"
         yield Finding("imageio-ffmpeg", "note", "not installed; only mp4 needs it", remedy)
@@ -120,7 +118,7 @@ def _packages() -> Iterator[Finding]:
         import imageio_ffmpeg
 
         program = imageio_ffmpeg.get_ffmpeg_exe()
-        yield _in_range("imageio-ffmpeg", _version("imageio-ffmpeg") or "", f", {program}")
+        yield _in_range("imageio-ffmpeg", version_of("imageio-ffmpeg") or "", f", {program}")
     except (ImportError, RuntimeError) as error:
         yield Finding(
             "imageio-ffmpeg",
@@ -135,31 +133,23 @@ def _in_range(name: str, version: str, more: str = "") -> Finding:
     least, first_untested = RANGES[name]
     wanted = f"{name}>={least}" + (f",<{first_untested}" if first_untested else "")
     remedy = f"pip install '{wanted}'"
-    if _numbers(version) < _numbers(least):
+    if numbers(version) < numbers(least):
         text = f"{version}, but {least} is the least that works{more}"
         return Finding(name, "missing", text, remedy)
-    if first_untested and _numbers(version) >= _numbers(first_untested):
+    if first_untested and numbers(version) >= numbers(first_untested):
         text = f"{version}, but nothing from {first_untested} on was tested{more}"
         return Finding(name, "note", text, remedy)
     return Finding(name, "ok", f"{version}{more}")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Of "2.13.0+cpu" (2, 13, 0); what cannot be read is older than anything."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
-
-
 def _machine() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        yield Finding(
-            "gpu",
-            "note",
-            "none that torch can see"
-            + ("" if built else " (this torch is built for the CPU only)"),
-            "" if built else "on a machine with a GPU, install torch for CUDA or ROCm",
-        )
+        text, remedy = "none that torch can see", ""
+        if not built:
+            text += " (this torch is built for the CPU only)"
+            remedy = "on a machine with a GPU, install torch for CUDA or ROCm"
+        yield Finding("gpu", "note", text, remedy)
         yield Finding("cpu", "ok", f"{torch.get_num_threads()} of {os.cpu_count()} threads")
         return
     for index in range(torch.cuda.device_count()):
@@ -171,15 +161,12 @@ def _machine() -> Iterator[Finding]:
         capability = (properties.major, properties.minor)
         units = f"int8 {'yes' if capability >= (7, 5) else 'no'}"
         units += f", fp8 {'yes' if capability >= (8, 9) else 'no'}"
-        state: Literal["ok", "note"] = "ok" if capability >= (8, 0) else "note"
-        yield Finding(
-            f"gpu {index}",
-            state,
-            f"{name}, compute capability {properties.major}.{properties.minor}, {units}",
-            ""
-            if state == "ok"
-            else "the kernels need compute capability 8.0 or newer; use impl='reference'",
-        )
+        text = f"{name}, compute capability {properties.major}.{properties.minor}, {units}"
+        if capability >= (8, 0):
+            yield Finding(f"gpu {index}", "ok", text)
+        else:
+            remedy = "the kernels need compute capability 8.0 or newer; use impl='reference'"
+            yield Finding(f"gpu {index}", "note", text, remedy)
 
 
 def _links() -> Iterator[Finding]:
@@ -212,25 +199,16 @@ def _compiler() -> Iterator[Finding]:
     needed: Literal["missing", "note"] = "missing" if torch.cuda.is_available() else "note"
     names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
     program = next((p for n in names if n and (p := shutil.which(n))), None)
-    if program:
-        yield Finding("C compiler", "ok", program)
-    else:
-        yield Finding(
-            "C compiler",
-            needed,
-            "none found; on a GPU Triton needs one to compile its launcher",
-            "apt-get install gcc (or your system's equivalent)",
-        )
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    if header.is_file():
-        yield Finding("Python.h", "ok", str(header))
-    else:
-        yield Finding(
-            "Python.h",
-            needed,
-            f"not at {header}; on a GPU Triton's launcher needs it",
-            "apt-get install python3-dev (or your system's equivalent)",
-        )
+    there = str(header) if header.is_file() else None
+    no_compiler = "none found; on a GPU Triton needs one to compile its launcher"
+    no_header = f"not at {header}; on a GPU Triton's launcher needs it"
+    for topic, found, missing, package in (
+        ("C compiler", program, no_compiler, "gcc"),
+        ("Python.h", there, no_header, "python3-dev"),
+    ):
+        remedy = f"apt-get install {package} (or your system's equivalent)"
+        yield Finding(topic, "ok", found) if found else Finding(topic, needed, missing, remedy)
 
 
 def _choices() -> Iterator[Finding]:
@@ -251,26 +229,20 @@ def _choices() -> Iterator[Finding]:
     )
     found = measured_here(device)
     if device.type == "cuda":
-        yield Finding(
-            "measured here",
-            "ok" if found else "note",
-            f'attention="auto" reads {found}'
-            if found
-            else "nothing: the first forward tests "
-            "this card in a second or so, and what follows are defaults",
-            "" if found else "turbo-rcm-patch tune measures tiles and lengths on this card",
-        )
+        if found:
+            yield Finding("measured here", "ok", f'attention="auto" reads {found}')
+        else:
+            text = "nothing: the first forward tests this card in a second or so, "
+            text += "and what follows are defaults"
+            remedy = "turbo-rcm-patch tune measures tiles and lengths on this card"
+            yield Finding("measured here", "note", text, remedy)
         if find_spec("triton") is not None:
             text, measured = tiles_here(device)
-            yield Finding(
-                "tiles",
-                "ok" if measured else "note",
-                text,
-                ""
-                if measured
-                else "turbo-rcm-patch tune measures them; docs/other_cards.md says "
-                "what to expect; turbo-rcm-patch bench prints a line to paste into an issue",
-            )
+            remedy = "turbo-rcm-patch tune measures them; "
+            remedy += "docs/other_cards.md says what to expect; "
+            remedy += "turbo-rcm-patch bench prints a line to paste into an issue"
+            state: Literal["ok", "note"] = "ok" if measured else "note"
+            yield Finding("tiles", state, text, "" if measured else remedy)
     for shape, runs, why in dispatch_rows(None, device):
         yield Finding(shape, "note", f"{runs}: {why}")
 
@@ -306,10 +278,3 @@ def _model() -> Iterator[Finding]:
     except SamplingError as error:
         text = f"{error.got}: the demo cannot check the kernels in Triton's interpreter"
         yield Finding("interpreter", "missing", text, error.remedy)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -25,14 +26,24 @@ PACKAGES: Final = (
 )
 
 
+def version_of(name: str) -> str | None:
+    """The version of an installed package."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Of "2.13.0+cpu" (2, 13, 0); what cannot be read is older than anything."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and of every package that can change a result, or "not installed"."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
+    found |= {name: version_of(name) or "not installed" for name in PACKAGES}
     if found["turbo_rcm_patch"] == "not installed":
         found["turbo_rcm_patch"] = "run from source"
     found["torch"] = torch.__version__

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from turbo_rcm_patch.errors import ConfigError, DTypeError, SamplingError
-from turbo_rcm_patch.sampling.families import PipelineFamily, VideoPipeline, draw, family_of
+from turbo_rcm_patch.sampling.families import Job, PipelineFamily, VideoPipeline, draw, family_of
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler, fingerprint, noise_stream
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.source import ImageLike, Source, sources_of
@@ -256,7 +256,7 @@ def sample_latents(
         Meter(device) as meter,
     ):
         latents = _denoise(pipe, conditioning, seed, settings, callback_on_step_end=after_step)
-    latents = family.trim(pipe, latents, conditioning, settings)
+    latents = family.trim(Job(pipe, seed, conditioning, settings), latents)
     return Sample(
         latents=latents.to("cpu", torch.float32),
         trajectory=tuple(step.to("cpu", torch.float32) for step in kept),
@@ -283,7 +283,7 @@ def _denoise(
         "max_sequence_length": settings.max_sequence_length,
         "output_type": "latent",
     }
-    call |= family_of(pipe).call_inputs(pipe, seed, conditioning, settings)
+    call |= family_of(pipe).call_inputs(Job(pipe, seed, conditioning, settings))
     latents: torch.Tensor = pipe(**call | more).frames
     return latents
 

@@ -15,7 +15,6 @@ import shlex
 import subprocess
 import time
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +23,7 @@ import torch
 from turbo_rcm_patch.config import Form, Impl, PatchConfig
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.patching import patched
-from turbo_rcm_patch.sampling.environment import python_command
+from turbo_rcm_patch.sampling.environment import numbers, python_command, version_of
 from turbo_rcm_patch.sampling.families import family_named
 from turbo_rcm_patch.sampling.load import check_folder, quiet_loading
 from turbo_rcm_patch.sampling.measures import relative_l2
@@ -91,22 +90,14 @@ def check_interpreter() -> None:
     """
     if torch.cuda.is_available():
         return
-    triton, numpy = (_version(name) for name in ("triton", "numpy"))
-    if triton and triton < (3, 6) and numpy >= (2, 4):
+    triton, numpy = (version_of(name) or "" for name in ("triton", "numpy"))
+    if triton and numbers(triton) < (3, 6) and numbers(numpy) >= (2, 4):
         raise SamplingError(
             "the kernels cannot run in the interpreter of this Triton",
             expected="Triton 3.6 or newer, or NumPy older than 2.4",
-            got=f"Triton {metadata.version('triton')} and NumPy {metadata.version('numpy')}",
+            got=f"Triton {triton} and NumPy {numpy}",
             remedy="pip install 'numpy<2.4'",
         )
-
-
-def _version(name: str) -> tuple[int, ...]:
-    """Major and minor version of a package, () if it is not installed."""
-    try:
-        return tuple(int(part) for part in metadata.version(name).split(".")[:2])
-    except metadata.PackageNotFoundError:
-        return ()
 
 
 def run_kernel_check(folder: Path) -> KernelCheck:

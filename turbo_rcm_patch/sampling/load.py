@@ -332,13 +332,10 @@ def quiet_loading() -> Iterator[None]:
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    bars = [
-        log
-        for log in (diffusers_logging, transformers_logging)
-        if getattr(log, "is_progress_bar_enabled", lambda: True)()
-    ]
+    logs = (diffusers_logging, transformers_logging)
+    bars = [log for log in logs if getattr(log, "is_progress_bar_enabled", lambda: True)()]
+    levels = [(log, log.get_verbosity()) for log in logs]
     dtype = torch.get_default_dtype()
-    levels = [(log, log.get_verbosity()) for log in (diffusers_logging, transformers_logging)]
     for log in bars:
         log.disable_progress_bar()
     for log, _ in levels:

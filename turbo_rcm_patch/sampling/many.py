@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from turbo_rcm_patch.errors import ConfigError, ContextParallelError, SamplingError
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.output import write_json
 from turbo_rcm_patch.patching.parallel import (
     attach_plan,
     detach_plan,
@@ -268,8 +268,7 @@ def _note(video: Path) -> Path:
 
 def note_made(video: Path, identity: Mapping[str, object]) -> None:
     """Write beside a video what it was made from, once the video is there."""
-    with atomic(_note(video)) as path:
-        path.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+    write_json(_note(video), identity)
 
 
 def is_made(video: Path, identity: Mapping[str, object]) -> bool:

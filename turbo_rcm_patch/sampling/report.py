@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.output import atomic, write_json, write_text
 from turbo_rcm_patch.sampling import verdict
 from turbo_rcm_patch.sampling.generation import trajectory_steps
 from turbo_rcm_patch.sampling.store import to_json
@@ -97,8 +97,7 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
     metrics = comparison.as_dict()
     if kernel_check is not None:
         metrics["kernel_check"] = kernel_check.as_dict()
-    with atomic(comparison.metrics) as path:
-        path.write_text(json.dumps(to_json(metrics), indent=1) + "\n", encoding="utf-8")
+    write_json(comparison.metrics, to_json(metrics))
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "page"),
         autoescape=lambda name: name is not None and name.endswith(".html.j2"),
@@ -125,10 +124,10 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         },
     }
     plots = _draw_plots(comparison)
-    folders = {one.key: comparison.out / "prompts" / one.key for one in results}
+    panes = {one.key: comparison.out / "prompts" / one.key / "panes.mp4" for one in results}
     page = jinja.get_template("report.html.j2").render(
         **shared,
-        videos={key: _data_url(_read(path / "panes.mp4")) for key, path in folders.items()},
+        videos={key: _data_url(path.read_bytes()) for key, path in panes.items()},
         players={one.key: json.dumps(_player(comparison, one)) for one in results},
         plots=plots,
         scales=_scales(comparison.judgement),
@@ -139,9 +138,8 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         limits=verdict,
     )
     short = jinja.get_template("report.md.j2").render(**shared)
-    for target, text in ((comparison.report, page), (comparison.short_report, short)):
-        with atomic(target) as path:
-            path.write_text(text, encoding="utf-8")
+    write_text(comparison.report, page)
+    write_text(comparison.short_report, short)
 
 
 def without_places(text: str) -> str:
@@ -359,10 +357,6 @@ def _scale(check: verdict.Check, control: float | None, room: float) -> dict[str
     }
 
 
-def _read(path: Path) -> bytes:
-    return path.read_bytes()
-
-
 def _data_url(content: bytes, kind: str = "video/mp4") -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
@@ -403,7 +397,6 @@ def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
     import matplotlib
 
     # Without pyplot there is no global figure list and no window system to choose.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     steps = [index + 1 for index in trajectory_steps(comparison.settings.steps_run)]
@@ -421,7 +414,6 @@ def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
         ):
             with matplotlib.rc_context(style):
                 figure = Figure(figsize=(5.0, 3.6), layout="constrained")
-                FigureCanvasAgg(figure)
                 axes = figure.add_subplot()
                 found["alt"] = draw(axes, comparison.results, colours)
                 # Outside of the axes, where it can hide nothing.

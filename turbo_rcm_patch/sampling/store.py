@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
-from turbo_rcm_patch.output import atomic, check_writable, is_partial
+from turbo_rcm_patch.output import atomic, check_writable, is_partial, write_json
 from turbo_rcm_patch.sampling.generation import Sample
 
 #: The list of the files that comparisons wrote into a folder. Without it a folder is not ours.
@@ -161,13 +161,10 @@ class Store:
 
     def _write_list(self) -> None:
         about = "Files in this folder that turbo_rcm_patch wrote and may remove or replace."
-        listed: dict[str, object] = {"about": about, "format": 1}
-        listed["files"] = sorted(self._ours)
+        known: dict[str, object] = {"about": about, "format": 1, "files": sorted(self._ours)}
         if self._earlier:
-            listed["earlier"] = sorted(self._earlier)
-        text = json.dumps(listed, indent=1)
-        with atomic(self.out / MARKER) as path:
-            path.write_text(text + "\n", encoding="utf-8")
+            known["earlier"] = sorted(self._earlier)
+        write_json(self.out / MARKER, known)
 
     def _has(self, name: str) -> bool:
         return name in self._ours - self._earlier and (self.out / name).is_file()
@@ -243,19 +240,13 @@ class Store:
 
     def write_json(self, name: str, value: object) -> Path:
         """Write a JSON file, floats that JSON lacks as strings."""
-        return self.write_text(name, json.dumps(to_json(value), indent=1) + "\n")
-
-    def write_text(self, name: str, text: str) -> Path:
-        """Write a text file."""
         self.claim(name)
-        target = self.out / name
-        with atomic(target) as path:
-            path.write_text(text, encoding="utf-8")
+        write_json(self.out / name, to_json(value))
         folder, _, last = name.rpartition("/")
         # The record marks that the videos beside it are written too.
         beside = PROMPT_FILES if last == "record.json" else (last,)
         self._replaced(*(f"{folder}/{one}" if folder else one for one in beside))
-        return target
+        return self.out / name
 
     def _latents(self, key: str, variant: str) -> str:
         return f"latents/{key}.{variant}.safetensors"

@@ -18,7 +18,7 @@ from torch import nn
 
 from turbo_rcm_patch.config import Kind
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.output import write_text
 from turbo_rcm_patch.patching.find import find_pairs
 
 
@@ -269,6 +269,4 @@ def replace_in(path: Path) -> None:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError("--write", expected="a text in UTF-8", got=str(path)) from error
-    made = f"{before}{BEGIN}\n\n{text()}\n{END}{after}"
-    with atomic(path) as temporary:
-        temporary.write_text(made, encoding="utf-8")
+    write_text(path, f"{before}{BEGIN}\n\n{text()}\n{END}{after}")

@@ -21,11 +21,14 @@ from torch import nn
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.blocks import (
     KeptTables,
-    check_head_dim,
     check_parameters,
-    check_weights,
     plain_dropout,
     refuse_parallel,
+)
+from turbo_rcm_patch.patching.families._attention import (
+    attention_left,
+    attention_pair,
+    check_attention,
 )
 from turbo_rcm_patch.patching.families._feed_forward import (
     feed_forward_linears,
@@ -34,7 +37,7 @@ from turbo_rcm_patch.patching.families._feed_forward import (
 from turbo_rcm_patch.patching.families.cogvideox_block import (
     PROCESSORS,
     CogVideoXBlockForward,
-    attention_mode,
+    mode_of,
     norms_of_heads,
     qkv_names,
 )
@@ -46,8 +49,7 @@ from turbo_rcm_patch.patching.pairs import (
     left_alone,
     states_of,
 )
-from turbo_rcm_patch.patching.parallel import processor_class
-from turbo_rcm_patch.patching.plain import hook_names, why_not_plain
+from turbo_rcm_patch.patching.plain import why_not_plain
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import SkipPair, Stream
 
@@ -78,10 +80,7 @@ def check(model: nn.Module) -> None:
         attn: Any = getattr(block, "attn1", None)
         if type(attn) is not Attention:
             continue
-        path = f"transformer_blocks.{index}.attn1"
-        refuse_parallel(path, attn.processor)
-        check_head_dim(path, attn.inner_dim // attn.heads)
-        check_weights(path, {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v")})
+        check_attention(f"transformer_blocks.{index}.attn1", attn)
 
 
 def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
@@ -111,10 +110,7 @@ def _block_states(block: Any, path: str, whole: str, config: PatchConfig) -> Sta
     """The two pairs of one block, by the name of their branch."""
     attn, ff = block.attn1, block.ff
     runs = left_alone("self", config, whole) or _attention_runs(attn, config)
-    attention = block_pair(
-        f"{path}.attn1", "self", runs, *_streams("msa"),
-        heads=attn.heads, head_dim=attn.inner_dim // attn.heads,
-    )  # fmt: skip
+    attention = attention_pair(attn, f"{path}.attn1", "self", runs, *_streams("msa"))
     runs = left_alone("feed-forward", config, whole) or feed_forward_runs(ff)
     pairs = {
         "attn1": attention,
@@ -133,23 +129,17 @@ def _streams(branch: str) -> tuple[Stream, Stream]:
 
 def _attention_linears(attn: Any) -> dict[str, nn.Module]:
     """The Linears that ours runs itself, by name; none where the attention is called whole."""
-    if attention_mode(attn) != "ours":
+    if mode_of(attn) != "ours":
         return {}
     return {name: getattr(attn, name) for name in qkv_names(attn)} | {"to_out.0": attn.to_out[0]}
 
 
 def _attention_runs(attn: Any, config: PatchConfig) -> Runs:
-    mode = attention_mode(attn)
-    if mode == "as-written":
-        if type(attn) is not Attention:
-            return mode, f"its attention is a {type(attn).__qualname__}"
-        if processor_class(attn.processor) not in PROCESSORS:
-            return mode, f"its processor is a {type(attn.processor).__qualname__}"
-        if attn.is_cross_attention:
-            return mode, "it is a cross-attention"
-        return mode, "dropout is active (training mode)"
-    if mode == "called":
-        return "after-linear", f"attention is called as a module: {hook_names(attn)}"
+    if type(attn) is Attention and attn.is_cross_attention:
+        return "as-written", "it is a cross-attention"
+    left = attention_left(attn, Attention, PROCESSORS)
+    if left is not None:
+        return left
     notes = []
     if not (attn.norm_q is None and attn.norm_k is None) and not norms_of_heads(attn):
         notes.append("norm_q and norm_k are called: they are no plain layer norms of a head")

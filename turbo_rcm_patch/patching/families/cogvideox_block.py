@@ -21,12 +21,11 @@ from diffusers.models.attention_processor import (
 from diffusers.models.normalization import CogVideoXLayerNormZero
 from torch import Tensor, nn
 
-from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.block import BlockForward, Branch
-from turbo_rcm_patch.patching.blocks import KeptTables, Mode, refuse_parallel
+from turbo_rcm_patch.patching.blocks import KeptTables, Mode
 from turbo_rcm_patch.patching.branches import (
     AttentionModules,
     CalledNorm,
@@ -35,15 +34,14 @@ from turbo_rcm_patch.patching.branches import (
     Norm,
     StreamsNorm,
 )
-from turbo_rcm_patch.patching.copies import Copies
+from turbo_rcm_patch.patching.families._attention import attention_mode
 from turbo_rcm_patch.patching.families._feed_forward import (
     feed_forward_mode,
     feed_forward_modules,
 )
-from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import Rounding, skip_streams
 from turbo_rcm_patch.patching.parallel import follow, groups_of, processor_class
-from turbo_rcm_patch.patching.plain import bare, drops, plain_linear
+from turbo_rcm_patch.patching.plain import bare, plain_linear
 from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.state import PairState
 
@@ -58,26 +56,13 @@ Rotary = tuple[Tensor, Tensor]
 class CogVideoXBlockForward(BlockForward):
     """Stands in for the forward of one block."""
 
-    __slots__ = ("_tables", "_width")
+    __slots__ = ()
 
     branches = (
         Branch(name="attn1", kind="self", norm="norm1", output="to_out"),
         Branch(name="ff", kind="feed-forward", norm="norm2"),
     )
     streams = True
-
-    def __init__(
-        self,
-        tables: KeptTables,
-        block: Any,
-        states: dict[str, PairState],
-        config: PatchConfig,
-        copies: Copies,
-        first: bool,
-        guard: Guard | None,
-    ) -> None:
-        self._tables, self._width = tables, block.attn1.inner_dim
-        super().__init__(block, block.attn1.heads, 1e-6, states, config, copies, first, guard)
 
     def __call__(
         self,
@@ -113,24 +98,29 @@ class CogVideoXBlockForward(BlockForward):
         guard = self._begin(
             hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb
         )
-
-        def author(name: str, view: Any, streams: Streams) -> Streams:
-            own: Any = type(self._block).forward
-            video, text = own(view, streams[1], streams[0], *inputs[2:])
-            return text, video
-
         rotary = None
         if image_rotary_emb is not None:
+            tables: KeptTables = self._shared
             tokens, device = encoder_hidden_states.shape[1], hidden_states.device
-            rotary = self._tables.of(
+            rotary = tables.of(
                 image_rotary_emb, lambda: _with_text(image_rotary_emb, tokens, device),
                 (tokens, device),
             )  # fmt: skip
         given = Given(
             None, (temb,), rotary, more=(image_rotary_emb, attention_kwargs or {}), forward=self
         )
-        text, video = self._run((encoder_hidden_states, hidden_states), given, guard, author)
+        text, video = self._run((encoder_hidden_states, hidden_states), given, guard, inputs)
         return video, text
+
+    def _sizes(self) -> tuple[int, int, float]:
+        return self._block.attn1.heads, self._block.attn1.inner_dim, 1e-6
+
+    def _by_author(
+        self, name: str, view: Any, hidden: Streams, inputs: tuple[Any, ...]
+    ) -> Streams:
+        own: Any = type(self._block).forward
+        video, text = own(view, hidden[1], hidden[0], *inputs[2:])
+        return text, video
 
     def _facts(self, hidden: Streams, given: Given) -> tuple[Any, ...]:
         return hidden[1].dtype, hidden[1].get_device(), bool(given.more[1])
@@ -138,7 +128,7 @@ class CogVideoXBlockForward(BlockForward):
     def _token(self, hidden: Streams, given: Given) -> Token:
         (text, video), temb = hidden, given.rows[0]
         batch, tokens, channels = video.shape
-        table = (text.shape[1] + tokens) * (channels // self._specs["as asked for"].heads)
+        table = (text.shape[1] + tokens) * self._head_dim
         rotary = given.rotary or ()
         if not (
             video.device == text.device == temb.device
@@ -158,7 +148,7 @@ class CogVideoXBlockForward(BlockForward):
     def _mode(self, branch: Branch, hidden: Streams, given: Given) -> Mode:
         if branch.kind == "feed-forward":
             return feed_forward_mode(self._block.ff)
-        mode = attention_mode(self._block.attn1)
+        mode = mode_of(self._block.attn1)
         return "called" if mode == "ours" and given.more[1] else mode
 
     def _attention(self, branch: Branch, like: Tensor, given: Given) -> AttentionModules:
@@ -321,15 +311,7 @@ def qkv_names(attn: Any) -> tuple[str, ...]:
     return ("to_qkv",) if fused else ("to_q", "to_k", "to_v")
 
 
-def attention_mode(attn: Any) -> Mode:
-    """What may run now: ours in the place of the attention, the skip after it, or nothing of ours.
-
-    Raises:
-        ContextParallelError: The attention is parallel in a way that is not known.
-    """
-    if type(attn) is not Attention or processor_class(attn.processor) not in PROCESSORS:
-        return "as-written"
-    refuse_parallel("attention", attn.processor)
-    if attn.is_cross_attention or drops(attn.to_out[1]):
-        return "as-written"
-    return "ours" if bare(attn) else "called"
+def mode_of(attn: Any) -> Mode:
+    """What may run now in the place of an attention, see `attention_mode`."""
+    mode = attention_mode(attn, Attention, PROCESSORS)
+    return "as-written" if mode != "as-written" and attn.is_cross_attention else mode

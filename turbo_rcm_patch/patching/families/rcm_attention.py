@@ -144,7 +144,9 @@ class RCMAttentionForward:
         guard = self._guard
         if guard is None or torch.compiler.is_compiling():
             return self._close(x, c_skip, c_out)
-        guard.begin(x=x)
+        (_, tokens, channels), spec = x.shape, self._specs["as asked for"]
+        one = ops.resolved(spec, x.device, tokens, tokens, channels // spec.heads)
+        guard.begin((x.dtype, x.device.type, one.attention, one.pv), x=x)
         if not guard.wants((self._state,)):
             return self._close(x, c_skip, c_out)
 

@@ -17,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.ops.dispatch import quantises
 from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.parallel import parallel_attention
-from turbo_rcm_patch.patching.author import Notes, call
+from turbo_rcm_patch.patching.author import Notes
 from turbo_rcm_patch.patching.block import BlockForward, Branch
 from turbo_rcm_patch.patching.blocks import KeptTables, Mode
 from turbo_rcm_patch.patching.branches import (
@@ -31,7 +29,6 @@ from turbo_rcm_patch.patching.branches import (
     FeedForwardModules,
     Given,
 )
-from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     is_sparse,
     modulates,
@@ -40,17 +37,15 @@ from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     why_attention_called,
     why_feed_forward_called,
 )
-from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.linears import holder
 from turbo_rcm_patch.patching.parallel import ulysses_over
-from turbo_rcm_patch.patching.plan import Token, signature
 from turbo_rcm_patch.patching.state import PairState
 
 
 class TurboBlockForward(BlockForward):
     """Stands in for the forward of one block."""
 
-    __slots__ = ("_tables", "_width")
+    __slots__ = ()
 
     branches = (
         Branch(name="self_attn", kind="self", norm="norm1", at=0, inner="linear", output="o"),
@@ -58,19 +53,6 @@ class TurboBlockForward(BlockForward):
         Branch(name="ffn", kind="feed-forward", norm="norm2", at=3),
     )
     traceable = False
-
-    def __init__(
-        self,
-        tables: KeptTables,
-        block: Any,
-        states: dict[str, PairState],
-        config: PatchConfig,
-        copies: Copies,
-        first: bool,
-        guard: Guard | None,
-    ) -> None:
-        attn, self._tables, self._width = block.self_attn, tables, block.self_attn.dim
-        super().__init__(block, attn.num_heads, attn.eps, states, config, copies, first, guard)
 
     def __call__(
         self,
@@ -94,48 +76,21 @@ class TurboBlockForward(BlockForward):
         Returns:
             [B, N, C], dtype of x.
         """
-        block = self._block
+        inputs = (x, e, seq_lens, freqs, context, context_lens)
         if not self._serves(x):
-            written: Tensor = self._as_written(x, e, seq_lens, freqs, context, context_lens)
+            written: Tensor = self._as_written(*inputs)
             return written
         guard = self._begin(x=x, context=context, e=e)
-
-        def author(name: str, view: Any, x: Tensor) -> Tensor:
-            own: Any = type(block).forward
-            out: Tensor = own(view, x, e, seq_lens, freqs, context, context_lens)
-            return out
-
-        rows = (block.modulation + e).chunk(6, dim=1)
-        rotary = self._tables.of((freqs,), lambda: _tables(freqs))
+        tables: KeptTables = self._shared
+        rows = (self._block.modulation + e).chunk(6, dim=1)
+        rotary = tables.of((freqs,), lambda: _tables(freqs))
         given = Given(context, rows, rotary, more=(seq_lens, freqs, context_lens), forward=self)
-        out: Tensor = self._run(x, given, guard, author)
+        out: Tensor = self._run(x, given, guard, inputs)
         return out
 
-    def _facts(self, hidden: Tensor, given: Given) -> tuple[Any, ...]:
-        context: Any = given.context
-        text_alone = "image" in self._states and context.shape[1] <= TEXT_TOKENS
-        return (
-            hidden.dtype, hidden.get_device(), context.dtype, context.get_device(), text_alone,
-        )  # fmt: skip
-
-    def _token(self, hidden: Tensor, given: Given) -> Token:
-        (batch, tokens, channels), context = hidden.shape, given.context
-        assert context is not None and given.rotary is not None
-        row, (cos, sin) = given.rows[0], given.rotary
-        if not (
-            hidden.dtype is context.dtype
-            and hidden.device == context.device
-            and channels == self._width
-            and 0 < batch <= MAX_BATCH
-            and context.dim() == 3
-            and context.shape[0] == batch
-            and row.shape[0] in (1, batch)
-            and row.shape[1] in (1, tokens)
-            and row.shape[2] == channels
-            and cos.numel() == tokens * (channels // self._block.self_attn.num_heads)
-        ):
-            return None
-        return signature(hidden, context, row, cos, sin)
+    def _sizes(self) -> tuple[int, int, float]:
+        attn = self._block.self_attn
+        return attn.num_heads, attn.dim, attn.eps
 
     # --- the modules -----------------------------------------------------------------------------
 
@@ -195,20 +150,9 @@ class TurboBlockForward(BlockForward):
     def _fused_norm(self, branch: Branch, like: Tensor) -> bool:
         return modulates(getattr(self._block, branch.norm), affine=branch.at is None)
 
-    def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        normed: Tensor = call(norm, hidden)
-        return normed
-
-    def call_branch(self, branch: Branch, x: Tensor, hidden: Tensor, given: Given) -> Tensor:
-        module = getattr(self._block, branch.name)
+    def _beside(self, branch: Branch, given: Given) -> tuple[Any, ...]:
         seq_lens, freqs, context_lens = given.more
-        if branch.kind == "self":
-            made: Tensor = call(module, x, seq_lens, freqs)
-        elif branch.kind == "cross":
-            made = call(module, x, given.context, context_lens)
-        else:
-            made = call(module, x)
-        return made
+        return (seq_lens, freqs) if branch.kind == "self" else (given.context, context_lens)
 
     def _after_comparing(self, branch: Branch) -> None:
         if branch.kind == "self" and is_sparse(self._block.self_attn):

@@ -16,9 +16,10 @@ from typing import Any
 from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.families._attention import attention_pair
 from turbo_rcm_patch.patching.families.wan_block import BlockClasses
 from turbo_rcm_patch.patching.families.wan_plan import check_blocks, check_signatures, plan_blocks
-from turbo_rcm_patch.patching.pairs import Runs, block_pair
+from turbo_rcm_patch.patching.pairs import Runs
 from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import ModelPlan, PairState
 from turbo_rcm_patch.skip import SkipPair
@@ -54,5 +55,4 @@ def _face_pair(attn: Any, path: str, model: Any) -> SkipPair:
         f"the model's own forward adds it between two blocks, and attention to the {keys} "
         "tokens of a face costs next to nothing",
     )
-    dim = attn.inner_dim // attn.heads
-    return block_pair(path, "cross", runs, heads=attn.heads, head_dim=dim)
+    return attention_pair(attn, path, "cross", runs)

@@ -12,7 +12,7 @@ its own with the same members; `BlockClasses` names those of one file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final, cast
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -20,32 +20,24 @@ from diffusers.models.normalization import FP32LayerNorm
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.ops.exchange import ContextParallel
-from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.block import BlockForward, Branch
-from turbo_rcm_patch.patching.blocks import Mode, refuse_parallel, same_batch, warn_once
+from turbo_rcm_patch.patching.blocks import Mode, same_batch, warn_once
 from turbo_rcm_patch.patching.branches import (
     TEXT_TOKENS,
     AttentionModules,
     FeedForwardModules,
     Given,
 )
-from turbo_rcm_patch.patching.copies import Copies
+from turbo_rcm_patch.patching.families._attention import attention_mode
 from turbo_rcm_patch.patching.families._feed_forward import (
     feed_forward_mode,
     feed_forward_modules,
 )
-from turbo_rcm_patch.patching.families.wan_sla import (
-    attached,
-    give_back_linear,
-)
-from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.families.wan_sla import attached, give_back_linear
 from turbo_rcm_patch.patching.linears import holder
-from turbo_rcm_patch.patching.parallel import groups_of, processor_class
-from turbo_rcm_patch.patching.plain import bare, drops, plain_norm, runs_itself
-from turbo_rcm_patch.patching.plan import Token, signature
+from turbo_rcm_patch.patching.parallel import groups_of
+from turbo_rcm_patch.patching.plain import bare, plain_norm
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState
 
@@ -69,11 +61,15 @@ class BlockClasses:
     attention: type[nn.Module]
     processor: type
 
+    def mode(self, attn: Any) -> Mode:
+        """What may run now in the place of an attention, see `attention_mode`."""
+        return attention_mode(attn, self.attention, (self.processor,))
+
 
 class WanBlockForward(BlockForward):
     """Stands in for the forward of one block."""
 
-    __slots__ = ("_classes", "_head_dim", "_width")
+    __slots__ = ()
 
     branches = (
         Branch(name="attn1", kind="self", norm="norm1", at=0, cast="fp32", inner="linear",
@@ -82,21 +78,10 @@ class WanBlockForward(BlockForward):
         Branch(name="ffn", kind="feed-forward", norm="norm3", at=3, cast="fp32"),
     )  # fmt: skip
     int8_rows = True
-
-    def __init__(
-        self,
-        classes: BlockClasses,
-        block: Any,
-        states: dict[str, PairState],
-        config: PatchConfig,
-        copies: Copies,
-        first: bool,
-        guard: Guard | None,
-    ) -> None:
-        attn, self._classes = block.attn1, classes
-        self._head_dim, self._width = attn.inner_dim // attn.heads, attn.inner_dim
-        eps = getattr(attn.norm_q, "eps", None) or 1e-6
-        super().__init__(block, attn.heads, eps, states, config, copies, first, guard)
+    #: Whether its author's forward takes a mask.
+    takes_mask: ClassVar[bool] = False
+    #: Whether temb with a timestep per frame is [B, 6, N, C].
+    frames_inside: ClassVar[bool] = False
 
     def __call__(
         self,
@@ -104,6 +89,7 @@ class WanBlockForward(BlockForward):
         encoder_hidden_states: Tensor,
         temb: Tensor,
         rotary_emb: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
         """The author's block, with its skip pairs closed by ours where they are live.
 
@@ -112,31 +98,31 @@ class WanBlockForward(BlockForward):
             encoder_hidden_states: [B, T, C] text, with the image tokens in front for I2V.
             temb: [B, 6, C], or [B, N, 6, C] with a timestep per token.
             rotary_emb: (cos, sin), each [1, N, 1, head_dim] fp32.
+            attention_mask: bool [1, 1, N, N], true where a query sees a key, or None.
 
         Returns:
             [B, N, C], dtype of hidden_states.
         """
+        inputs: tuple[Any, ...] = (hidden_states, encoder_hidden_states, temb, rotary_emb)
+        if self.takes_mask:
+            inputs += (attention_mask,)
         if not self._serves(hidden_states):
-            written: Tensor = self._as_written(
-                hidden_states, encoder_hidden_states, temb, rotary_emb
-            )
+            written: Tensor = self._as_written(*inputs)
             return written
         guard = self._begin(
             hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb
         )
-        block = self._block
-
-        def author(name: str, view: Any, hidden: Tensor) -> Tensor:
-            own: Any = type(block).forward
-            out: Tensor = own(view, hidden, encoder_hidden_states, temb, rotary_emb)
-            return out
-
-        rows = modulation(block.scale_shift_table, temb)
+        if self.frames_inside and temb.ndim == 4:
+            temb = temb.transpose(1, 2)
+        rows = modulation(self._block.scale_shift_table, temb)
         hidden, context = same_batch(hidden_states, encoder_hidden_states)
-        out: Tensor = self._run(
-            hidden, Given(context, rows, rotary_emb, forward=self), guard, author
-        )
+        given = Given(context, rows, rotary_emb, attention_mask, forward=self)
+        out: Tensor = self._run(hidden, given, guard, inputs)
         return out
+
+    def _sizes(self) -> tuple[int, int, float]:
+        attn = self._block.attn1
+        return attn.heads, attn.inner_dim, getattr(attn.norm_q, "eps", None) or 1e-6
 
     def _warn(self, warned: set[str]) -> None:
         attention = self._config.attention
@@ -149,39 +135,20 @@ class WanBlockForward(BlockForward):
         backends: Any = None
         if self._config.attention == "exact":  # Somebody may choose one by a context manager.
             backends = _AttentionBackendRegistry._active_backend
+        # Not by `super`: every block asks on every forward.
         text_alone = "image" in self._states and context.shape[1] <= TEXT_TOKENS
         return (
             hidden.dtype, hidden.get_device(), context.dtype, context.get_device(), text_alone,
             given.mask is None, backends,
         )  # fmt: skip
 
-    def _token(self, hidden: Tensor, given: Given) -> Token:
-        (batch, tokens, channels), context = hidden.shape, given.context
-        assert context is not None and given.rotary is not None
-        row, (cos, sin) = given.rows[0], given.rotary
-        table = tokens * self._head_dim
-        if not (
-            hidden.dtype is context.dtype
-            and hidden.device == context.device
-            and channels == self._width
-            and batch <= MAX_BATCH
-            and 0 < batch == context.shape[0]
-            and context.dim() == 3
-            and row.shape[-1] == channels
-            and row.shape[0] in (1, batch)
-            and row.shape[1] in (1, tokens)
-            and cos.numel() == table == sin.numel()
-        ):
-            return None
-        return signature(hidden, context, row, cos, sin)
-
     # --- the modules -----------------------------------------------------------------------------
 
     def _mode(self, branch: Branch, hidden: Tensor, given: Given) -> Mode:
-        module = getattr(self._block, branch.name)
+        module, classes = getattr(self._block, branch.name), cast(BlockClasses, self._shared)
         if branch.kind == "feed-forward":
             return feed_forward_mode(module)
-        mode = attention_mode(module, self._classes)
+        mode = classes.mode(module)
         if mode != "ours":
             return mode
         exact, image = self._config.attention == "exact", self._states.get("image")
@@ -241,18 +208,12 @@ class WanBlockForward(BlockForward):
         return branch.at is None or (norm.weight is None and norm.bias is None)
 
     def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
-        normed: Tensor = call(norm, hidden.float())
-        return normed
+        return super().called_norm(norm, hidden.float())
 
-    def call_branch(self, branch: Branch, x: Tensor, hidden: Tensor, given: Given) -> Tensor:
-        module = getattr(self._block, branch.name)
+    def _beside(self, branch: Branch, given: Given) -> tuple[Any, ...]:
         if branch.kind == "self":
-            made: Tensor = call(module, x, None, given.mask, given.rotary)
-        elif branch.kind == "cross":
-            made = call(module, x, given.context, None, None)
-        else:
-            made = call(module, x)
-        return made
+            return None, given.mask, given.rotary
+        return given.context, None, None
 
     # --- SLA -------------------------------------------------------------------------------------
 
@@ -273,21 +234,6 @@ class WanBlockForward(BlockForward):
             state = self._states["attn1"]
             exact = self._specs[state.precision].attention == "exact"
             give_back_linear(state, self._states["linear"], exact=exact)
-
-
-def attention_mode(attn: Any, classes: BlockClasses) -> Mode:
-    """What may run now: ours in the place of the attention, the skip after it, or nothing of ours.
-
-    Raises:
-        ContextParallelError: The attention is parallel in a way that is not known.
-    """
-    kind: object = type(attn)  # an object, or a type checker would take attn for a plain Module
-    if kind is not classes.attention or processor_class(attn.processor) is not classes.processor:
-        return "as-written"
-    refuse_parallel("attention", attn.processor)
-    if drops(attn.to_out[1]):
-        return "as-written"
-    return "ours" if runs_itself(attn) else "called"
 
 
 def _chosen_backend(attn: Any) -> str:

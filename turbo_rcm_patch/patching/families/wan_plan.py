@@ -13,22 +13,18 @@ from typing import Any, Final
 from diffusers.models.attention import FeedForward
 from torch import nn
 
-from turbo_rcm_patch.config import Kind, PatchConfig
-from turbo_rcm_patch.patching.blocks import (
-    check_head_dim,
-    check_parameters,
-    check_weights,
-    refuse_parallel,
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.blocks import check_parameters, refuse_parallel
+from turbo_rcm_patch.patching.families._attention import (
+    attention_left,
+    attention_pair,
+    check_attention,
 )
 from turbo_rcm_patch.patching.families._feed_forward import (
     feed_forward_linears,
     feed_forward_runs,
 )
-from turbo_rcm_patch.patching.families.wan_block import (
-    BlockClasses,
-    WanBlockForward,
-    attention_mode,
-)
+from turbo_rcm_patch.patching.families.wan_block import BlockClasses, WanBlockForward
 from turbo_rcm_patch.patching.families.wan_sla import (
     SLAForward,
     check_sla,
@@ -45,10 +41,10 @@ from turbo_rcm_patch.patching.pairs import (
     with_image,
 )
 from turbo_rcm_patch.patching.parallel import processor_class
-from turbo_rcm_patch.patching.plain import bare, hook_names, why_not_plain
+from turbo_rcm_patch.patching.plain import bare, why_not_plain
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import Installation, ModelPlan
-from turbo_rcm_patch.skip import Cast, SkipPair, Stream
+from turbo_rcm_patch.skip import Stream
 
 #: Parameters of the block that most of the family shares.
 BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "rotary_emb")
@@ -89,14 +85,9 @@ def check_blocks(model: nn.Module, name: str) -> None:
     for where, block in getattr(model, name).named_modules():
         if all(hasattr(block, part) for part in _PARTS):
             for part in ("attn1", "attn2"):
-                _check_attention(f"{name}.{where}.{part}", getattr(block, part))
-
-
-def _check_attention(path: str, attn: Any) -> None:
-    refuse_parallel(path, attn.processor)
-    check_head_dim(path, attn.inner_dim // attn.heads)
-    check_sla(path, attn)
-    check_weights(path, {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v")})
+                path, attn = f"{name}.{where}.{part}", getattr(block, part)
+                check_attention(path, attn)
+                check_sla(path, attn)
 
 
 def plan_blocks(
@@ -157,14 +148,14 @@ def block_states(
     attn, cross = block.attn1, block.attn2
     runs = left_alone("self", config, whole) or _attention_runs(attn, config, classes, masked)
     gate = Stream("video", "1", "gate_msa", _GATE_SHAPE)
-    pairs = {"attn1": _attention_pair(attn, f"{path}.attn1", "self", runs, gate, cast="fp32")}
+    pairs = {"attn1": attention_pair(attn, f"{path}.attn1", "self", runs, gate, cast="fp32")}
     if attached_proj_l(attn) is not None:
         dense = _left_dense(attn, config, classes, whole, masked)
         pairs["attn1"], pairs[_LISTED if dense else "linear"] = with_linear(
             pairs["attn1"], attn, config, dense=dense
         )
     runs = left_alone("cross", config, whole) or _attention_runs(cross, config, classes, False)
-    pairs["attn2"] = _attention_pair(cross, f"{path}.attn2", "cross", runs)
+    pairs["attn2"] = attention_pair(cross, f"{path}.attn2", "cross", runs)
     if cross.add_k_proj is not None:
         pairs["attn2"], pairs["image"] = with_image(pairs["attn2"], config, called=not bare(cross))
     runs = left_alone("feed-forward", config, whole) or feed_forward_runs(block.ffn)
@@ -176,7 +167,7 @@ def block_states(
     # With its image branch left as written, cross-attention is called whole.
     if "image" not in pairs or pairs["image"].runs != "as-written":
         linears["attn2"] = _linears(cross, classes)
-    if "image" in pairs and attention_mode(cross, classes) == "ours":
+    if "image" in pairs and classes.mode(cross) == "ours":
         names = ["to_added_kv"] if cross.fused_projections else ["add_k_proj", "add_v_proj"]
         linears["image"] = {name: getattr(cross, name) for name in names}
     norms = {"attn1": (attn.norm_q, attn.norm_k), "attn2": (cross.norm_q, cross.norm_k)}
@@ -197,7 +188,7 @@ def _left_dense(
 
 def _linears(attn: Any, classes: BlockClasses) -> dict[str, nn.Module]:
     """The Linears that ours runs itself, by name; none where the attention is called whole."""
-    if attention_mode(attn, classes) != "ours":
+    if classes.mode(attn) != "ours":
         return {}
     names = ["to_q", "to_k", "to_v"]
     if attn.fused_projections:
@@ -205,23 +196,10 @@ def _linears(attn: Any, classes: BlockClasses) -> dict[str, nn.Module]:
     return {name: getattr(attn, name) for name in names} | {"to_out.0": attn.to_out[0]}
 
 
-def _attention_pair(
-    attn: Any, path: str, kind: Kind, runs: Runs, *gate: Stream, cast: Cast = "model"
-) -> SkipPair:
-    dim = attn.inner_dim // attn.heads
-    return block_pair(path, kind, runs, *gate, cast=cast, heads=attn.heads, head_dim=dim)
-
-
 def _attention_runs(attn: Any, config: PatchConfig, classes: BlockClasses, masked: bool) -> Runs:
-    mode = attention_mode(attn, classes)
-    if mode == "as-written":
-        if type(attn) is not classes.attention:
-            return mode, f"its attention is a {type(attn).__qualname__}"
-        if processor_class(attn.processor) is not classes.processor:
-            return mode, f"its processor is a {type(attn.processor).__qualname__}"
-        return mode, "dropout is active (training mode)"
-    if mode == "called":
-        return "after-linear", f"attention is called as a module: {hook_names(attn)}"
+    left = attention_left(attn, classes.attention, (classes.processor,))
+    if left is not None:
+        return left
     why = why_not_plain(attn.to_out[0])
     if why:
         called = f"to_out[0] is called: {why}"

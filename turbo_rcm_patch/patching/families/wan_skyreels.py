@@ -11,16 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers.models.transformers import transformer_skyreels_v2 as author
-from torch import Tensor, nn
+from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.blocks import same_batch
-from turbo_rcm_patch.patching.branches import Given
-from turbo_rcm_patch.patching.families.wan_block import (
-    BlockClasses,
-    WanBlockForward,
-    modulation,
-)
+from turbo_rcm_patch.patching.families.wan_block import BlockClasses, WanBlockForward
 from turbo_rcm_patch.patching.families.wan_plan import (
     BLOCK,
     check_blocks,
@@ -58,44 +52,5 @@ class SkyReelsBlockForward(WanBlockForward):
 
     __slots__ = ()
 
-    def __call__(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        temb: Tensor,
-        rotary_emb: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-    ) -> Tensor:
-        """The author's block, with its skip pairs closed by ours where they are live.
-
-        Args:
-            hidden_states: [B, N, C], the model's dtype.
-            encoder_hidden_states: [B, T, C] text, with the image tokens in front for I2V.
-            temb: [B, 6, C], or [B, 6, N, C] with a timestep per frame.
-            rotary_emb: (cos, sin), each [1, N, 1, head_dim] fp32.
-            attention_mask: bool [1, 1, N, N], true where a query sees a key, or None.
-
-        Returns:
-            [B, N, C], dtype of hidden_states.
-        """
-        inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
-        if not self._serves(hidden_states):
-            written: Tensor = self._as_written(*inputs)
-            return written
-        guard = self._begin(
-            hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb
-        )
-        per_token = temb.transpose(1, 2) if temb.ndim == 4 else temb
-        rows = modulation(self._block.scale_shift_table, per_token)
-
-        def author(name: str, view: Any, hidden: Tensor) -> Tensor:
-            own: Any = type(self._block).forward
-            out: Tensor = own(
-                view, hidden, encoder_hidden_states, temb, rotary_emb, attention_mask
-            )
-            return out
-
-        hidden, context = same_batch(hidden_states, encoder_hidden_states)
-        given = Given(context, rows, rotary_emb, attention_mask, forward=self)
-        made: Tensor = self._run(hidden, given, guard, author)
-        return made
+    takes_mask = True
+    frames_inside = True

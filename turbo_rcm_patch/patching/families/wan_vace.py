@@ -117,10 +117,9 @@ class VACEBlockForward(WanBlockForward):
         Returns:
             The hint [B, N, C], or None without an output projection, and the control stream.
         """
+        inputs = (hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb)
         if not self._serves(hidden_states):
-            written: tuple[Tensor | None, Tensor] = self._as_written(
-                hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
-            )
+            written: tuple[Tensor | None, Tensor] = self._as_written(*inputs)
             return written
         guard = self._begin(
             hidden_states=hidden_states,
@@ -129,19 +128,19 @@ class VACEBlockForward(WanBlockForward):
             temb=temb,
         )
         block = self._block
-
-        def author(name: str, view: Any, hidden: Tensor) -> Tensor:
-            control = control_hidden_states if name == "proj_in" else hidden
-            own: Any = type(block).forward
-            out: Tensor = own(view, hidden, encoder_hidden_states, control, temb, rotary_emb)[1]
-            return out
-
         rows = modulation(block.scale_shift_table.to(temb.device), temb)
         stream = control_hidden_states if block.proj_in is None else hidden_states
         stream, context = same_batch(stream, encoder_hidden_states)
         given = Given(context, rows, rotary_emb, more=(control_hidden_states,), forward=self)
-        control: Tensor = self._run(stream, given, guard, author)
+        control: Tensor = self._run(stream, given, guard, inputs)
         return None if block.proj_out is None else block.proj_out(control), control
+
+    def _by_author(self, name: str, view: Any, hidden: Tensor, inputs: tuple[Any, ...]) -> Tensor:
+        _, context, control, *rest = inputs
+        own: Any = type(self._block).forward
+        stream = control if name == "proj_in" else hidden
+        made: Tensor = own(view, hidden, context, stream, *rest)[1]
+        return made
 
     def _branches(self) -> tuple[Branch, ...]:
         return self.branches if self._block.proj_in is None else (_PROJ_IN, *self.branches)

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 __all__ = [
     "FAMILIES",
     "BlockProbe",
+    "Job",
     "PipelineFamily",
+    "States",
     "VideoPipeline",
     "draw",
     "family_named",
@@ -88,6 +90,27 @@ class BlockProbe:
     forms: tuple[Form, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A video that is to be made.
+
+    Attributes:
+        pipe: The pipeline.
+        seed: Of its noise.
+        conditioning: What it is made from.
+        settings: How.
+    """
+
+    pipe: Any
+    seed: int
+    conditioning: Conditioning
+    settings: Settings
+
+
+#: Latents as a pipeline's loop holds them, each with its network time.
+States = list[tuple[torch.Tensor, float]]
+
+
 class PipelineFamily(ABC):
     """What differs between pipelines.
 
@@ -97,6 +120,9 @@ class PipelineFamily(ABC):
         OWN: What the pipeline's own scheduler is usually run with.
         NEEDS: What a `Source` must have beside its prompt.
         MAY: What it may have.
+        TRANSFORMER: The class of diffusers that `block_probe` takes.
+        PROBES: Whose it is, in words.
+        PROBED: Whether it is this pipeline's.
     """
 
     SAMPLERS: ClassVar[tuple[Sampler, ...]]
@@ -104,6 +130,9 @@ class PipelineFamily(ABC):
     OWN: ClassVar[Mapping[str, object]]
     NEEDS: ClassVar[tuple[str, ...]] = ()
     MAY: ClassVar[tuple[str, ...]] = ()
+    TRANSFORMER: ClassVar[str]
+    PROBES: ClassVar[str]
+    PROBED: ClassVar[bool] = True
 
     @abstractmethod
     def latent_shape(
@@ -113,16 +142,12 @@ class PipelineFamily(ABC):
         Some pipelines add a frame for each reference of `conditioning`."""
 
     @abstractmethod
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """What the pipeline's `__call__` takes beside what all take: `latents`, made of the
-        standard normal noise of `seed`, and what the video is made from."""
+        standard normal noise of the seed, and what the video is made from."""
 
     @abstractmethod
-    def trim(
-        self, pipe: Any, latents: torch.Tensor, conditioning: Conditioning, settings: Settings
-    ) -> torch.Tensor:
+    def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
         """Of denoised latents, those of the video."""
 
     @abstractmethod
@@ -130,15 +155,41 @@ class PipelineFamily(ABC):
         """Decode fp32 latents on the VAE's device to a video [B, 3, F, H, W] in about -1..1."""
 
     @abstractmethod
-    def noised(
-        self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor
-    ) -> list[tuple[torch.Tensor, float]]:
-        """Latents at the three times of the network number, as the pipeline's loop holds them,
-        each with its network time."""
+    def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
+        """Latents at the three times of the network number."""
+
+    def block_probe(self, folder: Path) -> BlockProbe:
+        """The first block of a pipeline folder's transformer, with an input of odd size.
+
+        Raises:
+            SamplingError: The transformer is of another class.
+        """
+        import diffusers
+
+        if not self.PROBED:
+            raise SamplingError(
+                "the check of one block",
+                expected=self.PROBES,
+                got=f"{folder}",
+                remedy="Use compare, which takes this model too",
+            )
+        network = getattr(diffusers, self.TRANSFORMER).from_pretrained(
+            str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
+        )
+        return self._probe(network)
 
     @abstractmethod
-    def block_probe(self, folder: Path) -> BlockProbe:
-        """The first block of a pipeline folder's transformer, with an input of odd size."""
+    def _probe(self, network: Any) -> BlockProbe:
+        """Of a transformer, which is cut down."""
+
+    @staticmethod
+    def from_video(job: Job) -> dict[str, object]:
+        """`call_inputs` of a pipeline that draws the noise and adds it to a video."""
+        return {
+            "video": job.conditioning.frames("video", job.settings),
+            "strength": 1.0 if job.settings.strength is None else job.settings.strength,
+            "generator": torch.Generator("cpu").manual_seed(job.seed),
+        }
 
     def check(self, pipeline: str, sources: Sequence[Source]) -> None:
         """Raise unless the pipeline can make a video from each of these.
@@ -158,7 +209,7 @@ class PipelineFamily(ABC):
                         f"{name} of the prompt {source.prompt!r}",
                         expected=f"one, because a {pipeline} makes videos from it",
                         got="none",
-                        remedy=f"Give --{_flag(name)} FILE, from Python {name}=",
+                        remedy=f"Give --{name.replace('_', '-')} FILE, from Python {name}=",
                     )
             for name in source.given:
                 if name not in takes:
@@ -181,10 +232,6 @@ def draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Standard normal noise, fp32, on the CPU: `torch.Generator("cpu").manual_seed(seed)`."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32)
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def family_named(pipeline: str) -> PipelineFamily:

@@ -9,13 +9,12 @@ has them, and are kept in the network's dtype from step to step, as the pipeline
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.sampling.families import BlockProbe, PipelineFamily, draw
+from turbo_rcm_patch.sampling.families import BlockProbe, Job, PipelineFamily, States, draw
 from turbo_rcm_patch.sampling.measures import TIMES
 from turbo_rcm_patch.sampling.settings import Sampler, Settings
 
@@ -41,8 +40,8 @@ class CogVideoX(PipelineFamily):
         "max_sequence_length": 226,
     }
     OWN: ClassVar[Mapping[str, object]] = {"steps": 50, "guidance_scale": 6.0}
-    #: Whether its transformer is a `CogVideoXTransformer3DModel`.
-    PROBED: ClassVar[bool] = True
+    TRANSFORMER: ClassVar[str] = "CogVideoXTransformer3DModel"
+    PROBES: ClassVar[str] = "the transformer of a CogVideoXPipeline"
 
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
@@ -60,31 +59,22 @@ class CogVideoX(PipelineFamily):
             settings.width // pipe.vae_scale_factor_spatial,
         )
 
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """The pipelines scale the noise that they are given, and do not cast it."""
-        noise = draw(self.latent_shape(pipe, settings, conditioning), seed)
-        return {
-            "latents": noise.to(conditioning.embeds.dtype),
-            "num_frames": settings.num_frames,
-        }
+        noise = draw(self.latent_shape(job.pipe, job.settings, job.conditioning), job.seed)
+        latents = noise.to(job.conditioning.embeds.dtype)
+        return {"latents": latents, "num_frames": job.settings.num_frames}
 
-    def trim(
-        self, pipe: Any, latents: torch.Tensor, conditioning: Conditioning, settings: Settings
-    ) -> torch.Tensor:
+    def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
         """Without the first frames, which only fill a patch in time."""
-        del conditioning
-        return latents[:, latents.shape[1] - _latent_frames(pipe, settings) :]
+        return latents[:, latents.shape[1] - _latent_frames(job.pipe, job.settings) :]
 
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
         """Video [B, 3, F, H, W] in about -1..1."""
         video: torch.Tensor = pipe.decode_latents(latents)
         return video
 
-    def noised(
-        self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor
-    ) -> list[tuple[torch.Tensor, float]]:
+    def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
         """At those times of the pipeline's schedule whose noise levels are those of `TIMES`.
 
         Raises:
@@ -103,28 +93,17 @@ class CogVideoX(PipelineFamily):
         missing = noise.shape[1] - clean.shape[1]  # the frames that were dropped
         if missing > 0:
             clean = torch.cat([clean[:, :1].expand(-1, missing, -1, -1, -1), clean], 1)
-        found: list[tuple[torch.Tensor, float]] = []
+        found: States = []
         for wanted in TIMES:
             step = int((flow_times - wanted).abs().argmin())
             noisy = float(alpha[step]) * clean + float(sigma[step]) * noise
             found.append((noisy.to(pipe.transformer.dtype), step))
         return found
 
-    def block_probe(self, folder: Path) -> BlockProbe:
+    def _probe(self, network: Any) -> BlockProbe:
         """The first block, with 264 video tokens and 13 of text."""
-        from diffusers import CogVideoXTransformer3DModel
         from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
-        if not self.PROBED:
-            raise SamplingError(
-                "the check of one block",
-                expected="the transformer of a CogVideoXPipeline",
-                got=f"{folder}",
-                remedy="Use compare, which takes this model too",
-            )
-        network = CogVideoXTransformer3DModel.from_pretrained(
-            str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
-        )
         network.transformer_blocks = network.transformer_blocks[:1]
         config = network.config
         frames, rows, columns = GRID
@@ -164,11 +143,9 @@ class CogVideoXImage(CogVideoX):
 
     NEEDS: ClassVar[tuple[str, ...]] = ("image",)
 
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """With the image, which the pipeline resizes."""
-        return super().call_inputs(pipe, seed, conditioning, settings) | dict(conditioning.media)
+        return super().call_inputs(job) | dict(job.conditioning.media)
 
 
 class ConsisID(CogVideoXImage):
@@ -177,11 +154,9 @@ class ConsisID(CogVideoXImage):
     NEEDS: ClassVar[tuple[str, ...]] = ("image", "identity")
     PROBED: ClassVar[bool] = False
 
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """With the identity, in the places that the pipeline has for it."""
-        call = super().call_inputs(pipe, seed, conditioning, settings)
+        call = super().call_inputs(job)
         identity = call.pop("identity")
         assert isinstance(identity, dict)
         call["id_cond"] = identity["id_cond"]
@@ -197,14 +172,13 @@ class CogVideoXVideo(CogVideoX):
     DEFAULTS: ClassVar[Mapping[str, object]] = {**CogVideoX.DEFAULTS, "strength": 0.8}
     NEEDS: ClassVar[tuple[str, ...]] = ("video",)
 
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """The pipeline draws the noise and adds it to the video.
 
         Raises:
             SamplingError: CogVideoX 1.5 has no whole number of its patches in time.
         """
+        pipe, settings = job.pipe, job.settings
         frames, patch = _latent_frames(pipe, settings), pipe.transformer.config.patch_size_t or 1
         if frames % patch:
             span = int(pipe.vae_scale_factor_temporal)
@@ -214,11 +188,7 @@ class CogVideoXVideo(CogVideoX):
                 got=f"{settings.num_frames}, which are {frames} frames of latents",
                 remedy=f"Try --num-frames {(frames - frames % patch - 1) * span + 1}",
             )
-        return {
-            "video": conditioning.frames("video", settings),
-            "strength": 1.0 if settings.strength is None else settings.strength,
-            "generator": torch.Generator("cpu").manual_seed(seed),
-        }
+        return self.from_video(job)
 
 
 def _latent_frames(pipe: Any, settings: Settings) -> int:

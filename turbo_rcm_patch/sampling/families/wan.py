@@ -5,14 +5,13 @@ from a video. And those of its relatives, VACE, SkyReels-V2 and ChronoEdit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from PIL import Image
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.sampling.families import BlockProbe, PipelineFamily, draw
+from turbo_rcm_patch.sampling.families import BlockProbe, Job, PipelineFamily, States, draw
 from turbo_rcm_patch.sampling.measures import TIMES
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler
 from turbo_rcm_patch.sampling.settings import WAN_OWN, Sampler, Settings
@@ -30,8 +29,8 @@ class Wan(PipelineFamily):
     SAMPLERS: ClassVar[tuple[Sampler, ...]] = ("rcm", "scheduler")
     DEFAULTS: ClassVar[Mapping[str, object]] = {}
     OWN: ClassVar[Mapping[str, object]] = WAN_OWN
-    #: Whether its transformer is a `WanTransformer3DModel`.
-    PROBED: ClassVar[bool] = True
+    TRANSFORMER: ClassVar[str] = "WanTransformer3DModel"
+    PROBES: ClassVar[str] = "the transformer of a WanPipeline, or from an image or a video"
 
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
@@ -49,11 +48,10 @@ class Wan(PipelineFamily):
             settings.width // (space * patch[2]) * patch[2],
         )
 
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """The pipelines do not scale the latents that they are given, and keep them in fp32."""
-        noise = draw(self.latent_shape(pipe, settings, conditioning), seed)
+        pipe, settings = job.pipe, job.settings
+        noise = draw(self.latent_shape(pipe, settings, job.conditioning), job.seed)
         if isinstance(pipe.scheduler, RCMScheduler):
             noise = pipe.scheduler.init_noise(noise)
         return {
@@ -62,11 +60,8 @@ class Wan(PipelineFamily):
             "num_frames": settings.num_frames,
         }
 
-    def trim(
-        self, pipe: Any, latents: torch.Tensor, conditioning: Conditioning, settings: Settings
-    ) -> torch.Tensor:
+    def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
         """All of them are the video's."""
-        del pipe, conditioning, settings
         return latents
 
     def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -85,27 +80,13 @@ class Wan(PipelineFamily):
         )
         return mean, std
 
-    def noised(
-        self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor
-    ) -> list[tuple[torch.Tensor, float]]:
+    def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
         """(1 - t) clean + t noise."""
         del pipe
         return [((1.0 - t) * clean + t * noise, 1000.0 * t) for t in TIMES]
 
-    def block_probe(self, folder: Path) -> BlockProbe:
+    def _probe(self, network: Any) -> BlockProbe:
         """The first block, with 264 tokens."""
-        from diffusers import WanTransformer3DModel
-
-        if not self.PROBED:
-            raise SamplingError(
-                "the check of one block",
-                expected="the transformer of a WanPipeline, or from an image or a video",
-                got=f"{folder}",
-                remedy="Use compare, which takes this model too",
-            )
-        network = WanTransformer3DModel.from_pretrained(
-            str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
-        )
         network.blocks = network.blocks[:1]
         config = network.config
         generator = torch.Generator("cpu").manual_seed(0)
@@ -136,19 +117,18 @@ class WanImage(Wan):
     NEEDS: ClassVar[tuple[str, ...]] = ("image",)
     MAY: ClassVar[tuple[str, ...]] = ("last_image",)
 
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """With the image, which the pipeline resizes.
 
         Raises:
             SamplingError: The model takes one image and there are two, or the other way round.
         """
+        pipe = job.pipe
         network = pipe.transformer if pipe.transformer is not None else pipe.transformer_2
         clip = network.config.image_dim is not None
         two = clip and network.config.pos_embed_seq_len is not None
         one = pipe.config.expand_timesteps or (clip and not two)
-        given = "last_image" in conditioning.media
+        given = "last_image" in job.conditioning.media
         if (given and one) or (two and not given):
             raise SamplingError(
                 "last_image",
@@ -158,7 +138,7 @@ class WanImage(Wan):
                 got="one" if given else "none",
                 remedy="Give --last-image FILE" if two else "Leave it out, or load an FLF2V model",
             )
-        return super().call_inputs(pipe, seed, conditioning, settings) | dict(conditioning.media)
+        return super().call_inputs(job) | dict(job.conditioning.media)
 
 
 class WanVideo(Wan):
@@ -167,16 +147,9 @@ class WanVideo(Wan):
     DEFAULTS: ClassVar[Mapping[str, object]] = {"sampler": "scheduler", "strength": 0.8}
     NEEDS: ClassVar[tuple[str, ...]] = ("video",)
 
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """The pipeline draws the noise, of the same numbers, and adds it to the video."""
-        del pipe
-        return {
-            "video": conditioning.frames("video", settings),
-            "strength": 1.0 if settings.strength is None else settings.strength,
-            "generator": torch.Generator("cpu").manual_seed(seed),
-        }
+        return self.from_video(job)
 
 
 class Vace(Wan):
@@ -196,16 +169,15 @@ class Vace(Wan):
         one, channels, frames, *size = super().latent_shape(pipe, settings)
         return (one, channels, frames + self.before_video(conditioning), *size)
 
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """The pipeline keeps the shape of a video, so what it is given has the video's size.
 
         Raises:
             SamplingError: There is a mask and no video.
         """
+        conditioning, settings = job.conditioning, job.settings
         given, size = conditioning.media, (settings.width, settings.height)
-        call = super().call_inputs(pipe, seed, conditioning, settings)
+        call = super().call_inputs(job)
         if "mask" in given and "video" not in given:
             raise SamplingError(
                 "mask",
@@ -223,16 +195,11 @@ class Vace(Wan):
             call["reference_images"] = given["reference"]
         return call
 
-    def trim(
-        self, pipe: Any, latents: torch.Tensor, conditioning: Conditioning, settings: Settings
-    ) -> torch.Tensor:
+    def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
         """Without the references."""
-        del pipe, settings
-        return latents[:, :, self.before_video(conditioning) :]
+        return latents[:, :, self.before_video(job.conditioning) :]
 
-    def noised(
-        self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor
-    ) -> list[tuple[torch.Tensor, float]]:
+    def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
         """(1 - t) clean + t noise, with the first frame in the place of references."""
         more = noise.shape[2] - clean.shape[2]
         whole = torch.cat([clean[:, :, :1].expand(-1, -1, more, -1, -1), clean], dim=2)
@@ -254,14 +221,13 @@ class Animate(Vace):
         """The image's."""
         return 1
 
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """The pipeline makes as many frames as the pose video has.
 
         Raises:
             SamplingError: There is a mask without a background, or the other way round.
         """
+        conditioning, settings = job.conditioning, job.settings
         given, size = conditioning.media, (settings.width, settings.height)
         replaces = "background" in given
         if replaces != ("mask" in given):
@@ -271,9 +237,9 @@ class Animate(Vace):
                 got="one of them",
                 remedy="Give --background FILE and --mask FILE",
             )
-        span = int(pipe.vae_scale_factor_temporal)
+        span = int(job.pipe.vae_scale_factor_temporal)
         frames = (settings.num_frames - 1) // span * span + 1
-        call = Wan.call_inputs(self, pipe, seed, conditioning, settings)
+        call = Wan.call_inputs(self, job)
         del call["guidance_scale_2"], call["num_frames"]
         call |= {"image": given["image"], "segment_frame_length": frames}
         names = {"pose": "pose_video", "face": "face_video"}
@@ -289,13 +255,11 @@ class Animate(Vace):
             call[theirs] = images
         return call
 
-    def trim(
-        self, pipe: Any, latents: torch.Tensor, conditioning: Conditioning, settings: Settings
-    ) -> torch.Tensor:
+    def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
         """Without the image's, and as the loop holds them: the pipeline returns what its VAE
         takes."""
-        latents = super().trim(pipe, latents, conditioning, settings)
-        mean, std = self.scales(pipe, latents)
+        latents = super().trim(job, latents)
+        mean, std = self.scales(job.pipe, latents)
         return (latents - mean) / std
 
 
@@ -313,11 +277,9 @@ class SkyReels(Wan):
     OWN: ClassVar[Mapping[str, object]] = {"steps": 50, "guidance_scale": 6.0}
     PROBED: ClassVar[bool] = False
 
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """It has one expert."""
-        call = super().call_inputs(pipe, seed, conditioning, settings)
+        call = super().call_inputs(job)
         del call["guidance_scale_2"]
         return call
 
@@ -329,8 +291,6 @@ class ChronoEdit(SkyReels):
     OWN: ClassVar[Mapping[str, object]] = WAN_OWN
     NEEDS: ClassVar[tuple[str, ...]] = ("image",)
 
-    def call_inputs(
-        self, pipe: Any, seed: int, conditioning: Conditioning, settings: Settings
-    ) -> dict[str, object]:
+    def call_inputs(self, job: Job) -> dict[str, object]:
         """With the image, which the pipeline resizes."""
-        return super().call_inputs(pipe, seed, conditioning, settings) | dict(conditioning.media)
+        return super().call_inputs(job) | dict(job.conditioning.media)

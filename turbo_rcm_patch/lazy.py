@@ -1,0 +1,26 @@
+"""Public names of a package that load on first use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+
+def loading_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
+    """The `__getattr__` of a package.
+
+    Args:
+        package: Its name.
+        homes: Submodule -> names that it defines, separated by spaces.
+    """
+    home = {name: module for module, names in homes.items() for name in names.split()}
+
+    def find(name: str) -> object:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value: object = getattr(import_module(f"{package}.{home[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find
