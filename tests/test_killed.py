@@ -167,9 +167,20 @@ def test_the_folder_of_a_comparison(tmp_path: Path) -> None:
         assert store.read_json("runs/baseline.json") in (None, {"a": 1})
 
     every_step(tmp_path, run, whole, least=8)
-    for step in itertools.count(1):  # And while everything is removed again.
-        if not killed_at(step, tmp_path, lambda: Store(out, {"model": "m"}, fresh=True)):
+    old = contents(out / "latents")
+
+    def again() -> None:
+        Store(out, {"model": "n"}, fresh=True).finish()
+
+    for step in itertools.count(1):  # And while it is made again and the rest is removed.
+        if not killed_at(step, tmp_path, again):
             break
-        Store(out, {"model": "m"}, fresh=True)
+        left = contents(out / "latents") if (out / "latents").is_dir() else {}
+        assert left.items() <= old.items()
+        if json.loads((out / "settings.json").read_text()) == {"model": "m"}:
+            assert left == old, "nothing is removed before the new run is known"
+        again()
+        shutil.rmtree(out)
         run()
-    assert step > 3 and (out / "settings.json").is_file()
+        old = contents(out / "latents")
+    assert step > 5 and (out / "settings.json").is_file() and not (out / "latents").exists()

@@ -90,7 +90,7 @@ def test_the_error_for_a_missing_package_knows_every_extra() -> None:
 def test_doctor_knows_the_declared_ranges() -> None:
     from turbo_rcm_patch.sampling.doctor import RANGES
 
-    known = declared("video")
+    known = declared("dev")
     for name, (least, first_untested) in RANGES.items():
         bounds = {s.operator: s.version for s in known[name].specifier}
         assert bounds == {">=": least} | ({"<": first_untested} if first_untested else {}), name

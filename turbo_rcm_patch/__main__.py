@@ -64,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             return USAGE
 
-    return run_command(run, interrupted="Interrupted. The model is as it was.")
+    interrupted = "Interrupted. The model is as it was."
+    if arguments.run == "demo":
+        again = arguments.command_line.removesuffix(" --resume") + " --resume"
+        interrupted = f"Interrupted. What is finished is kept; `{again}` goes on from there."
+    return run_command(run, interrupted=interrupted)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -256,7 +260,8 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     _add_model(command)
     _add_sampling(command)
     options = {
-        "--out PATH": "an .mp4 file, or a folder (default: %(default)s)",
+        "--out PATH": "an .mp4 file, which is replaced if it is there, or a folder (default: "
+        "%(default)s)",
         "--resume": "keep videos that are there and were made by the same command, from the same "
         "prompt and seed. What a video was made from is written beside it, in a .json",
         "--no-patch": "do not patch the model",
@@ -270,8 +275,8 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
     _add_sampling(command)
     options = {
         "--out DIR": "folder for everything (default: %(default)s)",
-        "--fresh": "start again: remove what an earlier compare wrote into DIR, and keep other "
-        "files",
+        "--fresh": "start again: replace what an earlier compare wrote into DIR, remove the rest "
+        "of it when done, and keep other files",
     }
     add_options(command, options, out="outputs/compare")
     command.add_argument(
@@ -323,7 +328,7 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
         "--model NAME": "'tiny' (the shipped Wan, default), 'tiny-cogvideox', or a folder with "
         "such a model",
         "--out DIR": "folder for the report; files that an earlier demo or compare wrote there "
-        "are removed, others are kept (default: %(default)s)",
+        "are replaced, and removed when this one is done; others are kept (default: %(default)s)",
         "--resume": "continue an interrupted demo",
     }
     add_options(command, options, out="outputs/demo")

@@ -33,7 +33,7 @@ def demo(
         out: Folder for the report and everything it shows.
         model: A shipped model, or a folder with a model that knows the same prompts; by default
             the tiny Wan.
-        fresh: True removes what an earlier demo wrote there; False continues an interrupted demo.
+        fresh: True replaces what an earlier demo wrote there; False continues an interrupted demo.
         command: The command line, for the report.
 
     Returns:

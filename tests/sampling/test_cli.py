@@ -135,6 +135,14 @@ def test_doctor_names_remedies(monkeypatch, capsys) -> None:
     assert "apt-get install gcc" in text
 
 
+def test_doctor_names_a_peft_that_breaks_diffusers(monkeypatch) -> None:
+    from turbo_rcm_patch.sampling import doctor
+
+    for version, states in (("0.17.1", ["missing"]), ("0.18.0", ["ok"]), (None, [])):
+        monkeypatch.setattr(doctor, "version_of", {"peft": version}.get)
+        assert [one.state for one in doctor._packages() if one.topic == "peft"] == states
+
+
 def test_doctor_asks_for_triton_only_where_there_is_one(monkeypatch) -> None:
     from turbo_rcm_patch.sampling import doctor
 

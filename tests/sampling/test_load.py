@@ -264,3 +264,37 @@ def test_a_skeleton_of_another_class_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
     with pytest.raises(ModelFolderError, match=r"WanVACETransformer3DModel.*FluxTransformer2D"):
         load_skeleton(tmp_path)
+
+
+def test_packages_that_do_not_fit_together_are_no_fault_of_the_folder(
+    micro_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import diffusers
+
+    def broken(*_: object, **__: object) -> None:
+        why = "because of the following error (look up to see its traceback):"
+        raise RuntimeError(
+            f"Failed to import diffusers.a {why}\nFailed to import diffusers.b {why}\n"
+            "cannot import name 'HybridCache' from 'transformers'"
+        )
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "load_config", broken)
+    with pytest.raises(ModelFolderError) as caught:
+        load_pipeline(micro_folder, device="cpu")
+    said = str(caught.value)
+    assert "cannot import name 'HybridCache'" in said and "look up" not in said
+    assert "turbo-rcm-patch doctor" in said and "original folder" not in said
+
+
+def test_a_skeleton_from_the_hub_without_a_connection_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """diffusers then says that the model has no config.json."""
+    import diffusers
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("a/b does not appear to have a file named config.json.")
+
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "load_config", offline)
+    with pytest.raises(ModelFolderError, match="the connection, or download the folder first"):
+        load_skeleton("somebody/some-model")

@@ -145,31 +145,39 @@ def test_a_fresh_start_removes_what_was_written_and_what_a_killed_process_left(
     store.write_json(f"prompts/{Store.key('a', 0)}/record.json", {})
     (tmp_path / "runs" / ".turbo_rcm_patch-partial-1-0.json").write_text("half")
     (tmp_path / "mine.txt").write_text("mine")
-    Store(tmp_path, {"a": 2}, fresh=True)
-    assert sorted(everything(tmp_path)) == ["mine.txt", "settings.json", MARKER]
-    assert not (tmp_path / "prompts").exists() and not (tmp_path / "runs").exists()
+    again = Store(tmp_path, {"a": 2}, fresh=True)
+    assert not list(tmp_path.rglob(".*")), "what a killed process left"
+    assert again.read_json("runs/baseline.json") is None, "it is there, and not this run's"
+    again.write_json("runs/patched.json", {})
+    assert (tmp_path / "runs" / "baseline.json").is_file()
+    again.finish()
+    left = ["mine.txt", "runs/patched.json", "settings.json", MARKER]
+    assert sorted(everything(tmp_path)) == left and not (tmp_path / "prompts").exists()
+    assert json.loads((tmp_path / MARKER).read_text()).keys() == {"about", "format", "files"}
 
 
 def test_an_interrupted_fresh_start_can_be_repeated(tmp_path: Path, monkeypatch) -> None:
     store = Store(tmp_path, {"a": 1}, fresh=False)
     store.write_json("runs/baseline.json", {})
-    unlink, calls = Path.unlink, []
+    store.write_json("runs/patched.json", {})
+    again = Store(tmp_path, {"a": 2}, fresh=True)
+    unlink = Path.unlink
 
     def once(path: Path, **how: bool) -> None:
-        if path.name in ("baseline.json", "settings.json"):
-            calls.append(path.name)
-        if len(calls) == 2:
+        if path.name == "patched.json":
             raise KeyboardInterrupt
         unlink(path, **how)
 
-    monkeypatch.setattr(Path, "unlink", once)
-    with pytest.raises(KeyboardInterrupt):
-        Store(tmp_path, {"a": 2}, fresh=True)
-    assert calls == ["baseline.json", "settings.json"], "whose the rest is stays known to the end"
-    monkeypatch.setattr(Path, "unlink", unlink)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", once)
+        again.finish()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["patched.json"]
     with pytest.raises(SamplingError, match="other settings"):
-        Store(tmp_path, {"a": 2}, fresh=False)
-    Store(tmp_path, {"a": 2}, fresh=True)
+        Store(tmp_path, {"a": 1}, fresh=False)
+    goes_on = Store(tmp_path, {"a": 2}, fresh=False)
+    assert goes_on.read_json("runs/patched.json") is None
+    goes_on.finish()
+    assert sorted(everything(tmp_path)) == ["settings.json", MARKER]
 
 
 def test_two_comparisons_in_one_folder_know_each_others_files(tmp_path: Path) -> None:

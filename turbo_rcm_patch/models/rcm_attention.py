@@ -131,14 +131,14 @@ class RCMAttention(nn.Module):
                 raise ShapeError("t", expected=f"[] or [{x.shape[0]}]", got=str(list(t.shape)))
             if t.is_complex() or t.dtype == torch.bool:
                 raise DTypeError("t", expected="real numbers", got=str(t.dtype))
-        elif isinstance(t, bool) or not isinstance(t, int | float):
+        elif isinstance(t, bool) or not isinstance(t, (int, float)):
             raise DTypeError("t", expected="a number or a tensor [B]", got=type(t).__name__)
         else:
             t = float(t)
         pair = []
         for name, of in (("c_skip", self.c_skip), ("c_out", self.c_out)):
             value = of(t)  # type: ignore[arg-type]
-            if not isinstance(value, torch.Tensor | int | float):
+            if not isinstance(value, (torch.Tensor, int, float)):
                 raise DTypeError(
                     f"{name}(t)", expected="a number or a tensor", got=type(value).__name__
                 )

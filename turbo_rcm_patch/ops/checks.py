@@ -184,7 +184,7 @@ def rotary_parts(
     of k."""
     if rotary is None:
         return None, None
-    if not isinstance(rotary, tuple | list) or len(rotary) != 2:
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
         raise ShapeError("rotary", expected="a pair (cos, sin)", got=type(rotary).__name__)
     if head_dim % 2:
         raise ShapeError("head_dim", expected="an even head_dim with rotary", got=str(head_dim))

@@ -121,7 +121,7 @@ def define(name: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Any
 
 def _wants_gradient(args: Iterable[Any]) -> bool:
     return any(
-        _wants_gradient(x) if isinstance(x, list | tuple) else getattr(x, "requires_grad", False)
+        _wants_gradient(x) if isinstance(x, (list, tuple)) else getattr(x, "requires_grad", False)
         for x in args
     )
 

@@ -196,7 +196,8 @@ def compare(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(
             f"\nInterrupted. What is finished is kept in {arguments.out}; the same command "
-            "goes on from there. The model is as it was.",
+            f"{'without --fresh ' if arguments.fresh else ''}goes on from there. The model is as "
+            "it was.",
             file=sys.stderr,
         )
         return INTERRUPTED

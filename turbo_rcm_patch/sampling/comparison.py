@@ -280,7 +280,8 @@ def compare(
             it can be measured: the transformer is not offloaded, and one call in fp32 fits into
             memory. If not, the verdict is not "unchanged" and says why. False leaves the number
             out.
-        fresh: Start again: remove what comparisons wrote into `out`, as late as possible.
+        fresh: Start again: use nothing that comparisons wrote into `out`. Each file stays until it
+            is replaced, the others until this comparison is done.
         observer: Says what the videos show. The report shows it; the verdict ignores it.
         progress: Called as the work proceeds.
         command: The command line, for the report.
@@ -589,6 +590,7 @@ class _Run:
         )
         self.store.claim_report()
         write_report(comparison)
+        self.store.finish()
         return comparison
 
     def _finished(self, key: str) -> PromptResult | None:

@@ -31,7 +31,8 @@ RANGES: Final = {
     "diffusers": ("0.42", "0.43"),
     "safetensors": ("0.8", ""),
     "transformers": ("5.0", ""),
-    "accelerate": ("1.0", ""),
+    "accelerate": ("1.2", ""),
+    "peft": ("0.18", ""),
     "imageio-ffmpeg": ("0.8.1", ""),
 }
 
@@ -102,6 +103,8 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "missing", "not installed", f"pip install {name}")
         else:
             yield _in_range(name, version)
+    if peft := version_of("peft"):  # Nothing here needs it, but diffusers imports what is there.
+        yield _in_range("peft", peft)
     sage = version_of("sageattention")
     if sage:
         yield Finding("sageattention", "ok", f"{sage} (only for attention='sage')")
@@ -261,7 +264,7 @@ def _model() -> Iterator[Finding]:
         except MissingPackageError as error:
             yield Finding("shipped model", "note", f"{found}, not loaded: {error.got}")
         except Exception as error:  # Whatever versions that do not fit together may raise.
-            last = " ".join(str(error).split())[:200]
+            last = " ".join(str(error).split())[:400]
             ranges = ("transformers", "accelerate", "diffusers")
             wanted = [f"'{name}>={RANGES[name][0]}'" for name in ranges]
             yield Finding(

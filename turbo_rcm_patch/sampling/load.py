@@ -320,6 +320,8 @@ def loading(
             yield
     except LOAD_ERRORS as why:
         said = f"{type(why).__name__}: {first_line(why)}"
+        if str(why).startswith("Failed to import"):  # It is no fault of the files.
+            remedy = "Run `turbo-rcm-patch doctor`: it says which versions of the packages work"
         raise error(f"{failed} ({said})", expected=expected, remedy=remedy) from why
 
 
@@ -426,11 +428,12 @@ def _offload_by_groups(pipe: DiffusionPipeline, device: torch.device) -> None:
 
 def first_line(error: BaseException) -> str:
     """Shorten another library's message to fit into one of ours, without its advice to read files
-    unsafely."""
+    unsafely. Of an import that failed because of another the last line says why."""
     text = str(error).strip()
     if "weights_only" in text:
         return "it holds more than weights, and was not executed"
-    return text.splitlines()[0][:200] if text else "no message"
+    lines = text.splitlines() or ["no message"]
+    return lines[-1 if lines[0].startswith("Failed to import") else 0][:200]
 
 
 def load_skeleton(model: str | Path) -> WanPipeline:
@@ -475,7 +478,9 @@ def _empty_transformer(folder: Path | str, name: str) -> ModelMixin:
             ModelFolderError,
             f"{folder}: no usable {name}/config.json",
             expected=f"the configuration of one of {', '.join(known)}",
-            remedy="Check the path; for another class call find_pairs on the loaded model",
+            remedy="Check the path; for another class call find_pairs on the loaded model"
+            if local
+            else "Check the spelling and the connection, or download the folder first",
         ),
         torch.device("meta"),
     ):

@@ -26,7 +26,8 @@ _WORDS: Final = {
 
 @contextmanager
 def bars() -> Iterator[Progress]:
-    """One bar for each stage, drawn on stderr as stages begin."""
+    """One bar for each stage, drawn on stderr as stages begin; elsewhere than on a terminal a line
+    for each, and the bars at the end."""
     require("video", "progress bars", "rich")
     from rich import progress as rich
     from rich.console import Console
@@ -44,7 +45,10 @@ def bars() -> Iterator[Progress]:
 
         def update(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                tasks[stage] = display.add_task(_WORDS.get(stage, stage), total=total)
+                words = _WORDS.get(stage, stage)
+                tasks[stage] = display.add_task(words, total=total)
+                if not display.console.is_terminal:  # A file gets the bars when all is done.
+                    display.console.print(f"{words} ...", markup=False, highlight=False)
             display.update(tasks[stage], completed=done, total=total)
 
         yield update

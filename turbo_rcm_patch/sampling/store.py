@@ -4,6 +4,9 @@ Layout: settings.json (what the folder belongs to), latents/ (one file a prompt 
 prompts/ (videos and record of each finished prompt), runs/ (one file a variant), plots/,
 metrics.json, report.html and report.md; and the list of all of these, `MARKER`. What is not on
 that list is somebody else's: it is never read as ours, replaced or removed.
+
+A comparison that starts again keeps what an earlier one wrote until it replaces it or is done, so
+that an interruption loses nothing. The list names these files as earlier; they are not read.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ class Store:
         identity: Everything that decides what the results are, prompts and seeds aside. A folder
             that was started with another identity is refused. Its "inputs", a digest for each
             prompt, may grow: prompts that were there keep theirs.
-        fresh: Start again: remove the files that earlier comparisons wrote into the folder.
+        fresh: Start again: use no file that earlier comparisons wrote into the folder. Each stays
+            until it is replaced; `finish` removes the others.
 
     Raises:
         OutputExistsError: The folder holds files of our names that no comparison wrote; nothing
@@ -72,9 +76,9 @@ class Store:
 
     def __init__(self, out: str | Path, identity: Mapping[str, object], *, fresh: bool) -> None:
         self.out = check_out(out, fresh=fresh)
-        self._ours = _listed(self.out) or set()
+        self._ours, self._earlier = _listed(self.out) or (set(), set())
         if fresh:
-            self._clear()
+            self._start_again()
         wanted = json.loads(json.dumps(to_json(identity)))
         found = self.read_json("settings.json")
         if found is not None and "inputs" in wanted:
@@ -93,27 +97,39 @@ class Store:
                 expected=f"the same {', '.join(differing)}",
                 got=", ".join(f"{k}={_short(found.get(k))}" for k in differing),
                 remedy="Start again with --fresh (from Python fresh=True; `demo` does it without "
-                "--resume), which removes what comparisons wrote there, or choose another folder",
+                "--resume), which replaces what comparisons wrote there, or choose another folder",
             )
 
-    def _clear(self) -> None:
-        """Remove what is on the list, and folders of ours that are empty then."""
-        # Until the last moment the settings say whose the rest is, and the list that it is ours.
-        for name in sorted(self._ours, key=lambda name: name == "settings.json"):
+    def _start_again(self) -> None:
+        """Call all that is on the list earlier, and remove what killed processes left."""
+        if self._ours:
+            self._earlier = set(self._ours)
+            self._write_list()
+        for place in self._places():
+            for path in place.iterdir() if place.is_dir() else ():
+                if is_partial(path) and path.is_file():
+                    path.unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Remove the earlier files that were not replaced, and our folders that are empty then:
+        the comparison is complete."""
+        if not self._earlier:
+            return
+        for name in sorted(self._earlier):
             with suppress(FileNotFoundError, IsADirectoryError):
                 (self.out / name).unlink()
+        for place in reversed(self._places()[1:]):
+            with suppress(OSError):  # It is not there, or holds something else.
+                place.rmdir()
+        self._ours -= self._earlier
+        self._earlier = set()
+        self._write_list()
+
+    def _places(self) -> list[Path]:
+        """The folders that may hold files of ours, each before those in it."""
         places = [self.out, *(self.out / name for name in _FOLDERS)]
-        places += sorted({(self.out / n).parent for n in self._ours if n.startswith("prompts/")})
-        for place in reversed(places):
-            for path in place.iterdir() if place.is_dir() else ():
-                if is_partial(path) and path.is_file():  # A killed process left it.
-                    path.unlink(missing_ok=True)
-            if place != self.out:
-                with suppress(OSError):  # It is not there, or holds something else.
-                    place.rmdir()
-        if self._ours:
-            self._ours = set()
-            self._write_list()
+        inner = {(self.out / n).parent for n in self._ours if n.startswith("prompts/")}
+        return places + sorted(inner)
 
     def claim(self, *names: str) -> None:
         """Put files on the list before they are written.
@@ -126,19 +142,33 @@ class Store:
         if not new:
             return
         there = [name for name in sorted(new) if _is_there(self.out / name)]
-        # Another process may be at work in the same folder, and lists what it is about to write.
-        self._ours |= _listed(self.out) or set()
+        self._merge()
         _refuse_others(self.out, [name for name in there if name not in self._ours])
         self._ours |= new
         self._write_list()
 
+    def _replaced(self, *names: str) -> None:
+        """Take files that are written now off the earlier ones."""
+        if not self._earlier.isdisjoint(names):
+            self._earlier.difference_update(names)
+            self._merge()
+            self._write_list()
+
+    def _merge(self) -> None:
+        """Another process may be at work in the same folder."""
+        there, earlier = _listed(self.out) or (set(), set())
+        self._ours |= there
+        self._earlier &= earlier
+
     def _write_list(self) -> None:
         about = "Files in this folder that turbo_rcm_patch wrote and may remove or replace."
-        known = {"about": about, "format": 1, "files": sorted(self._ours)}
+        known: dict[str, object] = {"about": about, "format": 1, "files": sorted(self._ours)}
+        if self._earlier:
+            known["earlier"] = sorted(self._earlier)
         write_json(self.out / MARKER, known)
 
     def _has(self, name: str) -> bool:
-        return name in self._ours and (self.out / name).is_file()
+        return name in self._ours - self._earlier and (self.out / name).is_file()
 
     @staticmethod
     def key(prompt: str, seed: int) -> str:
@@ -159,10 +189,10 @@ class Store:
         return all(self._has(f"prompts/{key}/{name}") for name in PROMPT_FILES)
 
     def claim_report(self) -> None:
-        """Put what `write_report` writes on the list."""
-        self.claim(
-            "metrics.json", "report.html", "report.md", *(f"plots/{name}" for name in _PLOTS)
-        )
+        """Put what `write_report` writes on the list. It replaces all of it, and reads none."""
+        names = ("metrics.json", "report.html", "report.md", *(f"plots/{n}" for n in _PLOTS))
+        self.claim(*names)
+        self._replaced(*names)
 
     def has_sample(self, key: str, variant: str) -> bool:
         """Whether a generation is finished."""
@@ -180,6 +210,7 @@ class Store:
         self.claim(name)
         with atomic(self.out / name) as path:
             path.write_bytes(save(tensors, metadata=note))
+        self._replaced(name)
 
     def load_sample(self, key: str, variant: str) -> Sample:
         """Read a finished generation."""
@@ -212,6 +243,10 @@ class Store:
         """Write a JSON file, floats that JSON lacks as strings."""
         self.claim(name)
         write_json(self.out / name, to_json(value))
+        folder, _, last = name.rpartition("/")
+        # The record marks that the videos beside it are written too.
+        beside = PROMPT_FILES if last == "record.json" else (last,)
+        self._replaced(*(f"{folder}/{one}" if folder else one for one in beside))
         return self.out / name
 
     def _latents(self, key: str, variant: str) -> str:
@@ -223,7 +258,7 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
 
     Args:
         out: The folder of a comparison.
-        fresh: Whether what comparisons wrote there will be removed.
+        fresh: Whether what comparisons wrote there will be replaced.
 
     Returns:
         The folder, which may not be there yet.
@@ -236,17 +271,18 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
     folder = Path(out).expanduser()
     if folder.exists() and not folder.is_dir():
         raise SamplingError(f"{folder} is a file", expected="a folder to write into")
-    ours = _listed(folder)
+    listed = _listed(folder)
+    ours, earlier = listed or (set(), set())
     there = [name for name in _FIXED if _is_there(folder / name)]
-    if ours is None and _is_older(folder):
+    if listed is None and _is_older(folder):
         raise OutputExistsError(
             f"{folder} holds a comparison of an older version, which kept no list of its files",
             expected=f"a new folder, or one with {MARKER}",
             got=", ".join(there),
             remedy=_ANOTHER,
         )
-    _refuse_others(folder, [name for name in there if name not in (ours or ())])
-    for name in _FOLDERS if fresh else ():
+    _refuse_others(folder, [name for name in there if name not in ours])
+    for name in _FOLDERS if fresh or earlier else ():
         if (folder / name).is_symlink():  # What is removed through it would be elsewhere.
             raise OutputExistsError(
                 f"{folder / name} is a link, which this program did not make",
@@ -257,14 +293,16 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
     return folder
 
 
-def _listed(folder: Path) -> set[str] | None:
-    """The files that comparisons wrote into a folder, None if it is not a folder of ours."""
+def _listed(folder: Path) -> tuple[set[str], set[str]] | None:
+    """The files that comparisons wrote into a folder, and those among them that were there when
+    the last one started again; None if it is not a folder of ours."""
     path = folder / MARKER
     if not _is_there(path):
         return None
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))["files"]
-        if not all(_LAYOUT.fullmatch(name) for name in names):
+        text = json.loads(path.read_text(encoding="utf-8"))
+        names, earlier = text["files"], text.get("earlier", [])
+        if not all(_LAYOUT.fullmatch(name) for name in (*names, *earlier)):
             raise ValueError("an entry that is not a file of a comparison")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise OutputExistsError(
@@ -273,7 +311,7 @@ def _listed(folder: Path) -> set[str] | None:
             got=f"{type(error).__name__}: {error}",
             remedy=_ANOTHER,
         ) from error
-    return set(names)
+    return set(names), {*names} & {*earlier}
 
 
 def _refuse_others(folder: Path, names: list[str]) -> None:

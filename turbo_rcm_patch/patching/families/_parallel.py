@@ -273,4 +273,4 @@ def distributed(processor: Any) -> Any | None:
 
 def is_distributed(processor: object) -> bool:
     """Whether `distributed` made this processor."""
-    return isinstance(processor, _Wan | _CogVideoX | _Alone)
+    return isinstance(processor, (_Wan, _CogVideoX, _Alone))
