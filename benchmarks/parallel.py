@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -41,12 +41,13 @@ from benchmarks.runner import (
     queued_milliseconds,
     wait,
 )
-from turbo_rcm_patch import PatchConfig, patched
+from turbo_rcm_patch import PatchConfig, patched, report_of
 from turbo_rcm_patch.bench import Call, errors_of
 from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.patching.graphs import WARM_UPS
 
 _COLUMNS: Final = (
-    Column("network", 10), Column("method", 30), Column("ms", 9, "milliseconds.median", ".2f"),
+    Column("network", 10), Column("method", 36), Column("ms", 9, "milliseconds.median", ".2f"),
     Column("least", 9, "milliseconds.least", ".2f"),
     Column("CPU ms", 8, "cpu_milliseconds.median", ".2f"), Column("of one", 8, "of_one", ".3f"),
     Column("exposed", 8, "exposed", ".4f"), Column("idle", 7, "idle", ".4f"), PEAK, REL_L2,
@@ -93,6 +94,13 @@ WAYS: Final = {
         Way("ring patched", _ring, _OURS),
         Way("Ulysses patched exact", _ulysses, PatchConfig(guard=False, attention="exact")),
         Way("Ulysses patched int8 Linears", _ulysses, PatchConfig(guard=False, linear="int8")),
+        Way("Ulysses patched graphs", _ulysses, PatchConfig(guard=False, cuda_graphs=True)),
+        Way("ring patched graphs", _ring, PatchConfig(guard=False, cuda_graphs=True)),
+        Way(
+            "Ulysses patched int8 Linears graphs",
+            _ulysses,
+            PatchConfig(guard=False, linear="int8", cuda_graphs=True),
+        ),
     )
 }
 #: Case -> (network, tokens).
@@ -160,6 +168,7 @@ def _about(ranks: int) -> Record:
         "error": "to the unpatched eager forward on one GPU",
         "apart_from_one": "to the patched forward on one GPU, with the same configuration",
         "same_on_all_ranks": "whether every rank got the same bits",
+        "replay_is_plain": "whether replayed CUDA graphs gave the bits of a plain forward",
     }
 
 
@@ -254,7 +263,7 @@ def _measure(
         record["first_seconds"] = time.perf_counter() - begin
         record["error"] = errors_of(output, outputs["eager"])
         if way.config is not None:
-            key = repr(way.config)
+            key = repr(replace(way.config, cuda_graphs=False))
             if way.split is None:
                 outputs[key] = output
             elif key in outputs:
@@ -264,6 +273,11 @@ def _measure(
         check(record["error"], BROKEN)
         if not record.get("same_on_all_ranks", True):
             raise Wrong("ranks differ")
+        if way.config is not None and way.config.cuda_graphs:
+            record["replay_is_plain"] = _replay_is(output, call)
+            if not record["replay_is_plain"]:
+                raise Wrong("a replay gives other bits")
+            record["cuda_graphs"] = report_of(network).cuda_graphs
         call()
         rounds = plan.calls or (3 if plan.quick else 5)
         for clock, queued in (("milliseconds", 1 if plan.quick else 2), ("cpu_milliseconds", 0)):
@@ -272,6 +286,12 @@ def _measure(
         record |= _profile(call, device)
     gc.collect()
     return record
+
+
+def _replay_is(output: torch.Tensor, call: Call) -> bool:
+    """Whether a forward gives the same bits once it is captured."""
+    again = [call() for _ in range(WARM_UPS + 1)]
+    return all(torch.equal(x, output) for x in again)
 
 
 def _same(x: torch.Tensor) -> bool:

@@ -107,7 +107,7 @@ class PatchConfig:
             forwards. A graph is dropped when weights, adapters or settings change, and captured
             again. With hooks, offloading or caches inside the model every forward runs plain; the
             report says why. A graph holds the memory of a forward until the model is unpatched,
-            refreshed or moved.
+            refreshed or moved. Ranks that share a sequence capture and replay together.
         self_test: With attention="auto", test a GPU that nobody has measured on the first forward:
             a second or so, whose result is kept (`ops/self_test.py`).
     """

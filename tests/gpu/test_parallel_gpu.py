@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from benchmarks.networks import build_wan, wan_call
 from tests.measures import relative_l2
 from tests.ops.test_parallel import Case, inputs, local, one_device
+from tests.patching import test_parallel_graphs as parallel_graphs
 from tests.patching import test_parallel_patched as patched
 from tests.patching.test_precision import one_peaked_head
 from tests.patching.wan import run
@@ -38,7 +40,9 @@ from turbo_rcm_patch.ops import parallel as parallel_module
 from turbo_rcm_patch.ops.exchange import counting_bytes
 from turbo_rcm_patch.ops.parallel import parallel_attention
 from turbo_rcm_patch.patching import noise
+from turbo_rcm_patch.patching.graphs import WARM_UPS, Graphs
 from turbo_rcm_patch.patching.parallel import disable_parallelism
+from turbo_rcm_patch.patching.record import record_of
 
 pytestmark = pytest.mark.gpu
 
@@ -201,11 +205,108 @@ def a_long_video(rank: int) -> None:
     assert relative_l2(outs[0], exact) < BUDGET * relative_l2(single, exact)
 
 
+def dropping(scenario: Callable[[int], None], rank: int) -> None:
+    """Drops all graphs, whatever happens: a communicator cannot be destroyed before them."""
+    try:
+        scenario(rank)
+    finally:
+        for found in gc.get_objects():
+            if isinstance(found, Graphs):
+                found.clear()
+
+
+def graphs(name: str, ring: int, config: PatchConfig, rank: int) -> None:
+    """Replayed CUDA graphs give the bits of plain forwards, in guidance too, while plain forwards
+    run in between; and they go when the model is no longer parallel."""
+    device = f"cuda:{rank}"
+    one, given = patched.MODELS[name](torch.bfloat16)
+    other, _ = patched.MODELS[name](torch.bfloat16)
+    layout = patched.mesh(ring, dist.get_world_size() // ring, "cuda")
+    for model, wanted in ((one, replace(config, cuda_graphs=True)), (other, config)):
+        patch_model(model.to(device), wanted)
+        patched.enable(model, layout)
+    inputs = [patched.moved(parallel_graphs.seeded(given, seed), device) for seed in range(8)]
+    plain = [run(other, **each) for each in inputs]
+    for each, expected in zip(inputs, plain, strict=True):
+        assert torch.equal(run(one, **each), expected), parallel_graphs.said(one)
+    assert parallel_graphs.replays(one) == len(inputs) - WARM_UPS, parallel_graphs.said(one)
+    cond, uncond = (run(one, **each) for each in inputs[:2])
+    plain_again = run(other, **inputs[2])
+    assert torch.equal(cond, plain[0]) and torch.equal(uncond, plain[1])
+    assert torch.equal(plain_again, plain[2]) and patched.same_everywhere(cond)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        elsewhere = run(one, **inputs[3])
+    torch.cuda.current_stream(device).wait_stream(stream)
+    assert torch.equal(elsewhere, plain[3])
+    disable_parallelism(one)
+    assert not parallel_graphs.timers() and not record_of(one).graphs._captured
+    alone = [run(one, **inputs[0]) for _ in range(WARM_UPS + 2)]  # captured by itself
+    assert all(torch.equal(out, alone[0]) for out in alone)
+    assert relative_l2(alone[0], plain[0]) < 0.05
+    unpatch_model(one)
+    disable_parallelism(other)
+    unpatch_model(other)
+
+
+def one_rank_changes(rank: int) -> None:
+    """It runs plain on both, and both capture again together."""
+    device = f"cuda:{rank}"
+    model, given = patched.MODELS["wan"](torch.bfloat16)
+    given = patched.moved(given, device)
+    patch_model(model.to(device), GRAPHS)
+    patched.enable(model, patched.mesh(1, 2, "cuda"))
+    expected = [run(model, **given) for _ in range(WARM_UPS + 2)][-1]
+    before = parallel_graphs.number(model)
+    if rank == 1:
+        linear = model.blocks[0].ffn.net[2]
+        linear.weight = torch.nn.Parameter(linear.weight.detach().clone())
+    for _ in range(WARM_UPS + 2):
+        assert torch.equal(run(model, **given), expected), parallel_graphs.said(model)
+    assert parallel_graphs.replays(model) == 4, parallel_graphs.said(model)
+    assert parallel_graphs.number(model) != before
+    unpatch_model(model)
+    disable_parallelism(model)
+
+
+def guarded_graphs(rank: int) -> None:
+    """The guard's forwards run plain on both."""
+    device = f"cuda:{rank}"
+    model, given = patched.MODELS["wan"](torch.bfloat16)
+    given = patched.moved(given, device)
+    report = patch_model(model.to(device), attention="int8", cuda_graphs=True)
+    patched.enable(model, patched.mesh(1, 2, "cuda"))
+    outs = [run(model, **given) for _ in range(WARM_UPS + 4)]
+    assert parallel_graphs.replays(model) >= 1, parallel_graphs.said(model)
+    count, compared = parallel_graphs.replays(model), len(report.guard)
+    if rank == 1:
+        report.guard.check_next()
+    run(model, **given)
+    assert parallel_graphs.replays(model) == count and len(report.guard) > compared
+    again = run(model, **given)
+    assert torch.equal(again, outs[-1]) and patched.same_everywhere(again)
+    unpatch_model(model)
+    disable_parallelism(model)
+
+
+INT8 = PatchConfig(guard=False, attention="int8")
+GRAPHS = replace(INT8, cuda_graphs=True)
+INT8_LINEARS = PatchConfig(guard=False, attention="int8", linear="int8")
 PATCHED: dict[str, Callable[[int], None]] = {
     **{case.id: partial(on_gpu, case) for case in patched.cases()},
     "guarded": guarded,
     "peaked-head": peaked_head,
     "a-long-video": a_long_video,
+    "graphs-ulysses": partial(dropping, partial(graphs, "wan", 1, INT8)),
+    "graphs-ring": partial(dropping, partial(graphs, "wan", 2, INT8)),
+    "graphs-exact": partial(
+        dropping, partial(graphs, "wan", 1, PatchConfig(guard=False, attention="exact"))
+    ),
+    "graphs-int8-linears": partial(dropping, partial(graphs, "wan", 1, INT8_LINEARS)),
+    "graphs-cogvideox": partial(dropping, partial(graphs, "cogvideox", 1, INT8)),
+    "graphs-one-rank-changes": partial(dropping, one_rank_changes),
+    "graphs-guarded": partial(dropping, guarded_graphs),
 }
 
 
@@ -274,6 +375,17 @@ def test_shares_of_heads_on_two_gpus() -> None:
     on_ranks(2, shares_of_heads, backend="cpu:gloo,cuda:nccl")
 
 
+def dropping_of_four(rank: int) -> None:
+    dropping(partial(graphs, "wan", 2, INT8), rank)
+
+
+def test_graphs_on_four_gpus() -> None:
+    """Ulysses and a ring together take four."""
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    on_ranks(4, dropping_of_four, backend="cpu:gloo,cuda:nccl")
+
+
 #: Of a group of which a rank dies, and until the others have to be at their end.
 SHORT, PATIENCE = timedelta(seconds=10), 60
 
@@ -328,6 +440,55 @@ def test_a_rank_that_dies_ends_the_other_gpu(when: str, tmp_path: Path) -> None:
     assert "process 0" in str(caught.value) and "exit code 7" not in str(caught.value)
     if when == "between":
         assert "exit code 8" in str(caught.value), caught.value
+    assert time.monotonic() - begin < PATIENCE + 60  # with the compilation before
+
+
+#: Of the group of a graph whose rank dies.
+TWENTY: Final = timedelta(seconds=20)
+
+
+def one_leaves_a_replay(rank: int, how: str, folder: str) -> None:
+    """Rank 1 says that it will replay, and dies or does nothing any more."""
+    device = f"cuda:{rank}"
+    model, given = patched.MODELS["wan"](torch.bfloat16)
+    given = patched.moved(given, device)
+    patch_model(model.to(device), GRAPHS)
+    patched.enable(model, patched.mesh(1, 2, "cuda"))
+    for _ in range(WARM_UPS + 2):
+        run(model, **given)
+    torch.cuda.synchronize()
+    assert parallel_graphs.replays(model) == 2, parallel_graphs.said(model)
+    Path(folder, f"{rank}").touch()
+    if rank == 1:
+        leave = os._exit if how == "dies" else time.sleep
+        with mock.patch.object(Graphs, "_replay", lambda *_: leave(0 if how == "dies" else 100)):
+            run(model, **given)
+    late = threading.Timer(PATIENCE, os._exit, (7,))
+    late.daemon = True
+    late.start()
+    run(model, **given)
+    torch.cuda.synchronize()
+    Path(folder, "went on").touch()
+    os._exit(9)
+
+
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_a_rank_that_leaves_a_replay_ends_the_other_gpu(how: str, tmp_path: Path) -> None:
+    """Nothing of torch watches the exchanges of a graph; our timer ends the process after the
+    group's timeout."""
+    two_gpus()
+    begin = time.monotonic()
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)) as caught:
+        on_ranks(
+            2, one_leaves_a_replay, how, os.fspath(tmp_path), backend="cpu:gloo,cuda:nccl",
+            timeout=TWENTY,
+        )  # fmt: skip
+    assert (tmp_path / "0").exists() and (tmp_path / "1").exists(), caught.value
+    assert not (tmp_path / "went on").exists()
+    assert "process 0" in str(caught.value).lower(), caught.value
+    if how == "stalls":  # The memory of a process that died may go first, which is an error.
+        assert "SIGABRT" in str(caught.value), caught.value
+    assert all(f"exit code {code}" not in str(caught.value) for code in (7, 9)), caught.value
     assert time.monotonic() - begin < PATIENCE + 60  # with the compilation before
 
 

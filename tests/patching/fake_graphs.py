@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 
 def _tensors(held: Any) -> list[torch.Tensor]:
@@ -22,6 +22,22 @@ def _tensors(held: Any) -> list[torch.Tensor]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _arrived(held: Any) -> Any:
+    """A tensor that a functional collective gave, as a plain one."""
+    wait = getattr(held, "trigger_wait", None)
+    return held if wait is None else wait()
+
+
+def _done(func: Any, out: Any) -> Any:
+    """What an operation gave, once it is there: a graph has exchanges in its order, too."""
+    for each in tree_flatten(out)[0]:
+        if isinstance(each, torch.ScriptObject):
+            each.wait()  # type: ignore[attr-defined]
+        elif func.namespace == "_c10d_functional":
+            torch.ops._c10d_functional.wait_tensor(each)
+    return out
 
 
 class Recording(TorchDispatchMode):
@@ -35,8 +51,11 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
+        args, kwargs = tree_map(_arrived, (args, kwargs or {}))
+        if "_wrap_tensor" in func.__name__:  # It only says that an exchange is under way.
+            return args[0]
+        out = _done(func, func(*args, **kwargs))
+        self.calls.append((func, args, kwargs, out))
         given = set(map(_storage, _tensors((args, kwargs))))
         self.made += [x for x in _tensors(out) if _storage(x) not in given]
         return out
@@ -53,9 +72,19 @@ class FakeGraph:
         assert self.calls is not None, "it was dropped"
         self.replays += 1
         for func, args, kwargs, out in self.calls:
-            for new, old in zip(_tensors(func(*args, **kwargs)), _tensors(out), strict=True):
+            made = _done(func, func(*args, **kwargs))
+            for new, old in zip(_tensors(made), _tensors(out), strict=True):
                 if new.data_ptr() != old.data_ptr():  # Neither a view nor written in place.
                     old.copy_(new)
+
+
+class FakeEvent:
+    """An event, which is reached unless replays hang."""
+
+    hang = False
+
+    def query(self) -> bool:
+        return not FakeEvent.hang
 
 
 class FakePool:
@@ -105,6 +134,9 @@ class FakePool:
         self.alive.append(graph)
         FakePool.captures += 1
         return graph, result
+
+    def mark(self) -> FakeEvent:
+        return FakeEvent()
 
     @contextmanager
     def turn(self) -> Iterator[None]:

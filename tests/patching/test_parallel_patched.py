@@ -32,7 +32,7 @@ from tests.patching.wan import EXACT, INT8, dicts, relative, run
 from tests.ranks import on_ranks
 from turbo_rcm_patch import PatchConfig, patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import ContextParallelError, NonFiniteInputError, RankMismatchError
-from turbo_rcm_patch.patching import graphs, guard
+from turbo_rcm_patch.patching import guard
 from turbo_rcm_patch.patching.parallel import attach_plan, disable_parallelism, groups_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -435,17 +435,6 @@ def mismatches(rank: int) -> None:
     refused("tokens of the ranks", uneven, smaller)
 
 
-def graphs_are_given_up(rank: int) -> None:
-    """`cuda_graphs=True` says that no graph is captured, and why."""
-    model, inputs = MODELS["wan"](torch.float32)
-    report = patch_model(model, PatchConfig(guard=False, cuda_graphs=True))
-    enable(model, mesh(1, 2))
-    with mock.patch.object(graphs.GraphPool, "serves", return_value=True):
-        for _ in range(4):
-            run(model, **inputs)
-    assert "split over several ranks" in report.cuda_graphs[0], report.cuda_graphs
-
-
 # --- compiled and sharded ------------------------------------------------------------------------
 
 
@@ -532,7 +521,6 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "other-pasts": other_pasts,
     "not-finite": not_finite,
     "mismatches": mismatches,
-    "graphs-are-given-up": graphs_are_given_up,
     "compiled": compiled,
     "sharded": sharded,
     "tensor-parallel": tensor_parallel,

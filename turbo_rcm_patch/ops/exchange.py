@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.errors import ConfigError, RankMismatchError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -323,6 +323,9 @@ def told(
     the group, else one made for the same ranks the first time. Where there is none, through the
     device, for which the host then waits.
     """
+    answers: Answers | None = getattr(_answers, "kept", None)
+    if answers is not None and answers.given:
+        return answers.next(what)
     group, at = parallel.group, torch.device("cpu")
     if "cpu:" not in dist.get_backend_config(group):
         group = _host_group(parallel)
@@ -330,16 +333,98 @@ def told(
     floats = any(isinstance(value, float) for value in values)
     dtype = torch.float64 if floats else torch.int64
     rows = gather(what, torch.tensor(list(values), dtype=dtype, device=at), group).wait()
-    return cast("list[list[Any]]", rows.tolist())
+    found = cast("list[list[Any]]", rows.tolist())
+    if answers is not None:
+        answers.add(what, found)
+    return found
+
+
+#: What `told` keeps on this thread; see `Answers`.
+_answers = threading.local()
+
+
+class Answers:
+    """What the ranks told each other in one forward, to run the same forward again and ask nobody:
+    while a CUDA graph is captured, whose replays cannot ask either.
+
+    Attributes:
+        given: Whether they are given now.
+    """
+
+    __slots__ = ("_kept", "_next", "given")
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, list[list[Any]]]] = []
+        self._next = 0
+        self.given = False
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, what this thread asks is asked, and the answers are kept."""
+        before = getattr(_answers, "kept", None)
+        _answers.kept, self.given = self, False
+        try:
+            yield
+        finally:
+            _answers.kept = before
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, this thread gets these answers, in the same order.
+
+        Raises:
+            RankMismatchError: It asks something else.
+        """
+        before = getattr(_answers, "kept", None)
+        _answers.kept, self.given, self._next = self, True, 0
+        try:
+            yield
+            if self._next < len(self._kept):
+                raise _other_question("nothing", self._kept[self._next][0])
+        finally:
+            _answers.kept, self.given = before, False
+
+    def add(self, what: str, rows: list[list[Any]]) -> None:
+        """Keep an answer."""
+        self._kept.append((what, rows))
+
+    def next(self, what: str) -> list[list[Any]]:
+        """The next answer, to a question of this name."""
+        name, rows = self._kept[self._next] if self._next < len(self._kept) else ("nothing", [])
+        if name != what:
+            raise _other_question(what, name)
+        self._next += 1
+        return [list(row) for row in rows]
+
+
+def _other_question(now: str, before: str) -> RankMismatchError:
+    return RankMismatchError(
+        "a forward that runs again", expected=f"to exchange {before}, as before", got=now
+    )
+
+
+def tells_on_host(parallel: ContextParallel) -> bool:
+    """Whether `told` goes through a CPU backend. Every rank calls it at the same point."""
+    return (
+        "cpu:" in dist.get_backend_config(parallel.group)
+        or _host_group(parallel) is not parallel.group
+    )
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
+    """How long the backend of a device waits for the other ranks of a group."""
+    with suppress(AttributeError, RuntimeError):
+        own: Any = group._get_backend(device)
+        timeout: timedelta = own.options._timeout
+        return timeout
+    return timedelta(minutes=10)
 
 
 def _host_group(parallel: ContextParallel) -> ProcessGroup:
     """The ranks of a sequence on gloo; the group itself where that cannot be had."""
     if parallel.host is None:
-        made, timeout = parallel.group, timedelta(minutes=10)
-        with suppress(AttributeError, RuntimeError):  # As long as the device's backend waits.
-            own: Any = parallel.group._get_backend(torch.device("cuda"))
-            timeout = own.options._timeout
+        made = parallel.group
+        timeout = timeout_of(parallel.group, torch.device("cuda"))
         if dist.is_gloo_available():
             with suppress(RuntimeError):  # no network interface for it
                 made = dist.new_group(

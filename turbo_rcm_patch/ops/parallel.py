@@ -109,6 +109,9 @@ _HEADER: Final[dict[str, Kind]] = {
     "block_q": "int",
     "block_k": "int",
 }
+#: How many of these `agreed_forward` sends, and what stands for the tokens in front of a forward.
+_FORWARD_NUMBERS: Final = 11
+_AHEAD: Final = -1
 
 
 def parallel_attention(
@@ -302,15 +305,54 @@ def agreed_forward(
         "smooth_k": spec.smooth_k,
         "impl": impl,
     }
+    assert len(values) == _FORWARD_NUMBERS
     kinds = {name: _HEADER[name] for name in values}
     for name, value in (same or {}).items():
         values[name] = value
         kinds[name] = "float" if isinstance(value, float) else "int"
     codes = [_code(value, kinds[name]) for name, value in values.items()]
     table = told("header", [tokens, *codes, *free], parallel, x.device)
+    _refuse_ahead(table)
     end = 1 + len(codes)
     _refuse_differing("the forward of a parallel model", [row[1:end] for row in table], kinds)
     return [row[0] for row in table], [row[end:] for row in table]
+
+
+def agreed_ahead(
+    values: Sequence[int], more: int, parallel: ContextParallel, device: torch.device
+) -> list[list[int]]:
+    """Tell the other ranks a few numbers in front of a model's forward, before its header.
+
+    The message has the size of that header and a mark, so that a rank that sends its header at
+    once is noticed, and nobody waits.
+
+    Args:
+        values: The numbers.
+        more: How many numbers `agreed_forward` sends as `same` and `free`.
+        parallel: The process groups.
+        device: Of the model.
+
+    Returns:
+        What every rank told.
+
+    Raises:
+        RankMismatchError: Some ranks sent the header of their forward; on every rank alike.
+    """
+    row = [_AHEAD, *values]
+    row += [0] * (1 + _FORWARD_NUMBERS + more - len(row))
+    table = told("header", row, parallel, device)
+    _refuse_ahead(table, all_of=True)
+    return [each[1 : 1 + len(values)] for each in table]
+
+
+def _refuse_ahead(table: Sequence[Sequence[int]], all_of: bool = False) -> None:
+    ahead = [rank for rank, row in enumerate(table) if row[0] == _AHEAD]
+    if len(ahead) != (len(table) if all_of else 0):
+        raise RankMismatchError(
+            "the forward of a parallel model",
+            expected="cuda_graphs the same on every rank",
+            got=f"cuda_graphs=True on rank {', '.join(map(str, ahead))} alone",
+        )
 
 
 def _asked(

@@ -16,6 +16,12 @@ while every one of them would be the same again:
 If one of them differs, the graphs are dropped and captured again after `WARM_UPS` plain forwards.
 What needs Python on every forward (hooks, offloading, caches) is never captured; the report says
 why. The guard gets the forwards that it wants to compare: these run plain.
+
+Ranks that share a sequence tell each other in front of every forward what each would do, through
+the host, because the exchanges inside a graph wait for all of them. They replay a graph that all
+of them captured together, capture one where all can, and run plain otherwise. What a captured
+forward would ask the others is what they said in the plain forward before it. A `ReplayTimer`
+takes the place of torch's watchdog, which times nothing inside a graph.
 """
 
 from __future__ import annotations
@@ -29,12 +35,13 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_not, itemgetter
 from types import MethodType
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +49,23 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils._device import DeviceContext
 
+from turbo_rcm_patch.ops.exchange import Answers, ContextParallel, tells_on_host, timeout_of
 from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.operation import replay_token, runs_directly
 from turbo_rcm_patch.patching.copies import Copies, Held
 from turbo_rcm_patch.patching.guard import Guard
-from turbo_rcm_patch.patching.parallel import groups_of_model
+from turbo_rcm_patch.patching.parallel import (
+    Wish,
+    anything,
+    groups_of,
+    groups_of_model,
+    processor_class,
+    split_hooks,
+    told_wishes,
+)
 from turbo_rcm_patch.patching.plain import autocasting, bare, drops, hook_names
 from turbo_rcm_patch.patching.record import record_of
+from turbo_rcm_patch.patching.replay_timer import Reached, ReplayTimer
 from turbo_rcm_patch.patching.state import PairState
 
 #: Plain forwards of a signature before it is captured: the first makes plans and compiles kernels,
@@ -70,6 +87,7 @@ _CONTAINERS: Final = frozenset(vars(nn.Module())) - {"training"}
 _TENSORS: Final = (Tensor, nn.Parameter)
 
 _CHANGING: Final = "its weights, modules or attributes change from forward to forward"
+_COMPARED: Final = "the guard compares it"
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +153,12 @@ def _unrepeated(x: Tensor) -> Tensor:
         if stride == 0 and size > 1:
             x = x.narrow(dim, 0, 1)
     return x
+
+
+def _arrived(leaf: Any) -> Any:
+    """A tensor that an exchange gave, once it is waited for."""
+    wait = getattr(type(leaf), "trigger_wait", None)
+    return leaf if wait is None else wait(leaf)
 
 
 def _taken_apart(result: Any) -> tuple[list[Any], Any]:
@@ -250,6 +274,12 @@ class GraphPool:
         finally:
             self._turn.record(stream)
 
+    def mark(self) -> Reached:
+        """An event behind what the current stream was asked to do."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
     def drop(self, graph: Any) -> None:
         """Give up a graph, once it is done."""
         self._turn.synchronize()
@@ -340,10 +370,15 @@ class _Look:
     Attributes:
         why: Why no graph of it can be captured, or "".
         device: Where its arguments are, and its weights if one can.
+        groups: The ranks that share its sequence, or None.
     """
 
     def __init__(
-        self, model: nn.Module, states: Sequence[PairState], device: torch.device
+        self,
+        model: nn.Module,
+        states: Sequence[PairState],
+        device: torch.device,
+        groups: ContextParallel | None,
     ) -> None:
         modules: list[Any] = list(model.modules())
         processors = [m.__dict__["processor"] for m in modules if "processor" in m.__dict__]
@@ -374,6 +409,13 @@ class _Look:
                 values = tuple(map(_frozen, values_of(own)))
                 inside += values
                 self._attributes.append((own, len(own), values_of, values))
+        for module in modules:
+            # Somebody who takes one of several hooks away changes nothing else that is looked at.
+            hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
+            if hooks:
+                names = [*hooks, *hooks][: max(2, len(hooks))]
+                values_of = itemgetter(*names)
+                self._attributes.append((hooks, len(hooks), values_of, values_of(hooks)))
         # Views: they show what is inside at every look.
         self._owned = [
             m.__dict__[name].values()
@@ -388,8 +430,9 @@ class _Look:
         # they live, no identity is used again.
         self._tensors = list(map(weakref.ref, tensors))
         self.device, self._states, self._taken = device, states, list(map(_decides, states))
+        self.groups = groups
         self._settings = _global_settings()
-        self.why = _why_never(model, modules, processors, tensors, device)
+        self.why = _why_never(model, modules, processors, tensors, device, groups)
         if self.why:
             self._devices = list(map(Tensor.get_device, tensors))
         else:
@@ -447,14 +490,15 @@ def _why_never(
     processors: list[Any],
     tensors: list[Tensor],
     device: torch.device,
+    groups: ContextParallel | None,
 ) -> str:
     """Why a model as it is needs Python on every forward, or ""."""
     record = record_of(model)
     ours = {id(entry.ours) for entry in record.entries} if record is not None else set()
     names = {id(module): name for name, module in model.named_modules()}
-    if groups_of_model(model) is not None or getattr(model, "_parallel_config", None) is not None:
-        # torch's watchdog times no captured exchange: where a rank died, the others would wait.
-        return "it is split over several ranks, and no captured exchange notices one that died"
+    why = _why_not_parallel(model, groups)
+    if why:
+        return why
     for module in modules:
         name = names[id(module)] or "the model"
         own = vars(module)
@@ -462,7 +506,8 @@ def _why_never(
         if module is not model:
             if module._forward_hooks or module._forward_pre_hooks:
                 return f"{name} is hooked (torch hooks)"
-            if id(forward) not in ours and not bare(module):
+            splits = groups is not None and split_hooks(module, lambda f: id(f) in ours)
+            if id(forward) not in ours and not bare(module) and not splits:
                 return f"{name} is hooked ({hook_names(module)})"
             if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
                 return f"{name} is compiled by itself"
@@ -472,13 +517,27 @@ def _why_never(
             return f"{name} is an active dropout"
     package = _package(type(model))
     for processor in processors:
-        if _package(type(processor)) != package:
+        if _package(processor_class(processor)) != package:
             return f"{type(processor).__qualname__}, an attention processor, is not {package}'s"
     for tensor in tensors:
         if type(tensor) not in _TENSORS:
             return f"a weight is a {type(tensor).__qualname__}"
         if tensor.device != device:
             return f"a weight or buffer is on {tensor.device}, its arguments on {device}"
+    return ""
+
+
+def _why_not_parallel(model: nn.Module, groups: ContextParallel | None) -> str:
+    """Why a model as it is split over ranks needs Python on every forward, or ""."""
+    if groups is None:
+        sharded = getattr(model, "_parallel_config", None) is not None
+        return "several ranks have parts of its weights" if sharded else ""
+    if groups_of(model) is None:
+        return "its sequence is split by its author's own code"
+    if anything(model):
+        return "its ranks may have different numbers of tokens, and ask on every forward"
+    if not tells_on_host(groups):
+        return "its ranks have no CPU backend to agree through"
     return ""
 
 
@@ -508,6 +567,8 @@ class _Captured:
         structure: How the leaves are held.
         held: The int8 copies that it reads.
         ran: How each pair ran, for the report.
+        number: What the ranks that captured it together call it; 0 where it is of one rank alone.
+        signature: Stands for its arguments among them.
     """
 
     graph: Any
@@ -516,6 +577,8 @@ class _Captured:
     structure: Any
     held: list[Held]
     ran: list[str]
+    number: int = 0
+    signature: int = 0
 
 
 class Graphs:
@@ -534,7 +597,10 @@ class Graphs:
     # Hooks copy the `__dict__` of what they wrap.
     __slots__ = ("_busy", "_captured", "_changes", "_closed", "_copies", "_failed", "_guard",
                  "_inner", "_lock", "_look", "_model", "_pool", "_replays", "_said", "_seen",
-                 "_states", "_why")  # fmt: skip
+                 "_states", "_timer", "_why")  # fmt: skip
+
+    #: The largest number that a graph of several ranks has in this process.
+    _last_number: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -550,6 +616,7 @@ class Graphs:
         self._busy = self._closed = False
         self._captured: OrderedDict[Any, _Captured] = OrderedDict()
         self._pool: GraphPool | None = None
+        self._timer: ReplayTimer | None = None
         self._said: set[str] = set()
         self._replays = 0
         self._start()
@@ -591,7 +658,10 @@ class Graphs:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> _Captured | None:
         """The graph of this forward, with the lock held; None where it runs plain."""
-        if not self._lock.acquire(blocking=False):
+        groups = groups_of_model(self._model)
+        together = groups if groups is not None and tells_on_host(groups) else None
+        # Ranks that wait for this one cannot do without its answer.
+        if not self._lock.acquire(blocking=together is not None):
             return None  # Another thread's turn.
         if self._busy:  # The model calls itself, or is captured.
             self._lock.release()
@@ -599,9 +669,12 @@ class Graphs:
         self._busy = True
         captured = None
         try:
-            key = _signature((args, kwargs), tensors)
-            device = self._device(tensors)
-            captured = self._ready(key, device, args, kwargs, tensors)
+            if together is not None:
+                captured = self._agreed(together, args, kwargs, tensors)
+            else:
+                key = _signature((args, kwargs), tensors)
+                device = self._device(tensors)
+                captured = self._ready(key, device, groups, args, kwargs, tensors)
         except _NoGraphError as error:
             self._why = str(error)
         finally:
@@ -645,44 +718,63 @@ class Graphs:
         self,
         key: Any,
         device: torch.device,
+        groups: ContextParallel | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[Tensor],
     ) -> _Captured | None:
-        if self._changes > _MOST_CHANGES:
-            raise _NoGraphError(_CHANGING)
-        if self._look is None or self._look.device != device or not self._look.holds():
-            self._look_again(device)
-        assert self._look is not None
-        if self._look.why:
-            self._give_up(self._look.why)
-        if key in self._failed:
-            raise _NoGraphError(self._failed[key])
+        self._check(key, device, groups)
         if self._guard is not None and not self._guard.skips():
-            raise _NoGraphError("the guard compares it")
-        captured = self._captured.get(key)
-        if captured is not None:
-            self._copies.look()
-            if not all(held.is_kept() for held in captured.held):
-                self._drop(key)
-                captured = None
+            raise _NoGraphError(_COMPARED)
+        captured = self._kept(key)
         if captured is None:
-            seen = self._seen[key] = self._seen.pop(key, 0) + 1
-            if len(self._seen) > _MOST_SIGNATURES:
-                self._seen.popitem(last=False)
-            if seen <= WARM_UPS:
+            if not self._is_warm(key):
                 return None
             captured = self._capture(key, device, args, kwargs, tensors)
         self._captured.move_to_end(key)
         self._why = ""
         return captured
 
-    def _look_again(self, device: torch.device) -> None:
+    def _check(self, key: Any, device: torch.device, groups: ContextParallel | None) -> None:
+        """Look whether the model is as it was.
+
+        Raises:
+            _NoGraphError: It may not be captured.
+        """
+        if self._changes > _MOST_CHANGES:
+            raise _NoGraphError(_CHANGING)
+        look = self._look
+        if look is None or look.device != device or look.groups is not groups or not look.holds():
+            self._look_again(device, groups)
+        assert self._look is not None
+        if self._look.why:
+            self._give_up(self._look.why)
+        if key in self._failed:
+            raise _NoGraphError(self._failed[key])
+
+    def _kept(self, key: Any) -> _Captured | None:
+        """The graph of a signature, where the int8 copies that it reads are those of today."""
+        captured = self._captured.get(key)
+        if captured is not None:
+            self._copies.look()
+            if not all(held.is_kept() for held in captured.held):
+                self._drop(key)
+                captured = None
+        return captured
+
+    def _is_warm(self, key: Any) -> bool:
+        """Whether enough forwards of a signature ran plain; counts this one."""
+        seen = self._seen[key] = self._seen.pop(key, 0) + 1
+        if len(self._seen) > _MOST_SIGNATURES:
+            self._seen.popitem(last=False)
+        return seen > WARM_UPS
+
+    def _look_again(self, device: torch.device, groups: ContextParallel | None) -> None:
         if self._look is not None and not self._look.why:
             self._changes += 1
         self._drop_all()
         self._seen.clear()
-        self._look = _Look(self._model, self._states, device)
+        self._look = _Look(self._model, self._states, device, groups)
         if self._changes > _MOST_CHANGES:
             self._give_up(_CHANGING)
 
@@ -697,6 +789,106 @@ class Graphs:
             self._said.add(why)
             _log.warning("the forward is not captured as a CUDA graph: %s", why)
 
+    # --- several ranks ---------------------------------------------------------------------------
+
+    def _agreed(
+        self,
+        groups: ContextParallel,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+    ) -> _Captured | None:
+        """The graph of this forward on every rank of its sequence; None where it runs plain on
+        all of them.
+
+        Whatever this rank does, the others wait for its answer.
+        """
+        wish, why = Wish("plain"), ""
+        captured = unchecked = None
+        device = tensors[0].device if tensors else torch.device("cpu")
+        try:
+            key = _signature((args, kwargs), tensors)
+            device = self._device(tensors)
+            self._check(key, device, groups)
+            if self._guard is not None:
+                unchecked = self._guard.unchecked()
+                if unchecked is None:
+                    raise _NoGraphError(_COMPARED)
+            captured = self._kept(key)
+            # The device is another one on every rank.
+            signature = crc32(repr(key).replace(repr(device), "").encode())
+            if captured is not None:
+                wish = Wish("replay", captured.number, self._last_number, captured.signature)
+            elif self._is_warm(key):
+                wish = Wish("capture", 0, self._last_number, signature)
+        except _NoGraphError as error:
+            why = str(error)
+        wishes = told_wishes(groups, device, wish)
+        if why:
+            raise _NoGraphError(why)
+        plain = [rank for rank, other in enumerate(wishes) if other.way == "plain"]
+        if plain:
+            if groups.rank not in plain:
+                raise _NoGraphError(f"it does on rank {', '.join(map(str, plain))}")
+            return None
+        if wish.way == "replay" and all(other[:2] == wish[:2] for other in wishes):
+            assert captured is not None
+            if self._guard is not None:
+                assert unchecked is not None
+                self._guard.skip(unchecked)
+        elif len({other.signature for other in wishes}) == 1:
+            # A graph that others have no more is of no use.
+            if captured is not None:
+                self._drop(key)
+            captured = self._capture_together(groups, key, device, args, kwargs, tensors)
+            captured.signature = signature
+        else:
+            raise _NoGraphError("the ranks have different arguments")
+        self._captured.move_to_end(key)
+        self._why = ""
+        return captured
+
+    def _capture_together(
+        self,
+        groups: ContextParallel,
+        key: Any,
+        device: torch.device,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+    ) -> _Captured:
+        """Capture this forward on every rank, or on none.
+
+        Raises:
+            _NoGraphError: A rank could not.
+        """
+        captured, failed = None, _NoGraphError("")
+        try:
+            captured = self._capture(key, device, args, kwargs, tensors, Answers())
+        except _NoGraphError as error:
+            failed = error
+        wish = Wish("failed" if captured is None else "captured", last=self._last_number)
+        try:
+            wishes = told_wishes(groups, device, wish)
+        except BaseException:
+            if captured is not None:
+                self._drop(key)
+            raise
+        if captured is None:
+            raise failed
+        ranks = [str(rank) for rank, other in enumerate(wishes) if other.way != "captured"]
+        if ranks:
+            self._drop(key)
+            self._failed[key] = f"it could not be captured on rank {', '.join(ranks)}"
+            self._give_up(self._failed[key])
+        captured.number = Graphs._last_number = max(other.last for other in wishes) + 1
+        if self._timer is None:
+            self._timer = ReplayTimer(
+                timeout_of(groups.group, device),
+                f"a {type(self._model).__qualname__} on rank {groups.rank} of {groups.size}",
+            )
+        return captured
+
     # --- graphs ----------------------------------------------------------------------------------
 
     def _capture(
@@ -706,12 +898,20 @@ class Graphs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[Tensor],
+        answers: Answers | None = None,
     ) -> _Captured:
         """Capture this forward.
+
+        Args:
+            answers: Takes what the other ranks say in the plain forward before the capture, for
+                the capture itself; None for one rank alone.
 
         Raises:
             _NoGraphError: It could not be captured; the device and the model are as before.
         """
+        asked: Iterator[Callable[[], AbstractContextManager[None]]] = repeat(nullcontext)
+        if answers is not None:
+            asked = iter((answers.kept, answers.again))
         try:
             # Later forwards may be of other modes.
             with torch.inference_mode(False), torch.no_grad():
@@ -723,8 +923,15 @@ class Graphs:
             while len(self._captured) >= MOST_GRAPHS:
                 self._drop(next(iter(self._captured)))
             pool = self._pool = self._pool or GraphPool(device)
+
+            def run() -> Any:
+                with next(asked)():
+                    result = self._plain(own_args, dict(own_kwargs))
+                # Views of what diffusers gathers are not waited for yet.
+                return torch.utils._pytree.tree_map(_arrived, result) if answers else result
+
             with self._copies.read_in_place() as held:
-                graph, result = pool.capture(lambda: self._plain(own_args, dict(own_kwargs)))
+                graph, result = pool.capture(run)
             try:
                 leaves, structure = _taken_apart(result)
                 if [x._version for x in inputs] != versions:
@@ -750,6 +957,8 @@ class Graphs:
                 _unrepeated(own).copy_(_unrepeated(given))
             captured.graph.replay()
             leaves = [x.clone() if isinstance(x, Tensor) else x for x in captured.leaves]
+        if self._timer is not None:
+            self._timer.add(self._pool.mark())
         for state, ran in zip(self._states, captured.ran, strict=True):
             state.ran = ran
         self._replays += 1
@@ -760,6 +969,10 @@ class Graphs:
         assert self._pool is not None
         self._seen.pop(key, None)
         self._pool.drop(self._captured.pop(key).graph)
+        if not self._captured and self._timer is not None:
+            # Not before: the graphs were waited for, and a rank may have died.
+            self._timer.close()
+            self._timer = None
 
     def _drop_all(self) -> None:
         for key in list(self._captured):

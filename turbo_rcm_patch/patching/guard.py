@@ -341,13 +341,23 @@ class Guard:
     def skips(self) -> bool:
         """Whether the forward that begins now is none to check. Then it counts as begun, though it
         may reach no block: a CUDA graph is replayed in its place."""
+        unchecked = self.unchecked()
+        if unchecked is None:
+            return False
+        self.skip(unchecked)
+        return True
+
+    def unchecked(self) -> _Thread | None:
+        """What `skip` takes, if the forward that begins now is none to check; nothing counts as
+        begun by that."""
         here = self._here
         self._settle()
         next_one = replace(here, names=set(here.names), whens=(), inputs={})
-        if self._labels(next_one, here.whens):
-            return False
-        self._threads.here = next_one
-        return True
+        return None if self._labels(next_one, here.whens) else next_one
+
+    def skip(self, unchecked: _Thread) -> None:
+        """Count the forward that begins now as begun."""
+        self._threads.here = unchecked
 
     def _is_training(self, inputs: dict[str, Tensor]) -> bool:
         if any(x.requires_grad for x in inputs.values()) or _transformed():

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from zlib import crc32
 
+import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ContextParallelError, RankMismatchError
 from turbo_rcm_patch.ops.exchange import ContextParallel, told
-from turbo_rcm_patch.ops.parallel import agreed_forward
+from turbo_rcm_patch.ops.parallel import agreed_ahead, agreed_forward
 from turbo_rcm_patch.ops.spec import AttentionSpec
+from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.registry import family_of
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState, Step, When
@@ -42,6 +44,8 @@ _HOOKS: Final = ("cp_input---", "cp_output---")
 _WHENS: Final[tuple[When, ...]] = ("first", "last", "asked", "middle")
 #: What a pair may do without, in the order of `Ranks._caution`.
 _STEPS: Final[tuple[Step, ...]] = ("linears given back", "16-bit p and v", "exact attention")
+#: Numbers that `Ranks.begin` adds to a header.
+_MORE: Final = 7
 _ELSEWHERE: Final = "as on another rank of its sequence, where the guard decided it"
 
 
@@ -149,6 +153,9 @@ def disable_parallelism(model: nn.Module) -> None:
     """Undo `model.enable_parallelism`: drop its hooks and its configuration, and the processors
     that a patched model got for it. The process groups stay, because others may use them.
 
+    CUDA graphs of the model go at once, because the communicators of their groups cannot be
+    destroyed before them.
+
     Raises:
         ContextParallelError: The model is not parallel, or shards its weights.
     """
@@ -159,6 +166,9 @@ def disable_parallelism(model: nn.Module) -> None:
             expected="a model that enable_parallelism split the sequence of",
             got="none" if config is None else "sharded weights",
         )
+    record = record_of(model)
+    if record is not None and record.graphs is not None:
+        record.graphs.clear()
     for module in model.modules():
         registry: Any = module.__dict__.get("_diffusers_hook")
         if registry is not None:
@@ -337,7 +347,7 @@ class Ranks:
         marks = repr([state.exact_heads for state in self._states]).encode()
         measured = 0 if guard is None else guard.measured
         digest = crc32(marks, crc32(bytes([*mine, *begun]), measured))
-        tokens, even = sum(streams), not _anything(self.model)
+        tokens, even = sum(streams), not anything(self.model)
         same = {
             "tokens": tokens if even else 0,
             "pairs": len(self._states),
@@ -346,6 +356,7 @@ class Ranks:
             "sla_topk": float(config.sla_topk),
             "the rest of PatchConfig": crc32(repr(config).encode()),
         }
+        assert len(same) + 1 == _MORE
         self.lengths, digests = agreed_forward(x, tokens, spec, groups, same=same, free=[digest])
         lengths = self.lengths
         if sorted(lengths, reverse=True) != lengths or lengths[0] - lengths[-1] > len(streams):
@@ -404,10 +415,68 @@ class Ranks:
         state.unseen = {when for when, bit in unseen if bit}
 
 
-def _anything(model: nn.Module | None) -> bool:
+def anything(model: nn.Module | None) -> bool:
     """Whether the ranks of a model may have different numbers of tokens."""
     config: Any = getattr(getattr(model, _CONFIG, None), "context_parallel_config", None)
     return any(getattr(config, name, False) for name in ("ulysses_anything", "ring_anything"))
+
+
+# --- CUDA graphs ---------------------------------------------------------------------------------
+
+#: What a rank wants to do with a forward, and what became of its capture.
+Way = Literal["plain", "capture", "replay", "captured", "failed"]
+_WAYS: Final[tuple[Way, ...]] = ("plain", "capture", "replay", "captured", "failed")
+
+
+class Wish(NamedTuple):
+    """What a rank would do with the forward that begins.
+
+    Attributes:
+        way: It runs plain, captures a graph, or replays one; or what became of its capture.
+        graph: The number of the graph that it would replay. Ranks that captured one together gave
+            it the same, and no other graph has it.
+        last: The largest number that this process gave to a graph.
+        signature: Stands for the arguments of the forward.
+    """
+
+    way: Way
+    graph: int = 0
+    last: int = 0
+    signature: int = 0
+
+
+def told_wishes(groups: ContextParallel, device: torch.device, wish: Wish) -> list[Wish]:
+    """What every rank would do, this one among them.
+
+    Raises:
+        RankMismatchError: Some rank's model is patched without `cuda_graphs`; on every rank alike.
+    """
+    row = [_WAYS.index(wish.way), *wish[1:]]
+    table = agreed_ahead(row, _MORE, groups, device)
+    return [Wish(_WAYS[way], *numbers) for way, *numbers in table]
+
+
+def split_hooks(module: nn.Module, ours: Callable[[object], bool]) -> dict[str, Any]:
+    """diffusers' hooks of a module, where all that hangs on it splits inputs or gathers outputs
+    for context parallelism; empty where there is none, or something else.
+
+    Args:
+        module: The module.
+        ours: Whether a function stands in for a forward.
+    """
+    registry: Any = module.__dict__.get("_diffusers_hook")
+    hooks: dict[str, Any] = getattr(registry, "hooks", {})
+    if not hooks or not all(name.startswith(_HOOKS) for name in hooks):
+        return {}
+    outer: Any = module.__dict__.get("forward")
+    for reference in reversed(registry._fn_refs):
+        # Each function of the chain holds the reference through which it calls the next one.
+        cells = getattr(getattr(outer, "func", None), "__closure__", None) or ()
+        if not any(cell.cell_contents is reference for cell in cells):
+            return {}
+        outer = reference.forward
+    own = getattr(outer, "__func__", None) is type(module).forward
+    return hooks if own or ours(outer) else {}
 
 
 def _gone() -> None:
