@@ -31,8 +31,8 @@ _TESTS = {
     "patching/measure.py": "p:measure p:guard p:guard_mutants",
     "patching/noise.py": "p:precision p:parallel_precision",
     "patching/pairs.py": "p:patch p:refusals p:said p:find",
-    "patching/parallel.py": "p:parallel p:ranks p:parallel_patched p:parallel_graphs "
-    "p:parallel_precision",
+    "patching/parallel.py":
+        "p:parallel p:ranks p:parallel_patched p:parallel_graphs p:parallel_precision",
     "patching/patch.py": "p:patch p:graphs p:orders p:refusals p:api p:edges c:sla_kept p:sla",
     "patching/plain.py": "p:around p:plan p:linears p:edges",
     "patching/plan.py": "p:plan p:short_way p:edges",
