@@ -16,8 +16,13 @@ from tests import processes
 from tests.processes import server
 from turbo_rcm_patch.ops.exchange import ContextParallel
 
-#: An exchange that nobody answers fails after this.
-TIMEOUT = timedelta(seconds=40)
+#: An exchange that nobody answers fails after this; on GPUs, where a rank may be compiling
+#: kernels that another has, after the second.
+TIMEOUT, COMPILING = timedelta(seconds=40), timedelta(seconds=150)
+
+
+def _timeout(backend: str) -> timedelta:
+    return COMPILING if "nccl" in backend else TIMEOUT
 
 
 def groups(ulysses: int, ring: int, first: int = 0) -> ContextParallel | None:
@@ -25,15 +30,15 @@ def groups(ulysses: int, ring: int, first: int = 0) -> ContextParallel | None:
 
     Made by every process, because torch.distributed wants that."""
     ranks = range(first, first + ulysses * ring)
-    here = dist.get_rank()
-    group = dist.new_group(list(ranks), timeout=TIMEOUT)
+    here, timeout = dist.get_rank(), _timeout(dist.get_backend())
+    group = dist.new_group(list(ranks), timeout=timeout)
     own: list[dist.ProcessGroup | None] = [None, None]
     for which, degree, members in (
         (0, ulysses, [ranks[i * ulysses :][:ulysses] for i in range(ring)]),
         (1, ring, [ranks[i::ulysses] for i in range(ulysses)]),
     ):
         for each in members:
-            made = dist.new_group(list(each), timeout=TIMEOUT) if degree > 1 else None
+            made = dist.new_group(list(each), timeout=timeout) if degree > 1 else None
             if here in each:
                 own[which] = made
     return ContextParallel(group, *own) if here in ranks else None
@@ -68,10 +73,10 @@ def on_ranks(
     function: Callable[..., None],
     *args: object,
     backend: str = "gloo",
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta | None = None,
 ) -> None:
     """Run function(rank, *args) in so many processes of one group. On GPUs nothing is shared."""
     start = "spawn" if "nccl" in backend else processes.RANKS or server().get_start_method()
     with tempfile.TemporaryDirectory() as folder:
-        given = (world, backend, os.fspath(folder), function, args, timeout)
+        given = (world, backend, os.fspath(folder), function, args, timeout or _timeout(backend))
         mp.start_processes(_main, args=given, nprocs=world, start_method=start)

@@ -78,6 +78,7 @@ def test_a_peaked_head_runs_exactly(subject: Any, monkeypatch: pytest.MonkeyPatc
     model, given = on_gpu(subject)
     one_peaked_head(model)
     report = patch_model(model, attention="int8", pv="bf16", fidelity=1.5, **AUTO)
-    first = wan.run(model, **given)
+    wan.run(model, **given)  # chooses; the next runs as it chose
     assert report.exact_heads.get(report.pairs[0].path) == (1,), report.precision_map
-    assert all(torch.equal(wan.run(model, **given), first) for _ in range(4))
+    chosen = wan.run(model, **given)
+    assert all(torch.equal(wan.run(model, **given), chosen) for _ in range(4))

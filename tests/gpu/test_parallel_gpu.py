@@ -326,10 +326,19 @@ def two_gpus() -> None:
         pytest.skip("needs two GPUs")
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_two_gpus_equal_one(backend: str) -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [CASES[at::4] for at in range(4)],
+    ids=lambda cases: "-".join(case.name for case in cases),
+)
+def test_two_gpus_equal_one(cases: list[Case]) -> None:
     two_gpus()
-    on_ranks(2, run_cases, CASES, backend=backend)
+    on_ranks(2, run_cases, cases, backend="cpu:gloo,cuda:nccl")
+
+
+def test_two_gpus_equal_one_where_nccl_alone_connects_them() -> None:
+    two_gpus()
+    on_ranks(2, run_cases, CASES[:1], backend="nccl")
 
 
 def test_faults_and_streams_on_two_gpus() -> None:

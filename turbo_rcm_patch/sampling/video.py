@@ -248,11 +248,14 @@ def read_frames(path: Path, name: str = "video") -> list[Image.Image]:
 
 def _count_frames(video: Path, told: Path) -> int:
     """Count the frames of a video by reading all of it."""
-    copies = ["-xerror", "-i", _file(video), "-map", "0:v:0", "-c", "copy", "-f", "null"]
-    arguments = [*copies, "-nostats", "-progress", "pipe:1", "-"]
-    said, _ = run_ffmpeg(arguments, f"{told} was not written")
-    counts = [line.partition("=")[2] for line in said.splitlines() if line.startswith("frame=")]
-    return int(counts[-1]) if counts else 0
+    whole = ["-xerror", "-i", _file(video), "-map", "0:v:0"]
+    to_nothing = ["-f", "null", "-nostats", "-progress", "pipe:1", "-"]
+    for how in (["-c", "copy"], []):  # ffmpeg 7.0 counts only frames that it decodes.
+        said, _ = run_ffmpeg([*whole, *how, *to_nothing], f"{told} was not written")
+        counts = [line for line in said.splitlines() if line.startswith("frame=")]
+        if counts:
+            return int(counts[-1].partition("=")[2])
+    return 0
 
 
 def _file(path: Path) -> str:
