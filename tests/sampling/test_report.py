@@ -75,13 +75,14 @@ def test_each_plot_says_what_it_shows(found: Comparison) -> None:
 
 
 def test_the_legend_is_outside_of_the_axes(found: Comparison, monkeypatch) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     seen = []
 
     def spy(figure: Figure, *arguments: object, **named: object) -> None:
         figure.draw_without_rendering()
-        renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+        renderer = FigureCanvasAgg(figure).get_renderer()
         (legend,), (axes,) = figure.legends, figure.axes
         assert axes.get_legend() is None
         seen.append(legend.get_window_extent(renderer).overlaps(axes.get_window_extent(renderer)))
