@@ -35,6 +35,7 @@ from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.ops import AttentionSpec, attention_lse, attention_skip
 from turbo_rcm_patch.ops.emulation import (
     hadamard,
+    rounded_v,
     sample_sum_of_v,
     scaled_v,
     value_errors,
@@ -741,3 +742,13 @@ def test_the_output_has_the_dtype_that_was_asked_for() -> None:
     wide = attention_skip(q, k, v, spec, out_dtype=torch.float32)
     assert wide.dtype == torch.float32
     assert torch.equal(wide.bfloat16(), attention_skip(q, k, v, spec))
+
+
+def test_one_key_gets_back_what_its_values_lost() -> None:
+    """With a mean that is that of other keys too, as where ranks share a sequence."""
+    v = torch.rand(2, 3, 1, 16) + 0.5
+    mean, largest = torch.zeros(2, 3, 16), torch.full((2, 3, 16), 1.5)
+    rounded, scale, offset = rounded_v(v, "fp8", of_v=(mean, largest))
+    assert scale is not None and offset is not None
+    assert relative_l2(rounded * scale, v) > 1e-2
+    assert relative_l2(rounded * scale + offset, v) < 1e-3
