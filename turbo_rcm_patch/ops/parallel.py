@@ -542,7 +542,7 @@ def _agree(
         RankMismatchError: They do not, or some refused.
     """
     # Whether this rank refuses, its number of tokens, and the rest.
-    row: list[int] = [own is None] * (2 + len(_HEADER))
+    row = [int(own is None), 0, *(0 for _ in _HEADER)]
     if own is not None:
         row[1:] = own[0], *(_code(own[1][name], kind) for name, kind in _HEADER.items())
     table = told("header", row, parallel, device)
