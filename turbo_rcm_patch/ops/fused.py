@@ -32,7 +32,8 @@ _TENSORS: Final = _ORDER.index("c_skip_value")
 
 
 def _flat(a: AttentionInputs, weight: Tensor, bias: Tensor | None, cast: str, form: str) -> Any:
-    return (*a[:3], weight, bias, *a[3:22], cast, form, *a[22:24])
+    plain = (*a,)  # torch 2.8's compiler cannot slice a named tuple
+    return (*plain[:3], weight, bias, *plain[3:22], cast, form, *plain[22:24])
 
 
 def _whole(args: tuple[Any, ...]) -> tuple[AttentionInputs, Tensor, Tensor | None, str, str]:

@@ -195,7 +195,7 @@ class BranchOperands(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A norm's part of `BranchOperands`.
+    """A norm's part of `BranchOperands`, read by names: torch 2.8's compiler cannot slice it.
 
     Attributes:
         rows: As there.
@@ -664,9 +664,9 @@ class AttentionRun:
             held += sparse(like.device)
             topk, block_q, block_k = sparsity.topk, sparsity.block_q, sparsity.block_k
         layout = AttentionLayout(
-            *norm[2:], close.cast, dtype, close.out_dtype, close.impl, self._state.int8,
-            modules.heads,
-            modules.head_dim, len(modules.qkv), len(modules.kv), len(modules.image),
+            norm.norm, norm.norm_eps, norm.as_rows, close.cast, dtype, close.out_dtype,
+            close.impl, self._state.int8, modules.heads, modules.head_dim, len(modules.qkv),
+            len(modules.kv), len(modules.image),
             spec.attention, spec.pv, spec.smooth_k, spec.eps, self._few is not None, self._form,
             topk, block_q, block_k, self._state.int8_inputs,
         )  # fmt: skip
@@ -976,8 +976,9 @@ class FeedForwardRun:
             return None
         dtype = self._model or (hidden[1] if self._streams else hidden).dtype
         layout = FeedForwardLayout(
-            *norm[2:], close.cast, dtype, close.out_dtype, close.impl, self._state.int8
-        )
+            norm.norm, norm.norm_eps, norm.as_rows, close.cast, dtype, close.out_dtype,
+            close.impl, self._state.int8,
+        )  # fmt: skip
         held = [*held_by(first), *close.weight, *norm.held]
         return BranchOperands(norm.rows, None, None, held, layout)
 
