@@ -31,7 +31,7 @@ HOPPER = ("attention", "int8_linear", "linear_branch", "prologue", "shards")
 MODULES = {name: f"portable.{name}" for name in PORTABLE} | {
     f"hopper.{name}": f"hopper.{name}" for name in HOPPER
 }
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
 TYPES = {
     torch.float64: "fp64",
     torch.float32: "fp32",

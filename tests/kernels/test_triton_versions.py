@@ -9,6 +9,7 @@ so. The installed release is test_aot.py's, and those between the ones of `ALWAY
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -109,6 +110,17 @@ def test_every_kernel_compiles(
     names = {result["kernel"] for result in results}
     assert {"statistics_kernel", "prologue_kernel", "one_launch_kernel"} <= names
     assert ("hopper_kernel" in names) == (release >= GLUON)
+    # And the mode in which a first forward compiles them, which is a private part of Triton.
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    env["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    command = [sys.executable, "-W", "error", str(Path(__file__).parent / "ahead_here.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert done.stdout.split() == [
+        str(release),
+        *(["True", "2"] if release >= GLUON else ["False", "0"]),
+    ]
 
 
 def test_every_minor_version_that_is_admitted_is_here() -> None:

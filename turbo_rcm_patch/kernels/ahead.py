@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
@@ -117,8 +118,8 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> bool:
         device: Where they will run.
 
     Returns:
-        False where this release of Triton cannot compile in threads, or is at it already; nothing
-        was done then.
+        False where this release of Triton cannot compile in threads, or is at it already, or the
+        call failed.
     """
     try:
         from triton.runtime._async_compile import AsyncCompileMode, active_mode
@@ -126,9 +127,12 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> bool:
         return False
     if active_mode.get() is not None:  # somebody else's, which does as well
         return False
+    if "ignore_errors" not in signature(AsyncCompileMode).parameters:
+        return False  # In 3.5 a kernel that does not compile would end the whole call.
 
     class Compiler(AsyncCompileMode):
-        def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any) -> Any:
+        # `then` differs between releases: what to do with a kernel, and since 3.9 after a failure.
+        def submit(self, key: Any, compile_fn: Callable[[], Any], *then: Any) -> Any:
             def compile_one() -> Any:
                 try:
                     return _loaded(compile_fn(), device)
@@ -137,7 +141,7 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> bool:
 
             if key not in self.future_kernels:
                 _round.asked += 1
-            return super().submit(key, compile_one, finalize_fn)
+            return super().submit(key, compile_one, *then)
 
     count = min(_MOST_THREADS, os.cpu_count() or 1)
     # Triton compiles for the current device.
@@ -150,6 +154,10 @@ def compile_ahead(call: Callable[[], object], device: torch.device) -> bool:
                 call()
             finally:
                 _local.active = False
+    except Exception as error:
+        # The real call raises it again, unless it comes from Triton's mode, which is experimental.
+        _log.info("kernels were not compiled side by side: %s: %s", type(error).__name__, error)
+        return False
     finally:
         active_mode.set(None)  # It stays set where its end is interrupted.
         _round.end()
