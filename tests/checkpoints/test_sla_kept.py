@@ -180,7 +180,8 @@ def test_a_saved_pipeline_keeps_it(by: str, folder: Path, expected: torch.Tensor
         held = attached_int8(loaded.transformer.blocks[0].ffn.net[2])
         assert (held is not None) == (by == "load_pipeline")
         with patched(loaded, PLAIN):
-            assert torch.equal(output(loaded.transformer), expected)
+            # One row times a matrix rounds by where the matrix lies in memory.
+            assert relative_l2(output(loaded.transformer), expected) < 1e-5
         again = folder.parent / "once more"
         loaded.save_pretrained(again)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from tests.measures import relative_l2
 from tests.sampling.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.errors import AlreadyPatchedError, OutputExistsError, SamplingError
@@ -443,7 +444,8 @@ def test_upcasting_a_block_at_a_time_is_an_fp32_copy(pipe, monkeypatch) -> None:
         with pytest.raises(RuntimeError, match="stopped"), upcast(network):
             monkeypatch.setattr(type(network.blocks[1].ffn), "forward", _stop)
             network(**given)
-    assert torch.equal(found, expected) and found.dtype == torch.float32
+    # One row times a matrix rounds by where the matrix lies in memory.
+    assert relative_l2(found, expected) < 1e-6 and found.dtype == torch.float32
     assert wide == 1
     assert {name: (x.data_ptr(), x.dtype) for name, x in network.named_parameters()} == before
     assert [len(module._forward_hooks) for module in network.modules()] == hooks
