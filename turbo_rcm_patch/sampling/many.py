@@ -224,9 +224,8 @@ class Processes:
             (self.groups, ring, ulysses),
             mesh_dim_names=("videos", "ring", "ulysses"),
         )
-        config = ContextParallelConfig(
-            ring_degree=ring, ulysses_degree=ulysses, mesh=mesh["ring", "ulysses"]
-        )
+        # The whole mesh: torch 2.8 takes no part of a part, and diffusers looks for these two.
+        config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, mesh=mesh)
         with ExitStack() as undo:
             for model in models:
                 undo.callback(detach_plan, model)
