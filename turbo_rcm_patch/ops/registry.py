@@ -27,6 +27,7 @@ from turbo_rcm_patch.ops.reference import (
     exact_attention,
     sdpa_attention,
     split_heads,
+    unseen_keys,
 )
 from turbo_rcm_patch.ops.sage import sage_attention
 
@@ -101,6 +102,15 @@ def prepared(a: AttentionInputs) -> tuple[Tensor, Tensor]:
     )
 
 
+def _without_unseen(a: AttentionInputs) -> AttentionInputs:
+    """The inputs with 0 in the keys that no query sees, whatever they hold: a gradient of 0 times
+    a NaN would reach the norm's weight."""
+    if a.kv_lengths is None:
+        return a
+    return a._replace(k=a.k.masked_fill(unseen_keys(a.k.shape[1], a.kv_lengths).squeeze(1), 0.0))
+
+
+@as_documented
 def plain_attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Exact attention in fp32, closed by a skip, and its logsumexp, in plain torch: what int8 and
     int4 approximate, for where a transform looks (see `modes`).
@@ -108,6 +118,7 @@ def plain_attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
     Its forward derivative takes the memory of a few chunks of logits. A gradient that torch.func
     takes keeps all of them; the registered operation's own, outside torch.func, keeps none.
     """
+    a = _without_unseen(a)
     branch, lse = exact_attention(
         *prepared(a), split_heads(a.v, a.heads).float(),
         sm_scale=a.sm_scale, causal=a.causal, kv_lengths=a.kv_lengths,
@@ -116,7 +127,7 @@ def plain_attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
         a.residual, branch.transpose(1, 2).flatten(2), a.skip_factor, a.out_factor,
         cast="fp32", out_dtype=a.out_dtype,
     )  # fmt: skip
-    return out, lse
+    return out.contiguous(), lse
 
 
 def rotated_heads(
@@ -271,7 +282,7 @@ heads_forward.register_autograd(_by_head_autograd, setup_context=_by_head_setup)
 )  # fmt: skip
 def _backward(d_out: Tensor, d_lse: Tensor | None, *args: Any) -> list[Tensor]:
     *fields, needs = args
-    a = AttentionInputs(*fields)
+    a = _without_unseen(AttentionInputs(*fields))
     grads = [a.q.new_empty(0) for _ in range(_DIFFERENTIABLE)]
     d_out = d_out.float()
     if a.residual is not None and needs[3]:
