@@ -184,14 +184,6 @@ def norm_modulate(
     return out
 
 
-def _named(
-    parts: tuple[Tensor | None, Tensor | None], part: slice, x: Tensor
-) -> dict[str, Tensor | None]:
-    """scale and shift of three dimensions for some samples of x."""
-    scale, shift = batches.of_batch(parts, part, x.shape[0])
-    return {"scale": scale, "shift": shift}
-
-
 def _modulation(
     x: Tensor, scale: Tensor | None, shift: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -199,6 +191,8 @@ def _modulation(
     check_float("x", x)
     if x.dim() != 3:
         raise ShapeError("x", expected="[batch, tokens, channels]", got=str(list(x.shape)))
+    if not x.shape[2]:
+        raise ShapeError("x", expected="at least one channel", got=str(list(x.shape)))
     parts: list[Tensor | None] = []
     for name, part in (("scale", scale), ("shift", shift)):
         if part is not None:
@@ -327,8 +321,6 @@ def norm_modulate_rows(
     check_impl(impl)
     check_eps(eps)
     parts = _modulation(x, scale, shift)
-    if not x.shape[2]:
-        raise ShapeError("x", expected="at least one channel", got=str(list(x.shape)))
     refuse_derivative(
         "norm_modulate_rows",
         x,
@@ -338,16 +330,14 @@ def norm_modulate_rows(
     )
     one = one_for_form(form)
     if x.shape[0] > batches.MAX_BATCH:
-        return Rows(
-            *batches.in_parts(
-                x.shape[0],
-                lambda part: tuple(
-                    norm_modulate_rows(
-                        x[part], form=form, eps=eps, impl=impl, **_named(parts, part, x)
-                    )
-                ),
+
+        def run(part: slice) -> tuple[Tensor, ...]:
+            scale, shift = batches.of_batch(parts, part, x.shape[0])
+            return norm_modulate_rows(
+                x[part], scale=scale, shift=shift, form=form, eps=eps, impl=impl
             )
-        )
+
+        return Rows(*batches.in_parts(x.shape[0], run))
     int8, scales = rows_forward(x, *parts, one, eps, impl)
     return Rows(int8, scales)
 
@@ -404,6 +394,8 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Returns:
         [B, N, Cout], dtype of x.
     """
+    if bias is None:
+        raise DTypeError("bias", expected="a torch.Tensor", got="None", remedy="Pass zeros")
     check_weight(x, weight, bias)
     bias = bias.to(x.dtype)
     if transformed():
