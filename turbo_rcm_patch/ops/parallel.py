@@ -67,7 +67,7 @@ from turbo_rcm_patch.ops.exchange import (
 from turbo_rcm_patch.ops.modes import as_documented, refuse_derivative
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
-from turbo_rcm_patch.ops.registry import columns_of, head_spans
+from turbo_rcm_patch.ops.registry import columns_of, head_spans, write_columns
 from turbo_rcm_patch.ops.sage import sage_attention
 from turbo_rcm_patch.ops.shards import PADDED_TO, Tokens, padded
 from turbo_rcm_patch.ops.sparse_linear import Sparsity, sparse_linear_attention
@@ -772,10 +772,7 @@ def _forward(
             of_q, of_k, columns_of(v, spans), _layout_of(groups, tuple(lengths), count),
             part, *how[1:],
         )  # fmt: skip
-        at = 0
-        for first, last in spans:
-            out[..., first:last] = made[..., at : at + last - first]
-            at += last - first
+        write_columns(out, made, spans)
     return out
 
 

@@ -222,10 +222,7 @@ def _by_head(*args: Any) -> Tensor:
             None, None, None, None, None, None, a.kv_lengths, 1.0, 1.0, exact.count(marked),
             attention, a.pv, a.smooth_k, a.causal, a.sm_scale, a.eps, a.impl, a.v.dtype, False,
         )  # fmt: skip
-        made, at = _forward(*own)[0], 0
-        for first, last in spans:
-            branch[..., first:last] = made[..., at : at + last - first]
-            at += last - first
+        write_columns(branch, _forward(*own)[0], spans)
     if not a.closes_skip:
         return branch.to(a.out_dtype)
     return closed(
@@ -250,6 +247,14 @@ def columns_of(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     the device, which would wait for it."""
     parts = [x[..., first:last] for first, last in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def write_columns(x: Tensor, columns: Tensor, spans: Sequence[tuple[int, int]]) -> None:
+    """Write what `columns_of` takes back into x."""
+    at = 0
+    for first, last in spans:
+        x[..., first:last] = columns[..., at : at + last - first]
+        at += last - first
 
 
 heads_forward = Operation("turbo_rcm_patch::attention_by_head", _by_head)
