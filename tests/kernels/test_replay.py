@@ -351,3 +351,12 @@ def test_a_recording_keeps_no_memory_of_the_call_it_was_made_from(
     alive = [x for x in gc.get_objects() if type(x) is torch.Tensor]
     assert not [x.shape for x in alive if x.untyped_storage().data_ptr() in places]
     compare(log, attention(), lambda: [tokens(n) for n in (96, 160, 160)])
+
+
+@pytest.mark.parametrize("when", ["launch_enter_hook", "launch_exit_hook"])
+def test_nothing_is_replayed_while_somebody_watches_launches(
+    log: Log, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    assert replay.replay_generation()
+    monkeypatch.setattr(replay.triton.knobs.runtime, when, lambda metadata: None)
+    assert not replay.replay_generation()

@@ -124,6 +124,28 @@ def test_pv_and_kernels_come_with_the_choice() -> None:
     assert dispatch._choice(AUTO, CUDA, 8192, 8192, 80).kernels == "portable"
 
 
+def test_a_device_without_an_index_is_the_current_one(
+    card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capabilities = [(9, 0), (8, 0)]
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: capabilities[device.index]
+    )
+    spec, any_card = AttentionSpec(heads=12), torch.device("cuda")
+    for current, pv in enumerate(("fp8", "bf16")):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda own=current: own)
+        assert resolved(spec, any_card, 8192, 8192, 128).pv == pv
+        assert dispatch._choice(spec, any_card, 8192, 8192, 128).pv == pv
+
+
+def test_a_decision_is_made_once(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = resolved(AUTO, CUDA, 8192, 8192, 128), dispatch.decider(CUDA)
+    monkeypatch.setattr(dispatch, "_with", None)
+    monkeypatch.setattr(dispatch, "crc32", None)
+    assert (resolved(AUTO, CUDA, 8192, 8192, 128), dispatch.decider(CUDA)) == first
+    monkeypatch.undo()
+
+
 def test_rows_for_a_reader() -> None:
     rows = ops.dispatch_rows(None, CPU)
     assert len(rows) >= 4

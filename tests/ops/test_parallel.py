@@ -435,6 +435,18 @@ def faults(rank: int) -> None:
     assert isinstance(caught.value.__cause__, GradientError | None)
     with pytest.raises(RankMismatchError, match="heads 2 on rank 0, 4 on rank 1"):
         agreed_lengths(x, x, x, replace(spec, heads=2 + 2 * rank), parallel)
+    many = torch.empty(1, 1, 128).expand(65536, 1, 128)  # more than a grid of programs has
+    with pytest.raises(ShapeError, match="at most 65535 samples"):
+        parallel_attention(many, many, many, spec, parallel)
+    for attention in ("exact", "int8"):
+        own = replace(spec, attention=attention)
+        assert parallel_attention(x[:0], x[:0], x[:0], own, parallel).shape == (0, 20, 128)
+    for smooth_k in (True, False):
+        sage = mock.Mock(side_effect=lambda q, k, v, **options: q)
+        own = replace(spec, attention="sage", smooth_k=smooth_k)
+        with mock.patch.object(parallel_module, "sage_attention", sage):
+            parallel_attention(x, x, x, own, parallel)
+        assert sage.call_args.kwargs["smooth_k"] is smooth_k
     # And the groups still work.
     out = parallel_attention(x, x, x, spec, parallel)
     lengths = agreed_lengths(x, x, x, spec, parallel)

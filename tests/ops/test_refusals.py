@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from turbo_rcm_patch import errors
+from turbo_rcm_patch import errors, ops
 from turbo_rcm_patch.ops import (
     FP8_MIN_KEYS,
     AttentionSpec,
@@ -17,9 +17,11 @@ from turbo_rcm_patch.ops import (
     attention_project_skip,
     attention_skip,
     describe_pv,
+    norm_modulate,
     project_skip,
     resolve_impl,
     resolve_pv,
+    sage,
     skip,
 )
 
@@ -226,3 +228,47 @@ def test_fp8_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_eps_that_normalises_zeros_to_nan(eps: float) -> None:
     with pytest.raises(errors.ConfigError, match="eps"):
         AttentionSpec(heads=2, eps=eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int32])
+def test_results_in_dtypes_that_no_epilogue_has(dtype: torch.dtype) -> None:
+    a = torch.ones(1, 2, 16)
+    weight = ops.quantize_weight(torch.eye(16))
+    for call in (
+        lambda: skip(a, a, out_dtype=dtype),
+        lambda: norm_modulate(a, out_dtype=dtype),
+        lambda: project_skip(a, torch.eye(16), residual=None, cast="model", out_dtype=dtype),
+        lambda: ops.int8_linear(a, *weight, out_dtype=dtype),
+        lambda: attention_skip(a, a, a, SPEC, out_dtype=dtype),
+    ):
+        with pytest.raises(errors.DTypeError, match="float64"):
+            call()
+
+
+def test_a_norm_without_channels() -> None:
+    assert norm_modulate(x(1, 2, 0), impl="triton").shape == (1, 2, 0)  # no kernel for nothing
+    with pytest.raises(errors.ShapeError, match="at least one channel"):
+        ops.norm_modulate_rows(x(1, 2, 0))
+
+
+def test_operands_that_are_no_dense_tensors() -> None:
+    a = torch.ones(1, 2, 16)
+    weight = ops.quantize_weight(torch.eye(16))
+    with pytest.raises(errors.DTypeError, match="bias"):
+        ops.linear_gelu(a, torch.eye(16), None)  # type: ignore[arg-type]
+    rows = ops.Rows(a.to(torch.int8), None)  # type: ignore[arg-type]
+    with pytest.raises(errors.DTypeError, match="rows in int8 and float32"):
+        ops.int8_linear(rows, *weight, out_dtype=torch.float32)
+    with pytest.raises(errors.ShapeError, match="dense"):
+        skip(a, a, a.to_sparse())
+    with pytest.raises(errors.DTypeError, match="c_skip"):
+        skip(a, a, "2")  # type: ignore[arg-type]
+
+
+def test_the_release_of_sageattention_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(sage.metadata, "version", lambda name: read.append(name) or "2.2.0")
+    sage._release.cache_clear()
+    assert [sage._release(), sage._release()] == ["2.2.0"] * 2
+    sage._release.cache_clear()
+    assert read == ["sageattention"]

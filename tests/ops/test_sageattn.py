@@ -217,3 +217,11 @@ def test_compiles_without_a_break(masked: bool) -> None:
         warnings.simplefilter("ignore")
         ours, eager = compiled(q, k, v, "NHD", **more), sageattn(q, k, v, "NHD", **more)
     assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_an_empty_batch_gives_an_empty_result(layout: str) -> None:
+    q = torch.randn(0, 2, 6, 8) if layout == "HND" else torch.randn(0, 6, 2, 8)
+    assert sageattn(q, q, q, layout).shape == q.shape
+    out, lse = sageattn(q, q, q, layout, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (0, 2, 6)

@@ -334,3 +334,51 @@ def test_a_transform_inside_a_compiled_function_gives_the_same() -> None:
     compiled = torch.compile(derivative, backend="aot_eager", fullgraph=True)
     assert distance(compiled(*inputs), derivative(*inputs)) < 1e-5
     torch._dynamo.reset()
+
+
+def test_an_attention_in_fp32_stays_so_under_a_transform_and_autocast() -> None:
+    q = torch.randn(1, 32, CHANNELS)
+    expected, lse = ops.attention_lse(q, q, q, EXACT)
+    with torch.autocast("cpu", torch.bfloat16):
+        with forward_ad.dual_level():
+            in_forward_mode = ops.attention_lse(q, q, q, EXACT)
+        batched = torch.func.vmap(lambda x: ops.attention_lse(x, x, x, EXACT))(q[None])
+    for out, its_lse in (in_forward_mode, (batched[0][0], batched[1][0])):
+        torch.testing.assert_close(out, expected)  # bfloat16 is 0.08 away
+        torch.testing.assert_close(its_lse, lse)
+
+
+def test_results_are_contiguous_under_a_transform_too() -> None:
+    residual = torch.randn(5, 2, CHANNELS).transpose(0, 1)
+    x, spec = torch.randn(2, 5, CHANNELS), ops.AttentionSpec(heads=HEADS)
+    weight = ops.quantize_weight(torch.randn(CHANNELS, CHANNELS))
+    with forward_ad.dual_level():
+        assert ops.attention_skip(x, x, x, spec, residual=residual).is_contiguous()
+        assert ops.int8_linear(x, *weight, residual=residual).is_contiguous()
+
+
+@pytest.mark.parametrize("held", [float("nan"), float("inf")])
+@pytest.mark.parametrize("across", [True, False])
+@pytest.mark.parametrize("transform", [False, True])
+def test_what_unseen_keys_hold_reaches_no_gradient(
+    held: float, across: bool, transform: bool
+) -> None:
+    q, clean = torch.randn(1, 4, CHANNELS), torch.randn(1, 8, CHANNELS)
+    clean[:, 5:] = 0.0
+    dirty = clean.clone()
+    dirty[:, 5:] = held
+    weight = torch.randn(CHANNELS if across else DIM)
+    lengths = torch.tensor([5], dtype=torch.int32)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, norm_k: Tensor) -> Tensor:
+        return ops.attention_skip(q, k, v, INT8, norm_k=norm_k, kv_lengths=lengths).sum()
+
+    def gradients(keys: Tensor) -> Outputs:
+        inputs = q, keys, keys.clone(), weight
+        if transform:
+            return tuple(torch.func.grad(loss, argnums=(0, 1, 2, 3))(*inputs))
+        inputs = tuple(x.clone().requires_grad_() for x in inputs)
+        return torch.autograd.grad(loss(*inputs), inputs)
+
+    for own, expected in zip(gradients(dirty), gradients(clean), strict=True):
+        assert torch.equal(own, expected)

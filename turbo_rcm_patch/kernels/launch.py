@@ -221,9 +221,20 @@ def scale_block(head_dim: int) -> int:
     return 64 if head_dim < 128 else 32
 
 
+#: Rows of a tile, at most: where they are further apart than 2**31 / this, `near_rows` copies.
+_MOST_ROWS = 256
+
+
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
     """x itself when its last dimension is contiguous, else a dense copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def near_rows(x: torch.Tensor) -> torch.Tensor:
+    """`dense_rows` for a kernel whose offsets inside a tile are 32 bits: also a dense copy where
+    rows lie so far apart that those of a tile pass them."""
+    near = x.shape[-2] == 1 or x.stride(-2) < 2**31 // _MOST_ROWS
+    return dense_rows(x) if near else x.contiguous()
 
 
 def strides(*, one_sample: bool = False, **tensors: torch.Tensor) -> dict[str, tuple[int, int]]:
@@ -244,6 +255,8 @@ def coefficient(value: float | torch.Tensor, shape: Sequence[int]) -> Coefficien
     stride_b, stride_n, stride_c = (
         0 if own == 1 else stride for own, stride in zip(value.shape, wide.stride(), strict=True)
     )
+    if stride_c * shape[2] >= 2**31:  # in a kernel, offsets of channels are 32 bits
+        return coefficient(value.contiguous(), shape)
     if stride_n == 0 and stride_c == 0:
         kind = PER_BATCH
     elif stride_n == 0:
@@ -279,8 +292,9 @@ def skip_arguments(
 
 
 def round_to(cast: str, dtype: torch.dtype) -> tl.dtype | None:
-    """The dtype that the skip rounds every step to, or None for fp32 throughout."""
-    if cast == "fp32" or dtype == torch.float32:
+    """The dtype that the skip rounds every step to, or None for fp32 throughout; float64 counts
+    as that."""
+    if cast == "fp32" or dtype in (torch.float32, torch.float64):
         return None
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
 

@@ -577,10 +577,14 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _hooked() -> bool:
-    """Whether somebody watches launches, a profiler say, which a replay would pass by."""
-    hook = triton.knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+def _hooked() -> object:
+    """What watches launches, a profiler say, if anything does: a replay would pass it by."""
+    runtime = triton.knobs.runtime
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    try:
+        return before.calls or after.calls
+    except AttributeError:  # one function or None, as a user may set it
+        return getattr(before, "calls", before) or getattr(after, "calls", after)
 
 
 @functools.cache

@@ -14,6 +14,8 @@ from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+#: Of results and coefficients, which kernels also know in fp64.
+_WIDE_FLOATS: Final = (*FLOATS, torch.float64)
 
 
 def _shape(x: torch.Tensor) -> str:
@@ -59,9 +61,12 @@ def check_eps(eps: float) -> None:
 
 
 def check_out_dtype(dtype: torch.dtype | None) -> None:
-    """A result is of a float dtype: integers would cut it off, in silence."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise DTypeError("out_dtype", expected="a float dtype", got=repr(dtype))
+    """A result is of a float dtype: integers would cut it off, in silence, and few products and
+    sums exist in 8 bits."""
+    if dtype is not None and dtype not in _WIDE_FLOATS:
+        raise DTypeError(
+            "out_dtype", expected="bfloat16, float16, float32 or float64", got=repr(dtype)
+        )
 
 
 def one_for_form(form: Literal["modulation", "affine"]) -> float:
@@ -284,6 +289,8 @@ def coefficient_parts(
     float dtype."""
     if not isinstance(value, torch.Tensor):
         try:
+            if isinstance(value, str):  # float reads it
+                raise TypeError
             return float(value), None
         except (TypeError, ValueError):
             raise DTypeError(
@@ -291,6 +298,10 @@ def coefficient_parts(
             ) from None
     if not value.dtype.is_floating_point:
         raise DTypeError(name, expected="a float dtype", got=str(value.dtype))
+    if value.layout is not torch.strided:
+        check_tensor(name, value)
+    if value.dtype not in _WIDE_FLOATS:  # not every compiler knows those of 8 bits
+        value = value.float()
     if value.dim() == 1 and broadcasts(value.shape, shape[:1]):
         return 1.0, value.view(-1, 1, 1)
     if value.dim() == 0:

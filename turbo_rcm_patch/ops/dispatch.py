@@ -254,6 +254,8 @@ def forget_tables() -> None:
 
     _tables.cache_clear()
     _decided.cache_clear()
+    _resolved.cache_clear()
+    _decider.cache_clear()
     forget_programs()
 
 
@@ -290,7 +292,11 @@ def device_name_of(device: torch.device) -> str:
 def decider(device: torch.device) -> int:
     """A number of what decides for "auto" on a device: its name and the rows for it. Devices and
     tables with the same number decide alike."""
-    name = device_name_of(device)
+    return _decider(device_name_of(device))
+
+
+@cache
+def _decider(name: str) -> int:
     return crc32(json.dumps([name, [table.get(name) for table in _tables()]]).encode())
 
 
@@ -464,6 +470,13 @@ def resolved(
     spec: AttentionSpec, device: torch.device, n_q: int, n_kv: int, head_dim: int
 ) -> AttentionSpec:
     """The spec with its attention, pv and impl decided for a device and these lengths."""
+    return _resolved(spec, _indexed(device), n_q, n_kv, head_dim)
+
+
+@lru_cache(maxsize=4096)
+def _resolved(
+    spec: AttentionSpec, device: torch.device, n_q: int, n_kv: int, head_dim: int
+) -> AttentionSpec:
     return _with(spec, _choice(spec, device, n_q, n_kv, head_dim))
 
 
@@ -473,7 +486,7 @@ def exact_below(spec: AttentionSpec, device: torch.device, head_dim: int) -> int
     exact, other = 0, 2**20
     while other - exact > 1:
         middle = (exact + other) // 2
-        if resolved(spec, device, middle, middle, head_dim).attention == "exact":
+        if _choice(spec, device, middle, middle, head_dim).attention == "exact":
             exact = middle
         else:
             other = middle
@@ -496,9 +509,17 @@ def attention_name(spec: AttentionSpec, q: Tensor, k: Tensor, *, sparse: bool = 
 def _choice(
     spec: AttentionSpec, device: torch.device, n_q: int, n_kv: int, head_dim: int
 ) -> Choice:
+    device = _indexed(device)
     return _decided(
         spec.attention, spec.pv, spec.impl, device, spec.heads, head_dim, n_q, n_kv, True
     )
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """A device by its index: "cuda" alone is another card whenever another one is current."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _with(spec: AttentionSpec, choice: Choice) -> AttentionSpec:
@@ -658,8 +679,8 @@ def measure_dispatch(
 
 
 def keep_dispatch(table: Table, path: Path | None = None) -> Path:
-    """Write what `measure_dispatch` found into the user's table, beside other devices, and use it
-    from here on.
+    """Write what `measure_dispatch` found into the user's table, beside other devices; the
+    default file is used from here on.
 
     Returns:
         The file.

@@ -49,7 +49,8 @@ def _norm_forward(
     impl: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if resolve_impl(cast("Impl", impl), x.device) == "triton":
+    # No kernel has to know of rows without channels.
+    if resolve_impl(cast("Impl", impl), x.device) == "triton" and x.shape[2]:
         from turbo_rcm_patch.kernels.portable.norm import norm_modulate as launch
 
         return launch(x, factor, offset, one=one, eps=eps, out_dtype=out_dtype)
@@ -182,14 +183,6 @@ def norm_modulate(
         return norm_in_plain_torch(x, *parts, one, eps, dtype)
     out: Tensor = norm_forward(x, *parts, one, eps, impl, dtype)
     return out
-
-
-def _named(
-    parts: tuple[Tensor | None, Tensor | None], part: slice, x: Tensor
-) -> dict[str, Tensor | None]:
-    """scale and shift of three dimensions for some samples of x."""
-    scale, shift = batches.of_batch(parts, part, x.shape[0])
-    return {"scale": scale, "shift": shift}
 
 
 def _modulation(
@@ -338,16 +331,14 @@ def norm_modulate_rows(
     )
     one = one_for_form(form)
     if x.shape[0] > batches.MAX_BATCH:
-        return Rows(
-            *batches.in_parts(
-                x.shape[0],
-                lambda part: tuple(
-                    norm_modulate_rows(
-                        x[part], form=form, eps=eps, impl=impl, **_named(parts, part, x)
-                    )
-                ),
+
+        def run(part: slice) -> tuple[Tensor, ...]:
+            scale, shift = batches.of_batch(parts, part, x.shape[0])
+            return norm_modulate_rows(
+                x[part], scale=scale, shift=shift, form=form, eps=eps, impl=impl
             )
-        )
+
+        return Rows(*batches.in_parts(x.shape[0], run))
     int8, scales = rows_forward(x, *parts, one, eps, impl)
     return Rows(int8, scales)
 
@@ -404,6 +395,8 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Returns:
         [B, N, Cout], dtype of x.
     """
+    if bias is None:
+        raise DTypeError("bias", expected="a torch.Tensor", got="None", remedy="Pass zeros")
     check_weight(x, weight, bias)
     bias = bias.to(x.dtype)
     if transformed():

@@ -24,28 +24,8 @@ from typing import Final, Literal
 
 import torch
 
-from turbo_rcm_patch.ops.reference import key_mask
+from turbo_rcm_patch.ops.reference import key_mask, unseen_keys
 from turbo_rcm_patch.ops.spec import hadamard_width, key_block
-
-__all__ = [
-    "E4M3_MAX",
-    "ERROR_STEPS",
-    "LARGEST_CENTRED",
-    "LEAST_V",
-    "LOG2_E",
-    "MEAN_SAMPLES",
-    "P_SHIFT",
-    "emulated_attention",
-    "hadamard",
-    "quantized",
-    "rounded_v",
-    "sample_mean",
-    "sample_sum_of_v",
-    "scaled_v",
-    "softmax_pv",
-    "value_errors",
-    "value_levels",
-]
 
 LOG2_E: Final = math.log2(math.e)
 LN_2: Final = math.log(2.0)
@@ -224,10 +204,7 @@ def emulated_attention(
         k = k - mean
     v, v_scale, v_offset = rounded_v(v, pv, kv_lengths, of_v)
     if kv_lengths is not None:
-        unseen = (torch.arange(n_kv, device=k.device) >= kv_lengths.unsqueeze(1)).view(
-            batch, 1, k.shape[2], 1
-        )
-        k = k.masked_fill(unseen, 0.0)
+        k = k.masked_fill(unseen_keys(n_kv, kv_lengths), 0.0)
     if blocks * block != n_kv:
         pad = (0, 0, 0, blocks * block - n_kv)
         k, v = torch.nn.functional.pad(k, pad), torch.nn.functional.pad(v, pad)

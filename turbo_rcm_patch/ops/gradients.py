@@ -10,7 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from turbo_rcm_patch.ops.reference import key_mask, norm_rope, row_chunks, split_heads
+from turbo_rcm_patch.ops.reference import (
+    key_mask,
+    norm_rope,
+    row_chunks,
+    split_heads,
+    unseen_keys,
+)
 
 
 def norm_rope_gradients(
@@ -91,9 +97,7 @@ def attention_gradients(
     n_kv = k.shape[2]
     mask = key_mask(batch, n_q, n_kv, causal=causal, kv_lengths=kv_lengths, device=q.device)
     if kv_lengths is not None:
-        unseen = (torch.arange(n_kv, device=k.device) >= kv_lengths.unsqueeze(1)).view(
-            batch, 1, k.shape[2], 1
-        )
+        unseen = unseen_keys(n_kv, kv_lengths)
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     # The first part makes a sum, so that under vmap it has the dimension of what is added.
     dq, dk, dv = [], None, None

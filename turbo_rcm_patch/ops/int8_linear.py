@@ -329,7 +329,7 @@ def int8_linear(
                 either(factors[1], factors[3]),
                 cast=cast,
                 out_dtype=source.dtype if out_dtype is None else out_dtype,
-            )
+            ).contiguous()
     if rows is None:
         out: Tensor = linear_forward(
             source, *rest, source.dtype if out_dtype is None else out_dtype
@@ -366,10 +366,9 @@ def _check_linear(
         check_tensor(name, tensor)
     if rows is None:
         check_float("x", x)
-    elif (x.dtype, rows.scale.dtype) != (torch.int8, torch.float32):
-        raise DTypeError(
-            "x", expected="rows in int8 and float32", got=f"{x.dtype} and {rows.scale.dtype}"
-        )
+    elif (x.dtype, getattr(rows.scale, "dtype", None)) != (torch.int8, torch.float32):
+        kind = getattr(rows.scale, "dtype", type(rows.scale).__name__)
+        raise DTypeError("x", expected="rows in int8 and float32", got=f"{x.dtype} and {kind}")
     elif (
         x.dim() != 3
         or rows.scale.shape != x.shape[:2]

@@ -37,11 +37,13 @@ from turbo_rcm_patch.errors import (
     MaskError,
     OpError,
     RankMismatchError,
+    ShapeError,
     TurboRCMError,
 )
 from turbo_rcm_patch.kernels.operands import QMAX
 from turbo_rcm_patch.ops import shards as reference_shards
 from turbo_rcm_patch.ops.attention import with_positive_scale
+from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.ops.checks import (
     check_attention,
     check_norm,
@@ -65,7 +67,7 @@ from turbo_rcm_patch.ops.exchange import (
 from turbo_rcm_patch.ops.modes import as_documented, refuse_derivative
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.reference import sdpa_attention, split_heads
-from turbo_rcm_patch.ops.registry import columns_of, head_spans
+from turbo_rcm_patch.ops.registry import columns_of, head_spans, write_columns
 from turbo_rcm_patch.ops.sage import sage_attention
 from turbo_rcm_patch.ops.shards import PADDED_TO, Tokens, padded
 from turbo_rcm_patch.ops.sparse_linear import Sparsity, sparse_linear_attention
@@ -158,8 +160,6 @@ def parallel_attention(
         RankMismatchError: The arguments of the ranks do not fit together, or a rank refused its
             own; on every rank alike. On a rank that refused, the reason is its cause.
     """
-    if not isinstance(parallel, ContextParallel):
-        raise ConfigError("parallel", expected="a ContextParallel", got=type(parallel).__name__)
     norms = norm_q, norm_k, norm_q_bias, norm_k_bias
     given = [] if lengths is None else list(lengths)
     args = _asked(q, k, v, spec, parallel, norms, rotary, given, out_dtype)
@@ -406,6 +406,13 @@ def _checked(
             expected="self-attention: as many keys as queries",
             got=f"{q.shape[1]} queries and {k.shape[1]} keys",
             remedy="Keys that every rank has need no exchange: use attention_skip",
+        )
+    if q.shape[0] > MAX_BATCH:
+        raise ShapeError(
+            "q",
+            expected=f"at most {MAX_BATCH} samples",
+            got=str(q.shape[0]),
+            remedy="Call it for parts of the batch",
         )
     if spec.causal:
         raise MaskError("causal=True", expected="no mask over several ranks")
@@ -730,6 +737,8 @@ def _forward(
         norms = norm_q, norm_k, norm_q_bias, norm_k_bias
         numbers = heads, attention, pv, smooth_k, sm_scale, eps, impl, exact_heads, out_dtype
         lengths = _agree(groups, device, _header(groups, q, norms, cos, numbers))
+    if not q.shape[0]:  # as on every rank
+        return q.new_empty(q.shape, dtype=out_dtype)
     layout = _layout_of(groups, tuple(lengths), heads)
     queries = Tokens(q, heads, norm_q, norm_q_bias, cos, sin, eps)
     keys = Tokens(k, heads, norm_k, norm_k_bias, cos, sin, eps)
@@ -763,10 +772,7 @@ def _forward(
             of_q, of_k, columns_of(v, spans), _layout_of(groups, tuple(lengths), count),
             part, *how[1:],
         )  # fmt: skip
-        at = 0
-        for first, last in spans:
-            out[..., first:last] = made[..., at : at + last - first]
-            at += last - first
+        write_columns(out, made, spans)
     return out
 
 
@@ -789,7 +795,7 @@ def _whole(
             out_dtype=out_dtype, pv=cast("Literal['fp8', 'bf16', 'fp16']", choice.pv),
         )  # fmt: skip
     sage = choice.attention == "sage"
-    out = _exact(q, k, v, layout, own, sm_scale, out_dtype, sage)
+    out = _exact(q, k, v, layout, own, sm_scale, out_dtype, sage, smooth_k)
     return _outputs(out, layout, v.shape[1], v.shape[2] // q.heads).contiguous()
 
 
@@ -827,6 +833,7 @@ def _exact(
     sm_scale: float,
     out_dtype: torch.dtype,
     sage: bool,
+    smooth_k: bool,
 ) -> Tensor:
     """The attention of this rank's heads for the queries of its Ulysses group."""
     q_all, *kv = _exchanged(q, k, v, layout, own)
@@ -840,7 +847,7 @@ def _exact(
         if partial:
             out, lse = own.exact_with_lse(qh, kh, vh, sm_scale)
         elif sage:
-            out = sage_attention(qh, kh, vh, sm_scale=sm_scale, causal=False, smooth_k=True)
+            out = sage_attention(qh, kh, vh, sm_scale=sm_scale, causal=False, smooth_k=smooth_k)
         else:
             out = sdpa_attention(qh, kh, vh, sm_scale=sm_scale)
         return out.transpose(1, 2).flatten(2), lse

@@ -87,6 +87,12 @@ def key_mask(
     return mask
 
 
+def unseen_keys(n_kv: int, kv_lengths: torch.Tensor) -> torch.Tensor:
+    """Which keys no query sees, [B, 1, Nk, 1]."""
+    columns = torch.arange(n_kv, device=kv_lengths.device)
+    return (columns >= kv_lengths.unsqueeze(1))[:, None, :, None]
+
+
 def row_chunks(rows: int, row_elements: int) -> Iterator[slice]:
     """Slices over query rows so that one chunk of logits stays small."""
     step = max(1, min(rows, _CHUNK_ELEMENTS // max(1, row_elements)))
@@ -120,9 +126,7 @@ def exact_attention(
     batch, heads, n_q, _ = q.shape
     mask = key_mask(batch, n_q, k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device)
     if kv_lengths is not None:
-        unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.unsqueeze(1)).view(
-            batch, 1, k.shape[2], 1
-        )
+        unseen = unseen_keys(k.shape[2], kv_lengths)
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     # Nothing is written in place, so that every transform of torch can pass.
     out, lse = [], []
@@ -171,9 +175,7 @@ def sdpa_attention(
         q.shape[0], q.shape[2], k.shape[2], causal=causal, kv_lengths=kv_lengths, device=q.device
     )
     assert mask is not None
-    unseen = (torch.arange(k.shape[2], device=k.device) >= kv_lengths.unsqueeze(1)).view(
-        q.shape[0], 1, k.shape[2], 1
-    )
+    unseen = unseen_keys(k.shape[2], kv_lengths)
     k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     mask = mask.expand(-1, -1, q.shape[2], -1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=sm_scale)

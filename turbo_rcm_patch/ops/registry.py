@@ -27,6 +27,7 @@ from turbo_rcm_patch.ops.reference import (
     exact_attention,
     sdpa_attention,
     split_heads,
+    unseen_keys,
 )
 from turbo_rcm_patch.ops.sage import sage_attention
 
@@ -101,6 +102,15 @@ def prepared(a: AttentionInputs) -> tuple[Tensor, Tensor]:
     )
 
 
+def _without_unseen(a: AttentionInputs) -> AttentionInputs:
+    """The inputs with 0 in the keys that no query sees, whatever they hold: a gradient of 0 times
+    a NaN would reach the norm's weight."""
+    if a.kv_lengths is None:
+        return a
+    return a._replace(k=a.k.masked_fill(unseen_keys(a.k.shape[1], a.kv_lengths).squeeze(1), 0.0))
+
+
+@as_documented
 def plain_attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Exact attention in fp32, closed by a skip, and its logsumexp, in plain torch: what int8 and
     int4 approximate, for where a transform looks (see `modes`).
@@ -108,6 +118,7 @@ def plain_attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
     Its forward derivative takes the memory of a few chunks of logits. A gradient that torch.func
     takes keeps all of them; the registered operation's own, outside torch.func, keeps none.
     """
+    a = _without_unseen(a)
     branch, lse = exact_attention(
         *prepared(a), split_heads(a.v, a.heads).float(),
         sm_scale=a.sm_scale, causal=a.causal, kv_lengths=a.kv_lengths,
@@ -116,7 +127,7 @@ def plain_attention(a: AttentionInputs) -> tuple[Tensor, Tensor]:
         a.residual, branch.transpose(1, 2).flatten(2), a.skip_factor, a.out_factor,
         cast="fp32", out_dtype=a.out_dtype,
     )  # fmt: skip
-    return out, lse
+    return out.contiguous(), lse
 
 
 def rotated_heads(
@@ -211,10 +222,7 @@ def _by_head(*args: Any) -> Tensor:
             None, None, None, None, None, None, a.kv_lengths, 1.0, 1.0, exact.count(marked),
             attention, a.pv, a.smooth_k, a.causal, a.sm_scale, a.eps, a.impl, a.v.dtype, False,
         )  # fmt: skip
-        made, at = _forward(*own)[0], 0
-        for first, last in spans:
-            branch[..., first:last] = made[..., at : at + last - first]
-            at += last - first
+        write_columns(branch, _forward(*own)[0], spans)
     if not a.closes_skip:
         return branch.to(a.out_dtype)
     return closed(
@@ -239,6 +247,14 @@ def columns_of(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     the device, which would wait for it."""
     parts = [x[..., first:last] for first, last in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def write_columns(x: Tensor, columns: Tensor, spans: Sequence[tuple[int, int]]) -> None:
+    """Write what `columns_of` takes back into x."""
+    at = 0
+    for first, last in spans:
+        x[..., first:last] = columns[..., at : at + last - first]
+        at += last - first
 
 
 heads_forward = Operation("turbo_rcm_patch::attention_by_head", _by_head)
@@ -271,7 +287,7 @@ heads_forward.register_autograd(_by_head_autograd, setup_context=_by_head_setup)
 )  # fmt: skip
 def _backward(d_out: Tensor, d_lse: Tensor | None, *args: Any) -> list[Tensor]:
     *fields, needs = args
-    a = AttentionInputs(*fields)
+    a = _without_unseen(AttentionInputs(*fields))
     grads = [a.q.new_empty(0) for _ in range(_DIFFERENTIABLE)]
     d_out = d_out.float()
     if a.residual is not None and needs[3]:

@@ -3,6 +3,7 @@ need."""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import metadata
 from typing import Final
 
@@ -15,6 +16,12 @@ _HEAD_DIMS: Final = (64, 96, 128)
 #: this share of padded keys the effect stays below the package's own quantisation error; above it
 #: we refuse.
 _MAX_PADDED_SHARE: Final = 1e-3
+
+
+@cache
+def _release() -> str:
+    """The version of the package, which is read from the disk."""
+    return metadata.version("sageattention")
 
 
 def sage_attention(
@@ -57,7 +64,7 @@ def sage_attention(
         )
     if q.dtype == torch.float32:
         q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    if metadata.version("sageattention").startswith("1."):
+    if _release().startswith("1."):
         padded = -k.shape[2] % 64
         if padded > _MAX_PADDED_SHARE * k.shape[2]:
             raise MaskError(

@@ -64,8 +64,7 @@ def sageattn(
 
     Raises:
         ConfigError: An unknown keyword or layout.
-        OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `ShapeError`,
-            `MaskError`).
+        OpError: What is given does not fit together (`ShapeError`, `DTypeError`, `MaskError`).
     """
     if unknown:
         raise ConfigError(
@@ -126,9 +125,9 @@ def sageattn(
         out = attention_skip(q, k, v, spec)
     if alone:
         out = out.view(batch, heads, *out.shape[1:])
-        lse = None if lse is None else lse.view(batch, heads, -1)
+        lse = None if lse is None else lse.view(batch, heads, lse.shape[1] * lse.shape[2])
     else:
-        out = out.view(batch, out.shape[1], heads, -1)
+        out = out.view(batch, out.shape[1], heads, out.shape[2] // heads)
         out = out.transpose(1, 2) if tensor_layout == "HND" else out
     return out if lse is None else (out, lse)
 

@@ -145,22 +145,18 @@ def _fake(q: Tensor, *args: object) -> Tensor:
 
 
 def _refuse(ctx: Any, d_out: Tensor) -> None:
-    raise _no_gradient("sparse_linear_attention")
+    raise GradientError(
+        "sparse_linear_attention",
+        expected="no gradient",
+        got="a request for one",
+        remedy=_REMEDY,
+    )
 
 
 sparse_linear_forward.register_autograd(_refuse)
 
 
 _REMEDY: Final = "Call under torch.no_grad(), or train with the module of SLA itself"
-
-
-def _no_gradient(what: str) -> GradientError:
-    return GradientError(
-        what,
-        expected="no gradient",
-        got="a request for one",
-        remedy=_REMEDY,
-    )
 
 
 def sparse_linear_attention(

@@ -12,8 +12,6 @@ from turbo_rcm_patch.kernels.launch import launch, target_of
 
 #: 32-bit words that share a checksum: 16 KiB.
 CHUNK = 4096
-#: Bytes that addresses and sizes are multiples of, so that a thread loads 16 at once.
-ALIGNED = 16
 
 
 @triton.jit

@@ -71,23 +71,30 @@ def norm_modulate_kernel(
     tl.store(out + offs_c, x.to(y_ptr.dtype.element_ty), mask=mask_c)
 
 
-def wide_strides(value: torch.Tensor | None, shape: torch.Size) -> tuple[int, int, int]:
-    """Strides over [B, N, C] of what broadcasts to it; zeros for None."""
+def broadcast(
+    value: torch.Tensor | None, shape: torch.Size
+) -> tuple[torch.Tensor | None, tuple[int, int, int]]:
+    """What broadcasts to [B, N, C] and its strides over that; zeros for None. It is copied where
+    the offset of its last channel passes 32 bits, which the kernels compute it in."""
     if value is None:
-        return 0, 0, 0
+        return None, (0, 0, 0)
     stride_b, stride_n, stride_c = value.expand(shape).stride()
-    return stride_b, stride_n, stride_c
+    if stride_c * shape[2] >= 2**31:
+        return broadcast(value.contiguous(), shape)
+    return value, (stride_b, stride_n, stride_c)
 
 
 def modulation_arguments(
     factor: torch.Tensor | None, offset: torch.Tensor | None, one: float, shape: torch.Size
 ) -> dict[str, object]:
     """What `modulated` takes by name; factor and offset broadcast to `shape` [B, N, C]."""
+    factor, factor_strides = broadcast(factor, shape)
+    offset, offset_strides = broadcast(offset, shape)
     return {
         "factor_ptr": factor,
         "offset_ptr": offset,
-        "factor_strides": wide_strides(factor, shape),
-        "offset_strides": wide_strides(offset, shape),
+        "factor_strides": factor_strides,
+        "offset_strides": offset_strides,
         "HAS_FACTOR": factor is not None,
         "HAS_OFFSET": offset is not None,
         "ONE": one,

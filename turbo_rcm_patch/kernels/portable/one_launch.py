@@ -21,8 +21,8 @@ import triton.language as tl
 from turbo_rcm_patch.kernels.launch import (
     LENGTHS,
     Tile,
-    dense_rows,
     launch,
+    near_rows,
     round_to,
     skip_arguments,
     target_of,
@@ -125,7 +125,7 @@ def attention_project_skip(
     counters = torch.empty(batch, blocks, dtype=torch.int32, device=a.q.device)
     operands = quantize(a, counters=counters, counter_rows=tile.block_m)
     arguments = attention_arguments(a, operands, tile)
-    weight = dense_rows(weight)
+    weight = near_rows(weight)
     block_k = 32 if a.q.dtype == torch.float32 else 64
     attended = torch.empty(batch, n_q, channels, dtype=a.q.dtype, device=a.q.device)
     y = torch.empty(batch, n_q, features, dtype=a.out_dtype, device=a.q.device)

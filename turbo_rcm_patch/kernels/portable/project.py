@@ -11,8 +11,8 @@ from turbo_rcm_patch.kernels.launch import (
     LENGTHS,
     Tile,
     cdiv,
-    dense_rows,
     launch,
+    near_rows,
     round_to,
     skip_arguments,
     target_of,
@@ -31,7 +31,8 @@ def project_tile(
     """x W^T + bias for BLOCK_M rows and BLOCK_C columns, fp32.
 
     x_ptr: the first row, rows x_stride apart and dense in channels; weight [Cout, Cin];
-    bias [Cout]. Offsets inside a tile fit into 32 bits, its origin is a 64-bit pointer.
+    bias [Cout]. Offsets inside a tile fit into 32 bits (`near_rows`), its origin is a 64-bit
+    pointer.
     """
     offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     rows_c = tl.arange(0, BLOCK_C)
@@ -140,7 +141,7 @@ def project_skip(
         variant = "fp32" if x.dtype == torch.float32 else "16bit"
         tile = tile_for("project", variant, target_of(x.device))
     block_k = 32 if x.dtype == torch.float32 else 64
-    x, weight = dense_rows(x), dense_rows(weight)
+    x, weight = near_rows(x), near_rows(weight)
     y = torch.empty(batch, n_tokens, features, dtype=out_dtype, device=x.device)
     launch(
         project_kernel,

@@ -9,12 +9,12 @@ import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import LENGTHS, dense_rows, launch, round_to, target_of
 from turbo_rcm_patch.kernels.portable.norm import (
+    broadcast,
     modulated,
     modulation_arguments,
     norm_warps,
     normal,
     store_int8_norm,
-    wide_strides,
 )
 from turbo_rcm_patch.kernels.portable.rows import Rows, empty_rows, row_arguments
 from turbo_rcm_patch.kernels.portable.skip import scaled, skipped
@@ -143,6 +143,7 @@ def skip_norm(
     branch, residual = dense_rows(branch), dense_rows(residual)
     gate = c_out if isinstance(c_out, torch.Tensor) else None
     assert gate is not None or c_out == 1.0
+    gate, gate_strides = broadcast(gate, branch.shape)
     rows = normed_dtype == torch.int8
     assert not (rows and out is not None)
     dtypes = [out_dtype, out_dtype if rows else normed_dtype]
@@ -155,7 +156,7 @@ def skip_norm(
         "gate_ptr": gate,
         "branch_strides": branch.stride()[:2],
         "residual_strides": residual.stride()[:2],
-        "gate_strides": wide_strides(gate, branch.shape),
+        "gate_strides": gate_strides,
         "n_tokens": n_tokens,
         "channels": channels,
         "eps": eps,

@@ -477,7 +477,6 @@ def largest_scores(scores: torch.Tensor, count: int) -> torch.Tensor:
     return lut
 
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _FP16_MAX = tl.constexpr(65504.0)
 
 

@@ -1,0 +1,38 @@
+"""Views whose strides pass what kernels compute in 32 bits are copied before a launch. On meta
+tensors, which have such strides without the memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from turbo_rcm_patch.kernels.launch import coefficient, near_rows
+from turbo_rcm_patch.kernels.portable.norm import broadcast, modulation_arguments
+
+
+def far(shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(2**40, device="meta").as_strided(shape, strides)
+
+
+@pytest.mark.parametrize(("apart", "copied"), [(2**24, True), (2**20, False)])
+def test_rows_that_lie_far_apart_are_copied_for_a_product(apart: int, copied: bool) -> None:
+    for shape, strides in (((1, 64, 4), (0, apart, 1)), ((64, 4), (apart, 1))):
+        x = far(shape, strides)
+        assert (near_rows(x) is not x) == copied
+        assert near_rows(x).is_contiguous() == copied
+    one = far((1, 1, 4), (0, apart, 1))
+    assert near_rows(one) is one
+
+
+@pytest.mark.parametrize(("apart", "copied"), [(2**31 // 63 + 1, True), (2**24, False)])
+def test_channels_that_lie_far_apart_are_copied(apart: int, copied: bool) -> None:
+    shape = torch.Size((2, 3, 64))
+    value = far((1, 1, 64), (0, 0, apart))
+    of_skip = coefficient(value, shape)
+    assert of_skip.strides == (0, 0, 1 if copied else apart)
+    own, strides = broadcast(value, shape)
+    assert own is not None and (own is not value) == copied
+    assert strides[2] == own.stride(2) == (1 if copied else apart)
+    arguments = modulation_arguments(value, None, 1.0, shape)
+    assert arguments["factor_strides"] == strides
+    assert (arguments["factor_ptr"] is not value) == copied
