@@ -323,3 +323,26 @@ def test_a_hooked_projection_is_called(kind: str) -> None:
     patch_model(model, EXACT)
     assert relative(run(model), expected) < 1e-5
     assert find_pairs(model)[0].runs == "after-linear"
+
+
+class OwnProcessor:
+    """Somebody's own: it has nothing of diffusers' processors but the call."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, attn: Any, *given: Any, **named: Any) -> Any:
+        return self.inner(attn, *given, **named)
+
+
+@BOTH
+@pytest.mark.parametrize("attention", ["exact", "int8"])
+def test_a_processor_of_ones_own_in_the_first_block(attention: Any, patch_first: bool) -> None:
+    model = wan()
+    attn = model.blocks[0].attn1
+    if patch_first:
+        patch_model(model, attention=attention, guard=False)
+    attn.processor = OwnProcessor(attn.processor)
+    if not patch_first:
+        patch_model(model, attention=attention, guard=False)
+    assert relative(run(model), run(wan())) < (1e-5 if attention == "exact" else 0.05)
