@@ -52,13 +52,13 @@ Branch = Tensor | tuple[Tensor, ...]
 
 
 class PipelineSteps:
-    """What a diffusers pipeline knows about its denoising loop, held weakly.
+    """What a diffusers pipeline knows about its denoising loop, held weakly where that can be.
 
     It is only asked on forwards, and only until the guard has seen a first and a last step.
     """
 
     def __init__(self, pipe: object, component: str) -> None:
-        self._pipe: weakref.ref[Any] | None = weakref.ref(pipe)
+        self._pipe: Callable[[], Any] | None = _reference(pipe)
         self._component = component
         #: The scheduler's timesteps, which are others in every run, how many there were, and the
         #: last step of this run, once it is known.

@@ -150,14 +150,16 @@ def _install(
     if config.calibration is not None:
         calibration = read_calibration(Path(config.calibration), [plan for _, plan in planned])
     dropped = originals_of([plan for _, plan in planned])
-    count = len(dropped)
+    count = 0
     if config.linear == "int8-only":
         refuse_offloaded([target.module for target in targets])
     if dropped:
+        for target, plan in planned:  # What cannot be installed is found before weights go.
+            _record(model, target, plan, GuardLog())
         modules = [target.module for target in targets]
         weights = {plan.path: fingerprint(plan.model) for _, plan in planned}
         planned.clear()  # Which holds the originals.
-        drop_originals(modules, dropped, config.impl)
+        count = drop_originals(modules, dropped, config.impl)
         planned = plan_all(model, config)
         for _, plan in planned:
             plan.weights = weights[plan.path]
