@@ -63,7 +63,13 @@ from turbo_rcm_patch.patching.parallel import (
     split_hooks,
     told_wishes,
 )
-from turbo_rcm_patch.patching.plain import autocasting, bare, drops, hook_names
+from turbo_rcm_patch.patching.plain import (
+    autocasting,
+    bare,
+    drops,
+    hook_names,
+    written_by_its_author,
+)
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.replay_timer import Reached, ReplayTimer
 from turbo_rcm_patch.patching.state import PairState
@@ -503,6 +509,8 @@ def _why_never(
         name = names[id(module)] or "the model"
         own = vars(module)
         forward = own.get("forward")
+        if not written_by_its_author(type(module)):
+            return f"the forward of {type(module).__qualname__} was replaced"
         if module is not model:
             if module._forward_hooks or module._forward_pre_hooks:
                 return f"{name} is hooked (torch hooks)"
@@ -511,8 +519,6 @@ def _why_never(
                 return f"{name} is hooked ({hook_names(module)})"
             if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
                 return f"{name} is compiled by itself"
-        if not _written_by_its_author(type(module)):
-            return f"the forward of {type(module).__qualname__} was replaced"
         if isinstance(module, nn.modules.dropout._DropoutNd) and drops(module):
             return f"{name} is an active dropout"
     package = _package(type(model))
@@ -539,14 +545,6 @@ def _why_not_parallel(model: nn.Module, groups: ContextParallel | None) -> str:
     if not tells_on_host(groups):
         return "its ranks have no CPU backend to agree through"
     return ""
-
-
-def _written_by_its_author(cls: type) -> bool:
-    """Whether the forward that a class runs is the one in its file; caches replace it by another,
-    which counts steps."""
-    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    forward = vars(owner)["forward"]
-    return getattr(forward, "__module__", None) == owner.__module__
 
 
 def _package(cls: type) -> str:
