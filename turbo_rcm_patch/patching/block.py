@@ -275,6 +275,9 @@ class BlockForward:
         like: Tensor = hidden[1] if self.streams else hidden
         mode: Mode = self._mode(branch, hidden, given) if state.live else "as-written"
         rounding = self._rounding(branch, like.dtype)
+        if mode != "ours" and config.linear == "int8":
+            for one in (name, branch.inner):
+                self._linears.forget(one)
         # A compiler cannot trace what stands for the block.
         if state.returned and not torch.compiler.is_compiling():
             return AuthorRun((state, inner), branch, rounding)
@@ -460,7 +463,9 @@ class BlockForward:
         """The plan that serves this forward, and the token of its inputs: None where public
         operations have to run."""
         inputs = hidden if self.streams else (hidden, given.context)
-        if plain_inference((*inputs, *given.rows[:1])):
+        # One that wants a gradient where none is kept is recomputed later (reentrant
+        # checkpointing).
+        if not inputs[0].requires_grad and plain_inference((*inputs, *given.rows[:1])):
             facts = self._facts(hidden, given)
             plan = self._slot.get(facts, lambda: _Plan(self._resolve(hidden, given)), self._watch)
             if plan is not None:

@@ -33,13 +33,13 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_not, itemgetter
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar, Final, NoReturn
 from zlib import crc32
 
@@ -353,13 +353,17 @@ def _function_modes() -> list[Any]:
 
 
 def _frozen(value: Any) -> Any:
-    """A copy of lists, dicts and sets, which are changed in place; anything else as it is."""
-    kind = type(value)
-    if kind is dict:
+    """A copy of lists, dicts, sets, deques and namespaces, also of classes made from them, which
+    are changed in place; anything else as it is."""
+    if isinstance(value, dict):
         return {name: _frozen(part) for name, part in value.items()}
-    if kind is list:
+    if isinstance(value, list):
         return [_frozen(part) for part in value]
-    return set(value) if kind is set else value
+    if isinstance(value, deque):
+        return deque(map(_frozen, value))
+    if type(value) is SimpleNamespace:
+        return SimpleNamespace(**_frozen(vars(value)))
+    return set(value) if isinstance(value, set) else value
 
 
 def _decides(state: PairState) -> tuple[object, ...]:
@@ -482,10 +486,12 @@ class _Look:
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
-        if type(value) in (tuple, list, set):
+        if isinstance(value, (tuple, list, set, deque)):
             yield from _leaves(value)
-        elif type(value) is dict:
+        elif isinstance(value, dict):
             yield from _leaves(value.values())
+        elif type(value) is SimpleNamespace:
+            yield from _leaves(vars(value).values())
         else:
             yield value
 
@@ -1002,6 +1008,7 @@ class Graphs:
         result = own._apply(self._model, *args, **kwargs)
         if self._captured and (self._look is None or not self._look.holds()):
             self.clear()
+        self._copies.release_moved()
         return result
 
     def __str__(self) -> str:

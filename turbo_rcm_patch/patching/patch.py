@@ -31,6 +31,7 @@ from turbo_rcm_patch.patching.calibration import (
     read_calibration,
     write_calibration,
 )
+from turbo_rcm_patch.patching.copies import Moves
 from turbo_rcm_patch.patching.find import (
     Target,
     execution_device,
@@ -394,6 +395,11 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
             enable = EnableParallelism(plan.model, plan.config)
             entry = Entry(plan.model, "enable_parallelism", enable, slot, slot.get())
             record.entries.append(entry)
+    if plan.config.linear == "int8" and not plan.config.cuda_graphs:
+        slot = innermost(plan.model, "_apply")
+        if slot is not None:
+            moves = Moves(plan.model, plan.copies)
+            record.entries.append(Entry(plan.model, "_apply", moves, slot, slot.get()))
     if plan.config.cuda_graphs:
         _capture_by_itself(record, guard)
     return record

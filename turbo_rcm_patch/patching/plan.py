@@ -112,9 +112,9 @@ def after_call(
 class Watch:
     """What a plan rests on: the modules of a block, as they were when it was made.
 
-    It sees a hook, an instance forward, a class's that was replaced, another class, a replaced module, parameter or processor,
-    and an attribute, dtype or device that changed. What is written into a parameter it need not
-    see, because a plan reads the parameter and holds no copy of it.
+    It sees a hook, an instance forward, a class's that was replaced, another class, a replaced
+    module, parameter or processor, and an attribute, dtype or device that changed. What is written
+    into a parameter it need not see, because a plan reads the parameter and holds no copy of it.
 
     Args:
         block: Its modules, and the processors that its attentions hold, are watched.
