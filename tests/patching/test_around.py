@@ -5,6 +5,7 @@ The comparison is always with the same features on an unpatched model.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +17,18 @@ import torch
 from accelerate.hooks import remove_hook_from_module
 from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.hooks import FasterCacheConfig, apply_group_offloading
+from diffusers.models.attention import FeedForward
+from diffusers.models.transformers.transformer_wan import (
+    WanAttention,
+    WanAttnProcessor,
+    WanTransformerBlock,
+)
 from peft import LoraConfig
+from torch import nn
 
 from tests.patching.wan import CASES, EXACT, dicts, relative, run, wan
-from turbo_rcm_patch import PatchConfig, find_pairs, patch_model, unpatch_model
+from turbo_rcm_patch import PatchConfig, find_pairs, is_patched, patch_model, unpatch_model
+from turbo_rcm_patch.errors import NothingToPatchError
 
 BOTH = pytest.mark.parametrize("patch_first", [True, False], ids=["patch-first", "patch-after"])
 CPU = torch.device("cpu")
@@ -323,3 +332,80 @@ def test_a_hooked_projection_is_called(kind: str) -> None:
     patch_model(model, EXACT)
     assert relative(run(model), expected) < 1e-5
     assert find_pairs(model)[0].runs == "after-linear"
+
+
+class OwnProcessor:
+    """Somebody's own: it has nothing of diffusers' processors but the call."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, attn: Any, *given: Any, **named: Any) -> Any:
+        return self.inner(attn, *given, **named)
+
+
+@BOTH
+@pytest.mark.parametrize("attention", ["exact", "int8"])
+def test_a_processor_of_ones_own_in_the_first_block(attention: Any, patch_first: bool) -> None:
+    model = wan()
+    attn = model.blocks[0].attn1
+    if patch_first:
+        patch_model(model, attention=attention, guard=False)
+    attn.processor = OwnProcessor(attn.processor)
+    if not patch_first:
+        patch_model(model, attention=attention, guard=False)
+    assert relative(run(model), run(wan())) < (1e-5 if attention == "exact" else 0.05)
+
+
+# --- functions that were replaced on a class -----------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("cls", "name", "way"),
+    [
+        (WanTransformerBlock, "forward", "as-written"),
+        (WanAttention, "forward", "after-linear"),
+        (WanAttnProcessor, "__call__", "after-linear"),
+        (FeedForward, "forward", "after-linear"),
+        (nn.Linear, "forward", "after-linear"),
+    ],
+    ids=lambda one: getattr(one, "__name__", one),
+)
+def test_what_was_replaced_on_a_class_runs(
+    monkeypatch: pytest.MonkeyPatch, cls: type, name: str, way: str, patch_first: bool
+) -> None:
+    own, calls = getattr(cls, name), 0
+
+    @functools.wraps(own)
+    def counted(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return own(*given, **named)
+
+    model, other = wan(), wan()
+    expected = run(model)
+    patch_model(other, EXACT)
+    if patch_first:
+        report = patch_model(model, EXACT)
+        run(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, name, counted)
+        run(wan())
+        unpatched, calls = calls, 0
+        if patch_first:
+            pass
+        elif way == "as-written":
+            with pytest.raises(NothingToPatchError, match="somebody replaced WanTransformerBlock"):
+                patch_model(model, EXACT)
+        else:
+            report = patch_model(model, EXACT)
+        assert relative(run(model), expected) < 1e-5
+        assert calls == unpatched
+        pairs = report.pairs if is_patched(model) else find_pairs(model)
+        left = [p for p in pairs if f"somebody replaced {cls.__qualname__}" in p.reason]
+        assert left and {p.runs for p in left} == {way}
+    assert relative(run(model), expected) < 1e-5  # It was put back.
+    if patch_first:
+        assert not [p for p in report.pairs if p.reason]
+        assert torch.equal(run(model), run(other))

@@ -6,6 +6,7 @@ is the same model, patched without graphs, with the same changes made to it.
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import logging
@@ -15,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1225,3 +1227,38 @@ def test_a_look_calls_no_python_for_a_module() -> None:
 
     few, many = calls(1), calls(5)
     assert many - few <= 4 * 4, "one for each of a block's three pairs and a little room"
+
+
+class Scaled(nn.Linear):
+    """Somebody's own, which reads a setting."""
+
+    how: Any
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        held = self.how
+        scale = held.scale if isinstance(held, SimpleNamespace) else held["scale"][0]
+        return super().forward(x) * scale
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.deque, None])
+def test_a_container_that_is_changed_in_place_is_seen(kind: Any) -> None:
+    model = wan()
+    old = model.condition_embedder.text_embedder.linear_2
+    one = model.condition_embedder.text_embedder.linear_2 = Scaled(
+        old.in_features, old.out_features
+    )
+    scales = collections.deque([1.0]) if kind is collections.deque else [1.0]
+    held = collections.OrderedDict if kind is collections.deque else kind
+    one.how = SimpleNamespace(scale=1.0) if kind is None else held(scale=scales)
+    patch_model(model, cuda_graphs=True, **EXACT)
+    for _ in range(WARM_UPS + 2):
+        run(model)
+    assert FakePool.replays() > 0
+    if kind is None:
+        one.how.scale = 3.0
+    else:
+        one.how["scale"][0] = 3.0
+    changed = run(model)
+    unpatch_model(model)
+    expected = run(model)
+    assert float((changed - expected).norm() / expected.norm()) < 1e-5

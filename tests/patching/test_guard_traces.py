@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from tests.patching import cogvideox, turbodiffusion
 from tests.patching.test_guard_mutants import SUBJECTS, Subject, output_of
 from tests.patching.wan import CASES, relative, run, wan
 from turbo_rcm_patch import PatchConfig, patch_model, patched
+from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.report import PatchReport
 
 LORA = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.2"]
@@ -322,3 +325,29 @@ def test_a_pair_that_never_runs_does_not_keep_the_others_from_their_last_step() 
     ]
     assert found == [(0, "first")] * 2 + [(3, "last")] * 2
     assert len(report.guard.unseen) == 3
+
+
+def test_two_threads_that_compare_one_pair_take_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wan()
+    patch_model(model, linear="int8", kinds=("feed-forward",), precision="auto", guard_budget=0.5)
+    record: Any = record_of(model)
+    both, own = threading.Barrier(2, timeout=60), Guard._measured
+    started: set[int] = set()
+
+    def together(self: Any, reference: Any, result: Any, pair: Any) -> Any:
+        found, path = own(self, reference, result, pair), pair.states[0].pair.path
+        wrong = pair.states[0].int8
+        if path.startswith("blocks.0") and threading.get_ident() not in started:
+            started.add(threading.get_ident())
+            both.wait()
+        return replace(found, error=1.0 if wrong else 0.0)
+
+    monkeypatch.setattr(Guard, "_measured", together)
+    threads = [threading.Thread(target=run, args=(model,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for state in record.plan.states:
+        if state.pair.kind == "feed-forward":
+            assert state.live and not state.int8 and state.precision == "as asked for"

@@ -7,6 +7,7 @@ The truth is always a model that was patched after the change, with the same wei
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -17,14 +18,16 @@ import torch
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.patching.wan import CASES, relative, run, wan
+from tests.patching.wan import CASES, dicts, relative, run, wan, with_lora
 from turbo_rcm_patch import PatchConfig, patch_model, refresh, unpatch_model
 from turbo_rcm_patch.errors import NotPatchedError
 from turbo_rcm_patch.ops.int8_linear import _multiplied_weight
 from turbo_rcm_patch.patching import copies as copies_file
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.int8_weights import attach_int8, attached_int8, detach_int8
+from turbo_rcm_patch.patching.record import record_of
 
 LINEAR = PatchConfig(attention="exact", linear="int8", guard=False)
 
@@ -410,3 +413,63 @@ def test_a_detached_int8_weight_leaves_nothing() -> None:
     detach_int8(linear)
     assert (set(vars(linear)), list(linear.state_dict())) == before
     assert not list(linear.buffers()) and attached_int8(linear) is None
+
+
+def test_copies_that_nothing_uses_any_more_go() -> None:
+    model = wan()
+    patch_model(model, linear="int8", guard=False)
+    run(model)
+    record: Any = record_of(model)
+    copies, states = record.plan.copies, record.plan.states
+    whole = copies.bytes()
+    add = ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj"]
+    with_lora(model, *add)
+    run(model)
+    left = copies.bytes()
+    assert 0 < left < whole / 4  # Of net.2.
+    for state in states:
+        state.give_back("for a test")
+    run(model)
+    assert copies.bytes() == 0
+
+
+def test_copies_of_a_model_that_leaves_its_device_go_with_it() -> None:
+    for options in ({}, {"cuda_graphs": True}):
+        model = wan()
+        before = {k: set(v) for k, v in dicts(model).items()}
+        patch_model(model, linear="int8", guard=False, **options)  # type: ignore[arg-type]
+        run(model)
+        record: Any = record_of(model)
+        assert record.plan.copies.bytes() > 0
+        unpatched = copy.deepcopy(model)
+        model.to("meta")
+        assert record.plan.copies.bytes() == 0
+        unpatch_model(model)
+        unpatch_model(unpatched)
+        assert {k: set(v) for k, v in dicts(unpatched).items()} == before
+
+
+def test_reentrant_checkpointing_runs_the_same_linears_twice() -> None:
+    model = wan()
+    model.requires_grad_(True)
+    for block in model.blocks:
+        block.attn1.to_q.requires_grad_(False)  # Whose int8 weight serves both times.
+    patch_model(model, linear="int8", guard=False)
+    model.gradient_checkpointing = True
+    model._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=True)
+    seen: list[torch.Tensor] = []
+    ours = model.blocks[0].forward
+
+    def noted(*given: Any) -> Any:
+        out = ours(*given)
+        seen.append(out.detach().clone())
+        return out
+
+    model.blocks[0].forward = noted
+    model(**CASES[0].inputs())[0].square().mean().backward()
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+    del seen[:]
+    run(model)
+    record: Any = record_of(model)
+    assert record.plan.copies.bytes() > 0  # Inference is int8 as before.

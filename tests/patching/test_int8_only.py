@@ -8,12 +8,14 @@ import logging
 import pickle
 import weakref
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
 import pytest
 import torch
 from accelerate.hooks import remove_hook_from_module
+from diffusers.hooks import HookRegistry, ModelHook
 from peft import LoraConfig
 from torch import Tensor, nn
 
@@ -32,6 +34,7 @@ from turbo_rcm_patch.errors import AlreadyPatchedError, DroppedWeightError, Offl
 from turbo_rcm_patch.models import RCMAttention
 from turbo_rcm_patch.ops.int8_linear import dequantized
 from turbo_rcm_patch.patching import int8_only
+from turbo_rcm_patch.patching import patch as patch_module
 from turbo_rcm_patch.patching.int8_linear import Int8Linear
 from turbo_rcm_patch.patching.int8_weights import attach_int8
 
@@ -497,3 +500,82 @@ def test_a_move_between_forwards_is_seen() -> None:
     patch_model(twin, ONLY)
     twin.load_state_dict(model.state_dict())
     assert torch.equal(run(twin), changed)
+
+
+@pytest.mark.parametrize("library", ["accelerate", "diffusers"])
+def test_what_a_hook_left_behind_does_not_keep_the_original(library: str) -> None:
+    model = wan()
+    linears = [m for m in model.modules() if type(m) is nn.Linear]
+    for linear in linears:
+        if library == "accelerate":
+            accelerate.hooks.add_hook_to_module(linear, accelerate.hooks.ModelHook())
+            remove_hook_from_module(linear)
+        else:
+            registry = HookRegistry.check_if_exists_or_initialize(linear)
+            registry.register_hook(ModelHook(), "passing")
+            registry.remove_hook("passing")
+        assert "forward" in vars(linear)
+    originals = [weakref.ref(linear.weight) for linear in linears]
+    del linear, linears
+    report = patch_model(model, ONLY)
+    expected = patch_model(wan(), ONLY)
+    assert {p.path: p.runs for p in report.pairs} == {p.path: p.runs for p in expected.pairs}
+    before = run(model)
+    kept = int8_linears(model).values()
+    assert kept and sum(one() is not None for one in originals) == len(originals) - len(kept)
+    for one in kept:
+        one.int8[0].data.zero_()
+    assert relative(run(model), before) > 0.1
+    model.to(torch.bfloat16)
+    run(model, **CASES[0].inputs(dtype=torch.bfloat16))
+
+
+def test_what_stops_half_way_is_marked_and_can_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    model, quantized, done = wan(), int8_only._quantized, 0
+
+    def three(*given: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done == 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return quantized(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(int8_only, "_quantized", three)
+        with pytest.raises(torch.OutOfMemoryError):
+            patch_model(model, ONLY)
+    assert len(int8_linears(model)) == 3
+    assert int8_only.is_marked(model.config)
+    assert "3 of 20 Linears have int8 weights alone" in caplog.text
+    run(model)
+    patch_model(model, ONLY)
+    assert len(int8_linears(model)) == 20
+    whole = wan()
+    patch_model(whole, ONLY)
+    assert torch.equal(run(model), run(whole))
+
+
+def test_what_cannot_be_installed_is_found_before_weights_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*given: Any) -> Any:
+        raise RuntimeError("no entry")
+
+    model = wan()
+    before = dicts(model)
+    monkeypatch.setattr(patch_module, "_entry", broken)
+    with pytest.raises(RuntimeError, match="no entry"):
+        patch_model(model, ONLY)
+    assert not int8_linears(model) and dicts(model) == before
+
+
+def test_a_pipeline_that_takes_no_weak_reference() -> None:
+    pipe = SimpleNamespace(transformer=wan())
+    patch_model(pipe, linear="int8-only")
+    assert len(int8_linears(pipe.transformer)) == 20
+    run(pipe.transformer)
+    unpatch_model(pipe)
+    patch_model(pipe)
+    run(copy.deepcopy(pipe).transformer)

@@ -13,6 +13,8 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import remove_hook_from_module
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import nn
 
 from tests.patching.wan import CASES, EXACT, INT8, Case, dicts, relative, run, wan
 from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
@@ -319,3 +321,24 @@ def test_norms_with_different_eps_are_called() -> None:
     expected = run(model)
     with patched(model, EXACT):
         assert relative(run(model), expected) < 1e-5
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["bare", "hooked"])
+def test_a_deepcopy_of_one_block_is_unpatched_and_of_that_block_alone(hooked: bool) -> None:
+    model = wan()
+    patch_model(model, EXACT)
+    if hooked:
+        registry = HookRegistry.check_if_exists_or_initialize(model.blocks[0])
+        registry.register_hook(ModelHook(), "passing")
+    memo: dict[int, Any] = {}
+    block = copy.deepcopy(model.blocks[0], memo)
+    parameters = [one for one in memo.values() if isinstance(one, nn.Parameter)]
+    assert {*map(id, parameters)} == {*map(id, block.parameters())}
+    other = wan()
+    other.blocks[0] = block
+    expected = run(wan())
+    assert relative(run(other), expected) == 0.0
+    assert patch_model(other, EXACT).fused == 6
+    assert relative(run(other), expected) < 1e-5
+    unpatch_model(other)
+    assert relative(run(other), expected) == 0.0

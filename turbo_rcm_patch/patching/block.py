@@ -9,11 +9,14 @@ a forward that the guard checks, each branch of the plan is compared with the au
 
 from __future__ import annotations
 
+import copy
+import copyreg
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import attrgetter
+from types import MethodType
 from typing import Any, ClassVar, Final, Literal
 
 import torch
@@ -26,6 +29,7 @@ from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.modes import is_capturing
 from turbo_rcm_patch.ops.operation import compile_ahead
 from turbo_rcm_patch.ops.self_test import ensure_tested
+from turbo_rcm_patch.patching import plain
 from turbo_rcm_patch.patching.author import Notes, Untold, call, nothing, same
 from turbo_rcm_patch.patching.blocks import Mode, may_run
 from turbo_rcm_patch.patching.branches import (
@@ -48,6 +52,7 @@ from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.joined import run_joined
 from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsClose, rounded
 from turbo_rcm_patch.patching.parallel import Ranks
+from turbo_rcm_patch.patching.plain import unserved
 from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference, signature
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast
@@ -158,6 +163,18 @@ class BlockForward:
         #: What the blocks of one model agree on with those of other ranks.
         self.ranks = Ranks([], None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy inside a copied model; where the block is copied without its model, the author's
+        forward of that block."""
+        model = self.ranks.model
+        if model is not None and id(model) not in memo:
+            block = copy.deepcopy(self._block, memo)
+            return MethodType(type(block).forward, block)
+        made = memo[id(self)] = type(self).__new__(type(self))
+        for name in copyreg._slotnames(type(self)):  # type: ignore[attr-defined]
+            setattr(made, name, copy.deepcopy(getattr(self, name), memo))
+        return made
+
     # --- what a family says of its own -----------------------------------------------------------
 
     def _sizes(self) -> tuple[int, int, float]:
@@ -258,6 +275,9 @@ class BlockForward:
         like: Tensor = hidden[1] if self.streams else hidden
         mode: Mode = self._mode(branch, hidden, given) if state.live else "as-written"
         rounding = self._rounding(branch, like.dtype)
+        if mode != "ours" and config.linear == "int8":
+            for one in (name, branch.inner):
+                self._linears.forget(one)
         # A compiler cannot trace what stands for the block.
         if state.returned and not torch.compiler.is_compiling():
             return AuthorRun((state, inner), branch, rounding)
@@ -391,7 +411,13 @@ class BlockForward:
             return False
         # Blocks share one compiled graph, so none may look at whether it is the first there.
         warned = None if torch.compiler.is_compiling() or not self._first else self._warned
-        if not may_run(hidden, self._states.values(), warned):
+        if warned is not None:
+            plain.look_at_classes()
+        if plain.replaced and type(self._block) in plain.replaced:
+            for state in self._states.values():
+                state.note("as written")
+            return False
+        if unserved(hidden) and not may_run(hidden, self._states.values(), warned):
             return False
         if warned is not None:
             self._warn(warned)
@@ -437,7 +463,9 @@ class BlockForward:
         """The plan that serves this forward, and the token of its inputs: None where public
         operations have to run."""
         inputs = hidden if self.streams else (hidden, given.context)
-        if plain_inference((*inputs, *given.rows[:1])):
+        # One that wants a gradient where none is kept is recomputed later (reentrant
+        # checkpointing).
+        if not inputs[0].requires_grad and plain_inference((*inputs, *given.rows[:1])):
             facts = self._facts(hidden, given)
             plan = self._slot.get(facts, lambda: _Plan(self._resolve(hidden, given)), self._watch)
             if plan is not None:

@@ -564,17 +564,21 @@ class AttentionRun:
         int8, cross = state.int8 and state.int8_inputs, len(modules.kv) > 0
         self._of_x = Projection(
             linears, f"{name}.q" if cross else f"{name}.qkv", modules.qkv, like, like.dtype,
-            int8=int8,
+            int8=int8, recomputed=like.requires_grad,
         )  # fmt: skip
         self._of_context = self._image = None
         if cross:
             context = given.context
             assert context is not None
             of_text = (f"{name}.kv", modules.kv, context, like.dtype)
-            self._of_context = Projection(linears, *of_text, int8=int8)
+            self._of_context = Projection(
+                linears, *of_text, int8=int8, recomputed=like.requires_grad
+            )
             if len(modules.image) > 0:
                 of_image = ("image", modules.image, context, like.dtype)
-                self._image = Projection(linears, *of_image, int8=int8)
+                self._image = Projection(
+                    linears, *of_image, int8=int8, recomputed=like.requires_grad
+                )
         self.norm = norm(self._of_x.int8)
         self._fused = len(modules.kv or modules.qkv) == 1
         self._masked = given.mask is not None and not cross
@@ -943,7 +947,7 @@ class FeedForwardRun:
         if first is not None:
             project = Projection(
                 linears, f"{name}.0", (first,), like, like.dtype, int8=state.int8,
-                activation="gelu-tanh",
+                activation="gelu-tanh", recomputed=like.requires_grad,
             )  # fmt: skip
             if project.int8:
                 self._first = project

@@ -31,7 +31,7 @@ from operator import is_
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from turbo_rcm_patch import ops
@@ -297,12 +297,13 @@ class Copies:
         return int8, scale, torch.cat(biases)
 
     def forget(self, key: Key) -> None:
-        """Drop a copy: the guard gave its Linears back."""
+        """Drop a copy that is not used any more, or those of a whole branch."""
         with self._lock:
-            copy = self._copies.pop(key, None)
-            if copy is not None:
-                copy.release()
-                self._together.clear()
+            block, name = key
+            for known in list(self._copies):
+                if known == key or (known[0] == block and known[1].startswith(f"{name}.")):
+                    self._copies.pop(known).release()
+                    self._together.clear()
 
     def clear(self) -> None:
         """Drop every copy. Each is made again when it is needed."""
@@ -388,7 +389,7 @@ class Copies:
         self.forget(key)  # Its memory first, and what belongs to models that were moved away.
         for other in list(_ALL):
             if other is not self:
-                other._release_moved()
+                other.release_moved()
         # Later forwards may be of other modes.
         with torch.inference_mode(False), torch.no_grad(), running_for_real():
             keep = moves <= _MOVES and not self._closed
@@ -411,7 +412,7 @@ class Copies:
         )
         return made
 
-    def _release_moved(self) -> None:
+    def release_moved(self) -> None:
         """Give back the memory of copies whose weights have left their device."""
         if not self._lock.acquire(blocking=False):
             return  # It runs in another thread, and is where it was.
@@ -424,6 +425,25 @@ class Copies:
             self._together.clear()
         finally:
             self._lock.release()
+
+
+class Moves:
+    """Stands in for a model's `_apply`, through which it moves: copies of weights that have left
+    their device give their memory back.
+
+    Args:
+        model: The model.
+        copies: Those of its weights.
+    """
+
+    def __init__(self, model: nn.Module, copies: Copies) -> None:
+        self._model, self._copies = model, copies
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        own: Any = type(self._model)
+        result = own._apply(self._model, *args, **named)
+        self._copies.release_moved()
+        return result
 
 
 def _parameters(linears: Sequence[Any]) -> list[Tensor]:

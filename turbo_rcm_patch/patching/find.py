@@ -10,6 +10,7 @@ from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotAModelError, UnknownArchitectureError
+from turbo_rcm_patch.patching.plain import note_classes_of
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.registry import FAMILIES, Family, family_of, qualified_name
 from turbo_rcm_patch.patching.report import PairTable
@@ -81,6 +82,7 @@ def _walk(module: nn.Module, path: str, component: str) -> list[Target]:
     """Known modules from here down; what is inside a known module belongs to its family."""
     family = family_of(module)
     if family is not None:
+        note_classes_of(module)
         return [Target(module, family, path, component)]
     found = []
     for name, child in module.named_children():

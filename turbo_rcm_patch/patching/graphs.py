@@ -33,13 +33,13 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_not, itemgetter
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar, Final, NoReturn
 from zlib import crc32
 
@@ -63,7 +63,13 @@ from turbo_rcm_patch.patching.parallel import (
     split_hooks,
     told_wishes,
 )
-from turbo_rcm_patch.patching.plain import autocasting, bare, drops, hook_names
+from turbo_rcm_patch.patching.plain import (
+    autocasting,
+    bare,
+    drops,
+    hook_names,
+    written_by_its_author,
+)
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.replay_timer import Reached, ReplayTimer
 from turbo_rcm_patch.patching.state import PairState
@@ -347,13 +353,17 @@ def _function_modes() -> list[Any]:
 
 
 def _frozen(value: Any) -> Any:
-    """A copy of lists, dicts and sets, which are changed in place; anything else as it is."""
-    kind = type(value)
-    if kind is dict:
+    """A copy of lists, dicts, sets, deques and namespaces, also of classes made from them, which
+    are changed in place; anything else as it is."""
+    if isinstance(value, dict):
         return {name: _frozen(part) for name, part in value.items()}
-    if kind is list:
+    if isinstance(value, list):
         return [_frozen(part) for part in value]
-    return set(value) if kind is set else value
+    if isinstance(value, deque):
+        return deque(map(_frozen, value))
+    if type(value) is SimpleNamespace:
+        return SimpleNamespace(**_frozen(vars(value)))
+    return set(value) if isinstance(value, set) else value
 
 
 def _decides(state: PairState) -> tuple[object, ...]:
@@ -476,10 +486,12 @@ class _Look:
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
-        if type(value) in (tuple, list, set):
+        if isinstance(value, (tuple, list, set, deque)):
             yield from _leaves(value)
-        elif type(value) is dict:
+        elif isinstance(value, dict):
             yield from _leaves(value.values())
+        elif type(value) is SimpleNamespace:
+            yield from _leaves(vars(value).values())
         else:
             yield value
 
@@ -503,6 +515,8 @@ def _why_never(
         name = names[id(module)] or "the model"
         own = vars(module)
         forward = own.get("forward")
+        if not written_by_its_author(type(module)):
+            return f"the forward of {type(module).__qualname__} was replaced"
         if module is not model:
             if module._forward_hooks or module._forward_pre_hooks:
                 return f"{name} is hooked (torch hooks)"
@@ -511,8 +525,6 @@ def _why_never(
                 return f"{name} is hooked ({hook_names(module)})"
             if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
                 return f"{name} is compiled by itself"
-        if not _written_by_its_author(type(module)):
-            return f"the forward of {type(module).__qualname__} was replaced"
         if isinstance(module, nn.modules.dropout._DropoutNd) and drops(module):
             return f"{name} is an active dropout"
     package = _package(type(model))
@@ -539,14 +551,6 @@ def _why_not_parallel(model: nn.Module, groups: ContextParallel | None) -> str:
     if not tells_on_host(groups):
         return "its ranks have no CPU backend to agree through"
     return ""
-
-
-def _written_by_its_author(cls: type) -> bool:
-    """Whether the forward that a class runs is the one in its file; caches replace it by another,
-    which counts steps."""
-    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    forward = vars(owner)["forward"]
-    return getattr(forward, "__module__", None) == owner.__module__
 
 
 def _package(cls: type) -> str:
@@ -1004,6 +1008,7 @@ class Graphs:
         result = own._apply(self._model, *args, **kwargs)
         if self._captured and (self._look is None or not self._look.holds()):
             self.clear()
+        self._copies.release_moved()
         return result
 
     def __str__(self) -> str:

@@ -52,13 +52,13 @@ Branch = Tensor | tuple[Tensor, ...]
 
 
 class PipelineSteps:
-    """What a diffusers pipeline knows about its denoising loop, held weakly.
+    """What a diffusers pipeline knows about its denoising loop, held weakly where that can be.
 
     It is only asked on forwards, and only until the guard has seen a first and a last step.
     """
 
     def __init__(self, pipe: object, component: str) -> None:
-        self._pipe: weakref.ref[Any] | None = weakref.ref(pipe)
+        self._pipe: Callable[[], Any] | None = _reference(pipe)
         self._component = component
         #: The scheduler's timesteps, which are others in every run, how many there were, and the
         #: last step of this run, once it is known.
@@ -499,6 +499,7 @@ class Guard:
             notes.forget()
 
     def _compared(self, here: _Thread, when: When, pair: Pair, notes: Notes) -> Branch:
+        before = _decided(pair)
         with notes.taken():
             result = pair.ours()
         with torch.no_grad():
@@ -517,28 +518,32 @@ class Guard:
                 break
             with self._lock:
                 step: Step | None = None
-                if over:
+                # Another thread's step came in between: what it made of the pair is measured
+                # first. Ranks that share a sequence have to take the same steps.
+                late = pair.parallel is None and before != _decided(pair)
+                if over and not late:
                     step = next((one.next_step for one in pair.states if one.next_step), None)
-                self._record(when, here.step, pair, found, step or "given back", noise)
-                what = _STEPS[step] if step else "given back to its author's code"
-                reason = self._reason(when, here.step, what, found)
-                if noise is not None and broken is not None:
-                    one = noise.heads[broken]
-                    reason = (
-                        f"{what} by the guard: head {broken} runs exactly and is "
-                        f"{one.error:.3g} from exact attention, where rounding is "
-                        f"{one.rounding:.3g}"
-                    )
-                for state in pair.states:
-                    _log.warning("%s: %s", state.pair.path, reason)
-                    if step is None:
-                        state.give_back(reason)
-                    else:
-                        state.take(step, reason)
-            notes.operands = None
+                if not late:
+                    self._record(when, here.step, pair, found, step or "given back", noise)
+                    what = _STEPS[step] if step else "given back to its author's code"
+                    reason = self._reason(when, here.step, what, found)
+                    if noise is not None and broken is not None:
+                        one = noise.heads[broken]
+                        reason = (
+                            f"{what} by the guard: head {broken} runs exactly and is "
+                            f"{one.error:.3g} from exact attention, where rounding is "
+                            f"{one.rounding:.3g}"
+                        )
+                    for state in pair.states:
+                        _log.warning("%s: %s", state.pair.path, reason)
+                        if step is None:
+                            state.give_back(reason)
+                        else:
+                            state.take(step, reason)
+            notes.operands, before = None, _decided(pair)
             with notes.taken():
                 result = pair.ours()
-            if step is None:
+            if not pair.states[0].live:
                 break
         for state in pair.states:
             state.unseen.difference_update({*here.whens, "asked"})
@@ -781,6 +786,11 @@ _FAR: Final = 0.618
 _TURNS: Final = 251
 #: How the path ends of the sum of a sparse and a linear attention: keys have two shares there.
 _SPARSE: Final = (".proj_l", ".local_attn")
+
+
+def _decided(pair: Pair) -> list[object]:
+    """What decides how a pair runs, of each of its states."""
+    return [(s.live, s.int8, s.precision, s.exact_heads) for s in pair.states]
 
 
 def _gone() -> None:

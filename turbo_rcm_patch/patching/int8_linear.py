@@ -25,8 +25,10 @@ from turbo_rcm_patch.ops.int8_linear import dequantized
 #: Names of the parameters.
 WEIGHT: Final = "weight_int8"
 SCALE: Final = "weight_scale_bits"
+#: What hooks of diffusers and accelerate leave behind; it refers to the Linear that they hung on.
+LEFT_BEHIND: Final = ("forward", "_diffusers_hook")
 #: What every Linear has; anything else on an instance is its user's.
-_STOCK: Final = frozenset(vars(nn.Linear(1, 1)))
+_STOCK: Final = frozenset({*vars(nn.Linear(1, 1)), *LEFT_BEHIND})
 #: How functions that write into a tensor are called, beside those that end in "_".
 _WRITES: Final = {
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),

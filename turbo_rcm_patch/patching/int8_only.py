@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -13,11 +14,13 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl, PatchConfig
 from turbo_rcm_patch.errors import AlreadyPatchedError, OffloadedError
 from turbo_rcm_patch.patching.find import find_targets, plan_all
-from turbo_rcm_patch.patching.int8_linear import Int8Linear
+from turbo_rcm_patch.patching.int8_linear import LEFT_BEHIND, Int8Linear
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.sla import recovered_proj_l
 from turbo_rcm_patch.patching.state import ModelPlan
+
+_log = logging.getLogger(__name__)
 
 #: Entry "quantization_config" of config.json where a Linear's weight is in int8 alone. diffusers
 #: refuses a quantisation that it does not know, and would else run such a folder without weights.
@@ -45,6 +48,7 @@ def keep_int8_only(model: object, *, device: torch.device | str | None = None) -
     Raises:
         PatchError: As `patch_model`, or the model is patched, or a hook offloads its weights. It
             is unchanged.
+        torch.OutOfMemoryError: Half way. The model is as `drop_originals` says.
     """
     targets = find_targets(model)
     for target in targets:
@@ -120,7 +124,8 @@ def drop_originals(
     impl: Impl,
     device: torch.device | str | None = None,
 ) -> int:
-    """Put an `Int8Linear` in the place of each Linear.
+    """Put an `Int8Linear` in the place of each Linear. If that stops half way (no memory, Ctrl-C),
+    those that were replaced stay so, and the model is marked and complete.
 
     Args:
         models: What holds them.
@@ -141,14 +146,27 @@ def drop_originals(
             if child_id in wanted:
                 places[child_id].append((children, name))
     linears.reverse()
-    while linears:
-        linear = linears.pop()
-        made = Int8Linear.in_place_of(linear, *_quantized(linear, impl, device))
-        for children, name in places[id(linear)]:
-            children[name] = made
-    for model in models:
-        if any(type(module) is Int8Linear for module in model.modules()):
-            mark_int8_only(model)
+    try:
+        while linears:
+            linear = linears[-1]
+            made = Int8Linear.in_place_of(linear, *_quantized(linear, impl, device))
+            for children, name in places[id(linears.pop())]:
+                children[name] = made
+            for name in LEFT_BEHIND:  # A cycle would keep the weight until one is looked for.
+                vars(linear).pop(name, None)
+            del linear
+    finally:
+        for model in models:
+            if any(type(module) is Int8Linear for module in model.modules()):
+                mark_int8_only(model)
+        if 0 < len(linears) < count:  # What was freed cannot be brought back.
+            _log.warning(
+                "Stopped half way: %d of %d Linears have int8 weights alone, the others have "
+                'their own. The model runs. Patch it with linear="int8-only" again to go on, or '
+                "load it again",
+                count - len(linears),
+                count,
+            )
     return count
 
 

@@ -38,8 +38,15 @@ from turbo_rcm_patch.skip import Cast, Coefficient, SkipPair
 Input = Tensor | tuple[Tensor, Tensor]
 
 
-def runs_int8(module: nn.Module, x: Tensor) -> bool:
-    """Whether `module(x)` may run in int8 now."""
+def runs_int8(module: nn.Module, x: Tensor, *, recomputed: bool = False) -> bool:
+    """Whether `module(x)` may run in int8 now.
+
+    Args:
+        module: Any module.
+        x: Its input, or like it.
+        recomputed: Whether this forward runs without gradients now and with them later, as
+            reentrant checkpointing does, so that both have to be the same.
+    """
     if x.dim() != 3:
         return False
     linear: Any = module
@@ -50,7 +57,7 @@ def runs_int8(module: nn.Module, x: Tensor) -> bool:
         return False
     if linear.in_features > ops.MAX_CHANNELS:
         return False
-    if not torch.is_grad_enabled():
+    if not (recomputed or torch.is_grad_enabled()):
         return True
     return not any(p.requires_grad for p in linear._parameters.values() if p is not None)
 
@@ -181,7 +188,7 @@ class Linears:
             self.copies.begin()
 
     def forget(self, key: str) -> None:
-        """Drop an int8 weight: the guard gave its Linear back."""
+        """Drop the int8 weights of a key, or of a branch: they are not used any more."""
         if not torch.compiler.is_compiling():
             self.copies.forget((self._block, key))
 
@@ -287,6 +294,7 @@ class Projection:
         dtype: Of the result.
         int8: Whether int8 is wanted.
         activation: In the epilogue of an int8 product.
+        recomputed: See `runs_int8`.
     """
 
     __slots__ = ("_activation", "_chosen", "_dtype", "_impl", "_key", "_linears", "_modules",
@@ -302,11 +310,12 @@ class Projection:
         *,
         int8: bool,
         activation: Activation | None = None,
+        recomputed: bool = False,
     ) -> None:
-        if not int8:
-            linears.forget(key)
         self._linears, self._key, self._modules = linears, key, modules
-        self._chosen = [module for module in modules if int8 and runs_int8(module, like)]
+        self._chosen = [m for m in modules if int8 and runs_int8(m, like, recomputed=recomputed)]
+        if not self._chosen:
+            linears.forget(key)
         self._activation, self._dtype, self._impl = activation, dtype, linears.copies.impl
         self._together = _together(self._chosen)
         #: Whether int8 products are all of it, so that the input may come as int8 rows.
@@ -425,13 +434,13 @@ class Close:
         impl: Impl,
         rounding: Rounding | None = None,
     ) -> None:
-        if not int8:
-            linears.forget(key)
         linear, *dropouts = modules
         self._linears, self._key = linears, key
         self._linear, self._modules = (linear,), (linear, *dropouts)
         between = all(map(plain_dropout, dropouts))
-        self.int8 = between and int8 and runs_int8(linear, like)
+        self.int8 = between and int8 and runs_int8(linear, like, recomputed=like.requires_grad)
+        if not self.int8:
+            linears.forget(key)
         #: Whether the weight can be read.
         self.plain = self.int8 or (between and plain_linear(linear, like))
         self._weights = linear._parameters

@@ -13,6 +13,7 @@ from typing import Any, Final
 from torch import nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
+from turbo_rcm_patch.patching import plain
 from turbo_rcm_patch.patching.blocks import distinct, known_inside, left_by_config
 from turbo_rcm_patch.patching.linears import pair_state
 from turbo_rcm_patch.patching.parallel import Ranks
@@ -89,6 +90,8 @@ def _sharing(ranks: Ranks, make: Callable[..., Any], *args: Any) -> Any:
 
 def foreign(block: nn.Module, result: ModelPlan, classes: tuple[type[nn.Module], ...]) -> str:
     """Why a whole block is left alone, or ""."""
+    if type(block) in plain.replaced:
+        return f"somebody replaced {type(block).__qualname__}.forward"
     if record_of(result.model) is not None:
         return ""
     if author_class(block) not in classes:

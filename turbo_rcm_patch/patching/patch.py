@@ -31,6 +31,7 @@ from turbo_rcm_patch.patching.calibration import (
     read_calibration,
     write_calibration,
 )
+from turbo_rcm_patch.patching.copies import Moves
 from turbo_rcm_patch.patching.find import (
     Target,
     execution_device,
@@ -150,14 +151,16 @@ def _install(
     if config.calibration is not None:
         calibration = read_calibration(Path(config.calibration), [plan for _, plan in planned])
     dropped = originals_of([plan for _, plan in planned])
-    count = len(dropped)
+    count = 0
     if config.linear == "int8-only":
         refuse_offloaded([target.module for target in targets])
     if dropped:
+        for target, plan in planned:  # What cannot be installed is found before weights go.
+            _record(model, target, plan, GuardLog())
         modules = [target.module for target in targets]
         weights = {plan.path: fingerprint(plan.model) for _, plan in planned}
         planned.clear()  # Which holds the originals.
-        drop_originals(modules, dropped, config.impl)
+        count = drop_originals(modules, dropped, config.impl)
         planned = plan_all(model, config)
         for _, plan in planned:
             plan.weights = weights[plan.path]
@@ -392,6 +395,11 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
             enable = EnableParallelism(plan.model, plan.config)
             entry = Entry(plan.model, "enable_parallelism", enable, slot, slot.get())
             record.entries.append(entry)
+    if plan.config.linear == "int8" and not plan.config.cuda_graphs:
+        slot = innermost(plan.model, "_apply")
+        if slot is not None:
+            moves = Moves(plan.model, plan.copies)
+            record.entries.append(Entry(plan.model, "_apply", moves, slot, slot.get()))
     if plan.config.cuda_graphs:
         _capture_by_itself(record, guard)
     return record

@@ -4,11 +4,13 @@ it.
 LoRA replaces a Linear by another class, quantisation replaces its weight, offloading and casting
 hook its forward. All of that works when the module is called and silently breaks when its weight
 is read, so the questions here are asked at run time, on every forward, and are cheap: attribute
-look-ups that a compiler can guard on.
+look-ups that a compiler can guard on. What other code may replace on a class is looked at once a
+forward of the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any, Final
 
@@ -21,6 +23,14 @@ from turbo_rcm_patch.patching.int8_linear import Int8Linear
 
 #: What the kernels take.
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+#: Classes of modules and processors whose function (forward, __call__) is not their author's now:
+#: other code replaced it for all instances. Another tuple whenever that changes.
+replaced: tuple[type, ...] = ()
+#: What the classes that blocks consist of ran when they were last looked at.
+_forwards: Final[dict[Any, object]] = {}
+_calls: Final[dict[Any, object]] = {}
 
 
 class Weights:
@@ -82,8 +92,75 @@ def unserved(x: torch.Tensor) -> bool:
     return x.dtype not in _FLOATS or autocasting(x) or transformed()
 
 
+def note_classes_of(model: nn.Module) -> None:
+    """Have `look_at_classes` look at the classes of a model's modules and processors, too."""
+    modules = list(model.modules())
+    held = [_author_class(m.__dict__["processor"]) for m in modules if "processor" in m.__dict__]
+    _note(map(type, modules), _forwards)
+    _note((cls for cls in held if any("__call__" in vars(base) for base in cls.__mro__)), _calls)
+
+
+def look_at_classes() -> None:
+    """Find out whether somebody replaced a function of a class, or put one back, since the last
+    forward; see `replaced`."""
+    for cls in _forwards:  # No calls: every forward asks.
+        if cls.forward is not _forwards[cls]:
+            return _note(list(_forwards), _forwards)
+    for cls in _calls:
+        if cls.__call__ is not _calls[cls]:
+            return _note(list(_calls), _calls)
+    return None
+
+
+def _note(classes: Iterable[Any], functions: dict[Any, object]) -> None:
+    global replaced
+    name, found = "forward" if functions is _forwards else "__call__", list(replaced)
+    for cls in dict.fromkeys(classes):
+        functions[cls] = getattr(cls, name)
+        theirs = written_by_its_author(cls, name)
+        if theirs and cls in found:
+            found.remove(cls)
+        elif not theirs and cls not in found:
+            found.append(cls)
+    if found != list(replaced):
+        replaced = tuple(found)
+
+
+def class_replaced(one: object) -> bool:
+    """Whether somebody replaced what an object's class runs."""
+    return bool(replaced) and _author_class(one) in replaced
+
+
+def _author_class(one: object) -> type:
+    # That of a processor whose sequence is split stands for its author's.
+    cls: type = getattr(type(one), "author_class", type(one))
+    return cls
+
+
+def written_by_its_author(cls: type, name: str = "forward") -> bool:
+    """Whether the function that a class runs is the one in its file, and not one that other code
+    put in its place, which may look like it (`functools.wraps`)."""
+    owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+    if owner is None:
+        return True
+    function = vars(owner)[name]
+    if getattr(function, "__module__", None) != owner.__module__:
+        return False
+    while _package(function) == "torch" and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__  # A decorator of torch (`no_grad`) is its author's.
+    return _package(function) in ("", owner.__module__.partition(".")[0])
+
+
+def _package(function: Any) -> str:
+    """The package whose file a function stands in; "" for one of Python itself."""
+    name: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return name.partition(".")[0]
+
+
 def bare(module: nn.Module) -> bool:
-    """Whether calling the module runs its class's forward and nothing else."""
+    """Whether calling the module runs what the author of its class wrote and nothing else."""
+    if replaced and type(module) in replaced:  # No call: blocks ask this often.
+        return False
     forward = module.__dict__.get("forward")
     if forward is not None and not _is_own_forward(module, forward):
         return False
@@ -127,6 +204,11 @@ def hook_names(module: nn.Module) -> str:
     names = list(getattr(registry, "_hook_order", []))
     if "_hf_hook" in module.__dict__:
         names.append(type(module.__dict__["_hf_hook"]).__name__)
+    for one in (module, module.__dict__.get("processor")):
+        if class_replaced(one):
+            cls = _author_class(one)
+            runs = "forward" if cls in _forwards else "__call__"
+            names.append(f"somebody replaced {cls.__qualname__}.{runs}")
     if not names and "forward" in module.__dict__:
         names.append("an instance forward")
     if not names:

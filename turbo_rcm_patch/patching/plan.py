@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.operation import replay_token, runs_directly
+from turbo_rcm_patch.patching import plain
 
 #: What names the inputs of a step, see `signature`.
 Token = Any
@@ -111,9 +112,9 @@ def after_call(
 class Watch:
     """What a plan rests on: the modules of a block, as they were when it was made.
 
-    It sees a hook, an instance forward, another class, a replaced module, parameter or processor,
-    and an attribute, dtype or device that changed. What is written into a parameter it need not
-    see, because a plan reads the parameter and holds no copy of it.
+    It sees a hook, an instance forward, a class's that was replaced, another class, a replaced
+    module, parameter or processor, and an attribute, dtype or device that changed. What is written
+    into a parameter it need not see, because a plan reads the parameter and holds no copy of it.
 
     Args:
         block: Its modules, and the processors that its attentions hold, are watched.
@@ -136,6 +137,7 @@ class Watch:
         "_objects",
         "_owned",
         "_read",
+        "_replaced",
         "_seen",
         "_shapes",
         "_states",
@@ -182,12 +184,13 @@ class Watch:
         self._devices = list(map(_device, looked_at))
         self._strides = list(map(_stride, looked_at))
         self._shapes = list(map(_shape, looked_at))
+        self._replaced = plain.replaced
         self._states, self._key = tuple(states), key
         self._seen = [key(state) for state in self._states]
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        if list(map(len, self._hooks)) != self._hooked:
+        if list(map(len, self._hooks)) != self._hooked or self._replaced is not plain.replaced:
             return False
         owned = list(chain.from_iterable(self._owned))
         if list(map(type, [*self._objects, *owned])) != self._classes:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from torch import nn
 
 from turbo_rcm_patch.errors import WrappedError
+from turbo_rcm_patch.patching.plain import look_at_classes
 from turbo_rcm_patch.patching.registry import family_of
 from turbo_rcm_patch.patching.report import GuardLog
 from turbo_rcm_patch.patching.sla import Recovered
@@ -188,6 +189,7 @@ class PatchRecord:
             return plan.pairs
         family = family_of(plan.model)
         assert family is not None
+        look_at_classes()
         fresh = family.plan(plan.model, plan.path, plan.config).states
         known = {state.pair.path: state for state in plan.states}
         if any(new.pair.path not in known for new in fresh):

@@ -9,7 +9,7 @@ from turbo_rcm_patch.config import Kind
 from turbo_rcm_patch.patching.blocks import Mode, check_head_dim, check_weights, refuse_parallel
 from turbo_rcm_patch.patching.pairs import Runs, block_pair
 from turbo_rcm_patch.patching.parallel import processor_class
-from turbo_rcm_patch.patching.plain import drops, hook_names, runs_itself
+from turbo_rcm_patch.patching.plain import class_replaced, drops, hook_names, runs_itself
 from turbo_rcm_patch.skip import Cast, SkipPair, Stream
 
 
@@ -36,7 +36,7 @@ def attention_mode(attn: Any, cls: object, processors: Collection[type]) -> Mode
     refuse_parallel("attention", attn.processor)
     if drops(attn.to_out[1]):
         return "as-written"
-    return "ours" if runs_itself(attn) else "called"
+    return "ours" if runs_itself(attn) and not class_replaced(attn.processor) else "called"
 
 
 def attention_left(attn: Any, cls: object, processors: Collection[type]) -> Runs | None:

@@ -239,7 +239,10 @@ class WanBlockForward(BlockForward):
 def _chosen_backend(attn: Any) -> str:
     """The attention backend that somebody chose (`set_attention_backend`, `attention_backend`), or
     "" for torch's own."""
-    chosen = attn.processor._attention_backend
+    try:
+        chosen = attn.processor._attention_backend
+    except AttributeError:  # A processor or an attention of one's own, which is called.
+        return ""
     if chosen is None:
         chosen = _AttentionBackendRegistry._active_backend
     name: str = getattr(chosen, "value", chosen)
