@@ -50,6 +50,7 @@ from turbo_rcm_patch.patching.linears import (
     tensors_of,
 )
 from turbo_rcm_patch.patching.noise import Operands
+from turbo_rcm_patch.patching.plain import plain_norm
 from turbo_rcm_patch.patching.plan import Token, after_call
 from turbo_rcm_patch.patching.state import PairState
 
@@ -496,6 +497,21 @@ class AttentionModules:
     sparsity: ops.Sparsity | None = None
 
 
+def readable_norms(
+    norms: tuple[Any, Any], like: Tensor, plain: Callable[[Any, Tensor], bool] = plain_norm
+) -> tuple[dict[str, Any], dict[str, Any], float] | None:
+    """What `AttentionModules.readable` is of norms of all heads or of one, without a bias.
+
+    Args:
+        norms: Of q and k.
+        like: Of the dtype and on the device of the residual stream.
+        plain: Whether a norm's weight can be read.
+    """
+    if not all([plain(norm, like) for norm in norms]) or norms[0].eps != norms[1].eps:
+        return None
+    return holder(norms[0]), holder(norms[1]), norms[0].eps
+
+
 class _Way:
     """One way to compute an attention: as asked for, or exact because there are few keys."""
 
@@ -686,7 +702,7 @@ class AttentionRun:
         dtype = self._model or like.dtype
         x, gate, token = self.norm(token, hidden, given)
         if given.compared:
-            observe(x)
+            observe(x, (modules.kv or modules.qkv)[-1], *modules.image[-1:])
         made, token = self._of_x(token, x, like)
         image: Any = None
         if self._of_context is None:

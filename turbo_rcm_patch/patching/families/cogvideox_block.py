@@ -112,9 +112,6 @@ class CogVideoXBlockForward(BlockForward):
         text, video = self._run((encoder_hidden_states, hidden_states), given, guard, inputs)
         return video, text
 
-    def _sizes(self) -> tuple[int, int, float]:
-        return self._block.attn1.heads, self._block.attn1.inner_dim, 1e-6
-
     def _by_author(
         self, name: str, view: Any, hidden: Streams, inputs: tuple[Any, ...]
     ) -> Streams:
