@@ -201,7 +201,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     counts = json.loads(path.read_text())
     assert (counts["cases"], counts["findings"]) == (18, 0)
     assert [(run["start"], run["end"]) for run in counts["runs"]] == [(0, 12), (12, 15), (0, 3)]
-    assert counts["runs"][0]["versions"]["torch"] == torch.__version__
+    assert counts["runs"][0]["versions"]["torch"] in torch.__version__  # +cu132
     assert main(["--seconds", "0", "--models", "0"]) == 0
     assert main(["--seed", "2", "--only", "3", "--models", "0"]) == 0
 

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.cards import CARDS, HEAD, Card, estimate, line, programs_that_fit
 from tests.kernels.aot_compile import innermost_loops, main_loop, spills_in_loops
+from tests.launches import needs_hopper_kernels
 
 #: A card whose every rate is easy to divide by: 10 multiprocessors at 1 GHz.
 CARD = Card(("cuda", 89), 10, 1000, 2048, 1024, 512)
@@ -114,6 +115,7 @@ def test_the_shipped_tile_of_ada_is_the_better_one(
 ) -> None:
     """Through the command: 64 rows make Triton split keys over warps, and every maximum then goes
     through shared memory."""
+    needs_hopper_kernels()
     asked = ["cards", "--only", "RTX 4090", "--head-dims", "128", "--out", str(tmp_path)]
     assert main([*asked, "--tiles", "64x64x4x2"]) == 0
     (before,) = json.loads((tmp_path / "cards.json").read_text())["rows"]

@@ -32,6 +32,7 @@ from tests.kernels.aot import (
     faults,
     line,
 )
+from tests.launches import needs_hopper_kernels
 
 #: 65,536 registers over three programs of four warps. The assembler that comes with Triton 3.9
 #: wants a few more for the one-launch kernel (3.6 does not): two programs there.
@@ -50,6 +51,7 @@ def compilers(
 ) -> Iterator[list[Compiler]]:
     """One for the installed Triton, and one for that of `--aot-python`. The workers of a session
     share what is compiled."""
+    needs_hopper_kernels()
     folder = tmp_path_factory.getbasetemp()
     if hasattr(pytestconfig, "workerinput"):
         folder = folder.parent

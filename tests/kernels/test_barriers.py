@@ -12,6 +12,7 @@ import pytest
 import triton
 
 from tests.kernels.aot import ROOT, Process, case
+from tests.launches import needs_hopper_kernels
 
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 TARGET = ("cuda", 90)
@@ -21,6 +22,7 @@ _ADDRESS = re.compile(r"\[([^\]]*?)(?:\+(0x[0-9a-f]+))?\]")
 
 def machine_code(kernel: str, folder: Path, **more: object) -> list[tuple[str, str]]:
     """(operation, operands) of a kernel as compiled for Hopper, with ("label", name) between."""
+    needs_hopper_kernels()
     records = Process(sys.executable, [ROOT], "aot_record.py")
     kernels = ROOT / "turbo_rcm_patch" / "kernels"
     compiles = Process(sys.executable, [ROOT], "aot_compile.py", kernels, folder)

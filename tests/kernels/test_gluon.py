@@ -8,12 +8,14 @@ import pytest
 import triton
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from tests.launches import needs_hopper_kernels
 from turbo_rcm_patch.kernels import gluon
 from turbo_rcm_patch.kernels.gluon import hopper_module, ran_on_hopper
 
 
 @pytest.fixture(autouse=True)
 def fresh():
+    needs_hopper_kernels()
     hopper_module.cache_clear()
     gluon._failed.clear()
     yield

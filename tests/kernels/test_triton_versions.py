@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.kernels.aot import AMPERE, HOPPER, ROOT, Compiler, case, line
+from tests.launches import needs_hopper_kernels
 
 #: A release of each minor version; the newest of those that were there when this was written.
 RELEASES = ("3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
@@ -69,6 +70,7 @@ def cases(release: Version) -> list[dict]:
 @pytest.fixture
 def fetched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | None]:
     """Where a release lies, or None for the installed one."""
+    needs_hopper_kernels()
     release = Version(request.param)
     if str(release) not in ALWAYS and not request.config.getoption("--every-target"):
         pytest.skip("the releases between: --every-target")
