@@ -234,9 +234,16 @@ class BlockForward:
         raise NotImplementedError
 
     def call_branch(self, branch: Branch, x: Any, hidden: Hidden, given: Given) -> Any:
-        """The module of a branch, called as the block's author calls it."""
+        """The modules of a branch, called as the block's author calls them."""
+        module = getattr(self._block, branch.name)
+        if branch.last:
+            parts = self._feed_forward(module)
+            for part in (*parts.called, *parts.between, *parts.last):
+                x = call(part, x)
+            return x
         more = () if branch.kind == "feed-forward" else self._beside(branch, given)
-        return call(getattr(self._block, branch.name), x, *more)
+        made = call(module, x, *more)
+        return call(getattr(self._block, branch.behind), made) if branch.behind else made
 
     def _facts(self, hidden: Hidden, given: Given) -> tuple[Any, ...]:
         """What decides about the plan beside the modules: a plan is for forwards where it is the
@@ -272,25 +279,29 @@ class BlockForward:
     # --- resolve ---------------------------------------------------------------------------------
 
     @classmethod
-    def check_branches(cls, path: str, block: nn.Module, states: Mapping[str, PairState]) -> None:
+    def check_branches(
+        cls, path: str, block: nn.Module, states: Mapping[str, PairState] | None = None
+    ) -> None:
         """Raise a typed error if a name in the description of a block is none of its members.
 
         Args:
             path: Of the block.
             block: Of a class that its family knows.
-            states: Its pairs, by the names of their branches.
+            states: Its pairs, by the names of their branches; None before they were made.
 
         Raises:
             FamilyError: A branch names what is not there.
         """
         for branch in cls.branches:
-            if branch.name not in states:
-                raise _misnamed(path, branch.name, "name", branch.name, "the pairs", [*states])
             for field in ("name", "norm", "last", "behind"):
                 member = getattr(branch, field)
                 if member and not hasattr(block, member):
                     names = [name for name, _ in block.named_children()]
                     raise _misnamed(path, branch.name, field, member, "the block's members", names)
+            if states is None:
+                continue
+            if branch.name not in states:
+                raise _misnamed(path, branch.name, "name", branch.name, "the pairs", [*states])
             module = getattr(block, branch.name)
             ours = states[branch.name].pair.runs in ("one-launch", "two-launch")
             if branch.output and ours and not hasattr(module, branch.output):

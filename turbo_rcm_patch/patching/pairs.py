@@ -59,7 +59,9 @@ def add_blocks(
     for index, child in distinct(getattr(result.model, name)):
         inner, block = known_inside(child, classes)
         path = f"{result.path}.{name}.{index}.{inner}".strip(".")
-        if not all(hasattr(block, part) for part in parts):
+        if author_class(block) in classes:
+            make.check_branches(path, block)
+        elif not all(hasattr(block, part) for part in parts):
             result.states.append(unknown(path, block))
             continue
         states = states_of_block(block, path, foreign(block, result, classes))

@@ -290,8 +290,6 @@ def norms_of_heads(attn: Any) -> bool:
 
 def _normed(norm: Any, x: Tensor, heads: int) -> Tensor:
     """q or k [B, N, H*D] after the norm of its heads."""
-    if norm is None:
-        return x
     by_head = torch.unflatten(x, -1, (heads, -1))
     if _plain_layer_norm(norm):
         # It looks at one head of one token at a time, so the order of heads and tokens is free.
