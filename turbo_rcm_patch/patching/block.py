@@ -148,7 +148,7 @@ class BlockForward:
     #: Whether a compiler can trace the author's block as a whole.
     traceable: ClassVar[bool] = True
     #: The class of the norms before branches: a layer norm that computes in fp32.
-    layer_norm: ClassVar[type[nn.Module]] = nn.LayerNorm
+    layer_norm: ClassVar[type[nn.LayerNorm]] = nn.LayerNorm
     #: Where the author modulates what such a norm gives.
     modulation_cast: ClassVar[Cast] = "fp32"
     #: Modules of the block outside the branches, which `__call__` calls: the author's forward gets
