@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tests.implementations import Implementation, over
+from tests.versions import COMPILES_TRANSFORMS
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import GradientError
 
@@ -321,6 +322,7 @@ def test_an_operation_without_a_derivative_refuses_to_give_one(what: str, dual: 
         torch.func.grad(lambda x: run(x).sum())(x)
 
 
+@COMPILES_TRANSFORMS
 def test_a_transform_inside_a_compiled_function_gives_the_same() -> None:
     case = named("attention")
     inputs = case.inputs()

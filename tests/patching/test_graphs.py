@@ -252,6 +252,12 @@ def instance_forward(model: Any) -> None:
     linear.forward = lambda x: F.linear(x, linear.weight, linear.bias) * 1.25
 
 
+def _no_default_device() -> None:
+    torch.set_default_device(None)
+    # After that torch 2.8 can no longer say what its default device is.
+    vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
+
+
 def replaced_linear(model: Any) -> None:
     old = model.blocks[0].attn1.to_out[0]
     model.blocks[0].attn1.to_out[0] = Doubled(old.in_features, old.out_features)
@@ -425,7 +431,7 @@ def settings() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
         ),
         "default device": (
             lambda: torch.set_default_device("cpu"),
-            lambda: torch.set_default_device(None),
+            _no_default_device,
         ),
     }
 

@@ -32,6 +32,7 @@ from tests.patching.test_parallel import enable, mesh
 from tests.patching.test_parallel_patched import MODELS, Told, forward, run_all, same_everywhere
 from tests.patching.wan import dicts, run
 from tests.ranks import on_ranks
+from tests.versions import GROUPS_HAVE_ITS_TIMEOUT
 from turbo_rcm_patch import PatchConfig, patch_model, refresh, report_of, unpatch_model
 from turbo_rcm_patch.errors import RankMismatchError
 from turbo_rcm_patch.ops.exchange import Answers, counting_bytes, told
@@ -41,7 +42,10 @@ from turbo_rcm_patch.patching.graphs import WARM_UPS
 from turbo_rcm_patch.patching.parallel import disable_parallelism, groups_of, split_hooks
 from turbo_rcm_patch.patching.record import record_of
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+    GROUPS_HAVE_ITS_TIMEOUT,
+]
 
 EXACT = PatchConfig(guard=False, attention="exact")
 INT8 = PatchConfig(guard=False, attention="int8", linear="int8")

@@ -30,6 +30,7 @@ from tests.patching import cogvideox, sla, turbodiffusion, wan, wan_family
 from tests.patching.test_parallel import cogvideox_case, enable, gathered, mesh
 from tests.patching.wan import EXACT, INT8, dicts, relative, run
 from tests.ranks import on_ranks
+from tests.versions import GROUPS_HAVE_ITS_TIMEOUT
 from turbo_rcm_patch import PatchConfig, patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import ContextParallelError, NonFiniteInputError, RankMismatchError
 from turbo_rcm_patch.patching import guard
@@ -599,6 +600,7 @@ def one_raises(rank: int, folder: str) -> None:
     os._exit(0)  # the group is of no use any more
 
 
+@GROUPS_HAVE_ITS_TIMEOUT
 def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
     on_ranks(2, one_raises, str(tmp_path), timeout=timedelta(seconds=8))
     assert 4 < float((tmp_path / "done").read_text(encoding="utf-8")) < 20

@@ -8,14 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    FluxPipeline,
-)
+from diffusers import FluxPipeline
 
 from tests.sampling.micro import SMALL, micro_pipe
 from turbo_rcm_patch.errors import DTypeError, NotAModelError
 from turbo_rcm_patch.sampling.comparison import compare
-from turbo_rcm_patch.sampling.generation import generate, initial_noise, trajectory_steps
+from turbo_rcm_patch.sampling.generation import (
+    _say_frames,
+    generate,
+    initial_noise,
+    settings_for,
+    trajectory_steps,
+)
 from turbo_rcm_patch.sampling.settings import Settings
 
 PROMPT = "a red circle moves left"
@@ -136,3 +140,14 @@ def test_public_names_are_functions_whatever_is_imported_first() -> None:
     assert set(sampling.__all__) <= set(dir(sampling))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = sampling.nothing
+
+
+def test_a_number_of_frames_that_the_vae_cannot_make_is_told_once(pipe, caplog) -> None:
+    """diffusers makes the next smaller number that it can."""
+    _say_frames.cache_clear()
+    settings = settings_for(pipe, **SMALL | {"steps": 1, "num_frames": 6})
+    for seed in (0, 1):
+        made = generate(pipe, "a red circle", seed=seed, settings=settings)
+    assert len(made.frames) == 5
+    (said,) = [line for line in caplog.messages if "num_frames 6" in line]
+    assert "so 5 frames are made. 9 would be" in said

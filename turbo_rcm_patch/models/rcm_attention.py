@@ -242,7 +242,7 @@ def _is_plain(linear: nn.Module, dtype: torch.dtype) -> bool:
     """
     return (
         type(linear) is nn.Linear
-        and "forward" not in vars(linear)
+        and "forward" not in linear.__dict__
         and not (linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks)
         and not linear._backward_pre_hooks
         and type(linear.weight) is nn.Parameter

@@ -7,10 +7,12 @@ differs between pipelines.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -22,6 +24,8 @@ from turbo_rcm_patch.sampling.families import Job, PipelineFamily, VideoPipeline
 from turbo_rcm_patch.sampling.scheduler import RCMScheduler, fingerprint, noise_stream
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.source import ImageLike, Source, sources_of
+
+_log = logging.getLogger(__name__)
 
 #: Most steps that a trajectory keeps.
 TRAJECTORY: Final = 12
@@ -410,6 +414,18 @@ def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) ->
             got=repr(settings.strength),
             remedy="Leave --strength out, or load a video-to-video pipeline",
         )
+    span = int(getattr(pipe, "vae_scale_factor_temporal", 1))
+    _say_frames(settings.num_frames, (settings.num_frames - 1) // span * span + 1, span)
+
+
+@cache
+def _say_frames(asked: int, made: int, span: int) -> None:
+    """Tell once that a video will be shorter than it was asked for."""
+    if made < asked:
+        _log.warning(
+            "num_frames %d: this VAE decodes 1 frame and groups of %d, so %d frames are made. "
+            "%d would be the next longer video.", asked, span, made, made + span,
+        )  # fmt: skip
 
 
 @contextmanager
