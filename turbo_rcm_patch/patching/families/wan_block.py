@@ -230,7 +230,10 @@ class WanBlockForward(BlockForward):
 def _chosen_backend(attn: Any) -> str:
     """The attention backend that somebody chose (`set_attention_backend`, `attention_backend`), or
     "" for torch's own."""
-    chosen = getattr(getattr(attn, "processor", None), "_attention_backend", None)
+    try:
+        chosen = attn.processor._attention_backend
+    except AttributeError:  # somebody's own attention or processor
+        chosen = None
     if chosen is None:
         chosen = _AttentionBackendRegistry._active_backend
     name: str = getattr(chosen, "value", chosen)
