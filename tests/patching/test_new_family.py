@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.patching import variant_family
-from tests.patching.variant import VariantTransformer, inputs, variant
+from tests.patching.variant import Attention, VariantTransformer, inputs, variant
 from tests.patching.wan import EXACT, INT8, dicts, relative, with_lora
 from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
 from turbo_rcm_patch.errors import UnknownArchitectureError
@@ -97,6 +97,36 @@ def test_the_guard_is_silent_on_it_and_loud_at_a_wrong_gate(
     with patched(model, PatchConfig()) as report:
         run(model)
         assert [pair.kind for pair in report.pairs if not pair.fused] == ["feed-forward"] * 2
+
+
+class Doubled(Attention):
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+class Elsewhere(torch.nn.Module):
+    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return x.roll(1, -1)
+
+
+def test_a_subclass_of_an_attention_is_called_and_another_block_left_alone() -> None:
+    model = variant()
+    model.layers[0].self_attention = Doubled(128, 2).requires_grad_(False)
+    model.layers[1] = Elsewhere()
+    expected = run(model)
+    for config in (EXACT, PatchConfig(attention="exact")):
+        with patched(model, config) as report:
+            assert relative(run(model), expected) < 1e-5
+            assert [pair.fused for pair in report.pairs] == [True, True, True, False]
+            assert "Doubled" in report.pairs[0].reason and "Elsewhere" in report.pairs[3].reason
+
+
+def test_a_peaked_attention_keeps_its_inputs_in_16_bits() -> None:
+    model = variant()
+    model.layers[0].self_attention.q_norm.weight.data.mul_(4)
+    report = patch_model(model, PatchConfig(linear="int8"))
+    assert report.pairs[0].int8_linears == ("o_proj",)
+    assert report.pairs[3].int8_linears == ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def test_it_compiles_without_a_break() -> None:

@@ -6,34 +6,40 @@ sum in fp32 and round once; cross-attention sums in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from tests.patching.variant import Attention, Block, Norm
 from turbo_rcm_patch.config import Kind, PatchConfig
-from turbo_rcm_patch.patching.author import Notes, call, same
+from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.block import BlockForward, Branch
 from turbo_rcm_patch.patching.blocks import (
     Mode,
     check_head_dim,
     check_parameters,
     check_weights,
+    distinct,
+    known_inside,
     same_batch,
 )
-from turbo_rcm_patch.patching.branches import AttentionModules, FeedForwardModules, Given
-from turbo_rcm_patch.patching.linears import holder
+from turbo_rcm_patch.patching.branches import (
+    AttentionModules,
+    FeedForwardModules,
+    Given,
+    readable_norms,
+)
 from turbo_rcm_patch.patching.pairs import (
     Runs,
     States,
     add_blocks,
     block_pair,
+    called_runs,
     left_alone,
+    linear_runs,
     states_of,
 )
-from turbo_rcm_patch.patching.plain import bare, hook_names, plain_norm, why_not_plain
+from turbo_rcm_patch.patching.plain import bare
 from turbo_rcm_patch.patching.state import ModelPlan
 from turbo_rcm_patch.skip import Stream
 
@@ -55,48 +61,47 @@ def check(model: nn.Module) -> None:
         "the variant",
     )
     network: Any = model
-    for index, block in enumerate(network.layers):
+    for index, child in distinct(network.layers):
         for name in list(_BRANCHES)[:2]:
-            attn, path = getattr(block, name), f"layers.{index}.{name}"
-            check_head_dim(path, attn.q_proj.out_features // attn.heads)
-            check_weights(path, {one: getattr(attn, one) for one in _PROJECTIONS})
+            attn = getattr(known_inside(child, (Block,))[1], name, None)
+            if type(attn) is Attention:
+                path = f"layers.{index}.{name}"
+                check_head_dim(path, attn.q_proj.out_features // attn.heads)
+                check_weights(path, {one: getattr(attn, one) for one in _PROJECTIONS})
 
 
 def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     """The pairs of every block, how each would run, and the block forwards to install."""
 
     def states(block: Any, path: str, whole: str) -> States:
-        pairs, linears = {}, {}
+        pairs, linears, norms = {}, {}, {}
         for name, kind in _BRANCHES.items():
-            module = getattr(block, name)
-            feeds, gated = kind == "feed-forward", kind != "cross"
+            module, feeds, gated = getattr(block, name), kind == "feed-forward", kind != "cross"
             gate = [Stream("video", "1", "gate", "[B, 1, C]")] if gated else []
-            heads = 0 if feeds else module.heads
-            pairs[name] = block_pair(
-                f"{path}.{name}", kind, left_alone(kind, config, whole) or _runs(module, feeds),
-                *gate, cast="fp32" if gated else "model",
-                heads=heads, head_dim=0 if feeds else module.q_proj.out_features // heads,
-            )  # fmt: skip
-            if bare(module):
+            runs, sizes = _called(module, feeds), {}
+            if type(module) is Attention:
+                dim = module.q_proj.out_features // module.heads
+                sizes = {"heads": module.heads, "head_dim": dim}
+                norms[name] = module.q_norm, module.k_norm
+            if runs is None:
                 names = ("0", "2") if feeds else _PROJECTIONS
                 linears[name] = {one: module.get_submodule(one) for one in names}
-        return states_of(pairs, linears, config)
+                last = linears[name][names[-1]]
+                runs = linear_runs(last, "in-linear" if feeds else "two-launch")
+            pairs[name] = block_pair(
+                f"{path}.{name}", kind, left_alone(kind, config, whole) or runs, *gate,
+                cast="fp32" if gated else "model", **sizes,
+            )  # fmt: skip
+        return states_of(pairs, linears, config, norms, close="o_proj")
 
     result = ModelPlan(model, path, config, states=[])
-    add_blocks(
-        result, "layers", (Block,), tuple(_BRANCHES), states, partial(VariantBlockForward, None)
-    )
+    add_blocks(result, "layers", (Block,), states, VariantBlockForward)
     return result
 
 
-def _runs(module: Any, feeds: bool) -> Runs:
-    """How the pair of an attention or a feed-forward runs, and why."""
-    if not bare(module):
-        return "after-linear", f"called as a module: {hook_names(module)}"
-    why = why_not_plain(module[2] if feeds else module.o_proj)
-    if why:
-        return "after-linear", f"its last Linear is called: {why}"
-    return ("in-linear" if feeds else "two-launch"), ""
+def _called(module: Any, feeds: bool) -> Runs | None:
+    """How the pair of a branch runs that is called whole, and why; None where ours runs."""
+    return called_runs(module, nn.Sequential if feeds else Attention)
 
 
 class VariantBlockForward(BlockForward):
@@ -110,6 +115,8 @@ class VariantBlockForward(BlockForward):
         Branch(name="cross_attention", kind="cross", norm="cross_norm", output="o_proj"),
         Branch(name="mlp", kind="feed-forward", norm="mlp_norm", at=3, cast="fp32"),
     )  # fmt: skip
+    layer_norm = Norm
+    apart = ("text_norm",)
 
     def __call__(
         self, x: Tensor, text: Tensor, time: Tensor, rotary: tuple[Tensor, Tensor]
@@ -126,26 +133,20 @@ class VariantBlockForward(BlockForward):
         out: Tensor = self._run(hidden, given, guard, (x, normed, time, rotary))
         return out
 
-    def _sizes(self) -> tuple[int, int, float]:
-        attn = self._block.self_attention
-        return attn.heads, attn.q_proj.out_features, attn.q_norm.eps
-
     # --- the modules -----------------------------------------------------------------------------
 
     def _mode(self, branch: Branch, hidden: Tensor, given: Given) -> Mode:
-        return "ours" if bare(getattr(self._block, branch.name)) else "called"
+        module = getattr(self._block, branch.name)
+        return "ours" if _called(module, branch.kind == "feed-forward") is None else "called"
 
     def _attention(self, branch: Branch, like: Tensor, given: Given) -> AttentionModules:
         attn = getattr(self._block, branch.name)
         q, k, v, out = (getattr(attn, name) for name in _PROJECTIONS)
         norms, cross = (attn.q_norm, attn.k_norm), branch.kind == "cross"
-        readable = None
-        if all([plain_norm(norm, like) for norm in norms]) and norms[0].eps == norms[1].eps:
-            readable = (*map(holder, norms), norms[0].eps)
         return AttentionModules(
             heads=attn.heads, head_dim=q.out_features // attn.heads, norms=norms,
             qkv=(q,) if cross else (q, k, v), kv=(k, v) if cross else (),
-            readable=readable, out=(out,),
+            readable=readable_norms(norms, like), out=(out,),
         )  # fmt: skip
 
     def _feed_forward(self, module: Any) -> FeedForwardModules:
@@ -154,15 +155,5 @@ class VariantBlockForward(BlockForward):
             first=first if bare(gelu) else None, called=(first, gelu), last=(last,)
         )
 
-    def _fused_norm(self, branch: Branch, like: Tensor) -> bool:
-        norm = getattr(self._block, branch.norm)
-        return (
-            type(norm) is Norm and bare(norm) and (norm.weight is None) == (branch.at is not None)
-        )
-
     def _beside(self, branch: Branch, given: Given) -> tuple[Any, ...]:
         return (None, given.rotary) if branch.kind == "self" else (given.context,)
-
-    def _only(self, name: str, notes: Notes, instead: Callable[..., Any] | None) -> Any:
-        view = super()._only(name, notes, instead)  # The text that its author gets is normed.
-        return notes.over(self._block, **view._instead, text_norm=same)

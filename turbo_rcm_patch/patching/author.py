@@ -25,12 +25,7 @@ from turbo_rcm_patch.patching.plain import runs_itself, stand_in
 
 _local = threading.local()
 
-#: Projections that make values, and which share of their output is the values.
-_VALUES: Final = {"to_v": 1, "v": 1, "to_kv": 2, "to_qkv": 3}
 _TILE: Final = 64
-#: Values of the image tokens, which are other keys.
-_IMAGE_VALUES: Final = {"add_v_proj": 1, "v_img": 1, "to_added_kv": 2}
-_SHARES: Final = _VALUES | _IMAGE_VALUES
 
 
 def call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,11 +38,17 @@ def call(module: Any, *args: Any, **kwargs: Any) -> Any:
     return notes.call(module, args, kwargs)
 
 
-def observe(x: Any) -> None:
-    """Tell the guard the input of a branch, after its norm: [B, N, C], or int8 rows of it."""
+def observe(x: Any, *values: Any) -> None:
+    """Tell the guard the input of a branch.
+
+    Args:
+        x: After its norm: [B, N, C], or int8 rows of it.
+        *values: Of an attention, the Linears whose last rows make values: that of its keys, and
+            that of the image tokens, which are other keys.
+    """
     notes: Notes | None = getattr(_local, "notes", None)
     if notes is not None:
-        notes.ours = x
+        notes.ours, notes.values = x, values
 
 
 def observe_attention(operands: Any) -> None:
@@ -78,6 +79,7 @@ class Notes:
         theirs: The author's.
         before: What the author's output projection gets, [B, N, H * D].
         output: The author's output projection.
+        values: The Linears whose last rows make values, see `observe`; none where nobody knows.
         wants_operands: Whether somebody asks for these.
         operands: What our attention was given, where it runs in 8 bits.
         replayed: What hooked modules got from ours and would have got from the author.
@@ -89,11 +91,13 @@ class Notes:
         self.theirs: Tensor | None = None
         self.before: Tensor | None = None
         self.output: nn.Module | None = None
+        self.values: tuple[Any, ...] = ()
         self.operands: Any = None
         self.replayed: list[tuple[Tensor, Tensor]] = []
         self._calls: dict[int, list[_Call]] = {}
         self._branch: Callable[[], Any] | None = None
         self._centre: Tensor | None = None
+        self._taken_apart: set[int] = set()
 
     def forget(self) -> None:
         """Let go of all tensors. What runs the branch again holds the notes, and so it would keep
@@ -166,14 +170,14 @@ class Notes:
             self._branch = lambda: own(*args, **kwargs)
             return own(*args, **kwargs)
 
-        if output:
-            held: Any = getattr(module, output)
+        held: Any = getattr(module, output, None) if output else None
+        if held is not None:  # Somebody's own module in the branch's place may have none.
             first = held if isinstance(held, nn.Linear) or not _listed(held) else held[0]
             self.output = first
             watched = self._watched(first)
-            rest = [] if first is held else [self.member("", part) for part in list(held)[1:]]
+            rest = [] if first is held else [self.member(part) for part in list(held)[1:]]
             instead[output] = watched if first is held else [watched, *rest]
-        view = self.over(module, **instead) if instead or run else self.member("", module)
+        view = self.over(module, **instead) if instead or run else self.member(module)
         own = partial(run, view) if run else view
         return called
 
@@ -186,27 +190,29 @@ class Notes:
         Returns:
             [B, N, H * D], or None where it cannot be told.
         """
-        if self._branch is None or self.before is None:
+        if self._branch is None or self.before is None or not self.values:
             return None
-        before = self.before
+        before, self._taken_apart = self.before, set()
         self._centre = before.float().mean(1, keepdim=True).to(before.dtype)
         try:
             self._branch()
-            return self.before
+            # The author may use a Linear without a call, which shows nothing.
+            apart = self._taken_apart == set(map(id, self.values))
+            return self.before if apart else None
         finally:
             self.before, self._centre = before, None
 
-    def member(self, name: str, value: Any) -> Any:
+    def member(self, value: Any) -> Any:
         """A member of a module as the author's code may use it."""
         if not isinstance(value, nn.Module):
             return value
         usable: Any = value if quiet(value) else Author(value, self, {})
-        if self._centre is not None and name in _SHARES:
-            return self._only_last(usable, name, self._centre)
+        if self._centre is not None and any(value is one for one in self.values):
+            return self._only_last(value, usable, self._centre)
         return usable
 
     def _watched(self, linear: nn.Module) -> Callable[[Tensor], Any]:
-        usable = self.member("", linear)
+        usable = self.member(linear)
 
         def run(x: Tensor) -> Any:
             self.before = x
@@ -215,18 +221,19 @@ class Notes:
         return run
 
     def _only_last(
-        self, project: Callable[[Tensor], Tensor], name: str, centre: Tensor
+        self, linear: nn.Module, project: Callable[[Tensor], Tensor], centre: Tensor
     ) -> Callable[..., Any]:
         def run(x: Tensor) -> Tensor:
             made = project(x)
+            self._taken_apart.add(id(linear))
             if made.shape[0] == 1:  # A text of one sample may stand for every sample's.
                 made = made.expand(centre.shape[0], -1, -1)
             made = made.clone()
-            values = made.chunk(_SHARES[name], dim=-1)[-1]
+            values = made[..., -centre.shape[-1] :]  # Behind q and k, where it makes them too.
             last = _last(values.shape[1])
             kept = values[:, -last:] - centre
             values.zero_()
-            if name in _VALUES:
+            if linear is self.values[0]:
                 values[:, -last:] = kept
             return made
 
@@ -236,7 +243,7 @@ class Notes:
 class Untold(Notes):
     """For a pair that runs as its author wrote it from now on: every module is called as ever."""
 
-    def member(self, name: str, value: Any) -> Any:
+    def member(self, value: Any) -> Any:
         return value
 
     def branch(
@@ -256,13 +263,17 @@ class Author:
     def __init__(self, module: nn.Module, notes: Notes, instead: dict[str, Any]) -> None:
         self.__dict__.update(_module=module, _notes=notes, _instead=instead)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # `super()` and `isinstance` in the author's code ask for it.
+        return type(self._module)
+
     def __getattr__(self, name: str) -> Any:
         if name in self._instead:
             return self._instead[name]
         value = getattr(self._module, name)
         if isinstance(value, MethodType) and value.__self__ is self._module:
             return MethodType(value.__func__, self)
-        return self._notes.member(name, value)
+        return self._notes.member(value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
@@ -276,10 +287,10 @@ class Author:
         return type(module).forward(self, *args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._notes.member("", part) for part in self._module)
+        return (self._notes.member(part) for part in self._module)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._notes.member("", self._module[index])
+        return self._notes.member(self._module[index])
 
     def __len__(self) -> int:
         return len(self._module)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,10 +20,11 @@ from types import MethodType
 from typing import Any, ClassVar, Final, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import FamilyError
 from turbo_rcm_patch.ops.batches import MAX_BATCH
 from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.modes import is_capturing
@@ -52,7 +53,7 @@ from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.joined import run_joined
 from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsClose, rounded
 from turbo_rcm_patch.patching.parallel import Ranks
-from turbo_rcm_patch.patching.plain import unserved
+from turbo_rcm_patch.patching.plain import bare, unserved
 from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference, signature
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast
@@ -68,14 +69,18 @@ class Branch:
     """One branch of a block.
 
     Attributes:
-        name: Of its module in the block, and of its pair.
+        name: Of its module in the block, and of its pair; of its first Linear, where it is no
+            module of its own.
         kind: "self", "cross" or "feed-forward".
         norm: Name of the norm before it.
         at: Where its shift, scale and gate begin in the rows of the modulation; None where the
             norm has weights of its own and the gate is 1.
         cast: Where its skip is summed.
         inner: Name of the pair inside it: another attention that is added before the projection.
-        output: Name of its output projection.
+        output: Name of its output projection, where the gate alone stands between that and the
+            residual.
+        last: Name of its last Linear, where it is no module of its own.
+        behind: Name of a module of the block behind it, which its sum goes through.
     """
 
     name: str
@@ -85,6 +90,19 @@ class Branch:
     cast: Cast = "model"
     inner: str = ""
     output: str = ""
+    last: str = ""
+    behind: str = ""
+
+
+def _misnamed(
+    path: str, branch: str, field: str, name: str, where: str, names: list[str]
+) -> FamilyError:
+    return FamilyError(
+        f"{path}: {field} of the branch {branch!r}",
+        expected=f"one of {where} ({', '.join(names)})",
+        got=repr(name),
+        remedy="Mend the family's Branch, or the name of the pair",
+    )
 
 
 class _Plan(tuple[Run, ...]):
@@ -133,6 +151,13 @@ class BlockForward:
     streams: ClassVar[bool] = False
     #: Whether a compiler can trace the author's block as a whole.
     traceable: ClassVar[bool] = True
+    #: The class of the norms before branches: a layer norm that computes in fp32.
+    layer_norm: ClassVar[type[nn.LayerNorm]] = nn.LayerNorm
+    #: Where the author modulates what such a norm gives.
+    modulation_cast: ClassVar[Cast] = "fp32"
+    #: Modules of the block outside the branches, which `__call__` calls: the author's forward gets
+    #: what they made in the place of what it is made of.
+    apart: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -146,8 +171,10 @@ class BlockForward:
     ) -> None:
         self._block, self._states, self._config = block, states, config
         self._shared = shared
-        heads, self._width, eps = self._sizes()
-        self._head_dim = self._width // heads
+        # Of the attentions; 0 where somebody replaced all of them.
+        known = [state.pair for state in states.values() if state.pair.heads]
+        heads, self._head_dim = (known[0].heads, known[0].head_dim) if known else (1, 0)
+        self._width = heads * self._head_dim
         self._author: Any = type(block).forward
         self._first, self._guard = first, guard
         self._linears = Linears(copies)
@@ -155,7 +182,7 @@ class BlockForward:
         self._specs = specs_of(
             ops.AttentionSpec(
                 heads=heads, attention=config.attention, pv=config.pv, smooth_k=config.smooth_k,
-                eps=eps, impl=config.impl,
+                impl=config.impl,
             )
         )  # fmt: skip
         self._slot: PlanSlot[tuple[Run, ...]] = PlanSlot()
@@ -176,11 +203,6 @@ class BlockForward:
         return made
 
     # --- what a family says of its own -----------------------------------------------------------
-
-    def _sizes(self) -> tuple[int, int, float]:
-        """Heads of its attentions, channels of all of them together, and eps of the norms of q and
-        k, where they have none of their own."""
-        raise NotImplementedError
 
     def _by_author(self, name: str, view: Any, hidden: Hidden, inputs: tuple[Any, ...]) -> Hidden:
         """The streams behind one pair, by the author's forward.
@@ -213,7 +235,10 @@ class BlockForward:
 
     def _fused_norm(self, branch: Branch, like: Tensor) -> bool:
         """Whether the norm before a branch is exactly a layer norm in fp32."""
-        raise NotImplementedError
+        norm: Any = getattr(self._block, branch.norm)
+        if type(norm) is not self.layer_norm or len(norm.normalized_shape) != 1 or not bare(norm):
+            return False
+        return branch.at is None or (norm.weight is None and norm.bias is None)
 
     def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
         """The norm before a branch, called, before its modulation."""
@@ -225,9 +250,16 @@ class BlockForward:
         raise NotImplementedError
 
     def call_branch(self, branch: Branch, x: Any, hidden: Hidden, given: Given) -> Any:
-        """The module of a branch, called as the block's author calls it."""
+        """The modules of a branch, called as the block's author calls them."""
+        module = getattr(self._block, branch.name)
+        if branch.last:
+            parts = self._feed_forward(module)
+            for part in (*parts.called, *parts.between, *parts.last):
+                x = call(part, x)
+            return x
         more = () if branch.kind == "feed-forward" else self._beside(branch, given)
-        return call(getattr(self._block, branch.name), x, *more)
+        made = call(module, x, *more)
+        return call(getattr(self._block, branch.behind), made) if branch.behind else made
 
     def _facts(self, hidden: Hidden, given: Given) -> tuple[Any, ...]:
         """What decides about the plan beside the modules: a plan is for forwards where it is the
@@ -261,6 +293,37 @@ class BlockForward:
         return signature(hidden, context, row, cos, sin)
 
     # --- resolve ---------------------------------------------------------------------------------
+
+    @classmethod
+    def check_branches(
+        cls, path: str, block: nn.Module, states: Mapping[str, PairState] | None = None
+    ) -> None:
+        """Raise a typed error if a name in the description of a block is none of its members.
+
+        Args:
+            path: Of the block.
+            block: Of a class that its family knows.
+            states: Its pairs, by the names of their branches; None before they were made.
+
+        Raises:
+            FamilyError: A branch names what is not there.
+        """
+        for branch in cls.branches:
+            for field in ("name", "norm", "last", "behind"):
+                member = getattr(branch, field)
+                if member and not hasattr(block, member):
+                    names = [name for name, _ in block.named_children()]
+                    raise _misnamed(path, branch.name, field, member, "the block's members", names)
+            if states is None:
+                continue
+            if branch.name not in states:
+                raise _misnamed(path, branch.name, "name", branch.name, "the pairs", [*states])
+            module = getattr(block, branch.name)
+            ours = states[branch.name].pair.runs in ("one-launch", "two-launch")
+            if branch.output and ours and not hasattr(module, branch.output):
+                names = [name for name, _ in module.named_children()]
+                where = f"the members of {branch.name!r}"
+                raise _misnamed(path, branch.name, "output", branch.output, where, names)
 
     def _resolve(self, hidden: Hidden, given: Given) -> tuple[Run, ...]:
         """The plan of the block as it is now."""
@@ -352,7 +415,9 @@ class BlockForward:
             if at is None:
                 return x.type_as(hidden), None
             shift, scale, gate = given.rows[at : at + 3]
-            return (x.float() * (1 + scale) + shift).type_as(hidden), gate
+            if given.forward.modulation_cast == "fp32":
+                x = x.float()
+            return (x * (1 + scale) + shift).type_as(hidden), gate
 
         return CalledNorm(called, rounding)
 
@@ -397,7 +462,7 @@ class BlockForward:
         Python (docs/performance.md).
         """
         config, block = self._config, self._block
-        apart = config.attention != "auto" or config.linear != "as-is"
+        apart = config.attention != "auto" or config.linear != "as-is" or not self._head_dim
         if apart or config.form == "one-launch" or not self.traceable or "linear" in self._states:
             return 0
         parameter = next(block.parameters(), None)
@@ -439,7 +504,7 @@ class BlockForward:
             return None
         guard = self._guard
         if self._first:
-            if self._config.self_test and self._config.attention == "auto":
+            if self._config.self_test and self._config.attention == "auto" and self._head_dim:
                 hidden, heads = next(iter(inputs.values())), self._specs["as asked for"].heads
                 ensure_tested(hidden.device, hidden.shape[-1] // heads, heads)
             self._linears.copies.begin()
@@ -453,6 +518,8 @@ class BlockForward:
         tokens = hidden.shape[1] + context.shape[1] * self.streams
         if parallel is not None:
             tokens *= parallel.size
+        if not self._head_dim:
+            return hidden.dtype, hidden.device.type
         keys = (tokens,) if self.streams else (tokens, context.shape[1])
         dim = hidden.shape[2] // spec.heads
         each = [ops.resolved(spec, hidden.device, tokens, n, dim) for n in keys]
@@ -619,16 +686,21 @@ class BlockForward:
 
     def _only(self, name: str, notes: Notes, instead: Callable[..., Any] | None) -> Any:
         """The block for its author's forward, with one pair in it: the others add nothing."""
-        members: dict[str, Any] = {}
+        members: dict[str, Any] = dict.fromkeys(self.apart, same)
         for branch in self._branches():
+            makes: Any = instead
             if branch.name != name:
-                members |= {branch.norm: same, branch.name: nothing}  # A norm "" is none.
-            elif instead is None:
+                makes = nothing
+                members |= {branch.norm: same, branch.behind: same}  # A name "" is none.
+            elif instead is not None and not self.streams:
+                members[branch.norm] = same  # Of streams it makes the gates, too.
+            if makes is not None:
+                own = {branch.name: same, branch.last: makes}
+                members |= own if branch.last else {branch.name: makes}
+            elif not branch.last:
                 members[name] = self._watched(branch, notes)
             else:
-                members[name] = instead
-                if not self.streams:  # There the norm makes the gates, too.
-                    members[branch.norm] = same
+                members[name] = notes.branch(getattr(self._block, name))
         return notes.over(self._block, **members)
 
     def _watched(self, branch: Branch, notes: Notes) -> Callable[..., Any]:

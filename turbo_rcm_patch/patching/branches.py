@@ -50,6 +50,7 @@ from turbo_rcm_patch.patching.linears import (
     tensors_of,
 )
 from turbo_rcm_patch.patching.noise import Operands
+from turbo_rcm_patch.patching.plain import plain_norm
 from turbo_rcm_patch.patching.plan import Token, after_call
 from turbo_rcm_patch.patching.state import PairState
 
@@ -469,7 +470,7 @@ class AttentionModules:
         head_dim: D.
         qkv: One Linear for q, k and v or three; of cross-attention the one for q.
         kv: Of cross-attention: one Linear for k and v, or two.
-        norms: What normalises q and k.
+        norms: What normalises q and k; None where nothing does.
         readable: Where the weights of these norms are and their epsilon; None where they have to
             be called.
         call_norm: Calls a norm of q or k.
@@ -485,8 +486,8 @@ class AttentionModules:
     head_dim: int
     qkv: tuple[Any, ...]
     kv: tuple[Any, ...] = ()
-    norms: tuple[Any, Any]
-    readable: tuple[dict[str, Any], dict[str, Any], float] | None
+    norms: tuple[Any, Any] = (None, None)
+    readable: tuple[dict[str, Any], dict[str, Any], float] | None = None
     call_norm: Callable[[Any, Tensor], Tensor] = call
     out: Sequence[Any]
     image: tuple[Any, ...] = ()
@@ -494,6 +495,24 @@ class AttentionModules:
     image_readable: dict[str, Any] | None = None
     sparse: Callable[[torch.device], tuple[Tensor, Tensor | None]] | None = None
     sparsity: ops.Sparsity | None = None
+
+
+def readable_norms(
+    norms: tuple[Any, Any], like: Tensor, plain: Callable[[Any, Tensor], bool] = plain_norm
+) -> tuple[dict[str, Any], dict[str, Any], float] | None:
+    """What `AttentionModules.readable` is of norms of all heads or of one, without a bias.
+
+    Args:
+        norms: Of q and k; None for both, where there are none.
+        like: Of the dtype and on the device of the residual stream.
+        plain: Whether a norm's weight can be read.
+    """
+    if norms[0] is None and norms[1] is None:
+        none: dict[str, Any] = {"weight": None, "bias": None}
+        return none, none, 1e-6
+    if not all([plain(norm, like) for norm in norms]) or norms[0].eps != norms[1].eps:
+        return None
+    return holder(norms[0]), holder(norms[1]), norms[0].eps
 
 
 class _Way:
@@ -690,7 +709,7 @@ class AttentionRun:
         dtype = self._model or like.dtype
         x, gate, token = self.norm(token, hidden, given)
         if given.compared:
-            observe(x)
+            observe(x, (modules.kv or modules.qkv)[-1], *modules.image[-1:])
         made, token = self._of_x(token, x, like)
         image: Any = None
         if self._of_context is None:
@@ -709,7 +728,10 @@ class AttentionRun:
         self._note(token, way.how)
         own_q = q
         if self._readable is None or (token is None and q.dtype != dtype):
-            q, k = modules.call_norm(modules.norms[0], q), modules.call_norm(modules.norms[1], k)
+            if modules.norms[0] is not None:
+                q = modules.call_norm(modules.norms[0], q)
+            if modules.norms[1] is not None:
+                k = modules.call_norm(modules.norms[1], k)
             norms = _NO_NORMS
             token = after_call(token, like, dtype, (q,), (self._width,), own_q.shape[1])
             token = after_call(token, like, dtype, (k,), (self._width,), v.shape[1])

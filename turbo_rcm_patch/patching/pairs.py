@@ -14,9 +14,11 @@ from torch import nn
 
 from turbo_rcm_patch.config import Kind, PatchConfig
 from turbo_rcm_patch.patching import plain
+from turbo_rcm_patch.patching.block import BlockForward
 from turbo_rcm_patch.patching.blocks import distinct, known_inside, left_by_config
 from turbo_rcm_patch.patching.linears import pair_state
 from turbo_rcm_patch.patching.parallel import Ranks
+from turbo_rcm_patch.patching.plain import bare, hook_names, why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.registry import author_class
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState
@@ -34,9 +36,9 @@ def add_blocks(
     result: ModelPlan,
     name: str,
     classes: tuple[type[nn.Module], ...],
-    parts: tuple[str, ...],
     states_of_block: Callable[[Any, str, str], States],
-    make: Callable[..., Any],
+    make: type[BlockForward],
+    shared: Any = None,
 ) -> None:
     """Add the blocks in `model.<name>` to a plan.
 
@@ -45,39 +47,59 @@ def add_blocks(
             because the guard looks at the inputs of the first one.
         name: The list of blocks.
         classes: What its blocks may be.
-        parts: Members without which the pairs of a block cannot be named; a wrapper may be
-            anything.
         states_of_block: Gives the pairs of a block from the block, its path, and why all of it is
             left alone or "".
-        make: Makes what stands in for a block's forward, see `install`.
+        make: What stands in for a block's forward. Without the modules of its branches the pairs
+            of a block cannot be named; a wrapper may be anything.
+        shared: What all blocks of the model are given.
+
+    Raises:
+        FamilyError: A branch names what is not there.
     """
+    parts = [name for branch in make.branches for name in (branch.name, branch.last) if name]
     for index, child in distinct(getattr(result.model, name)):
         inner, block = known_inside(child, classes)
         path = f"{result.path}.{name}.{index}.{inner}".strip(".")
-        if not all(hasattr(block, part) for part in parts):
-            result.states.append(PairState(_unknown(path, block)))
+        if author_class(block) in classes:
+            make.check_branches(path, block)
+        elif not all(hasattr(block, part) for part in parts):
+            result.states.append(unknown(path, block))
             continue
-        install(result, block, states_of_block(block, path, foreign(block, result, classes)), make)
+        states = states_of_block(block, path, foreign(block, result, classes))
+        install(result, block, path, states, make, shared)
 
 
-def install(result: ModelPlan, block: nn.Module, states: States, make: Callable[..., Any]) -> None:
+def install(
+    result: ModelPlan,
+    block: nn.Module,
+    path: str,
+    states: States,
+    make: type[BlockForward],
+    shared: Any = None,
+) -> None:
     """Add the pairs of one block to a plan, and its forward if any of them is fused.
 
     Args:
         result: The plan of the model.
         block: The block.
+        path: Where it sits.
         states: Its pairs.
-        make: Makes what stands in for its forward from the block, the pairs, the configuration,
-            the int8 copies, whether it is the first one, and the guard.
+        make: What stands in for its forward.
+        shared: What all blocks of the model are given.
+
+    Raises:
+        FamilyError: A branch names what is not there.
     """
     result.states += states.values()
     if any(state.live for state in states.values()):
+        make.check_branches(path, block, states)
         first = not result.installations
         if result.ranks is None:
             result.ranks = Ranks(result.states, result.model)
         forward = partial(
-            _sharing, result.ranks, make, block, states, result.config, result.copies, first
-        )
+            _sharing, result.ranks, make, shared, block, states, result.config, result.copies,
+            first,
+        )  # fmt: skip
         result.installations.append(Installation(block, "forward", forward))
 
 
@@ -99,9 +121,9 @@ def foreign(block: nn.Module, result: ModelPlan, classes: tuple[type[nn.Module],
     return "" if innermost(block) else _REPLACED
 
 
-def _unknown(path: str, module: nn.Module) -> SkipPair:
+def unknown(path: str, module: nn.Module) -> PairState:
     """Stands in the report for a block of which nothing is known; it runs as it is."""
-    return SkipPair(
+    pair = SkipPair(
         path=path,
         kind="self",
         heads=0,
@@ -112,6 +134,38 @@ def _unknown(path: str, module: nn.Module) -> SkipPair:
         runs="as-written",
         reason=f"it is a {type(module).__qualname__}, of which nothing is known",
     )
+    return PairState(pair)
+
+
+def linear_runs(last: nn.Module, plain: Residual) -> Runs:
+    """How a pair runs that a Linear ends, and why.
+
+    Args:
+        last: The Linear.
+        plain: How it runs where the Linear's weight can be read.
+    """
+    why = why_not_plain(last)
+    return ("after-linear", f"its last Linear is called: {why}") if why else (plain, "")
+
+
+def called_runs(module: nn.Module, cls: type[nn.Module]) -> Runs | None:
+    """How a pair runs whose module is called whole, and why; None where ours runs in its place.
+
+    Args:
+        module: Of the branch.
+        cls: Of which ours knows what it computes. A subclass is another class.
+    """
+    if type(module) is not cls:
+        return "after-linear", f"called as a module: it is a {type(module).__qualname__}"
+    if bare(module):
+        return None
+    return "after-linear", f"called as a module: {hook_names(module)}"
+
+
+def norms_of(attn: Any) -> tuple[Any, ...]:
+    """The norms of q and k; none of what somebody put in an attention's place."""
+    norms = [getattr(attn, name, None) for name in ("norm_q", "norm_k")]
+    return tuple(norms) if hasattr(attn, "norm_q") else ()
 
 
 def left_alone(kind: Kind, config: PatchConfig, whole: str) -> Runs | None:

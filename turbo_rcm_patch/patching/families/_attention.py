@@ -56,6 +56,9 @@ def attention_left(attn: Any, cls: object, processors: Collection[type]) -> Runs
 def attention_pair(
     attn: Any, path: str, kind: Kind, runs: Runs, *streams: Stream, cast: Cast = "model"
 ) -> SkipPair:
-    """The pair of an attention; arguments as those of `block_pair`."""
-    dim = attn.inner_dim // attn.heads
-    return block_pair(path, kind, runs, *streams, cast=cast, heads=attn.heads, head_dim=dim)
+    """The pair of an attention, or of what somebody put in its place; arguments as those of
+    `block_pair`."""
+    heads, dim = getattr(attn, "heads", 0), getattr(attn, "inner_dim", 0)
+    if not heads or not dim:  # Of another class, of which nothing is known.
+        return block_pair(path, kind, runs, *streams, cast=cast)
+    return block_pair(path, kind, runs, *streams, cast=cast, heads=heads, head_dim=dim // heads)

@@ -47,6 +47,7 @@ from turbo_rcm_patch.patching.pairs import (
     add_blocks,
     block_pair,
     left_alone,
+    norms_of,
     states_of,
 )
 from turbo_rcm_patch.patching.plain import why_not_plain
@@ -86,9 +87,8 @@ def check(model: nn.Module) -> None:
 def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     """The pairs of every block, how each would run, and the block forwards to install."""
     result = ModelPlan(model, path, config, states=[])
-    make = partial(CogVideoXBlockForward, KeptTables())
     states = partial(_block_states, config=config)
-    add_blocks(result, "transformer_blocks", _BLOCKS, ("attn1", "ff"), states, make)
+    add_blocks(result, "transformer_blocks", _BLOCKS, states, CogVideoXBlockForward, KeptTables())
     result.states += [PairState(pair) for pair in _face_pairs(model, path)]
     return result
 
@@ -117,7 +117,7 @@ def _block_states(block: Any, path: str, whole: str, config: PatchConfig) -> Sta
         "ff": block_pair(f"{path}.ff", "feed-forward", runs, *_streams("ff")),
     }
     linears = {"attn1": _attention_linears(attn), "ff": feed_forward_linears(ff)}
-    return states_of(pairs, linears, config, {"attn1": (attn.norm_q, attn.norm_k)})
+    return states_of(pairs, linears, config, {"attn1": norms_of(attn)})
 
 
 def _streams(branch: str) -> tuple[Stream, Stream]:

@@ -112,9 +112,6 @@ class CogVideoXBlockForward(BlockForward):
         text, video = self._run((encoder_hidden_states, hidden_states), given, guard, inputs)
         return video, text
 
-    def _sizes(self) -> tuple[int, int, float]:
-        return self._block.attn1.heads, self._block.attn1.inner_dim, 1e-6
-
     def _by_author(
         self, name: str, view: Any, hidden: Streams, inputs: tuple[Any, ...]
     ) -> Streams:
@@ -293,8 +290,6 @@ def norms_of_heads(attn: Any) -> bool:
 
 def _normed(norm: Any, x: Tensor, heads: int) -> Tensor:
     """q or k [B, N, H*D] after the norm of its heads."""
-    if norm is None:
-        return x
     by_head = torch.unflatten(x, -1, (heads, -1))
     if _plain_layer_norm(norm):
         # It looks at one head of one token at a time, so the order of heads and tokens is free.

@@ -157,7 +157,7 @@ class RCMAttentionForward:
             return self._close(x, c_skip, c_out)
 
         def author(notes: Notes, x: Any, branch: Callable[..., Any] | None) -> Tensor:
-            output = "proj" if module.proj is not None else ""
+            output, notes.values = "proj" if module.proj is not None else "", (module.qkv,)
             instead = branch or notes.branch(module, output, run=RCMAttention.branch)
             view: Any = notes.over(module, branch=instead)
             out: Tensor = RCMAttention.forward(view, x, t)

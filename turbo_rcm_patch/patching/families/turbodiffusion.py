@@ -39,7 +39,9 @@ from turbo_rcm_patch.patching.pairs import (
     install,
     left_alone,
     linear_pair,
+    norms_of,
     states_of,
+    unknown,
     with_image,
 )
 from turbo_rcm_patch.patching.plain import why_not_plain
@@ -79,9 +81,10 @@ def check(model: nn.Module) -> None:
     }
     check_parameters({cls.forward: names for cls, names in known.items()}, "TurboDiffusion")
     for index, wrapped in enumerate(network.blocks):
-        block = unwrapped(wrapped)
         for name in ("self_attn", "cross_attn"):
-            _check_attention(f"blocks.{index}.{name}", getattr(block, name))
+            attn = getattr(unwrapped(wrapped), name, None)
+            if type(attn) in known:
+                _check_attention(f"blocks.{index}.{name}", attn)
 
 
 def _check_attention(path: str, attn: Any) -> None:
@@ -93,12 +96,16 @@ def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
     """The pairs of every block, how each would run, and the block forwards to install."""
     network: Any = model
     result = ModelPlan(model, path, config, states=[])
-    make = partial(TurboBlockForward, KeptTables())
+    tables = KeptTables()
     for index, block in distinct(map(unwrapped, network.blocks)):
+        where = f"{path}.blocks.{index}".lstrip(".")
+        if not _has(block, ("self_attn", "cross_attn", "ffn")):
+            result.states.append(unknown(where, block))
+            continue
         named = author_class(block).__name__ == "WanAttentionBlock"
         whole = foreign(block, result, (author_class(block),) if named else ())
-        states = _block_states(block, f"{path}.blocks.{index}".lstrip("."), config, whole)
-        install(result, block, states, make)
+        states = _block_states(block, where, config, whole)
+        install(result, block, where, states, TurboBlockForward, tables)
         fused = any(state.live for state in states.values())
         if fused and lacks_rotary(block.self_attn) and innermost(block.self_attn):
             rotary = partial(RotaryForward, block.self_attn)
@@ -141,7 +148,7 @@ def _block_states(block: Any, path: str, config: PatchConfig, whole: str) -> Sta
             linears["cross_attn"] = {name: getattr(cross, name) for name in "qkvo"}
     if not why_feed_forward_called(ffn):
         linears["ffn"] = {"0": ffn[0], "2": ffn[2]}
-    norms = {"self_attn": (attn.norm_q, attn.norm_k), "cross_attn": (cross.norm_q, cross.norm_k)}
+    norms = {"self_attn": norms_of(attn), "cross_attn": norms_of(cross)}
     # Its tokens share the queries of the text.
     norms["image"] = norms["cross_attn"]
     return states_of(pairs, linears, config, norms, close="o")
@@ -150,9 +157,9 @@ def _block_states(block: Any, path: str, config: PatchConfig, whole: str) -> Sta
 def _attention_pair(attn: Any, path: str, kind: Kind, config: PatchConfig, whole: str) -> SkipPair:
     gated = [Stream("video", "1", "e[2]", "[B, 1, C]")] if kind == "self" else []
     runs = left_alone(kind, config, whole) or _attention_runs(attn, kind, config)
-    return block_pair(
-        path, kind, runs, *gated, heads=attn.num_heads, head_dim=attn.dim // attn.num_heads
-    )
+    heads, dim = getattr(attn, "num_heads", 0), getattr(attn, "dim", 0)
+    head_dim = dim // heads if heads else 0
+    return block_pair(path, kind, runs, *gated, heads=heads * bool(dim), head_dim=head_dim)
 
 
 def _attention_runs(attn: Any, kind: str, config: PatchConfig) -> Runs:

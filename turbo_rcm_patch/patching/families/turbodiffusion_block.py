@@ -28,11 +28,12 @@ from turbo_rcm_patch.patching.branches import (
     AttentionModules,
     FeedForwardModules,
     Given,
+    readable_norms,
 )
 from turbo_rcm_patch.patching.families.turbodiffusion_structure import (
     is_sparse,
     modulates,
-    rms_weight,
+    readable_rms,
     sparsity_of,
     why_attention_called,
     why_feed_forward_called,
@@ -88,10 +89,6 @@ class TurboBlockForward(BlockForward):
         out: Tensor = self._run(x, given, guard, inputs)
         return out
 
-    def _sizes(self) -> tuple[int, int, float]:
-        attn = self._block.self_attn
-        return attn.num_heads, attn.dim, attn.eps
-
     # --- the modules -----------------------------------------------------------------------------
 
     def _mode(self, branch: Branch, hidden: Tensor, given: Given) -> Mode:
@@ -119,10 +116,8 @@ class TurboBlockForward(BlockForward):
     def _attention(self, branch: Branch, like: Tensor, given: Given) -> AttentionModules:
         attn = getattr(self._block, branch.name)
         cross = branch.kind == "cross"
-        norms, readable = (attn.norm_q, attn.norm_k), None
-        plain = all([rms_weight(norm, like) is not None for norm in norms])
-        if plain and attn.norm_q.eps == attn.norm_k.eps:
-            readable = (*map(holder, norms), attn.norm_q.eps)
+        norms = (attn.norm_q, attn.norm_k)
+        readable = readable_norms(norms, like, readable_rms)
         modules = AttentionModules(
             heads=attn.num_heads, head_dim=attn.dim // attn.num_heads, norms=norms,
             qkv=(attn.q,) if cross else (attn.q, attn.k, attn.v),
@@ -131,7 +126,7 @@ class TurboBlockForward(BlockForward):
         if cross and "image" in self._states:
             modules.image, norm = (attn.k_img, attn.v_img), attn.norm_k_img
             modules.image_norm = norm
-            if rms_weight(norm, like) is not None and readable and norm.eps == readable[2]:
+            if readable_rms(norm, like) and readable is not None and norm.eps == readable[2]:
                 modules.image_readable = holder(norm)
         if not cross and is_sparse(attn):
             proj_l = attn.attn_op.local_attn.proj_l

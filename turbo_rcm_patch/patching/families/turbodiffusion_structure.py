@@ -62,7 +62,8 @@ def has_image(attn: Any) -> bool:
 
 def is_sparse(attn: Any) -> bool:
     """Whether an attention is sparse-linear: SLA or SageSLA."""
-    return type(getattr(attn.attn_op, "local_attn", None)).__name__ in _SPARSE
+    operator = getattr(attn, "attn_op", None)
+    return type(getattr(operator, "local_attn", None)).__name__ in _SPARSE
 
 
 def sparsity_of(attn: Any, device: torch.device) -> ops.Sparsity:
@@ -136,19 +137,17 @@ def modulates(norm: Any, *, affine: bool) -> bool:
     return (norm.weight is not None) == (norm.bias is not None) == affine
 
 
-def rms_weight(norm: Any, x: Tensor) -> Tensor | None:
-    """The weight of a plain RMSNorm of all channels of x, or None if it has to be called.
+def readable_rms(norm: Any, x: Tensor) -> bool:
+    """Whether a norm is a plain RMSNorm of all channels of x, its weight readable.
 
     The trained norm's weight has the dtype of x, which its author multiplies by it; the fast one's
     is a buffer that is read as fp32.
     """
     if type(norm).__name__ not in ("WanRMSNorm", "FastRMSNorm") or not bare(norm):
-        return None
+        return False
     weight: Tensor = norm.weight
     plain = type(weight) in (nn.Parameter, Tensor) and weight.device == x.device
-    if not plain or (type(norm).__name__ == "WanRMSNorm" and weight.dtype != x.dtype):
-        return None
-    return weight
+    return plain and (type(norm).__name__ == "FastRMSNorm" or weight.dtype == x.dtype)
 
 
 # --- without flash-attn --------------------------------------------------------------------------

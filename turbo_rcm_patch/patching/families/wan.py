@@ -28,7 +28,7 @@ from turbo_rcm_patch.skip import SkipPair
 def check(model: nn.Module) -> None:
     """Raise a typed error if this instance cannot be patched at all."""
     check_signatures(_classes(model))
-    check_blocks(model, "blocks")
+    check_blocks(model, "blocks", _classes(model))
 
 
 def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:

@@ -28,6 +28,7 @@ from turbo_rcm_patch.patching.branches import (
     AttentionModules,
     FeedForwardModules,
     Given,
+    readable_norms,
 )
 from turbo_rcm_patch.patching.families._attention import attention_mode
 from turbo_rcm_patch.patching.families._feed_forward import (
@@ -37,7 +38,7 @@ from turbo_rcm_patch.patching.families._feed_forward import (
 from turbo_rcm_patch.patching.families.wan_sla import attached, give_back_linear
 from turbo_rcm_patch.patching.linears import holder
 from turbo_rcm_patch.patching.parallel import groups_of
-from turbo_rcm_patch.patching.plain import bare, plain_norm
+from turbo_rcm_patch.patching.plain import plain_norm
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState
 
@@ -78,6 +79,7 @@ class WanBlockForward(BlockForward):
         Branch(name="ffn", kind="feed-forward", norm="norm3", at=3, cast="fp32"),
     )  # fmt: skip
     int8_rows = True
+    layer_norm = FP32LayerNorm
     #: Whether its author's forward takes a mask.
     takes_mask: ClassVar[bool] = False
     #: Whether temb with a timestep per frame is [B, 6, N, C].
@@ -119,10 +121,6 @@ class WanBlockForward(BlockForward):
         given = Given(context, rows, rotary_emb, attention_mask, forward=self)
         out: Tensor = self._run(hidden, given, guard, inputs)
         return out
-
-    def _sizes(self) -> tuple[int, int, float]:
-        attn = self._block.attn1
-        return attn.heads, attn.inner_dim, getattr(attn.norm_q, "eps", None) or 1e-6
 
     def _warn(self, warned: set[str]) -> None:
         attention = self._config.attention
@@ -177,9 +175,8 @@ class WanBlockForward(BlockForward):
             kv = (attn.to_kv,) if fused else (attn.to_k, attn.to_v)
         else:
             qkv = (attn.to_qkv,) if fused else (attn.to_q, attn.to_k, attn.to_v)
-        norms, readable = (attn.norm_q, attn.norm_k), None
-        if all([plain_norm(norm, like) for norm in norms]) and norms[0].eps == norms[1].eps:
-            readable = (*map(holder, norms), norms[0].eps)
+        norms = (attn.norm_q, attn.norm_k)
+        readable = readable_norms(norms, like)
         modules = AttentionModules(
             heads=attn.heads, head_dim=self._head_dim, qkv=qkv, kv=kv, norms=norms,
             readable=readable, out=attn.to_out,
@@ -200,12 +197,6 @@ class WanBlockForward(BlockForward):
 
     def _feed_forward(self, module: Any) -> FeedForwardModules:
         return feed_forward_modules(module)
-
-    def _fused_norm(self, branch: Branch, like: Tensor) -> bool:
-        norm = getattr(self._block, branch.norm)
-        if type(norm) is not FP32LayerNorm or len(norm.normalized_shape) != 1 or not bare(norm):
-            return False
-        return branch.at is None or (norm.weight is None and norm.bias is None)
 
     def called_norm(self, norm: Any, hidden: Tensor) -> Tensor:
         return super().called_norm(norm, hidden.float())

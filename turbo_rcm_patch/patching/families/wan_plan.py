@@ -37,6 +37,7 @@ from turbo_rcm_patch.patching.pairs import (
     add_blocks,
     block_pair,
     left_alone,
+    norms_of,
     states_of,
     with_image,
 )
@@ -79,15 +80,16 @@ def check_signatures(classes: BlockClasses, parameters: tuple[str, ...] = BLOCK)
     )
 
 
-def check_blocks(model: nn.Module, name: str) -> None:
+def check_blocks(model: nn.Module, name: str, classes: BlockClasses) -> None:
     """Raise a typed error if the blocks in `model.<name>` cannot be patched at all."""
     refuse_parallel("model", model)
     for where, block in getattr(model, name).named_modules():
         if all(hasattr(block, part) for part in _PARTS):
             for part in ("attn1", "attn2"):
                 path, attn = f"{name}.{where}.{part}", getattr(block, part)
-                check_attention(path, attn)
-                check_sla(path, attn)
+                if type(attn) is classes.attention:
+                    check_attention(path, attn)
+                    check_sla(path, attn)
 
 
 def plan_blocks(
@@ -119,7 +121,7 @@ def plan_blocks(
         return found
 
     forwards: list[Installation] = []
-    add_blocks(result, name, (classes.block,), _PARTS, of_block, partial(make, classes))
+    add_blocks(result, name, (classes.block,), of_block, make, classes)
     result.installations += forwards
 
 
@@ -149,14 +151,14 @@ def block_states(
     runs = left_alone("self", config, whole) or _attention_runs(attn, config, classes, masked)
     gate = Stream("video", "1", "gate_msa", _GATE_SHAPE)
     pairs = {"attn1": attention_pair(attn, f"{path}.attn1", "self", runs, gate, cast="fp32")}
-    if attached_proj_l(attn) is not None:
+    if hasattr(attn, "processor") and attached_proj_l(attn) is not None:
         dense = _left_dense(attn, config, classes, whole, masked)
         pairs["attn1"], pairs[_LISTED if dense else "linear"] = with_linear(
             pairs["attn1"], attn, config, dense=dense
         )
     runs = left_alone("cross", config, whole) or _attention_runs(cross, config, classes, False)
     pairs["attn2"] = attention_pair(cross, f"{path}.attn2", "cross", runs)
-    if cross.add_k_proj is not None:
+    if getattr(cross, "add_k_proj", None) is not None:
         pairs["attn2"], pairs["image"] = with_image(pairs["attn2"], config, called=not bare(cross))
     runs = left_alone("feed-forward", config, whole) or feed_forward_runs(block.ffn)
     gate = Stream("video", "1", "c_gate_msa", _GATE_SHAPE)
@@ -170,7 +172,7 @@ def block_states(
     if "image" in pairs and classes.mode(cross) == "ours":
         names = ["to_added_kv"] if cross.fused_projections else ["add_k_proj", "add_v_proj"]
         linears["image"] = {name: getattr(cross, name) for name in names}
-    norms = {"attn1": (attn.norm_q, attn.norm_k), "attn2": (cross.norm_q, cross.norm_k)}
+    norms = {"attn1": norms_of(attn), "attn2": norms_of(cross)}
     # Its tokens share the queries of the text.
     return states_of(pairs, linears, config, norms | {"image": norms["attn2"]})
 

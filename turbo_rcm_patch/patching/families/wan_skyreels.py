@@ -27,7 +27,7 @@ from turbo_rcm_patch.patching.state import ModelPlan
 def check(model: nn.Module) -> None:
     """Raise a typed error if this instance cannot be patched at all."""
     check_signatures(_classes(), (*BLOCK, "attention_mask"))
-    check_blocks(model, "blocks")
+    check_blocks(model, "blocks", _classes())
 
 
 def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:

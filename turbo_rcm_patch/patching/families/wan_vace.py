@@ -53,8 +53,8 @@ def check(model: nn.Module) -> None:
     plain, control = _classes()
     check_signatures(plain)
     check_signatures(control, _CONTROL_BLOCK)
-    check_blocks(model, "vace_blocks")
-    check_blocks(model, "blocks")
+    check_blocks(model, "vace_blocks", control)
+    check_blocks(model, "blocks", plain)
 
 
 def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
