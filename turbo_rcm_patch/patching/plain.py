@@ -103,10 +103,11 @@ def note_classes_of(model: nn.Module) -> None:
 def look_at_classes() -> None:
     """Find out whether somebody replaced a function of a class, or put one back, since the last
     forward; see `replaced`."""
-    for cls in _forwards:  # No calls: every forward asks.
+    # No calls, because every forward asks; copies, because another thread may patch a model.
+    for cls in [*_forwards]:
         if cls.forward is not _forwards[cls]:
             return _note(list(_forwards), _forwards)
-    for cls in _calls:
+    for cls in [*_calls]:
         if cls.__call__ is not _calls[cls]:
             return _note(list(_calls), _calls)
     return None
