@@ -596,6 +596,10 @@ def compete(
     for clock in clocks:
         _time(entrants, journal, effort, where, clock)
     for entrant in entrants:
+        failed = [entrant.record.get(f"{clock}_reason") for clock in clocks]
+        if entrant.record.get("status") == "ready" and any(failed):  # It ran once, and then not.
+            entrant.record.update(status="missing", reason=next(filter(None, failed)))
+            entrant.calls = []
         asked = alone is not None and entrant.calls and entrant.method.several
         if not asked or journal.late(f"{where}, {entrant.name}, kernels"):
             continue
@@ -653,14 +657,21 @@ def _time(
         running.append((entrant, call, len(entrant.calls) if graph else 1, calls, []))
     for round_ in range(_ROUNDS):
         for entrant, call, per, calls, times in running:
-            if round_ and journal.time_is_up and times:
+            broken = f"{clock}_reason" in entrant.record
+            if broken or (round_ and journal.time_is_up and times):
                 continue
-            with entrant.method.context():
-                # What takes long needs no warming up: it was called a moment ago.
-                warmup = 1 if calls > 10 else 0
-                some = call_times(call, device, -(-calls // _ROUNDS), warmup=warmup)
+            try:
+                with entrant.method.context():
+                    # What takes long needs no warming up: it was called a moment ago.
+                    warmup = 1 if calls > 10 else 0
+                    some = call_times(call, device, -(-calls // _ROUNDS), warmup=warmup)
+            except Exception as error:
+                entrant.record[f"{clock}_reason"] = reason_of(error)
+                continue
             times += [one / per for one in some]
     for entrant, _, _, _, times in running:
+        if f"{clock}_reason" in entrant.record:
+            continue
         entrant.record[clock] = asdict(Timing.of(times))
         entrant.record["status"] = "timed"
 

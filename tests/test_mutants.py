@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import json
+import multiprocessing
+import queue
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import __main__ as run_mutants
 from tests.mutants import coverage
 from tests.mutants.__main__ import ENOUGH
 from tests.mutants.automatic import PARTS, mutated, sample, sources
@@ -108,7 +111,8 @@ def test_the_result_is_good_enough_and_explained() -> None:
 def test_a_test_that_always_fails_kills_nothing() -> None:
     """It fails without the mutant too; one behind it notices what is broken."""
     code = (
-        "import ast; from tests.mutants.run import Job, run_job\n"
+        "import ast; from tests.mutants.run import Job, preload, run_job\n"
+        "preload()\n"
         "file = 'turbo_rcm_patch/sampling/verdict.py'\n"
         "text, tests = open(file).read(), ['tests/mutants/example.py']\n"
         "for more in ('', 'broken = 1'):\n"
@@ -122,3 +126,17 @@ def test_a_test_that_always_fails_kills_nothing() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     nothing, killed, stopped = done.stdout.splitlines()
     assert (nothing, stopped) == ("", "None") and killed.endswith("::test_of_the_change"), killed
+
+
+def test_a_mutant_that_cannot_be_run_counts_as_a_survivor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise AssertionError("its text is not there")
+
+    monkeypatch.setattr(run_mutants, "run_entry", fails)
+    done: queue.Queue[dict] = queue.Queue()
+    next_one = multiprocessing.get_context("fork").Value("i", 0)
+    todo = [{"name": name, "kind": "own"} for name in "ab"]
+    run_mutants.worker(todo, done, next_one, 1.0, float("inf"))
+    found = [done.get_nowait() for _ in todo]
+    assert [one["name"] for one in found] == ["a", "b"] and not any(x["killed_by"] for x in found)
+    assert run_mutants.summary(0, found)["survivors"] == ["a", "b"]

@@ -115,6 +115,35 @@ def test_ours_being_wrong_fails_the_command(
     assert main(["attention", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 1
 
 
+@pytest.mark.parametrize("again", [2, 5], ids=["before it is timed", "while it is timed"])
+@pytest.mark.parametrize(("name", "code"), [("ours fp8", 1), ("a peer", 0)])
+def test_what_is_right_once_and_fails_later_is_missing(
+    name: str, code: int, again: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = attention_methods(1), []
+
+    def fails_later(inputs: Sequence[torch.Tensor]) -> Any:
+        run = next(method for method in real if method.name == "ours bf16").make(inputs)
+
+        def call() -> torch.Tensor:
+            calls.append(1)
+            if len(calls) >= again:
+                raise RuntimeError("no memory")
+            return run()
+
+        return call
+
+    methods = [method for method in real if method.name == "ours bf16"]
+    monkeypatch.setattr(
+        attention, "attention_methods", lambda heads: [*methods, Method(name, fails_later)]
+    )
+    asked = ["--only", "H1-N40-D64", "--peers", f"ours bf16,{name}", "--out", str(tmp_path)]
+    assert main(["attention", *MICRO_CPU, *asked]) == code
+    found = read(tmp_path / "attention.json")["cases"]["H1-N40-D64"]["methods"]
+    assert found["ours bf16"]["status"] == "timed"
+    assert found[name]["status"] == "missing" and "no memory" in found[name]["reason"]
+
+
 def test_an_interrupted_run_leaves_what_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,11 @@ def worker(todo: list[Entry], done: Any, next_one: Any, limit: float, until: flo
             next_one.value += 1
         if index >= len(todo):
             return
-        entry = run_entry(todo[index], limit, until)
+        try:
+            entry = run_entry(todo[index], limit, until)
+        except Exception as error:  # The mutant does not fit the code any more, or no memory.
+            reason = f"{type(error).__name__}: {error}"
+            entry = todo[index] | {"killed_by": "", "seconds": 0.0, "missed": [reason]}
         if entry is not None:
             done.put(entry)
 
@@ -190,6 +194,10 @@ def main(given: list[str] | None = None) -> int:
     for name in total["survivors"]:
         print(f"survived: {name}")
     whole = all(total[kind]["killed"] == total[kind]["mutants"] for kind in ("sign", "own"))
+    lost = [one["name"] for one in todo if one["name"] not in kept]
+    if lost:
+        print(f"not run: {', '.join(lost)}")
+        whole = whole and time.monotonic() >= until  # Or a worker died.
     return 0 if whole and total["score"] >= ENOUGH else 1
 
 

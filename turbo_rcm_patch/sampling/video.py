@@ -333,4 +333,4 @@ def contact_sheet(rows: dict[str, np.ndarray], path: Path) -> None:
             tile = Image.fromarray(video[index]).resize((width, height), Image.Resampling.LANCZOS)
             sheet.paste(tile, (GAP + c * (width + GAP), top + LABEL_HEIGHT))
     with atomic(path) as temporary:
-        sheet.save(temporary, format="PNG", optimize=True)
+        sheet.save(temporary, format="PNG")
