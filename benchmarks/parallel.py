@@ -274,7 +274,7 @@ def _measure(
         if not record.get("same_on_all_ranks", True):
             raise Wrong("ranks differ")
         if way.config is not None and way.config.cuda_graphs:
-            record["replay_is_plain"] = _replay_is(output, call)
+            record["replay_is_plain"] = _everywhere(_replay_is(output, call), device)
             if not record["replay_is_plain"]:
                 raise Wrong("a replay gives other bits")
             record["cuda_graphs"] = report_of(network).cuda_graphs
@@ -292,6 +292,13 @@ def _replay_is(output: torch.Tensor, call: Call) -> bool:
     """Whether a forward gives the same bits once it is captured."""
     again = [call() for _ in range(WARM_UPS + 1)]
     return all(torch.equal(x, output) for x in again)
+
+
+def _everywhere(right: bool, device: torch.device) -> bool:
+    """Whether it is so on every rank: all of them go on, or none does."""
+    told = torch.tensor(int(right), device=device)
+    dist.all_reduce(told, dist.ReduceOp.MIN)
+    return bool(told.item())
 
 
 def _same(x: torch.Tensor) -> bool:

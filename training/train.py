@@ -65,7 +65,7 @@ def _arguments() -> argparse.ArgumentParser:
     options = {
         f"--family {{{','.join(FAMILIES)}}}": "which of the two",
         f"--stage {{{','.join(_STAGES)}}}": "one stage alone",
-        "--limit S": "stop after so many minutes, with what there is",
+        "--limit MINUTES": "stop after so many minutes, with what there is",
         "--start FOLDER": "pipeline folder: take its VAE as it is, and start the teacher from it",
         "--resume": "continue a folder that has state already",
         "--seed N": "of everything",
