@@ -9,11 +9,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 Types = Mapping[str, Callable[[str], object]]
-#: What the value of an option is, by the word that its usage has for it; others are texts.
-_TYPES: Final[dict[str, Callable[[str], object]]] = (
+#: What the value of an option is, by the word that its usage has for it.
+_TYPES: Final[Types] = (
     dict.fromkeys(("N",), int)
-    | dict.fromkeys(("S", "E", "R", "SHARE", "SECONDS"), float)
+    | dict.fromkeys(("S", "E", "R", "SHARE", "SECONDS", "MINUTES"), float)
     | dict.fromkeys(("FILE", "FOLDER", "PTH", "SOURCE", "OUT"), Path)
+    | dict.fromkeys(("TEXT", "NAME", "DEVICE", "SIZE", "PLACE", "PATH", "DIR"), str)
+    | dict.fromkeys(("PATH_OR_ID", "FOLDER_OR_HUB_ID"), str)
 )
 
 
@@ -31,7 +33,11 @@ def add_options(
             "--form {sde,ode}" one of several, and "--prompt TEXT ..." may be repeated.
         types: Further words for values, with what reads them.
         defaults: By name.
+
+    Raises:
+        KeyError: A word that nothing reads: a misspelt one would make a number a text.
     """
+    readers = {**_TYPES, **types}
     for usage, text in options.items():
         flag, value, *repeated = (*usage.split(" "), "")
         name = flag.lstrip("-").replace("-", "_")
@@ -39,7 +45,10 @@ def add_options(
         if value.startswith("{"):
             more["choices"] = tuple(value[1:-1].split(","))
         elif value:
-            more |= {"metavar": value, "type": {**_TYPES, **types}.get(value, str)}
+            read = readers.get(value)
+            if read is None and value.isidentifier():
+                raise KeyError(value)
+            more |= {"metavar": value, "type": read or str}
         else:
             more["action"] = "store_true"
         if "..." in repeated:
