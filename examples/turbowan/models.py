@@ -144,7 +144,8 @@ def transformer_folder(
         heads = None  # SLA shows them, or only the base's VAE and text encoder fit.
     if _made_of(target) == source and _has_heads(target, heads):
         return target
-    if (target / "config.json").is_file() and _made_of(target) is None:
+    # A pipeline folder, for one, which has no config.json.
+    if target.is_dir() and any(target.iterdir()) and _made_of(target) is None:
         raise OutputExistsError(
             f"{target} already exists and is not what {given.name} was converted to",
             remedy=f"Give {target} itself if it is meant, or another --cache folder",

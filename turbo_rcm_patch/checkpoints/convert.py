@@ -167,6 +167,8 @@ def convert_pipeline(
         own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
         sources.append((part, source, own))
     rest, defaults = _rest(root, index), stored_settings(root)
+    # A base that was made with links may lead back into the folder that is replaced.
+    check_outside(target, *(path for part in rest.values() for path in (part, *part.rglob("*"))))
     remove_abandoned(target)
     check_space(
         target,

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.checkpoints.keys import blocks_of
-from turbo_rcm_patch.checkpoints.stored import StoredTensors, transformer_folder
+from turbo_rcm_patch.checkpoints.stored import StoredTensors, check_product, transformer_folder
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
 from turbo_rcm_patch.patching.int8_weights import (
     attach_int8,
     detach_int8,
     held_int8,
     restore_int8,
-    stands_for,
 )
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.sla import (
@@ -86,9 +85,10 @@ def load_extra(
         transformer: diffusers' WanTransformer3DModel.
         folder: The transformer folder, or the pipeline folder with it. The `proj_l` may also be
             among the weights, as in folders that other programs converted.
-        int8: Whether to attach int8 weights.
-        proj_l: Whether to attach `proj_l`. False means dense attention; then `patch_model` does
-            not look for them either.
+        int8: Whether to attach int8 weights. False takes away those that are attached.
+        proj_l: Whether to attach `proj_l`. False means dense attention: those that are attached
+            are taken away, from a patched transformer too, and `patch_model` does not look for
+            them either.
 
     Returns:
         What was attached.
@@ -152,8 +152,13 @@ def load_extra(
             if held is not None:
                 attach_proj_l(attention, *held)
         raise
-    if found:
+    if found or (not proj_l and held_proj_l(transformer)):
         mark_sla(transformer, mark_of_tensors(found) if proj_l else None)
+    for module in modules.values():
+        if not int8:
+            detach_int8(module)
+        if not proj_l:
+            detach_proj_l(module)
     save_with_extra(transformer)
     return Extra(path, tuple(linears), tuple(attentions))
 
@@ -188,12 +193,7 @@ def _attach(path: Path, name: str, linear: nn.Module, stored: StoredTensors) -> 
     assert isinstance(linear, nn.Linear)
     int8 = stored[f"{name}.int8_weight"].to(linear.weight.device)
     scale = stored[f"{name}.scale"].to(int8.device).float()
-    if not stands_for(linear.weight, int8, scale):
-        raise CheckpointError(
-            f"{path}: {name}.weight is not the product of its int8 weight and scales",
-            expected="the transformer of the same folder, unchanged",
-            remedy="Load the transformer from this folder",
-        )
+    check_product(f"{path}: {name}.weight", linear.weight, int8, scale)
     attach_int8(linear, int8, scale)
 
 

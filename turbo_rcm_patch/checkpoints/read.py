@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +41,8 @@ _ROOTS: Final = ("net.", "model.")
 _ANCHOR: Final = "patch_embedding.weight"
 #: How deep a network may lie in dictionaries.
 _DEPTH: Final = 4
+#: How the name of a container without networks begins.
+_OPTIMIZER: Final = "optim"
 #: A part of a name that means an average over training.
 _AVERAGE: Final = re.compile(r"(^|[._])(ema|averaged?)([._]|$)", re.IGNORECASE)
 #: The name in torch's refusal of a file with more than tensors.
@@ -121,7 +125,13 @@ def read_checkpoint(
     source = Path(path)
     metadata = dcp_metadata(source) if source.is_dir() else None
     loaded = _load(source, progress) if metadata is None else list_dcp(metadata)
-    chosen, others, found = _network(loaded, source, network)
+    chosen, others, found, strays = _network(loaded, source, network)
+    if strays:
+        _log.warning(
+            "%s holds weights beside the network, which are left out: %s",
+            path,
+            _some(list(strays)),
+        )
     if others and network is None:
         _log.warning(
             "%s holds several networks: %r is taken, and not %s. Choose with --network (network=)",
@@ -153,7 +163,7 @@ def read_tensors(path: str | Path, anchor: str) -> dict[str, Tensor]:
         CheckpointError: It cannot be read, is damaged, holds more than tensors, or no such one.
     """
     source = Path(path).expanduser()
-    _, _, found = _network(_load(source), source, None, anchor)
+    found = _network(_load(source), source, None, anchor).entries
     if anchor not in found:
         raise CheckpointError(
             str(path), expected=f"a network with {anchor}", got=", ".join(sorted(found)[:4])
@@ -176,7 +186,7 @@ def open_width(path: str | Path) -> int:
     source = Path(path)
     metadata = dcp_metadata(source) if source.is_dir() else None
     loaded = _load(source, sums=False) if metadata is None else list_dcp(metadata)
-    _, _, found = _network(loaded, source, None)
+    found = _network(loaded, source, None).entries
     weight = found.get(_ANCHOR)
     sla = any(name.startswith(f"blocks.0.{SLA_LINEAR[0]}.") for name in found)
     if sla or not isinstance(weight, Tensor | StoredTensor) or not weight.shape:
@@ -288,53 +298,102 @@ def _quoted(error: BaseException) -> str:
     return text.splitlines()[0][:200]
 
 
-def _network(
-    loaded: object, path: Path, asked: str | None, anchor: str = _ANCHOR
-) -> tuple[str, tuple[str, ...], dict[str, object]]:
-    """Find one network in a file by its anchor (the patch embedding of a transformer): at the top
-    level, in a container, under a prefix, or among several.
+class _Found(NamedTuple):
+    """A network of a file: its name, the names of the others, its entries without container and
+    prefix, and where there are weights that belong to no network."""
 
-    Returns:
-        Its name, the names of the others, and its entries without container and prefix.
-    """
+    name: str
+    others: tuple[str, ...]
+    entries: dict[str, object]
+    strays: tuple[str, ...]
+
+
+def _network(loaded: object, path: Path, asked: str | None, anchor: str = _ANCHOR) -> _Found:
+    """Find one network in a file by its anchor (the patch embedding of a transformer): at the top
+    level, in a container, under a prefix, or among several."""
     if not isinstance(loaded, Mapping):
         raise CheckpointError(
             str(path), expected="a dictionary of tensors", got=f"a {type(loaded).__name__}"
         )
-    found: dict[str, dict[str, object]] = {}
-    _collect(loaded, (), path, found, anchor)
+    found, strays = _collect(loaded, path, anchor)
     if not found:
-        return "", (), _bare(loaded, path, _ROOTS)  # Whose names the caller refuses.
+        bare, twice = _bare(loaded, _ROOTS)
+        _refuse_twice(twice, path)
+        return _Found("", (), bare, ())  # Whose names the caller refuses.
     chosen = _chosen(sorted(found), path, asked)
     others = tuple(sorted(set(found) - {chosen}))
-    # With no other network about, a lone entry under a prefix is this one's too.
-    return chosen, others, found[chosen] if others else _bare(found[chosen], path, _ROOTS)
+    entries, beside = found[chosen]
+    weights = {name: value for name, value in beside.items() if _is_weight(value)}
+    if asked is None:  # What belongs to no network is refused by name.
+        entries = weights | entries
+    else:
+        strays += weights
+    if not others:  # Then a lone entry under a prefix is this one's too.
+        entries, twice = _bare(entries, _ROOTS)
+        _refuse_twice(twice, path)
+    return _Found(chosen, others, entries, tuple(sorted(strays)))
 
 
 def _collect(
-    entries: Mapping[object, object],
-    containers: tuple[str, ...],
-    path: Path,
-    found: dict[str, dict[str, object]],
-    anchor: str,
-) -> None:
-    bare = _bare(entries, path)
-    roots = sorted(
-        (name.removesuffix(anchor) for name in bare if f".{name}".endswith(f".{anchor}")),
-        key=len,
-        reverse=True,
-    )
-    for root in roots:
-        inside = [name for name in bare if name.startswith(root)]
-        network = {name.removeprefix(root): bare.pop(name) for name in inside}
-        found[".".join((*containers, *root.split(".")[:-1]))] = network
-    if len(roots) == 1:  # What else there is belongs to nothing known, and is refused by name.
-        for name, value in bare.items():
-            if not isinstance(value, Mapping):
-                network.setdefault(name, value)
-    for key, value in entries.items():
-        if isinstance(value, Mapping) and len(containers) < _DEPTH:
-            _collect(value, (*containers, str(key)), path, found, anchor)
+    loaded: Mapping[Any, object], path: Path, anchor: str
+) -> tuple[dict[str, tuple[dict[str, object], dict[str, object]]], list[str]]:
+    """Every network of a file, and where there are weights of none.
+
+    Returns:
+        By name, the entries of a network, and what lies at its level and belongs to none; and the
+        names of other weights, or of the containers that they are in.
+    """
+    found: dict[str, tuple[dict[str, object], dict[str, object]]] = {}
+    strays: list[str] = []
+    # The shallowest first. Each dictionary is opened once: one that holds itself has no end.
+    queue: deque[tuple[Mapping[Any, object], tuple[str, ...]]] = deque([(loaded, ())])
+    opened: dict[int, dict[str, tuple[dict[str, object], dict[str, object]]]] = {}
+    while queue:
+        entries, containers = queue.popleft()
+        again = id(entries) in opened
+        networks = opened[id(entries)] if again else _networks(entries, path, anchor)
+        opened[id(entries)] = networks
+        for root, network in networks.items():
+            found[".".join((*containers, *root.split(".")[:-1]))] = network
+        if again:
+            continue
+        if not networks:
+            named = [str(key) for key, value in entries.items() if _is_weight(value)]
+            strays += [".".join(containers)] if containers and named else named
+        for key, value in entries.items():
+            inner = isinstance(value, Mapping) and len(containers) < _DEPTH
+            if inner and not str(key).lower().startswith(_OPTIMIZER):
+                queue.append((cast("Mapping[Any, object]", value), (*containers, str(key))))
+    return found, strays
+
+
+def _networks(
+    entries: Mapping[Any, object], path: Path, anchor: str
+) -> dict[str, tuple[dict[str, object], dict[str, object]]]:
+    """The networks at one level, by prefix: the entries of each, and those that are of none of
+    several. With one they are its own, so that the caller refuses them by name."""
+    bare, twice = _bare(entries)
+    roots = [
+        name.removesuffix(anchor)
+        for name, value in bare.items()
+        if f".{name}".endswith(f".{anchor}") and isinstance(value, Tensor | StoredTensor)
+    ]
+    _refuse_twice([name for name in twice if name.startswith(tuple(roots))], path)
+    inside = {}
+    for root in sorted(roots, key=len, reverse=True):
+        names = [name for name in bare if name.startswith(root)]
+        inside[root] = {name.removeprefix(root): bare.pop(name) for name in names}
+    beside = {name: value for name, value in bare.items() if not isinstance(value, Mapping)}
+    if len(inside) == 1:
+        return {root: (beside | network, {}) for root, network in inside.items()}
+    return {root: (network, beside) for root, network in inside.items()}
+
+
+def _is_weight(value: object) -> bool:
+    """Whether a value may be a network's, and not a counter, the state of a generator or an
+    object."""
+    tensor = isinstance(value, Tensor | StoredTensor)
+    return tensor and value.dtype.is_floating_point and math.prod(value.shape) > 1
 
 
 def _chosen(names: list[str], path: Path, asked: str | None) -> str:
@@ -356,21 +415,28 @@ def _chosen(names: list[str], path: Path, asked: str | None) -> str:
 
 
 def _bare(
-    entries: Mapping[Any, object], path: Path, roots: tuple[str, ...] = ()
-) -> dict[str, object]:
-    """Entries by their names without prefixes and without what wrappers put between modules."""
+    entries: Mapping[Any, object], roots: tuple[str, ...] = ()
+) -> tuple[dict[str, object], list[str]]:
+    """Entries by their names without prefixes and without what wrappers put between modules, and
+    the names that more than one of them has then."""
     result: dict[str, object] = {}
+    twice = []
     for key, value in entries.items():
         name = ".".join(part for part in str(key).split(".") if part not in _WRAPPERS)
         for root in roots:
             name = name.removeprefix(root)
         if name in result:
-            raise CheckpointError(
-                f"{path}: two entries are {name} without their prefixes",
-                remedy="Keep one network in the file",
-            )
+            twice.append(name)
         result[name] = value
-    return result
+    return result, twice
+
+
+def _refuse_twice(names: list[str], path: Path) -> None:
+    if names:
+        raise CheckpointError(
+            f"{path}: two entries have the same name, {names[0]}, once prefixes are removed",
+            remedy="Keep one network in the file",
+        )
 
 
 def _whole(name: str, tensor: Tensor) -> Tensor:

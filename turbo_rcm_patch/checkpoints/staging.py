@@ -67,9 +67,9 @@ def check_outside(target: Path, *sources: str | Path | None) -> None:
     Raises:
         OutputExistsError: A source is in the target, or is it.
     """
-    whole = target.resolve()
+    whole = os.path.realpath(target)  # `Path.resolve` raises where links lead in a circle.
     for source in sources:
-        if source is not None and Path(source).resolve().is_relative_to(whole):
+        if source is not None and Path(os.path.realpath(source)).is_relative_to(whole):
             raise OutputExistsError(
                 f"{target} holds {source}, which is read",
                 expected="another path",

@@ -11,7 +11,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.checkpoints.blocks import dequantise
 from turbo_rcm_patch.checkpoints.folder import Written, keys_alone
 from turbo_rcm_patch.checkpoints.keys import (
     HEAD_DIM,
@@ -26,6 +25,7 @@ from turbo_rcm_patch.checkpoints.pipeline import read_json
 from turbo_rcm_patch.checkpoints.read import Progress, Wanted, check_tensors
 from turbo_rcm_patch.checkpoints.staging import check_space, staged
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.patching.int8_weights import stands_for
 from turbo_rcm_patch.patching.stored import EXTRA_FILE, mark_of, proj_l_key, weight_files
 
 _log = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ def write_checkpoint(
     """Write a transformer folder as a TurboDiffusion `.pth`: `convert --back`.
 
     Every tensor is that of the folder, bit for bit. A Linear with an int8 weight in the extra file
-    is written in int8 if its stock weight still is the product of that and its scales. The whole
-    model is held in memory.
+    is written in int8; a stock weight that no longer is the product of that and its scales is
+    refused. The whole model is held in memory.
 
     Args:
         folder: A transformer folder, or a pipeline folder with one.
@@ -172,8 +172,8 @@ def write_checkpoint(
                 bits = stock[scale].view(torch.float32)
                 tensors.update(zip(name.their_int8, (stock[weight], bits), strict=True))
             elif name in int8:
-                pair = tuple(extra[key] for key in name.our_int8)
-                _check_product(place, name, stock[name.ours], *pair)
+                pair = [extra[key] for key in name.our_int8]
+                check_product(f"{place}: {name.ours}", stock[name.ours], *pair)
                 tensors.update(zip(name.their_int8, pair, strict=True))
             else:
                 tensors[name.theirs] = source[name.ours].reshape(name.shape)
@@ -206,12 +206,24 @@ def _wanted(listed: list[Name]) -> dict[str, Wanted]:
     return {name.ours: Wanted((name.our_shape,)) for name in listed if not name.extra}
 
 
-def _check_product(folder: Path, name: Name, stock: Tensor, int8: Tensor, scale: Tensor) -> None:
-    if not torch.equal(dequantise(int8, scale, stock.dtype), stock):
+def check_product(where: str, weight: Tensor, int8: Tensor, scale: Tensor) -> None:
+    """Refuse int8 weights that a stock weight no longer is the product of, but for rounding.
+
+    Args:
+        where: The weight's file and name.
+        weight: [Cout, K], any float dtype.
+        int8: int8 [Cout, K].
+        scale: fp32 [ceil(Cout / 128), ceil(K / 128)].
+
+    Raises:
+        CheckpointError: One of the two has changed since they were converted.
+    """
+    if weight.shape != int8.shape or not stands_for(weight, int8, scale):
         raise CheckpointError(
-            f"{folder}: {name.ours} is not the product of {name.our_int8[0]} and its scales",
-            expected="weights that nobody changed after they were converted",
-            remedy=f"Remove {EXTRA_FILE} to write the changed weights, without int8 and proj_l",
+            f"{where} is not the product of its int8 weight and scales",
+            expected="the weights of the same folder, which nobody changed",
+            remedy=f"Load the transformer from this folder. If its weights were changed on "
+            f"purpose, remove {EXTRA_FILE}: they are then used without int8 and proj_l",
         )
 
 

@@ -19,9 +19,9 @@ from turbo_rcm_patch.ops.int8_linear import GROUP
 _INT8: Final = "turbo_int8_weight"
 _SCALE: Final = "turbo_int8_scale_bits"
 _ORIGIN: Final = "turbo_int8_origin"
-#: How far two roundings to bf16 or fp16 take a value at most: relative, and where fp16 is
-#: subnormal.
-_RELATIVE, _ABSOLUTE = 2.0**-8, 2.0**-24
+#: How far one rounding to bf16 (2^-8) and one to fp16 (2^-11) take a value at most, and how far
+#: fp16 takes one where it is subnormal.
+_RELATIVE, _ABSOLUTE = 2.0**-8 + 2.0**-10, 2.0**-24
 
 
 class _Origin:

@@ -28,6 +28,7 @@ from turbo_rcm_patch.patching.stored import (
     mark_of,
     mark_of_tensors,
     places_of,
+    remove_extra,
     write_extra,
 )
 
@@ -127,8 +128,11 @@ class SavesExtra:
             if proj_l:
                 model.register_to_config(**{MARK: mark_of_tensors(proj_l)})
             folder.mkdir(parents=True, exist_ok=True)
-            if extra:  # First, because the class may upload the folder.
+            # First, because the class may upload the folder.
+            if extra:
                 write_extra(folder, extra)
+            elif not isinstance(mark_of(model.config), Mapping):
+                remove_extra(folder)
         result: object = type(model).save_pretrained(model, save_directory, *args, **kwargs)
         return result
 

@@ -224,14 +224,15 @@ def check_mark(folder: Path, proj_l: ProjL, mark: object) -> None:
 
 
 def _version(path: Path) -> int:
+    """Of an extra file; 1 where it does not say, and 0 if it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             said = (file.metadata() or {}).get("turbo_rcm_patch", "1")
     except (SafetensorError, OSError):
-        return 1
-    return int(said) if said.isdigit() else 1
+        return 0
+    return int(said) if said.isdecimal() else 1
 
 
 def places_of(model: nn.Module) -> Iterator[list[Path]]:
@@ -278,6 +279,14 @@ def _local(name: object) -> Path | None:
         if isinstance(cached, str):
             return Path(cached).parents[inside.count("/")]
     return None
+
+
+def remove_extra(folder: Path) -> None:
+    """Remove an extra file that this library wrote: a model without extra tensors is saved over
+    what it belonged to."""
+    path = folder / EXTRA_FILE
+    if path.is_file() and _version(path) >= 2:
+        path.unlink()
 
 
 def write_extra(folder: Path, tensors: Mapping[str, Tensor]) -> None:

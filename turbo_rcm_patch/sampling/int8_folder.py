@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.checkpoints.keys import blocks_of
-from turbo_rcm_patch.checkpoints.stored import StoredTensors
+from turbo_rcm_patch.checkpoints.stored import StoredTensors, check_product
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
 from turbo_rcm_patch.patching.int8_linear import SCALE, WEIGHT, Int8Linear
 from turbo_rcm_patch.patching.int8_only import INT8_MARK, is_marked, mark_int8_only
@@ -37,10 +37,10 @@ def holds_int8(folder: Path) -> bool:
 
 
 def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Load the transformer of a folder with int8 weights, which it then has alone.
+    """Load a transformer that keeps only int8 weights of the Linears that have them.
 
-    Of a Linear with an int8 weight only that and its scales are read. SLA's `proj_l` are not
-    attached; `load_extra(transformer, folder, int8=False)` does.
+    A stock weight beside them is compared with them, Linear by Linear, and not kept. SLA's
+    `proj_l` are not attached; `load_extra(transformer, folder, int8=False)` does.
 
     Args:
         folder: The transformer folder.
@@ -51,7 +51,8 @@ def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> A
         A transformer of diffusers, on the CPU, in evaluation mode.
 
     Raises:
-        CheckpointError: The folder has no int8 weights, or cannot be read.
+        CheckpointError: The folder has no int8 weights, cannot be read, or its stock weights are
+            not the products of its int8 weights.
         CheckpointKeysError: Tensors are missing or unexpected.
     """
     import diffusers
@@ -70,8 +71,9 @@ def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> A
         network = cls.from_config(config)
     stored = StoredTensors(*(path for path in weight_files(place) if path.is_file()))
     tensors: dict[str, Tensor] = {}
+    modules = dict(network.named_modules())
     for name, int8, scale in _int8_weights(place, stored):
-        linear = dict(network.named_modules()).get(name)
+        linear = modules.get(name)
         if type(linear) is not nn.Linear or linear.weight.shape != int8.shape:
             raise CheckpointError(
                 f"{place}: {name}",
@@ -121,13 +123,15 @@ def _int8_weights(place: Path, stored: StoredTensors) -> Iterator[tuple[str, Ten
         int8, scale = source[weight_key], source[scale_key]
         scale = scale.view(torch.float32) if scale.dtype == torch.int32 else scale.float()
         rows, blocks = int8.shape[0], blocks_of(tuple(int8.shape))
-        layouts = ((rows,), (rows, blocks[1]), blocks)
+        layouts = ((rows,), (rows, blocks[1]), blocks) if source is stored else (blocks,)
         if int8.dtype != torch.int8 or tuple(scale.shape) not in layouts:
             raise CheckpointError(
                 f"{place}: {name}",
                 expected=f"int8 {list(int8.shape)} with scales of one of the shapes {layouts}",
                 got=f"{int8.dtype} with {list(scale.shape)}",
             )
+        if source is not stored and f"{name}.weight" in stored:
+            check_product(f"{place}: {name}.weight", stored[f"{name}.weight"], int8, scale)
         yield name, int8, scale
 
 
