@@ -11,6 +11,7 @@ import io
 import struct
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -77,7 +78,7 @@ def _check(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
             remedy=remedy,
         )
     names = [record.filename for record in records]
-    twice = {one for one in names if names.count(one) > 1} if len({*names}) < len(names) else set()
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise CheckpointError(
             f"{name} contains two records with the same name",

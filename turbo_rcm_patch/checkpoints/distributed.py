@@ -1,7 +1,7 @@
 """Read a folder of torch.distributed.checkpoint (DCP) without executing anything in it.
 
-torch unpickles such a folder's `.metadata` without restrictions. Here it may only hold what torch
-itself puts there, and files are looked for in the folder alone.
+torch unpickles such a folder's `.metadata` without restrictions. Here it may only name what torch
+itself puts there, and gets stand-ins for it. Files are looked for in the folder alone.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections import Counter
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,11 +37,38 @@ _KNOWN: Final[dict[str, set[str]]] = {
 }
 
 
-class _Reader(pickle.Unpickler):
+# Python's own: the memory of C's grows with a number in the file.
+class _Reader(pickle._Unpickler):
+    """Gives stand-ins that are made for one load. A pickle can set attributes of every class and
+    function that it names, so it gets none that anything else uses."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._given: dict[str, Any] = {}
+
     def find_class(self, module: str, name: str) -> Any:
         if name not in _KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name}")
-        return super().find_class(module, name)
+        if isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)  # It takes no attributes.
+        return self._given.setdefault(name, _stand_in(name))
+
+
+def _stand_in(name: str) -> Any:
+    if name == "Size":
+        return lambda sizes=(): torch.Size(sizes)
+    if name == "OrderedDict":
+        return lambda entries=(): dict(entries)
+    if name.endswith("Path"):
+        return lambda *parts: "/".join(map(str, parts))
+    if name in ("_get_layout", "_MEM_FORMAT_ENCODING"):
+        return lambda *_: None
+
+    def set_state(self: object, state: Any) -> None:
+        # TensorProperties has a tuple that begins with its dtype.
+        vars(self).update(state if isinstance(state, dict) else {"dtype": state[0]})
+
+    return type(name, (), {"__setstate__": set_state})
 
 
 class StoredTensor(NamedTuple):
@@ -60,7 +87,7 @@ class StoredTensor(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of the whole."""
-        return self.shape.numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def dcp_metadata(folder: Path) -> Path | None:
@@ -87,7 +114,12 @@ def list_dcp(metadata: Path) -> dict[str, object]:
                 f"{metadata}", expected=f"at most {LARGEST_PICKLE} bytes", got=str(size)
             )
         found: Any = _Reader(io.BytesIO(metadata.read_bytes())).load()
-        listed, stored = found.state_dict_metadata, found.storage_data
+        listed = found.state_dict_metadata
+        # Entries that are no tensors have no offset.
+        stored = {
+            (index.fqn, getattr(index, "offset", None)): info
+            for index, info in found.storage_data.items()
+        }
         paths = getattr(found, "planner_data", None) or {}
         result: dict[str, Any] = {}
         for name, entry in listed.items():
@@ -106,7 +138,7 @@ def list_dcp(metadata: Path) -> dict[str, object]:
         ) from error
     except CheckpointError:
         raise
-    except (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError) as error:
+    except Exception as error:  # Of what a file of any content leads to.
         raise CheckpointError(
             f"{metadata} is not the metadata of a distributed checkpoint, or is incomplete "
             f"({type(error).__name__})",
@@ -114,15 +146,15 @@ def list_dcp(metadata: Path) -> dict[str, object]:
         ) from error
 
 
-def _listed(folder: Path, name: str, entry: Any, stored: Any) -> StoredTensor | None:
+def _listed(
+    folder: Path, name: str, entry: Any, stored: dict[tuple[str, torch.Size | None], Any]
+) -> StoredTensor | None:
     chunks = getattr(entry, "chunks", None)
     if chunks is None:
         return None
-    index: Any = _Reader.find_class(_Reader(io.BytesIO()), f"{_CHECKPOINT}.metadata",
-                                    "MetadataIndex")  # fmt: skip
     shards = []
     for chunk in chunks:
-        info = stored[index(name, chunk.offsets)]
+        info = stored[name, chunk.offsets]
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
                 f"{folder}: {name} was written through {info.transform_descriptors}",
@@ -136,9 +168,14 @@ def _listed(folder: Path, name: str, entry: Any, stored: Any) -> StoredTensor | 
                 got=repr(file)[:120],
                 remedy="Do not use this folder unless you know who wrote it, and why",
             )
-        shards.append((folder / file, int(info.offset), int(info.length), chunk.offsets,
-                       chunk.sizes))  # fmt: skip
+        start, length = int(info.offset), int(info.length)
+        offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+        if min(start, length, *offsets, *sizes) < 0:
+            raise ValueError
+        shards.append((folder / file, start, length, offsets, sizes))
     result = StoredTensor(torch.Size(entry.size), entry.properties.dtype, tuple(shards))
+    if not isinstance(result.dtype, torch.dtype) or min(0, *result.shape) < 0:
+        raise ValueError
     _check_whole(folder, name, result)
     return result
 
@@ -154,18 +191,68 @@ def _check_whole(folder: Path, name: str, tensor: StoredTensor) -> None:
         for box in boxes
         for side, length in zip(box, tensor.shape, strict=True)
     )
-    overlap = any(
-        all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(one, other, strict=True))
-        for one, other in combinations(boxes, 2)
-    )
     held = sum(math.prod(map(len, box)) for box in boxes)
-    if not inside or overlap or held != tensor.shape.numel():
+    if not inside or held != math.prod(tensor.shape) or _overlap(boxes):
         raise CheckpointError(
             f"{folder}: {name} is not whole",
             expected=f"shards that make up {list(tensor.shape)}",
             got=f"{len(boxes)} shards of {held} elements",
             remedy="Copy the files of all ranks into one folder",
         )
+
+
+def _overlap(boxes: list[list[range]]) -> bool:
+    """Whether two boxes share an element: a sweep along the axis that has the most cuts, because
+    every pair of many shards takes too long."""
+    boxes = [box for box in boxes if all(box)]
+    if len(boxes) < 2 or not boxes[0]:
+        return len(boxes) > 1
+    axes = range(len(boxes[0]))
+    along = max(axes, key=lambda axis: len({box[axis].start for box in boxes}))
+    near: list[list[range]] = []
+    for box in sorted(boxes, key=lambda box: box[along].start):
+        near = [other for other in near if other[along].stop > box[along].start]
+        for other in near:
+            pairs = zip(box, other, strict=True)
+            if all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in pairs):
+                return True
+        near.append(box)
+    return False
+
+
+def _check_bytes(folder: Path, tensors: dict[str, StoredTensor]) -> None:
+    """Refuse tensors that are declared larger than what is in the files."""
+    used: Counter[Path] = Counter()
+    for name, tensor in tensors.items():
+        lengths = sum(length for _, _, length, *_ in tensor.shards)
+        if lengths < tensor.size:
+            raise CheckpointError(
+                f"{folder}: {name}",
+                expected=f"{tensor.size} bytes, for {tensor.dtype} {list(tensor.shape)}",
+                got=f"{lengths} bytes",
+                remedy="Copy the folder again",
+            )
+        for file, _, length, *_ in tensor.shards:
+            used[file] += length
+    for file, wanted in used.items():
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise _unread(str(file), error) from error
+        if size < wanted:
+            raise CheckpointError(
+                f"{file} is incomplete",
+                expected=f"{wanted} bytes or more",
+                got=str(size),
+                remedy="Copy the folder again",
+            )
+
+
+def _unread(name: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{name} cannot be read ({error.strerror})",
+        remedy="Copy the files of all ranks into one folder",
+    )
 
 
 def load_dcp(
@@ -183,6 +270,7 @@ def load_dcp(
     Raises:
         CheckpointError: A file is missing or damaged, or holds more than tensors.
     """
+    _check_bytes(folder, tensors)
     result: dict[str, Tensor] = {}
     total, done = sum(tensor.size for tensor in tensors.values()), 0
     for name, stored in tensors.items():
@@ -210,15 +298,14 @@ def _shard(file: Path, start: int, length: int, name: str) -> Tensor:
             stream.seek(start)
             held = io.BytesIO(stream.read(length))
     except OSError as error:
-        raise CheckpointError(
-            f"{name} cannot be read ({error.strerror})",
-            remedy="Copy the files of all ranks into one folder",
-        ) from error
-    check_sums(held, name, check_archive(held, name))
-    held.seek(0)
+        raise _unread(name, error) from error
     try:
+        check_sums(held, name, check_archive(held, name))
+        held.seek(0)
         part = torch.load(held, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, OSError, RuntimeError, EOFError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # Of what a file of any content leads to.
         raise CheckpointError(
             f"{name} is not a complete tensor; nothing in it was executed",
             remedy="Copy the folder again",

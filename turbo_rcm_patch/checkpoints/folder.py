@@ -228,6 +228,7 @@ def folder_bytes(
 
 def _extra(listed: list[Name], checkpoint: Checkpoint, *, int8: bool) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
+    seen: set[int] = set()
     for name in listed:
         pairs = [(name.theirs, name.ours)] if name.extra else []
         if name.linear and int8:
@@ -235,7 +236,10 @@ def _extra(listed: list[Name], checkpoint: Checkpoint, *, int8: bool) -> dict[st
         for theirs, ours in pairs:
             if theirs in checkpoint.tensors:
                 tensor = checkpoint.tensors[theirs].contiguous()
-                shared = tensor.untyped_storage().nbytes() != tensor.nbytes
+                storage = tensor.untyped_storage()
+                # safetensors refuses tensors that share one.
+                shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen
+                seen.add(storage.data_ptr())
                 result[ours] = tensor.clone() if shared else tensor
     return result
 

@@ -10,6 +10,7 @@ of a model without SLA shows (every published Wan has heads of 128), and the pat
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -24,6 +25,7 @@ PATCH: Final = (1, 2, 2)
 BLOCK: Final = 128
 #: Channels of a head of every published Wan.
 HEAD_DIM: Final = 128
+_IN_A_BLOCK: Final = re.compile(r"blocks\.[0-9]+\.")
 #: The Linear of SLA after its linear attention, in their self-attention and in our extra file.
 SLA_LINEAR: Final = ("self_attn.attn_op.local_attn.proj_l", "attn1.proj_l")
 
@@ -244,7 +246,8 @@ def sizes_of(
     return Sizes(
         dim=dim,
         head_dim=_head_dim(dim, heads, sla[0] if sla else None),
-        layers=1 + max(_layer(name) for name in shapes),
+        # Counted, because a single name may have any number.
+        layers=len({n.split(".")[1] for n in shapes if _IN_A_BLOCK.match(n)}),
         ffn=_linear(shapes, "blocks.0.ffn.0")[0],
         inputs=inputs,
         outputs=_linear(shapes, "head.head")[0] // math.prod(PATCH),
@@ -277,11 +280,6 @@ def _head_dim(dim: int, heads: int | None, shown: int | None) -> int:
             remedy="Pass --heads N (heads=N)",
         )
     return head_dim
-
-
-def _layer(name: str) -> int:
-    parts = name.split(".")
-    return int(parts[1]) if parts[0] == "blocks" and parts[1:2] and parts[1].isdigit() else -1
 
 
 def _shape(

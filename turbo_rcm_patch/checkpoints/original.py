@@ -60,7 +60,7 @@ def read_vae(path: str | Path) -> Part:
     tensors = read_tensors(path, "decoder.conv1.weight")
     try:
         config, per_block = _vae_sizes(tensors)
-    except (KeyError, IndexError, ZeroDivisionError) as error:
+    except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
         raise _strange(path, "the VAE of Wan 2.1", str(error)) from error
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -75,6 +75,8 @@ def read_vae(path: str | Path) -> Part:
 def _vae_sizes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, object], int]:
     """The configuration, and how many entries of the decoder's list make a block of ours."""
     listed = sorted({int(n.split(".")[2]) for n in tensors if n.startswith("encoder.downsamples")})
+    if listed != list(range(len(listed))):
+        raise ValueError(f"encoder.downsamples of {listed[-1] + 1}, and {len(listed)} are there")
     base = tensors["encoder.conv1.weight"].shape[0]
     # A stage of the encoder ends in the convolution that halves it, but for the last one.
     ends = [i for i in listed if f"encoder.downsamples.{i}.resample.1.weight" in tensors]
@@ -103,7 +105,7 @@ def _vae_module(module: str, per_block: int) -> str | None:
         return None
     if rest in _ENDS:
         return f"{half}.{_ENDS[rest]}"
-    found = re.fullmatch(r"(downsamples|middle|upsamples)\.(\d+)\.(.+)", rest)
+    found = re.fullmatch(r"(downsamples|middle|upsamples)\.(\d{1,4})\.(.+)", rest)
     if found is None:
         return None
     index, inside = int(found[2]), _RESIDUAL.get(found[3], found[3])
@@ -144,10 +146,10 @@ def read_text_encoder(path: str | Path) -> Part:
             "d_ff": tensors["blocks.0.ffn.fc1.weight"].shape[0],
             "d_kv": tensors["blocks.0.attn.q.weight"].shape[0] // heads,
             "num_heads": heads,
-            "num_layers": 1 + max(int(n.split(".")[1]) for n in tensors if n.startswith("blocks")),
+            "num_layers": len({n.split(".")[1] for n in tensors if n.startswith("blocks.")}),
             "relative_attention_num_buckets": buckets,
         }
-    except (KeyError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
         raise _strange(path, "the encoder of umT5", str(error)) from error
     return Part(config, renamed)
 

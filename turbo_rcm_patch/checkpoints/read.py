@@ -276,7 +276,7 @@ def _load(path: Path, progress: Progress | None = None, *, sums: bool = True) ->
             got=_asked_for(error),
             remedy="Download it again, or save its state dict alone in the program that wrote it",
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, LookupError) as error:
+    except Exception as error:  # Of what a file of any content leads to.
         raise CheckpointError(
             f"{path} is not a torch checkpoint, or is incomplete ({type(error).__name__}: "
             f"{_quoted(error)})",
@@ -392,8 +392,9 @@ def _networks(
 def _is_weight(value: object) -> bool:
     """Whether a value may be a network's, and not a counter, the state of a generator or an
     object."""
-    tensor = isinstance(value, Tensor | StoredTensor)
-    return tensor and value.dtype.is_floating_point and math.prod(value.shape) > 1
+    if not isinstance(value, Tensor | StoredTensor):
+        return False
+    return value.dtype.is_floating_point and math.prod(value.shape) > 1
 
 
 def _chosen(names: list[str], path: Path, asked: str | None) -> str:
@@ -441,10 +442,21 @@ def _refuse_twice(names: list[str], path: Path) -> None:
 
 def _whole(name: str, tensor: Tensor) -> Tensor:
     """A plain tensor, or the only shard of one that was sharded."""
+    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
+        raise CheckpointError(
+            name,
+            expected="a plain tensor with values",
+            got=f"one on the device {tensor.device}, nested or of the layout {tensor.layout}",
+            remedy="Save it as a dense tensor in the program that wrote it",
+        )
     local = getattr(tensor, "to_local", None)
-    if local is None:
-        return tensor.detach()
-    part: Tensor = local()
+    part: Tensor = tensor.detach() if local is None else local()
+    if part.untyped_storage().nbytes() < part.nbytes:
+        raise CheckpointError(
+            f"{name} repeats its values to {part.nbytes} bytes",
+            expected=f"the {part.untyped_storage().nbytes()} bytes that the file has of it",
+            remedy="Save it as a contiguous tensor in the program that wrote it",
+        )
     if part.shape != tensor.shape:
         raise CheckpointError(
             f"{name} is one shard of several",
