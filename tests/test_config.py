@@ -75,3 +75,10 @@ def test_is_frozen_keyword_only_and_hashable() -> None:
 def test_precision_is_chosen_with_a_guard_and_int8(other: dict[str, Any]) -> None:
     assert PatchConfig().chooses and PatchConfig(attention="int8").chooses
     assert not PatchConfig(**other).chooses
+
+
+def test_kinds_of_any_collection_are_the_same_tuple() -> None:
+    for kinds in (["self", "ffn"], {"ffn", "self"}, dict.fromkeys(("ffn", "self"))):
+        config = PatchConfig(kinds=kinds)  # type: ignore[arg-type]
+        assert config == PatchConfig(kinds=("self", "ffn")) and config.kinds == ("self", "ffn")
+        assert hash(config) == hash(PatchConfig(kinds=("self", "ffn")))

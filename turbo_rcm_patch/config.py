@@ -160,6 +160,8 @@ class PatchConfig:
                 expected=f"a non-empty tuple out of {KINDS}",
                 got=repr(self.kinds),
             )
+        # A configuration is hashed, compared and written to JSON.
+        object.__setattr__(self, "kinds", tuple(kind for kind in KINDS if kind in self.kinds))
         for field in ("smooth_k", "guard", "cuda_graphs", "self_test"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(
@@ -181,7 +183,6 @@ class PatchConfig:
                     expected="the path of a file, or None",
                     got=repr(self.calibration),
                 )
-            # A configuration is hashed, compared and written to JSON.
             object.__setattr__(self, "calibration", os.fspath(self.calibration))
         if not is_number(self.fidelity) or not self.fidelity >= 1.0:
             raise ConfigError(

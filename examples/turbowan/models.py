@@ -22,6 +22,7 @@ from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors, open_width
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching.stored import folder_proj_l, mark_of
+from turbo_rcm_patch.sampling.int8_folder import is_int8_only, load_int8_only
 from turbo_rcm_patch.sampling.load import Offload, choose_device, loading, move, resolve_model
 from turbo_rcm_patch.sampling.progress import bars
 from turbowan.arguments import base_of
@@ -315,8 +316,12 @@ def _transformer(
         f"{folder} could not be loaded",
         expected="a transformer folder that `python -m turbo_rcm_patch convert` wrote",
     ):
-        network = WanTransformer3DModel.from_pretrained(
-            str(folder), dtype=dtype, local_files_only=True
+        network = (
+            load_int8_only(folder, dtype)
+            if is_int8_only(folder)
+            else WanTransformer3DModel.from_pretrained(
+                str(folder), dtype=dtype, local_files_only=True
+            )
         )
     network.eval()
     has_sla = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -25,22 +26,16 @@ from turbo_rcm_patch.checkpoints.pipeline import (
     stored_settings,
 )
 from turbo_rcm_patch.checkpoints.read import Checkpoint, Progress, read_checkpoint
-from turbo_rcm_patch.checkpoints.staging import (
-    check_outside,
-    check_space,
-    check_target,
-    remove_abandoned,
-    staged,
-)
-from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
+from turbo_rcm_patch.checkpoints.staging import check_outside, check_target, staged
+from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
 
-#: Time, as a fraction, from which on the high-noise expert of Wan 2.2 runs.
+#: Fraction of the time axis above which the high-noise expert of Wan 2.2 runs.
 _BOUNDARY: Final = 0.9
 #: First noise level of the distilled samplers.
 _SIGMA_MAX, _SIGMA_MAX_TWO_EXPERTS = 80.0, 200.0
 #: Entries that no weight shows, taken from the base's config.json.
 _FROM_BASE: Final = ("eps", "rope_max_seq_len")
-#: Settings that a base may bring along and its student keeps; the others are the sampler's.
+#: Settings copied from the base; the rest belong to the sampler.
 _KEPT: Final = (
     *("form", "height", "width", "num_frames", "fps"),
     *("negative_prompt", "max_sequence_length"),
@@ -85,9 +80,8 @@ def convert_transformer(
     check_outside(target, checkpoint)
     source = read_checkpoint(checkpoint, heads=heads, network=network, progress=progress)
     _check_int8(source, checkpoint, int8_only=int8_only)
-    remove_abandoned(target)
-    check_space(target, folder_bytes(source, dtype, int8_only=int8_only))
-    with staged(target, force=force, folder=True) as made:
+    needed = folder_bytes(source, dtype, int8_only=int8_only)
+    with staged(target, force=force, folder=True, needed=needed) as made:
         written = write_transformer(
             source, made, dtype=dtype, int8_only=int8_only, shard_bytes=shard_bytes,
             config=config, progress=progress,
@@ -169,14 +163,10 @@ def convert_pipeline(
     rest, defaults = _rest(root, index), stored_settings(root)
     # A base that was made with links may lead back into the folder that is replaced.
     check_outside(target, *(path for part in rest.values() for path in (part, *part.rglob("*"))))
-    remove_abandoned(target)
-    check_space(
-        target,
-        sum(folder_bytes(source, dtype, int8_only=int8_only) for _, source, _ in sources),
-        copied=sum(_bytes_of(folder) for folder in rest.values()) if copy else 0,
-    )
+    needed = sum(folder_bytes(source, dtype, int8_only=int8_only) for _, source, _ in sources)
+    copied = sum(_bytes_of(folder) for folder in rest.values()) if copy else 0
     results = []
-    with staged(target, force=force, folder=True) as made:
+    with staged(target, force=force, folder=True, needed=needed, copied=copied) as made:
         for part, source, entries in sources:
 
             def report(_: str, done: int, total: int, part: str = part) -> None:
@@ -279,6 +269,18 @@ def _bytes_of(folder: Path) -> int:
     return total
 
 
+def _link(source: Path, place: Path) -> None:
+    try:
+        os.symlink(source, place, target_is_directory=True)
+    except OSError as error:  # Windows lets not everybody make links, and some disks have none.
+        if error.errno not in (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        raise OutputExistsError(
+            f"{source} cannot be linked to ({error.strerror})",
+            remedy="Copy the base's parts with --copy (copy=True)",
+        ) from error
+
+
 def _write_rest(
     made: Path,
     rest: dict[str, Path],
@@ -295,7 +297,7 @@ def _write_rest(
         if copy:
             shutil.copytree(source, made / part)
         else:
-            os.symlink(source, made / part, target_is_directory=True)
+            _link(source, made / part)
     sigma_max = _SIGMA_MAX if experts == 1 else _SIGMA_MAX_TWO_EXPERTS
     RCMScheduler(sigma_max=sigma_max).save_pretrained(made / "scheduler")
     index = index | {"scheduler": [RCMScheduler.__module__, RCMScheduler.__name__]}

@@ -52,22 +52,18 @@ _LISTED: Final = 12
 
 
 class Wanted(NamedTuple):
-    """A tensor that must exist: the shapes it may have, and whether it is int8, the bits of fp32
-    in an int32, or float."""
+    """A tensor that must exist: the shapes it may have, and its dtype; None for any float."""
 
     shapes: tuple[tuple[int, ...], ...]
-    int8: bool = False
-    bits: bool = False
+    dtype: torch.dtype | None = None
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether a tensor is as wanted."""
-        kind = tensor.dtype.is_floating_point
-        if self.int8 or self.bits:
-            kind = tensor.dtype == (torch.int8 if self.int8 else torch.int32)
-        return kind and tuple(tensor.shape) in self.shapes
+        floats = self.dtype is None and tensor.is_floating_point()
+        return (floats or tensor.dtype == self.dtype) and tuple(tensor.shape) in self.shapes
 
     def __str__(self) -> str:
-        kind = "int8" if self.int8 else "int32" if self.bits else "float"
+        kind = str(self.dtype or "float").removeprefix("torch.")
         return f"{kind} {list(self.shapes[0])}"
 
 
@@ -238,7 +234,7 @@ def _wanted(all_names: Iterable[Name], tensors: Mapping[str, Tensor]) -> dict[st
     for name in all_names:
         int8, scale = name.their_int8
         if name.linear and int8 in tensors:
-            wanted[int8] = Wanted((name.shape,), int8=True)
+            wanted[int8] = Wanted((name.shape,), torch.int8)
             wanted[scale] = Wanted((blocks_of(name.shape),))
         else:
             # Wan's own files have the patch embedding as a convolution.

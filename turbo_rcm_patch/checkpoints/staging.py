@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,17 @@ from pathlib import Path
 from turbo_rcm_patch.checkpoints.locks import lock_file
 from turbo_rcm_patch.errors import OutputExistsError, TurboRCMError
 
-#: What a folder that `staged` may replace holds one of.
+#: A folder may be replaced only if it contains one of these.
 _OURS = ("config.json", "model_index.json")
 #: How a disk says that it takes no more, and how libraries quote it.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _OS_ERROR = re.compile(r"(?:os error |Errno )(\d+)")
 #: File in a folder of `staged` that its process holds a lock on.
 _LOCK = "lock"
+#: Name of the same file before it is locked, and where a file system has no locks.
+_UNLOCKED = "unlocked"
+#: Seconds after which a folder without either is nobody's.
+_FORGOTTEN = 3600
 
 
 def check_target(target: Path, *, force: bool, folder: bool) -> None:
@@ -78,7 +83,9 @@ def check_outside(target: Path, *sources: str | Path | None) -> None:
 
 
 @contextmanager
-def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
+def staged(
+    target: Path, *, force: bool, folder: bool, needed: int = 0, copied: int = 0
+) -> Iterator[Path]:
     """Give a path beside `target` that becomes `target` when the block ends, and is removed if the
     block fails.
 
@@ -89,12 +96,16 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
         target: A file or a folder to be.
         force: Whether it may replace what is there.
         folder: Whether a folder is written; it is made.
+        needed: Bytes of the weights that will be written.
+        copied: Bytes that will be copied from elsewhere.
 
     Raises:
         OutputExistsError: It already exists, or cannot be written: the disk is full, say.
     """
-    remove_abandoned(target)  # It may put back what was there.
+    target = target.absolute()  # "." has no name, and is its own parent.
+    remove_abandoned(target)  # It may put back what was there, and makes room.
     check_target(target, force=force, folder=folder)
+    check_space(target, needed, copied=copied)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
@@ -122,9 +133,21 @@ def staged(target: Path, *, force: bool, folder: bool) -> Iterator[Path]:
             remedy="Free some space, or choose another disk",
         ) from error
     finally:
-        shutil.rmtree(place, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        try:
+            _remove(place)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def _remove(place: Path) -> None:
+    """Remove a folder of `staged` with its lock last, because nothing removes one without."""
+    for path in place.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _LOCK:
+            path.unlink()
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def _put(made: Path, target: Path, old: Path, *, folder: bool) -> None:
@@ -161,7 +184,8 @@ def remove_abandoned(target: Path) -> None:
 
     A folder that was replaced and is gone, because its process was killed between two renames, is
     put back first. A process holds a lock as long as it lives, however it ends. What cannot be
-    locked stays: its process lives, or this file system has no locks.
+    locked stays: its process lives, or this file system has no locks. So does what lost its lock
+    less than an hour ago.
 
     Args:
         target: A file or a folder to be.
@@ -172,19 +196,35 @@ def remove_abandoned(target: Path) -> None:
     except OSError:
         return
     for place in beside:
+        lock = None
         try:
             lock = os.open(place / _LOCK, os.O_RDWR)
-        except OSError:
-            continue
-        try:
             lock_file(lock)
+        except OSError:
+            if lock is not None:
+                os.close(lock)
+                continue
+            if not _forgotten(place):
+                continue
+        try:
             if os.path.lexists(place / "old") and not os.path.lexists(target):
                 os.rename(place / "old", target)  # The only one there is.
-            shutil.rmtree(place, ignore_errors=True)
+            _remove(place)
         except OSError:
             pass
         finally:
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
+
+
+def _forgotten(place: Path) -> bool:
+    """Whether a folder lost its lock while it was removed; one that is new has none yet."""
+    if any(os.path.lexists(place / name) for name in (_LOCK, _UNLOCKED)):
+        return False
+    try:
+        return time.time() - place.stat().st_mtime > _FORGOTTEN
+    except OSError:
+        return False
 
 
 def _prefix(target: Path) -> str:
@@ -194,12 +234,12 @@ def _prefix(target: Path) -> str:
 def _lock(place: Path) -> int | None:
     """Lock a new folder until the descriptor is closed; None on file systems without locks."""
     try:
-        lock = os.open(place / "unlocked", os.O_RDWR | os.O_CREAT)
+        lock = os.open(place / _UNLOCKED, os.O_RDWR | os.O_CREAT)
     except OSError:
         return None
     try:
         lock_file(lock)
-        os.rename(place / "unlocked", place / _LOCK)  # Nobody sees it before it is locked.
+        os.rename(place / _UNLOCKED, place / _LOCK)  # Nobody sees it before it is locked.
     except OSError:
         os.close(lock)
         return None

@@ -23,10 +23,17 @@ from turbo_rcm_patch.checkpoints.keys import (
 )
 from turbo_rcm_patch.checkpoints.pipeline import read_json
 from turbo_rcm_patch.checkpoints.read import Progress, Wanted, check_tensors
-from turbo_rcm_patch.checkpoints.staging import check_space, staged
+from turbo_rcm_patch.checkpoints.staging import check_outside, check_target, staged
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.patching.int8_weights import stands_for
-from turbo_rcm_patch.patching.stored import EXTRA_FILE, mark_of, proj_l_key, weight_files
+from turbo_rcm_patch.patching.stored import (
+    EXTRA_FILE,
+    check_mark,
+    folder_proj_l,
+    mark_of,
+    proj_l_key,
+    weight_files,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +42,8 @@ _DTYPES: Final = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "I8": torch.int8,
     "I32": torch.int32,
 }
@@ -130,55 +139,63 @@ def write_checkpoint(
         OutputExistsError: The file already exists, or cannot be written.
     """
     place, path = transformer_folder(folder), Path(target)
-    with staged(path, force=force, folder=False) as made:
-        extra_file = place / EXTRA_FILE
-        stock = StoredTensors(*weight_files(place))
-        extra = StoredTensors(*([extra_file] if extra_file.is_file() else []))
-        # Folders that others converted have it among the weights.
-        sla = extra if _has_sla(extra) else stock
-        config = place / "config.json"
-        if mark_of(read_json(config)) and not _has_sla(sla):
-            _log.warning(
-                "%s says that the model has SLA, but there is no proj_l in the folder: the "
-                "checkpoint is written without SLA, and dense attention is not what its weights "
-                "were trained for. Put %s of the converted folder beside it, and convert again",
-                config,
-                EXTRA_FILE,
-            )
-        sizes = _sizes(config, sla=_has_sla(sla))
-        listed = names(sizes)
-        wanted = _wanted(listed)
-        if sla is stock:
-            wanted |= {name.ours: Wanted((name.shape,)) for name in listed if name.extra}
-        alone = {n for n in listed if n.linear and keys_alone(n)[0] in stock}
-        for name in alone:  # In int8, and their products nowhere.
-            del wanted[name.ours]
+    check_target(path, force=force, folder=False)
+    config, extra_file, files = place / "config.json", place / EXTRA_FILE, weight_files(place)
+    check_outside(path, config, extra_file, *files)
+    stock = StoredTensors(*files)
+    extra = StoredTensors(*([extra_file] if extra_file.is_file() else []))
+    # Folders that others converted have it among the weights.
+    sla = extra if _has_sla(extra) else stock
+    if sla is extra:
+        check_mark(place, folder_proj_l(place), None)
+    if mark_of(read_json(config)) and not _has_sla(sla):
+        _log.warning(
+            "%s says that the model has SLA, but there is no proj_l in the folder: the "
+            "checkpoint is written without SLA, and dense attention is not what its weights "
+            "were trained for. Put %s of the converted folder beside it, and convert again",
+            config,
+            EXTRA_FILE,
+        )
+    sizes = _sizes(config, sla=_has_sla(sla))
+    listed = names(sizes)
+    alone = {n for n in listed if n.linear and keys_alone(n)[0] in stock}
+    int8 = {n for n in listed if n.linear and n.our_int8[0] in extra}
+    wanted: dict[str, Wanted] = {}
+    for name in listed:
+        if name in alone:  # In int8, and their products nowhere.
             weight, scale = keys_alone(name)
-            wanted[weight] = Wanted((name.shape,), int8=True)
-            wanted[scale] = Wanted((blocks_of(name.shape),), bits=True)
-        check_tensors(str(place), wanted, stock.listing)
-        int8 = {n for n in listed if n.linear and n.our_int8[0] in extra}
-        if extra_file.is_file():
-            beside = [name for name in listed if sla is extra or not name.extra]
-            check_tensors(str(extra_file), wanted_extra(beside, int8), extra.listing)
-        tensors: dict[str, Tensor] = {}
-        total = sum(t.nbytes for t in stock.listing.values())
-        check_space(path, total)
-        done = 0
-        for name in listed:
-            source = sla if name.extra else stock
+            wanted[weight] = Wanted((name.shape,), torch.int8)
+            wanted[scale] = Wanted((blocks_of(name.shape),), torch.int32)
+        elif sla is stock or not name.extra:
+            wanted[name.ours] = Wanted((name.our_shape,))
+    check_tensors(str(place), wanted, stock.listing)
+    if extra_file.is_file():
+        beside = [name for name in listed if sla is extra or not name.extra]
+        check_tensors(str(extra_file), _wanted_extra(beside, int8), extra.listing)
+    #: What is written, by name: where it is, and its keys there.
+    sources = {
+        name: (stock, keys_alone(name)) if name in alone
+        else (extra, name.our_int8) if name in int8
+        else (sla if name.extra else stock, (name.ours,))
+        for name in listed
+    }  # fmt: skip
+    bytes_of = {
+        n: sum(held.listing[k].nbytes for k in keys) for n, (held, keys) in sources.items()
+    }
+    total, done = sum(bytes_of.values()), 0
+    tensors: dict[str, Tensor] = {}
+    with staged(path, force=force, folder=False, needed=total) as made:
+        for name, (held, keys) in sources.items():
+            found = [held[key] for key in keys]
+            if name in int8:
+                check_product(f"{place}: {name.ours}", stock[name.ours], *found)
             if name in alone:
-                weight, scale = keys_alone(name)
-                bits = stock[scale].view(torch.float32)
-                tensors.update(zip(name.their_int8, (stock[weight], bits), strict=True))
-            elif name in int8:
-                pair = [extra[key] for key in name.our_int8]
-                check_product(f"{place}: {name.ours}", stock[name.ours], *pair)
-                tensors.update(zip(name.their_int8, pair, strict=True))
+                found[1] = found[1].view(torch.float32)
+            if len(found) == 2:
+                tensors.update(zip(name.their_int8, found, strict=True))
             else:
-                tensors[name.theirs] = source[name.ours].reshape(name.shape)
-            written = () if name.extra else keys_alone(name) if name in alone else (name.ours,)
-            done += sum(stock.listing[key].nbytes for key in written)
+                tensors[name.theirs] = found[0].reshape(name.shape)
+            done += bytes_of[name]
             if progress is not None:
                 progress("convert", done, total)
         torch.save(tensors, made)
@@ -192,18 +209,14 @@ def _has_sla(stored: StoredTensors) -> bool:
     return any(key.endswith(".attn1.proj_l.weight") for key in stored.listing)
 
 
-def wanted_extra(listed: list[Name], int8: set[Name]) -> dict[str, Wanted]:
+def _wanted_extra(listed: list[Name], int8: set[Name]) -> dict[str, Wanted]:
     """The tensors that the extra file of a model must hold, given which Linears are in int8."""
     wanted = {name.ours: Wanted((name.shape,)) for name in listed if name.extra}
     for name in int8:
         weight, scale = name.our_int8
-        wanted[weight] = Wanted((name.shape,), int8=True)
+        wanted[weight] = Wanted((name.shape,), torch.int8)
         wanted[scale] = Wanted((blocks_of(name.shape),))
     return wanted
-
-
-def _wanted(listed: list[Name]) -> dict[str, Wanted]:
-    return {name.ours: Wanted((name.our_shape,)) for name in listed if not name.extra}
 
 
 def check_product(where: str, weight: Tensor, int8: Tensor, scale: Tensor) -> None:
