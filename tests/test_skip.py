@@ -223,3 +223,24 @@ def test_a_pair_knows_whether_it_is_fused() -> None:
         "blocks.0.ffn", "feed-forward", 0, 0, (video,), "fp32", True, "as-written", "x"
     )
     assert not left.fused
+
+
+@pytest.mark.parametrize("value", ["a", None, True, math.nan, 0.5j], ids=repr)
+def test_what_is_no_number_is_a_typed_error(value: object) -> None:
+    for make in (EDM, TrigFlow, lambda x: ConsistencyModel(0.5, x)):
+        with pytest.raises(ConfigError, match="sigma_"):
+            make(value)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("t", [torch.tensor([1j]), torch.tensor([True])], ids=["complex", "bool"])
+def test_a_time_is_real_everywhere(t: torch.Tensor) -> None:
+    x = torch.ones(1)
+    for call in (
+        rectified_flow_time,
+        trigflow_time,
+        EDM().c_skip,
+        lambda t: rectified_flow_velocity(x, x, t),
+        lambda t: trigflow_velocity(x, x, t),
+    ):
+        with pytest.raises(DTypeError, match="a real number"):
+            call(t)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 
+from turbo_rcm_patch.config import is_number
 from turbo_rcm_patch.errors import ConfigError, DTypeError
 from turbo_rcm_patch.skip import apply_skip
 
@@ -29,6 +30,10 @@ __all__ = [
     "trigflow_time",
     "trigflow_velocity",
 ]
+
+
+#: A time, or what becomes of it: a float from a float, an fp64 tensor from a tensor.
+_Time = TypeVar("_Time", bound=float | torch.Tensor)
 
 
 class Parameterisation(ABC):
@@ -60,40 +65,26 @@ class Parameterisation(ABC):
         share the names of functions.
         """
 
-    def _coefficient(self, index: int, t: float | torch.Tensor) -> float | torch.Tensor:
-        found: float | torch.Tensor
+    def _coefficient(self, index: int, t: _Time) -> _Time:
+        wide = _wide(t)
         if isinstance(t, torch.Tensor):
-            if t.is_complex() or t.dtype == torch.bool:
-                raise DTypeError("t", expected="a real number", got=str(t.dtype))
-            found = self._coefficients(self._widen(t), torch)[index]
+            found: _Time = self._coefficients(self._widen(t), torch)[index]
         else:
-            found = self._coefficients(float(t), math)[index]
+            found = self._coefficients(wide, math)[index]
         return found
 
     def _widen(self, t: torch.Tensor) -> torch.Tensor:
         return t.double()
 
-    @overload
-    def c_skip(self, t: float) -> float: ...
-    @overload
-    def c_skip(self, t: torch.Tensor) -> torch.Tensor: ...
-    def c_skip(self, t: float | torch.Tensor) -> float | torch.Tensor:
+    def c_skip(self, t: _Time) -> _Time:
         """Coefficient of the input."""
         return self._coefficient(0, t)
 
-    @overload
-    def c_out(self, t: float) -> float: ...
-    @overload
-    def c_out(self, t: torch.Tensor) -> torch.Tensor: ...
-    def c_out(self, t: float | torch.Tensor) -> float | torch.Tensor:
+    def c_out(self, t: _Time) -> _Time:
         """Coefficient of the network's output."""
         return self._coefficient(1, t)
 
-    @overload
-    def c_in(self, t: float) -> float: ...
-    @overload
-    def c_in(self, t: torch.Tensor) -> torch.Tensor: ...
-    def c_in(self, t: float | torch.Tensor) -> float | torch.Tensor:
+    def c_in(self, t: _Time) -> _Time:
         """Factor on the input before the network sees it."""
         return self._coefficient(2, t)
 
@@ -120,7 +111,7 @@ class Parameterisation(ABC):
 
 
 def _positive(owner: object, sigma_data: float) -> None:
-    if not 0 < sigma_data < math.inf:
+    if not is_number(sigma_data) or not 0 < sigma_data < math.inf:
         field = f"{type(owner).__name__}.sigma_data"
         raise ConfigError(field, expected="a positive number", got=repr(sigma_data))
 
@@ -175,7 +166,7 @@ class ConsistencyModel(_OverNoise):
 
     def __post_init__(self) -> None:
         _OverNoise.__post_init__(self)
-        if not 0 <= self.sigma_min < math.inf:
+        if not is_number(self.sigma_min) or not 0 <= self.sigma_min < math.inf:
             raise ConfigError(
                 "ConsistencyModel.sigma_min", expected="0 or more", got=repr(self.sigma_min)
             )
@@ -248,32 +239,23 @@ class RectifiedFlow(Parameterisation):
         return 0 * t + 1.0, -t, 0 * t + 1.0
 
 
-@overload
-def rectified_flow_time(t: float) -> float: ...
-@overload
-def rectified_flow_time(t: torch.Tensor) -> torch.Tensor: ...
-def rectified_flow_time(t: float | torch.Tensor) -> float | torch.Tensor:
+def rectified_flow_time(t: _Time) -> _Time:
     """Convert a TrigFlow time to a rectified-flow time: sin t / (cos t + sin t), in fp64.
 
     The states differ by a factor: x_rectified = x_trigflow / (cos t + sin t), which is
     `RCMWrapper().c_in(t)`.
     """
-    if isinstance(t, torch.Tensor):
-        wide = t.double()
-        return wide.sin() / (wide.cos() + wide.sin())
-    return math.sin(t) / (math.cos(t) + math.sin(t))
+    cos, sin = _cos_sin(t)
+    result: _Time = sin / (cos + sin)
+    return result
 
 
-@overload
-def trigflow_time(t: float) -> float: ...
-@overload
-def trigflow_time(t: torch.Tensor) -> torch.Tensor: ...
-def trigflow_time(t: float | torch.Tensor) -> float | torch.Tensor:
+def trigflow_time(t: _Time) -> _Time:
     """Convert a rectified-flow time to a TrigFlow time: the angle of (1 - t, t), in fp64."""
-    if isinstance(t, torch.Tensor):
-        wide = t.double()
-        return torch.atan2(wide, 1 - wide)
-    return math.atan2(t, 1 - t)
+    wide = _wide(t)
+    atan2: Any = torch.atan2 if isinstance(t, torch.Tensor) else math.atan2
+    result: _Time = atan2(wide, 1 - wide)
+    return result
 
 
 def rectified_flow_velocity(
@@ -315,7 +297,16 @@ def trigflow_velocity(
     return apply_skip(x, velocity, (cos - sin) / (cos + sin), 1 / (cos + sin))
 
 
+def _wide(t: float | torch.Tensor) -> Any:
+    """A time as a float or an fp64 tensor."""
+    if not isinstance(t, torch.Tensor):
+        return float(t)
+    if t.is_complex() or t.dtype == torch.bool:
+        raise DTypeError("t", expected="a real number", got=str(t.dtype))
+    return t.double()
+
+
 def _cos_sin(t: float | torch.Tensor) -> tuple[Any, Any]:
-    if isinstance(t, torch.Tensor):
-        return t.double().cos(), t.double().sin()
-    return math.cos(t), math.sin(t)
+    wide = _wide(t)
+    xp: Any = torch if isinstance(t, torch.Tensor) else math
+    return xp.cos(wide), xp.sin(wide)

@@ -139,11 +139,11 @@ def transformer_folder(
     status = (metadata or given).stat()
     source = {"format": FORMAT, "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
     heads, width = _heads(base, part)
-    if _made_of(target) == source and _has_heads(target, heads):
+    if _is(target, source, heads):
         return target
     if heads is not None and open_width(given) != width:
         heads = None  # SLA shows them, or only the base's VAE and text encoder fit.
-    if _made_of(target) == source and _has_heads(target, heads):
+    if _is(target, source, heads):
         return target
     # A pipeline folder, for one, which has no config.json.
     if target.is_dir() and any(target.iterdir()) and _made_of(target) is None:
@@ -161,7 +161,7 @@ def transformer_folder(
             progress=progress,
         )
     except OutputExistsError as error:
-        if _made_of(target) == source and _has_heads(target, heads):
+        if _is(target, source, heads):
             return target  # Another process was first.
         raise OutputExistsError(
             error.what,
@@ -185,8 +185,10 @@ def _heads(base: str | Path | None, part: str) -> tuple[int | None, int]:
     return heads, heads * head_dim
 
 
-def _has_heads(folder: Path, heads: int | None) -> bool:
-    """Whether a converted folder has that many heads; None for any."""
+def _is(folder: Path, source: object, heads: int | None) -> bool:
+    """Whether a folder was converted from that file, with that many heads; None for any."""
+    if _made_of(folder) != source:
+        return False
     return heads in (None, read_json(folder / "config.json").get("num_attention_heads"))
 
 
@@ -394,7 +396,7 @@ def load_vae(
             channels.
 
     Raises:
-        CheckpointError: It is another file.
+        CheckpointError: It is not Wan 2.1's VAE.
     """
     from diffusers import AutoencoderKLWan
 

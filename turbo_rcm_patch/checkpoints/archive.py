@@ -13,16 +13,14 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
 from typing import BinaryIO, Final
 
 from turbo_rcm_patch.errors import CheckpointError
 
 #: How a zip file begins, as torch tells it from its old format.
 _ZIP: Final = b"PK\x03\x04"
-#: Bytes that the records may take more than the file has: none of torch's does, and another
-#: program may have compressed the small ones.
+#: How many bytes more than the file's size the records may declare. torch compresses none; other
+#: programs may compress small ones.
 _SLACK: Final = 16 * 2**20
 #: Largest pickle; that of a 14B model takes 200 kB, and its objects many times as much memory.
 LARGEST_PICKLE: Final = 64 * 2**20
@@ -31,11 +29,11 @@ _HEADER, _LENGTHS = 30, 26
 _CHUNK: Final = 8 * 2**20
 
 
-def check_archive(file: Path | BinaryIO, name: str) -> list[zipfile.ZipInfo]:
+def check_archive(stream: BinaryIO, name: str) -> list[zipfile.ZipInfo]:
     """Refuse an archive whose directory shows that torch did not write it.
 
     Args:
-        file: The `.pth` file, or an open one.
+        stream: An open `.pth` file.
         name: What to call it.
 
     Returns:
@@ -45,23 +43,18 @@ def check_archive(file: Path | BinaryIO, name: str) -> list[zipfile.ZipInfo]:
         CheckpointError: The directory is damaged, declares more than the file can hold, lists a
             record twice, is of a TorchScript program, or weights are compressed.
     """
-    stream = file.open("rb") if isinstance(file, Path) else file
+    if stream.read(len(_ZIP)) != _ZIP:
+        return []
+    size = stream.seek(0, io.SEEK_END)
     try:
-        if stream.read(len(_ZIP)) != _ZIP:
-            return []
-        size = stream.seek(0, io.SEEK_END)
-        try:
-            with zipfile.ZipFile(stream) as archive:
-                records = archive.infolist()
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-            raise CheckpointError(
-                f"{name} is not a torch checkpoint, or is incomplete ({error})",
-                remedy="Download the file again",
-            ) from error
-        stream.seek(0)
-    finally:
-        if isinstance(file, Path):
-            stream.close()
+        with zipfile.ZipFile(stream) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise CheckpointError(
+            f"{name} is not a torch checkpoint, or is incomplete ({error})",
+            remedy="Download the file again",
+        ) from error
+    stream.seek(0)
     _check(records, size, name)
     return records
 
@@ -103,7 +96,7 @@ def _check(records: list[zipfile.ZipInfo], size: int, name: str) -> None:
 
 
 def check_sums(
-    file: Path | BinaryIO,
+    stream: BinaryIO,
     name: str,
     records: list[zipfile.ZipInfo],
     progress: Callable[[str, int, int], None] | None = None,
@@ -114,7 +107,7 @@ def check_sums(
     compare with, and is not read.
 
     Args:
-        file: The `.pth` file, or an open one.
+        stream: An open `.pth` file.
         name: What to call it.
         records: What `check_archive` returned.
         progress: Called with bytes.
@@ -126,26 +119,25 @@ def check_sums(
     if not any(record.CRC for record in stored):
         return
     total, done = sum(record.file_size for record in stored), 0
-    with file.open("rb") if isinstance(file, Path) else nullcontext(file) as stream:
-        for record in sorted(stored, key=lambda record: record.header_offset):
-            stream.seek(record.header_offset + _LENGTHS)
-            lengths = stream.read(4)
-            start = _HEADER + (sum(struct.unpack("<HH", lengths)) if len(lengths) == 4 else 0)
-            stream.seek(record.header_offset + start)
-            left, found = record.file_size, 0
-            while left > 0:
-                part = stream.read(min(_CHUNK, left))
-                if not part:
-                    break
-                found = zlib.crc32(part, found)
-                left -= len(part)
-                done += len(part)
-                if progress is not None:
-                    progress("check", done, total)
-            if left or found != record.CRC:
-                raise CheckpointError(
-                    f"{name} is damaged: the checksum of its record {record.filename} is wrong",
-                    expected=f"{record.CRC:08x}",
-                    got=f"{found:08x} of {record.file_size - left} bytes",
-                    remedy="Download the file again",
-                )
+    for record in sorted(stored, key=lambda record: record.header_offset):
+        stream.seek(record.header_offset + _LENGTHS)
+        lengths = stream.read(4)
+        start = _HEADER + (sum(struct.unpack("<HH", lengths)) if len(lengths) == 4 else 0)
+        stream.seek(record.header_offset + start)
+        left, found = record.file_size, 0
+        while left > 0:
+            part = stream.read(min(_CHUNK, left))
+            if not part:
+                break
+            found = zlib.crc32(part, found)
+            left -= len(part)
+            done += len(part)
+            if progress is not None:
+                progress("check", done, total)
+        if left or found != record.CRC:
+            raise CheckpointError(
+                f"{name} is damaged: the checksum of its record {record.filename} is wrong",
+                expected=f"{record.CRC:08x}",
+                got=f"{found:08x} of {record.file_size - left} bytes",
+                remedy="Download the file again",
+            )

@@ -251,9 +251,10 @@ def _load(path: Path, progress: Progress | None = None, *, sums: bool = True) ->
             remedy="A folder of diffusers goes back to a .pth with --back" if folder else "",
         )
     try:
-        records = check_archive(path, str(path))
-        if sums:
-            check_sums(path, str(path), records, progress)
+        with path.open("rb") as file:
+            records = check_archive(file, str(path))
+            if sums:
+                check_sums(file, str(path), records, progress)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     if torch.distributed.is_available():

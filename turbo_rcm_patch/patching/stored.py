@@ -149,8 +149,10 @@ def folder_proj_l(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """
     extra = folder / EXTRA_FILE
     found = _read(folder, [extra]) if extra.is_file() else {}
+    if found:
+        return found
     files = [path for path in weight_files(folder) if path.is_file()]
-    return found or _read(folder, files or sorted(folder.glob(f"{WEIGHTS}*.safetensors")))
+    return _read(folder, files or sorted(folder.glob(f"{WEIGHTS}*.safetensors")))
 
 
 def _read(folder: Path, files: Iterable[Path]) -> dict[str, tuple[Tensor, Tensor]]:

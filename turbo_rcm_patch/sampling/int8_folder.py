@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.checkpoints.keys import blocks_of
+from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors
 from turbo_rcm_patch.checkpoints.stored import StoredTensors, check_product
-from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
+from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.patching.int8_linear import SCALE, WEIGHT, Int8Linear
 from turbo_rcm_patch.patching.int8_only import INT8_MARK, is_marked, mark_int8_only
 from turbo_rcm_patch.patching.stored import EXTRA_FILE, WEIGHTS, read_config, weight_files
@@ -138,24 +139,17 @@ def _int8_weights(place: Path, stored: StoredTensors) -> Iterator[tuple[str, Ten
 def _check(
     place: Path, network: nn.Module, tensors: Mapping[str, Tensor], stored: StoredTensors
 ) -> None:
-    wanted = network.state_dict()
-    stock = {name: f"{name.removesuffix(WEIGHT)}weight" for name in tensors}
-    missing = sorted(set(wanted) - set(tensors))
+    state = network.state_dict()
+    wanted = {
+        name: Wanted((tuple(t.shape),), None if t.is_floating_point() else t.dtype)
+        for name, t in state.items()
+    }
     # Stock weights of int8 Linears may be there, and SLA's among the weights.
-    known = {*wanted, *(stock[name] for name in tensors if name.endswith(WEIGHT))}
-    unexpected = sorted(
-        name for name in set(stored.listing) - known if ".attn1.proj_l." not in name
-    )
-    wrong = sorted(n for n in tensors if n in wanted and wanted[n].shape != tensors[n].shape)
-    if missing or unexpected or wrong:
-        error = CheckpointKeysError(
-            f"{place}/{WEIGHTS}: {len(missing)} tensors are missing, {len(unexpected)} "
-            f"unexpected, {len(wrong)} mismatched",
-            expected=f"the weights of one {type(network).__name__} ({INT8_MARK['quant_method']})",
-            got=", ".join([*missing, *unexpected, *wrong][:12]),
-            remedy="Convert or download the folder again",
-        )
-        error.missing, error.unexpected, error.mismatched = map(
-            tuple, (missing, unexpected, wrong)
-        )
-        raise error
+    stock = {f"{n.removesuffix(WEIGHT)}weight" for n in state if n.endswith(f".{WEIGHT}")}
+    unexpected = {
+        name: tensor
+        for name, tensor in stored.listing.items()
+        if name not in stock and ".attn1.proj_l." not in name
+    }
+    of = f"one {type(network).__name__} ({INT8_MARK['quant_method']})"
+    check_tensors(f"{place}/{WEIGHTS}", wanted, {**unexpected, **tensors}, of)
