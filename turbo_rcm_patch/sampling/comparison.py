@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from hashlib import blake2b
@@ -32,6 +32,7 @@ from turbo_rcm_patch.sampling.filters import filtered
 from turbo_rcm_patch.sampling.generation import (
     Meter,
     Sample,
+    check_seed,
     decode_latents,
     encode,
     sample_latents,
@@ -50,7 +51,7 @@ from turbo_rcm_patch.sampling.progress import Progress
 from turbo_rcm_patch.sampling.report import write_report
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.source import ImageLike, Source, sources_of
-from turbo_rcm_patch.sampling.store import Store, check_out, reading
+from turbo_rcm_patch.sampling.store import Store, check_out, in_use, reading
 from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT, Verdict, Word, judge
 from turbo_rcm_patch.sampling.video import (
     SEEK_EVERY,
@@ -298,35 +299,38 @@ def compare(
     require("report", "compare")
     config = config or PatchConfig()
     sources = sources_of(prompts, images)
-    settings = settings or settings_for(pipe, **overrides)
+    settings = settings_for(pipe, settings, **overrides)
+    check_seed(seed, len(sources))
     family_of(pipe).check(type(pipe).__name__, sources)
     processes = processes or Processes()
     processes.from_first(lambda: check_out(out, fresh=fresh))
     find_ffmpeg()
     why_no_network(pipe, network_number)
-    with processes.splitting(pipe):
-        with sla_as_defined(pipe, config.sla_topk) as sparse:
-            baseline = _baseline(sparse, config, processes.split)
-        with patched(pipe, config):
-            pass  # what cannot be patched fails here, before hours of baseline
-        run = _Run(
-            pipe,
-            sources,
-            seed,
-            settings,
-            config,
-            out,
-            fresh,
-            progress or (lambda *_: None),
-            processes,
+    with ExitStack() as until_done:
+        processes.from_first(lambda: until_done.enter_context(in_use(out)))
+        with processes.splitting(pipe):
+            with sla_as_defined(pipe, config.sla_topk) as sparse:
+                baseline = _baseline(sparse, config, processes.split)
+            with patched(pipe, config):
+                pass  # what cannot be patched fails here, before hours of baseline
+            run = _Run(
+                pipe,
+                sources,
+                seed,
+                settings,
+                config,
+                out,
+                fresh,
+                progress or (lambda *_: None),
+                processes,
+            )
+            run.sample("baseline", run.unpatched())
+            processes.from_first(run.check_baseline)
+            run.sample_patched()
+            backend = run.sample_control()
+        return processes.from_first(
+            lambda: run.concluded(network_number, observer, backend, baseline, command)
         )
-        run.sample("baseline", run.unpatched())
-        processes.from_first(run.check_baseline)
-        run.sample_patched()
-        backend = run.sample_control()
-    return processes.from_first(
-        lambda: run.concluded(network_number, observer, backend, baseline, command)
-    )
 
 
 class _Run:

@@ -137,15 +137,22 @@ def generate(
     Returns:
         Latents, float frames, times and peak memory.
     """
-    if settings is None:
-        settings = settings_for(pipe, **overrides)
-    elif overrides:
-        settings = Settings.for_model(None, **(settings.as_dict() | overrides))
+    settings = settings_for(pipe, settings, **overrides)
+    check_seed(seed)
     (source,) = sources_of(prompt, image)
     conditioning = encode(pipe, source, settings)
     sample = sample_latents(pipe, conditioning, seed=seed, settings=settings, on_step=on_step)
     with Meter(pipe._execution_device) as decoding:
         frames = decode_latents(pipe, sample.latents)[0]
+    if not frames.isfinite().all():
+        what = "latents" if not sample.latents.isfinite().all() else "frames"
+        raise SamplingError(
+            "the video holds NaN or infinity",
+            expected="finite numbers",
+            got=f"{what} that are not finite",
+            remedy="Look for NaN in the weights and in what is given, and try another dtype: "
+            "fp16 overflows where bf16 does not",
+        )
     return Generation(
         prompt=source.prompt,
         seed=seed,
@@ -158,11 +165,22 @@ def generate(
     )
 
 
-def settings_for(pipe: VideoPipeline, **overrides: object) -> Settings:
-    """Settings for a loaded pipeline: the overrides, then its folder's `turbo_rcm.json`, then the
-    defaults of its family.
+def check_seed(seed: int, count: int = 1) -> None:
+    """Raise a `ConfigError` unless torch takes this seed and the next ones for `count` videos."""
+    if not -(2**63) <= seed <= 2**64 - count:
+        raise ConfigError("seed", expected="a number that fits into 64 bits", got=str(seed))
+
+
+def settings_for(
+    pipe: VideoPipeline, settings: Settings | None = None, **overrides: object
+) -> Settings:
+    """Settings for a loaded pipeline: the overrides, then the given settings or else its folder's
+    `turbo_rcm.json`, then the defaults of its family.
     """
     family = family_of(pipe)
+    if settings is not None:
+        changed = settings.as_dict() | overrides
+        return Settings.for_model(None, **changed) if overrides else settings
     name = getattr(pipe, "name_or_path", None)
     folder = name if name and Path(name).is_dir() else None
     settings = Settings.for_model(folder, family.DEFAULTS, family.OWN, **overrides)
@@ -413,6 +431,13 @@ def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) ->
             expected="none, because it does not begin with a video",
             got=repr(settings.strength),
             remedy="Leave --strength out, or load a video-to-video pipeline",
+        )
+    if settings.guidance_scale_2 is not None and getattr(pipe, "transformer_2", None) is None:
+        raise ConfigError(
+            f"guidance_scale_2 of a {type(pipe).__name__}",
+            expected="none, because it has no second expert",
+            got=repr(settings.guidance_scale_2),
+            remedy="Leave --guidance-scale-2 out",
         )
     span = int(getattr(pipe, "vae_scale_factor_temporal", 1))
     _say_frames(settings.num_frames, (settings.num_frames - 1) // span * span + 1, span)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from turbo_rcm_patch.checkpoints.locks import lock_file
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
 from turbo_rcm_patch.output import atomic, check_writable, is_partial, write_json
 from turbo_rcm_patch.sampling.generation import Sample
@@ -291,6 +293,38 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
             )
     check_writable(folder / MARKER)
     return folder
+
+
+@contextmanager
+def in_use(out: str | Path) -> Iterator[None]:
+    """Inside, no other process compares into this folder, where its file system has locks.
+
+    Raises:
+        OutputExistsError: Another process does.
+    """
+    folder = Path(out).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folder.
+        yield
+        return
+    try:
+        try:
+            lock_file(descriptor)
+        except BlockingIOError as error:
+            raise OutputExistsError(
+                f"{folder} is in use by another comparison",
+                expected="a folder into which nobody writes",
+                remedy="Wait until it is done, or choose another folder",
+            ) from error
+        except OSError:  # There are no locks here, which is no reason to stop.
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):  # It holds something.
+            folder.rmdir()
 
 
 def _listed(folder: Path) -> tuple[set[str], set[str]] | None:
