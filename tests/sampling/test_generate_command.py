@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.output import check_writable
+from turbo_rcm_patch.errors import ConfigError, ContextParallelError, SamplingError
+from turbo_rcm_patch.exit_codes import run_command
+from turbo_rcm_patch.output import atomic, check_writable
 from turbo_rcm_patch.sampling import commands, generation
 from turbo_rcm_patch.sampling.many import Processes, Ranks
+from turbo_rcm_patch.sampling.source import Source
 from turbo_rcm_patch.sampling.video import read_frames
 
 SMALL = ["--height", "32", "--width", "32", "--num-frames", "5", "--max-sequence-length", "16"]
@@ -67,21 +78,16 @@ def test_a_failure_between_a_video_and_its_note_leaves_no_note(
     assert video.exists() and not video.with_suffix(".json").exists()
 
 
-@pytest.mark.parametrize("given", [["--resume"], ["--prompt", "a square"]], ids=" ".join)
 def test_a_file_that_is_no_note_is_not_replaced(
-    given: list[str], command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has the name that a note would have."""
-    folder = "--prompt" in given
-    out = tmp_path if folder else tmp_path / "results.mp4"
-    if folder:
-        assert main([*command, "--prompt", "a circle", *given, "--out", str(out)]) == 0
-        (note, *_) = sorted(tmp_path.glob("*.json"))
-    else:
-        note = tmp_path / "results.json"
+    """It has the name that the note would have."""
+    note = tmp_path / "results.json"
     note.write_text('{"mine": 1}')
-    assert main([*command, "--prompt", "a circle", *given, "--out", str(out)]) == 2
+    given = [*command, "--prompt", "a circle", "--out", str(tmp_path / "results.mp4")]
+    assert main([*given, "--resume"]) == 2
     assert note.name in capsys.readouterr().err
+    assert main(given) == 0
     assert note.read_text() == '{"mine": 1}'
 
 
@@ -181,6 +187,113 @@ def test_an_ffmpeg_that_cannot_run_is_told(
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path))  # a folder
     assert main([*command, "--prompt", "a circle", "--out", str(tmp_path / "v.mp4")]) == 2
     assert "IMAGEIO_FFMPEG_EXE" in capsys.readouterr().err
+
+
+def test_a_failure_in_a_group_that_splits_videos_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going on, it would exchange the next video's tokens for those of this one."""
+
+    def fails(*args: Any, **more: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(generation, "generate", fails)
+    work = [commands._Work(Source(p), 0, tmp_path / f"{p}.mp4") for p in ("a", "b")]
+    group = SimpleNamespace(split="Ulysses 2", leads=False, from_leader=lambda make: make())
+    settings, progress = generation.Settings(steps=1), lambda *_: None
+    with pytest.raises(RuntimeError, match="no memory"):
+        commands._write_videos(
+            None, work, settings, {}, progress, group, resume=False, notes=True, several=True
+        )
+    group.split = ""
+    with pytest.raises(SamplingError, match="2 of 2 prompts failed"):
+        commands._write_videos(
+            None, work, settings, {}, progress, group, resume=False, notes=True, several=True
+        )
+
+
+def test_a_list_of_prompts_is_read_line_by_line(tmp_path: Path) -> None:
+    """What Unicode takes for the end of a line may be part of a prompt."""
+    listing = tmp_path / "prompts.txt"
+    listing.write_bytes("a cat\u2028sits\r\n\n  a dog \tdog.png\n".encode())
+    given = argparse.Namespace(prompt=["first"], prompts=listing)
+    expected = [("first", None), ("a cat\u2028sits", None), ("a dog", tmp_path / "dog.png")]
+    assert commands._lines(given) == expected
+    listing.write_text("a cat\n\tcat.png\n")
+    with pytest.raises(SamplingError, match=r"line 2.*a prompt before the tab"):
+        commands._lines(given)
+    with pytest.raises(ConfigError, match="an empty one"):
+        commands._lines(argparse.Namespace(prompt=[" "], prompts=None))
+
+
+@pytest.mark.parametrize(
+    ("given", "device"),
+    [(None, "cuda:1"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")],
+)
+def test_each_process_has_the_gpu_of_its_number(
+    given: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert Ranks(3, 4, 1).device(given) == device
+    assert Ranks().device(given) == given
+    with pytest.raises(ConfigError, match="at most 2, one for each GPU"):
+        Ranks(3, 4, 2).device("cuda")
+
+
+def test_without_gpus_no_video_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    processes = Processes(Ranks(0, 2, 0), ulysses=2)
+    split = processes.splitting(SimpleNamespace(transformer=None))
+    with pytest.raises(ContextParallelError, match="expected GPUs"), split:
+        pass
+
+
+def test_an_end_by_the_system_cleans_up(tmp_path: Path) -> None:
+    """As torchrun and batch systems end a process."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run() -> int:
+        with atomic(tmp_path / "v.mp4") as partial:
+            partial.write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        return 0
+
+    with pytest.raises(SystemExit) as stopped:
+        run_command(run, interrupted="")
+    assert stopped.value.code == 143 and not any(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes")]
+)
+def test_too_little_memory_is_not_unexpected(error: Exception, capsys) -> None:
+    def run() -> int:
+        raise error
+
+    assert run_command(run, interrupted="") == 2
+    assert "--offload" in capsys.readouterr().err
+
+
+def test_what_is_printed_goes_where_stdout_does() -> None:
+    """Beside bars on a terminal, `> FILE` still gets the lines."""
+    code = (
+        "from turbo_rcm_patch.sampling.progress import bars\n"
+        "with bars() as progress:\n"
+        "    progress('generate', 1, 2)\n"
+        "    print('made.mp4')\n"
+    )
+    terminal, end = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=end, timeout=100
+        )
+    finally:
+        os.close(end)
+        os.close(terminal)
+    assert done.stdout == b"made.mp4\n"
 
 
 def test_a_place_that_another_process_tries_as_well(

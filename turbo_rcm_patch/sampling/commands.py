@@ -44,7 +44,7 @@ from turbo_rcm_patch.sampling.many import (
 from turbo_rcm_patch.sampling.progress import Progress, bars
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.source import Source
-from turbo_rcm_patch.sampling.store import Store, check_out
+from turbo_rcm_patch.sampling.store import Store, check_out, marker_of
 from turbo_rcm_patch.sampling.support import replace_in, text
 from turbo_rcm_patch.sampling.video import ENDINGS, VIDEO_ENDINGS, as_bytes, find_ffmpeg, write_mp4
 
@@ -59,15 +59,15 @@ def generate(arguments: argparse.Namespace) -> int:
         for i, (source, path) in enumerate(_places(arguments, sources))
     ]
     check_writable(work[0].path)
-    notes = arguments.resume or work[0].path != Path(arguments.out).expanduser()
-    for one in work if notes else ():
-        check_note(one.path)
+    ours = work[0].path != Path(arguments.out).expanduser()  # names with a digest
+    if arguments.resume and not ours:
+        check_note(work[0].path)
     find_ffmpeg()
     _check_sources(arguments, sources)
     failed: SamplingError | None = None
     with processes.joined(arguments.device):
         try:
-            _write_share(arguments, config, work, processes, notes=notes)
+            _write_share(arguments, config, work, processes, notes=arguments.resume or ours)
         except SamplingError as error:  # the others go on
             failed = error
     if failed is not None:
@@ -141,8 +141,10 @@ def _write_share(
                 pipe, work, settings, identity, progress, processes,
                 resume=arguments.resume, notes=notes, several=several,
             )  # fmt: skip
-        if processes.first and report is not None:
+        if report is not None and processes.first:
             print(report)
+        elif report is not None and any(one.verdict != "kept" for one in report.guard):
+            print(f"process {ranks.rank}, {report.guard}")
 
 
 def _shown(processes: Processes) -> AbstractContextManager[Progress]:
@@ -206,7 +208,9 @@ def _write_videos(
             if had or notes:
                 note_made(path, identity)
         except Exception as error:
-            if not several:
+            # Alone in a group that splits videos it would exchange the next one's tokens for this
+            # one's.
+            if not several or processes.split:
                 raise
             failed.append(prompt)
             why = first_line(error)
@@ -227,16 +231,16 @@ def compare(arguments: argparse.Namespace) -> int:
     """Compare, then print the verdict and the path of the report."""
     sources, config, processes = _sources(arguments), _config(arguments), _processes(arguments)
     require("report", "compare")
+    before = marker_of(arguments.out)
     try:
         with processes.joined(arguments.device):
             found = _compared(arguments, sources, config, processes)
     except KeyboardInterrupt:
-        print(
-            f"\nInterrupted. What is finished is kept in {arguments.out}; the same command "
-            f"{'without --fresh ' if arguments.fresh else ''}goes on from there. The model is as "
-            "it was.",
-            file=sys.stderr,
-        )
+        again = "without --fresh " if arguments.fresh else ""
+        said = f"What is finished is kept in {arguments.out}; the same command {again}goes on"
+        if arguments.fresh and before is not None and marker_of(arguments.out) == before:
+            said = f"Nothing in {arguments.out} was replaced yet; the same command begins"
+        print(f"\nInterrupted. {said} from there.", file=sys.stderr)
         return INTERRUPTED
     if processes.first:
         print(found)
@@ -382,12 +386,22 @@ def _lines(arguments: argparse.Namespace) -> list[tuple[str, Path | None]]:
                 got=f"byte {error.object[error.start]:#04x} at position {error.start}",
                 remedy="Convert it, for instance with `iconv -f latin1 -t utf-8`",
             ) from error
-        for line in filter(None, map(str.strip, text.splitlines())):
+        # Not `splitlines`: a prompt may hold what Unicode takes for the end of a line.
+        for number, line in enumerate(text.split("\n"), 1):
             prompt, _, file = map(str.strip, line.partition("\t"))
+            if file and not prompt:
+                raise SamplingError(
+                    f"--prompts {arguments.prompts}, line {number}",
+                    expected="a prompt before the tab",
+                    got=f"none, and {file!r} behind it",
+                )
             own = arguments.prompts.parent / Path(file).expanduser() if file else None
-            lines.append((prompt, own))
+            if prompt:
+                lines.append((prompt, own))
     if not lines:
         raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
+    if not all(prompt.strip() for prompt, _ in lines):
+        raise ConfigError("--prompt", expected="a text", got="an empty one")
     return lines
 
 

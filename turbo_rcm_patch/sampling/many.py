@@ -60,10 +60,21 @@ class Ranks:
     local: int = 0
 
     def device(self, given: str | None) -> str | None:
-        """The device of this process: the given one, or the GPU of its number."""
-        if given is None and self.world > 1 and torch.cuda.is_available():
-            return f"cuda:{self.local}"
-        return given
+        """The device of this process: the given one, or the GPU of its number.
+
+        Raises:
+            ConfigError: There are more processes than GPUs on this machine.
+        """
+        if self.world == 1 or given not in (None, "cuda") or not torch.cuda.is_available():
+            return given
+        if self.local >= torch.cuda.device_count():
+            raise ConfigError(
+                "processes of this machine",
+                expected=f"at most {torch.cuda.device_count()}, one for each GPU",
+                got=f"number {self.local}, counted from 0",
+                remedy="Lower torchrun's --nproc-per-node",
+            )
+        return f"cuda:{self.local}"
 
 
 class Processes:
@@ -218,6 +229,13 @@ class Processes:
         if not self.split:
             yield
             return
+        if not torch.accelerator.device_count():
+            raise ContextParallelError(
+                "a split video",
+                expected="GPUs",
+                got="none",
+                remedy="Leave --ulysses and --ring out: the prompts are dealt out then",
+            )
         from diffusers import ContextParallelConfig
         from torch.distributed.device_mesh import init_device_mesh
 
