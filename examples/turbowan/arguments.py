@@ -293,7 +293,8 @@ def _add_shared(
         "(sagesla); sla and sagesla are one here, with int8 queries and keys as SageSLA has them",
         "--sla_topk R": "fraction of key blocks that sparse attention keeps (0.1)",
         "--quant_linear": "int8 Linears, with the integers of a -quant checkpoint; of another "
-        "they are made here, and a -quant checkpoint without this runs multiplied out",
+        "they are made here. Without this option a -quant checkpoint runs with its "
+        "dequantised weights",
         "--default_norm": "no effect: norms are fused where blocks are patched",
         "--vae_path PATH": "Wan2.1_VAE.pth, in place of the VAE of --base",
         "--text_encoder_path PATH": "models_t5_umt5-xxl-enc-bf16.pth, in place of that of --base",
@@ -314,7 +315,7 @@ def _add_shared(
         f"encoder and tokenizer (that of a converted pipeline, or {base})",
         "--cache PLACE": "folder where a .pth file is converted to, once (beside it)",
         "--no_patch": "diffusers' own dense attention, for comparison",
-        "--guard": "compare every pair with its exact self on the first and last step, which "
+        "--guard": "compare every pair with the author's code on the first and last step, which "
         "costs two slow calls",
         "--offload {none,model,sequential}": "what is not in use waits in the CPU's memory",
         "--device DEVICE": "where to run (a GPU if there is one)",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FPS: Final = 16
 #: Width and height are multiples of this.
 _STRIDE: Final = 16
-#: The one setting of a model's folder that no argument of the scripts gives.
+#: The only setting of a model's folder that the scripts have no argument for.
 _TEXT_TOKENS: Final = "max_sequence_length"
 
 

@@ -37,8 +37,8 @@ from turbo_rcm_patch.patching.stored import (
 
 #: Largest file of weights; converting needs about twice that in memory, or the extra file.
 SHARD_BYTES: Final = 4 * 2**30
-#: Of the folders written here. Raise it when the same checkpoint becomes another folder, so that
-#: what was converted before is converted again.
+#: Version of the folder layout. Increase it when the same checkpoint becomes another folder, so
+#: that what was converted before is converted again.
 FORMAT: Final = 2
 #: Parts of names whose tensors diffusers keeps in fp32 whatever is asked for.
 _FP32: Final = {"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"}
@@ -79,7 +79,7 @@ class Written:
 
 
 def _stock_dtype(name: Name, own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor in the folder: its own, or `dtype` where diffusers casts."""
+    """The dtype of a tensor in the folder: its own, or `asked` where diffusers casts."""
     if asked is None or _FP32 & set(name.ours.split(".")):
         return own
     return asked

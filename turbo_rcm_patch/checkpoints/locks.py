@@ -1,4 +1,4 @@
-"""A lock that a process holds on a file as long as it lives, on every system."""
+"""A lock that a process holds on a file as long as it lives, where the system has such locks."""
 
 from __future__ import annotations
 
