@@ -383,8 +383,8 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         "or a video of its own, relative to the file",
         "--ulysses N": "under torchrun: number of GPUs that make one video together by exchanging "
         "attention heads",
-        "--ring N": "under torchrun: number of GPUs, or of groups of --ulysses GPUs, that pass keys "
-        "and values around",
+        "--ring N": "under torchrun: number of GPUs, or of groups of --ulysses GPUs, that pass "
+        "keys and values around",
         "--image FILE": "first frame of every video, for an image-to-video model",
         "--last-image FILE": "last frame of every video, for a model that was trained with one",
         "--video FILE": "video to begin with, for a video-to-video pipeline; for VACE its control",

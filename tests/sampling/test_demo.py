@@ -225,6 +225,26 @@ def test_a_kernel_check_that_dies_does_not_hide_the_comparison(
     assert "verdict: " in said.out and "an illegal access" in said.err
 
 
+def test_an_interruption_before_anything_was_replaced_says_so(
+    quick_model: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """With --resume the old verdict would come as a new one."""
+    monkeypatch.setattr(demo_module, "MODEL", str(quick_model))
+    monkeypatch.setattr(demo_module, "run_kernel_check", lambda _: check(1e-6))
+    monkeypatch.setattr(prompts, "DEMO_PROMPTS", ("a red circle",))
+    assert main(["demo", "--out", str(tmp_path / "out")]) != 130
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_module, "load_pipeline", interrupted)
+    capsys.readouterr()
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 130
+    assert "Nothing in" in capsys.readouterr().err
+    assert main(["demo", "--resume", "--out", str(tmp_path / "out")]) == 130
+    assert "--resume` goes on from there" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model", ["me/a-model", "a folder"])
 def test_a_model_that_cannot_be_checked_is_told_before_the_work(
     model: str, tmp_path: Path, monkeypatch, capsys
