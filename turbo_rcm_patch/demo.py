@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from turbo_rcm_patch.errors import ModelFolderError, SamplingError
-from turbo_rcm_patch.exit_codes import CHANGED, of_verdict
+from turbo_rcm_patch.exit_codes import CHANGED, INTERRUPTED, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.sampling.comparison import Observer, compare
 from turbo_rcm_patch.sampling.families import family_named
@@ -20,7 +20,7 @@ from turbo_rcm_patch.sampling.kernel_check import check_interpreter, run_kernel_
 from turbo_rcm_patch.sampling.load import TINY, check_folder, load_pipeline, resolve_model
 from turbo_rcm_patch.sampling.progress import bars
 from turbo_rcm_patch.sampling.report import write_report
-from turbo_rcm_patch.sampling.store import check_out
+from turbo_rcm_patch.sampling.store import check_out, marker_of
 from turbo_rcm_patch.sampling.video import find_ffmpeg
 
 MODEL = TINY
@@ -43,6 +43,17 @@ def demo(
         the verdict, or 1 if the kernels do not agree. Where there is no Triton for the system, the
         kernels cannot run and the verdict alone decides.
     """
+    before = marker_of(out)
+    try:
+        return _demo(Path(out), model or MODEL, fresh=fresh, command=command)
+    except KeyboardInterrupt:
+        if before is None or not fresh or marker_of(out) != before:
+            raise
+        print(f"\nInterrupted. Nothing in {out} was replaced yet.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _demo(out: Path, model: str | Path, *, fresh: bool, command: str) -> int:
     from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
     require("report", "demo")
@@ -50,7 +61,7 @@ def demo(
     check_out(out, fresh=fresh)
     find_ffmpeg()
     check_interpreter()
-    folder = resolve_model(MODEL if model is None else model)
+    folder = resolve_model(model)
     if not isinstance(folder, Path):
         raise ModelFolderError(
             f"demo --model {folder}",

@@ -82,7 +82,7 @@ _TESTS = {
     "ops/sparse_reference.py": "o:sparse_linear",
     "ops/spec.py": "o:refusals o:edges o:attention",
     "ops/streams.py": "o:streams o:edges o:transforms o:registration o:batches",
-    "sampling/many.py": "s:many",
+    "sampling/many.py": "s:many s:cogvideox s:generate_command",
     "sampling/verdict.py": "s:verdict s:compare",
 }  # fmt: skip
 
