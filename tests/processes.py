@@ -106,14 +106,13 @@ def start(
     cwd: Path | None = None,
     out: Path | None = None,
 ) -> Iterator[Script]:
-    """Run `code` as a script where nothing of this package is imported, while the body runs. It
-    is killed after that.
+    """Run `code` as a script on one thread, where nothing of this package is imported, while the
+    body runs. It is killed after that.
 
     Args:
         code: Python source.
         *arguments: Of the script.
-        env: All of its environment; this process's otherwise. Without OMP_NUM_THREADS it has one
-            thread.
+        env: All of its environment; this process's otherwise.
         cwd: Its working directory.
         out: A file that takes what it prints.
     """
@@ -169,8 +168,7 @@ def _script(
 
     os.environ.clear()
     os.environ.update(environment)
-    # Other tests run beside it. torch read the variable when it was imported, in the server.
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
+    torch.set_num_threads(1)  # Other tests run beside it.
     # The server ignores it, as does what a shell starts in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
