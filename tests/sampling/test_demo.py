@@ -153,6 +153,7 @@ def test_the_remedy_for_an_old_interpreter_works(
     assert run_kernel_check(micro_folder).passed
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_demo_is_green_only_if_everything_is(
     quick_model: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
@@ -175,6 +176,7 @@ def test_the_demo_is_green_only_if_everything_is(
         (out / "report.html").unlink()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_where_there_is_no_triton_the_verdict_decides(
     quick_model: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:

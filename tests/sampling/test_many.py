@@ -198,7 +198,9 @@ def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> 
         f"    if source.prompt == {PROMPTS[0]!r}:\n"
         "        raise ValueError('no such colour')\n"
         f"    if source.prompt == {PROMPTS[1]!r}:\n"
+        "        until = time.monotonic() + 60\n"
         f"        while not list(Path({str(tmp_path)!r}).glob('out/a-green*.mp4')):\n"
+        "            assert time.monotonic() < until\n"
         "            time.sleep(0.02)\n"
         "        time.sleep(2)\n"
         "    return real(pipe, source, **options)\n"
@@ -281,6 +283,7 @@ def numbers(out: Path) -> list[dict[str, Any]]:
     return [*prompts, found["network"], found["fusion"], found["control_backend"]]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_two_processes_make_one_report(
     micro_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +318,7 @@ def test_two_processes_make_one_report(
     assert numbers(out) == numbers(alone)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_two_processes_split_every_video(micro_folder: Path, tmp_path: Path) -> None:
     given = ["--model", str(micro_folder), *QUICK, "--ulysses", "2"]
     given += ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1]]
