@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.runner import check_target
 from turbo_rcm_patch.output import write_json
 
 
@@ -171,7 +172,8 @@ def estimate(
 def run(
     out: Path, names: Sequence[str], tiles: Sequence[Sequence[int]], head_dims: Sequence[int]
 ) -> int:
-    """Compile the attention for cards, print a table and write `cards.json`; 0 if all compiled.
+    """Compile the attention for cards, print a table and write `cards.json`, row by row; 0 if all
+    compiled.
 
     Args:
         out: Folder to write into.
@@ -186,6 +188,9 @@ def run(
         from turbo_rcm_patch.errors import ConfigError
 
         raise ConfigError("--only", expected=f"some of {', '.join(CARDS)}", got=", ".join(unknown))
+    path = out / "cards.json"
+    check_target(path, lambda found: {"cards", "rows"} <= found.keys())
+    cards = {name: asdict(card) for name, card in CARDS.items()}
     rows: list[dict[str, Any]] = []
     good = True
     print(HEAD + "\n" + "|---" * HEAD.count("| ") + "|", flush=True)
@@ -210,11 +215,10 @@ def run(
                             found = estimate(card, result, result["tile"], head_dim, pv)
                             row["estimate"] = asdict(found)
                         rows.append(row)
+                        write_json(path, {"cards": cards, "rows": rows})
                         print(line(row), flush=True)
         finally:
             compiler.close()
-    cards = {name: asdict(card) for name, card in CARDS.items()}
-    write_json(out / "cards.json", {"cards": cards, "rows": rows})
     return 0 if good else 1
 
 

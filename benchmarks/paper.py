@@ -30,13 +30,20 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.networks import WAN, build_wan, sizes_of, wan_call
-from benchmarks.runner import Plan, Record, free, kernel_milliseconds, queued_milliseconds
+from benchmarks.runner import (
+    Plan,
+    Record,
+    check_target,
+    free,
+    kernel_milliseconds,
+    queued_milliseconds,
+)
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.ops import parallel
 from turbo_rcm_patch.ops.exchange import ContextParallel, told
 from turbo_rcm_patch.ops.shards import padded
-from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.output import write_json
 
 PARTS: Final = Path("results/h200/parallel_paper.json")
 MEASURED: Final = Path("results/h200/parallel.json")
@@ -212,6 +219,8 @@ def table(parts: Record) -> list[Record]:
 
 def run(plan: Plan) -> int:
     """Print the table and write `parallel_table.json`, from `PARTS` or the file in `--out`."""
+    target = plan.out / "parallel_table.json"
+    check_target(target, lambda found: found.keys() == {"parts", "assumptions", "rows"})
     own = plan.out / PARTS.name
     path = own if own.is_file() else PARTS
     if not path.is_file():
@@ -235,10 +244,8 @@ def run(plan: Plan) -> int:
         print("  the host is the limit" if row["host is the limit"] else "")
     for line in ASSUMPTIONS:
         print(f"- {line}")
-    plan.out.mkdir(parents=True, exist_ok=True)
     written = {"parts": str(path), "assumptions": ASSUMPTIONS, "rows": rows}
-    text = json.dumps(written, indent=1) + "\n"
-    (plan.out / "parallel_table.json").write_text(text, encoding="utf-8")
+    write_json(target, written)
     return 0
 
 
@@ -276,9 +283,7 @@ def _measured(rank: int, store: str, out: Path, micro: bool) -> None:
             found |= {"device": "cpu" if micro else torch.cuda.get_device_name(device)}
             found |= {"torch": torch.__version__, "seconds": time.perf_counter() - begin}
             found["NCCL_NVLS_ENABLE"] = os.environ.get("NCCL_NVLS_ENABLE", "")
-            text = json.dumps(found, indent=1) + "\n"
-            with atomic(out / PARTS.name) as path:
-                path.write_text(text, encoding="utf-8")
+            write_json(out / PARTS.name, found)
         dist.barrier()
     finally:
         dist.destroy_process_group()

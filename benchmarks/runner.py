@@ -220,6 +220,35 @@ def chosen(option: str, wanted: Sequence[str], known: Sequence[str]) -> list[str
     return [name for name in known if not wanted or name in wanted]
 
 
+def check_target(path: Path, own: Callable[[Any], bool], plots: Iterable[Path] = ()) -> None:
+    """Refuse to write over files that a benchmark did not write, and where nothing can be written.
+
+    Args:
+        path: The result to be.
+        own: Whether what a JSON file holds is this benchmark's.
+        plots: What lies beside the result, if that is not there yet.
+
+    Raises:
+        OutputExistsError: Such a file is there.
+        OutputError: The result cannot be written.
+    """
+    others = [plot for plot in plots if plot.exists()]
+    if path.exists():
+        try:
+            others += [] if own(json.loads(path.read_text(encoding="utf-8"))) else [path]
+        except (OSError, ValueError, LookupError, TypeError):
+            others.append(path)
+    if others:
+        raise OutputExistsError(
+            f"--out {path.parent} holds files that this benchmark did not write, under the "
+            "names of its own",
+            expected="a new folder, or one that it has written to",
+            got=", ".join(other.name for other in others),
+            remedy="Choose another folder",
+        )
+    check_writable(path)
+
+
 @dataclass(slots=True)
 class Journal:
     """One run of a benchmark: what is written and what is shown.
@@ -287,24 +316,11 @@ class Journal:
         """Refuse to write over files that no benchmark wrote, and where nothing can be written."""
         from benchmarks.plots import plots_of
 
-        others: list[Path] = []
-        if self.path.exists():
-            try:
-                found = json.loads(self.path.read_text(encoding="utf-8"))["benchmark"]
-            except (OSError, ValueError, LookupError, TypeError):
-                found = None
-            others = [] if found == self.name else [self.path]
-        else:  # Plots lie beside the file that they were drawn from.
-            others = [path for path in plots_of(self.path, self.name) if path.exists()]
-        if others:
-            raise OutputExistsError(
-                f"--out {self.plan.out} holds files that this benchmark did not write, under the "
-                "names of its own",
-                expected="a new folder, or one that it has written to",
-                got=", ".join(path.name for path in others),
-                remedy="Choose another folder",
-            )
-        check_writable(self.path)
+        def own(found: Any) -> bool:
+            return bool(found["benchmark"] == self.name)
+
+        beside = [] if self.path.exists() else plots_of(self.path, self.name)
+        check_target(self.path, own, beside)
 
     def line(self, cells: Sequence[str]) -> None:
         """One line of the table; numbers to the right, the last cell as long as it is."""

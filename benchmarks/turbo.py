@@ -59,12 +59,16 @@ _COLUMNS: Final = (
 )  # fmt: skip
 
 
+def methods() -> list[str]:
+    """Names for `--peers`."""
+    ways = patched_ways(dict.fromkeys(_LAYOUTS, runner.as_written))
+    return ["eager", "eager SLA", "eager SageSLA", *(way.name for way in ways)]
+
+
 def run(plan: Plan) -> int:
     """Measure and write `network_turbo.json`; 0 if what is ours was right."""
     topk = 0.5 if plan.micro else 0.1
-    every = ["eager", "eager SLA", "eager SageSLA"]
-    every += [way.name for way in patched_ways(dict.fromkeys(_LAYOUTS, runner.as_written))]
-    wanted = runner.chosen("--peers", plan.peers, every)
+    wanted = runner.chosen("--peers", plan.peers, methods())
     if plan.quick and not plan.peers:
         wanted = [name for name in wanted if "compiled" not in name]
     journal = Journal(

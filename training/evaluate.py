@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,11 @@ class Evaluation:
         scenes = sample_scenes(count, generator, held_out=True)
         settings = json.loads((folder / SETTINGS_FILE).read_text())
         return cls(family, pipe, settings, scenes, seed, batch)
+
+    def first(self, count: int) -> Evaluation:
+        """The first videos alone, in one batch."""
+        scenes = Scenes(*(getattr(self.scenes, name)[:count] for name in Scenes.__slots__))
+        return replace(self, scenes=scenes, batch=count)
 
     def _text(self, prompts: list[str]) -> Tensor:
         tokens = tokenize(self.pipe.tokenizer, prompts, int(self.settings["max_sequence_length"]))

@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             return USAGE
 
-    interrupted = "Interrupted. The model is as it was."
+    interrupted = "Interrupted."
+    if arguments.run == "generate":
+        interrupted += " Finished videos are kept; --resume makes only the others."
     if arguments.run == "demo":
         again = arguments.command_line.removesuffix(" --resume") + " --resume"
         interrupted = f"Interrupted. What is finished is kept; `{again}` goes on from there."
@@ -262,8 +264,9 @@ def _add_generate(command: argparse.ArgumentParser) -> None:
     options = {
         "--out PATH": "an .mp4 file, which is replaced if it is there, or a folder (default: "
         "%(default)s)",
-        "--resume": "keep videos that are there and were made by the same command, from the same "
-        "prompt and seed. What a video was made from is written beside it, in a .json",
+        "--resume": "keep videos that are there and were made with the same prompt, seed, model "
+        "path, settings, patch and release. What a video was made from is written beside it, in a "
+        ".json",
         "--no-patch": "do not patch the model",
     }
     add_options(command, options, out="outputs/generate")
@@ -378,8 +381,10 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         "--prompt TEXT ...": "prompt; may be repeated",
         "--prompts FILE": "file with one prompt per line. After a tab a line may name an image "
         "or a video of its own, relative to the file",
-        "--ulysses N": "under torchrun: so many GPUs share a video and exchange attention heads",
-        "--ring N": "under torchrun: so many GPUs, or groups of --ulysses, pass keys on",
+        "--ulysses N": "under torchrun: number of GPUs that make one video together by exchanging "
+        "attention heads",
+        "--ring N": "under torchrun: number of GPUs, or of groups of --ulysses GPUs, that pass "
+        "keys and values around",
         "--image FILE": "first frame of every video, for an image-to-video model",
         "--last-image FILE": "last frame of every video, for a model that was trained with one",
         "--video FILE": "video to begin with, for a video-to-video pipeline; for VACE its control",
@@ -391,7 +396,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         "--background FILE": "for Animate: video whose person is replaced, with --mask",
         "--identity FILE": "for ConsisID: .safetensors of what its face models made of --image",
         "--strength S": "how much of --video is made anew: this share of the steps runs "
-        "(default: 0.8)",
+        "(default for video-to-video pipelines: 0.8)",
         "--seed N": "seed of the first prompt; the next one uses N + 1 (default: 0)",
         "--sampler {rcm,scheduler}": "rcm: 1 to 4 steps of a distilled model; scheduler: the "
         "pipeline's own scheduler (default: rcm; CogVideoX has only scheduler)",
@@ -399,11 +404,11 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         "--form {sde,ode}": "form of the rCM sampler (default: sde)",
         "--sigma-max S": "largest noise level of the rCM sampler (default: 80; 200 for Wan 2.2 "
         "I2V)",
-        "--height N": "height in pixels",
-        "--width N": "width in pixels",
+        "--height N": "height in pixels, a multiple of 16 (of 32 for Wan 2.2 TI2V)",
+        "--width N": "width in pixels, likewise",
         "--num-frames N": "number of frames",
         "--fps N": "frames per second of the mp4",
-        "--max-sequence-length N": "largest number of prompt tokens",
+        "--max-sequence-length N": "prompt tokens: longer prompts are cut, shorter ones padded",
         "--guidance-scale S": "for --sampler scheduler (default: 5)",
         "--guidance-scale-2 S": "guidance scale of Wan 2.2's low-noise expert",
         "--negative-prompt TEXT": "what the video should not show",

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import torch
 
-from turbo_rcm_patch.exit_codes import CHANGED, of_verdict
+from turbo_rcm_patch.errors import ModelFolderError, SamplingError
+from turbo_rcm_patch.exit_codes import CHANGED, INTERRUPTED, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.sampling.comparison import Observer, compare
+from turbo_rcm_patch.sampling.families import family_named
 from turbo_rcm_patch.sampling.generation import settings_for
 from turbo_rcm_patch.sampling.kernel_check import check_interpreter, run_kernel_check
-from turbo_rcm_patch.sampling.load import TINY, load_pipeline, resolve_model
+from turbo_rcm_patch.sampling.load import TINY, check_folder, load_pipeline, resolve_model
 from turbo_rcm_patch.sampling.progress import bars
 from turbo_rcm_patch.sampling.report import write_report
-from turbo_rcm_patch.sampling.store import check_out
+from turbo_rcm_patch.sampling.store import check_out, marker_of
 from turbo_rcm_patch.sampling.video import find_ffmpeg
 
 MODEL = TINY
@@ -41,6 +43,17 @@ def demo(
         the verdict, or 1 if the kernels do not agree. Where there is no Triton for the system, the
         kernels cannot run and the verdict alone decides.
     """
+    before = marker_of(out)
+    try:
+        return _demo(Path(out), model or MODEL, fresh=fresh, command=command)
+    except KeyboardInterrupt:
+        if before is None or not fresh or marker_of(out) != before:
+            raise
+        print(f"\nInterrupted. Nothing in {out} was replaced yet.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _demo(out: Path, model: str | Path, *, fresh: bool, command: str) -> int:
     from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
     require("report", "demo")
@@ -48,8 +61,16 @@ def demo(
     check_out(out, fresh=fresh)
     find_ffmpeg()
     check_interpreter()
-    model = MODEL if model is None else model
-    pipe = load_pipeline(model)
+    folder = resolve_model(model)
+    if not isinstance(folder, Path):
+        raise ModelFolderError(
+            f"demo --model {folder}",
+            expected="a shipped model, or a folder",
+            got="a name on the hub",
+            remedy=f"Download it first, with `hf download {folder} --local-dir FOLDER`",
+        )
+    family_named(check_folder(folder)).check_probe(folder)
+    pipe = load_pipeline(folder)
     settings = settings_for(pipe)
     print(
         f"{len(DEMO_PROMPTS)} prompts, {settings.num_frames} frames of {settings.width} x "
@@ -68,21 +89,22 @@ def demo(
             progress=progress,
             command=command,
         )
+    print(comparison)
     if sys.platform != "linux" and find_spec("triton") is None:
         print(f"The kernels were not checked: there is no Triton for {sys.platform}.")
-        print(comparison)
         return of_verdict(comparison.verdict)
     print("One block of the model through the Triton kernels ...")
-    folder = resolve_model(model)
-    assert isinstance(folder, Path), "a shipped model is a folder"
-    check = run_kernel_check(folder)
+    try:
+        check = run_kernel_check(folder)
+    except SamplingError as error:
+        print(error.block(), file=sys.stderr)
+        return CHANGED
     write_report(comparison, check)
     word = "ok" if check.passed else "FAILED"
     print(
         f"{word}: {check.what}: relative L2 {check.relative_l2:.1e}, "
         f"accepted: at most {check.limit:.0e}"
     )
-    print(comparison)
     print(f"{time.perf_counter() - start:.0f} s in all")
     return of_verdict(comparison.verdict) if check.passed else CHANGED
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +28,10 @@ PIPE: Final = 141
 TABLE: Final = f"""\
 exit codes:
   {OK:<4} success; for compare and demo: nothing visible changed
-  {CHANGED:<4} for compare and demo: changed or undecided; for doctor: something needed is missing
-  {USAGE:<4} a mistake in the arguments, the model or the files, or too little memory
+  {CHANGED:<4} for compare and demo: changed or undecided; for demo also: the kernels disagree; for
+       doctor: something needed is missing
+  {USAGE:<4} a mistake in the arguments, the model or the files, too little memory, or some of
+       several prompts failed
   {UNEXPECTED:<4} an unexpected error, with its traceback
   {SIMILAR:<4} for compare and demo: similar
   {INTERRUPTED:<4} interrupted
@@ -59,6 +63,23 @@ def _compiling_shown() -> Iterator[None]:
         log.removeHandler(handler)
 
 
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Clean up on SIGTERM, by which torchrun and batch systems end a process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_command(
     run: Callable[[], int],
     tell: Callable[[TurboRCMError], str] = TurboRCMError.block,
@@ -79,7 +100,7 @@ def run_command(
         The command's own code, or another code of this module.
     """
     try:
-        with _compiling_shown():
+        with _compiling_shown(), _terminated_like_interrupted():
             code = run()
         sys.stdout.flush()  # A full disk shows here, and must not exit with 1 either.
         return code
@@ -94,7 +115,12 @@ def run_command(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be imported here
+        # The second is torch's, which may not be imported here; the third of its CPU allocator.
+        if (
+            isinstance(error, MemoryError)
+            or type(error).__name__ == "OutOfMemoryError"
+            or "can't allocate memory" in str(error)
+        ):
             print(f"{error}\nTry --offload model, or a smaller video.", file=sys.stderr)
             return USAGE
         traceback.print_exc()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +16,6 @@ from turbo_rcm_patch.errors import OutputError, TurboRCMError
 
 #: What the names of unfinished files begin with. They are hidden, and gone in the end.
 _PARTIAL: Final = ".turbo_rcm_patch-partial-"
-_count = itertools.count()
 #: A trial write is as large as a block of most file systems.
 _TRIAL: Final = bytes(4096)
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -106,23 +105,33 @@ def check_writable(target: Path) -> None:
     Raises:
         OutputError: It cannot be written, or the disk is full.
     """
-    made: list[Path] = []
     with _telling(target):
         target = _real_file(target)
-        try:
-            for folder in reversed([one for one in target.parents if not one.exists()]):
+        for left in reversed(range(10)):
+            try:
+                return _try_to_write(target)
+            except FileNotFoundError:  # Another process made this folder for its own trial.
+                if not left:
+                    raise
+
+
+def _try_to_write(target: Path) -> None:
+    made: list[Path] = []
+    try:
+        for folder in reversed([one for one in target.parents if not one.exists()]):
+            with suppress(FileExistsError):
                 folder.mkdir()
                 made.append(folder)
-            partial = _beside(target)
-            try:
-                partial.write_bytes(_TRIAL)
-                _flush(partial)
-            finally:
-                partial.unlink(missing_ok=True)
+        partial = _beside(target)
+        try:
+            partial.write_bytes(_TRIAL)
+            _flush(partial)
         finally:
-            for folder in reversed(made):
-                with suppress(OSError):
-                    folder.rmdir()
+            partial.unlink(missing_ok=True)
+    finally:
+        for folder in reversed(made):
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def is_partial(path: Path) -> bool:
@@ -131,7 +140,8 @@ def is_partial(path: Path) -> bool:
 
 
 def _beside(target: Path) -> Path:
-    return target.with_name(f"{_PARTIAL}{os.getpid()}-{next(_count)}{target.suffix}")
+    # Containers that share a folder have the same process numbers.
+    return target.with_name(f"{_PARTIAL}{secrets.token_hex(8)}{target.suffix}")
 
 
 def _real_file(target: Path) -> Path:

@@ -651,7 +651,7 @@ def fingerprints(d: Draw) -> str:
 OPERATIONS: dict[str, Callable[[Draw], str]] = {
     run.__name__: run
     for run in (
-        attention_skip, attention_skip, attention_lse, masked_attention, attention_project_skip,
+        attention_skip, attention_lse, masked_attention, attention_project_skip,
         project_skip, skip, norm_modulate, norm_modulate_rows, linear_gelu, norm_modulate_streams,
         project_skip_streams, int8_linear, denoise_step, sparse_linear_attention, sage_interface,
         fingerprints,

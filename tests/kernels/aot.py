@@ -1,7 +1,8 @@
 """Compiling what the launchers start, for a GPU that is not there: cases, processes, limits.
 
-One process records launches and one compiles them. Both run without Triton's interpreter, live as
-long as the session, and keep every result, so that tests share what they compile.
+One process records launches and one compiles them. Both run without Triton's interpreter and live
+as long as the session. Every result is kept, so that tests share what they compile, and so do
+sessions as long as the kernels are the same; `rm -r build/aot` forgets it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+RESULTS = ROOT / "build" / "aot"
 
 #: (backend, architecture).
 Target = tuple[str, int | str]
@@ -63,12 +65,19 @@ class Process:
     """A script that answers every line of JSON with one. It starts with the first question, and
     anew after one that was broken off."""
 
-    def __init__(self, python: str, path: Sequence[Path], script: str, *arguments: Path) -> None:
+    def __init__(
+        self,
+        python: str,
+        path: Sequence[Path],
+        script: str,
+        *arguments: Path,
+        cache: Path | None = None,
+    ) -> None:
         self._command = [python, HERE / script, *arguments]
         self._env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         self._env["PYTHONPATH"] = os.pathsep.join(map(str, path))
-        if arguments:
-            self._env["TRITON_CACHE_DIR"] = str(arguments[-1] / "triton")
+        if cache is not None:
+            self._env["TRITON_CACHE_DIR"] = str(cache)
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, question: object) -> list[dict]:
@@ -101,14 +110,17 @@ class Compiler:
 
     Args:
         python: The Python that compiles.
-        folder: Where results are kept; processes may share it.
+        cache: Triton's, of one session.
         path: What that Python imports from, this repository included.
+        results: Where results are kept; processes may share it.
     """
 
-    def __init__(self, python: str, folder: Path, path: Sequence[Path] = (ROOT,)) -> None:
+    def __init__(
+        self, python: str, cache: Path, path: Sequence[Path] = (ROOT,), results: Path = RESULTS
+    ) -> None:
         self._records = Process(sys.executable, [ROOT], "aot_record.py")
         kernels = ROOT / "turbo_rcm_patch" / "kernels"
-        self._compiles = Process(python, path, "aot_compile.py", kernels, folder)
+        self._compiles = Process(python, path, "aot_compile.py", kernels, results, cache=cache)
 
     def __call__(self, cases: list[dict]) -> list[dict]:
         """A result for each kernel that these cases launch."""

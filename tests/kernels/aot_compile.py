@@ -2,7 +2,7 @@
 
 `python aot_compile.py KERNELS_FOLDER RESULTS_FOLDER` reads lists of launches, one a line, from its
 input, and answers each with a line: the results. They are kept in RESULTS_FOLDER, which processes
-may share, so that nobody compiles the same launch twice.
+and sessions may share, so that nobody compiles the same launch of the same kernels twice.
 
 Needs triton alone (a torch that is not there is replaced by a stub, which the jit functions never
 touch), so that another release of Triton can be tried from an environment of its own.
@@ -14,9 +14,11 @@ import hashlib
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from collections import Counter
 from pathlib import Path
@@ -208,21 +210,37 @@ def hip_resources(assembly: str) -> dict:
     }
 
 
+def folder_of(kernels: Path, kept: Path) -> Path:
+    """Where results of these kernels are kept, as they are now; removes what no session has
+    looked at for a week."""
+    code = [Path(__file__), *sorted(kernels.rglob("*.py"))]
+    text = b"".join(f"{path.name} ".encode() + path.read_bytes() for path in code)
+    folder = kept / hashlib.sha256(text).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.touch()
+    for other in kept.iterdir():
+        if time.time() - other.stat().st_mtime > 7 * 86400:
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
 def result_of(launch: dict, kept: Path) -> dict:
     """The result of one launch, from the folder if somebody has compiled it."""
     launch = dict(launch)
     case = launch.pop("case")
-    text = f"{triton.__version__} {json.dumps(launch, sort_keys=True)}"
+    compiler = f"{triton.__version__} {(BIN / 'ptxas').stat().st_size}"
+    text = f"{compiler} {json.dumps(launch, sort_keys=True)}"
     path = kept / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8")) | {"case": case}
     try:
         result = compile_one(launch)
     except Exception as error:  # reported per kernel, so that one failure shows them all
-        result = {
+        return {
             "kernel": launch["kernel"],
             "target": f"{launch['backend']}:{launch['arch']}",
             "error": f"{type(error).__name__}: {error}"[:2000],
+            "case": case,
         }
     with tempfile.NamedTemporaryFile("w", dir=kept, delete=False, encoding="utf-8") as file:
         json.dump(result, file)
@@ -233,7 +251,7 @@ def result_of(launch: dict, kept: Path) -> dict:
 def main() -> None:
     kernels, kept = map(Path, sys.argv[1:])
     import_kernels(kernels)
-    kept.mkdir(parents=True, exist_ok=True)
+    kept = folder_of(kernels, kept)
     for asked in sys.stdin:
         results = [result_of(launch, kept) for launch in json.loads(asked)]
         print(json.dumps(results), flush=True)

@@ -49,15 +49,14 @@ EACH_TARGET = pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t[0]}-
 def compilers(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Compiler]]:
-    """One for the installed Triton, and one for that of `--aot-python`. The workers of a session
-    share what is compiled."""
+    """One for the installed Triton, and one for that of `--aot-python`."""
     needs_hopper_kernels()
     folder = tmp_path_factory.getbasetemp()
     if hasattr(pytestconfig, "workerinput"):
         folder = folder.parent
     other = pytestconfig.getoption("--aot-python", default=None)
     found = [
-        Compiler(python, folder / "aot")
+        Compiler(python, folder / "triton")
         for python in [sys.executable, *([other] if other else [])]
     ]
     yield found

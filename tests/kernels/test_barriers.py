@@ -25,7 +25,9 @@ def machine_code(kernel: str, folder: Path, **more: object) -> list[tuple[str, s
     needs_hopper_kernels()
     records = Process(sys.executable, [ROOT], "aot_record.py")
     kernels = ROOT / "turbo_rcm_patch" / "kernels"
-    compiles = Process(sys.executable, [ROOT], "aot_compile.py", kernels, folder)
+    compiles = Process(
+        sys.executable, [ROOT], "aot_compile.py", kernels, folder, cache=folder / "triton"
+    )
     asked = case("plain-attention", TARGET, 128, "fp8", only=[kernel], **more)
     try:
         (result,) = compiles.ask(records.ask([asked])[:1])

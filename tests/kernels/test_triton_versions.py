@@ -100,7 +100,7 @@ def test_every_kernel_compiles(
 ) -> None:
     release = Version(request.node.callspec.params["fetched"])
     path = [ROOT] if fetched is None else [fetched, ROOT]
-    compiled = Compiler(sys.executable, tmp_path / "results", path)
+    compiled = Compiler(sys.executable, tmp_path / "compiled", path)
     try:
         results = compiled(cases(release))
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -151,6 +152,7 @@ def sources(part: str) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files if file.name != "__init__.py"]
 
 
+@functools.cache
 def _keys(file: str) -> list[str]:
     """What each change of a file is known by, whatever is written above it: what it changes, and
     which of several such ones it is; "" for one that is not drawn."""

@@ -20,7 +20,7 @@ _TESTS = {
     "patching/copies.py": "p:int8_copies p:linears p:orders",
     "patching/find.py": "p:find p:api p:refusals",
     "patching/graphs.py": "p:graphs p:parallel_graphs",
-    "patching/guard.py": "p:guard p:measure p:guard_traces p:guard_mutants",
+    "patching/guard.py": "p:guard p:measure p:guard_traces p:guard_mutants p:precision",
     "patching/int8_linear.py": "p:int8_only c:int8_folder",
     "patching/int8_only.py": "p:int8_only c:int8_folder",
     "patching/int8_weights.py": "p:int8_copies p:linears",
@@ -46,7 +46,8 @@ _TESTS = {
     "families/_parallel": "p:parallel p:ranks p:parallel_patched",
     "families/wan_plan": "p:sla p:patch p:refusals p:wan_family p:signs p:wan_family_around",
     "families/wan_sla": "p:sla p:sla_around c:sla_kept",
-    "families/cogvideox": "p:signs p:cogvideox p:cogvideox_refusals p:cogvideox_around",
+    "families/cogvideox": 
+        "p:signs p:cogvideox p:cogvideox_refusals p:cogvideox_around p:parallel_patched",
     "families/consisid": "p:cogvideox p:cogvideox_refusals",
     "families/turbo": "p:signs p:turbodiffusion",
     "families/rcm": "p:rcm_attention m:rcm_attention",
@@ -81,7 +82,7 @@ _TESTS = {
     "ops/sparse_reference.py": "o:sparse_linear",
     "ops/spec.py": "o:refusals o:edges o:attention",
     "ops/streams.py": "o:streams o:edges o:transforms o:registration o:batches",
-    "sampling/many.py": "s:many",
+    "sampling/many.py": "s:many s:cogvideox s:generate_command",
     "sampling/verdict.py": "s:verdict s:compare",
 }  # fmt: skip
 

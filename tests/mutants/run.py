@@ -179,7 +179,8 @@ def in_a_fork(run: Callable[[], str], until: float = float("inf")) -> str | None
         return None
     if not said and os.WIFSIGNALED(status):
         by = os.WTERMSIG(status)
-        return "" if by == signal.SIGXCPU else f"died by signal {by}"
+        # The second is the hard limit, or no memory: neither says that a test noticed something.
+        return "" if by in (signal.SIGXCPU, signal.SIGKILL) else f"died by signal {by}"
     return said
 
 

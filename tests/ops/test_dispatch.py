@@ -198,6 +198,16 @@ def test_the_user_s_table_is_read_first(card: None) -> None:
     assert name(CUDA, 600, 600) == "exact"
     keep_dispatch({"NVIDIA H200": [{"n_kv": [512, 1000], "attention": "int8", "source": "me"}]})
     assert name(CUDA, 600, 600) == "int8"
+
+
+def test_the_user_s_table_chooses_the_form(card: None) -> None:
+    """No shipped table has a form, so that nobody looks for one until a user's has."""
+    shape = (1, 600, 600, 12, 128, 1536, CUDA)
+    assert ops.choose_form(*shape) == "two-launch" and not dispatch.forms_measured()
+    row = {"n_kv": [512, 1000], "form": "one-launch", "features": 1536, "source": "me"}
+    keep_dispatch({"NVIDIA H200": [row]})
+    assert ops.choose_form(*shape) == "one-launch" and dispatch.forms_measured()
+    assert ops.choose_form(*shape[:5], 64, CUDA) == "two-launch"
     assert name(CUDA, 100, 100) == "exact"
 
 

@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.implementations import Implementation, over
 from tests.versions import COMPILES_TRANSFORMS
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import GradientError
+from turbo_rcm_patch.ops import reference
+from turbo_rcm_patch.ops.gradients import attention_gradients
 
 BATCH, TOKENS, HEADS, DIM = 2, 12, 2, 16
 CHANNELS = HEADS * DIM
@@ -382,3 +386,25 @@ def test_what_unseen_keys_hold_reaches_no_gradient(
 
     for own, expected in zip(gradients(dirty), gradients(clean), strict=True):
         assert torch.equal(own, expected)
+
+
+def test_a_backward_pass_holds_the_logits_of_some_rows_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of all rows they would be batch * heads * queries * keys numbers."""
+    largest = [0]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            made = function(*args, **(kwargs or {}))
+            for one in tree_leaves(made):
+                if isinstance(one, Tensor):
+                    largest[0] = max(largest[0], one.numel())
+            return made
+
+    monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", 2000)
+    q, k = torch.randn(2, 3, 40, 4), torch.randn(2, 3, 50, 4)
+    how = {"sm_scale": 0.5, "causal": False, "kv_lengths": None}
+    with Sizes():
+        attention_gradients(torch.randn_like(q), None, q, k, k, **how)
+    assert 2 * 3 * 50 <= largest[0] <= 2000

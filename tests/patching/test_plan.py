@@ -16,12 +16,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.patching import test_guard_mutants as mutants
-from tests.patching.wan import EXACT, Case, relative, run
-from turbo_rcm_patch import patch_model
+from tests.patching.wan import EXACT, Case, relative, run, wan
+from turbo_rcm_patch import PatchConfig, patch_model, patched
 from turbo_rcm_patch.ops.elementwise import norm_forward
 from turbo_rcm_patch.ops.projection import project_forward
 from turbo_rcm_patch.ops.registry import attention_forward
 from turbo_rcm_patch.patching import block as block_file
+from turbo_rcm_patch.patching import branches
 from turbo_rcm_patch.patching import plan as plan_file
 from turbo_rcm_patch.patching.branches import FeedForwardRun
 from turbo_rcm_patch.patching.plan import PlanSlot, Watch
@@ -411,3 +412,26 @@ def test_signatures_of_inputs_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) ->
     assert len(plan_file._numbers) <= 4
     assert len(set(numbers[:6])) == 6, "no number comes twice"
     assert numbers[6] == numbers[4]
+
+
+def test_a_plan_asks_for_a_form_where_a_table_has_one(
+    used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looks where no table names a form; the forms differ in rounding alone."""
+    calls: list[str] = []
+    original = branches.ops.attention_project_skip
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(kwargs["form"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(branches.ops, "attention_project_skip", counted)
+    model = wan()
+    with patched(model, PatchConfig(attention="int8", guard=False)):
+        run(model)
+        before, planned = run(model), len(used)
+        assert planned and not calls
+        monkeypatch.setattr(branches, "forms_measured", lambda: True)
+        after = run(model)
+    assert len(used) > planned and set(calls) == {"auto"}
+    assert relative(after, before) < 1e-5

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import CogVideoXTransformer3DModel, WanTransformer3DModel
 from diffusers.models.transformers import transformer_wan
 from torch import nn
 
+from tests.patching import turbodiffusion
 from tests.patching.wan import CASES, dicts, run, wan
 from turbo_rcm_patch import PatchConfig, errors, find_pairs, patch_model, unpatch_model
 from turbo_rcm_patch.patching import patch as patch_file
@@ -135,12 +136,21 @@ def test_wrong_dtype(dtype: torch.dtype) -> None:
     says(caught.value)
 
 
-@pytest.mark.parametrize("head_dim", [258, 512])
-def test_head_dim_out_of_range(head_dim: int) -> None:
+def heads_of(family: str, head_dim: int) -> nn.Module:
     with torch.device("meta"):
-        model = WanTransformer3DModel(
-            num_attention_heads=1, attention_head_dim=head_dim, num_layers=1, ffn_dim=8
+        if family == "turbodiffusion":
+            return turbodiffusion.tiny(dim=head_dim, num_heads=1, layers=1)
+        classes = {"wan": WanTransformer3DModel, "cogvideox": CogVideoXTransformer3DModel}
+        more = {"ffn_dim": 8} if family == "wan" else {"time_embed_dim": 8}
+        return classes[family](
+            num_attention_heads=1, attention_head_dim=head_dim, num_layers=1, **more
         )
+
+
+@pytest.mark.parametrize("head_dim", [272, 512])
+@pytest.mark.parametrize("family", ["wan", "cogvideox", "turbodiffusion"])
+def test_head_dim_out_of_range(family: str, head_dim: int) -> None:
+    model = heads_of(family, head_dim)
     with pytest.raises(errors.ShapeError, match=str(head_dim)) as caught:
         patch_model(model)
     says(caught.value)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler, CogVideoXPipeline
 
+from tests.ranks import on_ranks
 from tests.sampling.micro import SMALL, save
 from tests.sampling.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, ModelFolderError, SamplingError
+from turbo_rcm_patch.patching.parallel import groups_of
 from turbo_rcm_patch.sampling import Source, compare, generate
 from turbo_rcm_patch.sampling.families import Job, family_of
 from turbo_rcm_patch.sampling.generation import (
@@ -26,7 +29,8 @@ from turbo_rcm_patch.sampling.generation import (
 )
 from turbo_rcm_patch.sampling.kernel_check import run_kernel_check
 from turbo_rcm_patch.sampling.load import load_pipeline, resolve_model
-from turbo_rcm_patch.sampling.measures import NetworkInput, measure_network
+from turbo_rcm_patch.sampling.many import Processes, Ranks
+from turbo_rcm_patch.sampling.measures import NetworkInput, measure_network, relative_l2
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
@@ -64,6 +68,26 @@ def test_settings_are_those_of_the_family(pipe, folder: Path, tmp_path: Path) ->
     (own / "turbo_rcm.json").write_text('{"sampler": "scheduler", "steps": 4, "height": 64}')
     settings = settings_for(load_pipeline(own, device="cpu"), width=32)
     assert (settings.steps, settings.height, settings.width) == (4, 64, 32)
+
+
+# diffusers counts accelerators, of which a CPU machine has none.
+@mock.patch.object(torch.accelerator, "device_count", return_value=1)
+def split_video(rank: int, _: object) -> None:
+    pipe = micro_cogvideox()
+    given = {"settings": settings_for(pipe, steps=1, guidance_scale=1.0, **SMALL), "seed": 3}
+    whole = generate(pipe, PROMPT, **given)
+    processes = Processes(Ranks(rank, 2, rank), ulysses=2)
+    for _ in range(2):
+        with processes.joined("cpu"), processes.splitting(pipe):
+            assert groups_of(pipe.transformer) is not None
+            split = generate(pipe, PROMPT, **given)
+        assert groups_of(pipe.transformer) is None
+        assert relative_l2(split.latents, whole.latents) < 1e-4
+
+
+def test_a_video_is_split_over_two_processes() -> None:
+    """diffusers has no plan for this class: ours is attached, and taken away again."""
+    on_ranks(2, split_video)
 
 
 @pytest.mark.supports("CogVideoXTransformer3DModel", "rCM sampler")

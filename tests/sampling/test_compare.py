@@ -341,7 +341,7 @@ def test_the_verdict_has_power(attention: str, tmp_path: Path) -> None:
 
     found = compare(
         load_pipeline("tiny", device="cpu"),
-        DEMO_PROMPTS[:3],
+        DEMO_PROMPTS[:2],
         out=tmp_path,
         config=PatchConfig(attention=attention, guard=False),
         network_number=False,

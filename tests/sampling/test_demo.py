@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -225,3 +227,64 @@ def test_the_cogvideox_example_and_demo_run(tmp_path: Path, monkeypatch, capsys)
     monkeypatch.setattr(prompts, "DEMO_PROMPTS", ("a red circle", "a blue square"))
     assert main(["demo", "--model", str(folder), "--out", str(tmp_path / "demo")]) == 0
     assert "verdict: unchanged" in capsys.readouterr().out
+
+
+def test_a_kernel_check_that_dies_does_not_hide_the_comparison(
+    quick_model: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """The code is not that of a mistake in the arguments."""
+
+    def dies(_: Path) -> KernelCheck:
+        raise SamplingError("the kernel check failed (an illegal access)")
+
+    monkeypatch.setattr(demo_module, "MODEL", str(quick_model))
+    monkeypatch.setattr(demo_module, "run_kernel_check", dies)
+    monkeypatch.setattr(prompts, "DEMO_PROMPTS", ("a red circle", "a blue square"))
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr()
+    assert "verdict: " in said.out and "an illegal access" in said.err
+
+
+def test_an_interruption_before_anything_was_replaced_says_so(
+    quick_model: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """With --resume the old verdict would come as a new one."""
+    monkeypatch.setattr(demo_module, "MODEL", str(quick_model))
+    monkeypatch.setattr(demo_module, "run_kernel_check", lambda _: check(1e-6))
+    monkeypatch.setattr(prompts, "DEMO_PROMPTS", ("a red circle",))
+    assert main(["demo", "--out", str(tmp_path / "out")]) != 130
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_module, "load_pipeline", interrupted)
+    capsys.readouterr()
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 130
+    assert "Nothing in" in capsys.readouterr().err
+    assert main(["demo", "--resume", "--out", str(tmp_path / "out")]) == 130
+    assert "--resume` goes on from there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["me/a-model", "a folder"])
+def test_a_model_that_cannot_be_checked_is_told_before_the_work(
+    model: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(demo_module, "load_pipeline", pytest.fail)
+    if model == "a folder":
+        model = str(save(micro_cogvideox(source="face"), tmp_path / "consisid"))
+    assert main(["demo", "--model", model, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert ("the hub" if model == "me/a-model" else "ConsisIDTransformer3DModel") in error
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_form_that_gives_nan_fails_the_kernel_check(
+    at: int, quick_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [1e-6, 1e-6]
+    errors[at] = math.nan
+    numbers = iter(errors)
+    monkeypatch.setattr(kernel_check, "relative_l2", lambda *_: next(numbers))
+    monkeypatch.setattr(kernel_check, "patched", lambda *_: nullcontext(SimpleNamespace(fused=1)))
+    found = kernel_check.check_block(quick_model)
+    assert math.isnan(found.relative_l2) and not found.passed

@@ -12,6 +12,7 @@ from diffusers import FluxPipeline
 
 from tests.sampling.micro import SMALL, micro_pipe
 from turbo_rcm_patch.errors import DTypeError, NotAModelError
+from turbo_rcm_patch.sampling import generation
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.generation import (
     _say_frames,
@@ -143,11 +144,37 @@ def test_public_names_are_functions_whatever_is_imported_first() -> None:
 
 
 def test_a_number_of_frames_that_the_vae_cannot_make_is_told_once(pipe, caplog) -> None:
-    """diffusers makes the next smaller number that it can."""
+    """The next smaller number that it can is made."""
     _say_frames.cache_clear()
     settings = settings_for(pipe, **SMALL | {"steps": 1, "num_frames": 6})
     for seed in (0, 1):
         made = generate(pipe, "a red circle", seed=seed, settings=settings)
     assert len(made.frames) == 5
     (said,) = [line for line in caplog.messages if "num_frames 6" in line]
-    assert "so 5 frames are made. 9 would be" in said
+    assert "makes 5 frames of that. Near it are 5 and 9." in said
+
+
+def test_generators_of_other_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.manual_seed` seeds every GPU, and only this device's state comes back."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    with generation._private_rng(torch.device("cpu"), 3):
+        first = torch.randn(3)
+    with generation._private_rng(torch.device("cpu"), 3):
+        assert torch.equal(torch.randn(3), first)
+    assert not seeded and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_of_the_hub_brings_its_settings(pipe, tmp_path: Path, monkeypatch) -> None:
+    """They lie in the hub's cache, beside the folders of the parts."""
+    root = tmp_path / "models--me--video" / "snapshots" / "abc"
+    root.mkdir(parents=True)
+    (root / "turbo_rcm.json").write_text('{"sigma_max": 200.0, "steps": 3}')
+    monkeypatch.setattr(type(pipe), "name_or_path", "me/video", raising=False)
+    assert settings_for(pipe).sigma_max == 80.0
+    monkeypatch.setitem(
+        pipe.transformer._internal_dict, "_name_or_path", str(root / "transformer")
+    )
+    settings = settings_for(pipe)
+    assert (settings.sigma_max, settings.steps) == (200.0, 3)

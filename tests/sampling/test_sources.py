@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from tests.sampling.micro import (
     SMALL,
@@ -41,6 +42,7 @@ from turbo_rcm_patch.sampling.generation import (
 from turbo_rcm_patch.sampling.load import load_pipeline
 from turbo_rcm_patch.sampling.measures import NetworkInput, network_number
 from turbo_rcm_patch.sampling.settings import Settings
+from turbo_rcm_patch.sampling.source import read_image
 from turbo_rcm_patch.sampling.video import enlarge, read_frames, write_mp4
 
 pytestmark = pytest.mark.usefixtures("no_pictures_here")
@@ -286,6 +288,32 @@ def test_the_networks_calls_are_the_pipelines(name: str) -> None:
         assert call.keys() == expected.keys()
         for key, value in expected.items():
             assert same(call[key], value), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_number_of_frames_that_a_vae_cannot_make_is_rounded_once(name: str) -> None:
+    """The pipelines round it to another number than the noise that they are given has."""
+    pipe = made(name)
+    settings = settings_of(name, num_frames=8, steps=2)
+    video = generate(pipe, Source(PROMPT, **CASES[name][1]), settings=settings)
+    expected = 8 if name.startswith("cogvideox") else 5
+    assert family_of(pipe).frames_made(pipe, 8) == expected == len(video.frames)
+
+
+def test_an_image_lies_the_way_up_that_its_exif_data_say(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (64, 32), "red").save(tmp_path / "phone.jpg", exif=exif)
+    assert read_image(tmp_path / "phone.jpg").size == (32, 64)
+    with Image.open(tmp_path / "phone.jpg") as image:
+        assert read_image(image).size == (32, 64)
+
+
+def test_an_image_of_16_bits_keeps_its_levels(tmp_path: Path) -> None:
+    levels = np.array([[0, 20000, 65535]], np.uint16)
+    Image.fromarray(levels).save(tmp_path / "deep.png")
+    pixels = np.asarray(read_image(tmp_path / "deep.png"))
+    assert pixels.tolist() == [[[0] * 3, [78] * 3, [255] * 3]]
 
 
 def latents_in(pipe: Any, call: dict[str, Any]) -> tuple[torch.Tensor, float]:

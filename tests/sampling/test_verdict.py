@@ -135,6 +135,7 @@ def test_runs_must_be_paired() -> None:
         pytest.param(one(5.9), one(12.0), "changed", id="outside-the-margin-too"),
         pytest.param(one(19.9), one(24.0), "changed", id="median-under-the-floor"),
         pytest.param(one(20.0), one(24.0), "unchanged", id="median-on-the-floor"),
+        pytest.param(one(19.9), one(20.0), "changed", id="control-on-the-floor"),
         pytest.param(one(30.0, 14.9), one(30.0, 20.0), "changed", id="frame-under-the-floor"),
         pytest.param(one(30.0, 14.9), one(30.0, 14.0), "undecided", id="frame-like-the-control"),
         pytest.param(one(math.nan), one(12.0), "changed", id="nan"),

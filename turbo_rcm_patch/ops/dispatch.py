@@ -100,9 +100,6 @@ def _shipped() -> Table:
 
 #: Read at import, because a traced call cannot open files.
 _SHIPPED: Final = _shipped()
-#: Whether one launch was measured to be faster anywhere: else form="auto" is two launches, and
-#: nobody has to look.
-FORMS_MEASURED: Final = any("form" in row for rows in _SHIPPED.values() for row in rows)
 
 
 @cache
@@ -113,6 +110,13 @@ def _tables() -> tuple[Table, ...]:
 
     path = existing_table("dispatch.json")
     return {} if path is None else _read(path), _SHIPPED, self_tests()
+
+
+@cache
+def forms_measured() -> bool:
+    """Whether a table names a form for any shape. Where none does, form="auto" is two launches
+    and nobody has to look."""
+    return any("form" in row for table in _tables() for rows in table.values() for row in rows)
 
 
 def self_test_path() -> Path:
@@ -253,6 +257,7 @@ def forget_tables() -> None:
     from turbo_rcm_patch.kernels.replay import forget_programs
 
     _tables.cache_clear()
+    forms_measured.cache_clear()
     _decided.cache_clear()
     _resolved.cache_clear()
     _decider.cache_clear()
@@ -387,7 +392,7 @@ def choose_form(
 ) -> Literal["one-launch", "two-launch"]:
     """The form that was measured to be faster for a shape on this device; "two-launch" where
     nothing was measured."""
-    if device.type != "cuda" or not FORMS_MEASURED:
+    if device.type != "cuda" or not forms_measured():
         return "two-launch"
     numbers = (head_dim, heads, batch * n_q, n_kv)
     row = _row_for(device_name_of(device), "form", numbers, c_out_features)

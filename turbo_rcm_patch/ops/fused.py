@@ -13,7 +13,7 @@ from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
 from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.attention import attention_skip, describe
 from turbo_rcm_patch.ops.checks import check_attention, check_weight, refuse_exact_heads
-from turbo_rcm_patch.ops.dispatch import FORMS_MEASURED, choose_form, choose_inputs, quantises
+from turbo_rcm_patch.ops.dispatch import choose_form, choose_inputs, forms_measured, quantises
 from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.operation import Operation, flattened
 from turbo_rcm_patch.ops.projection import project_forward, project_gradients, project_skip
@@ -173,8 +173,9 @@ def attention_project_skip(
     if form == "one-launch":
         refuse_exact_heads(spec, 'form="one-launch"')
     skip, norms = (residual, c_skip, c_out), (norm_q, norm_k, norm_q_bias, norm_k_bias)
-    # On a GPU the operation reads the table: tracing asks no device.
-    looks = FORMS_MEASURED and quantises(spec.attention) and q.device.type == "cuda"
+    # On a GPU the operation reads the tables: tracing asks no device and opens no file.
+    looks = q.device.type == "cuda" and quantises(spec.attention)
+    looks = looks and (torch.compiler.is_compiling() or forms_measured())
     two = bool(spec.exact_heads) or (form == "auto" and not looks)
     if two or form == "two-launch" or transformed() or not 0 < q.shape[0] <= batches.MAX_BATCH:
         branch = attention_skip(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Form, Impl
+from turbo_rcm_patch.ops.dispatch import forms_measured
 from turbo_rcm_patch.ops.elementwise import gelu_forward, norm_forward, rows_forward
 from turbo_rcm_patch.ops.exchange import ContextParallel
 from turbo_rcm_patch.ops.operation import Step
@@ -813,9 +814,11 @@ class AttentionRun:
         )  # fmt: skip
 
     def _joined(self, token: Token) -> bool:
-        """Whether attention and projection are one operation. With "auto" that reads the measured
-        table where no plan runs."""
-        return self._form == "one-launch" or (self._form == "auto" and token is None)
+        """Whether attention and projection are one operation. With "auto" that operation reads the
+        tables; a plan calls it only where one of them names a form."""
+        if self._form == "auto":
+            return token is None or forms_measured()
+        return self._form == "one-launch"
 
     def _note(self, token: Token, how: str) -> None:
         """Say how the pairs run on this forward."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,45 +26,48 @@ from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.sampling import comparison, generation
 from turbo_rcm_patch.sampling.families import VideoPipeline, family_named
-from turbo_rcm_patch.sampling.generation import settings_for
+from turbo_rcm_patch.sampling.generation import check_seed, settings_for
 from turbo_rcm_patch.sampling.load import (
     first_line,
     load_pipeline,
     load_skeleton,
     pipeline_class,
 )
-from turbo_rcm_patch.sampling.many import Processes, is_made, note_made, ranks_here
+from turbo_rcm_patch.sampling.many import (
+    Processes,
+    check_note,
+    forget_made,
+    is_made,
+    note_made,
+    ranks_here,
+)
 from turbo_rcm_patch.sampling.progress import Progress, bars
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.source import Source
-from turbo_rcm_patch.sampling.store import Store, check_out
+from turbo_rcm_patch.sampling.store import Store, check_out, marker_of
 from turbo_rcm_patch.sampling.support import replace_in, text
-from turbo_rcm_patch.sampling.video import ENDINGS, VIDEO_ENDINGS, enlarge, find_ffmpeg, write_mp4
+from turbo_rcm_patch.sampling.video import ENDINGS, VIDEO_ENDINGS, as_bytes, find_ffmpeg, write_mp4
 
 
 def generate(arguments: argparse.Namespace) -> int:
     """Write one mp4 per prompt; under torchrun every group of processes writes its share."""
     sources, config, processes = _sources(arguments), _config(arguments), _processes(arguments)
-    out = Path(arguments.out).expanduser()
-    if out.suffix and len(sources) > 1:
-        raise SamplingError(
-            "--out", expected=f"a folder, because there are {len(sources)} prompts", got=str(out)
-        )
-    if out.suffix and out.suffix.lower() not in ENDINGS:
-        raise SamplingError(
-            "--out", expected=f"a folder, or a file that ends in one of {ENDINGS}", got=str(out)
-        )
     # What would fail at the end fails before a model is loaded.
-    check_writable(
-        out if out.suffix else out / f"{Store.key(sources[0].prompt, arguments.seed)}.mp4"
-    )
+    check_seed(arguments.seed, len(sources))
+    work = [
+        _Work(source, arguments.seed + i, path)
+        for i, (source, path) in enumerate(_places(arguments, sources))
+    ]
+    check_writable(work[0].path)
+    ours = work[0].path != Path(arguments.out).expanduser()  # names with a digest
+    if arguments.resume and not ours:
+        check_note(work[0].path)
     find_ffmpeg()
     _check_sources(arguments, sources)
-    numbered = [(source, arguments.seed + i) for i, source in enumerate(sources)]
     failed: SamplingError | None = None
     with processes.joined(arguments.device):
         try:
-            _write_share(arguments, config, processes.share(numbered), processes, out)
+            _write_share(arguments, config, work, processes, notes=arguments.resume or ours)
         except SamplingError as error:  # the others go on
             failed = error
     if failed is not None:
@@ -72,15 +75,45 @@ def generate(arguments: argparse.Namespace) -> int:
     return OK
 
 
+class _Work(NamedTuple):
+    """A video to be made."""
+
+    source: Source
+    seed: int
+    path: Path
+
+
+def _places(
+    arguments: argparse.Namespace, sources: Sequence[Source]
+) -> Iterator[tuple[Source, Path]]:
+    """Where the video of each source goes."""
+    out = Path(arguments.out).expanduser()
+    # A folder may have a dot in its name, as runs/v1.2 has.
+    ending = "" if out.is_dir() or out.suffix[1:].isdigit() else out.suffix
+    if ending and len(sources) > 1:
+        raise SamplingError(
+            "--out", expected=f"a folder, because there are {len(sources)} prompts", got=str(out)
+        )
+    if ending and ending.lower() not in ENDINGS:
+        raise SamplingError(
+            "--out", expected=f"a folder, or a file that ends in one of {ENDINGS}", got=str(out)
+        )
+    for i, source in enumerate(sources):
+        key = Store.key(source.prompt, arguments.seed + i)
+        yield source, out if ending else out / f"{key}.mp4"
+
+
 def _write_share(
     arguments: argparse.Namespace,
     config: PatchConfig,
-    work: list[tuple[Source, int]],
+    work: list[_Work],
     processes: Processes,
-    out: Path,
+    *,
+    notes: bool,
 ) -> None:
     """The videos of one group of processes."""
     ranks = processes.ranks
+    several, work = len(work) > 1, processes.share(work)
     if not work:
         print(f"rank {ranks.rank} of {ranks.world}: no prompt is left for it")
         if not processes.split:
@@ -92,6 +125,7 @@ def _write_share(
         "model": str(arguments.model),
         "dtype": arguments.dtype,
         "patch": None if arguments.no_patch else asdict(config),
+        "weights": "int8" if arguments.linear == "int8-only" else "as stored",
         "settings": settings.as_dict(),
     }
     if processes.split:
@@ -104,10 +138,13 @@ def _write_share(
     ):
         with _shown(processes) as progress:
             _write_videos(
-                pipe, work, settings, out, identity, arguments.resume, progress, processes
-            )
-        if processes.first and report is not None:
+                pipe, work, settings, identity, progress, processes,
+                resume=arguments.resume, notes=notes, several=several,
+            )  # fmt: skip
+        if report is not None and processes.first:
             print(report)
+        elif report is not None and any(one.verdict != "kept" for one in report.guard):
+            print(f"process {ranks.rank}, {report.guard}")
 
 
 def _shown(processes: Processes) -> AbstractContextManager[Progress]:
@@ -129,28 +166,29 @@ def _say_dense(pipe: VideoPipeline) -> None:
 
 def _write_videos(
     pipe: VideoPipeline,
-    work: list[tuple[Source, int]],
+    work: list[_Work],
     settings: Settings,
-    out: Path,
     about: dict[str, object],
-    resume: bool,
     progress: Progress,
     processes: Processes,
+    *,
+    resume: bool,
+    notes: bool,
+    several: bool,
 ) -> None:
-    """Write the video of each prompt and seed. Of several, one that fails costs the others
-    nothing.
+    """Write the video of each prompt and seed. Of several, here or on other processes, one that
+    fails costs the others nothing.
 
     Raises:
         SamplingError: Some failed; the others are written.
     """
     total, failed = settings.steps_run * len(work), []
-    for i, (source, seed) in enumerate(work):
+    for i, (source, seed, path) in enumerate(work):
         prompt = source.prompt
 
         def on_step(step: int, steps: int, before: int = i * settings.steps_run) -> None:
             progress("generate", before + step, total)
 
-        path = out if out.suffix else out / f"{Store.key(prompt, seed)}.mp4"
         identity = {"prompt": prompt, "seed": seed, **about}
         if source.given:
             identity["inputs"] = source.digest
@@ -165,11 +203,14 @@ def _write_videos(
             )
             if not processes.leads:
                 continue
-            write_mp4(enlarge(video.frames), path, settings.fps)
-            if resume or not out.suffix:
+            had = forget_made(path)  # A note never stands beside another video.
+            write_mp4(as_bytes(video.frames), path, settings.fps)
+            if had or notes:
                 note_made(path, identity)
         except Exception as error:
-            if len(work) == 1:
+            # Alone in a group that splits videos it would exchange the next one's tokens for this
+            # one's.
+            if not several or processes.split:
                 raise
             failed.append(prompt)
             why = first_line(error)
@@ -190,16 +231,16 @@ def compare(arguments: argparse.Namespace) -> int:
     """Compare, then print the verdict and the path of the report."""
     sources, config, processes = _sources(arguments), _config(arguments), _processes(arguments)
     require("report", "compare")
+    before = marker_of(arguments.out)
     try:
         with processes.joined(arguments.device):
             found = _compared(arguments, sources, config, processes)
     except KeyboardInterrupt:
-        print(
-            f"\nInterrupted. What is finished is kept in {arguments.out}; the same command "
-            f"{'without --fresh ' if arguments.fresh else ''}goes on from there. The model is as "
-            "it was.",
-            file=sys.stderr,
-        )
+        again = "without --fresh " if arguments.fresh else ""
+        said = f"What is finished is kept in {arguments.out}; the same command {again}goes on"
+        if arguments.fresh and before is not None and marker_of(arguments.out) == before:
+            said = f"Nothing in {arguments.out} was replaced yet; the same command begins"
+        print(f"\nInterrupted. {said} from there.", file=sys.stderr)
         return INTERRUPTED
     if processes.first:
         print(found)
@@ -345,12 +386,22 @@ def _lines(arguments: argparse.Namespace) -> list[tuple[str, Path | None]]:
                 got=f"byte {error.object[error.start]:#04x} at position {error.start}",
                 remedy="Convert it, for instance with `iconv -f latin1 -t utf-8`",
             ) from error
-        for line in filter(None, map(str.strip, text.splitlines())):
+        # Not `splitlines`: a prompt may hold what Unicode takes for the end of a line.
+        for number, line in enumerate(text.split("\n"), 1):
             prompt, _, file = map(str.strip, line.partition("\t"))
+            if file and not prompt:
+                raise SamplingError(
+                    f"--prompts {arguments.prompts}, line {number}",
+                    expected="a prompt before the tab",
+                    got=f"none, and {file!r} behind it",
+                )
             own = arguments.prompts.parent / Path(file).expanduser() if file else None
-            lines.append((prompt, own))
+            if prompt:
+                lines.append((prompt, own))
     if not lines:
         raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
+    if not all(prompt.strip() for prompt, _ in lines):
+        raise ConfigError("--prompt", expected="a text", got="an empty one")
     return lines
 
 

@@ -9,8 +9,8 @@ writes the folder, and does the rest.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from hashlib import blake2b
@@ -32,6 +32,7 @@ from turbo_rcm_patch.sampling.filters import filtered
 from turbo_rcm_patch.sampling.generation import (
     Meter,
     Sample,
+    check_seed,
     decode_latents,
     encode,
     sample_latents,
@@ -50,7 +51,7 @@ from turbo_rcm_patch.sampling.progress import Progress
 from turbo_rcm_patch.sampling.report import write_report
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.source import ImageLike, Source, sources_of
-from turbo_rcm_patch.sampling.store import Store, check_out, reading
+from turbo_rcm_patch.sampling.store import Store, check_out, in_use, reading
 from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT, Verdict, Word, judge
 from turbo_rcm_patch.sampling.video import (
     SEEK_EVERY,
@@ -298,35 +299,38 @@ def compare(
     require("report", "compare")
     config = config or PatchConfig()
     sources = sources_of(prompts, images)
-    settings = settings or settings_for(pipe, **overrides)
+    settings = settings_for(pipe, settings, **overrides)
+    check_seed(seed, len(sources))
     family_of(pipe).check(type(pipe).__name__, sources)
     processes = processes or Processes()
     processes.from_first(lambda: check_out(out, fresh=fresh))
     find_ffmpeg()
     why_no_network(pipe, network_number)
-    with processes.splitting(pipe):
-        with sla_as_defined(pipe, config.sla_topk) as sparse:
-            baseline = _baseline(sparse, config, processes.split)
-        with patched(pipe, config):
-            pass  # what cannot be patched fails here, before hours of baseline
-        run = _Run(
-            pipe,
-            sources,
-            seed,
-            settings,
-            config,
-            out,
-            fresh,
-            progress or (lambda *_: None),
-            processes,
+    with ExitStack() as until_done:
+        processes.from_first(lambda: until_done.enter_context(in_use(out)))
+        with processes.splitting(pipe):
+            with sla_as_defined(pipe, config.sla_topk) as sparse:
+                baseline = _baseline(sparse, config, processes.split)
+            with patched(pipe, config):
+                pass  # what cannot be patched fails here, before hours of baseline
+            run = _Run(
+                pipe,
+                sources,
+                seed,
+                settings,
+                config,
+                out,
+                fresh,
+                progress or (lambda *_: None),
+                processes,
+            )
+            run.sample("baseline", run.unpatched())
+            processes.from_first(run.check_baseline)
+            run.sample_patched()
+            backend = run.sample_control()
+        return processes.from_first(
+            lambda: run.concluded(network_number, observer, backend, baseline, command)
         )
-        run.sample("baseline", run.unpatched())
-        processes.from_first(run.check_baseline)
-        run.sample_patched()
-        backend = run.sample_control()
-    return processes.from_first(
-        lambda: run.concluded(network_number, observer, backend, baseline, command)
-    )
 
 
 class _Run:
@@ -394,6 +398,7 @@ class _Run:
         self.progress(variant, done, total)
         for i in mine:  # outside the backend: only the transformer's attention differs
             self.encoded(i)
+        before = ours.from_first(lambda: self.store.read_json(f"runs/{variant}.json"))
         with backend:
             kept: dict[str, object] = {}
             if mine and warm:
@@ -407,7 +412,7 @@ class _Run:
                 done += len(now) * steps
                 came = ours.gathered((sample, note()))
                 if came and warm:
-                    self.store.write_json(f"runs/{variant}.json", kept | _together(came))
+                    self.store.write_json(f"runs/{variant}.json", kept | _together(came, before))
                 for i, (one, _) in zip(now, came, strict=False):
                     assert one is not None
                     self.store.save_sample(self.keys[i], variant, one)
@@ -490,7 +495,9 @@ class _Run:
             except torch.OutOfMemoryError:
                 why = "runs out of memory"
             except RuntimeError as error:
-                if "kernel" not in str(error) and "backend" not in str(error):
+                # Every fault of the device speaks of kernels.
+                fault = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+                if fault or ("kernel" not in str(error) and "backend" not in str(error)):
                     raise
                 why = "cannot run this model"
 
@@ -510,11 +517,13 @@ class _Run:
 
     def network(self, wanted: bool | None) -> tuple[NetworkNumber | None, str]:
         """The network number, measured once; or None and why, "" if it was left out on request."""
+        if wanted is False:
+            return None, ""
         known = self.store.read_json("runs/network.json")
         if known:
             return NetworkNumber(**{name: float(value) for name, value in known.items()}), ""
         why = why_no_network(self.pipe, wanted)
-        if why or wanted is False:
+        if why:
             return None, why
         self.progress("network", 0, 1)
         clean = self.store.load_sample(self.keys[0], "baseline").latents
@@ -581,7 +590,7 @@ class _Run:
             control_backend=backend,
             baseline=baseline,
             patch_report=str(patch.get("table", "")),
-            patch=patch.get("report", {}),
+            patch=patch.get("report", {}) | {k: patch[k] for k in ("earlier",) if k in patch},
             times={variant: self.times(variant) for variant in get_args(Variant)},
             settings=self.settings,
             identity=self.identity,
@@ -742,11 +751,17 @@ def _offloads(module: torch.nn.Module) -> bool:
     return "_hf_hook" in module.__dict__ or any("offload" in name for name in hooks)
 
 
-def _together(came: Sequence[tuple[object, dict[str, object]]]) -> dict[str, object]:
-    """The notes of all groups: that of the first, and the tables that differ from its own."""
-    notes = [note for _, note in came]
+def _together(
+    came: Sequence[tuple[object, dict[str, object]]], before: Mapping[str, Any] | None
+) -> dict[str, object]:
+    """The notes of all groups: that of the first, the tables that differ from its own, and those
+    of the runs that made the samples before."""
+    notes = [*([dict(before)] if before else []), *(note for _, note in came)]
     tables = list(dict.fromkeys(str(note["table"]) for note in notes if "table" in note))
-    return notes[0] | ({"table": "\n\n".join(tables)} if tables else {})
+    joined: dict[str, object] = {"table": "\n\n".join(tables)} if tables else {}
+    if before and "report" in before:
+        joined["earlier"] = [*before.get("earlier", ()), before["report"]]
+    return came[0][1] | joined
 
 
 def _baseline(sparse: int, config: PatchConfig, split: str) -> str:

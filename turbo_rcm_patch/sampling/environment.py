@@ -85,7 +85,9 @@ def code_digest() -> str:
     """A digest of the code that can influence a generated video."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.blake2b(digest_size=8)
-    for part in ("config.py", "skip.py", "ops", "kernels", "patching", "sampling/scheduler.py"):
+    own = ("scheduler.py", "generation.py", "settings.py", "source.py", "families")
+    parts = ("config.py", "skip.py", "boundary.py", "ops", "kernels", "patching")
+    for part in (*parts, *(f"sampling/{name}" for name in own)):
         path = root / part
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         for file in files:

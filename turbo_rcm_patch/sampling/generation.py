@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -137,15 +137,22 @@ def generate(
     Returns:
         Latents, float frames, times and peak memory.
     """
-    if settings is None:
-        settings = settings_for(pipe, **overrides)
-    elif overrides:
-        settings = Settings.for_model(None, **(settings.as_dict() | overrides))
+    settings = settings_for(pipe, settings, **overrides)
+    check_seed(seed)
     (source,) = sources_of(prompt, image)
     conditioning = encode(pipe, source, settings)
     sample = sample_latents(pipe, conditioning, seed=seed, settings=settings, on_step=on_step)
     with Meter(pipe._execution_device) as decoding:
         frames = decode_latents(pipe, sample.latents)[0]
+    if not frames.isfinite().all():
+        what = "latents" if not sample.latents.isfinite().all() else "frames"
+        raise SamplingError(
+            "the video holds NaN or infinity",
+            expected="finite numbers",
+            got=f"{what} that are not finite",
+            remedy="Look for NaN in the weights and in what is given, and try another dtype: "
+            "fp16 overflows where bf16 does not",
+        )
     return Generation(
         prompt=source.prompt,
         seed=seed,
@@ -158,13 +165,34 @@ def generate(
     )
 
 
-def settings_for(pipe: VideoPipeline, **overrides: object) -> Settings:
-    """Settings for a loaded pipeline: the overrides, then its folder's `turbo_rcm.json`, then the
-    defaults of its family.
+def folder_of(pipe: VideoPipeline) -> Path | None:
+    """The folder that a pipeline was loaded from, of a name on the hub that of the hub's cache;
+    None if it was made otherwise."""
+    name = getattr(pipe, "name_or_path", None)
+    if name and Path(name).is_dir():
+        return Path(name)
+    network = pipe.transformer or getattr(pipe, "transformer_2", None)
+    part = Path(str(getattr(network, "config", {}).get("_name_or_path", "")))
+    return part.parent if part.parent.parent.name == "snapshots" else None
+
+
+def check_seed(seed: int, count: int = 1) -> None:
+    """Raise a `ConfigError` unless torch takes this seed and the next ones for `count` videos."""
+    if not -(2**63) <= seed <= 2**64 - count:
+        raise ConfigError("seed", expected="a number that fits into 64 bits", got=str(seed))
+
+
+def settings_for(
+    pipe: VideoPipeline, settings: Settings | None = None, **overrides: object
+) -> Settings:
+    """Settings for a loaded pipeline: the overrides, then the given settings or else its folder's
+    `turbo_rcm.json`, then the defaults of its family.
     """
     family = family_of(pipe)
-    name = getattr(pipe, "name_or_path", None)
-    folder = name if name and Path(name).is_dir() else None
+    if settings is not None:
+        changed = settings.as_dict() | overrides
+        return Settings.for_model(None, **changed) if overrides else settings
+    folder = folder_of(pipe)
     settings = Settings.for_model(folder, family.DEFAULTS, family.OWN, **overrides)
     _check_settings(pipe, family, settings)
     return settings
@@ -260,7 +288,7 @@ def sample_latents(
         Meter(device) as meter,
     ):
         latents = _denoise(pipe, conditioning, seed, settings, callback_on_step_end=after_step)
-    latents = family.trim(Job(pipe, seed, conditioning, settings), latents)
+    latents = family.trim(_job(pipe, seed, conditioning, settings), latents)
     return Sample(
         latents=latents.to("cpu", torch.float32),
         trajectory=tuple(step.to("cpu", torch.float32) for step in kept),
@@ -287,9 +315,16 @@ def _denoise(
         "max_sequence_length": settings.max_sequence_length,
         "output_type": "latent",
     }
-    call |= family_of(pipe).call_inputs(Job(pipe, seed, conditioning, settings))
+    call |= family_of(pipe).call_inputs(_job(pipe, seed, conditioning, settings))
     latents: torch.Tensor = pipe(**call | more).frames
     return latents
+
+
+def _job(pipe: VideoPipeline, seed: int, conditioning: Conditioning, settings: Settings) -> Job:
+    """With as many frames as are made, where that is fewer than were asked for."""
+    made = family_of(pipe).frames_made(pipe, settings.num_frames)
+    fitting = replace(settings, num_frames=min(made, settings.num_frames))
+    return Job(pipe, seed, conditioning, fitting)
 
 
 @torch.no_grad()
@@ -414,18 +449,29 @@ def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) ->
             got=repr(settings.strength),
             remedy="Leave --strength out, or load a video-to-video pipeline",
         )
-    span = int(getattr(pipe, "vae_scale_factor_temporal", 1))
-    _say_frames(settings.num_frames, (settings.num_frames - 1) // span * span + 1, span)
+    if settings.guidance_scale_2 is not None and getattr(pipe, "transformer_2", None) is None:
+        raise ConfigError(
+            f"guidance_scale_2 of a {type(pipe).__name__}",
+            expected="none, because it has no second expert",
+            got=repr(settings.guidance_scale_2),
+            remedy="Leave --guidance-scale-2 out",
+        )
+    asked, made = settings.num_frames, partial(family.frames_made, pipe)
+    if made(asked) != asked:
+        fitting = [n for n in range(max(1, asked - 16), asked + 17) if made(n) == n]
+        near = [
+            max((n for n in fitting if n < asked), default=None),
+            min(n for n in fitting if n > asked),
+        ]
+        _say_frames(asked, made(asked), " and ".join(str(n) for n in near if n))
 
 
 @cache
-def _say_frames(asked: int, made: int, span: int) -> None:
-    """Tell once that a video will be shorter than it was asked for."""
-    if made < asked:
-        _log.warning(
-            "num_frames %d: this VAE decodes 1 frame and groups of %d, so %d frames are made. "
-            "%d would be the next longer video.", asked, span, made, made + span,
-        )  # fmt: skip
+def _say_frames(asked: int, made: int, near: str) -> None:
+    """Tell once that a video will be shorter or longer than it was asked for."""
+    _log.warning(
+        "num_frames %d: this VAE makes %d frames of that. Near it are %s.", asked, made, near
+    )
 
 
 @contextmanager
@@ -513,9 +559,12 @@ def _quiet(pipe: VideoPipeline) -> Iterator[None]:
 def _private_rng(device: torch.device, seed: int) -> Iterator[None]:
     """Make schedulers that use the global generators reproducible, and restore the caller's
     generators afterwards."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(noise_stream(seed, "scheduler").initial_seed())
+    number = noise_stream(seed, "scheduler").initial_seed()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(number)  # `torch.manual_seed` seeds every GPU
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(number)
         yield
 
 

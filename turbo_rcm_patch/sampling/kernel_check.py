@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -174,7 +175,7 @@ def check_block(folder: Path) -> KernelCheck:
     hook.remove()
     *ours, reference = branches
     return KernelCheck(
-        relative_l2=max(relative_l2(one, reference) for one in ours),
+        relative_l2=_largest([relative_l2(one, reference) for one in ours]),
         limit=LIMIT,
         tokens=probe.tokens,
         fused=fused,
@@ -182,6 +183,11 @@ def check_block(folder: Path) -> KernelCheck:
         interpreted=interpreted,
         forms=probe.forms,
     )
+
+
+def _largest(numbers: list[float]) -> float:
+    """The largest of some numbers; NaN if one of them is."""
+    return max(numbers, key=lambda number: math.inf if math.isnan(number) else number)
 
 
 def _on(device: str, value: object) -> object:

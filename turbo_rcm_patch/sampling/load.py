@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra
-from turbo_rcm_patch.checkpoints.pipeline import LAYOUT, check_part, read_json
+from turbo_rcm_patch.checkpoints.pipeline import DEFAULTS_FILE, LAYOUT, check_part, read_json
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError, TurboRCMError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import registry
@@ -251,7 +251,27 @@ def _from_pretrained(
             part.eval()
         if part is not None and name in _TRANSFORMERS:
             _attach_extra(part, folder, name, int8=bool(int8) and name not in alone)
+            if not local:
+                with suppress(_not_fetched()):  # Offline, or there is none.
+                    _fetch(part, str(folder), DEFAULTS_FILE)
     return pipe
+
+
+def _not_fetched() -> type[Exception]:
+    """What the hub's client raises for a file that is not there, or cannot be asked for."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    return EntryNotFoundError
+
+
+def _fetch(transformer: Any, repository: str, file: str) -> Path:
+    """Fetch a file from the hub that a pipeline's loader does not know, of the revision of a
+    transformer that was loaded from there."""
+    from huggingface_hub import hf_hub_download
+
+    place = Path(str(transformer.config.get("_name_or_path", "")))
+    revision = place.parent.name if place.parent.parent.name == "snapshots" else None
+    return Path(hf_hub_download(repository, file, revision=revision))
 
 
 def _int8_parts(folder: Path, dtype: torch.dtype, *, wanted: bool) -> dict[str, Any]:
@@ -283,14 +303,10 @@ def _attach_extra(transformer: Any, folder: Path | str, name: str, *, int8: bool
 def _fetch_extra(transformer: Any, repository: str, name: str) -> Path:
     """Fetch the extra file of a transformer from the hub, because a pipeline's loader fetches only
     files that its classes know; return the folder in the hub's cache."""
-    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    place = Path(str(transformer.config.get("_name_or_path", "")))
-    revision = place.parent.name if place.parent.parent.name == "snapshots" else None
     try:
-        file = hf_hub_download(repository, f"{name}/{EXTRA_FILE}", revision=revision)
-        return Path(file).parent
+        return _fetch(transformer, repository, f"{name}/{EXTRA_FILE}").parent
     except LocalEntryNotFoundError as error:  # Which is an EntryNotFoundError too.
         if mark_of(transformer.config):
             raise ModelFolderError(
@@ -300,7 +316,7 @@ def _fetch_extra(transformer: Any, repository: str, name: str) -> Path:
             ) from error
     except EntryNotFoundError:
         pass
-    return place
+    return Path(str(transformer.config.get("_name_or_path", "")))
 
 
 @contextmanager

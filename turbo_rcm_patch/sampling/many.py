@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 
-from turbo_rcm_patch.errors import ConfigError, ContextParallelError, SamplingError
+from turbo_rcm_patch.errors import (
+    ConfigError,
+    ContextParallelError,
+    OutputExistsError,
+    SamplingError,
+)
 from turbo_rcm_patch.output import write_json
 from turbo_rcm_patch.patching.parallel import (
     attach_plan,
@@ -55,10 +60,21 @@ class Ranks:
     local: int = 0
 
     def device(self, given: str | None) -> str | None:
-        """The device of this process: the given one, or the GPU of its number."""
-        if given is None and self.world > 1 and torch.cuda.is_available():
-            return f"cuda:{self.local}"
-        return given
+        """The device of this process: the given one, or the GPU of its number.
+
+        Raises:
+            ConfigError: There are more processes than GPUs on this machine.
+        """
+        if self.world == 1 or given not in (None, "cuda") or not torch.cuda.is_available():
+            return given
+        if self.local >= torch.cuda.device_count():
+            raise ConfigError(
+                "processes of this machine",
+                expected=f"at most {torch.cuda.device_count()}, one for each GPU",
+                got=f"number {self.local}, counted from 0",
+                remedy="Lower torchrun's --nproc-per-node",
+            )
+        return f"cuda:{self.local}"
 
 
 class Processes:
@@ -120,7 +136,15 @@ class Processes:
             both = on_gpu and self.split
             if on_gpu:
                 torch.cuda.set_device(self.device(device))
-            dist.init_process_group("cpu:gloo,cuda:nccl" if both else "gloo")
+            try:
+                dist.init_process_group("cpu:gloo,cuda:nccl" if both else "gloo")
+            except ValueError as error:  # MASTER_ADDR is missing, or is none.
+                raise ConfigError(
+                    "the environment of this process",
+                    expected="MASTER_ADDR and MASTER_PORT, as torchrun sets them",
+                    got=str(error).splitlines()[0],
+                    remedy="Start with `torchrun --nproc-per-node N`, or unset WORLD_SIZE",
+                ) from error
         size = self.ranks.world // self.groups
         self._all = dist.new_group(backend="gloo", timeout=_PATIENCE)
         for start in range(0, self.ranks.world, size) if size > 1 else ():
@@ -205,6 +229,13 @@ class Processes:
         if not self.split:
             yield
             return
+        if not torch.accelerator.device_count():
+            raise ContextParallelError(
+                "a split video",
+                expected="GPUs",
+                got="none",
+                remedy="Leave --ulysses and --ring out: the prompts are dealt out then",
+            )
         from diffusers import ContextParallelConfig
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -266,15 +297,44 @@ def _note(video: Path) -> Path:
     return video.with_suffix(".json")
 
 
+def _noted(video: Path) -> dict[str, object] | None:
+    """What stands beside a video in a note of ours."""
+    try:
+        found = json.loads(_note(video).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    ours = isinstance(found, dict) and str(found.get("made by")).startswith("turbo_rcm_patch")
+    return found if ours else None
+
+
+def check_note(video: Path) -> None:
+    """Refuse to write a note over a file that is none.
+
+    Raises:
+        OutputExistsError: Such a file is there.
+    """
+    note = _note(video)
+    if note.exists() and _noted(video) is None:
+        raise OutputExistsError(
+            f"{note}, which would say what {video.name} was made from, is another file",
+            expected="no file, or one that `generate` wrote",
+            remedy="Choose another --out, or rename the file",
+        )
+
+
 def note_made(video: Path, identity: Mapping[str, object]) -> None:
     """Write beside a video what it was made from, once the video is there."""
     write_json(_note(video), identity)
 
 
+def forget_made(video: Path) -> bool:
+    """Remove the note beside a video that is about to be replaced; whether there was one."""
+    if _noted(video) is None:
+        return False
+    _note(video).unlink(missing_ok=True)
+    return True
+
+
 def is_made(video: Path, identity: Mapping[str, object]) -> bool:
     """Whether a video is there and was made from just this."""
-    try:
-        found = json.loads(_note(video).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(found == json.loads(json.dumps(identity))) and video.is_file()
+    return _noted(video) == json.loads(json.dumps(identity)) and video.is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -41,7 +42,10 @@ def bars() -> Iterator[Progress]:
         rich.TextColumn("left"),
         rich.TimeRemainingColumn(),
     )
-    with rich.Progress(*columns, console=Console(stderr=True)) as display:
+    # What is printed meanwhile goes above the bars on a terminal, and into a pipe if that is it.
+    console = Console(stderr=True)
+    shared = sys.stdout.isatty()
+    with rich.Progress(*columns, console=console, redirect_stdout=shared) as display:
 
         def update(stage: str, done: int, total: int) -> None:
             if stage not in tasks:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -165,11 +166,11 @@ def read_image(given: ImageLike, name: str = "image") -> Image.Image:
         SamplingError: The file is missing, or holds no image.
     """
     if isinstance(given, Image.Image):
-        return given if given.mode == "RGB" else given.convert("RGB")
+        return _as_rgb(given)
     path = Path(given).expanduser()
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            return _as_rgb(image)
     except UnidentifiedImageError as error:
         raise SamplingError(
             f"{name} {path} is no image that can be read",
@@ -183,6 +184,16 @@ def read_image(given: ImageLike, name: str = "image") -> Image.Image:
             expected="an image file",
             remedy="Check its name, its permissions and whether it is complete",
         ) from error
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """An image the way up that its EXIF data say, in 8 bits a channel."""
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255.
+        levels = np.asarray(image).astype(np.float64) / 257
+        image = Image.fromarray(levels.round().clip(0, 255).astype(np.uint8))
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def sources_of(

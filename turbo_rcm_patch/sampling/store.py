@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from turbo_rcm_patch.checkpoints.locks import lock_file
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
 from turbo_rcm_patch.output import atomic, check_writable, is_partial, write_json
 from turbo_rcm_patch.sampling.generation import Sample
@@ -173,7 +175,7 @@ class Store:
     @staticmethod
     def key(prompt: str, seed: int) -> str:
         """A readable name that no other prompt and seed have."""
-        digest = hashlib.blake2b(f"{seed}\0{prompt}".encode(), digest_size=4).hexdigest()
+        digest = hashlib.blake2b(f"{seed}\0{prompt}".encode(), digest_size=8).hexdigest()
         words = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].strip("-")
         return f"{words or 'prompt'}-{digest}"
 
@@ -282,8 +284,16 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
             remedy=_ANOTHER,
         )
     _refuse_others(folder, [name for name in there if name not in ours])
-    for name in _FOLDERS if fresh or earlier else ():
-        if (folder / name).is_symlink():  # What is removed through it would be elsewhere.
+    for name in _FOLDERS:
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise OutputExistsError(
+                f"{folder / name} is a file, where a comparison has a folder",
+                expected="a folder, or nothing",
+                remedy=_YOURSELF,
+            )
+        if (fresh or earlier) and (
+            folder / name
+        ).is_symlink():  # What is removed through it would be elsewhere.
             raise OutputExistsError(
                 f"{folder / name} is a link, which this program did not make",
                 expected="a folder",
@@ -291,6 +301,49 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
             )
     check_writable(folder / MARKER)
     return folder
+
+
+def marker_of(out: str | Path) -> bytes | None:
+    """The list of the files of comparisons, which each that begins again writes anew; None without
+    one."""
+    try:
+        return (Path(out).expanduser() / MARKER).read_bytes()
+    except OSError:
+        return None
+
+
+@contextmanager
+def in_use(out: str | Path) -> Iterator[None]:
+    """Inside, no other process compares into this folder, where its file system has locks.
+
+    Raises:
+        OutputExistsError: Another process does.
+    """
+    folder = Path(out).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folder.
+        yield
+        return
+    try:
+        try:
+            lock_file(descriptor)
+        except BlockingIOError as error:
+            raise OutputExistsError(
+                f"{folder} is in use by another comparison",
+                expected="a folder into which nobody writes",
+                remedy="Wait until it is done, or choose another folder",
+            ) from error
+        except OSError:  # There are no locks here, which is no reason to stop.
+            pass
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # It holds something.
+                folder.rmdir()
+    finally:
+        os.close(descriptor)
 
 
 def _listed(folder: Path) -> tuple[set[str], set[str]] | None:

@@ -71,6 +71,12 @@ def choose_gain(differences: Sequence[torch.Tensor]) -> int:
     return max(fitting, default=GAINS[0])
 
 
+def as_bytes(frames: torch.Tensor) -> np.ndarray:
+    """Frames [F, H, W, 3], float in 0..1, as uint8; NaN is black."""
+    bytes_of = (frames.clamp(0, 1).nan_to_num() * 255).round().to(torch.uint8)
+    return bytes_of.cpu().numpy()
+
+
 def enlarge(frames: torch.Tensor, method: Literal["smooth", "nearest"] = "smooth") -> np.ndarray:
     """Frames as bytes, enlarged by a whole factor to at least `MIN_SIDE` pixels on the shorter
     side.
@@ -82,7 +88,7 @@ def enlarge(frames: torch.Tensor, method: Literal["smooth", "nearest"] = "smooth
     Returns:
         uint8, [F, H', W', 3].
     """
-    pixels = (frames.clamp(0, 1).nan_to_num() * 255).round().to(torch.uint8).cpu().numpy()
+    pixels = as_bytes(frames)
     height, width = pixels.shape[1:3]
     factor = math.ceil(MIN_SIDE / min(height, width))
     if factor == 1:
@@ -228,7 +234,10 @@ def read_frames(path: Path, name: str = "video") -> list[Image.Image]:
     command = [find_ffmpeg(), "-v", "error", "-i", _file(path), "-map", "0:v:0"]
     command += ["-fps_mode", "passthrough", "-frames:v", str(MOST_FRAMES)]
     command += ["-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "-"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    except OSError as error:
+        raise _no_program(command[0], error) from error
     stream, frames = io.BytesIO(done.stdout), []
     while stream.tell() < len(done.stdout):
         stream.readline()  # P6
@@ -289,12 +298,8 @@ def run_ffmpeg(
             capture_output=True,
             check=False,
         )
-    except FileNotFoundError as error:  # IMAGEIO_FFMPEG_EXE may name anything.
-        raise MissingPackageError(
-            "no ffmpeg to write mp4 with",
-            got=f"{program}, which is not there",
-            remedy="Unset IMAGEIO_FFMPEG_EXE, or let it name an ffmpeg",
-        ) from error
+    except OSError as error:
+        raise _no_program(program, error) from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         # The first lines say what happened, the last that therefore nothing else did.
@@ -305,6 +310,15 @@ def run_ffmpeg(
             remedy=_REMEDY,
         )
     return done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+
+
+def _no_program(program: str, error: OSError) -> MissingPackageError:
+    """IMAGEIO_FFMPEG_EXE may name anything."""
+    return MissingPackageError(
+        "no ffmpeg to read and write videos with",
+        got=f"{program} ({error.strerror})",
+        remedy="Unset IMAGEIO_FFMPEG_EXE, or let it name an ffmpeg",
+    )
 
 
 def contact_sheet(rows: dict[str, np.ndarray], path: Path) -> None:

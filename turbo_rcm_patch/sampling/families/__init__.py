@@ -4,6 +4,7 @@ between them; one module a family.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,8 +122,6 @@ class PipelineFamily(ABC):
         NEEDS: What a `Source` must have beside its prompt.
         MAY: What it may have.
         TRANSFORMER: The class of diffusers that `block_probe` takes.
-        PROBES: Whose it is, in words.
-        PROBED: Whether it is this pipeline's.
     """
 
     SAMPLERS: ClassVar[tuple[Sampler, ...]]
@@ -131,8 +130,6 @@ class PipelineFamily(ABC):
     NEEDS: ClassVar[tuple[str, ...]] = ()
     MAY: ClassVar[tuple[str, ...]] = ()
     TRANSFORMER: ClassVar[str]
-    PROBES: ClassVar[str]
-    PROBED: ClassVar[bool] = True
 
     @abstractmethod
     def latent_shape(
@@ -140,6 +137,11 @@ class PipelineFamily(ABC):
     ) -> tuple[int, ...]:
         """Shape of one video's latents in the denoising loop, with the pipeline's order of axes.
         Some pipelines add a frame for each reference of `conditioning`."""
+
+    def frames_made(self, pipe: Any, asked: int) -> int:
+        """How many frames the VAE makes where so many are asked for."""
+        span = int(pipe.vae_scale_factor_temporal)
+        return (asked - 1) // span * span + 1
 
     @abstractmethod
     def call_inputs(self, job: Job) -> dict[str, object]:
@@ -158,6 +160,21 @@ class PipelineFamily(ABC):
     def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
         """Latents at the three times of the network number."""
 
+    def check_probe(self, folder: Path) -> None:
+        """Raise if `block_probe` does not take the transformer of a pipeline folder.
+
+        Raises:
+            SamplingError: It is of another class.
+        """
+        config = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
+        if config.get("_class_name") != self.TRANSFORMER:
+            raise SamplingError(
+                "the check of one block",
+                expected=f"a {self.TRANSFORMER}",
+                got=f"a {config.get('_class_name')} in {folder}",
+                remedy="Use compare, which takes this model too",
+            )
+
     def block_probe(self, folder: Path) -> BlockProbe:
         """The first block of a pipeline folder's transformer, with an input of odd size.
 
@@ -166,13 +183,7 @@ class PipelineFamily(ABC):
         """
         import diffusers
 
-        if not self.PROBED:
-            raise SamplingError(
-                "the check of one block",
-                expected=self.PROBES,
-                got=f"{folder}",
-                remedy="Use compare, which takes this model too",
-            )
+        self.check_probe(folder)
         network = getattr(diffusers, self.TRANSFORMER).from_pretrained(
             str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
         )

@@ -41,7 +41,6 @@ class CogVideoX(PipelineFamily):
     }
     OWN: ClassVar[Mapping[str, object]] = {"steps": 50, "guidance_scale": 6.0}
     TRANSFORMER: ClassVar[str] = "CogVideoXTransformer3DModel"
-    PROBES: ClassVar[str] = "the transformer of a CogVideoXPipeline"
 
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
@@ -58,6 +57,12 @@ class CogVideoX(PipelineFamily):
             settings.height // pipe.vae_scale_factor_spatial,
             settings.width // pipe.vae_scale_factor_spatial,
         )
+
+    def frames_made(self, pipe: Any, asked: int) -> int:
+        """The VAE takes latents in pairs, and the first of an odd number alone."""
+        span = int(pipe.vae_scale_factor_temporal)
+        latents = (asked - 1) // span + 1
+        return span * latents if latents % 2 == 0 else span * (latents - 1) + 1
 
     def call_inputs(self, job: Job) -> dict[str, object]:
         """The pipelines scale the noise that they are given, and do not cast it."""
@@ -152,7 +157,6 @@ class ConsisID(CogVideoXImage):
     """`ConsisIDPipeline`: from an image of a face, with what face models made of it."""
 
     NEEDS: ClassVar[tuple[str, ...]] = ("image", "identity")
-    PROBED: ClassVar[bool] = False
 
     def call_inputs(self, job: Job) -> dict[str, object]:
         """With the identity, in the places that the pipeline has for it."""

@@ -30,7 +30,6 @@ class Wan(PipelineFamily):
     DEFAULTS: ClassVar[Mapping[str, object]] = {}
     OWN: ClassVar[Mapping[str, object]] = WAN_OWN
     TRANSFORMER: ClassVar[str] = "WanTransformer3DModel"
-    PROBES: ClassVar[str] = "the transformer of a WanPipeline, or from an image or a video"
 
     def latent_shape(
         self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
@@ -51,6 +50,8 @@ class Wan(PipelineFamily):
     def call_inputs(self, job: Job) -> dict[str, object]:
         """The pipelines do not scale the latents that they are given, and keep them in fp32."""
         pipe, settings = job.pipe, job.settings
+        # The pipelines round a number that their VAE cannot make to another one than we do.
+        assert settings.num_frames == self.frames_made(pipe, settings.num_frames)
         noise = draw(self.latent_shape(pipe, settings, job.conditioning), job.seed)
         if isinstance(pipe.scheduler, RCMScheduler):
             noise = pipe.scheduler.init_noise(noise)
@@ -156,7 +157,6 @@ class Vace(Wan):
     """`WanVACEPipeline`: from text, and with a video, its mask and images of what to show."""
 
     MAY: ClassVar[tuple[str, ...]] = ("video", "mask", "reference")
-    PROBED: ClassVar[bool] = False
 
     def before_video(self, conditioning: Conditioning | None) -> int:
         """Frames of latents before those of the video."""
@@ -237,8 +237,7 @@ class Animate(Vace):
                 got="one of them",
                 remedy="Give --background FILE and --mask FILE",
             )
-        span = int(job.pipe.vae_scale_factor_temporal)
-        frames = (settings.num_frames - 1) // span * span + 1
+        frames = settings.num_frames
         call = Wan.call_inputs(self, job)
         del call["guidance_scale_2"], call["num_frames"]
         call |= {"image": given["image"], "segment_frame_length": frames}
@@ -247,7 +246,7 @@ class Animate(Vace):
             call["mode"] = "replace"
             names |= {"background": "background_video", "mask": "mask_video"}
         for name, theirs in names.items():
-            images = conditioning.frames(name, settings)[:frames]
+            images = conditioning.frames(name, settings)
             if name == "mask":
                 images = [
                     one.resize(size, Image.Resampling.NEAREST).convert("L") for one in images
@@ -275,7 +274,6 @@ class SkyReels(Wan):
         "fps": 24,
     }
     OWN: ClassVar[Mapping[str, object]] = {"steps": 50, "guidance_scale": 6.0}
-    PROBED: ClassVar[bool] = False
 
     def call_inputs(self, job: Job) -> dict[str, object]:
         """It has one expert."""
