@@ -1,28 +1,43 @@
 """Processes of their own for tests, forked from a server that has imported torch and diffusers.
 
-These imports take seconds. The server has run nothing and knows nothing of this package.
+These imports take seconds. The server has run nothing and knows nothing of this package. What is
+about a start of Python itself (`python -m`, what an import loads, Triton's interpreter) needs a
+real one.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
-from multiprocessing.context import ForkServerContext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 PRELOAD = (
+    "accelerate",
     "diffusers.hooks.context_parallel",
     "diffusers.models.transformers.transformer_cogvideox",
     "diffusers.pipelines.wan.pipeline_wan",
     "diffusers.schedulers.scheduling_flow_match_euler_discrete",
+    "imageio",
+    "jinja2",
+    "matplotlib.figure",
+    "peft",
     "torch.distributed.device_mesh",
     "transformers.models.umt5.modeling_umt5",
 )
 #: How ranks are started, where "" is by the server. A mutant of a process is in those alone that
 #: are forked from itself.
 RANKS = ""
+#: Seconds for a script, less than pytest gives a test.
+LIMIT = 280.0
+#: A script that is the command line.
+COMMAND = "import sys; from turbo_rcm_patch.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
 def server() -> ForkServerContext:
@@ -32,29 +47,136 @@ def server() -> ForkServerContext:
     return context
 
 
+@dataclass(frozen=True)
+class Done:
+    """How a script ended: its exit code, less than 0 for a signal, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Script:
+    """A script that runs.
+
+    Attributes:
+        pid: For signals.
+    """
+
+    def __init__(self, process: ForkServerProcess, out: Path, err: Path) -> None:
+        assert process.pid is not None
+        self._process, self._out, self._err, self.pid = process, out, err, process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.exitcode
+
+    @property
+    def out(self) -> str:
+        """What it has printed so far; "" if that goes to a file of the caller's."""
+        return self._out.read_text(errors="replace") if self._out.is_file() else ""
+
+    @property
+    def err(self) -> str:
+        """What it has printed on stderr so far."""
+        return self._err.read_text(errors="replace") if self._err.is_file() else ""
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.join()
+
+    def wait(self, seconds: float = LIMIT) -> Done:
+        """Wait for its end.
+
+        Raises:
+            AssertionError: It takes longer; with what it printed.
+        """
+        self._process.join(seconds)
+        assert self.code is not None, f"after {seconds} s: {self.out[-2000:]}\n{self.err[-2000:]}"
+        return Done(self.code, self.out, self.err)
+
+
+@contextmanager
+def start(
+    code: str,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    out: Path | None = None,
+) -> Iterator[Script]:
+    """Run `code` as a script on one thread, where nothing of this package is imported, while the
+    body runs. It is killed after that.
+
+    Args:
+        code: Python source.
+        *arguments: Of the script.
+        env: All of its environment; this process's otherwise.
+        cwd: Its working directory.
+        out: A file that takes what it prints.
+    """
+    environment = dict(os.environ if env is None else env)
+    with tempfile.TemporaryDirectory() as folder:
+        files = out or Path(folder, "out"), Path(folder, "err")
+        given = (code, arguments, environment, os.fspath(cwd or Path.cwd()), files)
+        process = server().Process(target=_script, args=given)
+        process.start()
+        script = Script(process, Path(folder, "out"), files[1])
+        try:
+            yield script
+        finally:
+            script.kill()
+
+
+def run(
+    code: str,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    out: Path | None = None,
+) -> Done:
+    """Run `code` as a script to its end. For the arguments see `start`."""
+    with start(code, *arguments, env=env, cwd=cwd, out=out) as script:
+        return script.wait()
+
+
 def run_fresh(code: str, *arguments: str, cwd: Path | None = None) -> None:
-    """Run `code` as a script, with these arguments, where nothing of this package is imported.
+    """Run `code` as a script that has to succeed.
 
     Raises:
         AssertionError: It failed; with what it printed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        printed = Path(folder, "printed")
-        process = server().Process(
-            target=_script, args=(code, arguments, os.fspath(cwd or Path.cwd()), printed)
-        )
-        process.start()
-        process.join(280)
-        process.kill()
-        process.join()
-        assert process.exitcode == 0, printed.read_text(errors="replace")[-4000:]
+    done = run(code, *arguments, cwd=cwd)
+    assert done.code == 0, done.out[-2000:] + done.err[-4000:]
 
 
-def _script(code: str, arguments: tuple[str, ...], cwd: str, printed: Path) -> None:
-    with printed.open("wb") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+def _script(
+    code: str,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    cwd: str,
+    files: tuple[Path, Path],
+) -> None:
+    for stream, path in enumerate(files, 1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, stream)
+        os.close(file)
+    sys.stdout.reconfigure(line_buffering=False)  # type: ignore[union-attr]
     assert not any(name.split(".")[0] == "turbo_rcm_patch" for name in sys.modules)
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)  # Other tests run beside it.
+    # The server ignores it, as does what a shell starts in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
     sys.argv = ["-c", *arguments]
-    exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
+    try:
+        exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os._exit(120)  # As Python does at its end.

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import os
 import pwd
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import processes
 from tests.patching.wan import relative, run, wan
 from turbo_rcm_patch import ops, patch_model
 from turbo_rcm_patch.__main__ import main
@@ -128,10 +127,6 @@ def test_no_compiler_is_needed_on_a_cpu(tmp_path: Path) -> None:
         "print(report)\n"
     )
     env = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "HOME")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=env | {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "fused" in done.stdout
+    done = processes.run(code, env=env | {"PATH": str(tmp_path)}, cwd=ROOT)
+    assert done.code == 0, done.err[-2000:]
+    assert "fused" in done.out

@@ -6,12 +6,13 @@ process of its own.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,11 +55,26 @@ def read(path: Path) -> Any:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Iterator[Path]:
+    with checked_out(tmp_path) as path:
+        yield path
+
+
+@contextmanager
+def checked_out(folder: Path) -> Iterator[Path]:
     before = set(sys.modules)
-    yield write_checkout(tmp_path / "checkout")
+    yield write_checkout(folder / "checkout")
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in ("rcm", "SLA"):
             del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Both classes with every method: the folder with the results, and what was printed."""
+    out, printed = tmp_path_factory.mktemp("whole"), io.StringIO()
+    with checked_out(out) as path, redirect_stdout(printed):
+        assert main([*TURBO, "--turbodiffusion", str(path), "--out", str(out)]) == 0
+    return out, printed.getvalue()
 
 
 def test_the_table_over_length_has_a_row_for_its_own_class(checkout: Path, tmp_path: Path) -> None:
@@ -74,10 +90,10 @@ def test_the_table_over_length_has_a_row_for_its_own_class(checkout: Path, tmp_p
     assert "a checkout of thu-ml/TurboDiffusion" in case["reason"] and "methods" not in case
 
 
-def test_its_class(checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TURBO, "--turbodiffusion", str(checkout), "--out", str(tmp_path)]) == 0
-    document = read(tmp_path / "network_turbo.json")
-    assert str(checkout) in document["command"] and document["finished"]
+def test_its_class(whole: tuple[Path, str]) -> None:
+    out, printed = whole
+    document = read(out / "network_turbo.json")
+    assert str(out / "checkout") in document["command"] and document["finished"]
     case = document["cases"]["WanModel"]
     assert case["finite"] and case["equal_afterwards"] and case["tokens"] == 300
     assert case["stand_ins"] == ["rotary embedding in plain torch: no flash-attn"]
@@ -95,8 +111,8 @@ def test_its_class(checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert sum(found["patched SageSLA"]["groups"].values()) > 0
     assert set(case["best"]) == set(turbo.AIMS)
     assert "int8" in case["best"]["int8 linears"]["variant"]
-    assert "patched SageSLA" in capsys.readouterr().out
-    assert (tmp_path / "network_turbo_forward.png").is_file()
+    assert "patched SageSLA" in printed
+    assert (out / "network_turbo_forward.png").is_file()
 
 
 def test_attention_of_another_kind_fails(
@@ -115,11 +131,17 @@ def test_without_a_checkout_it_is_left_out_in_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """diffusers' class is timed all the same."""
-    assert main([*TURBO, "--out", str(tmp_path)]) == 0
+    assert main([*TURBO, "--peers", "eager", "--out", str(tmp_path)]) == 0
     assert "left out: ConfigError: --turbodiffusion" in capsys.readouterr().out
     cases = read(tmp_path / "network_turbo.json")["cases"]
     assert cases["WanModel"]["status"] == "missing"
     case = cases["diffusers"]
+    assert case["finite"] and case["equal_afterwards"]
+    assert case["variants"]["eager"]["status"] == "timed"
+
+
+def test_the_class_of_diffusers(whole: tuple[Path, str]) -> None:
+    case = read(whole[0] / "network_turbo.json")["cases"]["diffusers"]
     assert case["finite"] and case["equal_afterwards"]
     assert case["of_full_attention"]["SageSLA"] > 0.02
     found = case["variants"]

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from diffusers import DiffusionPipeline, WanTransformer3DModel
 from PIL import Image
 
+from tests import processes
 from tests.checkpoints.wan_model import Options, save
 from tests.measures import relative_l2
 from tests.sampling import micro
@@ -277,13 +276,18 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
         "with staged(Path(sys.argv[1]), force=False, folder=True) as made:\n"
         "    print(made.parent.name, flush=True); time.sleep(600)"
     )
-    command, out = [sys.executable, "-c", code, str(tmp_path / "out")], tmp_path / "out"
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    try:
-        killed, alive = (process.stdout.readline().strip() for process in processes)
+    out = tmp_path / "out"
+    with (
+        processes.start(code, str(out)) as first,
+        processes.start(code, str(out)) as second,
+    ):
+        deadline = time.monotonic() + 120
+        while not (first.out.endswith("\n") and second.out.endswith("\n")):
+            assert first.code is None and second.code is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        killed, alive = first.out.strip(), second.out.strip()
         (tmp_path / ".out.partial-mine").mkdir()
-        processes[0].kill()
-        processes[0].wait()
+        first.kill()
         assert (tmp_path / killed).is_dir()
         remove_abandoned(out)
         left = {alive, ".out.partial-mine"}
@@ -293,10 +297,6 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
             remove_abandoned(out)
             assert made.is_dir(), "not its own"
         assert set(listing(tmp_path)) == {*left, "out"}
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 def test_a_model_that_was_on_its_way_out_is_put_back(tmp_path: Path) -> None:
@@ -330,35 +330,29 @@ def test_room_is_made_before_it_is_measured(
     assert main(["convert", str(pth), str(out)]) == 0
 
 
-@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    """The process is stopped in the middle of writing: each shard takes a while here."""
+    """The process is stopped in the middle of writing: after its first tensor it waits here."""
     save(Options(text=32), tmp_path / "in.pth")
     out = tmp_path / "out"
     code = (
-        # A shell's background jobs inherit an ignored SIGINT.
-        "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import sys, time\n"
         "from turbo_rcm_patch.checkpoints import folder\n"
         "write = folder._Item.tensor\n"
-        "folder._Item.tensor = lambda self: (time.sleep(0.5), write(self))[1]\n"
+        "def slow(self):\n"
+        "    print('writes', flush=True); time.sleep(0.2); return write(self)\n"
+        "folder._Item.tensor = slow\n"
         "from turbo_rcm_patch.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "convert", str(tmp_path / "in.pth"), str(out)],
-        stderr=subprocess.PIPE, text=True, env=dict(os.environ),
-    )  # fmt: skip
-    try:
+    with processes.start(code, "convert", str(tmp_path / "in.pth"), str(out)) as process:
         deadline = time.monotonic() + 60
-        while not list(tmp_path.glob(".out.partial-*/new")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        time.sleep(0.6)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130 and "Nothing was written" in errors
-    assert "Traceback" not in errors and listing(tmp_path) == ["in.pth"]
+        while process.out.count("writes") < 2:
+            assert process.code is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        assert list(tmp_path.glob(".out.partial-*/new"))
+        os.kill(process.pid, signal.SIGINT)
+        done = process.wait(60)
+    assert done.code == 130 and "Nothing was written" in done.err
+    assert "Traceback" not in done.err and listing(tmp_path) == ["in.pth"]
 
 
 def test_what_is_read_is_never_replaced(pth: Path, tmp_path: Path, capsys) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 import torch
 from diffusers import WanPipeline
 
+from tests import processes
 from tests.checkpoints.test_convert_command import TINY, base_folder
 from tests.checkpoints.wan_model import Options, save
 from turbo_rcm_patch.checkpoints import staging, write_checkpoint
@@ -32,9 +31,8 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def limited(size: int, *command: str) -> subprocess.CompletedProcess[str]:
-    given = [sys.executable, "-c", LIMITED, str(size), *command]
-    return subprocess.run(given, capture_output=True, text=True, check=False)
+def limited(size: int, *command: str) -> processes.Done:
+    return processes.run(LIMITED, str(size), *command)
 
 
 @pytest.fixture
@@ -46,12 +44,12 @@ def pth(tmp_path: Path) -> Path:
 def test_a_real_write_that_fails_is_told(pth: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = limited(2**16, "convert", str(pth), str(out))
-    assert done.returncode == 2, done.stderr
-    assert f"{out} could not be written" in done.stderr and "Traceback" not in done.stderr
+    assert done.code == 2, done.err
+    assert f"{out} could not be written" in done.err and "Traceback" not in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["in.pth"]
     convert_transformer(pth, out)
     done = limited(2**16, "convert", "--back", str(out), str(tmp_path / "back.pth"))
-    assert done.returncode == 2 and "back.pth could not be written" in done.stderr
+    assert done.code == 2 and "back.pth could not be written" in done.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", "out"]
 
 

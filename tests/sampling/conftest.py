@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.sampling.micro import SMALL, micro_pipe, save
+from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.sampling import comparison
 from turbo_rcm_patch.sampling.load import load_pipeline
 from turbo_rcm_patch.sampling.settings import Settings
 
@@ -35,3 +42,39 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """Plots are made but not drawn, and contact sheets are a digest of their videos: drawing is
+    much of the time of a comparison of small videos."""
+    from matplotlib.figure import Figure
+
+    empty = b"\x89PNG\r\n\x1a\n"
+
+    def contact_sheet(rows: dict[str, np.ndarray], path: Path) -> None:
+        digest = sha256(b"".join(frames.tobytes() for frames in rows.values())).digest()
+        with atomic(path) as temporary:
+            temporary.write_bytes(empty + digest)
+
+    def savefig(figure: object, file: Any, **how: object) -> None:
+        file.write(empty)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison, "contact_sheet", contact_sheet)
+        patch.setattr(Figure, "savefig", savefig)
+        yield
+
+
+@pytest.fixture
+def no_pictures() -> Iterator[None]:
+    """For a test that looks at no plot and no contact sheet."""
+    with _undrawn():
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_pictures_here() -> Iterator[None]:
+    """For a module whose fixtures compare, too."""
+    with _undrawn():
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import processes
 from turbo_rcm_patch import __main__ as turbo_main
 from turbo_rcm_patch.__main__ import main
 
@@ -39,6 +41,15 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_python_runs_it_as_a_module() -> None:
+    """A real start, which hands the exit code on."""
+    for given, code in (["compare", "--help"], 0), (["compare", "--steps", "many"], 2):
+        command = [sys.executable, "-m", "turbo_rcm_patch", *given]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert ("usage: python -m turbo_rcm_patch" in done.stdout) == (code == 0)
 
 
 @pytest.mark.parametrize(
@@ -237,31 +248,24 @@ def test_doctor_compares_versions(name: str, version: str, state: str) -> None:
 def test_ctrl_c_keeps_what_is_finished(micro_folder: Path, tmp_path: Path) -> None:
     """A real signal to a real process, in the middle of the work; then the same command again."""
     out = tmp_path / "out"
-    prompts = [argument for i in range(12) for argument in ("--prompt", f"a red circle {i}")]
-    command = [sys.executable, "-m", "turbo_rcm_patch", "compare", "--model", str(micro_folder)]
-    command += [*QUICK, *prompts, "--out", str(out)]
-    # A shell starts what runs in the background with SIGINT ignored, and that is inherited.
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 120
-    while not list(out.glob("prompts/*/record.json")):
-        assert process.poll() is None, "it finished before it could be stopped"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "the same command goes on" in errors
-    assert "Traceback" not in errors
+    prompts = [argument for i in range(6) for argument in ("--prompt", f"a red circle {i}")]
+    given = ["compare", "--model", str(micro_folder), *QUICK, *prompts, "--out", str(out)]
+    with processes.start(processes.COMMAND, *given) as process:
+        deadline = time.monotonic() + 120
+        while not list(out.glob("prompts/*/record.json")):
+            assert process.code is None, "it finished before it could be stopped"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGINT)
+        done = process.wait(60)
+    assert done.code == 130
+    assert "the same command goes on" in done.err
+    assert "Traceback" not in done.err
     assert not [path for path in out.rglob(".*") if path.is_file()]
     finished = {path: path.stat().st_mtime_ns for path in out.glob("prompts/*/record.json")}
-    assert 0 < len(finished) < 12
+    assert 0 < len(finished) < 6
     # In a process of its own again: results depend on the number of threads, and so do folders.
-    assert subprocess.run(command, timeout=120, check=False).returncode in (0, 1, 4)
+    assert processes.run(processes.COMMAND, *given).code in (0, 1, 4)
     assert (out / "report.html").is_file()
     assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
 

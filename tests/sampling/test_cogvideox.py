@@ -35,6 +35,7 @@ from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
+pytestmark = pytest.mark.usefixtures("no_pictures_here")
 PROMPT = "a red circle moves left"
 
 

@@ -33,6 +33,13 @@ def finished(pipe, settings, tmp_path_factory: pytest.TempPathFactory):
     return compare(pipe, PROMPTS, out=out, settings=settings, command="python -m x"), out
 
 
+@pytest.fixture(autouse=True)
+def pictures(request: pytest.FixtureRequest) -> None:
+    """Only those of `finished` are looked at, which a test without a folder of its own has."""
+    if "tmp_path" in request.fixturenames:
+        request.getfixturevalue("no_pictures")
+
+
 def hidden(out: Path) -> list[Path]:
     return [path for path in out.rglob(".*") if path.is_file()]
 

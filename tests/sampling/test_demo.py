@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -56,20 +57,38 @@ def test_the_kernels_agree_with_the_reference(micro_folder: Path) -> None:
     assert "Triton's interpreter" in found.what
 
 
-@pytest.mark.parametrize("python_path", [None, "", os.pathsep], ids=repr)
-def test_the_kernel_check_runs_nothing_of_the_working_directory(
-    python_path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with modules that nobody wants; running one leaves "executed"."""
     for name in ("torch", "json", "turbo_rcm_patch"):
         (tmp_path / f"{name}.py").write_text("open('executed', 'w'); raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("python_path", [None, "", os.pathsep], ids=repr)
+def test_a_start_runs_nothing_of_the_working_directory(
+    python_path: str | None, traps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if python_path is not None:
         rest = os.environ.get("PYTHONPATH", "")
         monkeypatch.setenv("PYTHONPATH", python_path + rest)
-    # The folder holds no model, which is found out after torch was imported.
-    with pytest.raises(SamplingError, match=r"ModelFolderError.*model_index\.json"):
-        run_kernel_check(tmp_path)
-    assert not (tmp_path / "executed").exists()
+    command, own = python_command("turbo_rcm_patch", "--help")
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
+    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+    assert not (traps / "executed").exists()
+
+
+def test_a_kernel_check_that_breaks_says_how_to_look(
+    traps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder holds no model, which is found out after torch was imported; that of the working
+    directory is not."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep + os.environ.get("PYTHONPATH", ""))
+    with pytest.raises(SamplingError, match=r"kernel check failed.*kernel_check") as caught:
+        run_kernel_check(traps)
+    assert re.search(r"ModelFolderError.*model_index\.json", str(caught.value))
+    assert not (traps / "executed").exists()
 
 
 def test_every_python_that_is_started_is_told_to_leave_the_working_directory_alone() -> None:
@@ -136,29 +155,30 @@ def test_the_remedy_for_an_old_interpreter_works(
     assert run_kernel_check(micro_folder).passed
 
 
-def test_a_kernel_check_that_breaks_says_how_to_look(tmp_path: Path) -> None:
-    with pytest.raises(SamplingError, match=r"kernel check failed.*kernel_check"):
-        run_kernel_check(tmp_path)
-
-
-@pytest.mark.parametrize(("error", "code"), [(1e-5, 0), (1.0, 1), (float("nan"), 1)])
+@pytest.mark.usefixtures("no_pictures")
 def test_the_demo_is_green_only_if_everything_is(
-    quick_model: Path, tmp_path: Path, monkeypatch, capsys, error: float, code: int
+    quick_model: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
+    """Run again, it takes the videos that are there, and concludes anew."""
     monkeypatch.setattr(demo_module, "MODEL", str(quick_model))
-    monkeypatch.setattr(demo_module, "run_kernel_check", lambda _: check(error))
     monkeypatch.setattr(prompts, "DEMO_PROMPTS", ("a red circle", "a blue square"))
     out = tmp_path / "demo"
-    assert main(["demo", "--out", str(out)]) == code
-    text = capsys.readouterr().out
-    assert "verdict: unchanged" in text
-    assert str(out / "report.html") in text
-    assert "interpreter" in text
-    metrics = json.loads((out / "metrics.json").read_text())
-    assert metrics["kernel_check"]["passed"] == (code == 0)
-    assert "The Triton kernels themselves" in (out / "report.html").read_text()
+    for error, code in (1e-5, 0), (1.0, 1), (float("nan"), 1):
+        found = check(error)
+        monkeypatch.setattr(demo_module, "run_kernel_check", lambda _, found=found: found)
+        assert main(["demo", "--out", str(out)]) == code, error
+        text = capsys.readouterr().out
+        assert "verdict: unchanged" in text
+        assert str(out / "report.html") in text
+        assert "interpreter" in text
+        metrics = json.loads((out / "metrics.json").read_text())
+        assert metrics["kernel_check"]["passed"] == (code == 0), error
+        assert "The Triton kernels themselves" in (out / "report.html").read_text()
+        (out / "metrics.json").unlink()
+        (out / "report.html").unlink()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_where_there_is_no_triton_the_verdict_decides(
     quick_model: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:

@@ -17,6 +17,7 @@ from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.sampling import comparison, report
 from turbo_rcm_patch.sampling.store import MARKER, PROMPT_FILES, Store
 
+pytestmark = pytest.mark.usefixtures("no_pictures_here")
 SMALL = ["--height", "32", "--width", "32", "--num-frames", "5", "--max-sequence-length", "16"]
 SMALL += ["--device", "cpu", "--no-network-number"]
 VERDICTS = (0, 1, 4)

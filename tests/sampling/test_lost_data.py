@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
+from tests import processes
 from turbo_rcm_patch import demo as demo_module
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import (
@@ -306,23 +306,20 @@ def test_a_real_ctrl_c_while_ffmpeg_runs(tmp_path: Path, monkeypatch) -> None:
     out.write_text("old")
     stub(tmp_path, monkeypatch, f'echo half >"$OUT"; touch {tmp_path}/began; sleep 60')
     code = (
-        "import sys, numpy; from pathlib import Path\n"
+        "import os, sys, numpy; from pathlib import Path\n"
         "from turbo_rcm_patch.exit_codes import run_command\n"
         "from turbo_rcm_patch.sampling.video import write_mp4\n"
+        "os.setsid()\n"
         "frames = numpy.zeros((9, 64, 64, 3), numpy.uint8)\n"
         "sys.exit(run_command(lambda: write_mp4(frames, Path(sys.argv[1]), 16), interrupted='.'))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(out)],
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "began").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    with processes.start(code, str(out)) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "began").exists():
+            assert process.code is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(30).code == 130
     assert everything(out.parent) == {"v.mp4": b"old"}
 
 
@@ -419,9 +416,5 @@ def test_help_tells_the_exit_codes(capsys) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has such a file")
 def test_a_full_disk_under_what_is_printed() -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "turbo_rcm_patch", "pairs", "--model", "tiny"],
-            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
-    assert done.returncode == 3 and "No space left" in done.stderr
+    done = processes.run(processes.COMMAND, "pairs", "--model", "tiny", out=Path("/dev/full"))
+    assert done.code == 3 and "No space left" in done.err

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests import processes
 from tests.ranks import on_ranks
 from tests.sampling.test_cli import QUICK
 from turbo_rcm_patch.__main__ import main
@@ -188,6 +190,7 @@ def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> 
     script = tmp_path / "run.py"
     script.write_text(
         "import sys, time\n"
+        "from pathlib import Path\n"
         "from turbo_rcm_patch.__main__ import main\n"
         "from turbo_rcm_patch.sampling import generation\n"
         "real = generation.generate\n"
@@ -195,7 +198,11 @@ def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> 
         f"    if source.prompt == {PROMPTS[0]!r}:\n"
         "        raise ValueError('no such colour')\n"
         f"    if source.prompt == {PROMPTS[1]!r}:\n"
-        "        time.sleep(4)\n"
+        "        until = time.monotonic() + 60\n"
+        f"        while not list(Path({str(tmp_path)!r}).glob('out/a-green*.mp4')):\n"
+        "            assert time.monotonic() < until\n"
+        "            time.sleep(0.02)\n"
+        "        time.sleep(2)\n"
         "    return real(pipe, source, **options)\n"
         "generation.generate = generate\n"
         "sys.exit(main(sys.argv[1:]))\n",
@@ -221,7 +228,6 @@ SCRIPT = """
 import os, sys
 from unittest import mock
 import torch
-torch.set_num_threads(1)
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.sampling import comparison
 real = comparison.sample_latents
@@ -238,40 +244,28 @@ with mock.patch.object(torch.accelerator, "device_count", return_value=1):
 """
 
 
-def side_by_side(
-    folder: Path, arguments: list[str], **environment: str
-) -> list[tuple[int, str, str]]:
+def side_by_side(folder: Path, arguments: list[str], **environment: str) -> list[processes.Done]:
     """Run a command in two processes that find each other, without a launcher that ends one when
-    the other fails: exit code, output and errors of each."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT, encoding="utf-8")
+    the other fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = os.environ | environment | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path[1:]]),
-        "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": "2",
         "MADE": str(folder / "made.txt"),
     }  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [one.communicate(timeout=500) for one in started]
-    finally:
-        for one in started:
-            one.kill()
-    return [(one.returncode, *each) for one, each in zip(started, told, strict=True)]
+    with ExitStack() as started:
+        both = [
+            started.enter_context(
+                processes.start(
+                    SCRIPT, *arguments, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                )
+            )
+            for rank in range(2)
+        ]
+        return [one.wait() for one in both]
 
 
 def made(folder: Path) -> list[str]:
@@ -289,6 +283,7 @@ def numbers(out: Path) -> list[dict[str, Any]]:
     return [*prompts, found["network"], found["fusion"], found["control_backend"]]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_two_processes_make_one_report(
     micro_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,15 +296,15 @@ def test_two_processes_make_one_report(
     both = [*given, str(out)]
 
     failed = side_by_side(tmp_path, both, BAD_SEED="1")
-    assert [one[0] for one in failed][0] == 2, failed
-    assert failed[1][0] != 0 and "no such colour" in failed[1][2]
-    assert "process" in failed[0][2] and "Traceback" not in failed[0][2], failed[0][2]
+    assert failed[0].code == 2, failed
+    assert failed[1].code != 0 and "no such colour" in failed[1].err
+    assert "process" in failed[0].err and "Traceback" not in failed[0].err, failed[0].err
     assert not (out / "metrics.json").exists()
 
     made(tmp_path)
     done = side_by_side(tmp_path, both)
-    assert [one[0] for one in done] == [code, code], done
-    assert "verdict:" in done[0][1] and "verdict:" not in done[1][1]
+    assert [one.code for one in done] == [code, code], done
+    assert "verdict:" in done[0].out and "verdict:" not in done[1].out
     assert numbers(out) == numbers(alone)
     shares = made(tmp_path)
     # Twice one to warm up and one to keep; the control was tried with the first prompt.
@@ -318,17 +313,18 @@ def test_two_processes_make_one_report(
 
     next((out / "latents").glob("a-green*.patched.safetensors")).unlink()
     again = side_by_side(tmp_path, both)
-    assert [one[0] for one in again] == [code, code], again
+    assert [one.code for one in again] == [code, code], again
     assert made(tmp_path) == ["0 2", "0 2"], "the first call is thrown away"
     assert numbers(out) == numbers(alone)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_two_processes_split_every_video(micro_folder: Path, tmp_path: Path) -> None:
     given = ["--model", str(micro_folder), *QUICK, "--ulysses", "2"]
     given += ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1]]
     out = tmp_path / "out"
     done = side_by_side(tmp_path, ["compare", *given, "--out", str(out)])
-    assert done[0][0] == done[1][0] and done[0][0] in (0, 1, 4), done
+    assert done[0].code == done[1].code and done[0].code in (0, 1, 4), done
     found = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
     assert found["identity"]["split"] == "Ulysses 2"
     assert "rank 0 of 2 (Ulysses 2)" in found["patch_table"]
@@ -348,9 +344,10 @@ def test_two_processes_split_every_video(micro_folder: Path, tmp_path: Path) -> 
 
     videos = tmp_path / "videos"
     command = ["generate", *given, "--out", str(videos), "--resume"]
-    assert [one[0] for one in side_by_side(tmp_path, command)] == [0, 0]
+    assert [one.code for one in side_by_side(tmp_path, command)] == [0, 0]
     kept = {path: path.stat().st_mtime_ns for path in videos.glob("*.mp4")}
     assert len(kept) == 2
     again = side_by_side(tmp_path, command)
-    assert [one[0] for one in again] == [0, 0] and all("was there" in one[1] for one in again)
+    assert [one.code for one in again] == [0, 0]
+    assert all("was there" in one.out for one in again)
     assert kept == {path: path.stat().st_mtime_ns for path in videos.glob("*.mp4")}

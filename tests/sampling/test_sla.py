@@ -25,6 +25,7 @@ from turbo_rcm_patch.sampling.load import load_pipeline
 from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.store import Store
 
+pytestmark = pytest.mark.usefixtures("no_pictures_here")
 PROMPT = "a red circle moves left"
 
 

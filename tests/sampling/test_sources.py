@@ -45,6 +45,7 @@ from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.sampling.source import read_image
 from turbo_rcm_patch.sampling.video import enlarge, read_frames, write_mp4
 
+pytestmark = pytest.mark.usefixtures("no_pictures_here")
 PROMPT = "a red circle moves left"
 OTHER = "a blue square moves up"
 
