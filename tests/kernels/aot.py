@@ -13,11 +13,14 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "build" / "aot"
 
+#: A case, or what is known of a compiled kernel, as JSON.
+Result = dict[str, Any]
 #: (backend, architecture).
 Target = tuple[str, int | str]
 #: Largest shared memory of one program, in bytes.
@@ -73,14 +76,14 @@ class Process:
         *arguments: Path,
         cache: Path | None = None,
     ) -> None:
-        self._command = [python, HERE / script, *arguments]
+        self._command = [python, str(HERE / script), *map(str, arguments)]
         self._env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         self._env["PYTHONPATH"] = os.pathsep.join(map(str, path))
         if cache is not None:
             self._env["TRITON_CACHE_DIR"] = str(cache)
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, question: object) -> list[dict]:
+    def ask(self, question: object) -> list[Result]:
         if self._process is None:
             self._process = subprocess.Popen(
                 self._command, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -95,7 +98,8 @@ class Process:
         except BaseException:  # a late answer would be taken for the next question's
             self.close()
             raise
-        return json.loads(answer)
+        found: list[Result] = json.loads(answer)
+        return found
 
     def close(self) -> None:
         """End it, whatever it is doing."""
@@ -122,7 +126,7 @@ class Compiler:
         kernels = ROOT / "turbo_rcm_patch" / "kernels"
         self._compiles = Process(python, path, "aot_compile.py", kernels, results, cache=cache)
 
-    def __call__(self, cases: list[dict]) -> list[dict]:
+    def __call__(self, cases: list[Result]) -> list[Result]:
         """A result for each kernel that these cases launch."""
         return self._compiles.ask(self._records.ask(cases))
 
@@ -131,7 +135,7 @@ class Compiler:
         self._compiles.close()
 
 
-def line(result: dict) -> str:
+def line(result: Result) -> str:
     return " ".join(f"{key}={value}" for key, value in result.items())
 
 
@@ -146,13 +150,13 @@ SPILLED_SINCE_3_8 = {
 }
 
 
-def _may_spill(result: dict) -> int:
+def _may_spill(result: Result) -> int:
     release = tuple(map(int, result["triton"].split(".")[:2]))
     newer = release >= (3, 8) and result["target"] == "cuda:90"
     return SPILLED_SINCE_3_8.get(result["kernel"], 0) if newer else 0
 
 
-def faults(results: Iterable[dict], target: Target) -> str:
+def faults(results: Iterable[Result], target: Target) -> str:
     """The compiled kernels that break a limit, one a line."""
     return "\n".join(
         line(result)
