@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -155,6 +156,7 @@ def drop_originals(
             for name in LEFT_BEHIND:  # A cycle would keep the weight until one is looked for.
                 vars(linear).pop(name, None)
             del linear
+        gc.collect()  # Hooks that others have removed are in cycles with what they wrapped.
     finally:
         for model in models:
             if any(type(module) is Int8Linear for module in model.modules()):
