@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -50,6 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what runs in its background deaf to Ctrl-C, which tests press.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Two workers on two cores: one thread each, or they fight.
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
