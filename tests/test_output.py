@@ -139,6 +139,7 @@ def test_a_folder_is_merged_whole_or_not_at_all(tmp_path: Path, stopped: bool) -
 ALONE = {
     "output.py": "it is what the others use",
     "sampling/store.py": "removes what is on its own list",
+    "sampling/many.py": "a note of its own beside a video that is replaced",
     "sampling/generation.py": "a switch of the kernel's in /proc",
     "checkpoints/staging.py": "folders of its own, whole or not at all",
     "checkpoints/folder.py": "into a folder of staging",

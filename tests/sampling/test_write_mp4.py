@@ -27,7 +27,7 @@ def test_a_folder_with_a_space_is_no_obstacle(tmp_path: Path) -> None:
 
 
 def test_generate_refuses_such_a_name_before_it_loads(tmp_path: Path, capsys) -> None:
-    out = str(tmp_path / "wan2.1")
+    out = str(tmp_path / "circle.avi")
     model = ["--model", str(tmp_path / "none")]
     assert main(["generate", *model, "--prompt", "a red circle", "--out", out]) == 2
     assert "a file that ends in one of" in capsys.readouterr().err
