@@ -12,7 +12,7 @@ import torch
 
 from turbo_rcm_patch import tune as tuning
 from turbo_rcm_patch.__main__ import main
-from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.errors import ConfigError, Fp8UnsupportedError
 from turbo_rcm_patch.kernels import launch
 from turbo_rcm_patch.kernels.launch import (
     Target,
@@ -218,6 +218,23 @@ def test_every_shipped_variant_of_the_usual_heads_can_be_tuned() -> None:
     for kernel, variant in (("project", "16bit"), ("one_launch", "16bit_64")):
         work = work_for(kernel, variant, CPU, scale=1 / 1024)
         assert work is not None and work.call()[:, work.rows].shape == work.truth.shape
+
+
+def test_a_card_without_fp8_is_tuned_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(pv: str, *_: object) -> str:
+        if pv == "fp8":
+            raise Fp8UnsupportedError("pv", expected="8.9", got="8.6")
+        return "bf16"
+
+    monkeypatch.setattr(tuning.ops, "resolve_pv", resolve)
+    monkeypatch.setattr("turbo_rcm_patch.ops.dispatch.resolve_pv", resolve)
+    only = "attention.*_64,prologue.64"
+    assert main([*MICRO_CPU[:4], "--only", only, "--out", str(tmp_path / "tiles.json")]) == 0
+    screen = capsys.readouterr().out
+    assert "attention.fp8_64: this card has no fp8" in screen
+    assert "attention.16bit_64 (" in screen and "prologue.64 (" in screen
 
 
 def test_bad_arguments_are_typed_errors(

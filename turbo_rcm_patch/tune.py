@@ -30,7 +30,7 @@ from turbo_rcm_patch.bench import (
     time_call,
 )
 from turbo_rcm_patch.config import PVDType
-from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.errors import ConfigError, Fp8UnsupportedError
 from turbo_rcm_patch.kernels.launch import (
     Target,
     Tile,
@@ -179,6 +179,9 @@ def tune(
         if time.monotonic() >= end:
             left.append(f"{kernel}.{variant}")
             continue
+        if variant.startswith("fp8") and not _has_fp8(where):
+            print(f"{kernel}.{variant}: this card has no fp8, its tile stays")
+            continue
         with torch.no_grad():
             work = work_for(kernel, variant, where, scale=scale)
             if work is None:
@@ -216,6 +219,13 @@ def tune(
         read = "" if _is_default(path) else f"; read with {VARIABLE}={path}"
         print(f"written: {path}{read}")
     return 1 if left else 0
+
+
+def _has_fp8(device: torch.device) -> bool:
+    try:
+        return ops.resolve_pv("fp8", device) == "fp8"
+    except Fp8UnsupportedError:
+        return False
 
 
 def _is_default(path: Path) -> bool:
@@ -437,7 +447,8 @@ def work_for(
     channels = heads * head_dim
     # Many queries against few keys spend their time in the prologue.
     keys = 128 if kernel == "prologue" else tokens
-    pv: PVDType = "fp8" if kernel == "prologue" or variant.startswith("fp8") else "bf16"
+    fp8 = variant.startswith("fp8") or (kernel == "prologue" and _has_fp8(device))
+    pv: PVDType = "fp8" if fp8 else "bf16"
     spec = ops.AttentionSpec(heads=heads, pv=pv)
     q, k, v = (normal(1, n, channels) for n in (tokens, keys, keys))
     words = f"H{heads} N{tokens}x{keys} D{head_dim} {pv}"
