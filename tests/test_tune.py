@@ -13,6 +13,7 @@ import torch
 from turbo_rcm_patch import tune as tuning
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, Fp8UnsupportedError
+from turbo_rcm_patch.exit_codes import INTERRUPTED
 from turbo_rcm_patch.kernels import launch
 from turbo_rcm_patch.kernels.launch import (
     Target,
@@ -30,6 +31,7 @@ CPU = torch.device("cpu")
 SM_90 = Target("cuda", 90)
 MICRO_CPU = ["tune", "--micro", "--device", "cpu", "--only", "skip,project.fp32"]
 TILE = Tile(128, 32, 8, 5)
+KERNELS = [("skip", "any"), ("project", "fp32"), ("project", "16bit")]
 
 
 @pytest.fixture(autouse=True)
@@ -235,6 +237,43 @@ def test_a_card_without_fp8_is_tuned_without_it(
     screen = capsys.readouterr().out
     assert "attention.fp8_64: this card has no fp8" in screen
     assert "attention.16bit_64 (" in screen and "prologue.64 (" in screen
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("full"), KeyboardInterrupt()])
+def test_a_variant_that_fails_does_not_lose_the_others(
+    failure: BaseException,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shipped = shipped_tiles(SM_90)
+
+    def best(kernel: str, variant: str, *_: object) -> tuning.Found:
+        if variant == "fp32":
+            raise failure
+        return tuning.Found(kernel, variant, TILE, shipped[kernel][variant], 1.1, {})
+
+    monkeypatch.setattr(tuning, "_best", best)
+    monkeypatch.setattr(tuning, "_wanted", lambda *_: KERNELS)
+    out = tmp_path / "tiles.json"
+    interrupted = isinstance(failure, KeyboardInterrupt)
+    assert main([*MICRO_CPU, "--out", str(out)]) == (INTERRUPTED if interrupted else 1)
+    left = {"skip": {"any": list(TILE)}}
+    if not interrupted:
+        left["project"] = {"16bit": list(TILE)}
+        assert "project.fp32: OutOfMemoryError: full" in capsys.readouterr().out
+    assert read_table(out) == {"cpu": left}
+
+
+def test_lengths_that_cannot_be_measured_are_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object, **__: object) -> None:
+        raise RuntimeError("Triton Error [CUDA]: misc")
+
+    monkeypatch.setattr(tuning, "measure_dispatch", measure)
+    assert not tuning._tune_choices(CPU, out=None, dry_run=True, calls=1)
+    assert "auto: RuntimeError: Triton Error" in capsys.readouterr().out
 
 
 def test_bad_arguments_are_typed_errors(

@@ -87,8 +87,8 @@ _OTHERS: Final[dict[str, _Tiles]] = {
 }  # fmt: skip
 
 
-class _NotAskedError(Exception):
-    """The call did not read the tile that was tried, so its time says nothing about it."""
+class _LeftError(Exception):
+    """This card does not run the variant, or nothing is known to try; says which."""
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ def tune(
     limit: float = 600.0,
     dry_run: bool = False,
 ) -> int:
-    """Measure, show, and write the table; 0 if every variant that was asked for was measured.
+    """Measure, show, and write the table after each variant; 1 if one failed or time ran out.
 
     Args:
         device: "cuda", "cuda:1", or "cpu" with `micro`.
@@ -173,40 +173,39 @@ def tune(
     tiles_asked = [name for name in only if name != _CHOICES]
     wanted = _wanted(tiles_asked, shipped) if tiles_asked or not only else []
     print(f"{device_name(where)} ({key}), {len(wanted)} kernel variants; table: {path}")
-    end, found, left = time.monotonic() + limit, [], []
+    end = time.monotonic() + limit
+    found, left, failed = [], [], False
     scale = 1 / 1024 if micro else 0.5 if quick else 1.0
+    most = 2 if micro else 4 if quick else None
     for kernel, variant in wanted:
+        name = f"{kernel}.{variant}"
         if time.monotonic() >= end:
-            left.append(f"{kernel}.{variant}")
+            left.append(name)
             continue
-        if variant.startswith("fp8") and not _has_fp8(where):
-            print(f"{kernel}.{variant}: this card has no fp8, its tile stays")
+        try:
+            one, words = _tune_one(
+                kernel,
+                variant,
+                shipped[kernel][variant],
+                where,
+                scale=scale,
+                most=most,
+                calls=calls or (1 if micro else 20 if quick else 50),
+            )
+        except _LeftError as reason:
+            print(f"{name}: {reason}, its tile stays")
             continue
-        with torch.no_grad():
-            work = work_for(kernel, variant, where, scale=scale)
-            if work is None:
-                print(f"{kernel}.{variant}: no candidates are known, its tile stays")
-                continue
-            tiles = candidates(kernel, variant)
-            try:
-                one = _best(
-                    kernel,
-                    variant,
-                    shipped[kernel][variant],
-                    tiles[: 2 if micro else 4 if quick else None],
-                    work,
-                    where,
-                    calls or (1 if micro else 20 if quick else 50),
-                )
-            except _NotAskedError:
-                print(f"{kernel}.{variant}: this card runs another kernel here, its tile stays")
-                continue
+        except Exception as failure:  # A compiler and a driver raise what they like.
+            print(f"{name}: {reason_of(failure)}; its tile stays")
+            failed = True
+            continue
         found.append(one)
-        _show(one, work.words)
-        del work
+        _show(one, words)
+        if not dry_run:  # What is measured is not lost if a later variant ends the process.
+            write_table(path, _merged(before, key, found))
     if choices and time.monotonic() < end:
         own = None if _is_default(path) else out
-        _tune_choices(where, out=own, dry_run=dry_run, calls=calls or 20)
+        failed |= not _tune_choices(where, out=own, dry_run=dry_run, calls=calls or 20)
     elif choices:
         left.append(_CHOICES)
     for name in left:
@@ -218,7 +217,28 @@ def tune(
         forget_tiles()
         read = "" if _is_default(path) else f"; read with {VARIABLE}={path}"
         print(f"written: {path}{read}")
-    return 1 if left else 0
+    return 1 if left or failed else 0
+
+
+def _tune_one(
+    kernel: str,
+    variant: str,
+    shipped: Tile,
+    device: torch.device,
+    *,
+    scale: float,
+    most: int | None,
+    calls: int,
+) -> tuple[Found, str]:
+    """What is found for a variant among its first `most` candidates, and the shape of the work."""
+    if variant.startswith("fp8") and not _has_fp8(device):
+        raise _LeftError("this card has no fp8")
+    with torch.no_grad():
+        work = work_for(kernel, variant, device, scale=scale)
+        if work is None:
+            raise _LeftError("no candidates are known")
+        tiles = candidates(kernel, variant)[:most]
+        return _best(kernel, variant, shipped, tiles, work, device, calls), work.words
 
 
 def _has_fp8(device: torch.device) -> bool:
@@ -236,10 +256,14 @@ def _is_default(path: Path) -> bool:
         return False
 
 
-def _tune_choices(device: torch.device, *, out: Path | None, dry_run: bool, calls: int) -> None:
+def _tune_choices(device: torch.device, *, out: Path | None, dry_run: bool, calls: int) -> bool:
     """Measure from which length on int8 is faster than exact attention, which is what
-    attention="auto" reads, after the tiles: they decide how fast int8 is."""
-    table = measure_dispatch(device, calls=calls)
+    attention="auto" reads, after the tiles: they decide how fast int8 is. False if it failed."""
+    try:
+        table = measure_dispatch(device, calls=calls)
+    except Exception as failure:
+        print(f"{_CHOICES}: {reason_of(failure)}; nothing is written for it")
+        return False
     for row in table[device_name(device)]:
         keys = row.get("n_kv", [1, None])
         print(
@@ -247,10 +271,11 @@ def _tune_choices(device: torch.device, *, out: Path | None, dry_run: bool, call
             f"channels over {keys[0]:,} keys and more: {row['source']}"
         )
     if dry_run:
-        return
+        return True
     path = keep_dispatch(table, None if out is None else out.with_suffix(".attention.json"))
     read = "" if out is None else "; it is read as dispatch.json beside the user's table of tiles"
     print(f"written: {path}{read}")
+    return True
 
 
 def write_table(path: Path, table: Table) -> None:
@@ -358,7 +383,7 @@ def _check(kernel: str, variant: str, tile: Tile, work: Work) -> tuple[float, in
     with trying_tile(kernel, variant, tile) as asked, watching_launches() as launched:
         output = work.call()
         if not asked and output.device.type == "cuda":
-            raise _NotAskedError
+            raise _LeftError("this card runs another kernel here")
         value = errors_of(output[:, work.rows], work.truth)["relative_l2"]
         finite = bool(output.isfinite().all())
     spills = max((getattr(one, "n_spills", 0) or 0 for one in launched), default=0)
