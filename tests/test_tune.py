@@ -265,6 +265,24 @@ def test_a_variant_that_fails_does_not_lose_the_others(
     assert read_table(out) == {"cpu": left}
 
 
+@pytest.mark.parametrize("value", [float("nan"), 1.9, 1.05])
+def test_a_shipped_tile_that_is_wrong_is_said_and_nothing_is_chosen(
+    value: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = torch.tensor([0, 1])
+    truth = torch.ones(1, 2, 4, dtype=torch.float64)
+    work = Work("toy", lambda: torch.full((1, 8, 4), value), truth, rows)
+    monkeypatch.setattr(tuning, "work_for", lambda *_, **__: work)
+    out = tmp_path / "tiles.json"
+    assert main([*MICRO_CPU[:4], "--only", "skip", "--out", str(out)]) == 1
+    screen = capsys.readouterr().out
+    assert "skip.any: the shipped [" in screen and "is WRONG (relL2" in screen
+    assert "best" not in screen and "x the shipped" not in screen
+
+
 def test_lengths_that_cannot_be_measured_are_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import (
+    WRONG,
     Call,
     attention_fp64,
     calls_within,
@@ -45,6 +46,11 @@ from turbo_rcm_patch.ops import keep_dispatch, measure_dispatch
 from turbo_rcm_patch.output import check_writable, write_text
 from turbo_rcm_patch.sampling.environment import device_name
 
+#: Relative L2 to fp64 from which a shipped tile is wrong where nothing is quantised; a sum in bf16
+#: has 0.002.
+_WRONG_EXACT: Final = 0.02
+#: Kernels that quantise, of which `WRONG` is the limit.
+_QUANTISED: Final = ("attention", "one_launch", "prologue")
 #: A tile is wrong when its error against fp64 is more than this times the shipped tile's.
 _ERROR_MARGIN: Final = 1.05
 #: A tile replaces the shipped one only if it is faster by more than measurements scatter.
@@ -85,6 +91,10 @@ _OTHERS: Final[dict[str, _Tiles]] = {
         (*size, warps, 1) for size in ((16, 256), (8, 512), (4, 1024)) for warps in (4, 8)
     ),
 }  # fmt: skip
+
+
+class _WrongError(Exception):
+    """The shipped tile is wrong, so no other can be judged by it."""
 
 
 class _LeftError(Exception):
@@ -140,7 +150,7 @@ def tune(
     limit: float = 600.0,
     dry_run: bool = False,
 ) -> int:
-    """Measure, show, and write the table after each variant; 1 if one failed or time ran out.
+    """Measure, show, and write the table after each variant.
 
     Args:
         device: "cuda", "cuda:1", or "cpu" with `micro`.
@@ -151,6 +161,9 @@ def tune(
         calls: Most timed calls of a candidate.
         limit: Seconds after which no further variant begins.
         dry_run: Write nothing.
+
+    Returns:
+        1 if a variant failed or is wrong or the time ran out, else 0.
     """
     if calls is not None and calls < 1:
         raise ConfigError("--calls", expected="1 or more", got=str(calls))
@@ -196,7 +209,8 @@ def tune(
             print(f"{name}: {reason}, its tile stays")
             continue
         except Exception as failure:  # A compiler and a driver raise what they like.
-            print(f"{name}: {reason_of(failure)}; its tile stays")
+            wrong = isinstance(failure, _WrongError)
+            print(f"{name}: {failure if wrong else reason_of(failure)}; its tile stays")
             failed = True
             continue
         found.append(one)
@@ -349,6 +363,8 @@ def _best(
     refused: dict[Tile, str] = {}
     # The shipped tile comes first: it says which error and which spills are the kernel's own.
     error, spills = _check(kernel, variant, shipped, work)
+    if not error < (WRONG if kernel in _QUANTISED else _WRONG_EXACT):
+        raise _WrongError(f"the shipped {list(shipped)} is WRONG (relL2 {error:.3g})")
     times: dict[Tile, float] = {shipped: _time(kernel, variant, shipped, work, device, calls, 60)}
     for tile in dict.fromkeys(Tile(*one) for one in tiles):
         if tile == shipped:
