@@ -283,6 +283,21 @@ def test_a_shipped_tile_that_is_wrong_is_said_and_nothing_is_chosen(
     assert "best" not in screen and "x the shipped" not in screen
 
 
+def test_what_another_process_wrote_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "tiles.json"
+    theirs = {"sm_86": {"skip": {"any": [32, 256, 4, 1]}}}
+
+    def best(kernel: str, variant: str, *_: object) -> tuning.Found:
+        tuning.write_table(out, theirs)
+        return tuning.Found(kernel, variant, TILE, Tile(16, 256, 4, 1), 1.1, {})
+
+    monkeypatch.setattr(tuning, "_best", best)
+    assert main([*MICRO_CPU[:4], "--only", "skip", "--out", str(out)]) == 0
+    assert read_table(out) == theirs | {"cpu": {"skip": {"any": list(TILE)}}}
+
+
 def test_lengths_that_cannot_be_measured_are_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,7 +178,7 @@ def tune(
     target = target_of(where) if where.type == "cuda" else Target("interpreter", 0)
     key = target.key if where.type == "cuda" else "cpu"
     path = table_path() if out is None else out
-    before = read_table(path) if path.exists() else {}  # a corrupt file is refused up front
+    before = _table_at(path)  # a corrupt file is refused up front
     if not dry_run:
         check_writable(path)
     shipped = shipped_tiles(target)
@@ -215,8 +215,10 @@ def tune(
             continue
         found.append(one)
         _show(one, words)
-        if not dry_run:  # What is measured is not lost if a later variant ends the process.
-            write_table(path, _merged(before, key, found))
+        if not dry_run:
+            # At once, so that nothing is lost if a later variant ends the process, and into what is
+            # there now, because another process may have written meanwhile.
+            write_table(path, _merged(_table_at(path), key, [one]))
     if choices and time.monotonic() < end:
         own = None if _is_default(path) else out
         failed |= not _tune_choices(where, out=own, dry_run=dry_run, calls=calls or 20)
@@ -227,7 +229,6 @@ def tune(
     if dry_run:
         print(f"not written (--dry-run):\n{_text(_merged(before, key, found))}", end="")
     else:
-        write_table(path, _merged(before, key, found))
         forget_tiles()
         read = "" if _is_default(path) else f"; read with {VARIABLE}={path}"
         print(f"written: {path}{read}")
@@ -290,6 +291,10 @@ def _tune_choices(device: torch.device, *, out: Path | None, dry_run: bool, call
     read = "" if out is None else "; it is read as dispatch.json beside the user's table of tiles"
     print(f"written: {path}{read}")
     return True
+
+
+def _table_at(path: Path) -> Table:
+    return read_table(path) if path.exists() else {}
 
 
 def write_table(path: Path, table: Table) -> None:
