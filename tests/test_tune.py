@@ -298,6 +298,28 @@ def test_what_another_process_wrote_meanwhile_stays(
     assert read_table(out) == theirs | {"cpu": {"skip": {"any": list(TILE)}}}
 
 
+@pytest.mark.parametrize("before", [None, '{"sm_90": {}}'])
+@pytest.mark.parametrize("only", ["int8_linear", "auto", "int8_linear,skip"])
+def test_a_card_of_which_nothing_was_measured_has_no_entry(
+    only: str,
+    before: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "tiles.json"
+    if before:
+        out.write_text(before)
+    status = main([*MICRO_CPU[:4], "--only", only, "--out", str(out)])
+    screen = capsys.readouterr().out
+    assert status == (0 if only == "auto" else 1)
+    assert ("nothing was measured of int8_linear" in screen) == (only != "auto")
+    if "skip" in only:
+        assert "cpu" in read_table(out) and "skip.any (" in screen
+    else:
+        assert (out.read_text() if out.exists() else None) == before
+        assert "no tile was measured" in screen and "written" not in screen
+
+
 def test_lengths_that_cannot_be_measured_are_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

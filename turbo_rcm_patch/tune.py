@@ -163,7 +163,8 @@ def tune(
         dry_run: Write nothing.
 
     Returns:
-        1 if a variant failed or is wrong or the time ran out, else 0.
+        1 if a variant failed or is wrong, the time ran out, or nothing was measured of one in
+        `only`; else 0.
     """
     if calls is not None and calls < 1:
         raise ConfigError("--calls", expected="1 or more", got=str(calls))
@@ -216,8 +217,8 @@ def tune(
         found.append(one)
         _show(one, words)
         if not dry_run:
-            # At once, so that nothing is lost if a later variant ends the process, and into what is
-            # there now, because another process may have written meanwhile.
+            # At once, so that nothing is lost if a later variant ends the process, and into what
+            # is there now, because another process may have written meanwhile.
             write_table(path, _merged(_table_at(path), key, [one]))
     if choices and time.monotonic() < end:
         own = None if _is_default(path) else out
@@ -226,13 +227,18 @@ def tune(
         left.append(_CHOICES)
     for name in left:
         print(f"left out, no time: {name}")
-    if dry_run:
+    if not found:  # An entry without a variant would say that the card was tuned.
+        print("no tile was measured; the table of tiles stays as it is")
+    elif dry_run:
         print(f"not written (--dry-run):\n{_text(_merged(before, key, found))}", end="")
     else:
         forget_tiles()
         read = "" if _is_default(path) else f"; read with {VARIABLE}={path}"
         print(f"written: {path}{read}")
-    return 1 if left or failed else 0
+    unmeasured = _without(tiles_asked, [(one.kernel, one.variant) for one in found])
+    for name in unmeasured:
+        print(f"nothing was measured of {name}")
+    return 1 if left or failed or unmeasured else 0
 
 
 def _tune_one(
@@ -330,30 +336,26 @@ def _wanted(
     only: Sequence[str], shipped: Mapping[str, Mapping[str, Tile]]
 ) -> list[tuple[str, str]]:
     known = [(kernel, variant) for kernel, variants in shipped.items() for variant in variants]
-    names = [f"{kernel}.{variant}" for kernel, variant in known]
-
-    def fits(pattern: str, kernel: str, name: str) -> bool:
-        return pattern == kernel or fnmatchcase(name, pattern)
-
     if not only:
         return [
             (kernel, variant)
             for kernel, variant in known
             if not (last := variant.split("_")[-1]).isdigit() or last in _USUAL_HEADS
         ]
-    lost = [
-        pattern
-        for pattern in only
-        if not any(fits(pattern, k, name) for (k, _), name in zip(known, names, strict=True))
-    ]
+    lost = _without(only, known)
     if lost:
-        known_names = ", ".join([*shipped, *names])
+        known_names = ", ".join([*shipped, *(f"{k}.{variant}" for k, variant in known)])
         raise ConfigError("--only", expected=f"some of {known_names}", got=", ".join(lost))
-    return [
-        pair
-        for pair, name in zip(known, names, strict=True)
-        if any(fits(pattern, pair[0], name) for pattern in only)
-    ]
+    return [pair for pair in known if any(_fits(pattern, *pair) for pattern in only)]
+
+
+def _fits(pattern: str, kernel: str, variant: str) -> bool:
+    return pattern == kernel or fnmatchcase(f"{kernel}.{variant}", pattern)
+
+
+def _without(only: Sequence[str], variants: Sequence[tuple[str, str]]) -> list[str]:
+    """The patterns that none of these (kernel, variant) fits."""
+    return [one for one in only if not any(_fits(one, *pair) for pair in variants)]
 
 
 def _best(
