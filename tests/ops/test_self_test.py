@@ -115,6 +115,29 @@ def test_kernels_that_are_wrong_or_fail_are_not_used(
     assert said in words and "more" not in words and "\n" not in words
 
 
+def test_an_error_at_a_length_that_is_timed_leaves_exact_attention(
+    tested: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Triton Error [CUDA]: misc\nmore")
+
+    monkeypatch.setattr(module, "measure_dispatch", measure)
+    rows, words, _ = tested()
+    assert [row["attention"] for row in rows] == ["exact"]
+    assert "fails (RuntimeError: Triton Error [CUDA]: misc); exact attention runs" in words
+
+
+def test_a_memory_that_is_full_while_timing_is_told_apart(
+    tested: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(module, "measure_dispatch", measure)
+    with pytest.raises(torch.OutOfMemoryError):
+        tested()
+
+
 def test_it_draws_no_random_number(tested: Any) -> None:
     state = torch.get_rng_state()
     tested()
