@@ -41,6 +41,38 @@ def test_a_wrong_output_is_not_timed(
     )
 
 
+def test_a_kernel_that_fails_does_not_end_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = bench.ops.attention_skip
+
+    def failing(q: torch.Tensor, *args: object) -> torch.Tensor:
+        if q.shape[1] == 40:
+            raise RuntimeError("out of resource: shared memory\nmore")
+        return real(q, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench.ops, "attention_skip", failing)
+    assert main(MICRO) == 1
+    *_, line = capsys.readouterr().out.splitlines()
+    assert "H1-N40-D64 FAILED (RuntimeError: out of resource: shared memory)" in line
+    assert "H2-N96-D64" in line and "relL2" in line
+
+
+@pytest.mark.parametrize("name", ["banana", "mps", "meta", "cuda:7", "cuda:x"])
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_a_device_that_is_not_there_is_a_mistake_in_the_arguments(
+    command: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert main([command, "--micro", "--device", name]) == 2
+    said = capsys.readouterr().err
+    assert "--device" in said and name in said and "cuda" in said
+
+
 def test_real_sizes_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--device", "cpu"]) == 2
     assert "--micro" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def bench(*, device: str = "cuda", calls: int = 50, micro: bool = False) -> int:
         micro: Toy sizes, to try the command itself.
 
     Returns:
-        0 if every output was right, else 1.
+        0 if every shape ran and every output was right, else 1.
     """
     if calls < 1:
         raise ConfigError("--calls", expected="1 or more", got=str(calls))
@@ -55,18 +55,27 @@ def bench(*, device: str = "cuda", calls: int = 50, micro: bool = False) -> int:
         spec = ops.AttentionSpec(heads=heads)
         ours = functools.partial(ops.attention_skip, q, k, v, spec)
         rows = some_rows(tokens, 256, where)
-        output = ours()
-        error = errors_of(output[:, rows], attention_fp64(q[:, rows], k, v, heads))["relative_l2"]
-        if not (error < WRONG and output.isfinite().all()):
-            good = False
-            found.append(f"{name} WRONG (relL2 {error:.3g})")
-            print(f"{name:<18}wrong: relative L2 {error:.3g} to exact attention; not timed")
-            continue
         theirs = functools.partial(F.scaled_dot_product_attention, q4, k4, v4)
-        own, other = (
-            time_call(call, where, calls_within(call, where, 250.0, min(3, calls), calls)).median
-            for call in (ours, theirs)
-        )
+        try:
+            output = ours()
+            truth = attention_fp64(q[:, rows], k, v, heads)
+            error = errors_of(output[:, rows], truth)["relative_l2"]
+            if not (error < WRONG and output.isfinite().all()):
+                good = False
+                found.append(f"{name} WRONG (relL2 {error:.3g})")
+                print(f"{name:<18}wrong: relative L2 {error:.3g} to exact attention; not timed")
+                continue
+            own, other = (
+                time_call(
+                    call, where, calls_within(call, where, 250.0, min(3, calls), calls)
+                ).median
+                for call in (ours, theirs)
+            )
+        except Exception as failure:  # A compiler and a driver raise what they like.
+            good = False
+            found.append(f"{name} FAILED ({reason_of(failure)})")
+            print(f"{name:<18}failed: {reason_of(failure)}")
+            continue
         found.append(f"{name} {own:.3f} ms {other / own:.2f}x relL2 {error:.3f}")
         print(f"{name:<18}{own:>9.3f}{other:>10.3f}{other / own:>10.2f}{error:>9.4f}", flush=True)
     print_line(where, found)
@@ -89,7 +98,12 @@ def device_of(name: str, *, needs_gpu: bool = False) -> torch.device:
         name: "cuda", "cuda:1" or "cpu".
         needs_gpu: Whether the sizes are too large for a CPU.
     """
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError("--device", expected='"cuda", "cuda:1" or "cpu"', got=name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(
             "device",
@@ -105,6 +119,11 @@ def device_of(name: str, *, needs_gpu: bool = False) -> torch.device:
             remedy="Add --micro to try the command without one",
         )
     if device.type == "cuda" and device.index is not None:
+        count = torch.cuda.device_count()
+        if device.index >= count:
+            raise DeviceError(
+                "--device", expected=f'at most "cuda:{count - 1}": torch sees {count}', got=name
+            )
         torch.cuda.set_device(device)  # where streams and graphs are made
     return device
 
