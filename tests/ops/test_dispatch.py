@@ -228,6 +228,10 @@ def test_int8_that_never_wins_has_no_row(monkeypatch: pytest.MonkeyPatch) -> Non
         '{"card": [{"n_kv": [1], "attention": "int8"}]}',
         '{"card": [{"n_kv": [1, null]}]}',
         '{"card": [{"keys": [1, 2], "attention": "int8"}]}',
+        '{"card": [{"pv": "bf16"}]}',
+        '{"card": [{"pv": "bf16", "form": "one-launch"}]}',
+        '{"card": [{"n_kv": [9, 1], "attention": "int8"}]}',
+        '{"card": [{"n_kv": [true, null], "attention": "int8"}]}',
     ],
 )
 def test_a_damaged_table_is_refused_with_a_remedy(card: None, text: str) -> None:
@@ -235,6 +239,15 @@ def test_a_damaged_table_is_refused_with_a_remedy(card: None, text: str) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     with pytest.raises(ConfigError, match="dispatch table .*tune"):
+        name(CUDA, 600, 600)
+
+
+def test_a_table_that_names_fp8_for_a_card_without_it_is_named(
+    card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    keep_dispatch({"NVIDIA H200": [{"attention": "int8", "pv": "fp8", "source": "me"}]})
+    with pytest.raises(ConfigError, match=r"dispatch table .*dispatch\.json(.|\n)*tune"):
         name(CUDA, 600, 600)
 
 

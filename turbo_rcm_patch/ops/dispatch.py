@@ -55,6 +55,7 @@ Row = dict[str, Any]
 #: Device name -> rows, of which the first that covers a shape decides.
 Table = dict[str, list[Row]]
 
+_REMEDY: Final = "Write a new one with `tune`, or delete the file"
 _RANGES: Final = ("head_dim", "heads", "n_q", "n_kv")
 
 
@@ -205,13 +206,12 @@ def tiles_here(device: torch.device) -> tuple[str, bool]:
 
 
 def _read(path: Path) -> Table:
-    remedy = "Write a new one with `tune`, or delete the file"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"dispatch table {path}", expected="a JSON file",
-            got=f"{type(error).__name__}: {error}", remedy=remedy,
+            got=f"{type(error).__name__}: {error}", remedy=_REMEDY,
         ) from error  # fmt: skip
     wrong = not isinstance(found, dict) and f"a {type(found).__name__}"
     for device, rows in () if wrong else found.items():
@@ -223,7 +223,7 @@ def _read(path: Path) -> Table:
         raise ConfigError(
             f"dispatch table {path}",
             expected='{"device": [{"n_kv": [low, high or null], "attention": "int8", ...}]}',
-            got=str(wrong), remedy=remedy,
+            got=str(wrong), remedy=_REMEDY,
         )  # fmt: skip
     table: Table = found
     return table
@@ -231,8 +231,8 @@ def _read(path: Path) -> Table:
 
 def _row_problem(row: object) -> str:
     """What is wrong with a row: it has ranges [low, high or null] of head_dim, heads, n_q and n_kv
-    (a missing one holds everything), and "attention", "pv" or "form" (with "features") with the
-    "source" of what it says."""
+    (a missing one holds everything), and "attention" (with "pv") or "form" (with "features") with
+    the "source" of what it says."""
     if not isinstance(row, dict):
         return f"{row!r}"
     choices = {
@@ -242,13 +242,17 @@ def _row_problem(row: object) -> str:
     for name, value in row.items():
         if name in _RANGES:
             pair = isinstance(value, list) and len(value) == 2
-            if not pair or not all(x is None or isinstance(x, int) for x in value):
+            if not pair or not all(x is None or type(x) is int for x in value):
                 return f"{name}: {value!r}"
+            if None not in value and value[0] > value[1]:
+                return f"{name}: {value!r} holds nothing"
         elif name in choices:
             if value not in choices[name]:
                 return f"{name}: {value!r}"
         elif name not in ("features", "source"):
             return f"unknown {name!r}"
+    if "pv" in row and "attention" not in row:
+        return 'a row with "pv" and without "attention"'
     return "" if choices.keys() & row.keys() else "a row that decides nothing"
 
 
@@ -435,6 +439,14 @@ def _decided(
         return Choice(attention, pv, own, "torch", reason)
     if pv == "auto" and row is not None and "pv" in row:
         pv = row["pv"]
+        try:
+            resolve_pv(pv, device, n_kv)
+        except Fp8UnsupportedError as error:  # Its remedy is for who asked for fp8.
+            raise ConfigError(
+                f"dispatch table {dispatch_path()}",
+                expected=f'no "pv": "fp8" for {device_name_of(device)}', got=str(row),
+                remedy=_REMEDY,
+            ) from error  # fmt: skip
     chosen = resolve_pv(pv, device, n_kv)
     return Choice(attention, chosen, own, _kernels(own, device, head_dim), reason)
 
