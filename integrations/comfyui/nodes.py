@@ -152,7 +152,9 @@ class TurboRCMSampler:
         import comfy.samplers
 
         return (
-            comfy.samplers.KSAMPLER(sample_rcm, {"sampler": sampler}),
+            comfy.samplers.KSAMPLER(
+                sample_rcm, {"sampler": sampler, "steps": steps, "sigma_max": sigma_max}
+            ),
             rcm_times(steps, sigma_max).float(),
         )
 

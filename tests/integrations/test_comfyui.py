@@ -26,7 +26,7 @@ from tests.measures import relative_l2
 from turbo_rcm_patch import RCMScheduler, errors
 from turbo_rcm_patch.checkpoints import read_checkpoint, write_transformer
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
-from turbo_rcm_patch.sampling.scheduler import noise_stream
+from turbo_rcm_patch.sampling.scheduler import noise_stream, rcm_times
 
 nodes = load_nodes()
 attention, wan, weights, sampler = (
@@ -360,10 +360,49 @@ def test_the_sampler_is_that_of_the_scheduler(kind: str, steps: int) -> None:
     assert relative_l2(out, expected) < 1e-6
 
 
+def rcm_run(sigmas: torch.Tensor, x: torch.Tensor, **more: Any) -> torch.Tensor:
+    def model(given: torch.Tensor, t: torch.Tensor, seed: int) -> torch.Tensor:
+        return given.double() - (t * torch.tanh(given)).double()
+
+    return sampler.sample_rcm(model, x, sigmas, {"seed": 7}, disable=True, **more)
+
+
+@pytest.mark.parametrize(("steps", "sigma_max"), [(4, 80.0), (3, 200.0)])
+def test_two_samplers_with_split_sigmas_give_the_video_of_one(steps: int, sigma_max: float) -> None:
+    """As the two experts of Wan 2.2 need it."""
+    sigmas, x = rcm_times(steps, sigma_max).float(), torch.randn(1, 4, 3, 5, 5, dtype=torch.float64)
+    more = {"steps": steps, "sigma_max": sigma_max}
+    whole = rcm_run(sigmas, x, **more)
+    for split in range(1, steps):
+        first = rcm_run(sigmas[: split + 1], x, **more)
+        assert torch.equal(rcm_run(sigmas[split:], first, **more), whole)
+
+
+def test_a_split_of_another_nodes_sigmas_does_not_repeat_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sigmas, noises = torch.tensor([1.0, 0.96, 0.9, 0.8, 0.5, 0.0]), []
+    step = sampler.ops.denoise_step
+
+    def spy(state: Any, velocity: Any, noise: Any, coefficients: Any) -> torch.Tensor:
+        noises.append(noise)
+        return step(state, velocity, noise, coefficients)
+
+    monkeypatch.setattr(sampler.ops, "denoise_step", spy)
+    x = torch.randn(1, 1, 1, 4, 4)
+    rcm_run(sigmas[3:], rcm_run(sigmas[:4], x))
+    drawn = [noise for noise in noises if noise is not None]
+    assert len(drawn) == 4
+    assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+    # The first of them are those of a sampler that was given all sigmas.
+    first = noise_stream(7, "rcm-renoise")
+    assert all(torch.equal(a, torch.randn(a.shape, generator=first)) for a in drawn[:3])
+
+
 def test_the_sampler_node(monkeypatch: pytest.MonkeyPatch) -> None:
     modules(monkeypatch, comfy={}, comfy__samplers={"KSAMPLER": lambda *args: args})
     made, sigmas = Sampler().make(4, 80.0, "sde")
-    assert made == (sampler.sample_rcm, {"sampler": "sde"})
+    assert made == (sampler.sample_rcm, {"sampler": "sde", "steps": 4, "sigma_max": 80.0})
     assert sigmas.dtype == torch.float32 and sigmas.shape == (5,) and sigmas[-1] == 0
     assert float(sigmas[0]) == pytest.approx(80 / 81)
 
