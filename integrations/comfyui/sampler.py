@@ -39,8 +39,8 @@ def sample_rcm(
 
     Noise comes from a CPU generator of the seed, so it is the same on every device, and it is
     another stream than the initial noise of the same seed. A sampler that begins at a later time
-    of the video's schedule continues its noise: two samplers with split sigmas, for the two experts
-    of Wan 2.2, give the bits of one.
+    of the video's schedule continues its noise: two samplers with split sigmas, for the two
+    experts of Wan 2.2, give the bits of one.
 
     Args:
         model: x, t [B] -> the clean sample x0 = x - t v.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import subprocess
 import sys
@@ -148,11 +150,57 @@ def test_an_attn1_patch_or_a_later_override_goes_to_the_author(
 
 def test_an_earlier_override_gets_what_is_not_for_us() -> None:
     q, k = torch.randn(1, 80, 64), torch.randn(1, 12, 64)
-    ours = attention.override_attention(
+    ours = attention.Override(
         attention.Settings(min_keys=64), lambda func, *args, **kwargs: "theirs"
     )
     assert ours(attention_pytorch, q, k, k, 2) == "theirs"
     assert isinstance(ours(attention_pytorch, q, q, q, 2), torch.Tensor)
+
+
+def put_override(patcher: ModelPatcher, called: list[int], wraps: bool) -> ModelPatcher:
+    """A clone with the override of another node, which calls the one before it."""
+    made = patcher.clone()
+    options = made.model_options["transformer_options"]
+    before = options.get(attention.OVERRIDE)
+
+    def override(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        called.append(1)
+        return func(*args, **kwargs) if before is None else before(func, *args, **kwargs)
+
+    options[attention.OVERRIDE] = functools.wraps(before)(override) if wraps else override
+    return made
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["override", "fused"])
+def test_an_override_that_wraps_ours_is_not_ours(
+    fuse: bool, given: tuple[torch.Tensor, ...]
+) -> None:
+    called: list[int] = []
+    other = put_override(patched(ModelPatcher(Model()), fuse_wan=fuse), called, wraps=True)
+    run(other, given)
+    assert len(called) == 4, "self- and cross-attention of two blocks"
+    run(patched(other, attention="exact", fuse_wan=fuse), given)
+    assert len(called) == 8
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["override", "fused"])
+@pytest.mark.parametrize("between", [False, True], ids=["next", "another-between"])
+def test_a_later_exact_node_makes_an_int8_model_exact(
+    fuse: bool, between: bool, given: tuple[torch.Tensor, ...]
+) -> None:
+    original = ModelPatcher(Model())
+    model = patched(original, fuse_wan=fuse)
+    if between:
+        model = put_override(model, [], wraps=False)
+    later = patched(model, attention="exact", fuse_wan=False)
+    assert relative_l2(run(later, given), run(original, given)) < 1e-5
+    assert relative_l2(run(model, given), run(original, given)) > 1e-5
+
+
+def test_copies_of_options_share_the_override() -> None:
+    """A deepcopy of `before` would copy whatever another node keeps in it."""
+    ours = attention.Override(attention.Settings(), torch.nn.Linear(2, 2))
+    assert copy.deepcopy({"options": [ours]})["options"][0] is ours
 
 
 @pytest.mark.parametrize("inputs", [False, True], ids=["flat", "heads"])
@@ -161,7 +209,7 @@ def test_override_reads_both_layouts(inputs: bool, outputs: bool) -> None:
     shape = (2, 3, 80, 32) if inputs else (2, 80, 96)
     q, k, v = (torch.randn(shape) for _ in range(3))
     more = {"skip_reshape": inputs, "skip_output_reshape": outputs}
-    out = attention.override_attention(attention.Settings(min_keys=64))(
+    out = attention.Override(attention.Settings(min_keys=64))(
         attention_pytorch, q, k, v, 3, transformer_options={}, _inside_attn_wrapper=True, **more
     )
     exact = attention_pytorch(q, k, v, 3, **more)
@@ -187,14 +235,14 @@ def test_override_leaves_what_it_cannot_do_to_comfyui(more: dict[str, Any]) -> N
         got.append(kwargs)
         return "theirs"
 
-    ours = attention.override_attention(attention.Settings(min_keys=1))
+    ours = attention.Override(attention.Settings(min_keys=1))
     assert ours(func, q, q, q, 2, **more) == "theirs"
     assert got == [more]
 
 
 @pytest.mark.parametrize("shape", [(1, 80, 600), (1, 80, 65)], ids=["wide-heads", "odd-heads"])
 def test_override_leaves_other_shapes(shape: tuple[int, ...]) -> None:
-    ours = attention.override_attention(attention.Settings(min_keys=1))
+    ours = attention.Override(attention.Settings(min_keys=1))
     q = torch.randn(shape)
     assert ours(lambda *args, **kwargs: "theirs", q, q, q, 2) == "theirs"
 
@@ -368,9 +416,14 @@ def rcm_run(sigmas: torch.Tensor, x: torch.Tensor, **more: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("steps", "sigma_max"), [(4, 80.0), (3, 200.0)])
-def test_two_samplers_with_split_sigmas_give_the_video_of_one(steps: int, sigma_max: float) -> None:
+def test_two_samplers_with_split_sigmas_give_the_video_of_one(
+    steps: int, sigma_max: float
+) -> None:
     """As the two experts of Wan 2.2 need it."""
-    sigmas, x = rcm_times(steps, sigma_max).float(), torch.randn(1, 4, 3, 5, 5, dtype=torch.float64)
+    sigmas, x = (
+        rcm_times(steps, sigma_max).float(),
+        torch.randn(1, 4, 3, 5, 5, dtype=torch.float64),
+    )
     more = {"steps": steps, "sigma_max": sigma_max}
     whole = rcm_run(sigmas, x, **more)
     for split in range(1, steps):
