@@ -110,6 +110,8 @@ def _ours(
         return None
     if q.dtype not in _FLOATS or not q.dtype == k.dtype == v.dtype:
         return None
+    if k.shape[0] != q.shape[0]:  # torch broadcasts it, where heads have a dimension.
+        return None
     if skip_reshape:
         q, k, v = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
     head_dim, rest = divmod(q.shape[2], heads)

@@ -247,6 +247,15 @@ def test_override_leaves_other_shapes(shape: tuple[int, ...]) -> None:
     assert ours(lambda *args, **kwargs: "theirs", q, q, q, 2) == "theirs"
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(2, 1), (1, 2)])
+def test_override_leaves_keys_of_another_batch(queries: int, keys: int) -> None:
+    """torch broadcasts them."""
+    q, k = torch.randn(queries, 2, 80, 32), torch.randn(keys, 2, 80, 32)
+    ours = attention.Override(attention.Settings(min_keys=1))
+    out = ours(attention_pytorch, q, k, k, 2, skip_reshape=True)
+    assert torch.equal(out, attention_pytorch(q, k, k, 2, skip_reshape=True))
+
+
 # --- TurboRCM Load SLA -------------------------------------------------------------------------
 
 
