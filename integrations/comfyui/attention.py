@@ -11,10 +11,12 @@ from torch import Tensor
 
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, AttentionSpec, attention_skip
 
-__all__ = ["OVERRIDE", "Settings", "is_override", "override_attention"]
+__all__ = ["OVERRIDE", "SETTINGS", "Override", "Settings"]
 
 #: Where ComfyUI looks for it, in a model's `transformer_options`.
 OVERRIDE = "optimized_attention_override"
+#: Where the last of our nodes leaves its `Settings` for the overrides of earlier ones, likewise.
+SETTINGS = "turbo_rcm_settings"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_DIM = 256
 #: Keywords of ComfyUI's attention that say nothing about what is computed.
@@ -42,33 +44,36 @@ class Settings:
         return AttentionSpec(heads=heads, attention=attention, pv=pv, **more)
 
 
-def override_attention(
-    settings: Settings, before: Callable[..., Tensor] | None = None
-) -> Callable[..., Tensor]:
+@dataclass(frozen=True, eq=False)
+class Override:
     """A function for `transformer_options["optimized_attention_override"]`.
 
     Attentions that our kernels do not compute go on to what was there before: those with a mask,
     over few keys, in fp32 by request, of heads wider than 256 channels, and every call with a
     keyword that is not known here.
 
-    Args:
-        settings: How the others run.
+    It is a class so that another node's function is not taken for ours: `functools.wraps` copies
+    the attributes of a function, but not its type.
+
+    Attributes:
+        settings: How the others run, in a call whose options hold no `SETTINGS`.
         before: The override of an earlier node, which is called for them.
     """
 
-    def override(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        out = _ours(settings, *args, **kwargs)
+    settings: Settings
+    before: Callable[..., Tensor] | None = None
+
+    def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        options = kwargs.get("transformer_options") or {}
+        out = _ours(options.get(SETTINGS, self.settings), *args, **kwargs)
         if out is not None:
             return out
-        return func(*args, **kwargs) if before is None else before(func, *args, **kwargs)
+        return func(*args, **kwargs) if self.before is None else self.before(func, *args, **kwargs)
 
-    override.turbo_rcm_before = before  # type: ignore[attr-defined]
-    return override
-
-
-def is_override(function: object) -> bool:
-    """Whether an override is ours."""
-    return hasattr(function, "turbo_rcm_before")
+    def __deepcopy__(self, memo: dict[int, Any]) -> Override:
+        """Itself, as of a function: ComfyUI copies the options with a patcher, and `before` may
+        hold another node's tensors."""
+        return self
 
 
 def _ours(
@@ -104,6 +109,8 @@ def _ours(
     if mask is not None or attn_precision == torch.float32 or settings.attention == "exact":
         return None
     if q.dtype not in _FLOATS or not q.dtype == k.dtype == v.dtype:
+        return None
+    if k.shape[0] != q.shape[0]:  # torch broadcasts it, where heads have a dimension.
         return None
     if skip_reshape:
         q, k, v = (x.transpose(1, 2).flatten(2) for x in (q, k, v))

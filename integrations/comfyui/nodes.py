@@ -9,7 +9,7 @@ from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.ops import INT8_MIN_KEYS
 from turbo_rcm_patch.sampling.scheduler import MAX_STEPS, rcm_times
 
-from .attention import OVERRIDE, Settings, is_override, override_attention
+from .attention import OVERRIDE, SETTINGS, Override, Settings
 from .sampler import sample_rcm
 from .wan import patch_wan
 from .weights import read_wan
@@ -71,9 +71,9 @@ class TurboRCMPatch:
             patched.model_options.get("transformer_options", {})
         )
         before = options.get(OVERRIDE)
-        if is_override(before):  # Of another node of this kind, whose settings these replace.
-            before = before.turbo_rcm_before
-        options[OVERRIDE] = override_attention(settings, before)
+        if isinstance(before, Override):  # Of another node of this kind.
+            before = before.before
+        options[OVERRIDE], options[SETTINGS] = Override(settings, before), settings
         blocks = patch_wan(patched, settings) if fuse_wan else 0
         _log.info("TurboRCM: %s attention; %d Wan blocks with a fused prologue", attention, blocks)
         return (patched,)
@@ -152,7 +152,9 @@ class TurboRCMSampler:
         import comfy.samplers
 
         return (
-            comfy.samplers.KSAMPLER(sample_rcm, {"sampler": sampler}),
+            comfy.samplers.KSAMPLER(
+                sample_rcm, {"sampler": sampler, "steps": steps, "sigma_max": sigma_max}
+            ),
             rcm_times(steps, sigma_max).float(),
         )
 

@@ -10,9 +10,17 @@ from torch import Tensor
 from tqdm.auto import trange
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.sampling.scheduler import noise_stream, step_coefficients
+from turbo_rcm_patch.sampling.scheduler import (
+    MAX_STEPS,
+    noise_stream,
+    rcm_times,
+    step_coefficients,
+)
 
 __all__ = ["sample_rcm"]
+
+#: Times in fp32 and in fp64 differ by less.
+_SAME_TIME = 1e-6
 
 
 @torch.no_grad()
@@ -24,11 +32,15 @@ def sample_rcm(
     callback: Callable[[dict[str, Any]], None] | None = None,
     disable: bool | None = None,
     sampler: Literal["sde", "ode"] = "sde",
+    steps: int = MAX_STEPS,
+    sigma_max: float = 80.0,
 ) -> Tensor:
     """The loop of `RCMScheduler`: its coefficients, its fp64 state, its kind of noise.
 
     Noise comes from a CPU generator of the seed, so it is the same on every device, and it is
-    another stream than the initial noise of the same seed.
+    another stream than the initial noise of the same seed. A sampler that begins at a later time
+    of the video's schedule continues its noise: two samplers with split sigmas, for the two
+    experts of Wan 2.2, give the bits of one.
 
     Args:
         model: x, t [B] -> the clean sample x0 = x - t v.
@@ -38,11 +50,13 @@ def sample_rcm(
         callback: Called after each step's network.
         disable: Of the progress bar.
         sampler: "sde" or "ode".
+        steps: Of the whole video, of which `sigmas` may be a part.
+        sigma_max: Likewise.
     """
     extra_args = {} if extra_args is None else extra_args
     times = sigmas.to("cpu", torch.float64)
     coefficients = step_coefficients(times, sampler)
-    stream = noise_stream(int(extra_args.get("seed") or 0), "rcm-renoise")
+    stream = _noise_after(times[0], rcm_times(steps, sigma_max), x, extra_args.get("seed") or 0)
     ones = x.new_ones([x.shape[0]])
     state = x.to(torch.float64)
     for i in trange(len(times) - 1, disable=disable):
@@ -59,3 +73,18 @@ def sample_rcm(
             noise = torch.randn(x.shape, generator=stream, dtype=torch.float32).to(x.device)
         state = ops.denoise_step(state, velocity, noise, coefficients[i].to(x.device))
     return state.to(x.dtype)
+
+
+def _noise_after(start: Tensor, schedule: Tensor, x: Tensor, seed: int) -> torch.Generator:
+    """The noise of a sampler that begins at `start`, without what samplers before it have drawn.
+
+    Where `start` is no time of the schedule, nobody knows how much was drawn, so that such a
+    sampler gets a stream of its own.
+    """
+    done = int((schedule > start + _SAME_TIME).sum())
+    if done and (schedule[done] - start).abs() > _SAME_TIME:
+        return noise_stream(int(seed), f"rcm-renoise:{float(start):.6f}")
+    stream = noise_stream(int(seed), "rcm-renoise")
+    for _ in range(done):
+        torch.randn(x.shape, generator=stream, dtype=torch.float32)
+    return stream

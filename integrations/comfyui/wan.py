@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch.errors import CheckpointError, OpError
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
 
-from .attention import OVERRIDE, Settings, is_override
+from .attention import OVERRIDE, SETTINGS, Override, Settings
 
 __all__ = ["SparseLinear", "WanSelfAttention", "patch_wan"]
 
@@ -99,7 +99,8 @@ class WanSelfAttention:
             eps = 1e-6 if weights[0] is None else attn.norm_q.eps
         norms = {"norm_q": weights[0], "norm_k": weights[1]}
         if self.sparse is None:
-            spec = self.settings.spec(attn.num_heads, k.shape[1], eps=eps)
+            settings = options.get(SETTINGS, self.settings)
+            spec = settings.spec(attn.num_heads, k.shape[1], eps=eps)
             return attn.o(attention_skip(q, k, v, spec, rotary=rotary, **norms))
         spec = AttentionSpec(heads=attn.num_heads, pv=self.settings.pv, eps=eps)
         out = sparse_linear_attention(
@@ -123,7 +124,7 @@ class WanSelfAttention:
         if self.sparse is not None or override is None:
             return True
         # An override before ours counts too: it takes what ours does not.
-        return is_override(override) and override.turbo_rcm_before is None
+        return isinstance(override, Override) and override.before is None
 
 
 def _norm_weights(attn: Any, q: Tensor) -> tuple[Tensor | None, Tensor | None] | None:

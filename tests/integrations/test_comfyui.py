@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import subprocess
 import sys
@@ -26,7 +28,7 @@ from tests.measures import relative_l2
 from turbo_rcm_patch import RCMScheduler, errors
 from turbo_rcm_patch.checkpoints import read_checkpoint, write_transformer
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
-from turbo_rcm_patch.sampling.scheduler import noise_stream
+from turbo_rcm_patch.sampling.scheduler import noise_stream, rcm_times
 
 nodes = load_nodes()
 attention, wan, weights, sampler = (
@@ -148,11 +150,57 @@ def test_an_attn1_patch_or_a_later_override_goes_to_the_author(
 
 def test_an_earlier_override_gets_what_is_not_for_us() -> None:
     q, k = torch.randn(1, 80, 64), torch.randn(1, 12, 64)
-    ours = attention.override_attention(
+    ours = attention.Override(
         attention.Settings(min_keys=64), lambda func, *args, **kwargs: "theirs"
     )
     assert ours(attention_pytorch, q, k, k, 2) == "theirs"
     assert isinstance(ours(attention_pytorch, q, q, q, 2), torch.Tensor)
+
+
+def put_override(patcher: ModelPatcher, called: list[int], wraps: bool) -> ModelPatcher:
+    """A clone with the override of another node, which calls the one before it."""
+    made = patcher.clone()
+    options = made.model_options["transformer_options"]
+    before = options.get(attention.OVERRIDE)
+
+    def override(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        called.append(1)
+        return func(*args, **kwargs) if before is None else before(func, *args, **kwargs)
+
+    options[attention.OVERRIDE] = functools.wraps(before)(override) if wraps else override
+    return made
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["override", "fused"])
+def test_an_override_that_wraps_ours_is_not_ours(
+    fuse: bool, given: tuple[torch.Tensor, ...]
+) -> None:
+    called: list[int] = []
+    other = put_override(patched(ModelPatcher(Model()), fuse_wan=fuse), called, wraps=True)
+    run(other, given)
+    assert len(called) == 4, "self- and cross-attention of two blocks"
+    run(patched(other, attention="exact", fuse_wan=fuse), given)
+    assert len(called) == 8
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["override", "fused"])
+@pytest.mark.parametrize("between", [False, True], ids=["next", "another-between"])
+def test_a_later_exact_node_makes_an_int8_model_exact(
+    fuse: bool, between: bool, given: tuple[torch.Tensor, ...]
+) -> None:
+    original = ModelPatcher(Model())
+    model = patched(original, fuse_wan=fuse)
+    if between:
+        model = put_override(model, [], wraps=False)
+    later = patched(model, attention="exact", fuse_wan=False)
+    assert relative_l2(run(later, given), run(original, given)) < 1e-5
+    assert relative_l2(run(model, given), run(original, given)) > 1e-5
+
+
+def test_copies_of_options_share_the_override() -> None:
+    """A deepcopy of `before` would copy whatever another node keeps in it."""
+    ours = attention.Override(attention.Settings(), torch.nn.Linear(2, 2))
+    assert copy.deepcopy({"options": [ours]})["options"][0] is ours
 
 
 @pytest.mark.parametrize("inputs", [False, True], ids=["flat", "heads"])
@@ -161,7 +209,7 @@ def test_override_reads_both_layouts(inputs: bool, outputs: bool) -> None:
     shape = (2, 3, 80, 32) if inputs else (2, 80, 96)
     q, k, v = (torch.randn(shape) for _ in range(3))
     more = {"skip_reshape": inputs, "skip_output_reshape": outputs}
-    out = attention.override_attention(attention.Settings(min_keys=64))(
+    out = attention.Override(attention.Settings(min_keys=64))(
         attention_pytorch, q, k, v, 3, transformer_options={}, _inside_attn_wrapper=True, **more
     )
     exact = attention_pytorch(q, k, v, 3, **more)
@@ -187,16 +235,25 @@ def test_override_leaves_what_it_cannot_do_to_comfyui(more: dict[str, Any]) -> N
         got.append(kwargs)
         return "theirs"
 
-    ours = attention.override_attention(attention.Settings(min_keys=1))
+    ours = attention.Override(attention.Settings(min_keys=1))
     assert ours(func, q, q, q, 2, **more) == "theirs"
     assert got == [more]
 
 
 @pytest.mark.parametrize("shape", [(1, 80, 600), (1, 80, 65)], ids=["wide-heads", "odd-heads"])
 def test_override_leaves_other_shapes(shape: tuple[int, ...]) -> None:
-    ours = attention.override_attention(attention.Settings(min_keys=1))
+    ours = attention.Override(attention.Settings(min_keys=1))
     q = torch.randn(shape)
     assert ours(lambda *args, **kwargs: "theirs", q, q, q, 2) == "theirs"
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(2, 1), (1, 2)])
+def test_override_leaves_keys_of_another_batch(queries: int, keys: int) -> None:
+    """torch broadcasts them."""
+    q, k = torch.randn(queries, 2, 80, 32), torch.randn(keys, 2, 80, 32)
+    ours = attention.Override(attention.Settings(min_keys=1))
+    out = ours(attention_pytorch, q, k, k, 2, skip_reshape=True)
+    assert torch.equal(out, attention_pytorch(q, k, k, 2, skip_reshape=True))
 
 
 # --- TurboRCM Load SLA -------------------------------------------------------------------------
@@ -360,10 +417,54 @@ def test_the_sampler_is_that_of_the_scheduler(kind: str, steps: int) -> None:
     assert relative_l2(out, expected) < 1e-6
 
 
+def rcm_run(sigmas: torch.Tensor, x: torch.Tensor, **more: Any) -> torch.Tensor:
+    def model(given: torch.Tensor, t: torch.Tensor, seed: int) -> torch.Tensor:
+        return given.double() - (t * torch.tanh(given)).double()
+
+    return sampler.sample_rcm(model, x, sigmas, {"seed": 7}, disable=True, **more)
+
+
+@pytest.mark.parametrize(("steps", "sigma_max"), [(4, 80.0), (3, 200.0)])
+def test_two_samplers_with_split_sigmas_give_the_video_of_one(
+    steps: int, sigma_max: float
+) -> None:
+    """As the two experts of Wan 2.2 need it."""
+    sigmas, x = (
+        rcm_times(steps, sigma_max).float(),
+        torch.randn(1, 4, 3, 5, 5, dtype=torch.float64),
+    )
+    more = {"steps": steps, "sigma_max": sigma_max}
+    whole = rcm_run(sigmas, x, **more)
+    for split in range(1, steps):
+        first = rcm_run(sigmas[: split + 1], x, **more)
+        assert torch.equal(rcm_run(sigmas[split:], first, **more), whole)
+
+
+def test_a_split_of_another_nodes_sigmas_does_not_repeat_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sigmas, noises = torch.tensor([1.0, 0.96, 0.9, 0.8, 0.5, 0.0]), []
+    step = sampler.ops.denoise_step
+
+    def spy(state: Any, velocity: Any, noise: Any, coefficients: Any) -> torch.Tensor:
+        noises.append(noise)
+        return step(state, velocity, noise, coefficients)
+
+    monkeypatch.setattr(sampler.ops, "denoise_step", spy)
+    x = torch.randn(1, 1, 1, 4, 4)
+    rcm_run(sigmas[3:], rcm_run(sigmas[:4], x))
+    drawn = [noise for noise in noises if noise is not None]
+    assert len(drawn) == 4
+    assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+    # The first of them are those of a sampler that was given all sigmas.
+    first = noise_stream(7, "rcm-renoise")
+    assert all(torch.equal(a, torch.randn(a.shape, generator=first)) for a in drawn[:3])
+
+
 def test_the_sampler_node(monkeypatch: pytest.MonkeyPatch) -> None:
     modules(monkeypatch, comfy={}, comfy__samplers={"KSAMPLER": lambda *args: args})
     made, sigmas = Sampler().make(4, 80.0, "sde")
-    assert made == (sampler.sample_rcm, {"sampler": "sde"})
+    assert made == (sampler.sample_rcm, {"sampler": "sde", "steps": 4, "sigma_max": 80.0})
     assert sigmas.dtype == torch.float32 and sigmas.shape == (5,) and sigmas[-1] == 0
     assert float(sigmas[0]) == pytest.approx(80 / 81)
 

@@ -96,6 +96,41 @@ def test_16_bit_inputs_take_an_added_mask_of_any_float(on: Implementation) -> No
     assert out.dtype == torch.bfloat16 and torch.isfinite(out).all()
 
 
+_PADDED = {
+    "dtype": [torch.bfloat16, torch.float16],
+    "shape": [(TOKENS, TOKENS), (BATCH, 1, 1, TOKENS), (1, HEADS, TOKENS, TOKENS), (TOKENS, 1)],
+    "least": [torch.finfo(torch.float32).min, -1e9],
+}
+
+
+@over(reference=_PADDED, gpu=_PADDED)
+def test_a_row_of_the_least_fp32_is_the_average_of_all_values(
+    on: Implementation, dtype: torch.dtype, shape: tuple[int, ...], least: float
+) -> None:
+    """As in fp32, and not 0, which is what a row of -inf gives."""
+    q, k, v = on.randn(3, BATCH, TOKENS, HEADS * DIM, dtype=dtype)
+    mask = torch.zeros(shape, device=on.device)
+    mask[..., ::3] = least
+    mask[-1] = least
+    spec = AttentionSpec(heads=HEADS)
+    out = masked_attention(q, k, v, mask, spec)
+    fp32 = masked_attention(q.float(), k.float(), v.float(), mask, spec)
+    assert relative_l2(out, fp32) < 5 * torch.finfo(dtype).eps
+    # What the dtype holds is rounded as before: numbers, and a row of -inf, which sees no key.
+    for other in (mask.clamp(min=-1e4), mask.masked_fill(mask < 0.0, -torch.inf)):
+        rounded = masked_attention(q, k, v, other.to(dtype), spec)
+        assert torch.equal(masked_attention(q, k, v, other, spec), rounded)
+
+
+@over("reference", "gpu")
+def test_a_row_below_fp16_keeps_its_differences(on: Implementation) -> None:
+    q, k, v = on.randn(3, BATCH, TOKENS, HEADS * DIM, dtype=torch.float16)
+    added = masks()["per-head-added"].to(on.device)
+    spec = AttentionSpec(heads=HEADS)
+    out = masked_attention(q, k, v, added - 1e5, spec)
+    assert relative_l2(out, masked_attention(q, k, v, added, spec)) < 1e-2
+
+
 @pytest.mark.parametrize(
     ("mask", "causal", "says"),
     [

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import logging
+import math
 import weakref
 from typing import Any
 
@@ -16,6 +17,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from tests.patching import cogvideox, turbodiffusion
 from tests.patching.wan import CASES, relative, run, wan
 from turbo_rcm_patch import PatchConfig, patch_model, unpatch_model
+from turbo_rcm_patch.patching import report as report_file
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -161,3 +163,9 @@ def test_a_copy_has_a_guard_of_its_own() -> None:
     assert report.guard.unseen == []
     for one in (model, twin):
         unpatch_model(one)
+
+
+def test_plain_data_has_no_infinity_anywhere() -> None:
+    """JSON has none."""
+    data = {"a": [1.0, math.inf], "b": {"c": math.nan, "d": ("x", 2, None)}}
+    assert report_file._finite(data) == {"a": [1.0, None], "b": {"c": None, "d": ["x", 2, None]}}

@@ -45,6 +45,18 @@ def test_xpsnr_follows_psnr(size: tuple[int, int]) -> None:
     assert 17 < found[0] - found[1] < 20.5
 
 
+def test_the_original_gives_the_weights_of_xpsnr() -> None:
+    """A flat original weighs all blocks alike, so that distortions of one mean square error have
+    one XPSNR; a noisy copy taken for the original would excuse its noise."""
+    truth = torch.full((8, 128, 128, 3), 0.5)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(8, 128, 128, 1, generator=generator).expand_as(truth) * 0.05
+    shift = float(noise.square().mean().sqrt())
+    offset, noisy = (filtered(truth + one, truth, 16).xpsnr for one in (shift, noise))
+    assert offset is not None and noisy is not None
+    assert abs(offset - noisy) < 1.0
+
+
 def test_vmaf_falls_with_detail() -> None:
     _, truth = clips(96, 128, 0.0)
     small = F.interpolate(truth.permute(0, 3, 1, 2), scale_factor=0.125, mode="area")

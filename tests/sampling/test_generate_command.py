@@ -224,6 +224,8 @@ def test_a_list_of_prompts_is_read_line_by_line(tmp_path: Path) -> None:
         commands._lines(given)
     with pytest.raises(ConfigError, match="an empty one"):
         commands._lines(argparse.Namespace(prompt=[" "], prompts=None))
+    with pytest.raises(ConfigError, match="a text in UTF-8"):
+        commands._lines(argparse.Namespace(prompt=["a \udcff"], prompts=None))
 
 
 @pytest.mark.parametrize(

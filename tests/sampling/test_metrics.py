@@ -10,9 +10,19 @@ import pytest
 import torch
 from skimage import metrics
 
+from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.errors import ShapeError
+from turbo_rcm_patch.sampling import measures
 from turbo_rcm_patch.sampling.generation import Sample
-from turbo_rcm_patch.sampling.measures import Drift, drift, flicker, psnr, relative_l2, ssim
+from turbo_rcm_patch.sampling.measures import (
+    Drift,
+    drift,
+    flicker,
+    fusion_number,
+    psnr,
+    relative_l2,
+    ssim,
+)
 
 
 def video(seed: int, shape=(3, 24, 31, 3)) -> torch.Tensor:
@@ -100,3 +110,19 @@ def test_shapes_are_checked() -> None:
         psnr(video(0), video(0)[:2])
     with pytest.raises(ShapeError, match="11 pixels"):
         ssim(video(0)[:, :8], video(0)[:, :8])
+
+
+def test_fusing_is_measured_over_quantised_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" may be exact for so few tokens."""
+    seen = []
+    original = measures.attention_skip
+
+    def noted(q, k, v, spec, **more):
+        seen.append(spec.attention)
+        return original(q, k, v, spec, **more)
+
+    monkeypatch.setattr(measures, "attention_skip", noted)
+    for attention in ("auto", "int4", "exact"):
+        config = PatchConfig(attention=attention)
+        fusion_number(config, torch.device("cpu"), heads=2, head_dim=16)
+    assert seen == ["int8", "int4", "exact"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 import time
@@ -17,7 +18,7 @@ import pytest
 from tests.browser import MISSING, Browser, browser, find_chromium
 from tests.sampling.micro import SMALL
 from turbo_rcm_patch import PatchConfig
-from turbo_rcm_patch.sampling import verdict
+from turbo_rcm_patch.sampling import report, verdict
 from turbo_rcm_patch.sampling.comparison import Comparison, compare
 from turbo_rcm_patch.sampling.report import without_places, write_report
 from turbo_rcm_patch.sampling.settings import Settings
@@ -437,3 +438,58 @@ def test_without_scripts_the_videos_still_play(found: Comparison, tab: Browser) 
         assert tab.js("document.querySelectorAll('.plots img.on-light')[0].checkVisibility()")
     finally:
         tab.send("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_what_is_not_a_number_is_not_called_equal(
+    found: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the second prompt. The medians of the page are those of the verdict, too."""
+    first, second = found.results
+    bad = replace(
+        second.patched, psnr=math.nan, frame_psnr=(math.nan,) * 9, latents=math.inf,
+        flicker=math.nan,
+    )  # fmt: skip
+    results = (replace(first, patched=replace(first.patched, psnr=50.0)),)
+    results += (replace(second, patched=bad),)
+    judged = verdict.judge(
+        [one.patched for one in results], [one.control for one in results],
+        network_ratio=math.inf, fusion=1e-7,
+    )  # fmt: skip
+    odd = replace(found, results=results, judgement=judged)
+    monkeypatch.setattr(report, "_data_url", lambda *_: "data:")
+    write_report(odd)
+    page, short = odd.report.read_text(), (odd.out / "report.md").read_text()
+    write_report(found)
+    for text in (page, short):
+        network = next(x for x in text.split("\n") if "error of the network" in x)
+        assert "not a number (inf)" in network and "equal" not in network
+        assert "median PSNR over prompts" in text and "not a number (nan)" in text
+    assert "Patched: not a number in 9 of 9." in page
+    rows = {row["name"]: row["cells"] for row in map(lambda m: m.row(results), report._MEASURES)}
+    assert rows["flicker"][::2] == ["not a number (nan)"] * 2
+    assert rows["latents, relative L2"][2] == "not a number (inf)"
+    assert report._player(odd, results[1])["patched"] == ["nan"] * 9
+    (network,) = [c for c in judged.checks if c.name.startswith("error of the network")]
+    assert report._scale(network, None, 0.5)["patched"] == 100.0
+
+
+def test_equal_videos_are_called_equal(found: Comparison) -> None:
+    check = verdict.Check("median PSNR over prompts", math.inf, 40.0, 30.0, True, " dB")
+    assert report._value(check) == report._db(math.inf) == "equal"
+    assert report._db(41.24) == "41.2 dB" and report._number(math.inf) == "not a number (inf)"
+    assert report._scale(check, 46.0, 3.0)["patched"] == 100.0
+    assert report._span([None, None]) == "equal in every frame"
+    assert report._span([40.0, "nan", None]) == "not a number in 1 of 3, else 40.0 to 40.0 dB"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--out='/home/John Smith/secret/out'",
+        "--image=file:///home/john/pic.png",
+        "--out /home/john/o",
+    ],
+)
+def test_folders_do_not_stand_in_the_command_of_the_page(given: str) -> None:
+    shown = report._shown_command(f"python -m turbo_rcm_patch compare {given} --steps=4")
+    assert "ohn" not in shown and "…/" in shown and shown.endswith("--steps=4")

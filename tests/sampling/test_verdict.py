@@ -119,6 +119,12 @@ def test_a_control_that_equals_the_baseline_measures_nothing() -> None:
         judge(CONTROL, [one(40.0), one(math.inf), one(40.0)])
 
 
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_control_that_is_no_number_is_not_the_patch_s_fault(bad: float) -> None:
+    with pytest.raises(SamplingError, match="holds NaN or infinity"):
+        judge([one(50.0)] * 2, [one(48.0), one(bad)])
+
+
 def test_runs_must_be_paired() -> None:
     with pytest.raises(SamplingError):
         judge(CONTROL, CONTROL[:2])

@@ -32,6 +32,9 @@ from turbo_rcm_patch.skip import Coefficient
 #: norm_q, norm_k, norm_q_bias and norm_k_bias.
 Norms = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
+#: fp32 numbers below are 32 or more apart, which is more than logits are.
+_LOSES_LOGITS = -(2.0**28)
+
 
 def attention_skip(
     q: torch.Tensor,
@@ -165,16 +168,34 @@ def masked_attention(
             norm_rope(x, spec.heads, weight=None, cos=cos, sin=sin, eps=spec.eps).to(v.dtype)
             for x in (q, k)
         )
+        qh, mask = _in_dtype(qh, mask)
         # No fused backend has a forward derivative.
         with sdpa_kernel(SDPBackend.MATH) if transformed() else nullcontext():
             out = F.scaled_dot_product_attention(
                 aligned(apart(qh)),
                 aligned(apart(kh)),
                 aligned(apart(split_heads(v, spec.heads))),
-                attn_mask=aligned(mask if mask.dtype == torch.bool else mask.to(v.dtype)),
+                attn_mask=aligned(mask),
                 scale=sm_scale,
             )
     return out.transpose(1, 2).flatten(2)
+
+
+def _in_dtype(q: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, H, Nq, D] and an added mask in q's dtype, which torch's backends on a GPU need (memory
+    efficient refuses another, cuDNN misreads it).
+
+    A row whose values are finite and all below that dtype's range would become -inf throughout,
+    which says that it sees no key. Its largest value is subtracted instead: a softmax does not
+    change by that. Where fp32 loses the logits beside the mask, q is 0, so that the row is the
+    average which it is in fp32.
+    """
+    if mask.dtype in (torch.bool, q.dtype):
+        return q, mask
+    top = mask.detach().amax(-1, keepdim=True)
+    lost = top.isfinite() & (top.to(q.dtype) == -torch.inf)
+    q = q.masked_fill(lost & (top < _LOSES_LOGITS), 0.0)
+    return q, (mask - top.where(lost, 0.0)).to(q.dtype)
 
 
 def with_positive_scale(

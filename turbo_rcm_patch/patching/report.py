@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
-from typing import Final, Literal, Protocol, overload
+from typing import Any, Final, Literal, Protocol, overload
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, quantises
@@ -450,13 +450,15 @@ class PatchReport:
             "parallel": self.parallel,
             "not_compared": self.guard.unseen,
             "exact_heads": {path: list(heads) for path, heads in self.exact_heads.items()},
-            "predicted_fidelity": self.guard.fidelity,
-            "guard": [
-                # JSON has no infinity: None is a pair with non-finite values.
-                {
-                    name: None if isinstance(value, float) and not isfinite(value) else value
-                    for name, value in asdict(record).items()
-                }
-                for record in self.guard
-            ],
+            "predicted_fidelity": _finite(self.guard.fidelity),
+            "guard": [_finite(asdict(record)) for record in self.guard],
         }
+
+
+def _finite(value: Any) -> Any:
+    """Plain data with None in the place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -402,6 +402,12 @@ def _lines(arguments: argparse.Namespace) -> list[tuple[str, Path | None]]:
         raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
     if not all(prompt.strip() for prompt, _ in lines):
         raise ConfigError("--prompt", expected="a text", got="an empty one")
+    try:
+        "".join(prompt for prompt, _ in lines).encode()
+    except UnicodeEncodeError as error:  # Python's stand-in for a byte that is no UTF-8.
+        raise ConfigError(
+            "--prompt", expected="a text in UTF-8", got=ascii(error.object)
+        ) from error
     return lines
 
 

@@ -504,6 +504,8 @@ class _Run:
         def decide() -> str:
             if sample is None:
                 return why
+            if not sample.latents.isfinite().all():
+                return "gives NaN or infinity"
             if self._equals_baseline(self.keys[0], sample):
                 return "is bit-equal to the baseline"
             self.store.save_sample(self.keys[0], "control", sample)

@@ -75,7 +75,8 @@ def filtered(frames: torch.Tensor, truth: torch.Tensor, fps: int) -> Filtered:
         graph = "[0:v]format=yuv444p10le,split[x][y];"
         graph += f"[x]crop={part}:{height}:{left}:0,copy[main];"
         graph += f"[y]crop={part}:{height}:{left}:{height},copy[reference];"
-        graph += f"[main][reference]{name}"
+        # xpsnr takes its first input for the original, whose activity gives the weights.
+        graph += f"[reference][main]{name}" if measure == "xpsnr" else f"[main][reference]{name}"
         arguments = ["-v", "info", "-nostats", *reads, "-filter_complex", graph, "-f", "null", "-"]
         try:
             said = logged.search(run_ffmpeg(arguments, f"{name} was not run", both)[1])

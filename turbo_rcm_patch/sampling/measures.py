@@ -488,7 +488,8 @@ def fusion_number(
     )
     spec = AttentionSpec(
         heads=heads,
-        attention=config.attention,
+        # So few tokens "auto" may run exactly.
+        attention="int8" if config.attention == "auto" else config.attention,
         pv=config.pv,
         smooth_k=config.smooth_k,
         impl=config.impl,

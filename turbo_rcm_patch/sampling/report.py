@@ -10,7 +10,6 @@ import json
 import math
 import re
 import shlex
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -106,7 +105,12 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         lstrip_blocks=True,
     )
     jinja.filters.update(
-        db=_db, number=_number, seconds=_seconds, memory=_memory, code=_markdown_code
+        db=_db,
+        number=_number,
+        value=_value,
+        seconds=_seconds,
+        memory=_memory,
+        code=_markdown_code,
     )
     results = comparison.results
     shared = {
@@ -117,9 +121,10 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         "measures": [measure.row(results) for measure in _MEASURES],
         "unmeasured": sorted({one.unmeasured for one in results} - {""}),
         "summary": {
-            name: {"psnr": _median([one.psnr for one in drifts])}
-            | {"ssim": _median([one.ssim for one in drifts])}
-            | {"worst_psnr": _lowest([one.worst_psnr for one in drifts])}
+            name: {
+                "psnr": verdict.median([one.psnr for one in drifts]),
+                "worst_psnr": verdict.lowest([one.worst_psnr for one in drifts]),
+            }
             for name, drifts in _runs(results)
         },
     }
@@ -132,6 +137,7 @@ def write_report(comparison: Comparison, kernel_check: KernelCheck | None = None
         plots=plots,
         scales=_scales(comparison.judgement),
         # In place of the kernels ran plain torch, so that its time means nothing.
+        guarded=comparison.identity["config"].get("guard", True),
         emulated=comparison.patch.get("impl") == "reference",
         patch_report=without_places(comparison.patch_report),
         flicker=_FLICKER,
@@ -177,10 +183,10 @@ class _Measure:
             name: [value for drift in drifts if (value := self.of(drift)) is not None]
             for name, drifts in _runs(results)
         }
-        worst = _lowest if self.low else partial(max, default=math.nan)
+        worst = verdict.lowest if self.low else verdict.highest
         cells = [
             self._text(how(runs[name]) if runs[name] else None)
-            for how in (_median, worst)
+            for how in (verdict.median, worst)
             for name in ("patched", "control")
         ]
         each = {
@@ -190,7 +196,9 @@ class _Measure:
         return {"name": self.name, "why": self.why, "cells": cells, "each": each}
 
     def _text(self, value: float | None) -> str:
-        return "–" if value is None else _number(value, self.form)
+        if value is None:
+            return "–"
+        return _db(value, unit="") if ", dB" in self.name else _number(value, self.form)
 
 
 _MEASURES: Final = (
@@ -260,22 +268,26 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _shown_command(command: str) -> str:
-    """A command line whose absolute paths are their last part, however they are quoted."""
+    """A command line whose absolute paths are their last part, however they are quoted, and behind
+    the = of an option too."""
     try:
         words = shlex.split(command)
     except ValueError:  # Not a command line of ours.
         return command
-    return shlex.join(
-        f"…/{Path(word).name}" if Path(word).is_absolute() else word for word in words
-    )
+    return shlex.join(map(_shown_word, words))
+
+
+def _shown_word(word: str) -> str:
+    option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    path = Path(value.removeprefix("file://"))
+    return f"{option}{equals}…/{path.name}" if path.is_absolute() else word
 
 
 def _player(comparison: Comparison, result: PromptResult) -> dict[str, object]:
     """What the script of the page needs to know about one video."""
     height, width = pane_size(comparison.settings.height, comparison.settings.width)
-    runs = {name: [_finite_or_none(v) for v in getattr(result, name).frame_psnr]
-            for name in COLOURS}  # fmt: skip
-    known = [value for values in runs.values() for value in values if value is not None]
+    runs = {name: [_for_page(v) for v in getattr(result, name).frame_psnr] for name in COLOURS}
+    known = [value for values in runs.values() for value in values if isinstance(value, float)]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     step = next((s for s in (1, 2, 5, 10, 20) if (high - low) / s <= 3), 50)
     bottom, top = math.floor(low / step) * step, (math.floor(high / step) + 1) * step
@@ -307,9 +319,13 @@ def _player(comparison: Comparison, result: PromptResult) -> dict[str, object]:
     }
 
 
-def _span(values: Sequence[float | None]) -> str:
-    known = [v for v in values if v is not None]
-    return f"{min(known):.1f} to {max(known):.1f} dB" if known else "equal in every frame"
+def _span(values: Sequence[float | str | None]) -> str:
+    known = [v for v in values if isinstance(v, float)]
+    wrong = sum(isinstance(v, str) for v in values)
+    said = f"{min(known):.1f} to {max(known):.1f} dB" if known else "equal in every frame"
+    if wrong:
+        said = f"not a number in {wrong} of {len(values)}" + (f", else {said}" if known else "")
+    return said
 
 
 def _scales(judgement: verdict.Verdict) -> dict[str, dict[str, object]]:
@@ -337,23 +353,25 @@ def _scale(check: verdict.Check, control: float | None, room: float) -> dict[str
         control: What the control has, if it has such a number.
         room: What to show beyond the outermost of them.
     """
-    value = check.value if math.isfinite(check.value) else (control or check.limit)
-    shown = [value, check.limit, *([] if control is None else [control])]
+    numbers = [n for n in (check.value, check.limit, control) if n is not None]
+    shown = [n for n in numbers if math.isfinite(n)]
     low = min(shown) - room if check.at_least else 0.0
     high = max(shown) + room
 
     def place(number: float) -> float:
+        if not math.isfinite(number):  # Equal videos are at the good end, all else is not.
+            return 100.0 if number > 0 or not check.at_least else 0.0
         return round(100 * (number - low) / (high - low), 1)
 
     limit, wider = place(check.limit), place(check.similar_limit)
-    other = "" if control is None else f", control {_number(control)}{check.unit}"
+    other = "" if control is None else f", control {_value(check, control)}"
     return {
         "limit": limit,
         "wider": wider if wider != limit and 0 < wider < 100 else None,
-        "patched": place(value),
+        "patched": place(check.value),
         "control": None if control is None else place(control),
         "good": (limit, 100) if check.at_least else (0, limit),
-        "alt": f"{_number(check.value)}{check.unit}{other}; unchanged: {check.accepted}",
+        "alt": f"{_value(check)}{other}; unchanged: {check.accepted}",
     }
 
 
@@ -361,12 +379,19 @@ def _data_url(content: bytes, kind: str = "video/mp4") -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
-def _db(value: float) -> str:
-    return _number(value, ".1f")
+def _db(value: float, form: str = ".1f", unit: str = " dB") -> str:
+    """A PSNR, which of equal videos is infinite."""
+    return "equal" if value == math.inf else _number(value, form) + unit
 
 
 def _number(value: float, form: str = ".4g") -> str:
-    return "equal" if math.isinf(value) else f"{value:{form}}"
+    return f"{value:{form}}" if math.isfinite(value) else f"not a number ({value})"
+
+
+def _value(check: verdict.Check, value: float | None = None) -> str:
+    """What a condition has, or another number of its kind."""
+    value = check.value if value is None else value
+    return _db(value, ".4g") if check.unit == " dB" else _number(value) + check.unit
 
 
 def _seconds(value: float | None) -> str:
@@ -429,20 +454,22 @@ def _draw_plots(comparison: Comparison) -> list[dict[str, str]]:
 
 
 def _per_prompt(axes: Axes, results: Sequence[PromptResult], colours: dict[str, str]) -> str:
+    from matplotlib.ticker import MaxNLocator
+
     places = range(1, len(results) + 1)
     labels = {"control": "control: another exact attention", "patched": "patched"}
     said = []
     for name, drifts in _runs(results):
         values, colour = [one.psnr for one in drifts], colours[name]
         axes.plot(places, _finite(values), "o", color=colour, markersize=7, label=labels[name])
-        axes.axhline(_median(values), color=colour, linewidth=1)
-        said.append(f"{name} {_span(list(map(_finite_or_none, values)))}")
+        axes.axhline(verdict.median(values), color=colour, linewidth=1)
+        said.append(f"{name} {_span(list(map(_for_page, values)))}")
         if name == "control":
-            limit = _median(values) - verdict.MEDIAN_MARGIN_DB
+            limit = verdict.median(values) - verdict.MEDIAN_MARGIN_DB
             _draw_limit(axes, limit, "lowest median accepted", colours["limit"])
-            said.append(f"lowest median accepted {_db(limit)} dB")
+            said.append(f"lowest median accepted {_db(limit)}")
     axes.set(title="Distance from the baseline, per prompt", xlabel="prompt", ylabel="PSNR, dB")
-    axes.set_xticks(list(places))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return f"Points: PSNR of each of {len(results)} prompts. {'; '.join(said)}."
 
 
@@ -451,16 +478,17 @@ def _per_frame(axes: Axes, results: Sequence[PromptResult], colours: dict[str, s
     for name, drifts in _runs(results):
         columns = list(zip(*(one.frame_psnr for one in drifts), strict=True))
         frames, colour = range(1, len(columns) + 1), colours[name]
-        low = _finite([min(c) for c in columns])
-        high = _finite([max(c) for c in columns])
+        lows = [verdict.lowest(c) for c in columns]
+        low, high = _finite(lows), _finite([verdict.highest(c) for c in columns])
         axes.fill_between(frames, low, high, color=colour, alpha=0.18, linewidth=0)
-        middle = _finite([_median(c) for c in columns])
-        axes.plot(frames, middle, color=colour, linewidth=2, label=name)
-        said.append(f"{name} {_span(list(map(_finite_or_none, middle)))}")
+        middle = [verdict.median(c) for c in columns]
+        point = "o" if len(columns) == 1 else ""  # a curve of one point shows nothing
+        axes.plot(frames, _finite(middle), marker=point, color=colour, linewidth=2, label=name)
+        said.append(f"{name} {_span(list(map(_for_page, middle)))}")
         if name == "control":
-            limit = min(low, default=math.nan) - verdict.WORST_FRAME_MARGIN_DB
+            limit = verdict.lowest(lows) - verdict.WORST_FRAME_MARGIN_DB
             _draw_limit(axes, limit, "worst frame accepted", colours["limit"])
-            said.append(f"worst frame accepted {_db(limit)} dB")
+            said.append(f"worst frame accepted {_db(limit)}")
     axes.set(title="Per frame: median over prompts, and range", xlabel="frame", ylabel="PSNR, dB")
     return f"Curves: PSNR of each frame, median over prompts. {'; '.join(said)}."
 
@@ -476,7 +504,7 @@ def _per_step(
         colour = colours[name]
         for one in drifts:
             axes.plot(steps, one.steps, color=colour, linewidth=0.7, alpha=0.35)
-        middle = [_median(c) for c in zip(*(one.steps for one in drifts), strict=True)]
+        middle = [verdict.median(c) for c in zip(*(one.steps for one in drifts), strict=True)]
         axes.plot(steps, middle, "o-", color=colour, linewidth=2, markersize=4, label=name)
         said.append(f"{name} {middle[0]:.2g} after the first, {middle[-1]:.2g} after the last")
     axes.set_xticks(steps)
@@ -500,14 +528,8 @@ def _finite(values: Sequence[float]) -> list[float]:
     return [v if math.isfinite(v) else math.nan for v in values]
 
 
-def _finite_or_none(value: float) -> float | None:
-    return round(value, 3) if math.isfinite(value) else None
-
-
-def _median(values: Sequence[float]) -> float:
-    known = [v for v in values if not math.isnan(v)]
-    return statistics.median(known) if known else math.nan
-
-
-def _lowest(values: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, values)) else min(values)
+def _for_page(value: float) -> float | str | None:
+    """A PSNR for the page's script: None where videos are equal, a text where it is no number."""
+    if math.isfinite(value):
+        return round(value, 3)
+    return None if value == math.inf else "nan"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -148,9 +148,11 @@ def judge(
             expected="as many control runs as patched runs, at least one",
             got=f"{len(control)} and {len(patched)}",
         )
-    if any(math.isinf(one.psnr) for one in control):
+    if not all(math.isfinite(one.psnr) for one in control):
+        equal = any(one.psnr == math.inf for one in control)
+        what = "is bit-equal to the baseline" if equal else "holds NaN or infinity"
         raise SamplingError(
-            "the control run is bit-equal to the baseline, so its drift measures nothing",
+            f"the control run {what}, so its drift measures nothing",
             remedy="Choose another exact attention backend for the control",
         )
     sizes = (
@@ -190,11 +192,28 @@ def judge(
     return Verdict(word, checks, tuple(missing))
 
 
+def median(values: Sequence[float]) -> float:
+    """The median; NaN if one of the values is, or where there is none."""
+    return _or_nan(statistics.median, values)
+
+
+def lowest(values: Sequence[float]) -> float:
+    """As `median`."""
+    return _or_nan(min, values)
+
+
+def highest(values: Sequence[float]) -> float:
+    """As `median`."""
+    return _or_nan(max, values)
+
+
+def _or_nan(how: Callable[[Sequence[float]], float], values: Sequence[float]) -> float:
+    return math.nan if not values or any(map(math.isnan, values)) else how(values)
+
+
 def _median(drifts: Sequence[Drift]) -> float:
-    values = [one.psnr for one in drifts]
-    return math.nan if any(math.isnan(v) for v in values) else statistics.median(values)
+    return median([one.psnr for one in drifts])
 
 
 def _worst(drifts: Sequence[Drift]) -> float:
-    values = [one.worst_psnr for one in drifts]
-    return math.nan if any(math.isnan(v) for v in values) else min(values)
+    return lowest([one.worst_psnr for one in drifts])

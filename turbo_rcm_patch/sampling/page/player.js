@@ -92,7 +92,7 @@
       const { plot, frames } = this.given;
       const svg = this.parts.curves;
       const last = Math.max(1, frames - 1);
-      this.height = (value) => (value === null ? null : (100 * (plot.top - value)) / (plot.top - plot.bottom));
+      this.height = (value) => (typeof value !== "number" ? null : (100 * (plot.top - value)) / (plot.top - plot.bottom));
       svg.setAttribute("viewBox", `0 0 ${last} 100`);
       const draw = (className, d) => {
         const path = document.createElementNS("http:" + "//www.w3.org/2000/svg", "path");
@@ -110,8 +110,8 @@
       for (const run of ["control", "patched"]) {
         let pen = "M";
         const d = this.given[run].map((value, i) => {
-          const point = value === null ? "" : `${pen}${i} ${this.height(value).toFixed(2)}`;
-          pen = value === null ? "M" : "L";
+          const point = typeof value !== "number" ? "" : `${pen}${i} ${this.height(value).toFixed(2)}`;
+          pen = typeof value !== "number" ? "M" : "L";
           return point;
         });
         draw(run[0], d.join(""));
@@ -238,9 +238,9 @@
       const words = [`frame ${frame + 1} of ${given.frames}`];
       for (const run of ["patched", "control"]) {
         const value = given[run][frame], dot = parts[`at-${run}`];
-        dot.hidden = value === null;
-        if (value !== null) [dot.style.left, dot.style.top] = [share, `${this.height(value)}%`];
-        words.push(`${run} ${value === null ? "equal" : `${value.toFixed(1)} dB`}`);
+        dot.hidden = typeof value !== "number"; // null where the frames are equal, else a text
+        if (!dot.hidden) [dot.style.left, dot.style.top] = [share, `${this.height(value)}%`];
+        words.push(`${run} ${value === null ? "equal" : dot.hidden ? "not a number" : `${value.toFixed(1)} dB`}`);
       }
       parts.time.value = frame;
       parts.time.setAttribute("aria-valuetext", words.join(", "));
