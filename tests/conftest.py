@@ -82,7 +82,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_unconfigure() -> None:
-    _INTERPRETER.stop()
+    _INTERPRETER.stop(kill=True)  # xdist sends a worker SIGINT that takes 5 s to end
 
 
 @pytest.fixture(autouse=True)

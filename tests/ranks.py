@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,13 +17,9 @@ from tests import processes
 from tests.processes import server
 from turbo_rcm_patch.ops.exchange import ContextParallel
 
-#: An exchange that nobody answers fails after this; on GPUs, where a rank may be compiling
-#: kernels that another has, after the second.
-TIMEOUT, COMPILING = timedelta(seconds=40), timedelta(seconds=150)
-
-
-def _timeout(backend: str) -> timedelta:
-    return TIMEOUT if backend == "gloo" else COMPILING
+#: An exchange that nobody answers fails after this: a machine may stand still for a while, and on
+#: GPUs a rank may be compiling kernels that another has. Less than pytest gives a test.
+TIMEOUT = timedelta(seconds=150)
 
 
 def groups(ulysses: int, ring: int, first: int = 0) -> ContextParallel | None:
@@ -30,15 +27,15 @@ def groups(ulysses: int, ring: int, first: int = 0) -> ContextParallel | None:
 
     Made by every process, because torch.distributed wants that."""
     ranks = range(first, first + ulysses * ring)
-    here, timeout = dist.get_rank(), _timeout(dist.get_backend())
-    group = dist.new_group(list(ranks), timeout=timeout)
+    here = dist.get_rank()
+    group = dist.new_group(list(ranks), timeout=TIMEOUT)
     own: list[dist.ProcessGroup | None] = [None, None]
     for which, degree, members in (
         (0, ulysses, [ranks[i * ulysses :][:ulysses] for i in range(ring)]),
         (1, ring, [ranks[i::ulysses] for i in range(ulysses)]),
     ):
         for each in members:
-            made = dist.new_group(list(each), timeout=timeout) if degree > 1 else None
+            made = dist.new_group(list(each), timeout=TIMEOUT) if degree > 1 else None
             if here in each:
                 own[which] = made
     return ContextParallel(group, *own) if here in ranks else None
@@ -55,6 +52,7 @@ def _main(
 ) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    faulthandler.enable(Path(folder, f"{rank}.fault").open("w"))  # noqa: SIM115 - to its end
     store = Path(folder, "store").as_uri()
     if "nccl" in backend:
         torch.cuda.set_device(rank)
@@ -73,10 +71,20 @@ def on_ranks(
     function: Callable[..., None],
     *args: object,
     backend: str = "gloo",
-    timeout: timedelta | None = None,
+    timeout: timedelta = TIMEOUT,
 ) -> None:
-    """Run function(rank, *args) in so many processes of one group. On GPUs nothing is shared."""
+    """Run function(rank, *args) in so many processes of one group. On GPUs nothing is shared.
+
+    Raises:
+        ProcessRaisedException, ProcessExitedException: One failed. Notes say where those were that
+            a signal ended."""
     start = "spawn" if "nccl" in backend else processes.RANKS or server().get_start_method()
     with tempfile.TemporaryDirectory() as folder:
-        given = (world, backend, os.fspath(folder), function, args, timeout or _timeout(backend))
-        mp.start_processes(_main, args=given, nprocs=world, start_method=start)
+        given = (world, backend, os.fspath(folder), function, args, timeout)
+        try:
+            mp.start_processes(_main, args=given, nprocs=world, start_method=start)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            for path in sorted(Path(folder).glob("*.fault")):
+                if text := path.read_text(encoding="utf-8", errors="replace"):
+                    error.add_note(f"rank {path.stem}: {text}")
+            raise

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -45,6 +48,10 @@ NEAR = 2e-5
 SHARE = 0.2
 #: In a ring the blocks of keys begin anew with each rank's part: another error, of the same size.
 BUDGET = 1.2
+
+
+#: What gloo says on the ranks that are left.
+LOST = re.compile("Connection (closed|reset) by peer")
 
 
 #: Makes a model and its inputs in a dtype.
@@ -532,13 +539,20 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
 class Told:
     """What became of the cases, from every rank."""
 
-    ranks: int
-    found: list[dict[str, str]] = field(default_factory=list)
+    found: list[dict[str, str]]
+    ended: str = ""
+
+    def errors(self) -> list[str]:
+        """What failed, but that a peer was lost, which says nothing of its cause."""
+        texts = [text for results in self.found for text in results.values() if text]
+        return [text for text in texts if not LOST.search(text)]
 
     def check(self, name: str) -> None:
+        said = [f"rank {i}: {one[name]}" for i, one in enumerate(self.found) if one.get(name)]
+        assert not said, "\n".join(said)
+        why = "\n".join(self.errors()) or self.ended
         for rank, results in enumerate(self.found):
-            assert name in results, f"rank {rank} did not come so far"
-            assert not results[name], f"rank {rank}: {results[name]}"
+            assert name in results, f"rank {rank} did not come so far: {why}"
 
 
 def rank_main(rank: int, folder: str, todo: dict[str, Callable[[int], None]]) -> None:
@@ -549,7 +563,7 @@ def rank_main(rank: int, folder: str, todo: dict[str, Callable[[int], None]]) ->
             try:
                 check(rank)
                 found[name] = ""
-            except Exception:
+            except BaseException:  # as pytest's own are, and Ctrl-C
                 found[name] = traceback.format_exc()
                 raise  # the other ranks cannot go on
             finally:
@@ -557,10 +571,64 @@ def rank_main(rank: int, folder: str, todo: dict[str, Callable[[int], None]]) ->
 
 
 def run_all(ranks: int, folder: Path, todo: dict[str, Callable[[int], None]], **more: str) -> Told:
-    with suppress(ProcessRaisedException, ProcessExitedException):  # each test says its own
+    """Run all on so many ranks. If a rank goes without an error of its own, ended by a signal, new
+    ones go on once, with a warning: an accident does not come back, a fault of a case does."""
+    told = one_run(ranks, folder, todo, **more)
+    if told.ended and not told.errors():
+        warnings.warn(f"ranks begin again: {told.ended}", stacklevel=1)
+        done = [name for name in todo if all(name in results for results in told.found)]
+        rest = {name: check for name, check in todo.items() if name not in done}
+        told = one_run(ranks, folder, rest, **more)
+        told.found = [dict.fromkeys(done, "") | results for results in told.found]
+    return told
+
+
+def one_run(ranks: int, folder: Path, todo: dict[str, Callable[[int], None]], **more: str) -> Told:
+    ended, paths = "", [folder / f"{rank}.json" for rank in range(ranks)]
+    for path in paths:
+        path.write_text("{}", encoding="utf-8")
+    try:
         on_ranks(ranks, rank_main, str(folder), todo, **more)
-    paths = [folder / f"{rank}.json" for rank in range(ranks)]
-    return Told(ranks, [json.loads(p.read_text(encoding="utf-8")) for p in paths if p.exists()])
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        ended = "".join(traceback.format_exception_only(error))
+    return Told([json.loads(path.read_text(encoding="utf-8")) for path in paths], ended)
+
+
+def crashes(rank: int, folder: str, times: int) -> None:
+    """Rank 1 dies of a signal so many times."""
+    if rank == 1 and len(list(Path(folder).glob("*.crash"))) < times:
+        tempfile.mkstemp(".crash", dir=folder)
+        os.abort()
+    dist.barrier()
+
+
+def fails(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("mine")
+    dist.barrier()
+
+
+def barrier(rank: int) -> None:
+    dist.barrier()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ranks_that_a_signal_ends_begin_again_once(tmp_path: Path, times: int) -> None:
+    crash = partial(crashes, folder=str(tmp_path), times=times)
+    with pytest.warns(UserWarning, match=r"(?s)SIGABRT.*rank 1: Fatal Python error.*in crashes"):
+        told = run_all(2, tmp_path, {"before": barrier, "crash": crash, "after": barrier})
+    told.check("before")
+    for name in ("crash", "after"):
+        with nullcontext() if times == 1 else pytest.raises(AssertionError, match="SIGABRT"):
+            told.check(name)
+
+
+def test_a_rank_with_an_error_of_its_own_is_not_tried_again(tmp_path: Path) -> None:
+    told = run_all(2, tmp_path, {"before": barrier, "fails": fails, "after": barrier})
+    told.check("before")
+    for name in ("fails", "after"):
+        with pytest.raises(AssertionError, match="mine"):
+            told.check(name)
 
 
 def of_two() -> dict[str, Callable[[int], None]]:
@@ -651,7 +719,6 @@ def test_turbodiffusion_on_two_ranks(two_ranks: Told) -> None:
 
 if __name__ == "__main__":
     import sys
-    import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         todo = {name: run for name, run in of_two().items() if name in sys.argv[1:]}
