@@ -66,18 +66,19 @@ def _compiling_shown() -> Iterator[None]:
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
     """Clean up on SIGTERM, by which torchrun and batch systems end a process."""
-    if threading.current_thread() is not threading.main_thread():
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # somebody else's
         yield
         return
 
     def stop(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def run_command(

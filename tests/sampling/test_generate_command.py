@@ -198,17 +198,17 @@ def test_a_failure_in_a_group_that_splits_videos_ends_the_process(
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(generation, "generate", fails)
-    work = [commands._Work(Source(p), 0, tmp_path / f"{p}.mp4") for p in ("a", "b")]
+    work = [commands._Work(Source(p), 0, tmp_path / f"{p}.mp4", noted=True) for p in ("a", "b")]
     group = SimpleNamespace(split="Ulysses 2", leads=False, from_leader=lambda make: make())
     settings, progress = generation.Settings(steps=1), lambda *_: None
     with pytest.raises(RuntimeError, match="no memory"):
         commands._write_videos(
-            None, work, settings, {}, progress, group, resume=False, notes=True, several=True
+            None, work, settings, {}, progress, group, resume=False, several=True
         )
     group.split = ""
     with pytest.raises(SamplingError, match="2 of 2 prompts failed"):
         commands._write_videos(
-            None, work, settings, {}, progress, group, resume=False, notes=True, several=True
+            None, work, settings, {}, progress, group, resume=False, several=True
         )
 
 
@@ -316,3 +316,39 @@ def test_a_place_that_another_process_tries_as_well(
     monkeypatch.setattr(Path, "mkdir", meanwhile)
     check_writable(target)
     assert next(turns, "none left") == "none left"
+
+
+@pytest.mark.parametrize(("ulysses", "waits"), [(1, True), (2, False)], ids=["alone", "split"])
+def test_who_waits_for_the_others_after_an_error(
+    ulysses: int, waits: bool, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a group that splits videos the others wait for this process, and so for ever."""
+    waited = []
+    monkeypatch.setattr(
+        commands, "_processes", lambda _: Processes(Ranks(1, 2, 1), ulysses=ulysses)
+    )
+    monkeypatch.setattr(Processes, "wait", lambda self: waited.append(True))
+    for name in ("init_process_group", "new_group", "destroy_process_group"):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda *a, **k: None)
+
+    def fails(*args: Any) -> None:
+        raise SamplingError("a bad prompt")
+
+    monkeypatch.setattr(commands, "_write_share", fails)
+    assert main([*command, "--prompt", "a", "--prompt", "b", "--out", str(tmp_path)]) == 2
+    assert bool(waited) == waits
+
+
+def test_a_handler_of_somebody_else_s_stays() -> None:
+    """As that of a program that calls `main`, or of a library in C, which Python calls None."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert (
+            run_command(
+                lambda: int(signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN), interrupted=""
+            )
+            == 0
+        )
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields
 from functools import partial
@@ -54,22 +54,18 @@ def generate(arguments: argparse.Namespace) -> int:
     sources, config, processes = _sources(arguments), _config(arguments), _processes(arguments)
     # What would fail at the end fails before a model is loaded.
     check_seed(arguments.seed, len(sources))
-    work = [
-        _Work(source, arguments.seed + i, path)
-        for i, (source, path) in enumerate(_places(arguments, sources))
-    ]
+    work = _planned(arguments, sources)
     check_writable(work[0].path)
-    ours = work[0].path != Path(arguments.out).expanduser()  # names with a digest
-    if arguments.resume and not ours:
-        check_note(work[0].path)
     find_ffmpeg()
     _check_sources(arguments, sources)
     failed: SamplingError | None = None
     with processes.joined(arguments.device):
         try:
-            _write_share(arguments, config, work, processes, notes=arguments.resume or ours)
-        except SamplingError as error:  # the others go on
-            failed = error
+            _write_share(arguments, config, work, processes)
+        except SamplingError as error:
+            if processes.split:  # Others of its group may wait for it, until torchrun ends them.
+                raise
+            failed = error  # the others go on
     if failed is not None:
         raise failed
     return OK
@@ -81,12 +77,11 @@ class _Work(NamedTuple):
     source: Source
     seed: int
     path: Path
+    noted: bool  # whether what it is made from is written beside it
 
 
-def _places(
-    arguments: argparse.Namespace, sources: Sequence[Source]
-) -> Iterator[tuple[Source, Path]]:
-    """Where the video of each source goes."""
+def _planned(arguments: argparse.Namespace, sources: Sequence[Source]) -> list[_Work]:
+    """The video of each source, and where it goes."""
     out = Path(arguments.out).expanduser()
     # A folder may have a dot in its name, as runs/v1.2 has.
     ending = "" if out.is_dir() or out.suffix[1:].isdigit() else out.suffix
@@ -98,18 +93,19 @@ def _places(
         raise SamplingError(
             "--out", expected=f"a folder, or a file that ends in one of {ENDINGS}", got=str(out)
         )
-    for i, source in enumerate(sources):
-        key = Store.key(source.prompt, arguments.seed + i)
-        yield source, out if ending else out / f"{key}.mp4"
+    seeds = range(arguments.seed, arguments.seed + len(sources))
+    if ending:
+        if arguments.resume:
+            check_note(out)
+        return [_Work(sources[0], arguments.seed, out, noted=arguments.resume)]
+    return [
+        _Work(one, seed, out / f"{Store.key(one.prompt, seed)}.mp4", noted=True)
+        for one, seed in zip(sources, seeds, strict=True)
+    ]
 
 
 def _write_share(
-    arguments: argparse.Namespace,
-    config: PatchConfig,
-    work: list[_Work],
-    processes: Processes,
-    *,
-    notes: bool,
+    arguments: argparse.Namespace, config: PatchConfig, work: list[_Work], processes: Processes
 ) -> None:
     """The videos of one group of processes."""
     ranks = processes.ranks
@@ -139,7 +135,7 @@ def _write_share(
         with _shown(processes) as progress:
             _write_videos(
                 pipe, work, settings, identity, progress, processes,
-                resume=arguments.resume, notes=notes, several=several,
+                resume=arguments.resume, several=several,
             )  # fmt: skip
         if report is not None and processes.first:
             print(report)
@@ -173,7 +169,6 @@ def _write_videos(
     processes: Processes,
     *,
     resume: bool,
-    notes: bool,
     several: bool,
 ) -> None:
     """Write the video of each prompt and seed. Of several, here or on other processes, one that
@@ -183,7 +178,7 @@ def _write_videos(
         SamplingError: Some failed; the others are written.
     """
     total, failed = settings.steps_run * len(work), []
-    for i, (source, seed, path) in enumerate(work):
+    for i, (source, seed, path, noted) in enumerate(work):
         prompt = source.prompt
 
         def on_step(step: int, steps: int, before: int = i * settings.steps_run) -> None:
@@ -205,7 +200,7 @@ def _write_videos(
                 continue
             had = forget_made(path)  # A note never stands beside another video.
             write_mp4(as_bytes(video.frames), path, settings.fps)
-            if had or notes:
+            if had or noted:
                 note_made(path, identity)
         except Exception as error:
             # Alone in a group that splits videos it would exchange the next one's tokens for this

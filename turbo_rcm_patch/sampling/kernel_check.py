@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -28,6 +27,7 @@ from turbo_rcm_patch.sampling.environment import numbers, python_command, versio
 from turbo_rcm_patch.sampling.families import family_named
 from turbo_rcm_patch.sampling.load import check_folder, quiet_loading
 from turbo_rcm_patch.sampling.measures import relative_l2
+from turbo_rcm_patch.sampling.verdict import highest
 
 #: Largest relative L2 between kernels and reference. Both round alike, in fp32 with fp16 PV; what
 #: is left is the order of sums, and values that fall on the other side of a rounding boundary
@@ -175,7 +175,7 @@ def check_block(folder: Path) -> KernelCheck:
     hook.remove()
     *ours, reference = branches
     return KernelCheck(
-        relative_l2=_largest([relative_l2(one, reference) for one in ours]),
+        relative_l2=highest([relative_l2(one, reference) for one in ours]),
         limit=LIMIT,
         tokens=probe.tokens,
         fused=fused,
@@ -183,11 +183,6 @@ def check_block(folder: Path) -> KernelCheck:
         interpreted=interpreted,
         forms=probe.forms,
     )
-
-
-def _largest(numbers: list[float]) -> float:
-    """The largest of some numbers; NaN if one of them is."""
-    return max(numbers, key=lambda number: math.inf if math.isnan(number) else number)
 
 
 def _on(device: str, value: object) -> object:

@@ -251,17 +251,13 @@ def _from_pretrained(
             part.eval()
         if part is not None and name in _TRANSFORMERS:
             _attach_extra(part, folder, name, int8=bool(int8) and name not in alone)
-            if not local:
-                with suppress(_not_fetched()):  # Offline, or there is none.
-                    _fetch(part, str(folder), DEFAULTS_FILE)
+    if not local:
+        from huggingface_hub.errors import EntryNotFoundError
+
+        with suppress(EntryNotFoundError):  # There is none, or no connection.
+            network = pipe.transformer or getattr(pipe, "transformer_2", None)
+            _fetch(network, str(folder), DEFAULTS_FILE)
     return pipe
-
-
-def _not_fetched() -> type[Exception]:
-    """What the hub's client raises for a file that is not there, or cannot be asked for."""
-    from huggingface_hub.errors import EntryNotFoundError
-
-    return EntryNotFoundError
 
 
 def _fetch(transformer: Any, repository: str, file: str) -> Path:
