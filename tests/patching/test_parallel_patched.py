@@ -566,8 +566,9 @@ def rank_main(rank: int, folder: str, todo: dict[str, Callable[[int], None]]) ->
             except BaseException:  # as pytest's own are, and Ctrl-C
                 found[name] = traceback.format_exc()
                 raise  # the other ranks cannot go on
-            finally:
-                path.write_text(json.dumps(found), encoding="utf-8")
+            finally:  # whole, because it may be ended while it writes
+                path.with_suffix(".new").write_text(json.dumps(found), encoding="utf-8")
+                path.with_suffix(".new").replace(path)
 
 
 def run_all(ranks: int, folder: Path, todo: dict[str, Callable[[int], None]], **more: str) -> Told:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 from turbo_rcm_patch.exit_codes import CHANGED, OK, SIMILAR
 from turbo_rcm_patch.sampling import Source, comparison, generation
+from turbo_rcm_patch.sampling import source as source_code
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.families import Job, draw, family_of
 from turbo_rcm_patch.sampling.families.wan import Wan
@@ -443,6 +445,67 @@ def test_the_command_line_takes_images(
     assert main([*command, "--image", str(tmp_path / "one.png")]) == 0
     assert capsys.readouterr().out.count("was there") == 1, "the other image is another video"
     assert sum(path.stat().st_mtime_ns == time for path, time in before.items()) == 1
+
+
+def before_each_video(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    real = comparison.sample_latents
+
+    def sample(*given: Any, **more: Any) -> Any:
+        act()
+        return real(*given, **more)
+
+    monkeypatch.setattr(comparison, "sample_latents", sample)
+
+
+def test_a_comparison_holds_the_pixels_of_one_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images: list[weakref.ref[Any]] = []
+    seen: list[int] = []
+
+    def read(*given: Any) -> Any:
+        image = read_image(*given)
+        images.append(weakref.ref(image))
+        return image
+
+    monkeypatch.setattr(source_code, "read_image", read)
+    sources = []
+    for i in range(3):
+        picture(i).save(tmp_path / f"{i}.png")
+        sources.append(Source(f"{PROMPT} {i}", image=tmp_path / f"{i}.png"))
+    before_each_video(monkeypatch, lambda: seen.append(sum(one() is not None for one in images)))
+    pipe, settings = made("wan-clip"), settings_of("wan-clip")
+    options: dict[str, Any] = {"settings": settings, "network_number": False}
+    compare(pipe, sources, out=tmp_path / "out", **options)
+    assert len(seen) >= 9 and set(seen) == {1}, seen
+
+
+def test_a_picture_that_changes_during_a_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "one.png"
+    picture(5).save(path)
+    before_each_video(monkeypatch, lambda: picture(6).save(path))
+    source, settings = Source(PROMPT, image=path), settings_of("wan-clip")
+    with pytest.raises(SamplingError, match=r"prompt 1 .*changed during the comparison"):
+        compare(made("wan-clip"), source, out=tmp_path / "out", settings=settings)
+
+
+def test_a_video_that_ffmpeg_does_not_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, path = tmp_path / "ffmpeg", tmp_path / "v.mp4"
+    path.touch()
+    frame = r"P6\n2 1\n255\nabcdef"
+    for printed, status in ((f"{frame}{frame}", 0), (f"{frame}P6\\n2 1\\n255\\nabc", 1), ("P", 1)):
+        program.write_text(f"#!/bin/sh\nprintf '{printed}'; echo broken >&2; exit {status}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
+        if status == 0:
+            assert [one.tobytes() for one in read_frames(path)] == [b"abcdef"] * 2
+            continue
+        with pytest.raises(SamplingError, match=r"v\.mp4 cannot be read.*from ffmpeg: broken"):
+            read_frames(path)
 
 
 def test_the_command_line_takes_a_video(folders: dict[str, Path], tmp_path: Path) -> None:

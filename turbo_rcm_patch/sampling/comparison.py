@@ -30,6 +30,7 @@ from turbo_rcm_patch.sampling.environment import code_digest, device_name, versi
 from turbo_rcm_patch.sampling.families import VideoPipeline, family_of
 from turbo_rcm_patch.sampling.filters import filtered
 from turbo_rcm_patch.sampling.generation import (
+    Conditioning,
     Meter,
     Sample,
     check_seed,
@@ -50,7 +51,7 @@ from turbo_rcm_patch.sampling.measures import (
 from turbo_rcm_patch.sampling.progress import Progress
 from turbo_rcm_patch.sampling.report import write_report
 from turbo_rcm_patch.sampling.settings import Settings
-from turbo_rcm_patch.sampling.source import ImageLike, Source, sources_of
+from turbo_rcm_patch.sampling.source import ImageLike, Source, digest_of, sources_of
 from turbo_rcm_patch.sampling.store import Store, check_out, in_use, reading
 from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT, Verdict, Word, judge
 from turbo_rcm_patch.sampling.video import (
@@ -350,19 +351,32 @@ class _Run:
     ) -> None:
         self.pipe, self.settings, self.config = pipe, settings, config
         self.progress, self.processes = progress, processes
-        self.prompts = [source.prompt for source in sources]
+        self.sources, self.prompts = sources, [source.prompt for source in sources]
         self.seeds = [seed + i for i in range(len(sources))]
         inputs = inputs_of(sources, seed)
         self.keys = list(inputs)
         self.identity = identify(pipe, settings, config) | {"inputs": inputs}
         self.identity["split"] = processes.split
         processes.from_first(partial(self._open, out, fresh))
+        self.digests = list(inputs.values())
         #: What source i is encoded to, once for all passes.
-        self.encoded = cache(lambda i: encode(pipe, sources[i], settings))
+        self.encode = cache(lambda i: encode(pipe, sources[i], settings).kept())
 
     def _open(self, out: str | Path, fresh: bool) -> None:
         #: What is finished; the first process alone has it.
         self.store = Store(out, self.identity, fresh=fresh)
+
+    def encoded(self, i: int) -> Conditioning:
+        """Source i, encoded."""
+        media = self.sources[i].media
+        if digest_of(media) != self.digests[i]:
+            raise SamplingError(
+                f"what the video of prompt {i + 1} is made from changed during the comparison",
+                expected="the same pixels for all three videos",
+                got=", ".join(media),
+                remedy="Start again, and leave the files alone until it is done",
+            )
+        return self.encode(i).again(self.pipe._execution_device, media)
 
     def _without(self, variant: Variant) -> list[int]:
         """The prompts without such a sample."""
@@ -397,7 +411,7 @@ class _Run:
         done = total - len(missing) * steps
         self.progress(variant, done, total)
         for i in mine:  # outside the backend: only the transformer's attention differs
-            self.encoded(i)
+            self.encode(i)
         before = ours.from_first(lambda: self.store.read_json(f"runs/{variant}.json"))
         with backend:
             kept: dict[str, object] = {}
@@ -488,7 +502,7 @@ class _Run:
         """Why a backend cannot be the control, empty if it can."""
         sample, why = None, ""
         if self.processes.group == 0:
-            self.encoded(0)
+            self.encode(0)
             try:
                 with self.unpatched(name):
                     sample = self._generate(0)

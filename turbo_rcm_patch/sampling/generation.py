@@ -42,14 +42,32 @@ class Conditioning:
         embeds: Embeddings [1, L, C] of the prompt.
         negative_embeds: Under guidance those of the negative prompt.
         media: What the source has beside its prompt, by the names of `Source`.
-        encoded: What VAE and image encoder made of `media`, by what they were given. Every
-            generation takes it from here.
+        encoded: What VAE (on the CPU) and image encoder made of `media`, by what they were given.
+            Every generation takes it from here.
     """
 
     embeds: torch.Tensor
     negative_embeds: torch.Tensor | None
     media: Mapping[str, Any] = field(default_factory=dict)
     encoded: dict[object, Any] = field(default_factory=dict)
+
+    def kept(self) -> Conditioning:
+        """It with its embeddings on the CPU and without pixels: many of them hold little memory
+        (`Conditioning.again`)."""
+        return self._moved("cpu", {})
+
+    def again(self, device: torch.device, media: Mapping[str, Any]) -> Conditioning:
+        """It as before `kept`, with the `media` of the same source."""
+        return self._moved(device, media)
+
+    def _moved(self, device: torch.device | str, media: Mapping[str, Any]) -> Conditioning:
+        negative = self.negative_embeds
+        return replace(
+            self,
+            embeds=self.embeds.to(device),
+            negative_embeds=None if negative is None else negative.to(device),
+            media=media,
+        )
 
     def frames(self, name: str, settings: Settings) -> list[Any]:
         """The images of a video that was given, as many as `settings` asks for.
@@ -514,14 +532,17 @@ def _encoded_once(pipe: VideoPipeline, conditioning: Conditioning) -> Iterator[N
     if not family_of(pipe).takes:
         yield
         return
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+    from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
     known, encode = conditioning.encoded, pipe.vae.encode
 
-    def by_vae(x: torch.Tensor, *given: object, **named: object) -> Any:
+    def by_vae(x: torch.Tensor) -> Any:
         key = (tuple(x.shape), fingerprint(x))
         if key not in known:
             # CogVideoX's pipelines encode in the network's dtype, where this VAE has fp32.
-            known[key] = encode(x.to(pipe.vae.dtype), *given, **named)
-        return known[key]
+            known[key] = encode(x.to(pipe.vae.dtype)).latent_dist.parameters.cpu()
+        return AutoencoderKLOutput(DiagonalGaussianDistribution(known[key].to(x.device)))
 
     def as_is(x: torch.Tensor, **_: object) -> tuple[torch.Tensor]:
         return (x,)

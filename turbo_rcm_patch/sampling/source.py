@@ -99,16 +99,21 @@ class Source:
     @property
     def digest(self) -> str:
         """A digest of every pixel that is given beside the prompt, "" if nothing is."""
-        if not self.given:
-            return ""
-        digest, media = hashlib.blake2b(digest_size=8), self.media
-        for name, one in _images(media):
-            digest.update(f"{name} {one.size}".encode())
-            digest.update(one.tobytes())
-        for name, tensor in sorted(media.get("identity", {}).items()):
-            digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().float().cpu().numpy().tobytes())
-        return digest.hexdigest()
+        return digest_of(self.media)
+
+
+def digest_of(media: Mapping[str, Any]) -> str:
+    """A digest of `Source.media`, "" if there is none."""
+    if not media:
+        return ""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, one in _images(media):
+        digest.update(f"{name} {one.size}".encode())
+        digest.update(one.tobytes())
+    for name, tensor in sorted(media.get("identity", {}).items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 #: What is one image.

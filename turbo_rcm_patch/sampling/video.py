@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import IO, Final, Literal
 
 import numpy as np
 import torch
@@ -234,18 +234,24 @@ def read_frames(path: Path, name: str = "video") -> list[Image.Image]:
     command = [find_ffmpeg(), "-v", "error", "-i", _file(path), "-map", "0:v:0"]
     command += ["-fps_mode", "passthrough", "-frames:v", str(MOST_FRAMES)]
     command += ["-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "-"]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    except OSError as error:
-        raise _no_program(command[0], error) from error
-    stream, frames = io.BytesIO(done.stdout), []
-    while stream.tell() < len(done.stdout):
-        stream.readline()  # P6
-        width, height = map(int, stream.readline().split())
-        stream.readline()  # 255
-        frames.append(Image.frombytes("RGB", (width, height), stream.read(3 * width * height)))
-    if done.returncode or not frames:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
+    frames: list[Image.Image] = []
+    with tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+            )
+        except OSError as error:
+            raise _no_program(command[0], error) from error
+        with process:
+            assert process.stdout is not None
+            try:
+                frames += _pictures(process.stdout)
+            except BaseException:
+                process.kill()
+                raise
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip().splitlines()
+    if process.returncode or not frames:
         raise SamplingError(
             f"{name} {path} cannot be read",
             expected="a video file",
@@ -253,6 +259,19 @@ def read_frames(path: Path, name: str = "video") -> list[Image.Image]:
             remedy="Check whether it is complete, or convert it to mp4",
         )
     return frames
+
+
+def _pictures(stream: IO[bytes]) -> Iterator[Image.Image]:
+    """The pictures of binary PPM files in a row, until they end or are cut off."""
+    while True:
+        _, sides, _ = (stream.readline().split() for _ in range(3))  # P6, width and height, 255
+        if len(sides) != 2:
+            return
+        width, height = map(int, sides)
+        pixels = stream.read(3 * width * height)
+        if len(pixels) < 3 * width * height:
+            return
+        yield Image.frombytes("RGB", (width, height), pixels)
 
 
 def _count_frames(video: Path, told: Path) -> int:
