@@ -548,11 +548,10 @@ class Told:
         return [text for text in texts if not LOST.search(text)]
 
     def check(self, name: str) -> None:
-        said = [f"rank {i}: {one[name]}" for i, one in enumerate(self.found) if one.get(name)]
-        assert not said, "\n".join(said)
-        why = "\n".join(self.errors()) or self.ended
+        why = "\n".join([*self.errors(), self.ended])
         for rank, results in enumerate(self.found):
             assert name in results, f"rank {rank} did not come so far: {why}"
+            assert not results[name], f"rank {rank}: {results[name]}\n{why}"
 
 
 def rank_main(rank: int, folder: str, todo: dict[str, Callable[[int], None]]) -> None:
