@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 __all__ = ["killed_at"]
 
 #: What Python tells of before it changes a folder.
@@ -32,6 +34,7 @@ def killed_at(step: int, folder: Path, action: Callable[[], Any]) -> bool:
     if child == 0:
         code = FAILED
         try:
+            torch.set_num_threads(1)  # OpenMP's other threads stayed behind
             _die_at(step, str(folder))
             action()
             code = DONE

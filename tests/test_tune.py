@@ -24,7 +24,7 @@ from turbo_rcm_patch.kernels.launch import (
     trying_tile,
     watching_launches,
 )
-from turbo_rcm_patch.kernels.tile_table import VARIABLE, read_table, table_path
+from turbo_rcm_patch.kernels.tile_table import VARIABLE, made_with, read_table, table_path
 from turbo_rcm_patch.tune import Work, candidates, work_for
 
 CPU = torch.device("cpu")
@@ -72,6 +72,9 @@ def test_the_default_place_is_shown_and_named_by_the_variable(
     assert table_path() == tmp_path / "named.json"
 
 
+MADE = {"made_with": made_with()}
+
+
 def found(tile: Tile) -> tuning.Found:
     shipped = shipped_tiles(SM_90)["attention"]["fp8_128"]
     return tuning.Found("attention", "fp8_128", tile, shipped, 1.1, {})
@@ -102,7 +105,31 @@ def test_a_tile_is_one_line_and_a_shipped_one_is_not_repeated() -> None:
     text = tuning._text(table)
     assert '"fp8_128": [128, 32, 8, 5]' in text and json.loads(text) == table
     shipped = shipped_tiles(SM_90)["attention"]["fp8_128"]
-    assert tuning._merged(table, "sm_90", [found(shipped)]) == {"sm_90": {}}
+    assert tuning._merged(table, "sm_90", [found(shipped)]) == {"sm_90": MADE}
+
+
+def test_tiles_of_other_versions_are_told_and_not_used(
+    nobodys_table: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tile that fitted before may not fit any more; one that somebody wrote is his own."""
+    tiles = {"attention": {"fp8_128": list(TILE)}}
+    old = MADE | {"made_with": "driver 1, triton 2.0, torch 2.0"}
+    shipped = shipped_tiles(SM_90)["attention"]["fp8_128"]
+    for made, tile in ((old, shipped), (MADE, TILE), ({}, TILE)):
+        tuning.write_table(nobodys_table, {"sm_90": tiles | made})
+        forget_tiles()
+        caplog.clear()
+        assert tile_for("attention", "fp8_128", SM_90) == tile
+        assert tile_for("attention", "fp8_64", SM_90) is not None
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == (made is old), told
+    for before, left in ((old, {}), (MADE, {"skip": {"any": [1, 2, 4, 1]}})):
+        table = {"sm_90": {"skip": {"any": [1, 2, 4, 1]}} | before, "sm_86": old}
+        assert tuning._merged(table, "sm_90", [found(TILE)]) == {
+            "sm_90": tiles | MADE | left,
+            "sm_86": old,
+        }
+        assert "attention" not in table["sm_90"]
 
 
 def test_an_unknown_card_warns_until_it_is_tuned(nobodys_table: Path) -> None:
@@ -262,7 +289,7 @@ def test_a_variant_that_fails_does_not_lose_the_others(
     if not interrupted:
         left["project"] = {"16bit": list(TILE)}
         assert "project.fp32: OutOfMemoryError: full" in capsys.readouterr().out
-    assert read_table(out) == {"cpu": left}
+    assert read_table(out) == {"cpu": left | MADE}
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1.9, 1.05])
@@ -295,7 +322,7 @@ def test_what_another_process_wrote_meanwhile_stays(
 
     monkeypatch.setattr(tuning, "_best", best)
     assert main([*MICRO_CPU[:4], "--only", "skip", "--out", str(out)]) == 0
-    assert read_table(out) == theirs | {"cpu": {"skip": {"any": list(TILE)}}}
+    assert read_table(out) == theirs | {"cpu": {"skip": {"any": list(TILE)}} | MADE}
 
 
 @pytest.mark.parametrize("before", [None, '{"sm_90": {}}'])

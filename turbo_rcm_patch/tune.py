@@ -5,6 +5,7 @@ What decides is written once, to a file, so that no run depends on measurements 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import time
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,13 @@ from turbo_rcm_patch.kernels.launch import (
     trying_tile,
     watching_launches,
 )
-from turbo_rcm_patch.kernels.tile_table import VARIABLE, Table, read_table, table_path
+from turbo_rcm_patch.kernels.tile_table import (
+    MADE_WITH,
+    VARIABLE,
+    made_with,
+    read_table,
+    table_path,
+)
 from turbo_rcm_patch.ops import keep_dispatch, measure_dispatch
 from turbo_rcm_patch.output import check_writable, write_text
 from turbo_rcm_patch.sampling.environment import device_name
@@ -71,6 +78,8 @@ _SMALL: Final = 2.0**-6
 #: What `only` calls the table of attention="auto", which is measured after the tiles.
 _CHOICES: Final = "auto"
 
+#: A table of tiles, with what each target's were made with.
+_Table = dict[str, dict[str, Any]]
 _Tiles = Sequence[tuple[int, int, int, int]]
 _FP8: Final[_Tiles] = (
     (64, 128, 4, 2), (64, 64, 4, 2), (128, 128, 8, 2), (64, 128, 4, 3), (64, 64, 4, 3),
@@ -299,28 +308,29 @@ def _tune_choices(device: torch.device, *, out: Path | None, dry_run: bool, call
     return True
 
 
-def _table_at(path: Path) -> Table:
+def _table_at(path: Path) -> _Table:
     return read_table(path) if path.exists() else {}
 
 
-def write_table(path: Path, table: Table) -> None:
+def write_table(path: Path, table: _Table) -> None:
     """Write a table of tiles, whole or not at all."""
     write_text(path, _text(table))
 
 
-def _text(table: Table) -> str:
+def _text(table: _Table) -> str:
     """JSON with a tile on one line, as in the shipped table."""
     text = json.dumps(table, indent=2)
     return re.sub(r"\[\s+([^\]]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text) + "\n"
 
 
-def _merged(before: Table, key: str, found: Sequence[Found]) -> Table:
-    """The table before with what was found; a shipped tile is not repeated."""
-    table: Table = {
-        target: {kernel: dict(variants) for kernel, variants in kernels.items()}
-        for target, kernels in before.items()
-    }
+def _merged(before: _Table, key: str, found: Sequence[Found]) -> _Table:
+    """The table before with what was found, but of this target nothing that was made with other
+    versions; a shipped tile is not repeated."""
+    table = {target: copy.deepcopy(kernels) for target, kernels in before.items()}
     own = table.setdefault(key, {})
+    if own.get(MADE_WITH) != made_with():
+        own.clear()
+    own[MADE_WITH] = made_with()
     for one in found:
         variants = own.setdefault(one.kernel, {})
         if one.tile == one.shipped:

@@ -11,6 +11,7 @@ import torch
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import ConfigError, Fp8UnsupportedError
+from turbo_rcm_patch.kernels.tile_table import made_with
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip, dispatch
 from turbo_rcm_patch.ops.dispatch import choose, keep_dispatch, measure_dispatch, resolved
 
@@ -184,6 +185,7 @@ def test_a_table_is_measured_and_kept_and_used(monkeypatch: pytest.MonkeyPatch) 
     assert list(table) == ["cpu"]
     rows = table["cpu"]
     assert all(not dispatch._row_problem(row) for row in rows)
+    assert {row["made_with"] for row in rows} == {made_with()}
     # int8 is 1 + n / 256 against n / 128: equal at 256 keys, and faster from 512 on.
     assert [row["n_kv"] for row in rows if row["attention"] == "int8"] == [[512, None]] * 2
     assert "512 over 512 3000.000 ms (exact 4000.000)" in rows[0]["source"]
@@ -198,6 +200,20 @@ def test_the_user_s_table_is_read_first(card: None) -> None:
     assert name(CUDA, 600, 600) == "exact"
     keep_dispatch({"NVIDIA H200": [{"n_kv": [512, 1000], "attention": "int8", "source": "me"}]})
     assert name(CUDA, 600, 600) == "int8"
+
+
+def test_choices_of_other_versions_are_told_and_not_used(
+    card: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"n_kv": [512, 1000], "attention": "int8", "source": "me"}
+    old, new = row | {"made_with": "triton 2.0"}, row | {"made_with": made_with()}
+    for one, found in ((old, "exact"), (new, "int8"), (row, "int8")):
+        caplog.clear()
+        keep_dispatch({"NVIDIA H200": [one]})
+        assert name(CUDA, 600, 600) == found
+        assert [("triton 2.0" in x, "tune" in x) for x in caplog.messages] == [(True, True)] * (
+            one is old
+        )
 
 
 def test_the_user_s_table_chooses_the_form(card: None) -> None:

@@ -1,15 +1,21 @@
 """The user's own table of tiles, which `tune` writes and `tile_for` reads first.
 
 Format, as of the shipped tiles.json: {"sm_90": {"attention": {"fp8_128": [64, 128, 4, 2]}}}, block
-of rows, block of columns, warps, stages.
+of rows, block of columns, warps, stages. `tune` adds "made_with" to a target: tiles that were
+measured with another driver, Triton or torch may not fit any more, and are not used. A target
+without it always is.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any, Final
+
+import torch
 
 from turbo_rcm_patch.errors import ConfigError
 
@@ -19,6 +25,28 @@ VARIABLE = "TURBO_RCM_PATCH_TILES"
 
 #: Target -> kernel -> variant -> [block_m, block_n, warps, stages].
 Table = dict[str, dict[str, dict[str, list[int]]]]
+#: Beside the kernels of a target.
+MADE_WITH: Final = "made_with"
+_log = logging.getLogger(__name__)
+
+
+def made_with() -> str:
+    """What measurements are good for: a driver and a compiler."""
+    import triton  # Its distribution has other names on other systems.
+
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")
+    return f"driver {driver()}, triton {triton.__version__}, torch {torch.__version__}"
+
+
+def outdated(made: str | None, path: Path | None, what: str) -> bool:
+    """Whether measurements of the user's were made with other versions, which is told."""
+    if made is None or made == made_with():
+        return False
+    _log.warning(
+        "%s in %s: measured with %s, and not used with %s. Run `turbo-rcm-patch tune` again; to "
+        'use them as they are, delete "%s" there.', what, path, made, made_with(), MADE_WITH,
+    )  # fmt: skip
+    return True
 
 
 def table_path() -> Path:
@@ -54,17 +82,23 @@ def existing_table(name: str) -> Path | None:
 
 @cache
 def user_table() -> Table:
-    """The user's table, read once; empty if there is none in the default place.
+    """What holds of the user's table, read once; empty if there is none in the default place.
 
     Raises:
         ConfigError: It cannot be used, or the environment variable names a file that is not there.
     """
     path = table_path() if os.environ.get(VARIABLE) else existing_table("tiles.json")
-    return {} if path is None else read_table(path)
+    if path is None:
+        return {}
+    return {
+        target: {kernel: tiles for kernel, tiles in kernels.items() if kernel != MADE_WITH}
+        for target, kernels in read_table(path).items()
+        if not outdated(kernels.get(MADE_WITH), path, f"the tiles of {target}")
+    }
 
 
-def read_table(path: Path) -> Table:
-    """A table of tiles.
+def read_table(path: Path) -> dict[str, dict[str, Any]]:
+    """A table of tiles, with what its targets were made with.
 
     Raises:
         ConfigError: The file cannot be read or does not hold such a table.
@@ -100,6 +134,8 @@ def _what_is_wrong(found: object) -> str:
         if not isinstance(kernels, dict):
             return f"{target}: {kernels!r}"
         for kernel, variants in kernels.items():
+            if kernel == MADE_WITH and isinstance(variants, str):
+                continue
             if not isinstance(variants, dict):
                 return f"{target}.{kernel}: {variants!r}"
             for variant, tile in variants.items():

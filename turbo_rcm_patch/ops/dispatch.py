@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
@@ -105,12 +105,16 @@ _SHIPPED: Final = _shipped()
 
 @cache
 def _tables() -> tuple[Table, ...]:
-    """The user's table, the shipped ones, and what cards without a table showed when they were
-    first used."""
-    from turbo_rcm_patch.kernels.tile_table import existing_table
+    """What holds of the user's table, the shipped ones, and what cards without a table showed when
+    they were first used."""
+    from turbo_rcm_patch.kernels.tile_table import MADE_WITH, existing_table, outdated
 
-    path = existing_table("dispatch.json")
-    return {} if path is None else _read(path), _SHIPPED, self_tests()
+    path, users = existing_table("dispatch.json"), {}
+    for name, rows in () if path is None else _read(path).items():
+        made = {row.get(MADE_WITH) for row in rows}
+        old = {one for one in made if outdated(one, path, f"choices for {name}")}
+        users[name] = [row for row in rows if row.get(MADE_WITH) not in old]
+    return users, _SHIPPED, self_tests()
 
 
 @cache
@@ -139,16 +143,10 @@ def hold_self_test(name: str, rows: list[Row]) -> None:
     forget_tables()
 
 
-def made_with() -> str:
-    """What a self test is good for: a driver and a compiler."""
-    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "unknown")
-    return f"driver {driver()}, triton {metadata.version('triton')}, torch {torch.__version__}"
-
-
 def self_tests() -> Table:
     """The results that are good now, kept and of this process; a file that cannot be used, or
     that has no home folder to be in, holds none."""
-    from turbo_rcm_patch.kernels.tile_table import existing_table
+    from turbo_rcm_patch.kernels.tile_table import existing_table, made_with
 
     path = existing_table("self_test.json")
     if path is None:
@@ -232,7 +230,7 @@ def _read(path: Path) -> Table:
 def _row_problem(row: object) -> str:
     """What is wrong with a row: it has ranges [low, high or null] of head_dim, heads, n_q and n_kv
     (a missing one holds everything), and "attention" (with "pv") or "form" (with "features") with
-    the "source" of what it says."""
+    the "source" of what it says, and what it was "made_with"."""
     if not isinstance(row, dict):
         return f"{row!r}"
     choices = {
@@ -249,7 +247,7 @@ def _row_problem(row: object) -> str:
         elif name in choices:
             if value not in choices[name]:
                 return f"{name}: {value!r}"
-        elif name not in ("features", "source"):
+        elif name not in ("features", "source", "made_with"):
             return f"unknown {name!r}"
     if "pv" in row and "attention" not in row:
         return 'a row with "pv" and without "attention"'
@@ -618,6 +616,7 @@ def measure_dispatch(
         A table for `keep_dispatch`: from which length on int8 was faster at that and at every
         longer one, for self-attention and for many queries over few keys.
     """
+    from turbo_rcm_patch.kernels.tile_table import MADE_WITH, made_with
     from turbo_rcm_patch.ops.attention import attention_skip
     from turbo_rcm_patch.ops.modes import synchronize
     from turbo_rcm_patch.ops.spec import AttentionSpec
@@ -692,7 +691,8 @@ def measure_dispatch(
                         }
                     )
             rows.append(of_dim | {"attention": "exact", "source": few_times})
-    return {device_name_of(device): rows}
+    made = {MADE_WITH: made_with()}
+    return {device_name_of(device): [row | made for row in rows]}
 
 
 def keep_dispatch(table: Table, path: Path | None = None) -> Path:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from turbo_rcm_patch.config import PVDType
 from turbo_rcm_patch.errors import ConfigError
+from turbo_rcm_patch.kernels.tile_table import made_with
 from turbo_rcm_patch.ops import dispatch
 from turbo_rcm_patch.ops.dispatch import Row, measure_dispatch, resolve_pv, self_test_path
 from turbo_rcm_patch.ops.modes import is_capturing, transformed, without_autocast
@@ -193,7 +194,7 @@ def _keep(name: str, head_dim: int, rows: list[Row]) -> None:
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         before = {}
-    entry = {"made_with": dispatch.made_with(), "rows": rows}
+    entry = {"made_with": made_with(), "rows": rows}
     kept = (before if isinstance(before, dict) else {}) | {name: entry}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
