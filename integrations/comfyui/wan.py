@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,17 @@ class SparseLinear:
     weight: Tensor
     bias: Tensor | None
     topk: float
+    _copies: dict[torch.device, tuple[Tensor, Tensor | None]] = field(
+        default_factory=dict, repr=False
+    )
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias on a device. They stay there, because a copy in each forward would wait
+        for all that is queued; a block's are 64 KiB."""
+        if device not in self._copies:
+            bias = None if self.bias is None else self.bias.to(device)
+            self._copies[device] = self.weight.to(device), bias
+        return self._copies[device]
 
 
 class _RotaryTables:
@@ -107,8 +118,7 @@ class WanSelfAttention:
             q,
             k,
             v,
-            self.sparse.weight.to(q.device),
-            None if self.sparse.bias is None else self.sparse.bias.to(q.device),
+            *self.sparse.on(q.device),
             spec,
             Sparsity.sage(self.sparse.topk, q.device),
             rotary=rotary,

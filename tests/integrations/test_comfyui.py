@@ -314,6 +314,14 @@ def random_proj_l() -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     return {i: (torch.randn(128, 128) / 8, torch.randn(128)) for i in range(2)}
 
 
+def test_sla_weights_are_copied_to_a_device_once() -> None:
+    weight, bias = random_proj_l()[0]
+    for one in (wan.SparseLinear(weight, bias, 0.5), wan.SparseLinear(weight, None, 0.5)):
+        assert one.on(weight.device)[0] is weight and one.on(weight.device)[1] is one.bias
+        there = one.on(torch.device("meta"))
+        assert there is one.on(torch.device("meta")) and there[0].is_meta
+
+
 def test_sla_runs_in_every_block(given: tuple[torch.Tensor, ...]) -> None:
     original = ModelPatcher(Model())
     model = original.clone()
