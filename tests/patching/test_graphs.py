@@ -347,7 +347,52 @@ def freed_and_made_again(model: Any) -> None:
     linear.weight = nn.Parameter(values, requires_grad=False)
 
 
+def hook_in_another_dict(model: Any) -> None:
+    for module in model.modules():
+        module._forward_hooks = collections.OrderedDict()
+    hook(model)
+
+
+class Growing(nn.Linear):
+    """Somebody's own, which runs what it is given later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if "adapter" in self._modules:
+            return y + self.adapter(y)
+        return y * self.gain if "gain" in self._buffers else y
+
+
+def grow(model: Any) -> Any:
+    embedder = model.condition_embedder.text_embedder
+    old = embedder.linear_2
+    embedder.linear_2 = Growing(old.in_features, old.out_features)
+    embedder.linear_2.load_state_dict(old.state_dict())
+    return embedder.linear_2
+
+
+def first_submodule(one: Any) -> None:
+    one.adapter = nn.Linear(one.out_features, one.out_features)
+    nn.init.constant_(one.adapter.weight, 0.01)
+    nn.init.zeros_(one.adapter.bias)
+
+
+def first_buffer(one: Any) -> None:
+    one.register_buffer("gain", torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("change", [first_submodule, first_buffer], ids=lambda c: c.__name__)
+def test_the_first_member_of_a_module_is_seen(change: Callable[[Any], None]) -> None:
+    one, other = pair()
+    grown = [grow(model) for model in (one, other)]
+    replaying(one)
+    for each in grown:
+        change(each)
+    agree(one, other, 1)
+
+
 CHANGES: list[Callable[[Any], None]] = [
+    hook_in_another_dict,
     hook, pre_hook, instance_forward, replaced_linear, swapped_class, replaced_weight,
     replaced_bias_of_the_model, removed_bias, new_data, transposed_data, replaced_buffer,
     replaced_table, other_eps, other_eps_at_the_end, training_mode, a_block_fewer, add_lora,

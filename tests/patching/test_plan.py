@@ -7,13 +7,16 @@ copy; with exact attention both must still agree.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.patching import test_guard_mutants as mutants
 from tests.patching.wan import EXACT, Case, relative, run, wan
@@ -26,6 +29,7 @@ from turbo_rcm_patch.patching import branches
 from turbo_rcm_patch.patching import plan as plan_file
 from turbo_rcm_patch.patching.branches import FeedForwardRun
 from turbo_rcm_patch.patching.plan import PlanSlot, Watch
+from turbo_rcm_patch.patching.record import record_of
 
 
 @pytest.fixture
@@ -148,7 +152,21 @@ def forward_of_a_module_without_attributes(model: Any) -> None:
     ffn.forward = lambda *args, **kwargs: 2 * own(*args, **kwargs)
 
 
+def hook_in_another_dict(model: Any) -> None:
+    """A recipe for removing every hook; what is hooked afterwards has to run."""
+    for module in model.modules():
+        module._forward_hooks = OrderedDict()
+    hook(model)
+
+
+def weight_in_another_dict(model: Any) -> None:
+    linear = model.blocks[0].attn1.to_q
+    linear.__dict__["_parameters"] = dict(linear._parameters)
+    replaced_weight(model)
+
+
 CHANGES = [
+    hook_in_another_dict, weight_in_another_dict,
     forward_of_a_module_without_attributes,
     hook, pre_hook, instance_forward, replaced_linear, swapped_class, replaced_weight,
     replaced_norm_weight, written_weight, written_data, new_data, transposed_data, other_eps,
@@ -174,6 +192,52 @@ def test_what_changes_after_patching_is_honoured(
     assert relative(after, before) > 1e-3, "the change is one that shows"
     for _ in range(2):
         assert relative(run(model, **inputs), after) < 1e-5
+
+
+def test_an_attention_backend_that_is_chosen_for_one_attention_is_used() -> None:
+    model, inputs = Case("2.1-t2v").model(), Case("2.1-t2v").inputs()
+    patch_model(model, EXACT)
+    record = record_of(model)
+    assert record is not None
+    run(model, **inputs)
+    assert record.plan.states[0].ran == "fused with exact attention"
+    model.blocks[0].attn1.processor._attention_backend = AttentionBackendName._NATIVE_MATH
+    run(model, **inputs)
+    assert record.plan.states[0].ran == "fused after a module that was called"
+
+
+def _quantised(model: Any) -> None:
+    for block in model.blocks:
+        weight = block.attn1.to_q.weight.detach()
+        both = TwoTensor(weight, weight.clone())
+        block.attn1.to_q.weight = nn.Parameter(both, requires_grad=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*should be kept in float32")
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("of", ["a class of weights", "torch"])
+def test_weights_may_be_swapped_after_a_forward(
+    monkeypatch: pytest.MonkeyPatch, of: str, graphs: bool
+) -> None:
+    """`swap_tensors`, by which such models move, refuses tensors with weak references."""
+    model, inputs = Case("2.1-t2v").model(), Case("2.1-t2v").inputs()
+    if of == "torch":
+        monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    else:
+        _quantised(model)
+    author = copy.deepcopy(model)
+    linear: Any = "int8" if of == "torch" else "as-is"
+    patch_model(model, attention="exact", guard=False, linear=linear, cuda_graphs=graphs)
+    for one in (model, author):
+        run(one, **inputs)
+        one.to(torch.float64)
+        one.to(torch.float32)
+        if of == "torch":
+            one.load_state_dict({name: x * 1.5 for name, x in one.state_dict().items()})
+    assert {x.dtype for x in model.parameters()} == {torch.float32}
+    assert relative(run(model, **inputs), run(author, **inputs)) < (
+        1e-5 if linear == "as-is" else 0.05
+    )
 
 
 def test_a_hooked_linear_is_called_by_the_plan_and_read_again_without_its_hook(

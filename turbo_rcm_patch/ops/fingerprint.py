@@ -13,8 +13,7 @@ lowest bits change), and once for every chunk that changed.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.ops.dispatch import resolve_impl
+from turbo_rcm_patch.ops.modes import reference
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.kernels.portable.fingerprint import Table
@@ -54,7 +54,7 @@ class Fingerprints:
             impl: "triton", "reference" or "auto". A tensor whose address or size is no multiple of
                 16 bytes is read by torch in either.
         """
-        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._tensors = list(map(reference, tensors))
         self.counts = [max(1, -(-tensor.nbytes // (4 * CHUNK))) for tensor in tensors]
         wide = resolve_impl(impl, tensors[0].device) == "triton"
         self._by_kernel = [wide and _serves(tensor) for tensor in tensors]
@@ -89,12 +89,12 @@ def _serves(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.nbytes > 0 and not any(p % _ALIGNED for p in places)
 
 
-def _checksums(reference: weakref.ref[Tensor]) -> Tensor:
+def _checksums(held: Callable[[], Tensor | None]) -> Tensor:
     """What the kernel computes, in torch; int64 [chunks].
 
     Where 32-bit words do not divide a tensor its elements are words.
     """
-    tensor = reference()
+    tensor = held()
     assert tensor is not None
     flat = tensor.detach().contiguous().flatten()
     split = (flat.storage_offset() * flat.element_size()) % 4 or flat.nbytes % 4

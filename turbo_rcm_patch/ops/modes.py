@@ -9,10 +9,11 @@ derivative: reference code, attention in chunks of rows.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,28 @@ from torch.autograd import forward_ad
 from turbo_rcm_patch.errors import GradientError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+
+
+def reference(
+    x: Tensor, gone: Callable[[object], object] | None = None
+) -> Callable[[], Tensor | None]:
+    """A function that gives a tensor, or None once it is gone; it keeps only those alive to which
+    no weak reference is allowed.
+
+    A module that moves swaps the contents of parameters of another class (torchao's), and of all
+    parameters where torch was set to do so. `torch.utils.swap_tensors` refuses that for a tensor
+    with a weak reference.
+
+    Args:
+        x: The tensor.
+        gone: Called once it is gone.
+    """
+    if type(x) in _PLAIN and not torch.__future__.get_swap_module_params_on_conversion():
+        return weakref.ref(x, gone)
+    return lambda: x
 
 
 def transformed() -> bool:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -38,7 +38,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.ops import Fingerprints
 from turbo_rcm_patch.ops.int8_linear import GROUP, scales_of_rows
-from turbo_rcm_patch.ops.modes import is_capturing, synchronize
+from turbo_rcm_patch.ops.modes import is_capturing, reference, synchronize
 from turbo_rcm_patch.ops.operation import running_for_real
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 
@@ -65,7 +65,7 @@ class _Copy:
         made: None where it is not kept.
         checksums: Of the sources when it was made, int64.
         prints: What takes them again.
-        sources: Weights and biases, held weakly.
+        sources: Weights and biases, held weakly where that is allowed.
         versions: How often each had been written to.
         places: Where each was, and where int8 weights were that came with them.
         moves: How often in a row the sources had moved since the forward before.
@@ -77,7 +77,7 @@ class _Copy:
     made: Made | None
     checksums: Tensor | None
     prints: Fingerprints | None
-    sources: tuple[weakref.ref[Tensor], ...]
+    sources: tuple[Callable[[], Tensor | None], ...]
     versions: tuple[int, ...]
     places: tuple[_Place, ...]
     moves: int
@@ -95,7 +95,7 @@ class _Copy:
 
     def in_place(self) -> bool:
         """Whether the sources are where they were, with the versions they had."""
-        return _in_place([reference() for reference in self.sources], self.versions, self.places)
+        return _in_place([source() for source in self.sources], self.versions, self.places)
 
     def holds(self, linears: Sequence[Any]) -> bool:
         """The same, and whether these are its Linears, with no int8 weight that came along."""
@@ -402,7 +402,7 @@ class Copies:
             made if keep else None,
             checksums,
             prints,
-            tuple(map(weakref.ref, parameters)),
+            tuple(map(reference, parameters)),
             tuple(p._version for p in parameters),
             places,
             moves,

@@ -32,13 +32,11 @@ import logging
 import sys
 import threading
 import warnings
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import is_not, itemgetter
+from itertools import repeat
 from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar, Final, NoReturn
 from zlib import crc32
@@ -70,6 +68,7 @@ from turbo_rcm_patch.patching.plain import (
     hook_names,
     written_by_its_author,
 )
+from turbo_rcm_patch.patching.plan import Look, parts_of
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.replay_timer import Reached, ReplayTimer
 from turbo_rcm_patch.patching.state import PairState
@@ -88,8 +87,6 @@ _MOST_CHANGES: Final = 8
 _PLAIN: Final = frozenset(
     {type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size}
 )
-#: What a module has from `nn.Module` and never replaces; what is inside is looked at.
-_CONTAINERS: Final = frozenset(vars(nn.Module())) - {"training"}
 _TENSORS: Final = (Tensor, nn.Parameter)
 
 _CHANGING: Final = "its weights, modules or attributes change from forward to forward"
@@ -370,18 +367,21 @@ def _decides(state: PairState) -> tuple[object, ...]:
     return state.live, state.int8, state.precision, state.exact_heads
 
 
-class _Look:
+class _Look(Look):
     """A model as it was, to be compared with what it is.
 
-    `plan.Watch` does this for what a plan rests on. A graph rests on more: on addresses, on what
-    lists and dicts of an attribute hold (peft keeps scales so), on methods of classes. And it is
-    looked at on every forward, so nothing is asked twice.
+    A graph rests on more than a plan: on addresses, on what lists and dicts of an attribute hold
+    (peft keeps scales so), on methods of classes.
 
     Attributes:
         why: Why no graph of it can be captured, or "".
         device: Where its arguments are, and its weights if one can.
         groups: The ranks that share its sequence, or None.
     """
+
+    __slots__ = ("_addresses", "_devices", "_dtypes", "_forwards", "_settings", "_shapes",
+                 "_states", "_strides", "_taken", "_tensors", "device", "groups",
+                 "why")  # fmt: skip
 
     def __init__(
         self,
@@ -390,58 +390,30 @@ class _Look:
         device: torch.device,
         groups: ContextParallel | None,
     ) -> None:
-        modules: list[Any] = list(model.modules())
-        processors = [m.__dict__["processor"] for m in modules if "processor" in m.__dict__]
-        self._objects: list[Any] = [*modules, *(p for p in processors if hasattr(p, "__dict__"))]
-        self._classes = list(map(type, self._objects))
+        inside: list[Any] = []
+
+        def kept(value: Any) -> Any:
+            inside.append(_frozen(value))
+            return inside[-1]
+
+        super().__init__(model, kept)
+        modules, processors = parts_of(model)
         calls = [
             *((cls, "forward") for cls in dict.fromkeys(map(type, modules))),
             *((cls, "__call__") for cls in dict.fromkeys(map(type, processors))),
         ]
         self._forwards = [(cls, name, getattr(cls, name)) for cls, name in calls]
-        # Those of the model itself run around its forward, which a graph stands for.
-        self._hooks = [
-            hooks
-            for m in modules[1:]
-            for hooks in (m.__dict__["_forward_hooks"], m.__dict__["_forward_pre_hooks"])
-        ]
-        self._hooked = any(self._hooks)
-        self._attributes: list[Any] = []
-        inside: list[Any] = []
-        for own in map(vars, self._objects):
-            names = [name for name in own if name not in _CONTAINERS]
-            if own is vars(model):
-                names = [name for name in names if name != "forward"]
-            if len(names) == 1:
-                names *= 2  # For one name `itemgetter` gives no tuple.
-            if names:
-                values_of = itemgetter(*names)
-                values = tuple(map(_frozen, values_of(own)))
-                inside += values
-                self._attributes.append((own, len(own), values_of, values))
         for module in modules:
             # Somebody who takes one of several hooks away changes nothing else that is looked at.
             hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
             if hooks:
-                names = [*hooks, *hooks][: max(2, len(hooks))]
-                values_of = itemgetter(*names)
-                self._attributes.append((hooks, len(hooks), values_of, values_of(hooks)))
-        # Views: they show what is inside at every look.
-        self._owned = [
-            m.__dict__[name].values()
-            for m in modules
-            for name in ("_parameters", "_buffers", "_modules")
-            if m.__dict__[name]
-        ]
-        owned = list(chain.from_iterable(self._owned))
-        self._ids = list(map(id, owned))
-        tensors = [x for x in chain(owned, _leaves(inside)) if isinstance(x, Tensor)]
-        # Weakly, or a weight that was replaced would keep its memory until the next look. While
-        # they live, no identity is used again.
-        self._tensors = list(map(weakref.ref, tensors))
+                self._compare(hooks, [*hooks])
+        within = [x for x in _leaves(inside) if isinstance(x, Tensor)]
+        self._tensors = [*self._held, *self._hold(within)]
         self.device, self._states, self._taken = device, states, list(map(_decides, states))
         self.groups = groups
         self._settings = _global_settings()
+        tensors: list[Any] = [tensor() for tensor in self._tensors]
         self.why = _why_never(model, modules, processors, tensors, device, groups)
         if self.why:
             self._devices = list(map(Tensor.get_device, tensors))
@@ -453,27 +425,15 @@ class _Look:
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        if any(self._hooks) is not self._hooked:
+        if not super().holds():
             return False
-        if list(map(id, chain.from_iterable(self._owned))) != self._ids:
-            return False
-        if list(map(type, self._objects)) != self._classes:
-            return False
-        try:
-            for own, count, values_of, values in self._attributes:
-                if len(own) != count or values_of(own) != values:
-                    return False
-        except (KeyError, RuntimeError, ValueError):
-            return False  # a name is gone, or two tensors or arrays are not the same one
         if any(getattr(cls, name) is not own for cls, name, own in self._forwards):
             return False
         if list(map(_decides, self._states)) != self._taken:
             return False
         if _global_settings() != self._settings:
             return False
-        tensors: list[Any] = [reference() for reference in self._tensors]
-        if not all(map(is_not, tensors, repeat(None))):  # `in` would compare tensors
-            return False
+        tensors: list[Any] = [tensor() for tensor in self._tensors]
         if self.why:
             return list(map(Tensor.get_device, tensors)) == self._devices
         return (

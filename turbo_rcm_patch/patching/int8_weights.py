@@ -8,13 +8,13 @@ copy of the model (deepcopy, pickle) does without them and quantises its own.
 
 from __future__ import annotations
 
-import weakref
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.int8_linear import GROUP
+from turbo_rcm_patch.ops.modes import reference
 
 _INT8: Final = "turbo_int8_weight"
 _SCALE: Final = "turbo_int8_scale_bits"
@@ -30,7 +30,7 @@ class _Origin:
     __slots__ = ("reference", "version")
 
     def __init__(self, weight: Tensor | None = None) -> None:
-        self.reference = None if weight is None else weakref.ref(weight)
+        self.reference = None if weight is None else reference(weight)
         self.version = 0 if weight is None else weight._version
 
     def __reduce__(self) -> tuple[type[_Origin], tuple[()]]:

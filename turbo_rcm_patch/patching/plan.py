@@ -10,15 +10,15 @@ on every forward and calls the public operations.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, count
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, itemgetter
 from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from turbo_rcm_patch.ops.modes import reference
 from turbo_rcm_patch.ops.operation import replay_token, runs_directly
 from turbo_rcm_patch.patching import plain
 
@@ -31,16 +31,15 @@ _REST: Final = 64
 
 _dtype = attrgetter("dtype")
 _shape = attrgetter("shape")
-_device = methodcaller("get_device")
-_stride = methodcaller("stride")
+#: Dicts of a module that decide what it computes. What is in them is looked at.
 _HOOKS: Final = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-
-#: What every module has and never replaces; what is inside is looked at.
+_OWNED: Final = ("_parameters", "_buffers", "_modules")
+#: These, and what else `nn.Module` gives a module and nobody looks at.
 _CONTAINERS: Final = frozenset(vars(nn.Module())) - {"training"}
 
 #: Signatures of inputs that have a number.
@@ -49,8 +48,6 @@ _numbers: Final[dict[Any, int]] = {}
 _count: Final = count()
 
 _T = TypeVar("_T")
-#: Gives None, as a reference to what died does: for a parameter that is None.
-_NOTHING: Final[Any] = weakref.ref(set[int]())
 
 
 def plain_inference(inputs: tuple[Any, ...]) -> bool:
@@ -68,8 +65,8 @@ def signature(*inputs: Tensor) -> int | None:
     if generation is None:
         return None
     key = (
-        generation, tuple(map(_shape, inputs)), tuple(map(_stride, inputs)),
-        tuple(map(_dtype, inputs)), tuple(map(_device, inputs)),
+        generation, tuple(map(_shape, inputs)), tuple(map(Tensor.stride, inputs)),
+        tuple(map(_dtype, inputs)), tuple(map(Tensor.get_device, inputs)),
     )  # fmt: skip
     number = _numbers.get(key)
     if number is None:
@@ -109,12 +106,116 @@ def after_call(
     return (token, *[x.stride() for x in made])
 
 
-class Watch:
+def parts_of(root: nn.Module) -> tuple[list[Any], list[Any]]:
+    """The modules of a module, and the processors that its attentions hold."""
+    modules: list[Any] = list(root.modules())
+    return modules, [m.__dict__["processor"] for m in modules if "processor" in m.__dict__]
+
+
+def itself(value: Any) -> Any:
+    """The value."""
+    return value
+
+
+class Look:
+    """Modules as they were, to be compared with what they are: plans and graphs rest on that.
+
+    It sees a hook, an instance forward, another class, a replaced module, parameter, buffer or
+    processor, an attribute that changed, came or went, and another dict in the place of a module's
+    own.
+
+    Args:
+        root: Its modules and processors are looked at. Its own hooks and forward are not: they run
+            around what rests on this look, or are ours.
+        kept: What an attribute's value is compared with later.
+    """
+
+    __slots__ = (
+        "_apart",
+        "_attributes",
+        "_classes",
+        "_empty",
+        "_filled",
+        "_gone",
+        "_held",
+        "_ids",
+        "_objects",
+        "_owned",
+    )
+
+    def __init__(self, root: nn.Module, kept: Callable[[Any], Any] = itself) -> None:
+        modules, processors = parts_of(root)
+        self._objects: list[Any] = [*modules, *(p for p in processors if hasattr(p, "__dict__"))]
+        self._attributes: list[Any] = []
+        for one in self._objects:
+            own = one.__dict__
+            watched = [name for name in (*_HOOKS, *_OWNED) if name in own]
+            names = [name for name in own if name not in _CONTAINERS]
+            if one is root:
+                watched, names = list(_OWNED), [name for name in names if name != "forward"]
+            self._compare(own, names, watched, kept)
+        hooks = [m.__dict__.get(name) for m in modules[1:] for name in _HOOKS]
+        owned = [m.__dict__[name] for m in modules for name in _OWNED]
+        self._empty = [container for container in (*hooks, *owned) if not container]
+        self._filled = list(filter(None, hooks))
+        # Views: they show what is inside at every look.
+        self._owned = [container.values() for container in owned if container]
+        inside = list(chain.from_iterable(self._owned))
+        self._ids = list(map(id, inside))
+        #: What no module holds among its own.
+        self._apart = [root, *self._objects[len(modules) :]]
+        self._classes = list(map(type, [*inside, *self._apart]))
+        # Weakly, or a weight that was replaced would keep its memory until the next look. While
+        # nothing is gone, no identity is used again.
+        self._gone: list[object] = []
+        self._held = self._hold(x for x in inside if isinstance(x, Tensor))
+
+    def _compare(
+        self,
+        own: dict[str, Any],
+        names: Sequence[str],
+        containers: Sequence[str] = (),
+        kept: Callable[[Any], Any] = itself,
+    ) -> None:
+        """Compare the values in a dict at every look. Of containers only the object matters, of
+        which two that hold the same are one."""
+        every = [*names, *containers]
+        if len(every) == 1:
+            every *= 2  # For one name `itemgetter` gives no tuple.
+        values_of: Any = itemgetter(*every) if every else tuple
+        values = values_of(own)
+        count = len(values) - len(containers)
+        values = (*map(kept, values[:count]), *values[count:])
+        self._attributes.append((own, len(own), values_of, values))
+
+    def _hold(self, tensors: Iterable[Tensor]) -> list[Callable[[], Any]]:
+        """References to tensors, all of which have to live."""
+        return [reference(x, self._gone.append) for x in tensors]
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        if any(self._empty) or not all(self._filled):
+            return False
+        inside = list(chain.from_iterable(self._owned))
+        if list(map(id, inside)) != self._ids or self._gone:
+            return False
+        if list(map(type, [*inside, *self._apart])) != self._classes:
+            return False
+        try:
+            for own, count, values_of, values in self._attributes:
+                if len(own) != count or values_of(own) != values:
+                    return False
+        except Exception:
+            return False  # A name is gone, or two values cannot be compared: two tensors, say.
+        return True
+
+
+class Watch(Look):
     """What a plan rests on: the modules of a block, as they were when it was made.
 
-    It sees a hook, an instance forward, a class's that was replaced, another class, a replaced
-    module, parameter or processor, and an attribute, dtype or device that changed. What is written
-    into a parameter it need not see, because a plan reads the parameter and holds no copy of it.
+    It also sees a class's forward that was replaced, and a dtype or device that changed. What is
+    written into a parameter it need not see, because a plan reads the parameter and holds no copy
+    of it.
 
     Args:
         block: Its modules, and the processors that its attentions hold, are watched.
@@ -126,16 +227,9 @@ class Watch:
     """
 
     __slots__ = (
-        "_attributes",
-        "_classes",
         "_devices",
         "_dtypes",
-        "_held",
-        "_hooked",
-        "_hooks",
         "_key",
-        "_objects",
-        "_owned",
         "_read",
         "_replaced",
         "_seen",
@@ -151,38 +245,12 @@ class Watch:
         key: Callable[[Any], object],
         read: Iterable[Tensor] | None = None,
     ) -> None:
-        modules: list[Any] = list(block.modules())
-        processors = [m.__dict__["processor"] for m in modules if "processor" in m.__dict__]
-        objects = [*modules, *(p for p in processors if hasattr(p, "__dict__"))]
-        self._attributes = []
-        for own in map(vars, objects):
-            names = [name for name in own if name not in _CONTAINERS]
-            if own is vars(block):  # Its forward is ours, or around ours, and holds this watch.
-                names = [name for name in names if name != "forward"]
-            if names:  # One name gives its value, several a tuple of theirs.
-                values_of = itemgetter(*names)
-                self._attributes.append((own, len(own), values_of, values_of(own)))
-        # The block's own hooks run around the forward that the plan stands for.
-        self._hooks = [m.__dict__.get(name, {}) for m in modules[1:] for name in _HOOKS]
-        self._hooked = list(map(len, self._hooks))
-        # Views: they show what is inside at every look.
-        self._owned = [
-            m.__dict__[name].values()
-            for m in modules
-            for name in ("_parameters", "_buffers", "_modules")
-            if m.__dict__[name]
-        ]
-        held = list(chain.from_iterable(self._owned))
-        self._objects = objects
-        self._classes = list(map(type, [*objects, *held]))
-        tensors = [x for x in held if isinstance(x, Tensor)]
-        # Weakly, or a weight that was replaced would keep its memory until the next look.
-        self._held = [_NOTHING if x is None else weakref.ref(x) for x in held]
-        looked_at = tensors if read is None else list(read)
-        self._read = list(map(weakref.ref, looked_at))
+        super().__init__(block)
+        self._read = self._held if read is None else self._hold(read)
+        looked_at = [held() for held in self._read]
         self._dtypes = list(map(_dtype, looked_at))
-        self._devices = list(map(_device, looked_at))
-        self._strides = list(map(_stride, looked_at))
+        self._devices = list(map(Tensor.get_device, looked_at))
+        self._strides = list(map(Tensor.stride, looked_at))
         self._shapes = list(map(_shape, looked_at))
         self._replaced = plain.replaced
         self._states, self._key = tuple(states), key
@@ -190,25 +258,13 @@ class Watch:
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        if list(map(len, self._hooks)) != self._hooked or self._replaced is not plain.replaced:
+        if self._replaced is not plain.replaced or not super().holds():
             return False
-        owned = list(chain.from_iterable(self._owned))
-        if list(map(type, [*self._objects, *owned])) != self._classes:
-            return False
-        try:
-            for own, count, values_of, values in self._attributes:
-                if len(own) != count or values_of(own) != values:
-                    return False
-        except (KeyError, RuntimeError, ValueError):
-            return False  # a name is gone, or two tensors or arrays are not the same one
-        for held, own in zip(self._held, owned, strict=True):
-            if held() is not own:  # What died is None here, also where another has its address.
-                return False
-        read = [reference() for reference in self._read]
+        read = [held() for held in self._read]
         return (
             list(map(_dtype, read)) == self._dtypes
-            and list(map(_device, read)) == self._devices
-            and list(map(_stride, read)) == self._strides
+            and list(map(Tensor.get_device, read)) == self._devices
+            and list(map(Tensor.stride, read)) == self._strides
             and list(map(_shape, read)) == self._shapes
             and list(map(self._key, self._states)) == self._seen
         )
