@@ -9,6 +9,8 @@ by the memory they lie in.
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -360,3 +362,24 @@ def test_nothing_is_replayed_while_somebody_watches_launches(
     assert replay.replay_generation()
     monkeypatch.setattr(replay.triton.knobs.runtime, when, lambda metadata: None)
     assert not replay.replay_generation()
+
+
+class Growing(weakref.WeakSet[Any]):
+    """Whoever walks through it is overtaken by a thread that adds to it."""
+
+    def __iter__(self) -> Any:
+        for one in super().__iter__():
+            thread = threading.Thread(target=lambda: replay.Recordings(4))
+            thread.start()
+            thread.join(0.3)
+            yield one
+
+
+def test_a_launcher_may_begin_to_record_while_others_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "_caches", Growing())
+    recordings = replay.Recordings(4)
+    recordings.found["a"] = None
+    replay.forget_programs()
+    assert not recordings.found

@@ -58,6 +58,7 @@ _local = threading.local()
 #: Tensors that live as long as the process and may be read by any recording, by storage address.
 _kept: dict[int, torch.Tensor] = {}
 _caches: weakref.WeakSet[Recordings] = weakref.WeakSet()
+_caches_lock = threading.RLock()
 _off = 0
 _generation = 0
 
@@ -77,7 +78,9 @@ def forget_programs() -> None:
     """Record every signature again; for when the tiles change."""
     global _generation
     _generation += 1
-    for cache in list(_caches):
+    with _caches_lock:
+        caches = list(_caches)
+    for cache in caches:
         cache.clear()
 
 
@@ -123,7 +126,8 @@ class Recordings:
     def __init__(self, most: int) -> None:
         self.found: dict[Any, list[Program] | int | None] = {}
         self._most = most
-        _caches.add(self)
+        with _caches_lock:
+            _caches.add(self)
 
     def clear(self) -> None:
         """Record every signature again."""
