@@ -381,3 +381,20 @@ def test_a_plan_runs_below_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches.FeedForwardRun, "__call__", run)
     wan.run(model)
     assert seen == [True]
+
+
+def test_a_branch_is_made_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it decides on a GPU does not run on a CPU."""
+    made: list[torch.device] = []
+
+    def branch(layout: Any, held: Any, streams: list[torch.Tensor], given: Any) -> object:
+        made.append(streams[0].device)
+        return object()
+
+    monkeypatch.setattr(joined, "_Branch", branch)
+    monkeypatch.setattr(joined, "_unpacked", lambda *args: None)
+    given: Any = None
+    for device in ("cpu", "meta", "cpu", "meta"):
+        streams = [torch.ones(1, device=device)]
+        joined._branch(joined.FeedForwardLayout, ("", [], []), streams, given, ())
+    assert made == [torch.device("cpu"), torch.device("meta")]

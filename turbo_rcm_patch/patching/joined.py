@@ -373,7 +373,8 @@ def _branch(
 ) -> _Branch:
     """The branch of a layout, made when this thread first needs it."""
     words, sizes, numbers = packed
-    key = kind, words, tuple(sizes), tuple(numbers), len(streams)
+    # What is chosen for one device does not run on another.
+    key = kind, words, tuple(sizes), tuple(numbers), len(streams), streams[0].device
     kept: dict[Any, _Branch] | None = getattr(_local, "kept", None)
     if kept is None:
         kept = _local.kept = {}
