@@ -151,3 +151,38 @@ def test_an_outstanding_replay_does_not_keep_the_interpreter_alive() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=100, env=dict(os.environ))
     assert done.returncode == 0
+
+
+class Box:
+    """Holds itself and a timer, as a patched model does."""
+
+    timer: ReplayTimer
+    me: Box
+
+
+class Collecting(Event):
+    """The collector runs while the timer's thread looks at this event, once it may."""
+
+    may = False
+
+    def query(self) -> bool:
+        if self.may:
+            gc.collect()
+        return super().query()
+
+
+def test_a_timer_may_be_collected_in_its_own_thread() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        box = Box()
+        box.me, box.timer = box, ReplayTimer(SHORT, "a Model", end=lambda why: None)
+        event = Collecting()
+        box.timer.add(event)
+        (thread,) = threads()
+        del box
+        event.may = True
+        thread.join(10)
+        assert not thread.is_alive()
+    finally:
+        gc.enable()

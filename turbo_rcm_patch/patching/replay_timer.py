@@ -86,7 +86,8 @@ class _Watch:
 
     def __init__(self, seconds: float, who: str, end: Callable[[str], None]) -> None:
         self._seconds, self._who, self._end = seconds, who, end
-        self._changed = threading.Condition(threading.Lock())
+        # Its lock is reentrant: the collector may close this in the middle of anything below.
+        self._changed = threading.Condition()
         #: With the time of the launch, the oldest first.
         self._outstanding: deque[tuple[Reached, float]] = deque()
         self._asleep = False
@@ -113,12 +114,12 @@ class _Watch:
     def _in_time(self) -> bool:
         """Wait for the next look; False when the thread is to end."""
         with self._changed:
+            self._forget_done()
             if self._closed:
                 return False
-            self._forget_done()
             if not self._outstanding:
                 self._asleep = True
-                self._changed.wait()
+                self._changed.wait(self._seconds)
                 return True
             left = self._outstanding[0][1] + self._seconds - monotonic()
             if left > 0:
@@ -136,7 +137,8 @@ class _Watch:
 
     def _forget_done(self) -> None:
         while self._outstanding and _reached(self._outstanding[0][0]):
-            self._outstanding.popleft()
+            if self._outstanding:
+                self._outstanding.popleft()
 
 
 def _reached(event: Reached) -> bool:
