@@ -1281,11 +1281,13 @@ class Scaled(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         held = self.how
+        if isinstance(held, tuple):
+            held = held[0]
         scale = held.scale if isinstance(held, SimpleNamespace) else held["scale"][0]
         return super().forward(x) * scale
 
 
-@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.deque, None])
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, collections.deque, tuple, None])
 def test_a_container_that_is_changed_in_place_is_seen(kind: Any) -> None:
     model = wan()
     old = model.condition_embedder.text_embedder.linear_2
@@ -1293,8 +1295,13 @@ def test_a_container_that_is_changed_in_place_is_seen(kind: Any) -> None:
         old.in_features, old.out_features
     )
     scales = collections.deque([1.0]) if kind is collections.deque else [1.0]
-    held = collections.OrderedDict if kind is collections.deque else kind
-    one.how = SimpleNamespace(scale=1.0) if kind is None else held(scale=scales)
+    if kind is None:
+        one.how = SimpleNamespace(scale=1.0)
+    elif kind is tuple:
+        one.how = ({"scale": scales},)
+    else:
+        held = collections.OrderedDict if kind is collections.deque else kind
+        one.how = held(scale=scales)
     patch_model(model, cuda_graphs=True, **EXACT)
     for _ in range(WARM_UPS + 2):
         run(model)
@@ -1302,8 +1309,53 @@ def test_a_container_that_is_changed_in_place_is_seen(kind: Any) -> None:
     if kind is None:
         one.how.scale = 3.0
     else:
-        one.how["scale"][0] = 3.0
+        scales[0] = 3.0
     changed = run(model)
     unpatch_model(model)
     expected = run(model)
     assert float((changed - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_an_attribute_that_holds_itself_is_looked_at_once() -> None:
+    one, other = pair()
+    for model in (one, other):
+        notes: dict[str, Any] = {"names": ["a"]}
+        notes["me"], notes["parents"] = notes, (notes,)
+        model.blocks[0].attn1.notes = notes
+    agree(one, other)
+    assert FakePool.replays() > 0
+    before = FakePool.dropped
+    one.blocks[0].attn1.notes["names"].append("b")
+    agree(one, other)
+    assert FakePool.dropped == before + 1
+
+
+class Uncertain:
+    """Compares with nothing."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("it compares with nothing")
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_an_attribute_that_cannot_be_compared(graphed: bool) -> None:
+    one, other = pair()
+    if not graphed:
+        unpatch_model(one)
+        patch_model(one, **EXACT)
+    for _ in range(2):
+        for model in (one, other):
+            model.blocks[0].attn1.note = Uncertain()
+        agree(one, other)
+
+
+def test_signatures_that_were_given_up_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MOST_SIGNATURES", 2)
+    one, _ = pair()
+    record: Any = record_of(one)
+    for key in range(4):
+        with pytest.raises(graphs._NoGraphError):
+            record.graphs._fail(key, "no")
+    assert list(record.graphs._failed) == [2, 3]

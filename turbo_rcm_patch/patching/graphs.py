@@ -33,7 +33,7 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import repeat
@@ -78,7 +78,7 @@ from turbo_rcm_patch.patching.state import PairState
 WARM_UPS: Final = 2
 #: Graphs that a model keeps; past that the least recently used goes.
 MOST_GRAPHS: Final = 4
-#: Signatures whose forwards are counted.
+#: Signatures whose forwards are counted, and those that are given up.
 _MOST_SIGNATURES: Final = 64
 #: Changes of the model with no replay in between before graphs are given up.
 _MOST_CHANGES: Final = 8
@@ -349,17 +349,30 @@ def _function_modes() -> list[Any]:
     return modes
 
 
-def _frozen(value: Any) -> Any:
-    """A copy of lists, dicts, sets, deques and namespaces, also of classes made from them, which
-    are changed in place; anything else as it is."""
+def _frozen(value: Any, around: tuple[Any, ...] = ()) -> Any:
+    """A deep copy of mutable containers, also of classes made from them, so that a change in place
+    shows; anything else as it is, and a container inside itself.
+
+    Args:
+        value: Any object.
+        around: The containers that it is in.
+    """
+    if any(value is one for one in around):
+        return value
+
+    def inside(part: Any) -> Any:
+        return _frozen(part, (*around, value))
+
     if isinstance(value, dict):
-        return {name: _frozen(part) for name, part in value.items()}
+        return {name: inside(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [_frozen(part) for part in value]
+        return [inside(part) for part in value]
+    if isinstance(value, tuple):
+        return tuple(map(inside, value))
     if isinstance(value, deque):
-        return deque(map(_frozen, value))
+        return deque(map(inside, value))
     if type(value) is SimpleNamespace:
-        return SimpleNamespace(**_frozen(vars(value)))
+        return SimpleNamespace(**inside(vars(value)))
     return set(value) if isinstance(value, set) else value
 
 
@@ -444,16 +457,19 @@ class _Look(Look):
         )
 
 
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (tuple, list, set, deque)):
-            yield from _leaves(value)
-        elif isinstance(value, dict):
-            yield from _leaves(value.values())
-        elif type(value) is SimpleNamespace:
-            yield from _leaves(vars(value).values())
-        else:
+def _leaves(values: Sequence[Any]) -> Iterator[Any]:
+    """What is in containers, each of which is looked into once."""
+    seen: set[int] = set()
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if type(value) is SimpleNamespace:
+            value = vars(value)
+        if not isinstance(value, (dict, tuple, list, set, deque)):
             yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
 
 
 def _why_never(
@@ -746,6 +762,13 @@ class Graphs:
         self.note(why)
         raise _NoGraphError(why)
 
+    def _fail(self, key: Any, why: str) -> NoReturn:
+        """Give up a signature."""
+        if len(self._failed) >= _MOST_SIGNATURES:
+            self._failed.pop(next(iter(self._failed)))
+        self._failed[key] = why
+        self._give_up(why)
+
     def note(self, why: str) -> None:
         """Say why forwards run plain, in the report and once as a warning."""
         self._why = why
@@ -843,8 +866,7 @@ class Graphs:
         ranks = [str(rank) for rank, other in enumerate(wishes) if other.way != "captured"]
         if ranks:
             self._drop(key)
-            self._failed[key] = f"it could not be captured on rank {', '.join(ranks)}"
-            self._give_up(self._failed[key])
+            self._fail(key, f"it could not be captured on rank {', '.join(ranks)}")
         captured.number = Graphs._last_number = max(other.last for other in wishes) + 1
         if self._timer is None:
             self._timer = ReplayTimer(
@@ -905,10 +927,8 @@ class Graphs:
                 raise
         except Exception as error:
             text = str(error).strip().splitlines()
-            self._failed[key] = f"{text[0] if text else ''} ({type(error).__name__})"
-            if isinstance(error, _NoGraphError):
-                self._failed[key] = str(error)
-            self._give_up(self._failed[key])
+            why = f"{text[0] if text else ''} ({type(error).__name__})"
+            self._fail(key, str(error) if isinstance(error, _NoGraphError) else why)
         ran = [state.ran for state in self._states]
         captured = _Captured(graph, inputs, leaves, structure, list(held), ran)
         self._captured[key] = captured
