@@ -39,6 +39,7 @@ from turbo_rcm_patch import (
     patched,
     unpatch_model,
 )
+from turbo_rcm_patch.patching import blocks
 
 BF16 = torch.bfloat16
 EXACT_GUARDED = PatchConfig(attention="exact")
@@ -339,3 +340,26 @@ def test_a_real_pipeline(scheduler: Any) -> None:
     assert seen == [(0, "first"), (2, "last")]
     assert 0 < relative(output, expected) < 0.05
     assert torch.equal(generate(), expected)
+
+
+def test_tables_of_one_capture_are_not_given_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie in the memory of that graph."""
+    monkeypatch.setattr(blocks, "is_capturing", lambda device: True)
+    tables, source = blocks.KeptTables(), torch.ones(3)
+    made = []
+    for _ in range(2):
+        tables.begin()
+        made += [tables.of((source,), lambda: (source * 2, source * 3)) for _ in range(2)]
+    assert made[0] is made[1] is not made[2] is made[3]
+
+
+def test_a_forward_says_that_it_begins_to_the_tables_of_its_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[blocks.KeptTables] = []
+    monkeypatch.setattr(blocks.KeptTables, "begin", lambda self: begun.append(self))
+    case = CASES[0]
+    model = case.model()
+    patch_model(model, attention="exact", guard=False)
+    run(model, **case.inputs())
+    assert len(begun) == 1

@@ -17,7 +17,8 @@ from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
 from tests.patching.wan import CASES, EXACT, INT8, Case, dicts, relative, run, wan
-from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
+from turbo_rcm_patch import PatchConfig, is_patched, patch_model, patched, unpatch_model
+from turbo_rcm_patch.patching import patch as patch_file
 from turbo_rcm_patch.patching import record as record_file
 
 BF16 = torch.bfloat16
@@ -120,6 +121,22 @@ def test_patched_reverts_what_it_patched_although_the_pipeline_changed() -> None
     with patched(pipe):
         pipe.transformer = wan()
     assert dicts(original) == before
+
+
+def test_what_fails_after_everything_is_installed_leaves_the_parallelism_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[object] = []
+    monkeypatch.setattr(patch_file, "leave", left.append)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(patch_file, "_report", interrupted)
+    model = wan()
+    with pytest.raises(KeyboardInterrupt):
+        patch_model(model)
+    assert left == [model] and not is_patched(model)
 
 
 def test_a_report_does_not_keep_a_model_alive() -> None:

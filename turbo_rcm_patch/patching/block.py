@@ -32,7 +32,7 @@ from turbo_rcm_patch.ops.operation import compile_ahead
 from turbo_rcm_patch.ops.self_test import ensure_tested
 from turbo_rcm_patch.patching import plain
 from turbo_rcm_patch.patching.author import Notes, Untold, call, nothing, same
-from turbo_rcm_patch.patching.blocks import Mode, may_run
+from turbo_rcm_patch.patching.blocks import KeptTables, Mode, may_run
 from turbo_rcm_patch.patching.branches import (
     TEXT_TOKENS,
     AttentionModules,
@@ -201,6 +201,10 @@ class BlockForward:
         for name in copyreg._slotnames(type(self)):  # type: ignore[attr-defined]
             setattr(made, name, copy.deepcopy(getattr(self, name), memo))
         return made
+
+    def forget_plan(self) -> None:
+        """Make the plan again on the next forward; it holds modules that may be replaced."""
+        self._slot.clear()
 
     # --- what a family says of its own -----------------------------------------------------------
 
@@ -508,6 +512,8 @@ class BlockForward:
                 hidden, heads = next(iter(inputs.values())), self._specs["as asked for"].heads
                 ensure_tested(hidden.device, hidden.shape[-1] // heads, heads)
             self._linears.copies.begin()
+            if isinstance(self._shared, KeptTables):
+                self._shared.begin()
             if guard is not None:
                 guard.begin(self._way(*inputs.values()), **inputs)
         return guard

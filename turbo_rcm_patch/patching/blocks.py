@@ -183,10 +183,17 @@ class KeptTables:
 
     def __init__(self) -> None:
         # What they were made from and what was made, written at once: other threads read it.
-        self._kept: tuple[object, list[weakref.ref[Tensor]], tuple[Tensor, Tensor]] | None = None
+        self._kept: (
+            tuple[object, bool, list[weakref.ref[Tensor]], tuple[Tensor, Tensor]] | None
+        ) = None
 
     def __reduce__(self) -> tuple[type[KeptTables], tuple[()]]:
         return KeptTables, ()
+
+    def begin(self) -> None:
+        """A forward begins: tables of a CUDA graph that was captured are that graph's alone."""
+        if self._kept is not None and self._kept[1]:
+            self._kept = None
 
     def of(
         self,
@@ -205,11 +212,11 @@ class KeptTables:
         if torch.compiler.is_compiling() or any([x.is_inference() for x in sources]):
             return make()
         capturing = any([is_capturing(x.device) for x in sources])
-        facts, kept = (facts, capturing, [x._version for x in sources]), self._kept
-        if kept is not None and kept[0] == facts and _are(kept[1], sources):
-            return kept[2]
+        facts, kept = (facts, [x._version for x in sources]), self._kept
+        if kept is not None and kept[:2] == (facts, capturing) and _are(kept[2], sources):
+            return kept[3]
         made = make()
-        self._kept = facts, list(map(weakref.ref, sources)), made
+        self._kept = facts, capturing, list(map(weakref.ref, sources)), made
         return made
 
 

@@ -26,6 +26,7 @@ from turbo_rcm_patch.errors import (
     NotPatchedError,
     WrappedError,
 )
+from turbo_rcm_patch.patching.block import BlockForward
 from turbo_rcm_patch.patching.calibration import (
     fingerprint,
     read_calibration,
@@ -178,9 +179,7 @@ def _install(
             follow(record.plan.model, "patched")
         return _report(model, records)
     except BaseException:
-        for record in reversed(records):
-            if record_of(record.plan.model) is record:
-                record.undo()
+        _undo_all([r for r in reversed(records) if record_of(r.plan.model) is r])
         raise
 
 
@@ -226,7 +225,7 @@ def unpatch_model(model: object) -> None:
 
 def refresh(model: object) -> None:
     """Drop all int8 copies of a patched model's weights and all CUDA graphs; later forwards make
-    them again, and capture what was given up before.
+    them again, and capture what was given up before. Weights that were replaced are let go, too.
 
     Call it to free the memory, or after weights were written while a forward ran. It is not needed
     after a change between two forwards, because every forward looks for changed weights.
@@ -236,6 +235,9 @@ def refresh(model: object) -> None:
     """
     for record in _records(model, "refresh"):
         record.plan.copies.clear()
+        for entry in record.entries:
+            if isinstance(entry.ours, BlockForward):
+                entry.ours.forget_plan()
         if record.graphs is not None:
             record.graphs.clear()
 

@@ -288,6 +288,10 @@ class PlanSlot(Generic[_T]):
     def __reduce__(self) -> tuple[type[PlanSlot[_T]], tuple[()]]:
         return PlanSlot, ()
 
+    def clear(self) -> None:
+        """Forget the plan, and the modules that it holds."""
+        self._kept = None
+
     def get(
         self, facts: object, make: Callable[[], _T], watch: Callable[[_T], Watch]
     ) -> _T | None:
