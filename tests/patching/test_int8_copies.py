@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.patching.wan import CASES, dicts, relative, run, wan, with_lora
 from turbo_rcm_patch import PatchConfig, patch_model, refresh, unpatch_model
 from turbo_rcm_patch.errors import NotPatchedError
+from turbo_rcm_patch.ops import Fingerprints
 from turbo_rcm_patch.ops.int8_linear import _multiplied_weight
 from turbo_rcm_patch.patching import copies as copies_file
 from turbo_rcm_patch.patching.copies import Copies
@@ -473,3 +475,73 @@ def test_reentrant_checkpointing_runs_the_same_linears_twice() -> None:
     run(model)
     record: Any = record_of(model)
     assert record.plan.copies.bytes() > 0  # Inference is int8 as before.
+
+
+def test_a_weight_that_becomes_another_view_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel takes checksums of the memory, which is the same."""
+    monkeypatch.setattr(
+        Fingerprints, "take", lambda self: torch.zeros(sum(self.counts), dtype=torch.int64)
+    )
+    linear = nn.Linear(64, 64).requires_grad_(False)
+    copies = Copies("reference")
+    copies.begin()
+    before, *_ = copies.of((1, "x"), (linear,))
+    copies.begin()
+    assert copies.of((1, "x"), (linear,))[0] is before
+    linear.weight.data = linear.weight.data.t()
+    copies.begin()
+    after, *_ = copies.of((1, "x"), (linear,))
+    assert torch.equal(after, copies.fresh((linear,))[0])
+
+
+def test_a_linear_whose_bias_was_made_in_inference_mode_stays_in_16_bits() -> None:
+    model = wan()
+    linear = model.blocks[0].attn1.to_q
+    with torch.inference_mode():
+        linear.bias = nn.Parameter(torch.zeros(linear.out_features), requires_grad=False)
+    author = copy.deepcopy(model)
+    patch_model(model, LINEAR)
+    for _ in range(2):
+        assert relative(run(model), run(author)) < 0.02
+    record: Any = record_of(model)
+    pair = record.pairs()[0]
+    assert "to_q" not in pair.int8_linears and "bias was made in inference mode" in pair.reason
+
+
+class Growing(weakref.WeakSet[Any]):
+    """Whoever walks through it is overtaken by a thread that adds to it."""
+
+    def __init__(self, add: Callable[[], object]) -> None:
+        super().__init__()
+        self.add_one = add
+
+    def __iter__(self) -> Any:
+        for one in super().__iter__():
+            thread = threading.Thread(target=self.add_one)
+            thread.start()
+            thread.join(0.3)
+            yield one
+
+
+def test_another_model_may_be_patched_while_a_weight_is_quantised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Copies] = []
+    everyone = Growing(lambda: made.append(Copies("reference")))
+    monkeypatch.setattr(copies_file, "_ALL", everyone)
+    copies = Copies("reference")
+    copies.begin()
+    copies.of((1, "x"), (nn.Linear(64, 64).requires_grad_(False),))
+    assert set(map(id, made)) < set(map(id, list(weakref.WeakSet.__iter__(everyone))))
+
+
+def test_refresh_lets_a_replaced_module_go() -> None:
+    model = wan()
+    patch_model(model, LINEAR)
+    run(model)
+    gone = weakref.ref(model.blocks[0].attn1.to_q.weight)
+    model.blocks[0].attn1.to_q = nn.Linear(128, 128).requires_grad_(False)
+    refresh(model)
+    gc.collect()
+    assert gone() is None
+    run(model)

@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Final
 
 import torch
@@ -51,10 +50,11 @@ _MOVES: Final = 2
 Key = tuple[int, str]
 #: int8 [Cout, K], its scales, bias [Cout] or None.
 Made = tuple[Tensor, Tensor, Tensor | None]
-_Place = tuple[int, torch.device, torch.dtype]
+_Place = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...]]
 
 #: Of every model that is alive.
 _ALL: Final[weakref.WeakSet[Copies]] = weakref.WeakSet()
+_ALL_LOCK: Final = threading.RLock()
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,8 @@ class _Copy:
         prints: What takes them again.
         sources: Weights and biases, held weakly where that is allowed.
         versions: How often each had been written to.
-        places: Where each was, and where int8 weights were that came with them.
+        places: Where each was and how it lay there, and the same of int8 weights that came with
+            them.
         moves: How often in a row the sources had moved since the forward before.
         moved: Whether they were elsewhere when all copies were looked at.
         sound: The forward in which the bits were last found to be the same.
@@ -127,7 +128,7 @@ def _in_place(
     for source, version, place in zip(sources, versions, places, strict=False):
         if source is None or source._version != version:
             return False
-        if (source.data_ptr(), source.device, source.dtype) != place:
+        if _place(source) != place:
             return False
     return True
 
@@ -177,7 +178,8 @@ class Copies:
         self._reader: tuple[int, list[Held]] | None = None
         # The copies of a device that were last looked at together, and what did it.
         self._together: dict[torch.device, tuple[list[_Copy], Fingerprints, Tensor]] = {}
-        _ALL.add(self)
+        with _ALL_LOCK:
+            _ALL.add(self)
 
     def __reduce__(self) -> tuple[type[Copies], tuple[Impl]]:
         return Copies, (self._impl,)
@@ -352,7 +354,7 @@ class Copies:
             device: Where these are all of a device's copies, to be looked at again.
         """
         known = self._together.get(device) if device is not None else None
-        if known is not None and _same(known[0], copies):
+        if known is not None and known[0] == copies:
             _, prints, before = known
         elif len(copies) == 1:
             prints, before = _taken(copies[0])
@@ -387,7 +389,9 @@ class Copies:
         moves: int,
     ) -> Made:
         self.forget(key)  # Its memory first, and what belongs to models that were moved away.
-        for other in list(_ALL):
+        with _ALL_LOCK:
+            everyone = list(_ALL)
+        for other in everyone:
             if other is not self:
                 other.release_moved()
         # Later forwards may be of other modes.
@@ -452,11 +456,7 @@ def _parameters(linears: Sequence[Any]) -> list[Tensor]:
 
 
 def _place(tensor: Tensor) -> _Place:
-    return tensor.data_ptr(), tensor.device, tensor.dtype
-
-
-def _same(one: list[_Copy], other: list[_Copy]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _taken(copy: _Copy) -> tuple[Fingerprints, Tensor]:

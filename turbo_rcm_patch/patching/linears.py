@@ -52,8 +52,7 @@ def runs_int8(module: nn.Module, x: Tensor, *, recomputed: bool = False) -> bool
     linear: Any = module
     if not weight_is_known(linear, x):
         return False
-    original = type(linear) is not Int8Linear
-    if original and not torch.compiler.is_compiling() and linear.weight.is_inference():
+    if not torch.compiler.is_compiling() and _made_in_inference_mode(linear):
         return False
     if linear.in_features > ops.MAX_CHANNELS:
         return False
@@ -70,9 +69,17 @@ def why_not_int8(module: nn.Module) -> str:
     linear: Any = module
     if linear.in_features > ops.MAX_CHANNELS:
         return f"its {linear.in_features} channels overflow an int32 sum"
-    # What is changed in place could not be seen.
-    inference = type(linear) is not Int8Linear and linear.weight.is_inference()
-    return "its weight was made in inference mode" if inference else ""
+    if not _made_in_inference_mode(linear):
+        return ""
+    which = "weight" if linear.weight.is_inference() else "bias"
+    return f"its {which} was made in inference mode"
+
+
+def _made_in_inference_mode(linear: Any) -> bool:
+    """Whether an int8 copy could become stale unseen: such tensors do not count their changes."""
+    return type(linear) is not Int8Linear and any(
+        p.is_inference() for p in linear._parameters.values() if p is not None
+    )
 
 
 #: Standard deviation of an attention's logits from which its q, k and v stay in 16 bits. int8
