@@ -57,7 +57,7 @@ def on_a_cpu() -> Iterator[None]:
     FakeEvent.hang = False
     gc.collect()
     for thread in timers():  # of models that are gone
-        thread.join(5)
+        thread.join(60)
     assert not timers()
     with (
         mock.patch.object(graphs, "GraphPool", FakePool),
