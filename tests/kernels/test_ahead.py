@@ -97,7 +97,7 @@ def test_kernels_are_compiled_side_by_side_and_a_failure_is_left_to_the_launch(
     """The real mode of Triton, with a compiler of ours."""
     from threading import Barrier
 
-    meet = Barrier(2, timeout=30)  # two compilations have to be under way at once
+    meet = Barrier(2, timeout=120)  # two compilations have to be under way at once
     finalised: list[str] = []
 
     class Compiled:

@@ -278,7 +278,7 @@ def test_threads_do_not_use_up_each_other_s_check() -> None:
     def wait(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             inside.set()
-            done.wait(30)
+            done.wait(120)
             raise Stop
 
     handle = model.blocks[1].register_forward_pre_hook(wait)
@@ -289,7 +289,7 @@ def test_threads_do_not_use_up_each_other_s_check() -> None:
 
     thread = threading.Thread(target=other)
     thread.start()
-    inside.wait(30)
+    inside.wait(120)
     run(model)
     done.set()
     thread.join()
@@ -331,7 +331,7 @@ def test_two_threads_that_compare_one_pair_take_one_step(monkeypatch: pytest.Mon
     model = wan()
     patch_model(model, linear="int8", kinds=("feed-forward",), precision="auto", guard_budget=0.5)
     record: Any = record_of(model)
-    both, own = threading.Barrier(2, timeout=60), Guard._measured
+    both, own = threading.Barrier(2, timeout=120), Guard._measured
     started: set[int] = set()
 
     def together(self: Any, reference: Any, result: Any, pair: Any) -> Any:

@@ -303,7 +303,7 @@ def test_threads_do_not_share_what_they_are_given() -> None:
     target, args = found[2]
     others = (args[0], args[1], [None if x is None else x * 0.5 for x in args[2]], *args[3:])
     expected = [target(*args)[0], target(*others)[0]]
-    barrier = threading.Barrier(2, timeout=30)
+    barrier = threading.Barrier(2, timeout=120)
     run = joined.FeedForwardRun.__call__
     made: list[Any] = [None, None]
 

@@ -671,7 +671,7 @@ def one_raises(rank: int, folder: str) -> None:
 @GROUPS_HAVE_ITS_TIMEOUT
 def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
     on_ranks(2, one_raises, str(tmp_path), timeout=timedelta(seconds=8))
-    assert 4 < float((tmp_path / "done").read_text(encoding="utf-8")) < 20
+    assert 4 < float((tmp_path / "done").read_text(encoding="utf-8")) < 60
 
 
 OF_FOUR = [

@@ -16,7 +16,8 @@ import pytest
 from turbo_rcm_patch.patching import replay_timer
 from turbo_rcm_patch.patching.replay_timer import ReplayTimer, end_process
 
-SHORT = timedelta(seconds=0.3)
+#: A machine with other work may stand still for half of it.
+SHORT = timedelta(seconds=1)
 
 
 class Event:
@@ -50,12 +51,12 @@ def test_a_replay_that_is_late_ends_once_and_names_the_remedy() -> None:
     begin = time.monotonic()
     for _ in range(3):  # a loop goes on launching
         timer.add(Event())
-    assert ended.wait(10)
-    assert 0.25 < time.monotonic() - begin < 5
+    assert ended.wait(30)
+    assert 0.9 < time.monotonic() - begin < 30
     time.sleep(0.5)
     timer.close()
     (why,) = said
-    for part in ("a Model on rank 0 of 2", "0.3 s", "timeout", "start all of them", "cuda_graphs"):
+    for part in ("a Model on rank 0 of 2", " 1 s", "timeout", "start all of them", "cuda_graphs"):
         assert part in why
 
 
@@ -67,11 +68,10 @@ def test_replays_in_time_are_left_alone() -> None:
         timer.add(event)
         time.sleep(0.1)
         event.reached = True
-    time.sleep(0.5)
+    time.sleep(1.2)
     assert not said
-    late = Event()
-    timer.add(late)  # the thread slept, as nothing was outstanding
-    time.sleep(0.7)
+    timer.add(Event())  # the thread slept, as nothing was outstanding
+    time.sleep(1.7)
     timer.close()
     assert len(said) == 1
 
@@ -81,19 +81,19 @@ def test_the_limit_is_that_of_the_oldest() -> None:
     timer = ReplayTimer(SHORT, "a Model", lambda why: said.append(time.monotonic()))
     begin = time.monotonic()
     timer.add(Event())
-    for _ in range(4):
-        time.sleep(0.1)
+    for _ in range(3):
+        time.sleep(0.3)
         timer.add(Event())
-    time.sleep(0.2)
+    time.sleep(0.8)  # The newest has until 1.9.
     timer.close()
-    assert said and said[0] - begin < 0.55
+    assert said and said[0] - begin < 1.8
 
 
 def test_a_device_that_failed_is_not_late() -> None:
     said: list[str] = []
     timer = ReplayTimer(SHORT, "a Model", said.append)
     timer.add(Failed())
-    time.sleep(0.6)
+    time.sleep(1.5)
     timer.close()
     assert not said
 
@@ -105,9 +105,9 @@ def test_the_thread_sleeps_and_ends() -> None:
     timer.add(event)
     (thread,) = threads()
     assert thread.daemon
-    time.sleep(0.2)
+    time.sleep(0.5)
     looks = event.looks
-    time.sleep(0.7)
+    time.sleep(1.2)
     assert event.looks == looks <= 2, "it looks while nothing is outstanding"
     timer.close()
     assert not threads()
@@ -120,7 +120,7 @@ def test_a_timer_that_is_forgotten_ends_its_thread() -> None:
     (thread,) = threads()
     del timer
     gc.collect()
-    thread.join(5)
+    thread.join(30)
     assert not thread.is_alive()
 
 

@@ -129,9 +129,11 @@ def test_an_interpreter_that_cannot_run_is_told_before_the_work(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_remedy_for_an_old_interpreter_works(
-    micro_folder: Path, tmp_path: Path, monkeypatch
+    micro_folder: Path, tmp_path: Path, monkeypatch, pytestconfig: pytest.Config
 ) -> None:
     """Triton 3.5 beside the installed NumPy breaks, and beside the one of the remedy it runs."""
+    if not pytestconfig.getoption("--every-target"):
+        pytest.skip("half a gigabyte of an older release: --every-target")
     for folder, wanted in (("triton", "triton==3.5.1"), ("numpy", "numpy<2.4")):
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-input", "--quiet"]
         command += ["--only-binary", ":all:", "--target", str(tmp_path / folder), wanted]

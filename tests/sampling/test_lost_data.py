@@ -30,8 +30,6 @@ from turbo_rcm_patch.sampling.video import write_mp4
 QUICK = ["--height", "32", "--width", "32", "--num-frames", "5", "--max-sequence-length", "16"]
 QUICK += ["--steps", "1", "--device", "cpu"]
 FRAMES = np.random.default_rng(0).integers(0, 256, (9, 64, 64, 3), dtype=np.uint8)
-#: What a folder of an older version, which kept no list, had in it.
-OLDER = '{"model": "m", "settings": {}, "config": {}, "versions": {}}'
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -84,18 +82,6 @@ def test_a_single_file_is_not_written_over(name: str, pipe, settings, tmp_path: 
     with pytest.raises(OutputExistsError, match=name):
         compare(pipe, "a red circle", out=tmp_path, settings=settings)
     assert everything(tmp_path) == {name: b"mine"}
-
-
-def test_a_folder_of_an_older_version_is_refused_with_a_remedy(
-    tmp_path: Path, nothing_loads: None, capsys
-) -> None:
-    (tmp_path / "settings.json").write_text(OLDER)
-    for command in (["demo"], ["compare", "--prompt", "a"]):
-        assert main([*command, "--out", str(tmp_path)]) == 2
-        said = " ".join(capsys.readouterr().err.split())
-        assert "older version" in said
-        assert "Choose another --out, or remove the folder yourself" in said
-    assert everything(tmp_path) == {"settings.json": OLDER.encode()}
 
 
 def test_an_older_sample_is_neither_used_nor_replaced(tmp_path: Path) -> None:

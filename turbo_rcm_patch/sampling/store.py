@@ -51,11 +51,6 @@ _LAYOUT: Final = re.compile(
     + ")"
 )
 _FOLDERS: Final = ("latents", "prompts", "runs", "plots")
-#: What the settings of every version before the list was kept have.
-_OLDER: Final = {"model", "settings", "config", "versions"}
-_ANOTHER: Final = (
-    "Choose another --out, or remove the folder yourself if you do not need its files"
-)
 _YOURSELF: Final = "Choose another --out, or remove these files yourself if you do not need them"
 
 
@@ -276,13 +271,6 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
     listed = _listed(folder)
     ours, earlier = listed or (set(), set())
     there = [name for name in _FIXED if _is_there(folder / name)]
-    if listed is None and _is_older(folder):
-        raise OutputExistsError(
-            f"{folder} holds a comparison of an older version, which kept no list of its files",
-            expected=f"a new folder, or one with {MARKER}",
-            got=", ".join(there),
-            remedy=_ANOTHER,
-        )
     _refuse_others(folder, [name for name in there if name not in ours])
     for name in _FOLDERS:
         if (folder / name).exists() and not (folder / name).is_dir():
@@ -362,7 +350,8 @@ def _listed(folder: Path) -> tuple[set[str], set[str]] | None:
             f"{path} cannot be read, so it is unknown which files in {folder} are ours",
             expected="the list of our files, as it was written",
             got=f"{type(error).__name__}: {error}",
-            remedy=_ANOTHER,
+            remedy="Choose another --out, or remove the folder yourself if you do not need its "
+            "files",
         ) from error
     return set(names), {*names} & {*earlier}
 
@@ -375,15 +364,6 @@ def _refuse_others(folder: Path, names: list[str]) -> None:
             got=", ".join(names),
             remedy=_YOURSELF,
         )
-
-
-def _is_older(folder: Path) -> bool:
-    """Whether a folder looks as comparisons left it when they kept no list."""
-    try:
-        found = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and found.keys() >= _OLDER
 
 
 def _is_there(path: Path) -> bool:
