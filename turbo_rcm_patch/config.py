@@ -80,7 +80,8 @@ class PatchConfig:
         kinds: Which kinds of skip pair are fused: "self" and "cross" attention, "image" (I2V's
             second attention), "feed-forward", "control" (VACE's input projection).
         guard: Compare each closed pair with its author's code on the first and the last step of
-            an inference, and give it back to that code if its error exceeds the budget.
+            the first inference, and one pair of 60 on each step between, and give it back to that
+            code if its error exceeds the budget.
         precision: "auto" lets the guard choose how exact each attention is, and which Linears run
             in int8, for the target `fidelity`; a pair over its own budget first gets 16-bit p and
             v, then exact attention with the skip fused after it, and only then its author's code.

@@ -173,6 +173,19 @@ def test_scales_survive_a_cast_of_the_model(folder: Path) -> None:
         assert run(model, torch.bfloat16).isfinite().all()
 
 
+def test_int8_weights_of_before_a_merge_are_not_saved(folder: Path, tmp_path: Path) -> None:
+    """What is written through `.data` is seen by nothing else."""
+    model = load(folder)
+    load_extra(model, folder)
+    linear = model.blocks[0].ffn.net[2]
+    linear.weight.data += 0.05
+    model.save_pretrained(tmp_path / "merged")
+    again = load(tmp_path / "merged")
+    load_extra(again, tmp_path / "merged")
+    assert attached_int8(again.blocks[0].ffn.net[2]) is None
+    assert attached_int8(again.blocks[1].ffn.net[2]) is not None
+
+
 def test_weights_that_changed_run_as_they_are_now(folder: Path) -> None:
     """An optimiser's step, another parameter, what is fused into a weight through `.data`."""
     model = load(folder)

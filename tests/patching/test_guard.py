@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.patching.wan import CASES, relative, run, wan
 from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
+from turbo_rcm_patch.patching import guard as guard_module
 from turbo_rcm_patch.patching.report import PatchReport
 
 
@@ -448,6 +449,57 @@ def test_an_error_in_the_middle_timesteps_only(
     broken = {pair.path for pair in report.pairs}
     assert set(back) == broken and report.fused == 0
     assert sorted(back.values()) == ["asked"] * 5 + ["middle"]
+
+
+def run_steps(model: Any, report: PatchReport, *steps: int) -> None:
+    guard: Any = report.guard._guards[0]
+    for step in steps:
+        guard.enter("cond", step, 8)
+        run(model)
+        guard.leave()
+
+
+def test_a_pair_that_a_step_mends_between_the_steps_has_all_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, wrong = wan(), False
+    report = patch_model(model, linear="int8", precision="fixed")
+    right = guard_module.Guard._measured
+
+    def outgrown(self: Any, reference: Any, result: Any, pair: Any) -> Any:
+        found = right(self, reference, result, pair)
+        return replace(found, error=0.5) if wrong and pair.states[0].int8 else found
+
+    monkeypatch.setattr(guard_module.Guard, "_measured", outgrown)
+    run_steps(model, report, 0)
+    wrong, before = True, len(report.guard)
+    run_steps(model, report, 1, 2)
+    records = list(report.guard)[before:]
+    assert records[0].when == "middle" and records[0].verdict == "linears given back"
+    assert {r.path for r in records if r.when == "asked"} == {p.path for p in report.pairs}
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_nan_of_a_pair_that_is_not_compared_has_all_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from turbo_rcm_patch import ops
+
+    model, wrong = wan(), False
+    right = ops.project_skip
+
+    def broken(*args: Any, **given: Any) -> torch.Tensor:
+        return right(*args, **given) * (float("nan") if wrong else 1.0)
+
+    monkeypatch.setattr(ops, "project_skip", broken)
+    report = patch_model(model, PatchConfig(attention="exact", form="two-launch"))
+    run_steps(model, report, 0, 1)
+    wrong = True  # The next turn is that of a pair behind the first one.
+    run_steps(model, report, 2, 3)
+    told = [r for r in report.guard if r.verdict == "not compared"]
+    assert all(r.error == float("inf") for r in told)
+    assert torch.isfinite(run(model)).all()
+    assert told and report.fused == 0 and "given back" in str(report.guard)
 
 
 def test_a_step_between_costs_no_second_attention(monkeypatch: pytest.MonkeyPatch) -> None:

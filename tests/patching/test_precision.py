@@ -17,11 +17,12 @@ from accelerate import cpu_offload
 from tests.measures import relative_l2
 from tests.patching import cogvideox, sla, wan
 from tests.patching.test_residual import BF16, errors
-from turbo_rcm_patch import PatchConfig, ops, patch_model, patched
+from turbo_rcm_patch import PatchConfig, ops, patch_model, patched, unpatch_model
 from turbo_rcm_patch.errors import ConfigError, NotPatchedError
+from turbo_rcm_patch.models import RCMAttention
 from turbo_rcm_patch.ops import dispatch
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope
-from turbo_rcm_patch.patching import noise
+from turbo_rcm_patch.patching import guard, noise
 from turbo_rcm_patch.patching.calibration import fingerprint
 from turbo_rcm_patch.patching.noise import (
     HeadNoise,
@@ -33,6 +34,7 @@ from turbo_rcm_patch.patching.noise import (
     predicted,
 )
 from turbo_rcm_patch.patching.record import record_of
+from turbo_rcm_patch.patching.report import GuardLog, GuardRecord
 
 AUTO: dict[str, Any] = {"precision": "auto"}
 SUBJECTS = [wan.CASES[0], wan.CASES[4], cogvideox.ROTARY]
@@ -462,6 +464,12 @@ def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
         document["models"][""]["pairs"]["blocks.0.attn1"]["exact_heads"] = json.loads(wrong)
         path.write_text(json.dumps(document), encoding="utf-8")
         refused("heads below 2")
+    document["models"][""]["pairs"] = []
+    path.write_text(json.dumps(document), encoding="utf-8")
+    refused("save_calibration")
+    document["models"][""]["pairs"] = {"blocks.0.attn1": {"given back": 1}}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    refused("heads below 2")
     document["models"][""]["pairs"]["blocks.0.attn1"] = {"linears given back": "no"}
     path.write_text(json.dumps(document), encoding="utf-8")
     refused("heads below 2")
@@ -625,3 +633,137 @@ def test_a_parameter_of_another_class_has_a_fingerprint() -> None:
         model.blocks[0].attn1.extra = torch.nn.Parameter(packed, requires_grad=False)
         found.add(fingerprint(model))
     assert type(model.blocks[0].attn1.extra) is Packed and len(found) == 2
+
+
+# --- attentions whose output projection is no plain Linear ---------------------------------------
+
+
+def hook(linear: torch.nn.Linear) -> None:
+    linear.register_forward_hook(lambda *_: None)
+
+
+def cast(linear: torch.nn.Linear) -> None:
+    layerwise = pytest.importorskip("diffusers.hooks").apply_layerwise_casting
+    layerwise(linear, torch.float8_e4m3fn, BF16, skip_modules_pattern=())
+
+
+@pytest.mark.usefixtures("many_tokens")
+@pytest.mark.parametrize("change", [hook, cast])
+def test_heads_are_measured_behind_a_projection_that_is_called(change: Any) -> None:
+    """What hangs on a projection hides nothing of the 8 bits in front of it."""
+    found = []
+    for changed in (False, True):
+        model = one_peaked_head(wan.CASES[0].model(BF16))
+        if changed:
+            for block in model.blocks:
+                change(block.attn1.to_out[0])
+        report = patch_model(model, fidelity=1.5, **AUTO)
+        wan.run(model, **wan.CASES[0].inputs(1, BF16))
+        assert report.exact_heads == {"blocks.0.attn1": (1,)}
+        wan.run(model, **wan.CASES[0].inputs(1, BF16))
+        found.append(report.guard.fidelity)
+    assert found[1] == pytest.approx(found[0], rel=0.05)
+
+
+@pytest.mark.usefixtures("many_tokens")
+def test_no_number_is_predicted_where_the_heads_cannot_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "_weight_for_noise", lambda *_: None)
+    model = wan.CASES[0].model(BF16)
+    report = patch_model(model, fidelity=1.5, **AUTO)
+    wan.run(model, **wan.CASES[0].inputs(1, BF16))
+    assert report.guard.fidelity is None and report.as_dict()["predicted_fidelity"] is None
+    assert report.guard.unmeasured == ["blocks.0.attn1", "blocks.1.attn1"]
+    assert (
+        "unknown, the weight of the output projection cannot be read in blocks.0-1.attn1"
+        in str(report)
+    )
+
+
+@pytest.mark.parametrize("projection", [True, False])
+def test_the_heads_of_the_two_pass_module_are_measured(projection: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made: Any = RCMAttention(128, 4, projection=projection).eval().to(BF16).requires_grad_(False)
+    made.qkv.weight[:256] *= 10
+    x, small = torch.randn(1, 1280, 128).to(BF16), {"guard_budget": 0.9, "fidelity": 1.1}
+    report = patch_model(made, **AUTO, **small)
+    plain = made(x, 0.7)
+    first = report.guard[0].noise
+    assert first is not None and predicted([first]) > 2  # type: ignore[operator]
+    if not projection:
+        return  # Its heads cannot be told apart behind the skip.
+    made(x, 0.7)
+    assert report.exact_heads and report.guard.fidelity < 1.2  # type: ignore[operator]
+    report.save_calibration(tmp_path / "c.json")
+    document = json.loads((tmp_path / "c.json").read_text())
+    document["models"][""]["pairs"] = {"RCMAttention": {"exact_heads": [0, 2]}}
+    (tmp_path / "c.json").write_text(json.dumps(document))
+    unpatch_model(made)
+    report = patch_model(made, guard=False, calibration=tmp_path / "c.json", **AUTO)
+    assert not torch.equal(made(x, 0.7), plain)
+    assert report.last_forward == {"fused with int8 attention, 2 heads exact": 1}
+
+
+def test_the_8_bits_of_sparse_attention_are_in_the_prediction() -> None:
+    """All blocks are seen, so that the 8 bits are all there is beside roundings."""
+    model = sla.with_sla(sla.T2V.model(BF16))
+    for block in model.blocks:
+        block.attn1.norm_q.weight.data *= 4
+    report = patch_model(model, sla_topk=1.0, guard_budget=0.9, **AUTO)
+    sla.run(model, sla.inputs_of(sla.T2V, BF16))
+    number = report.guard.fidelity
+    assert number is not None and number > 1.1 and not report.guard.unmeasured
+
+
+# --- what a calibration has to know --------------------------------------------------------------
+
+
+def test_a_calibration_gives_back_what_the_guard_refused(tmp_path: Path) -> None:
+    model, given, path = wan.wan(), wan.CASES[0].inputs(), tmp_path / "c.json"
+    with patched(model, attention="int8", guard_budget=1e-6, precision="fixed") as report:
+        expected = wan.run(model, **given)
+        back = [pair.path for pair in report.pairs if not pair.fused]
+        assert "blocks.0.attn1" in back
+        report.save_calibration(path)
+    with patched(model, attention="int8", guard=False, calibration=path) as report:
+        assert torch.equal(wan.run(model, **given), expected)
+        assert [pair.path for pair in report.pairs if not pair.fused] == back
+        report.save_calibration(tmp_path / "again.json")
+    models = [json.loads(p.read_text())["models"] for p in (path, tmp_path / "again.json")]
+    assert models[0] == models[1]
+
+
+def test_a_calibration_belongs_to_the_sparse_attention_that_it_was_made_with(
+    tmp_path: Path,
+) -> None:
+    model, path = sla.T2V.model(BF16), tmp_path / "c.json"
+    patch_model(model).save_calibration(path)
+    unpatch_model(model)
+    with pytest.raises(ConfigError, match="another fingerprint"):
+        patch_model(sla.with_sla(model), calibration=path)
+    patch_model(model).save_calibration(path)
+    unpatch_model(model)
+    document = json.loads(path.read_text())
+    document["models"][""]["pairs"] = {"blocks.0.attn1": {"exact_heads": [0]}}
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="heads below 0"):
+        patch_model(model, calibration=path)
+
+
+def test_a_calibration_of_a_pair_that_is_a_whole_module_is_read(tmp_path: Path) -> None:
+    model, path = torch.nn.ModuleDict({"a": RCMAttention(128, 2).eval()}), tmp_path / "c.json"
+    chosen = {"a": {"exact_heads": [1]}}
+    patch_model(model).save_calibration(path)
+    unpatch_model(model)
+    document = json.loads(path.read_text())
+    document["models"]["a"]["pairs"] = chosen
+    path.write_text(json.dumps(document))
+    assert patch_model(model, calibration=path).exact_heads == {"a": (1,)}
+
+
+def test_a_pair_that_was_mended_twice_is_counted_once() -> None:
+    log, one = GuardLog(), GuardRecord("a", 0, "first", 0.5, 0.1, "16-bit p and v")
+    for verdict in ("16-bit p and v", "exact attention", "given back"):
+        log.add(replace(one, verdict=verdict))  # type: ignore[arg-type]
+    assert ", 1 given back" in str(log) and "more precise" not in str(log)

@@ -21,7 +21,15 @@ _MAX_PADDED_SHARE: Final = 1e-3
 @cache
 def _release() -> str:
     """The version of the package, which is read from the disk."""
-    return metadata.version("sageattention")
+    try:
+        return metadata.version("sageattention")
+    except metadata.PackageNotFoundError as error:
+        raise MissingPackageError(
+            "sageattention's version",
+            expected="an installed package",
+            got="one that is importable and has no metadata",
+            remedy="Install it: pip install sageattention",
+        ) from error
 
 
 def sage_attention(

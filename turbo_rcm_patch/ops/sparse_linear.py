@@ -69,7 +69,8 @@ class Sparsity:
 
     @classmethod
     def sage(cls, topk: float, device: torch.device) -> Sparsity:
-        """SageSLA's blocks: 64 queries and 128 keys on Hopper (sm_90), 128 and 64 elsewhere."""
+        """SageSLA's blocks on NVIDIA's GPUs: 64 queries and 128 keys on Hopper (sm_90), 128 and 64
+        elsewhere. On ROCm SageSLA has others."""
         hopper = (
             device.type == "cuda"
             and torch.version.hip is None
@@ -100,7 +101,7 @@ def _forward(*args: Any) -> Tensor:
     given = dict(zip(_ORDER, args, strict=True))
     weight, bias = given.pop("weight"), given.pop("bias")
     geometry = {name: given.pop(name) for name in _GEOMETRY}
-    if given["attention"] == "auto":  # over few keys of many there is nothing exact to be fast
+    if given["attention"] == "auto":  # no exact sparse kernel exists
         given["attention"] = "int8"
     fields: Any = _PLAIN | given
     a = choose_inputs(AttentionInputs(**fields))

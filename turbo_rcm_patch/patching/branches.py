@@ -741,8 +741,9 @@ class AttentionRun:
             norms = of_q["weight"], of_k["weight"], None, None
             if self._biased:
                 norms = *norms[:2], of_q["bias"], of_k["bias"]
-        if given.compared and not self._masked and modules.sparse is None and self._image is None:
-            observe_attention(Operands(q, k, v, norms, rotary, way.spec, self._parallel))
+        if given.compared and not self._masked:
+            apart = modules.sparse is None and self._image is None
+            observe_attention(Operands(q, k, v, norms, rotary, way.spec, self._parallel, apart))
         if close and self._joined(token) and way.spec.attention != "exact":
             joined = ops.attention_project_skip(
                 q, k, v, *self.close.weight, way.spec, residual=hidden,

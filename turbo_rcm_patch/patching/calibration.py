@@ -1,9 +1,9 @@
 """What the guard chose for a model, kept in a file beside it.
 
 For every pair that runs otherwise than it was configured, a calibration holds its exact heads, the
-precision of its attention, and whether its int8 Linears were given back. It belongs to weights, so
-the file has a fingerprint of the model's class, of the names, shapes and dtypes of its parameters,
-and of some of their values.
+precision of its attention, and whether its int8 Linears, or all of it, were given back. It belongs
+to weights, so the file has a fingerprint of the model's class, of the names, shapes and dtypes of
+its parameters, of some of their values, and of SLA's attached `proj_l`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ from torch import Tensor, nn
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.output import write_json
 from turbo_rcm_patch.patching.registry import author_class
-from turbo_rcm_patch.patching.state import ModelPlan, PairState, Precise
+from turbo_rcm_patch.patching.sla import held_proj_l
+from turbo_rcm_patch.patching.state import SPARSE, ModelPlan, PairState, Precise
+from turbo_rcm_patch.patching.stored import mark_of_tensors
 
 _FORMAT: Final = 1
 #: Values of each parameter that go into the fingerprint.
 _SAMPLES: Final = 16
+#: What a calibration says of a pair by true.
+_FLAGS: Final = ("linears given back", "given back")
 
 
 def fingerprint(model: nn.Module) -> str:
     """A digest of a model: its class, and its parameters with some of their values. What is
-    offloaded sequentially is read where it is; values that are nowhere do not count."""
+    offloaded sequentially is read where it is; of meta tensors name, shape and dtype count."""
     digest = hashlib.sha256(author_class(model).__qualname__.encode())
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
@@ -40,6 +44,9 @@ def fingerprint(model: nn.Module) -> str:
             held = _offloaded(model.get_submodule(place), own)
         if held is not None and held.numel():
             digest.update(_some_of(held))
+    proj_l = held_proj_l(model)
+    if proj_l:  # They are buffers, and decide which attention it is.
+        digest.update(repr(mark_of_tensors(proj_l)).encode())
     return digest.hexdigest()
 
 
@@ -127,10 +134,13 @@ def read_calibration(path: Path, plans: Sequence[ModelPlan]) -> Calibration:
             raise _refused(path, f"another fingerprint than that of {where}", "these weights")
         place = plan.path if plan.path in places else places[0]
         for name, chosen in models[place]["pairs"].items():
-            here = f"{plan.path}.{name.removeprefix(f'{place}.')}".removeprefix(".")
+            own = name.removeprefix(place).removeprefix(".")
+            here = ".".join(filter(None, (plan.path, own)))
             if here not in states:
                 raise _refused(path, f"a pair {name!r}", "pairs of this model")
-            found[plan.path, here] = _checked(path, chosen, states[here].pair.heads)
+            sparse = any(f"{here}{end}" in states for end in SPARSE)
+            heads = 0 if sparse else states[here].pair.heads  # No part of it runs exactly.
+            found[plan.path, here] = _checked(path, chosen, heads)
     return Calibration(path.name, found)
 
 
@@ -139,7 +149,8 @@ def _read(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
         models = document["models"]
         known = document["turbo_rcm_patch_calibration"] == _FORMAT
-        if not known or not all({"fingerprint", "pairs"} <= set(one) for one in models.values()):
+        whole = all({"fingerprint", "pairs"} <= set(one) for one in models.values())
+        if not (known and whole and all(isinstance(m["pairs"], dict) for m in models.values())):
             raise ValueError("another format")
         return dict(models)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -152,8 +163,8 @@ def _checked(path: Path, chosen: Any, heads: int) -> Mapping[str, Any]:
         isinstance(exact, list)
         and all(type(h) is int and 0 <= h < heads for h in exact)
         and chosen.get("precision", "as asked for") in get_args(Precise)
-        and type(chosen.get("linears given back", True)) is bool
-        and set(chosen) <= {"exact_heads", "precision", "linears given back"}
+        and all(type(chosen.get(name, True)) is bool for name in _FLAGS)
+        and set(chosen) <= {"exact_heads", "precision", *_FLAGS}
     )
     if not good:
         raise _refused(path, repr(chosen)[:80], f"heads below {heads} and a known precision")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import gcd, inf, isnan
-from typing import Any, Final, cast
+from typing import Any, Final
 from zlib import crc32
 
 import torch
@@ -43,7 +43,7 @@ from turbo_rcm_patch.patching.noise import (
 )
 from turbo_rcm_patch.patching.plain import drops, weight_is_known
 from turbo_rcm_patch.patching.report import Decision, GuardLog, GuardRecord
-from turbo_rcm_patch.patching.state import PairState, Step, When
+from turbo_rcm_patch.patching.state import SPARSE, PairState, Step, When
 
 _log = logging.getLogger(__name__)
 
@@ -452,7 +452,9 @@ class Guard:
                 expected="finite values",
                 got=got,
                 remedy="Check the latents, the prompt embeddings and the layers before the "
-                "blocks; with guard=False such values pass through, as in the author's code",
+                "blocks. On a later step a pair that was not compared before may have made them; "
+                "report.guard.check_next() compares all. With guard=False such values pass "
+                "through, as in the author's code",
             )
 
     # --- comparing -------------------------------------------------------------------------------
@@ -504,14 +506,20 @@ class Guard:
             result = pair.ours()
         with torch.no_grad():
             reference = _Reference(pair, notes, brief=when == "middle")
+        failed = False
         while True:
             found = self._measured(reference, result, pair)
             over = found.error > self._budget
             if found.error == inf and self._is_blind(pair):
                 here.blind = True
+                if "middle" in here.whens:  # A pair that is not compared now may have made it so.
+                    with self._lock:
+                        self._record(when, here.step, pair, found, "not compared")
+                    self.check_next()
                 return result
             noise = None if over or when == "middle" else self._noise(reference, result, pair)
             broken = None if noise is None else noise.broken
+            failed = failed or over or broken is not None
             if not over and broken is None:
                 with self._lock:
                     self._record(when, here.step, pair, found, "kept", noise)
@@ -551,7 +559,7 @@ class Guard:
             if when != "middle":
                 state.ways.add(here.way)
         if when == "middle":
-            if over or broken is not None:
+            if failed:
                 self.check_next()  # What was right on the first step is no longer.
         elif not here.again and not any(s.live and s.unseen & {*here.whens} for s in self._states):
             self._settle()
@@ -560,8 +568,8 @@ class Guard:
     @torch.no_grad()
     def _is_blind(self, pair: Pair) -> bool:
         """Whether the residual stream before a pair is not finite, which shows nothing about the
-        pair or those behind it. No pair of ours made it so: one that does is its author's before
-        the next one runs."""
+        pair or those behind it. Where all pairs are compared none of ours made it so: one that
+        does is its author's before the next one runs."""
         wrong = sum(int((~torch.isfinite(x)).sum()) for x in _parts(pair.residual))
         if pair.parallel is not None:  # The error is that of all ranks, so all of them ask.
             device = _parts(pair.residual)[0].device
@@ -704,18 +712,24 @@ class _Reference:
         self._theirs, self._before = notes.theirs, notes.before
         self._replayed, notes.replayed = notes.replayed, []
         self._heads = pair.states[0].pair.heads if notes.before is not None else 0
+        #: Of the output projection; and whether what stands there does nothing beside it.
         self._weight: Tensor | None = None
+        self._plain = False
         self._gates: tuple[Tensor, ...] | None = None
         self._last_keys: Tensor | None = None
         self._ours_before: Tensor | None = None
         output = notes.output
-        if output is None or self._before is None or not weight_is_known(output, self._before):
+        if output is None or self._before is None:
             return
-        self._weight = cast("Tensor", output.weight)
+        self._weight = _weight_for_noise(output, self._before)
+        self._plain = weight_is_known(output, self._before)
+        if self._weight is None:
+            return
         still = tuple(torch.zeros_like(x) for x in self._base)
         zero = still if isinstance(pair.residual, tuple) else still[0]
         self._gates = _parts(pair.author(notes, zero, ones))
-        if not brief and not any(state.pair.path.endswith(_SPARSE) for state in pair.states):
+        sums = any(state.pair.path.endswith(SPARSE) for state in pair.states)
+        if self._plain and not brief and not sums:
             self._last_keys = notes.last_keys()
 
     def compare(self, result: Branch, budget: float) -> Measure:
@@ -740,8 +754,8 @@ class _Reference:
             heads=self._heads,
             before=self._before,
             ours_before=before,
-            gates=self._gates,
-            weight=self._weight,
+            gates=self._gates if self._plain else None,
+            weight=self._weight if self._plain else None,
             last_keys=self._last_keys,
         )
 
@@ -751,7 +765,10 @@ class _Reference:
         ours, heads, gates, weight = _parts(result), None, self._gates, self._weight
         known = before is not None and gates is not None and weight is not None
         exact = state.heads_in_16_bits
-        known = known and given is not None and bool(exact or quantised(given))
+        eight = given is not None and quantised(given)
+        known = known and given is not None and given.heads_apart and (eight or len(exact) > 0)
+        # Nothing of it is replayed in front of a weight, so what is left over is what 8 bits add.
+        rest = eight and (not given.heads_apart or self._notes.output is None)
         parallel, share = self._pair.parallel, None
         if parallel is not None:
             # All ranks gather keys, or none does.
@@ -763,10 +780,11 @@ class _Reference:
             assert before is not None and gates is not None and weight is not None
             heads = head_noise(given, before, weight, gates, share)
         wide = ours[0].dtype == torch.float32 and self._author[0].dtype != torch.float32
-        return pair_noise(
+        found = pair_noise(
             ours, self._author, self._base, wide=wide, narrowed=self._pair.narrowed,
-            linears=state.int8, heads=heads, exact=exact, share=share,
+            linears=state.int8, rest=rest, heads=heads, exact=exact, share=share,
         )  # fmt: skip
+        return replace(found, known=known or rest or not eight)
 
 
 _STEPS: Final[dict[Step, str]] = {
@@ -784,13 +802,24 @@ _UNTOLD: Final = 8
 _FAR: Final = 0.618
 #: Turns are counted up to here, for ranks tell each other theirs as a byte.
 _TURNS: Final = 251
-#: How the path ends of the sum of a sparse and a linear attention: keys have two shares there.
-_SPARSE: Final = (".proj_l", ".local_attn")
 
 
 def _decided(pair: Pair) -> list[object]:
     """What decides how a pair runs, of each of its states."""
     return [(s.live, s.int8, s.precision, s.exact_heads) for s in pair.states]
+
+
+def _weight_for_noise(output: Any, x: Tensor) -> Tensor | None:
+    """The weight that carries what heads add to the residual stream; None where none can be read.
+
+    A hook, an adapter or a dtype of its own changes little about that, so unlike a multiplication
+    in the module's place the estimate may read past them.
+    """
+    weight: Any = getattr(output, "weight", None)
+    if type(weight) not in (nn.Parameter, Tensor) or weight.is_meta:
+        return None
+    readable = weight.is_floating_point() and weight.shape[1:] == x.shape[-1:]
+    return weight.detach().to(x.device) if readable else None
 
 
 def _gone() -> None:

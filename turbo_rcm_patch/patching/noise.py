@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import sqrt
+from math import inf, sqrt
 from typing import Final, NamedTuple
 
 import torch
@@ -39,8 +39,8 @@ ROWS: Final = 128
 #: The root mean square error of one rounding over evenly spread mantissas, as a share of the value
 #: and of the dtype's epsilon.
 _ROUNDING: Final = 0.204
-#: A head that ran exactly has the error of exact attention in the model's dtype; so many times
-#: that is another attention.
+#: A head that ran exactly has the error of exact attention in the model's dtype; an error of
+#: so many times that is not rounding any more.
 _WRONG: Final = 4.0
 #: Roundings between the residual stream and q or k.
 _OF_OPERANDS: Final = 2.0
@@ -67,6 +67,8 @@ class Operands(NamedTuple):
         rotary: (cos, sin), or None.
         spec: How it is computed.
         parallel: The ranks that share its keys; None where this one has all of them.
+        heads_apart: Whether each head is attention to these keys alone, so that it can be measured
+            and run exactly; not with a mask, sparse keys, or image tokens beside them.
     """
 
     q: Tensor
@@ -76,6 +78,7 @@ class Operands(NamedTuple):
     rotary: tuple[Tensor, Tensor] | None
     spec: ops.AttentionSpec
     parallel: ContextParallel | None = None
+    heads_apart: bool = True
 
 
 class Share(NamedTuple):
@@ -154,9 +157,11 @@ class Noise:
     Attributes:
         author: What the author's code adds by rounding.
         ours: What ours adds, with its 8 bits.
-        linears: The part of that which is not the heads': the 8 bits of int8 Linears.
+        linears: The part of that which is not the heads': the 8 bits of int8 Linears, with those
+            of an attention whose heads cannot be measured.
         heads: One entry a head, none where the branch is no attention of ours in 8 bits.
         tokens: Of the pair's streams.
+        known: Whether that is all; not where the 8 bits of an attention could not be measured.
     """
 
     author: float
@@ -164,6 +169,7 @@ class Noise:
     linears: float = 0.0
     heads: tuple[HeadNoise, ...] = ()
     tokens: int = 1
+    known: bool = True
 
     @property
     def broken(self) -> int | None:
@@ -253,6 +259,7 @@ def pair_noise(
     linears: bool,
     heads: tuple[Tensor, Tensor, Tensor, Tensor] | None,
     exact: tuple[int, ...],
+    rest: bool = False,
     share: Share | None = None,
 ) -> Noise:
     """What a pair adds, over the worst of its samples.
@@ -266,6 +273,7 @@ def pair_noise(
         linears: Whether some of its Linears ran in int8.
         heads: Of `head_noise`, or None.
         exact: Heads that ran exactly.
+        rest: Whether its attention ran in 8 bits that can only be told from what is left over.
         share: What this rank has of the sequence; None for all of it. Every rank calls it then.
     """
     first, step, tokens, *_ = _rows(sum(y.shape[1] for y in author), share)
@@ -289,7 +297,7 @@ def pair_noise(
         of_author, of_ours = of_author + both, of_ours + both * rounds
         of_heads = heads[2] / stream.unsqueeze(1)
     of_linears = torch.zeros_like(of_author)
-    if linears:
+    if linears or rest:
         # Where ours goes on from fp32, a rounding of the stream in front lies between them, too.
         apart = apart / stream - (square if narrowed else 0.0)
         of_linears = (apart - of_author - of_ours - of_heads.sum(1)).clamp_min(0)
@@ -305,7 +313,8 @@ def pair_noise(
         )
     author_share = float(of_author[worst])
     eight = sum(h.added**2 for h in found) * author_share + float(of_linears[worst])
-    ours_share, linears_share = float(of_ours[worst]) + eight, float(of_linears[worst])
+    ours_share = float(of_ours[worst]) + eight
+    linears_share = float(of_linears[worst]) if linears else 0.0
     return Noise(author_share, ours_share, linears_share, found, tokens)
 
 
@@ -345,9 +354,7 @@ def head_noise(
         (added - rounded).clamp_min(0),
         rounded + shaken,
     ]
-    error, rounding, added, both = torch.nan_to_num(
-        torch.stack(found), nan=float("inf")
-    ).unbind()  # fmt: skip
+    error, rounding, added, both = torch.nan_to_num(torch.stack(found), nan=inf).unbind()
     return error, rounding, added, both
 
 
@@ -361,7 +368,7 @@ def _squares(
     """Sums of squares over the rows that are here, [6, B, H] fp64: of attention in fp64; of how
     far from it ours is, and exact attention in the model's dtype; and of what ours, that, and
     exact attention of rounded operands add to the residual stream."""
-    q, k, v, (of_q, of_k, bias_q, bias_k), rotary, spec, parallel = given
+    q, k, v, (of_q, of_k, bias_q, bias_k), rotary, spec, parallel, _ = given
     heads, dim = spec.heads, q.shape[2] // spec.heads
     first, step, _, count, before = _rows(q.shape[1], share)
     scale = spec.scale_of(dim)

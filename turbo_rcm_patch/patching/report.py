@@ -21,7 +21,7 @@ from turbo_rcm_patch.skip import SkipPair
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-Decision = Literal["kept", "given back"] | Step
+Decision = Literal["kept", "given back", "not compared"] | Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class GuardRecord:
         budget: Largest error that is accepted.
         verdict: "kept", "given back" to the author's code, or a step towards precision after which
             the pair was compared again: "linears given back" (int8 Linears run as they are),
-            "some heads exact", "16-bit p and v", "exact attention".
+            "some heads exact", "16-bit p and v", "exact attention". "not compared": the residual
+            stream in front of it was not finite, and all pairs are compared on the next forward.
         where: Where the error is: in a sample, rows, a head, the input of the branch, last keys.
         sample: The sample with the largest error.
         head: Its worst head, before the output projection; None where there is no attention.
@@ -123,11 +124,22 @@ class GuardLog(Sequence[GuardRecord]):
     @property
     def fidelity(self) -> float | None:
         """The network's error that the last comparison of each pair predicts, in units of the
-        unpatched network's; None where nothing was measured (see `noise`)."""
-        last = {r.path: r for r in self._records if r.noise is not None}
+        unpatched network's; None where nothing was measured (see `noise`), or not all of it."""
+        return None if self.unmeasured else predicted(list(self._noises().values()))
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """Paths of the pairs whose attention runs in 8 bits that could not be measured, because no
+        weight of their output projection can be read."""
+        return [path for path, noise in self._noises().items() if not noise.known]
+
+    def _noises(self) -> dict[str, Noise]:
+        found = {r.path: r.noise for r in self._records if r.noise is not None}
         back = {r.path for r in self._records if r.verdict == "given back"}
-        noises = [(path, r.noise) for path, r in last.items() if r.noise is not None]
-        return predicted([replace(n, ours=n.author) if path in back else n for path, n in noises])
+        return {
+            path: replace(n, ours=n.author, known=True) if path in back else n
+            for path, n in found.items()
+        }
 
     @property
     def unseen(self) -> list[str]:
@@ -142,12 +154,16 @@ class GuardLog(Sequence[GuardRecord]):
             return "guard: no forward has been compared yet"
         worst = max(self._records, key=lambda record: record.error)
         back = [record for record in self._records if record.verdict != "kept"]
-        precise = sum(record.verdict in _MORE_PRECISE for record in back)
+        final = Counter({r.path: r.verdict for r in back}.values())
         text = (
             f"guard: {len(self._records)} comparisons, largest error {worst.error:.4g} "
             f"({worst.path}, {_step(worst)}{_place(worst)}), budget {worst.budget:g}"
         )
-        counts = {"given back": len(back) - precise, "made more precise": precise}
+        counts = {
+            "given back": final["given back"] + final["linears given back"],
+            "made more precise": sum(final[verdict] for verdict in _MORE_PRECISE),
+            "not compared": final["not compared"],
+        }
         text += "".join(f", {n} {what}" for what, n in counts.items() if n)
         unseen = self.unseen
         if unseen:
@@ -427,10 +443,15 @@ class PatchReport:
         predicted = self.guard.fidelity
         if predicted is not None:
             lines.append(
-                f"predicted error of the network: {predicted:.2f} of the unpatched one's, target "
-                f"{config.fidelity:g}"
+                f"predicted error of the network: {predicted:.2f} of the unpatched one's "
+                f"(of one in bf16, where the model is in fp32), target {config.fidelity:g}"
             )
-        if self.exact_heads:
+        if self.guard.unmeasured:
+            lines.append(
+                "predicted error of the network: unknown, the weight of the output projection "
+                f"cannot be read in {', '.join(_ranges(self.guard.unmeasured))}"
+            )
+        if self.exact_heads and quantises(attention):
             lines += ["heads of the attentions (8: int8, e: exact)", self.precision_map]
         return "\n".join(lines)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import CheckpointError, ShapeError
-from turbo_rcm_patch.patching.int8_weights import attached_int8
+from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 from turbo_rcm_patch.patching.stored import (
     EXTRA_FILE,
     MARK,
@@ -120,7 +120,8 @@ class SavesExtra:
         }
         for name, module in model.named_modules():
             int8 = attached_int8(module)
-            if int8 is not None:
+            # What was written through `.data`, as merging an adapter does, is not seen before.
+            if int8 is not None and (module.weight.is_meta or stands_for(module.weight, *int8)):
                 for part, tensor in zip(("int8_weight", "scale"), int8, strict=True):
                     extra[f"{name}.{part}"] = tensor.to("cpu", copy=True).contiguous()
         folder = Path(save_directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import nn
@@ -24,6 +24,10 @@ Precise = Literal["as asked for", "16-bit p and v", "exact attention"]
 When = Literal["first", "last", "asked", "middle"]
 #: What the guard may do about a pair before it gives it back.
 Step = Literal["linears given back", "some heads exact", "16-bit p and v", "exact attention"]
+
+
+#: How the path ends of the sum of a sparse and a linear attention: keys have two shares there.
+SPARSE: Final = (".proj_l", ".local_attn")
 
 
 class PairState:
@@ -109,6 +113,8 @@ class PairState:
     @property
     def chosen(self) -> dict[str, object]:
         """What was chosen since it was patched, for a calibration; empty if nothing was."""
+        if self.returned:
+            return {"given back": True}
         found: dict[str, object] = {}
         if not self.live:
             return found
@@ -123,6 +129,9 @@ class PairState:
     def choose(self, chosen: Mapping[str, Any], reason: str) -> None:
         """Run as a calibration says from now on."""
         if not self.live or not chosen:
+            return
+        if chosen.get("given back"):
+            self.give_back(reason)
             return
         self._reason = reason
         self.exact_heads = tuple(sorted(set(chosen.get("exact_heads", ()))))

@@ -295,8 +295,8 @@ class NetworkNumber:
 
     @property
     def ratio(self) -> float:
-        """e(patched) / e(unpatched)."""
-        return self.patched / self.unpatched
+        """e(patched) / e(unpatched); infinity where the latter is 0, as in fp32."""
+        return self.patched / self.unpatched if self.unpatched else math.inf
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ Its skip is c_skip(t) * x + c_out(t) * F(x), computed in fp32 and rounded once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -17,12 +18,13 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import DTypeError, ShapeError
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
-from turbo_rcm_patch.patching.author import Notes
+from turbo_rcm_patch.patching.author import Notes, observe_attention
 from turbo_rcm_patch.patching.blocks import check_parameters, may_run
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.int8_linear import weight_dtype
 from turbo_rcm_patch.patching.linears import Close, Linears, Projection, pair_state
+from turbo_rcm_patch.patching.noise import Operands
 from turbo_rcm_patch.patching.plain import why_not_plain
 from turbo_rcm_patch.patching.record import innermost, record_of
 from turbo_rcm_patch.patching.state import Installation, ModelPlan, PairState, specs_of
@@ -178,10 +180,11 @@ class RCMAttentionForward:
         if proj is None:
             return ops.attention_skip(q, k, v, spec, residual=x, c_skip=c_skip, c_out=c_out)
         close = Close(self._linears, "proj", (proj,), q, int8=int8, cast="fp32", impl=spec.impl)
+        apart = spec.attention == "exact" or len(spec.exact_heads) > 0
         if close.plain and not close.int8:
             return ops.attention_project_skip(
                 q, k, v, *close.weight, spec, residual=x, c_skip=c_skip, c_out=c_out,
-                form="two-launch" if spec.attention == "exact" else self._form,
+                form="two-launch" if apart else self._form,
             )  # fmt: skip
         return close(None, ops.attention_skip(q, k, v, spec), x, c_out, c_skip)
 
@@ -191,8 +194,14 @@ class RCMAttentionForward:
         )
         (qkv,), _ = project(None, x, x)
         q, k, v = qkv.chunk(3, dim=-1)
-        spec = self._specs[self._state.precision]
-        self._state.note(f"fused with {ops.attention_name(spec, q, k)} attention")
+        spec, heads = self._specs[self._state.precision], self._state.exact_heads
+        if heads:
+            spec = replace(spec, exact_heads=heads)
+        if not torch.compiler.is_compiling():
+            observe_attention(Operands(q, k, v, (None,) * 4, None, spec))
+        name = ops.attention_name(spec, q, k)
+        marked = f", {len(heads)} heads exact" if heads and ops.quantises(name) else ""
+        self._state.note(f"fused with {name} attention{marked}")
         return q, k, v, spec
 
     def _attention(self, x: Tensor) -> Tensor:
