@@ -677,6 +677,9 @@ def sparse(rank: int, world: int) -> None:
     other = replace(sparsity, topk=0.3 if rank else 0.4)
     with pytest.raises(RankMismatchError, match="topk 0.4 on rank 0, 0.3 on rank 1"):
         parallel_sparse_linear_attention(q, k, v, weight, bias, case.spec, other, parallel, **mine)
+    marked = replace(case.spec, attention="int8", exact_heads=(0,))
+    with pytest.raises(ConfigError, match="exact_heads"):
+        parallel_sparse_linear_attention(q, k, v, weight, bias, marked, sparsity, parallel, **mine)
     ring = groups(1, world)
     assert ring is not None
     with pytest.raises(OpError, match="in a ring"):

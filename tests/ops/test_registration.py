@@ -232,6 +232,28 @@ def test_gradients_through_the_projection(form: str) -> None:
         assert relative_l2(a, b) < 0.02
 
 
+@pytest.mark.parametrize("form", ["one-launch", "two-launch"])
+def test_each_gradient_through_the_projection_by_itself(form: str) -> None:
+    q, k, v = (tokens().detach() for _ in range(3))
+    given = [*(q, k, v), leaf(24, CHANNELS), leaf(24), leaf(BATCH, TOKENS, 24), leaf(BATCH, 1, 24)]
+    given = [x.detach() for x in given]
+
+    def closed(*inputs: torch.Tensor) -> torch.Tensor:
+        q, k, v, weight, bias, residual, c_out = inputs
+        spec = AttentionSpec(heads=HEADS)
+        out = attention_project_skip(
+            q, k, v, weight, bias, spec, residual=residual, c_out=c_out, form=form
+        )
+        return out.square().sum()
+
+    together = [x.clone().requires_grad_() for x in given]
+    want = torch.autograd.grad(closed(*together), together)
+    for one in range(len(given)):
+        alone = [x.clone().requires_grad_(i == one) for i, x in enumerate(given)]
+        (got,) = torch.autograd.grad(closed(*alone), alone[one])
+        torch.testing.assert_close(got, want[one])
+
+
 def test_gradients_of_the_skip_in_bf16() -> None:
     x, branch = (torch.randn(2, 5, 8).bfloat16().requires_grad_() for _ in range(2))
     gate = leaf(2, 1, 8)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.patching import wan
 from turbo_rcm_patch import patch_model
 from turbo_rcm_patch.ops import AttentionSpec
 from turbo_rcm_patch.patching import measure
+from turbo_rcm_patch.patching.author import Notes
 from turbo_rcm_patch.patching.noise import Operands, head_noise
 
 #: Tokens and channels of the residual stream.
@@ -70,3 +75,17 @@ def test_measuring_heads_takes_a_few_streams() -> None:
     weight, gates = torch.randn(CHANNELS, CHANNELS).bfloat16(), [q]
     given = Operands(q, k, v, norms, None, AttentionSpec(heads=16))
     assert peak(lambda: head_noise(given, v, weight, gates)) < 14
+
+
+def test_what_runs_a_branch_again_is_let_go_of_at_once() -> None:
+    """It holds the inputs, and they would wait for Python's collector."""
+    held = nn.Identity()
+    notes, gone = Notes(), weakref.ref(held)
+    notes._branch = functools.partial(held, notes)
+    del held
+    gc.disable()
+    try:
+        notes.forget()
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@ back."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -205,6 +206,13 @@ def orders(rank: int) -> None:
         detach_plan(model)
         assert torch.equal(run(model, **inputs), author)
         assert dicts(model) == before
+        # A processor that somebody set since stays.
+        attention = (getattr(model, "blocks", None) or model.transformer_blocks)[0].attn1
+        theirs = copy.copy(attention.processor)
+        distribute_attention(model)
+        attention.processor = theirs
+        restore_attention(model)
+        assert attention.processor is theirs
 
 
 def test_orders() -> None:
