@@ -41,6 +41,13 @@ def everywhere(value: object) -> bool:
     return all(repr(one) == repr(value) for one in everyone)
 
 
+def from_first(value: str) -> str:
+    """What rank 0 has."""
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
 @contextmanager
 def cheap_parts() -> Iterator[None]:
     """A second part for exact heads costs next to nothing, as in long sequences, and few rows are
@@ -247,13 +254,44 @@ def other_marks(rank: int) -> None:
         wan.run(model, **given)
 
 
+def exact_stays(rank: int) -> None:
+    """A pair whose attention is exact stays so when ranks agree, whether one rank or all made it
+    exact, by a step of the guard or by a calibration."""
+    given = wan.CASES[0].inputs()
+    how: dict[str, Any] = {"attention": "int8", "fidelity": 1e6, "guard_budget": 1.0}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(from_first(folder), "kept.json")
+        with patched(model := wan.CASES[0].model(), **how, **AUTO) as report:
+            state = record_of(model).plan.states[0]  # type: ignore[union-attr]
+            state.take_heads(range(state.pair.heads), "of a target")
+            if rank == 0:
+                report.save_calibration(path)
+        dist.barrier()
+        for alone in (False, True):
+            model = wan.CASES[0].model()
+            calibration: dict[str, Any] = {} if alone else {"calibration": path}
+            report = patch_model(model, **how, **AUTO, **calibration)
+            state = record_of(model).plan.states[0]  # type: ignore[union-attr]
+            if alone and rank == 0:
+                state.take_heads(range(state.pair.heads), "of this rank alone")
+            enable(model, mesh(1, 2))
+            for again in (False, True):
+                if again and rank == 0:
+                    report.guard.check_next()
+                with counting_bytes() as counts:
+                    out = wan.run(model, **given)
+                assert ("states" in counts) == (alone or again)
+                assert state.precision == "exact attention", state.precision
+                assert state.ran == "fused with exact attention", state.ran
+                assert same_everywhere(out)
+        dist.barrier()
+
+
 def calibrated(rank: int) -> None:
     """What one process chose, several run from the first forward on."""
     model, given = one_peaked_head(wan.CASES[0].model(BF16)), wan.CASES[0].inputs(1, BF16)
     with tempfile.TemporaryDirectory() as folder:
-        places = [folder]
-        dist.broadcast_object_list(places, 0)
-        path = Path(places[0], "kept.json")
+        path = Path(from_first(folder), "kept.json")
         with patched(model, fidelity=TARGET, **AUTO) as report:
             wan.run(model, **given)
             expected = wan.run(model, **given)
@@ -277,6 +315,7 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "ranks-that-know-less": ranks_that_know_less,
     "wrong-on-one-rank": wrong_on_one_rank,
     "other-marks": other_marks,
+    "exact-stays": exact_stays,
     "calibrated": calibrated,
 }
 

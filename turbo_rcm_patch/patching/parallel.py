@@ -27,7 +27,7 @@ from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.registry import family_of
 from turbo_rcm_patch.patching.sla import attached_proj_l
-from turbo_rcm_patch.patching.state import PairState, Step, When
+from turbo_rcm_patch.patching.state import PairState, When
 
 if TYPE_CHECKING:
     from turbo_rcm_patch.patching.guard import Guard
@@ -42,8 +42,6 @@ _FOLLOWS: Final = "_turbo_rcm_follows"
 #: What diffusers' names of its hooks begin with.
 _HOOKS: Final = ("cp_input---", "cp_output---")
 _WHENS: Final[tuple[When, ...]] = ("first", "last", "asked", "middle")
-#: What a pair may do without, in the order of `Ranks._caution`.
-_STEPS: Final[tuple[Step, ...]] = ("linears given back", "16-bit p and v", "exact attention")
 #: Numbers that `Ranks.begin` adds to a header.
 _MORE: Final = 7
 _ELSEWHERE: Final = "as on another rank of its sequence, where the guard decided it"
@@ -386,7 +384,7 @@ class Ranks:
 
     def _caution(self) -> list[int]:
         """What decides how each pair runs and whether it is compared, such that the larger of two
-        numbers is the more careful."""
+        numbers is the more careful; `_follow` reads them in this order."""
         made: list[int] = []
         for state in self._states:
             careful = state.precision
@@ -402,16 +400,17 @@ class Ranks:
     def _follow(
         self, state: PairState, agreed: Sequence[int], exact_heads: tuple[int, ...]
     ) -> None:
-        given_back, *steps = agreed[: 1 + len(_STEPS)]
-        for step, wanted in zip(_STEPS, steps, strict=True):
-            if wanted and state.live:
-                state.take(step, _ELSEWHERE)
-        if state.live and set(exact_heads) - {*state.exact_heads}:
-            state.take_heads(exact_heads, _ELSEWHERE)
-        state.exact_heads = exact_heads
+        given_back, no_int8, careful, exact = agreed[: -len(_WHENS)]
+        whole = exact or (exact_heads and len(exact_heads) == state.pair.heads)
+        state.decide(
+            _ELSEWHERE,
+            int8=state.int8 and not no_int8,
+            precision="exact attention" if whole else "16-bit p and v" if careful else None,
+            exact_heads=exact_heads,
+        )
         if given_back and state.live:
             state.give_back(f"given back {_ELSEWHERE}")
-        unseen = zip(_WHENS, agreed[1 + len(_STEPS) :], strict=True)
+        unseen = zip(_WHENS, agreed[-len(_WHENS) :], strict=True)
         state.unseen = {when for when, bit in unseen if bit}
 
 
