@@ -954,7 +954,9 @@ def _quantised(
 
         def whole(mains: Sequence[Tensor], which: int, dim: int = 2) -> Tensor:
             pairs = zip(mains, (x[which] for x in small), strict=True)
-            return concatenated([x for pair in pairs for x in pair], dim)
+            # Kernels take these as contiguous. What is one piece of this rank's own is a part of all
+            # heads, which is contiguous for one sample alone: only with more it is copied.
+            return concatenated([x for pair in pairs for x in pair], dim).contiguous()
 
         kv = [
             whole(mains[1], 3),
