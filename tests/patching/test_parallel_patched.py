@@ -36,7 +36,8 @@ from tests.ranks import on_ranks
 from tests.versions import GROUPS_HAVE_ITS_TIMEOUT
 from turbo_rcm_patch import PatchConfig, patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import ContextParallelError, NonFiniteInputError, RankMismatchError
-from turbo_rcm_patch.patching import guard
+from turbo_rcm_patch.ops import parallel
+from turbo_rcm_patch.patching import block, guard
 from turbo_rcm_patch.patching.parallel import attach_plan, disable_parallelism, groups_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -460,6 +461,34 @@ def compiled(rank: int) -> None:
         assert same_everywhere(out)
 
 
+def compiled_by_length(rank: int) -> None:
+    """Whether "auto" quantises is decided by the whole sequence in compiled blocks, too: nothing is
+    left to the author because a rank has few of its tokens, or fewer than another."""
+    header = parallel._header
+    for anything, below in ((False, 40), (True, 23)):  # of 60 tokens, and of 23 + 22
+        model, inputs = MODELS["wan"](torch.float32)
+        if anything:
+            inputs["hidden_states"] = inputs["hidden_states"][:, :, :, :6]
+        with mock.patch.object(block.ops, "exact_below", lambda *_, below=below: below):
+            report = patch_model(model, PatchConfig(guard=False, attention="auto", pv="bf16"))
+        enable(model, mesh(1, 2), ulysses_anything=anything)
+        expected = run(model, **inputs)
+        assert "fused with int8 attention" in report.last_forward
+        for one in model.blocks:
+            one.compile(backend="eager")
+        asked: list[str] = []
+
+        def seen(parallel: Any, q: Any, norms: Any, cos: Any, numbers: Any, *more: Any,
+                 asked: Any = asked) -> Any:  # fmt: skip
+            asked.append(numbers[1])
+            return header(parallel, q, norms, cos, numbers, *more)
+
+        with mock.patch.object(parallel, "_header", seen):
+            out = run(model, **inputs)
+        assert set(asked) == {"auto"}, asked
+        assert relative(out, expected) < NEAR, relative(out, expected)
+
+
 def sharded(rank: int) -> None:
     """FSDP2 over a patched model and patching a sharded one; undone in both, also in turns."""
     layout = init_device_mesh("cpu", (2,))
@@ -530,6 +559,7 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "not-finite": not_finite,
     "mismatches": mismatches,
     "compiled": compiled,
+    "compiled-by-length": compiled_by_length,
     "sharded": sharded,
     "tensor-parallel": tensor_parallel,
 }

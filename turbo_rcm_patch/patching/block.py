@@ -472,7 +472,10 @@ class BlockForward:
 
     def _serves(self, hidden: Tensor) -> bool:
         """Whether ours may run; the first block says what it will not follow."""
-        if torch.compiler.is_compiling() and hidden.shape[1] < self._compiler_below:
+        few = torch.compiler.is_compiling() and hidden.shape[1] < self._compiler_below
+        # Of a sequence that ranks share these are not all tokens, and the other ranks may have
+        # more: there the operation decides.
+        if few and self._groups() is None:
             return False
         # Blocks share one compiled graph, so none may look at whether it is the first there.
         warned = None if torch.compiler.is_compiling() or not self._first else self._warned
