@@ -459,8 +459,8 @@ def faults(rank: int) -> None:
     with pytest.raises(RankMismatchError, match="forward.*batch 1 on rank 0, 2 on rank 1"):
         agreed_forward(x_here, 20, spec, parallel)
     with pytest.raises(RankMismatchError, match="pairs 3 on rank 0, 4 on rank 1"):
-        agreed_forward(x, 20, spec, parallel, same={"pairs": 3 + rank, "budget": 0.1})
-    found = agreed_forward(x, 20 + rank, spec, parallel, same={"pairs": 3}, free=[rank, 5])
+        agreed_forward(x, 20, spec, parallel, same={"pairs": ("int", 3 + rank)})
+    found = agreed_forward(x, 20 + rank, spec, parallel, same={"pairs": ("int", 3)}, free=[rank, 5])
     assert found == ([20, 21], [[0, 5], [1, 5]])
     assert lengths == [20, 20]
     again = parallel_attention(x, x, x, spec, parallel, lengths=lengths)

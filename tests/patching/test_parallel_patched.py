@@ -432,7 +432,14 @@ def mismatches(rank: int) -> None:
     for mine, match in (
         (PatchConfig(guard=False, attention=("int8", "exact")[rank]), "attention int8 on rank 0"),
         (PatchConfig(guard=bool(rank)), "guard 0 on rank 0, 1 on rank 1"),
-        (PatchConfig(guard=False, linear=("as-is", "int8")[rank]), "the rest of PatchConfig"),
+        (
+            PatchConfig(guard=False, linear=("as-is", "int8")[rank]),
+            r"got PatchConfig\.linear as-is on rank 0, int8 on rank 1\.",
+        ),
+        (
+            PatchConfig(guard=False, kinds=(("self", "cross"), ("cross",))[rank], fidelity=2 - rank),
+            r"kinds \[0, 1\] on rank 0, \[1\] on rank 1; .*fidelity 2.0 on rank 0, 1.0 on rank 1",
+        ),
     ):
         other = case.model()
         patch_model(other, mine)

@@ -13,16 +13,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import KINDS, PatchConfig
 from turbo_rcm_patch.errors import ContextParallelError, RankMismatchError
 from turbo_rcm_patch.ops.exchange import ContextParallel, told
-from turbo_rcm_patch.ops.parallel import agreed_ahead, agreed_forward
+from turbo_rcm_patch.ops.parallel import Kind, agreed_ahead, agreed_forward
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.registry import family_of
@@ -42,8 +51,12 @@ _FOLLOWS: Final = "_turbo_rcm_follows"
 #: What diffusers' names of its hooks begin with.
 _HOOKS: Final = ("cp_input---", "cp_output---")
 _WHENS: Final[tuple[When, ...]] = ("first", "last", "asked", "middle")
-#: Numbers that `Ranks.begin` adds to a header.
-_MORE: Final = 7
+#: Options that are the same on all ranks, beside those of the attention, and their types.
+_HINTS: Final = {
+    name: hint
+    for name, hint in get_type_hints(PatchConfig).items()
+    if name not in ("attention", "pv", "smooth_k", "impl", "calibration")
+}
 _ELSEWHERE: Final = "as on another rank of its sequence, where the guard decided it"
 
 
@@ -346,15 +359,11 @@ class Ranks:
         measured = 0 if guard is None else guard.measured
         digest = crc32(marks, crc32(bytes([*mine, *begun]), measured))
         tokens, even = sum(streams), not anything(self.model)
-        same = {
-            "tokens": tokens if even else 0,
-            "pairs": len(self._states),
-            "guard": guard is not None,
-            "guard_budget": float(config.guard_budget),
-            "sla_topk": float(config.sla_topk),
-            "the rest of PatchConfig": crc32(repr(config).encode()),
+        same: dict[str, tuple[Kind, object]] = {
+            "tokens": ("int", tokens if even else 0),
+            "pairs": ("int", len(self._states)),
+            **_settings(config),
         }
-        assert len(same) + 1 == _MORE
         self.lengths, digests = agreed_forward(x, tokens, spec, groups, same=same, free=[digest])
         lengths = self.lengths
         if sorted(lengths, reverse=True) != lengths or lengths[0] - lengths[-1] > len(streams):
@@ -414,6 +423,22 @@ class Ranks:
         state.unseen = {when for when, bit in unseen if bit}
 
 
+def _settings(config: PatchConfig) -> dict[str, tuple[Kind, object]]:
+    """What has to be the same on every rank of how a model is patched, beside its attention.
+
+    What a calibration chose is agreed on; where its file lies may differ."""
+    made: dict[str, tuple[Kind, object]] = {}
+    for name, hint in _HINTS.items():
+        value = getattr(config, name)
+        kind: Kind = "float" if hint is float else "int"
+        if get_origin(hint) is Literal:
+            kind = get_args(hint)
+        elif name == "kinds":
+            kind, value = "heads", [KINDS.index(one) for one in value]
+        made[f"PatchConfig.{name}"] = kind, value
+    return made
+
+
 def anything(model: nn.Module | None) -> bool:
     """Whether the ranks of a model may have different numbers of tokens."""
     config: Any = getattr(getattr(model, _CONFIG, None), "context_parallel_config", None)
@@ -451,7 +476,7 @@ def told_wishes(groups: ContextParallel, device: torch.device, wish: Wish) -> li
         RankMismatchError: Some rank's model is patched without `cuda_graphs`; on every rank alike.
     """
     row = [_WAYS.index(wish.way), *wish[1:]]
-    table = agreed_ahead(row, _MORE, groups, device)
+    table = agreed_ahead(row, groups, device)
     return [Wish(_WAYS[way], *numbers) for way, *numbers in table]
 
 
