@@ -321,6 +321,10 @@ def noted(seen: list[int], *_: Any) -> None:
     seen.append(1)
 
 
+def nothing(*_: Any) -> None:
+    pass
+
+
 def projections_fused_later(rank: int) -> None:
     """CogVideoX swaps its processors then, and the new ones know of no ranks."""
     model, inputs = MODELS["cogvideox"](torch.float32)
@@ -445,6 +449,16 @@ def mismatches(rank: int) -> None:
         patch_model(other, mine)
         enable(other, layout)
         refused(match, other, inputs)
+    hook = model.blocks[1].attn1.register_forward_hook(nothing) if rank == 0 else None
+    refused(r"self-attention somebody hooked or replaced \[1\] on rank 0, \[\] on rank 1", model,
+            inputs)  # fmt: skip
+    if hook is not None:
+        hook.remove()
+    run(model, **inputs)
+    own = model.blocks[0].attn1.processor
+    model.blocks[0].attn1.processor = (own, wan.CASES[0].model().blocks[0].attn1.processor)[rank]
+    refused(r"hooked or replaced \[\] on rank 0, \[0\] on rank 1", model, inputs)
+    model.blocks[0].attn1.processor = own
     uneven = case.model()
     patch_model(uneven, INT8)
     enable(uneven, layout, ulysses_anything=True)

@@ -52,8 +52,8 @@ from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.joined import run_joined
 from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsClose, rounded
-from turbo_rcm_patch.patching.parallel import Ranks
-from turbo_rcm_patch.patching.plain import bare, unserved
+from turbo_rcm_patch.patching.parallel import Ranks, groups_of_model
+from turbo_rcm_patch.patching.plain import bare, runs_itself, unserved
 from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference, signature
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast
@@ -600,9 +600,21 @@ class BlockForward:
             hidden = self._compared(guard, index, branch, hidden, given, author, dtype, parallel)
         return hidden
 
+    def calls_attention(self) -> bool:
+        """Whether the self-attention of the block is called while the model is parallel, because
+        somebody hooked or replaced it or what computes it."""
+        for branch in self.branches:
+            if branch.kind == "self":
+                attn = getattr(self._block, branch.name)
+                known = hasattr(type(attn.__dict__.get("processor")), "author_class")
+                if not known or not runs_itself(attn):
+                    return True
+        return False
+
     def _begin_parallel(self, hidden: Hidden, guard: Guard | None) -> None:
         """Agree on this forward with the ranks that share its sequence."""
-        parallel = self._groups()
+        # The model's, where somebody replaced what computes the attention of this block.
+        parallel = self._groups() or groups_of_model(self.ranks.model)
         if parallel is None:
             self.ranks.lengths = []
             return

@@ -39,6 +39,7 @@ from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.state import PairState, When
 
 if TYPE_CHECKING:
+    from turbo_rcm_patch.patching.block import BlockForward
     from turbo_rcm_patch.patching.guard import Guard
 
 _CONFIG: Final = "_parallel_config"
@@ -309,9 +310,10 @@ class Ranks:
 
     Attributes:
         lengths: Tokens of every rank in the forward under way; none where nobody was asked.
+        blocks: What stands in for the forwards of the model's blocks.
     """
 
-    __slots__ = ("_model", "_states", "lengths")
+    __slots__ = ("_model", "_states", "blocks", "lengths")
 
     def __init__(self, states: list[PairState], model: nn.Module | None) -> None:
         self._states = states
@@ -319,9 +321,11 @@ class Ranks:
             _gone if model is None else weakref.ref(model)
         )
         self.lengths: list[int] = []
+        self.blocks: list[BlockForward] = []
 
-    def __reduce__(self) -> tuple[type[Ranks], tuple[Any, ...]]:
-        return Ranks, (self._states, self._model())
+    def __reduce__(self) -> tuple[type[Ranks], tuple[Any, ...], Any]:
+        # What slots hold is the second of a pair.
+        return Ranks, (self._states, self._model()), (None, {"blocks": self.blocks})
 
     @property
     def model(self) -> nn.Module | None:
@@ -358,10 +362,13 @@ class Ranks:
         marks = repr([state.exact_heads for state in self._states]).encode()
         measured = 0 if guard is None else guard.measured
         digest = crc32(marks, crc32(bytes([*mine, *begun]), measured))
+        # One that is called sends something else than ours.
+        called = [at for at, block in enumerate(self.blocks) if block.calls_attention()]
         tokens, even = sum(streams), not anything(self.model)
         same: dict[str, tuple[Kind, object]] = {
             "tokens": ("int", tokens if even else 0),
             "pairs": ("int", len(self._states)),
+            "blocks whose self-attention somebody hooked or replaced": ("heads", called),
             **_settings(config),
         }
         self.lengths, digests = agreed_forward(x, tokens, spec, groups, same=same, free=[digest])
