@@ -459,6 +459,9 @@ def mismatches(rank: int) -> None:
     model.blocks[0].attn1.processor = (own, wan.CASES[0].model().blocks[0].attn1.processor)[rank]
     refused(r"hooked or replaced \[\] on rank 0, \[0\] on rank 1", model, inputs)
     model.blocks[0].attn1.processor = own
+    with pytest.raises(RankMismatchError, match="a gradient is wanted 1 on rank 0, 0 on rank 1"):
+        model.requires_grad_(rank == 0)(**inputs)
+    run(model, **inputs)
     uneven = case.model()
     patch_model(uneven, INT8)
     enable(uneven, layout, ulysses_anything=True)

@@ -362,12 +362,19 @@ class Ranks:
         marks = repr([state.exact_heads for state in self._states]).encode()
         measured = 0 if guard is None else guard.measured
         digest = crc32(marks, crc32(bytes([*mine, *begun]), measured))
+        model = self.model
+        # What is not inference is refused by an attention, when others may wait for it already.
+        gradient = torch.is_grad_enabled() and (
+            x.requires_grad
+            or (model is not None and any(p.requires_grad for p in model.parameters()))
+        )
         # One that is called sends something else than ours.
         called = [at for at, block in enumerate(self.blocks) if block.calls_attention()]
-        tokens, even = sum(streams), not anything(self.model)
+        tokens, even = sum(streams), not anything(model)
         same: dict[str, tuple[Kind, object]] = {
             "tokens": ("int", tokens if even else 0),
             "pairs": ("int", len(self._states)),
+            "a gradient is wanted": ("int", gradient),
             "blocks whose self-attention somebody hooked or replaced": ("heads", called),
             **_settings(config),
         }
