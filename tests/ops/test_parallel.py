@@ -459,8 +459,10 @@ def faults(rank: int) -> None:
     with pytest.raises(RankMismatchError, match="forward.*batch 1 on rank 0, 2 on rank 1"):
         agreed_forward(x_here, 20, spec, parallel)
     with pytest.raises(RankMismatchError, match="pairs 3 on rank 0, 4 on rank 1"):
-        agreed_forward(x, 20, spec, parallel, same={"pairs": 3 + rank, "budget": 0.1})
-    found = agreed_forward(x, 20 + rank, spec, parallel, same={"pairs": 3}, free=[rank, 5])
+        agreed_forward(x, 20, spec, parallel, same={"pairs": ("int", 3 + rank)})
+    found = agreed_forward(
+        x, 20 + rank, spec, parallel, same={"pairs": ("int", 3)}, free=[rank, 5]
+    )
     assert found == ([20, 21], [[0, 5], [1, 5]])
     assert lengths == [20, 20]
     again = parallel_attention(x, x, x, spec, parallel, lengths=lengths)
@@ -760,6 +762,19 @@ def kernels_equal_one_device(rank: int) -> None:
         assert relative_l2(out, whole[:, rows]) < (TIGHT if degrees[1] == 1 else 1e-2), degrees
 
 
+def kernels_of_a_batch(rank: int) -> None:
+    """All keys lie in one block, which the first rank quantises: its part comes from itself."""
+    heads, dim, n = 2, 64, 94
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, n, heads * dim).half()
+    spec = AttentionSpec(heads=heads, pv="fp16", impl="triton")
+    whole = attention_skip(q, k, v, spec)
+    rows = slice(0, 64) if rank == 0 else slice(64, None)
+    out = parallel_attention(q[:, rows], k[:, rows], v[:, rows], spec, groups(2, 1))
+    for sample in range(2):
+        assert relative_l2(out[sample], whole[sample, rows]) < TIGHT, sample
+
+
 def kernels_of_some_heads(rank: int) -> None:
     """Kernels read the channels of some heads where they lie among those of others."""
     heads, dim, lengths = 4, 64, (40, 30)
@@ -781,7 +796,9 @@ def kernels_of_some_heads(rank: int) -> None:
 
 
 @over("interpreter")
-@pytest.mark.parametrize("check", [kernels_equal_one_device, kernels_of_some_heads])
+@pytest.mark.parametrize(
+    "check", [kernels_equal_one_device, kernels_of_a_batch, kernels_of_some_heads]
+)
 def test_the_kernels_on_two_ranks_equal_one_device(
     on: Implementation, check: Callable[[int], None]
 ) -> None:

@@ -36,6 +36,8 @@ from tests.ranks import on_ranks
 from tests.versions import GROUPS_HAVE_ITS_TIMEOUT
 from turbo_rcm_patch import PatchConfig, patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import ContextParallelError, NonFiniteInputError, RankMismatchError
+from turbo_rcm_patch.ops import parallel
+from turbo_rcm_patch.patching import block as blocks
 from turbo_rcm_patch.patching import guard
 from turbo_rcm_patch.patching.parallel import attach_plan, disable_parallelism, groups_of
 
@@ -320,6 +322,10 @@ def noted(seen: list[int], *_: Any) -> None:
     seen.append(1)
 
 
+def nothing(*_: Any) -> None:
+    pass
+
+
 def projections_fused_later(rank: int) -> None:
     """CogVideoX swaps its processors then, and the new ones know of no ranks."""
     model, inputs = MODELS["cogvideox"](torch.float32)
@@ -431,12 +437,34 @@ def mismatches(rank: int) -> None:
     for mine, match in (
         (PatchConfig(guard=False, attention=("int8", "exact")[rank]), "attention int8 on rank 0"),
         (PatchConfig(guard=bool(rank)), "guard 0 on rank 0, 1 on rank 1"),
-        (PatchConfig(guard=False, linear=("as-is", "int8")[rank]), "the rest of PatchConfig"),
+        (
+            PatchConfig(guard=False, linear=("as-is", "int8")[rank]),
+            r"got PatchConfig\.linear as-is on rank 0, int8 on rank 1\.",
+        ),
+        (
+            PatchConfig(
+                guard=False, kinds=(("self", "cross"), ("cross",))[rank], fidelity=2 - rank
+            ),
+            r"kinds \[0, 1\] on rank 0, \[1\] on rank 1; .*fidelity 2.0 on rank 0, 1.0 on rank 1",
+        ),
     ):
         other = case.model()
         patch_model(other, mine)
         enable(other, layout)
         refused(match, other, inputs)
+    hook = model.blocks[1].attn1.register_forward_hook(nothing) if rank == 0 else None
+    refused(r"self-attention somebody hooked or replaced \[1\] on rank 0, \[\] on rank 1", model,
+            inputs)  # fmt: skip
+    if hook is not None:
+        hook.remove()
+    run(model, **inputs)
+    own = model.blocks[0].attn1.processor
+    model.blocks[0].attn1.processor = (own, wan.CASES[0].model().blocks[0].attn1.processor)[rank]
+    refused(r"hooked or replaced \[\] on rank 0, \[0\] on rank 1", model, inputs)
+    model.blocks[0].attn1.processor = own
+    with pytest.raises(RankMismatchError, match="a gradient is wanted 1 on rank 0, 0 on rank 1"):
+        model.requires_grad_(rank == 0)(**inputs)
+    run(model, **inputs)
     uneven = case.model()
     patch_model(uneven, INT8)
     enable(uneven, layout, ulysses_anything=True)
@@ -458,6 +486,36 @@ def compiled(rank: int) -> None:
         out = run(model, **inputs)
         assert relative(out, expected) < NEAR, relative(out, expected)
         assert same_everywhere(out)
+
+
+def compiled_by_length(rank: int) -> None:
+    """Whether "auto" quantises is decided by the whole sequence in compiled blocks, too.
+
+    Nothing is left to the author because a rank has few of its tokens, or fewer than another.
+    """
+    header = parallel._header
+    for anything, below in ((False, 40), (True, 23)):  # of 60 tokens, and of 23 + 22
+        model, inputs = MODELS["wan"](torch.float32)
+        if anything:
+            inputs["hidden_states"] = inputs["hidden_states"][:, :, :, :6]
+        with mock.patch.object(blocks.ops, "exact_below", lambda *_, below=below: below):
+            report = patch_model(model, PatchConfig(guard=False, attention="auto", pv="bf16"))
+        enable(model, mesh(1, 2), ulysses_anything=anything)
+        expected = run(model, **inputs)
+        assert "fused with int8 attention" in report.last_forward
+        for one in model.blocks:
+            one.compile(backend="eager")
+        asked: list[str] = []
+
+        def seen(parallel: Any, q: Any, norms: Any, cos: Any, numbers: Any, *more: Any,
+                 asked: Any = asked) -> Any:  # fmt: skip
+            asked.append(numbers[1])
+            return header(parallel, q, norms, cos, numbers, *more)
+
+        with mock.patch.object(parallel, "_header", seen):
+            out = run(model, **inputs)
+        assert set(asked) == {"auto"}, asked
+        assert relative(out, expected) < NEAR, relative(out, expected)
 
 
 def sharded(rank: int) -> None:
@@ -530,6 +588,7 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "not-finite": not_finite,
     "mismatches": mismatches,
     "compiled": compiled,
+    "compiled-by-length": compiled_by_length,
     "sharded": sharded,
     "tensor-parallel": tensor_parallel,
 }

@@ -41,6 +41,13 @@ def everywhere(value: object) -> bool:
     return all(repr(one) == repr(value) for one in everyone)
 
 
+def from_first(value: str) -> str:
+    """What rank 0 has."""
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
 @contextmanager
 def cheap_parts() -> Iterator[None]:
     """A second part for exact heads costs next to nothing, as in long sequences, and few rows are
@@ -180,7 +187,8 @@ def ranks_that_know_less(rank: int) -> None:
     own = guard.quantised
     with mock.patch.object(guard, "quantised", lambda given: own(given) and rank == 0):
         wan.run(model, **given)
-    assert not report.exact_heads and report.guard.fidelity is not None
+    assert not report.exact_heads and report.guard.fidelity is None
+    assert report.guard.unmeasured and everywhere(report.guard.unmeasured)
     assert all(not one.heads for one in found_of(report).values())
     assert everywhere(found_of(report))
 
@@ -247,21 +255,54 @@ def other_marks(rank: int) -> None:
         wan.run(model, **given)
 
 
+def exact_stays(rank: int) -> None:
+    """A pair whose attention is exact stays so when ranks agree, whether one rank or all made it
+    exact, by a step of the guard or by a calibration."""
+    given = wan.CASES[0].inputs()
+    how: dict[str, Any] = {"attention": "int8", "fidelity": 1e6, "guard_budget": 1.0}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(from_first(folder), "kept.json")
+        with patched(model := wan.CASES[0].model(), **how, **AUTO) as report:
+            state = record_of(model).plan.states[0]  # type: ignore[union-attr]
+            state.take_heads(range(state.pair.heads), "of a target")
+            if rank == 0:
+                report.save_calibration(path)
+        dist.barrier()
+        for alone in (False, True):
+            model = wan.CASES[0].model()
+            calibration: dict[str, Any] = {} if alone else {"calibration": path}
+            report = patch_model(model, **how, **AUTO, **calibration)
+            state = record_of(model).plan.states[0]  # type: ignore[union-attr]
+            if alone and rank == 0:
+                state.take_heads(range(state.pair.heads), "of this rank alone")
+            enable(model, mesh(1, 2))
+            for again in (False, True):
+                if again and rank == 0:
+                    report.guard.check_next()
+                with counting_bytes() as counts:
+                    out = wan.run(model, **given)
+                assert ("states" in counts) == (alone or again)
+                assert state.precision == "exact attention", state.precision
+                assert state.ran == "fused with exact attention", state.ran
+                assert same_everywhere(out)
+        dist.barrier()
+
+
 def calibrated(rank: int) -> None:
     """What one process chose, several run from the first forward on."""
     model, given = one_peaked_head(wan.CASES[0].model(BF16)), wan.CASES[0].inputs(1, BF16)
     with tempfile.TemporaryDirectory() as folder:
-        places = [folder]
-        dist.broadcast_object_list(places, 0)
-        path = Path(places[0], "kept.json")
+        path = Path(from_first(folder), "kept.json")
         with patched(model, fidelity=TARGET, **AUTO) as report:
             wan.run(model, **given)
             expected = wan.run(model, **given)
             if rank == 0:
                 report.save_calibration(path)
         dist.barrier()
+        own = Path(folder, "own.json")  # another path on every rank
+        own.write_bytes(path.read_bytes())
         for ring in (1, 2):
-            with patched(model, guard=False, calibration=path) as report:
+            with patched(model, guard=False, calibration=own if ring == 1 else str(own)) as report:
                 enable(model, mesh(ring, 3 - ring))
                 out = wan.run(model, **given)
                 assert report.exact_heads["blocks.0.attn1"] == (1,)
@@ -277,6 +318,7 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "ranks-that-know-less": ranks_that_know_less,
     "wrong-on-one-rank": wrong_on_one_rank,
     "other-marks": other_marks,
+    "exact-stays": exact_stays,
     "calibrated": calibrated,
 }
 

@@ -111,8 +111,9 @@ _HEADER: Final[dict[str, Kind]] = {
     "block_q": "int",
     "block_k": "int",
 }
-#: How many of these `agreed_forward` sends, and what stands for the tokens in front of a forward.
-_FORWARD_NUMBERS: Final = 11
+#: How many numbers ranks tell each other in front of a forward and at its beginning, and what
+#: stands for the tokens in front of it.
+_ROW: Final = 40
 _AHEAD: Final = -1
 
 
@@ -271,7 +272,7 @@ def agreed_forward(
     spec: AttentionSpec,
     parallel: ContextParallel,
     *,
-    same: Mapping[str, int | float] | None = None,
+    same: Mapping[str, tuple[Kind, object]] | None = None,
     free: Sequence[int] = (),
 ) -> tuple[list[int], list[list[int]]]:
     """Ask the other ranks, once at the beginning of a model's forward: the `lengths` that every
@@ -282,7 +283,7 @@ def agreed_forward(
         tokens: That this rank has.
         spec: How its attentions are computed.
         parallel: The process groups.
-        same: What else has to be the same on every rank, by name.
+        same: What else has to be the same on every rank, by name: its kind and its value.
         free: Numbers to tell the others.
 
     Returns:
@@ -305,21 +306,19 @@ def agreed_forward(
         "smooth_k": spec.smooth_k,
         "impl": impl,
     }
-    assert len(values) == _FORWARD_NUMBERS
     kinds = {name: _HEADER[name] for name in values}
-    for name, value in (same or {}).items():
-        values[name] = value
-        kinds[name] = "float" if isinstance(value, float) else "int"
+    for name, (kind, value) in (same or {}).items():
+        kinds[name], values[name] = kind, value
     codes = [_code(value, kinds[name]) for name, value in values.items()]
-    table = told("header", [tokens, *codes, *free], parallel, x.device)
+    table = _told_row([tokens, *codes, *free], parallel, x.device)
     _refuse_ahead(table)
     end = 1 + len(codes)
     _refuse_differing("the forward of a parallel model", [row[1:end] for row in table], kinds)
-    return [row[0] for row in table], [row[end:] for row in table]
+    return [row[0] for row in table], [row[end : end + len(free)] for row in table]
 
 
 def agreed_ahead(
-    values: Sequence[int], more: int, parallel: ContextParallel, device: torch.device
+    values: Sequence[int], parallel: ContextParallel, device: torch.device
 ) -> list[list[int]]:
     """Tell the other ranks a few numbers in front of a model's forward, before its header.
 
@@ -328,7 +327,6 @@ def agreed_ahead(
 
     Args:
         values: The numbers.
-        more: How many numbers `agreed_forward` sends as `same` and `free`.
         parallel: The process groups.
         device: Of the model.
 
@@ -338,11 +336,16 @@ def agreed_ahead(
     Raises:
         RankMismatchError: Some ranks sent the header of their forward; on every rank alike.
     """
-    row = [_AHEAD, *values]
-    row += [0] * (1 + _FORWARD_NUMBERS + more - len(row))
-    table = told("header", row, parallel, device)
+    table = _told_row([_AHEAD, *values], parallel, device)
     _refuse_ahead(table, all_of=True)
     return [each[1 : 1 + len(values)] for each in table]
+
+
+def _told_row(
+    row: Sequence[int], parallel: ContextParallel, device: torch.device
+) -> list[list[int]]:
+    assert len(row) <= _ROW
+    return told("header", [*row, *[0] * (_ROW - len(row))], parallel, device)
 
 
 def _refuse_ahead(table: Sequence[Sequence[int]], all_of: bool = False) -> None:
@@ -954,7 +957,9 @@ def _quantised(
 
         def whole(mains: Sequence[Tensor], which: int, dim: int = 2) -> Tensor:
             pairs = zip(mains, (x[which] for x in small), strict=True)
-            return concatenated([x for pair in pairs for x in pair], dim)
+            # Kernels take these as contiguous. One piece of this rank's own is a part of all
+            # heads, which is contiguous for one sample alone: with more it is copied.
+            return concatenated([x for pair in pairs for x in pair], dim).contiguous()
 
         kv = [
             whole(mains[1], 3),

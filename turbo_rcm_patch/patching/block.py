@@ -52,8 +52,8 @@ from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.joined import run_joined
 from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsClose, rounded
-from turbo_rcm_patch.patching.parallel import Ranks
-from turbo_rcm_patch.patching.plain import bare, unserved
+from turbo_rcm_patch.patching.parallel import Ranks, groups_of_model
+from turbo_rcm_patch.patching.plain import bare, runs_itself, unserved
 from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference, signature
 from turbo_rcm_patch.patching.state import PairState, specs_of
 from turbo_rcm_patch.skip import Cast
@@ -476,7 +476,10 @@ class BlockForward:
 
     def _serves(self, hidden: Tensor) -> bool:
         """Whether ours may run; the first block says what it will not follow."""
-        if torch.compiler.is_compiling() and hidden.shape[1] < self._compiler_below:
+        few = torch.compiler.is_compiling() and hidden.shape[1] < self._compiler_below
+        # Of a sequence that ranks share these are not all tokens, and the other ranks may have
+        # more: there the operation decides.
+        if few and self._groups() is None:
             return False
         # Blocks share one compiled graph, so none may look at whether it is the first there.
         warned = None if torch.compiler.is_compiling() or not self._first else self._warned
@@ -603,9 +606,22 @@ class BlockForward:
             hidden = self._compared(guard, index, branch, hidden, given, author, dtype, parallel)
         return hidden
 
+    def calls_attention(self) -> bool:
+        """Whether the self-attention of the block is called while the model is parallel, because
+        somebody hooked or replaced it or what computes it."""
+        for branch in self.branches:
+            if branch.kind == "self":
+                attn = getattr(self._block, branch.name)
+                known = hasattr(type(attn.__dict__.get("processor")), "author_class")
+                if not known or not runs_itself(attn):
+                    return True
+        return False
+
     def _begin_parallel(self, hidden: Hidden, guard: Guard | None) -> None:
         """Agree on this forward with the ranks that share its sequence."""
-        parallel = self._groups()
+        # The model's: somebody may have replaced what computes the attention of this block.
+        model = self.ranks.model
+        parallel = self._groups() if model is None else groups_of_model(model)
         if parallel is None:
             self.ranks.lengths = []
             return

@@ -32,6 +32,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops.exchange import ContextParallel, told
 from turbo_rcm_patch.patching.author import Notes, nothing, ones
+from turbo_rcm_patch.patching.int8_linear import Int8Linear
 from turbo_rcm_patch.patching.measure import NORM_SHARE, Measure, measure
 from turbo_rcm_patch.patching.noise import (
     Noise,
@@ -769,13 +770,15 @@ class _Reference:
         known = known and given is not None and given.heads_apart and (eight or len(exact) > 0)
         # Nothing of it is replayed in front of a weight, so what is left over is what 8 bits add.
         rest = eight and (not given.heads_apart or self._notes.output is None)
+        whole = rest or not eight
         parallel, share = self._pair.parallel, None
         if parallel is not None:
             # All ranks gather keys, or none does.
             tokens = sum(y.shape[1] for y in self._author)
-            rows = told("noise", [int(known), tokens], parallel, ours[0].device)
-            known = all(row[0] for row in rows)
-            share = Share(parallel, tuple(row[1] for row in rows))
+            asked = [int(known), int(whole), tokens]
+            rows = told("noise", asked, parallel, ours[0].device)
+            known, whole = (all(row[i] for row in rows) for i in (0, 1))
+            share = Share(parallel, tuple(row[2] for row in rows))
         if known:
             assert before is not None and gates is not None and weight is not None
             heads = head_noise(given, before, weight, gates, share)
@@ -784,7 +787,7 @@ class _Reference:
             ours, self._author, self._base, wide=wide, narrowed=self._pair.narrowed,
             linears=state.int8, rest=rest, heads=heads, exact=exact, share=share,
         )  # fmt: skip
-        return replace(found, known=known or rest or not eight)
+        return replace(found, known=known or whole)
 
 
 _STEPS: Final[dict[Step, str]] = {
@@ -816,6 +819,8 @@ def _weight_for_noise(output: Any, x: Tensor) -> Tensor | None:
     in the module's place the estimate may read past them.
     """
     weight: Any = getattr(output, "weight", None)
+    if isinstance(output, Int8Linear):
+        weight = weight.as_subclass(Tensor)
     if type(weight) not in (nn.Parameter, Tensor) or weight.is_meta:
         return None
     readable = weight.is_floating_point() and weight.shape[1:] == x.shape[-1:]

@@ -13,23 +13,33 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import KINDS, PatchConfig
 from turbo_rcm_patch.errors import ContextParallelError, RankMismatchError
 from turbo_rcm_patch.ops.exchange import ContextParallel, told
-from turbo_rcm_patch.ops.parallel import agreed_ahead, agreed_forward
+from turbo_rcm_patch.ops.parallel import Kind, agreed_ahead, agreed_forward
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.registry import family_of
 from turbo_rcm_patch.patching.sla import attached_proj_l
-from turbo_rcm_patch.patching.state import PairState, Step, When
+from turbo_rcm_patch.patching.state import PairState, When
 
 if TYPE_CHECKING:
+    from turbo_rcm_patch.patching.block import BlockForward
     from turbo_rcm_patch.patching.guard import Guard
 
 _CONFIG: Final = "_parallel_config"
@@ -42,10 +52,12 @@ _FOLLOWS: Final = "_turbo_rcm_follows"
 #: What diffusers' names of its hooks begin with.
 _HOOKS: Final = ("cp_input---", "cp_output---")
 _WHENS: Final[tuple[When, ...]] = ("first", "last", "asked", "middle")
-#: What a pair may do without, in the order of `Ranks._caution`.
-_STEPS: Final[tuple[Step, ...]] = ("linears given back", "16-bit p and v", "exact attention")
-#: Numbers that `Ranks.begin` adds to a header.
-_MORE: Final = 7
+#: Options that are the same on all ranks, beside those of the attention, and their types.
+_HINTS: Final = {
+    name: hint
+    for name, hint in get_type_hints(PatchConfig).items()
+    if name not in ("attention", "pv", "smooth_k", "impl", "calibration")
+}
 _ELSEWHERE: Final = "as on another rank of its sequence, where the guard decided it"
 
 
@@ -65,7 +77,9 @@ def groups_of(holder: object) -> ContextParallel | None:
 
 def groups_of_model(model: Any) -> ContextParallel | None:
     """The same for a whole model, TurboDiffusion's own among them."""
-    return groups_of(model) or ulysses_over(getattr(model, "_cp_group", None))
+    # Past `Module.__getattr__`, because every forward asks.
+    group = getattr(model, "__dict__", {}).get("_cp_group")
+    return groups_of(model) or (None if group is None else ulysses_over(group))
 
 
 def ulysses_over(group: Any) -> ContextParallel | None:
@@ -298,9 +312,10 @@ class Ranks:
 
     Attributes:
         lengths: Tokens of every rank in the forward under way; none where nobody was asked.
+        blocks: What stands in for the forwards of the model's blocks.
     """
 
-    __slots__ = ("_model", "_states", "lengths")
+    __slots__ = ("_model", "_states", "blocks", "lengths")
 
     def __init__(self, states: list[PairState], model: nn.Module | None) -> None:
         self._states = states
@@ -308,9 +323,11 @@ class Ranks:
             _gone if model is None else weakref.ref(model)
         )
         self.lengths: list[int] = []
+        self.blocks: list[BlockForward] = []
 
-    def __reduce__(self) -> tuple[type[Ranks], tuple[Any, ...]]:
-        return Ranks, (self._states, self._model())
+    def __reduce__(self) -> tuple[type[Ranks], tuple[Any, ...], Any]:
+        # What slots hold is the second of a pair.
+        return Ranks, (self._states, self._model()), (None, {"blocks": self.blocks})
 
     @property
     def model(self) -> nn.Module | None:
@@ -347,16 +364,22 @@ class Ranks:
         marks = repr([state.exact_heads for state in self._states]).encode()
         measured = 0 if guard is None else guard.measured
         digest = crc32(marks, crc32(bytes([*mine, *begun]), measured))
-        tokens, even = sum(streams), not anything(self.model)
-        same = {
-            "tokens": tokens if even else 0,
-            "pairs": len(self._states),
-            "guard": guard is not None,
-            "guard_budget": float(config.guard_budget),
-            "sla_topk": float(config.sla_topk),
-            "the rest of PatchConfig": crc32(repr(config).encode()),
+        model = self.model
+        # What is not inference is refused by an attention, when others may wait for it already.
+        gradient = torch.is_grad_enabled() and (
+            x.requires_grad
+            or (model is not None and any(p.requires_grad for p in model.parameters()))
+        )
+        # One that is called sends something else than ours.
+        called = [at for at, block in enumerate(self.blocks) if block.calls_attention()]
+        tokens, even = sum(streams), not anything(model)
+        same: dict[str, tuple[Kind, object]] = {
+            "tokens": ("int", tokens if even else 0),
+            "pairs": ("int", len(self._states)),
+            "a gradient is wanted": ("int", gradient),
+            "blocks whose self-attention somebody hooked or replaced": ("heads", called),
+            **_settings(config),
         }
-        assert len(same) + 1 == _MORE
         self.lengths, digests = agreed_forward(x, tokens, spec, groups, same=same, free=[digest])
         lengths = self.lengths
         if sorted(lengths, reverse=True) != lengths or lengths[0] - lengths[-1] > len(streams):
@@ -386,7 +409,7 @@ class Ranks:
 
     def _caution(self) -> list[int]:
         """What decides how each pair runs and whether it is compared, such that the larger of two
-        numbers is the more careful."""
+        numbers is the more careful; `_follow` reads them in this order."""
         made: list[int] = []
         for state in self._states:
             careful = state.precision
@@ -402,17 +425,34 @@ class Ranks:
     def _follow(
         self, state: PairState, agreed: Sequence[int], exact_heads: tuple[int, ...]
     ) -> None:
-        given_back, *steps = agreed[: 1 + len(_STEPS)]
-        for step, wanted in zip(_STEPS, steps, strict=True):
-            if wanted and state.live:
-                state.take(step, _ELSEWHERE)
-        if state.live and set(exact_heads) - {*state.exact_heads}:
-            state.take_heads(exact_heads, _ELSEWHERE)
-        state.exact_heads = exact_heads
+        given_back, no_int8, careful, exact = agreed[: -len(_WHENS)]
+        whole = exact or (exact_heads and len(exact_heads) == state.pair.heads)
+        state.decide(
+            _ELSEWHERE,
+            int8=state.int8 and not no_int8,
+            precision="exact attention" if whole else "16-bit p and v" if careful else None,
+            exact_heads=exact_heads,
+        )
         if given_back and state.live:
             state.give_back(f"given back {_ELSEWHERE}")
-        unseen = zip(_WHENS, agreed[1 + len(_STEPS) :], strict=True)
+        unseen = zip(_WHENS, agreed[-len(_WHENS) :], strict=True)
         state.unseen = {when for when, bit in unseen if bit}
+
+
+def _settings(config: PatchConfig) -> dict[str, tuple[Kind, object]]:
+    """What has to be the same on every rank of how a model is patched, beside its attention.
+
+    What a calibration chose is agreed on; where its file lies may differ."""
+    made: dict[str, tuple[Kind, object]] = {}
+    for name, hint in _HINTS.items():
+        value = getattr(config, name)
+        kind: Kind = "float" if hint is float else "int"
+        if get_origin(hint) is Literal:
+            kind = get_args(hint)
+        elif name == "kinds":
+            kind, value = "heads", [KINDS.index(one) for one in value]
+        made[f"PatchConfig.{name}"] = kind, value
+    return made
 
 
 def anything(model: nn.Module | None) -> bool:
@@ -452,7 +492,7 @@ def told_wishes(groups: ContextParallel, device: torch.device, wish: Wish) -> li
         RankMismatchError: Some rank's model is patched without `cuda_graphs`; on every rank alike.
     """
     row = [_WAYS.index(wish.way), *wish[1:]]
-    table = agreed_ahead(row, _MORE, groups, device)
+    table = agreed_ahead(row, groups, device)
     return [Wish(_WAYS[way], *numbers) for way, *numbers in table]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ Step = Literal["linears given back", "some heads exact", "16-bit p and v", "exac
 
 #: How the path ends of the sum of a sparse and a linear attention: keys have two shares there.
 SPARSE: Final = (".proj_l", ".local_attn")
+#: Those, the more precise the later.
+_PRECISIONS: Final[tuple[Precise, ...]] = get_args(Precise)
 
 
 class PairState:
@@ -96,12 +98,36 @@ class PairState:
         """Run the pair more precisely from now on, and fused as before."""
         if step not in self._steps:
             return
-        self._steps.remove(step)
-        self._reason = reason
         if step == "linears given back":
-            self.int8 = False
+            self.decide(reason, int8=False)
         elif step != "some heads exact":
-            self.precision = step
+            self.decide(reason, precision=step)
+
+    def decide(
+        self,
+        reason: str,
+        *,
+        int8: bool | None = None,
+        precision: Precise | None = None,
+        exact_heads: Collection[int] | None = None,
+    ) -> None:
+        """Run so from now on; what is None stays. No step is left that would be less precise."""
+        before = self.int8, self.precision, self.exact_heads
+        if int8 is not None:
+            self.int8 = int8
+        if precision is not None:
+            self.precision = precision
+        if exact_heads is not None:
+            self.exact_heads = tuple(sorted(set(exact_heads)))
+        if before == (self.int8, self.precision, self.exact_heads):
+            return
+        passed = _PRECISIONS[: _PRECISIONS.index(self.precision) + 1]
+        self._steps = [
+            step
+            for step in self._steps
+            if (self.int8 if step == "linears given back" else step not in passed)
+        ]
+        self._reason = reason
         self.pair = self.shown(self.pair)
 
     @property
@@ -133,26 +159,20 @@ class PairState:
         if chosen.get("given back"):
             self.give_back(reason)
             return
-        self._reason = reason
-        self.exact_heads = tuple(sorted(set(chosen.get("exact_heads", ()))))
-        self.precision = chosen.get("precision", "as asked for")
-        if chosen.get("linears given back"):
-            self.int8 = False
-        self._steps = [
-            step
-            for step in self._steps
-            if step not in ("linears given back" if not self.int8 else "", self.precision)
-        ]
-        self.pair = self.shown(self.pair)
+        self.decide(
+            reason,
+            int8=self.int8 and not chosen.get("linears given back"),
+            precision=chosen.get("precision", "as asked for"),
+            exact_heads=chosen.get("exact_heads", ()),
+        )
 
     def take_heads(self, heads: Collection[int], reason: str) -> None:
         """Run these heads exactly from now on, beside those that do."""
-        marked = tuple(sorted({*self.exact_heads, *heads}))
+        marked = {*self.exact_heads, *heads}
         if len(marked) == self.pair.heads and "exact attention" in self._steps:
-            self.take("exact attention", reason)
-            return
-        self.exact_heads, self._reason = marked, reason
-        self.pair = self.shown(self.pair)
+            self.decide(reason, precision="exact attention")
+        else:
+            self.decide(reason, exact_heads=marked)
 
     def shown(self, fresh: SkipPair) -> SkipPair:
         """A fresh look at this pair, with what was decided since it was patched."""

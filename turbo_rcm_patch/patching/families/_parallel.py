@@ -132,6 +132,7 @@ def plan_of(model: nn.Module) -> dict[str, Any] | None:
 def _exact(processor: object, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     groups = groups_of(processor)
     assert groups is not None
+    q, k = (x.to(v.dtype) for x in (q, k))  # Norms leave autocast in fp32.
     spec = AttentionSpec(heads=attn.heads, attention="exact")
     return parallel_attention(q, k, v, spec, groups)
 

@@ -138,6 +138,9 @@ class TurboBlockForward(BlockForward):
         operator = getattr(self._block.self_attn, "attn_op", None)
         return ulysses_over(getattr(operator, "pg", None))
 
+    def calls_attention(self) -> bool:
+        return bool(why_attention_called(self._block.self_attn, "self"))
+
     def _feed_forward(self, module: Any) -> FeedForwardModules:
         first, gelu, last = module
         return FeedForwardModules(first=first, called=(first, gelu), last=(last,))
