@@ -14,15 +14,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.measures import relative_l2
 from tests.patching import cogvideox, wan
 from tests.patching.test_parallel import enable, mesh
-from tests.patching.test_parallel_patched import Told, run_all, same_everywhere
+from tests.patching.test_parallel_patched import Told, run_all, same_everywhere, shard
 from tests.patching.test_precision import AUTO, attended, errors_upcast, one_peaked_head, operands
 from tests.patching.test_residual import BF16, errors
 from tests.ranks import groups
 from turbo_rcm_patch import patch_model, patched
+from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.ops.exchange import counting_bytes
 from turbo_rcm_patch.patching import branches, guard, noise
 from turbo_rcm_patch.patching.noise import Noise, Operands, Share, head_noise, pair_noise
@@ -312,6 +314,41 @@ def calibrated(rank: int) -> None:
         dist.barrier()
 
 
+def calibrated_and_sharded(rank: int) -> None:
+    """A calibration serves every rank that has a part of the weights, in any process and number of
+    ranks, before a forward and after it; another class's is refused."""
+    given, how = wan.CASES[0].inputs(), {"attention": "int8", **AUTO}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(from_first(folder), "kept.json")
+
+        def chosen(model: Any) -> tuple[int, ...]:
+            with patched(model, calibration=path, **how) as report:
+                return dict(report.exact_heads).get("blocks.0.attn1", ())
+
+        def saved(model: Any) -> None:
+            with patched(model, fidelity=1e6, guard_budget=1.0, **how) as report:
+                wan.run(model, **given)
+                record_of(model).plan.states[0].take_heads((1,), "it")  # type: ignore[union-attr]
+                if rank == 0:
+                    report.save_calibration(path)
+                dist.barrier()
+
+        whole, sharded = wan.CASES[0].model(), wan.CASES[0].model()
+        shard(sharded, init_device_mesh("cpu", (2,)))
+        again = wan.CASES[0].model()
+        shard(again, init_device_mesh("cpu", (2,)))
+        saved(sharded)
+        assert chosen(sharded) == chosen(again) == chosen(whole) == (1,)
+        dist.barrier()
+        saved(whole)
+        assert chosen(sharded) == chosen(whole) == (1,)
+        other = wan.CASES[1].model()
+        shard(other, init_device_mesh("cpu", (2,)))
+        with pytest.raises(ConfigError, match="another fingerprint"):
+            chosen(other)
+        dist.barrier()
+
+
 SCENARIOS: dict[str, Callable[[int], None]] = {
     "shares-measure-the-whole": shares_measure_the_whole,
     "marked-alike": marked_alike,
@@ -320,6 +357,7 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "other-marks": other_marks,
     "exact-stays": exact_stays,
     "calibrated": calibrated,
+    "calibrated-and-sharded": calibrated_and_sharded,
 }
 
 

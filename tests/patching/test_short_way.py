@@ -125,7 +125,7 @@ class Block:
     [
         pytest.param(of_wan, {}, 168, 182, 9, id="wan"),
         pytest.param(of_wan, {"attention": "exact"}, 161, 183, 8, id="wan-exact"),
-        pytest.param(of_wan, {"linear": "int8"}, 335, 457, 19, id="wan-int8-linears"),
+        pytest.param(of_wan, {"linear": "int8"}, 341, 464, 19, id="wan-int8-linears"),
         pytest.param(lambda: of_wan(added_kv_proj_dim=256), {}, 198, 219, 12, id="wan-image"),
         pytest.param(lambda: of_wan(sla=True), {"sla_topk": 0.5}, 255, 341, 12, id="wan-sla"),
         pytest.param(of_cogvideox, {}, 198, 199, 9, id="cogvideox"),

@@ -3,7 +3,8 @@
 For every pair that runs otherwise than it was configured, a calibration holds its exact heads, the
 precision of its attention, and whether its int8 Linears, or all of it, were given back. It belongs
 to weights, so the file has a fingerprint of the model's class, of the names, shapes and dtypes of
-its parameters, of some of their values, and of SLA's attached `proj_l`.
+its parameters, of some of their values, and of SLA's attached `proj_l`. Ranks that shard a model
+have other values each, so those of a sharded model are left out.
 """
 
 from __future__ import annotations
@@ -33,21 +34,36 @@ _FLAGS: Final = ("linears given back", "given back")
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of a model: its class, and its parameters with some of their values. What is
-    offloaded sequentially is read where it is; of meta tensors name, shape and dtype count."""
-    digest = hashlib.sha256(author_class(model).__qualname__.encode())
+    """Two digests of a model: of some values of its parameters, and of its class with the names
+    and shapes of them.
+
+    What is offloaded sequentially is read where it is; values that are nowhere do not count. The
+    first digest is empty where several ranks have parts of the weights: each has other values, and
+    after a forward some are whole.
+    """
+    values = hashlib.sha256(author_class(model).__qualname__.encode())
+    form, sharded = values.copy(), False
     for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
+        form.update(f"{name} {list(parameter.shape)}".encode())
+        values.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
         held: Tensor | None = parameter
         if parameter.is_meta:
             place, _, own = name.rpartition(".")
             held = _offloaded(model.get_submodule(place), own)
-        if held is not None and held.numel():
-            digest.update(_some_of(held))
+        sharded = sharded or hasattr(held, "device_mesh")
+        if held is not None and held.numel() and not sharded:
+            values.update(_some_of(held))
     proj_l = held_proj_l(model)
     if proj_l:  # They are buffers, and decide which attention it is.
-        digest.update(repr(mark_of_tensors(proj_l)).encode())
-    return digest.hexdigest()
+        for digest in (values, form):
+            digest.update(repr(mark_of_tensors(proj_l)).encode())
+    return f"{'' if sharded else values.hexdigest()}/{form.hexdigest()}"
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two fingerprints are of the same weights, as far as both say."""
+    (values, form), (others, same) = (each.partition("/")[::2] for each in (one, other))
+    return values == others if values and others else form == same != ""
 
 
 def _offloaded(module: nn.Module, name: str) -> Tensor | None:
@@ -65,7 +81,7 @@ def _offloaded(module: nn.Module, name: str) -> Tensor | None:
 
 def _some_of(x: Tensor) -> bytes:
     if type(x) is not nn.Parameter and type(x) is not Tensor:
-        # Quantised or sharded: what can be asked of all of them is a sum.
+        # Quantised: what can be asked of all of them is a sum.
         return f"{float(x.detach().float().sum()):.6g}".encode()
     flat = x.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
@@ -128,7 +144,7 @@ def read_calibration(path: Path, plans: Sequence[ModelPlan]) -> Calibration:
         states = {state.pair.path: state for state in plan.states}
         weights = fingerprint(plan.model)
         # A model may be patched by itself now, and have been a part of a pipeline then.
-        places = [at for at, kept in models.items() if kept["fingerprint"] == weights]
+        places = [at for at, kept in models.items() if _same(kept["fingerprint"], weights)]
         if not places:
             where = plan.path or "the model"
             raise _refused(path, f"another fingerprint than that of {where}", "these weights")
