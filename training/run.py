@@ -147,7 +147,10 @@ class Stage:
         return min(1.0, used)
 
     def save(self) -> None:
-        """Write the state next to the old one, then swap; no file is larger than 16 MiB."""
+        """Write the state next to the old one, then swap; no file is larger than 16 MiB.
+
+        Killed at any moment, it leaves a complete state where `_resume` looks.
+        """
         state = {
             "networks": {key: net.state_dict() for key, net in self.networks.items()},
             "ema": {key: net.state_dict() for key, net in self.ema.items()},
@@ -158,13 +161,13 @@ class Stage:
         buffer = io.BytesIO()
         torch.save(state, buffer)
         fresh, old = self._path.with_suffix(".new"), self._path.with_suffix(".old")
-        for folder in (fresh, old):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         content = buffer.getbuffer()
         for i, start in enumerate(range(0, len(content), _PIECE)):
             (fresh / f"{i:03d}.bin").write_bytes(content[start : start + _PIECE])
-        if self._path.exists():
+        if self._path.exists():  # If not, the old one is all there is.
+            shutil.rmtree(old, ignore_errors=True)
             self._path.rename(old)
         fresh.rename(self._path)
         shutil.rmtree(old, ignore_errors=True)
