@@ -16,9 +16,15 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from turbo_rcm_patch.errors import TurboRCMError
+
 _CONTROL: Final = "control.json"
 _PIECE: Final = 15 * 2**20  # bytes of a state file
 Probe = Callable[["Stage"], None]
+
+
+class TrainingError(TurboRCMError, RuntimeError):
+    """A training cannot go on, or what it left cannot be read."""
 
 
 @dataclass(slots=True)
@@ -136,6 +142,7 @@ class Stage:
         self.scenes, self.noise = run.generators(salt)
         self.step, self.seconds, self.done = 0, 0.0, False
         self._path = run.out / "state" / name
+        self._obey_control()  # First: whether a stage is finished depends on its budget.
         self._resume()
 
     @property
@@ -145,6 +152,11 @@ class Stage:
             self.step / self.steps if self.steps else self.seconds / max(60 * self.minutes, 1e-6)
         )
         return min(1.0, used)
+
+    @property
+    def open(self) -> bool:
+        """Whether there is something left to do, and time to do it."""
+        return not self.done and self.progress < 1.0 and not self.run.late
 
     def save(self) -> None:
         """Write the state next to the old one, then swap; no file is larger than 16 MiB.
@@ -206,7 +218,7 @@ class Stage:
         """
         last_save = last_probe = time.monotonic()
         mark, mark_step = time.monotonic(), self.step
-        while not self.done and self.progress < 1.0 and not self.run.late:
+        while self.open:
             for group in self.optimizer.param_groups:
                 group["lr"] = self._learning_rate()
             losses = loss_of()
@@ -218,10 +230,7 @@ class Stage:
             self._update_ema()
             if self.step % 20 == 0 or self.step in (1, 10) or self.steps == self.step:
                 values = {key: round(float(value.detach()), 5) for key, value in losses.items()}
-                if not math.isfinite(values["loss"]):
-                    raise RuntimeError(
-                        f"{self.name} diverged at step {self.step}; resume with a lower lr"
-                    )
+                self._check_finite(values["loss"])
                 now = time.monotonic()
                 self.run.log(
                     stage=self.name,
@@ -235,9 +244,7 @@ class Stage:
                 )
                 self.seconds += now - mark
                 mark, mark_step = now, self.step
-                for key, value in self.run.control(self.name).items():
-                    if key in ("lr", "minutes"):
-                        setattr(self, key, value)
+                self._obey_control()
                 if now - last_save > self.run.save_every:
                     self.save()
                     last_save = time.monotonic()
@@ -246,6 +253,7 @@ class Stage:
                     last_probe = time.monotonic()
                 mark = time.monotonic()
         if not self.done:
+            self._check_finite()
             self.done = self.progress >= 1.0
             self.save()
             probe(self)
@@ -254,6 +262,28 @@ class Stage:
                 event="done" if self.done else "stopped by the time limit",
                 step=self.step,
                 seconds=round(self.seconds, 1),
+            )
+
+    def _obey_control(self) -> None:
+        """Take budget and peak learning rate from control.json, where it has them."""
+        for key, value in self.run.control(self.name).items():
+            if key in ("lr", "minutes"):
+                setattr(self, key, value)
+
+    @torch.no_grad()
+    def _check_finite(self, loss: float = 0.0) -> None:
+        """Raise before weights that are not finite replace the checkpoint.
+
+        The loss alone does not tell: it is from before the step, and a finite loss may have a
+        gradient that is not finite.
+        """
+        norms = torch.stack(torch._foreach_norm(self.parameters))
+        if not (math.isfinite(loss) and bool(norms.isfinite().all())):
+            raise TrainingError(
+                f"{self.name} diverged at step {self.step}",
+                expected="a finite loss and finite weights",
+                remedy="The same command with --resume and a lower learning rate goes on from the "
+                f"last checkpoint: --lr-{self.name}, or control.json",
             )
 
     def _learning_rate(self) -> float:

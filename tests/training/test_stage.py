@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from training.run import Budget, Run, Stage
+from training.run import Budget, Run, Stage, TrainingError
 
 
 class Killed(BaseException):
@@ -64,3 +65,50 @@ def test_no_kill_loses_the_checkpoint(
         resumed.step += 100
         _save_killed(resumed, before, monkeypatch)
     assert _stage(tmp_path).step >= 500
+
+
+def _control(out: Path, **values: float) -> None:
+    (out / "control.json").write_text(json.dumps({"teacher": values}))
+
+
+def test_a_stage_that_was_shortened_stays_finished(tmp_path: Path) -> None:
+    _control(tmp_path, minutes=3)
+    stage = _stage(tmp_path, minutes=7, steps=None)
+    stage.seconds = 3 * 60.0
+    _train(stage)
+    assert stage.done
+    resumed = _stage(tmp_path, minutes=7, steps=None)
+    assert resumed.done and resumed.progress == 1.0
+
+
+def test_a_stage_that_was_lengthened_goes_on(tmp_path: Path) -> None:
+    stage = _stage(tmp_path, minutes=5, steps=None)
+    stage.seconds = 6 * 60.0
+    stage.save()
+    _control(tmp_path, minutes=9, lr=0.5)
+    resumed = _stage(tmp_path, minutes=5, steps=None)
+    assert resumed.open and resumed.progress == pytest.approx(6 / 9) and resumed.lr == 0.5
+
+
+@pytest.mark.parametrize("limit", [None, 0.0], ids=["at a check", "at the time limit"])
+def test_weights_that_are_not_finite_replace_no_checkpoint(
+    tmp_path: Path, limit: float | None
+) -> None:
+    """The loss is finite, its gradient is not."""
+    stage = _stage(tmp_path, steps=40)
+    stage.save()
+    stage.run.save_every = -1.0
+    bad = 20 if limit is None else 7
+
+    def losses() -> dict[str, Tensor]:
+        loss = stage.networks["net"](torch.ones(1, 2)).square().mean()
+        if stage.step == bad - 1:
+            loss.register_hook(lambda gradient: gradient * torch.nan)
+            if limit is not None:
+                stage.run.limit = -1.0
+        return {"loss": loss}
+
+    with pytest.raises(TrainingError, match=f"diverged at step {bad}.*--resume.*--lr-teacher"):
+        stage.train(losses, lambda _: None)
+    kept = _stage(tmp_path, steps=40)
+    assert all(p.isfinite().all() for p in kept.parameters)
