@@ -197,8 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m training evaluate", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
-    add("--model", default=TINY, type=lambda name: Path(resolve_model(name)),
-        help="the student: a pipeline folder, or one that ships by name")  # fmt: skip
+    add("--model", default=TINY, help="the student: a pipeline folder, or one that ships by name")
     add("--teacher", type=Path, help="pipeline folder of the teacher")
     add("--out", type=Path, default=Path("outputs/evaluation"))
     add("--count", type=int, default=400)
@@ -210,4 +209,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--guidance", type=float, default=1.5, help="of the teacher")
     given = vars(parser.parse_args(arguments))
     given["dtype"] = getattr(torch, given["dtype"])
-    evaluate(given.pop("model"), given.pop("out"), **given)
+    evaluate(Path(resolve_model(given.pop("model"))), given.pop("out"), **given)

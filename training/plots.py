@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +17,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from training.run import TrainingError
+from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.output import atomic
 
 _SMOOTH: Final = 15
@@ -58,29 +63,61 @@ def sheet(frames: Tensor, path: Path, *, rows: int = 16, columns: int = 6) -> No
         Image.fromarray(picture).save(partial, format="PNG", optimize=True)
 
 
+def _records(log: Path) -> list[Record]:
+    """The records of a log, but for lines that a kill cut short."""
+    try:
+        lines = log.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainingError(
+            "log", expected="the log.jsonl of a training", got=f"{log} ({error})"
+        ) from error
+    found: list[object] = []
+    for line in lines:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [record for record in found if isinstance(record, dict)]
+
+
 def _joined(records: list[Record]) -> tuple[list[Record], list[int]]:
-    """A stage's records with steps that go on where a new start began again, and these places."""
+    """A stage's records with steps that go on where a new start began again, and these places.
+
+    What a killed run did after its last checkpoint is done again when it resumes; only the second
+    time counts.
+    """
     offset, last, seams, found = 0, 0, [], []
     for record in records:
-        if record["step"] < last:
+        step = record["step"]
+        if record.get("event") == "resumed":
+            found = [one for one in found if one["step"] <= step + offset]
+        elif step < last:
             offset += last
             seams.append(offset)
-        last = record["step"]
-        found.append({**record, "step": last + offset})
+        last = step
+        found.append({**record, "step": step + offset})
     return found, seams
 
 
 def loss_curves(log: Path, path: Path) -> None:
-    """Plot every stage's loss and every probe's numbers from log.jsonl."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:  # a training machine need not have it: the curves can be drawn later
-        return
-    records = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    """Plot every stage's loss and every probe's numbers from log.jsonl.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+        TrainingError: The log cannot be read, or says nothing of a stage.
+    """
+    require("report", "loss curves", "matplotlib")
+    from matplotlib.figure import Figure
+
+    records = _records(log)
     stages = {
         name: [r for r in records if r.get("stage") == name and "step" in r] for name in _TITLES
     }
-    shown = [name for name in _TITLES if stages[name]] or ["vae"]
+    shown = [name for name in _TITLES if stages[name]]
+    if not shown:
+        raise TrainingError(
+            "log",
+            expected="the log.jsonl of a training",
+            got=f"{log}, which has no step of a stage",
+        )
     figure = Figure(figsize=(3.6 * len(shown), 5.6), layout="constrained")
     axes = figure.subplots(2, len(shown), squeeze=False)
     for column, name in enumerate(shown):
@@ -130,3 +167,14 @@ def loss_curves(log: Path, path: Path) -> None:
                 each.axvline(seam, color="#888888", linestyle=":", linewidth=1.0)
     with atomic(path) as partial:
         figure.savefig(partial, dpi=90, format="png")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of `curves`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training curves", description="Draw the loss curves of a training log."
+    )
+    parser.add_argument("log", metavar="LOG.jsonl", type=Path, help="the log of a training")
+    parser.add_argument("out", metavar="OUT.png", type=Path, help="picture to write")
+    given = parser.parse_args(arguments)
+    loss_curves(given.log, given.out)

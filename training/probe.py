@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from training.flow import Velocity, guided
 from training.plots import loss_curves, sheet
 from training.run import Run, Stage, batches
 from training.train_vae import decode_frames
+from turbo_rcm_patch.errors import MissingPackageError
 from turbo_rcm_patch.output import merged
 from turbo_rcm_patch.tiny.detector import accuracy, detect
 
@@ -134,7 +136,8 @@ def probe_flow(
         probe_seconds=round(time.monotonic() - began, 1),
         **record,
     )
-    loss_curves(run.out / "log.jsonl", run.out / "curves.png")
+    with suppress(MissingPackageError):  # Without matplotlib: `curves` can draw them later.
+        loss_curves(run.out / "log.jsonl", run.out / "curves.png")
 
 
 def export(
