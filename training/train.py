@@ -5,10 +5,10 @@ flow-matching teacher with its text encoder, the few-step student that ships, an
 VAE's decoder. The default budgets are 20.5 minutes of training on an H200 in all. DIR receives
 log.jsonl, curves.png, sheets/*.png and the pipeline folders wan_teacher and wan_student.
 
-`--family cogvideox` trains the tiny CogVideoX instead, on the latents of the tiny Wan: its VAE
-learns them from Wan's (and needs no fourth stage), then teacher and student as above, in 12.3
-minutes in all. DIR receives cogvideox_teacher and cogvideox_student. Its defaults are those of
-the run that made what ships (`RECIPE` in `training/family_cogvideox.py`).
+`--family cogvideox` trains the tiny CogVideoX instead, in a DIR of its own, on the latents of the
+tiny Wan: its VAE learns them from Wan's (and needs no fourth stage), then teacher and student as
+above, in 12.3 minutes in all. DIR receives cogvideox_teacher and cogvideox_student. Its defaults
+are those of the run that made what ships (`RECIPE` in `training/family_cogvideox.py`).
 
 In pieces: state is written to DIR/state every minute, in files of at most 16 MiB, and the same
 command with `--resume` continues where the last one stopped. Where the state cannot be kept, a
@@ -29,6 +29,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +38,7 @@ from diffusers import AutoencoderKLWan
 from torch import nn
 
 from training.build import TinyConfig, trained_folder
-from training.family import FAMILIES, Family, family_of
+from training.family import FAMILIES, Family, family_of, family_of_folder
 from training.probe import Flow, export
 from training.run import Budget, Run
 from training.train_flow import build_corpus, train_student, train_teacher
@@ -171,28 +172,76 @@ def _flow(
     to be one.
     """
     encoding, vae = vaes
-    corpus = build_corpus(run, config, encoding, count=args.clips, seconds=args.corpus_seconds)
+    clips = cache(
+        lambda: build_corpus(run, config, encoding, count=args.clips, seconds=args.corpus_seconds)
+    )
     flow = Flow(run, family, config, vae, args.guidance, args.compile, args.probe_count)
-    teacher, encoder = train_teacher(flow, corpus, _budget(args, "teacher"), args.start)
+    teacher, encoder = train_teacher(flow, clips, _budget(args, "teacher"), args.start)
     if args.stage == "teacher" or run.late:
         return None
     student = train_student(
-        flow, corpus, teacher, encoder, _budget(args, "student"),
+        flow, clips, teacher, encoder, _budget(args, "student"),
         fill=args.fill, refresh=args.refresh,
     )  # fmt: skip
     return encoder, teacher, student
 
 
-def _is_run(out: Path) -> bool:
-    """Whether a folder may be a run's: it has no config.json, or one that a run wrote."""
+def _earlier_run(out: Path) -> dict[str, str] | None:
+    """What the run in a folder was given: nothing where there was none, None if its config.json
+    is somebody else's.
+    """
     path = out / "config.json"
     if not path.exists():
-        return True
+        return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and found.keys() >= {"family", "stage", "out"}
+        return None
+    is_run = isinstance(found, dict) and found.keys() >= {"family", "stage", "out"}
+    return found if is_run else None
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, family: Family) -> None:
+    """End with a message for arguments that do not fit together, or not to the folders they name.
+
+    Raises:
+        ModelFolderError: `--start` is no folder of a training.
+    """
+    if args.stage == "decoder" and args.start is None:
+        parser.error(
+            "--stage decoder needs --start FOLDER, the pipeline whose decoder is to be trained on"
+        )
+    if args.stage not in {*family.MINUTES, "all"}:
+        parser.error(f"--family {family.NAME} has no stage {args.stage!r}")
+    if args.stage == "vae" and args.start is not None and "decoder" in family.MINUTES:
+        parser.error("the VAE of --start is finished; --stage decoder trains its decoder on")
+    if args.start is not None:
+        found = family_of_folder(trained_folder(args.start)).NAME
+        if found != family.NAME:
+            parser.error(f"--start {args.start} is of --family {found}, not {family.NAME}")
+    counts = [name for name in vars(args) if name.startswith(("batch_", "steps_"))]
+    for name in ("clips", "refresh", "probe_count", *counts):
+        count = getattr(args, name)
+        if count is not None and count < 1:
+            parser.error(f"--{name.replace('_', '-')} is a number from 1 on")
+    earlier = _earlier_run(args.out)
+    if earlier is None:
+        parser.error(f"{args.out}/config.json is not that of a training run: pass another --out")
+    if not (args.out / "state").exists():
+        return
+    # The state has weights of these sizes, and random numbers of this seed.
+    other = {
+        name: earlier[name]
+        for name in ("family", "micro", "seed")
+        if earlier.get(name, str(getattr(args, name))) != str(getattr(args, name))
+    }
+    if other:
+        given = ", ".join(f"{name} {value}" for name, value in other.items())
+        parser.error(
+            f"{args.out} has state of a run with {given}: pass the same, or another --out"
+        )
+    if not args.resume:
+        parser.error(f"{args.out} has state of an earlier run: pass --resume, or another --out")
 
 
 def _prepare(args: argparse.Namespace, family: Family) -> Run:
@@ -224,18 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.stage == "install":
         print(f"installed {install(args.out / f'{family.NAME}_student', family.SHIPPED)}")
         return
-    if args.stage == "decoder" and args.start is None:
-        parser.error(
-            "--stage decoder needs --start FOLDER, the pipeline whose decoder is to be trained on"
-        )
-    if args.stage not in {*family.MINUTES, "all"}:
-        parser.error(f"--family {family.NAME} has no stage {args.stage!r}")
-    if args.stage == "vae" and args.start is not None and "decoder" in family.MINUTES:
-        parser.error("the VAE of --start is finished; --stage decoder trains its decoder on")
-    if (args.out / "state").exists() and not args.resume:
-        parser.error(f"{args.out} has state of an earlier run: pass --resume, or another --out")
-    if not _is_run(args.out):
-        parser.error(f"{args.out}/config.json is not that of a training run: pass another --out")
+    _check(parser, args, family)
     run = _prepare(args, family)
     config = family.config().small() if args.micro else family.config()
     if args.start is not None and args.stage in ("decoder", "vae"):

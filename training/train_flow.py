@@ -18,6 +18,7 @@ rCM: arXiv 2510.08431 (the parameterisation and the sampler were taken).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -64,13 +65,18 @@ def build_corpus(
     seconds: float,
     batch: int = 64,
 ) -> Corpus:
-    """Render and encode clips until there are `count`, or time is up (at least one batch)."""
+    """Render and encode clips until there are `count`, or time is up: `seconds`, or the run's
+    (at least one batch)."""
     tokenizer = build_tokenizer(config)
     generator, _ = run.generators(_CORPUS_SALT)
     began = time.monotonic()
     latents: list[Tensor] = []
     texts: list[str] = []
-    while len(texts) < count and (not texts or time.monotonic() - began < seconds):
+
+    def goes_on() -> bool:
+        return not run.late and time.monotonic() - began < seconds
+
+    while len(texts) < count and (not texts or goes_on()):
         scenes = sample_scenes(min(batch, count - len(texts)), generator)
         videos = render(scenes.to(run.device), frames=config.frames, size=config.size)
         with run.precision():
@@ -90,11 +96,18 @@ def build_corpus(
 
 
 def train_teacher(
-    flow: Flow, corpus: Corpus, budget: Budget, start: Path | None = None
+    flow: Flow, clips: Callable[[], Corpus], budget: Budget, start: Path | None = None
 ) -> tuple[nn.Module, nn.Module]:
-    """Flow matching; transformer and text encoder learn together. Returns their averaged weights.
+    """Flow matching; transformer and text encoder learn together.
 
-    With `start`, a pipeline folder, both begin from its weights instead of from random ones.
+    Args:
+        flow: What it has in common with the student.
+        clips: Gives the encoded clips; not called if the teacher is finished.
+        budget: How long; clips a step.
+        start: Pipeline folder from whose weights both begin, instead of from random ones.
+
+    Returns:
+        Their averaged weights.
     """
     run, family, batch = flow.run, flow.family, budget.batch
     torch.manual_seed(run.seed + 1)
@@ -111,6 +124,10 @@ def train_teacher(
     stage = Stage(
         run, "teacher", networks, budget, salt=_TEACHER_SALT, ema_decay=0.998, weight_decay=0.01
     )
+    average = stage.ema["transformer"], stage.ema["text_encoder"]
+    if stage.done:
+        return average
+    corpus = clips()
     flow.compile_blocks(transformer)
 
     def losses() -> dict[str, Tensor]:
@@ -128,7 +145,7 @@ def train_teacher(
         return {"loss": F.mse_loss(v.float(), noise - x0)}
 
     def probe(stage: Stage) -> None:
-        model, words = stage.ema["transformer"], stage.ema["text_encoder"]
+        model, words = average
 
         def sample(
             text: Tensor, free: Tensor, noise: Tensor, generator: torch.Generator
@@ -139,7 +156,7 @@ def train_teacher(
         probe_flow(flow, stage, words, {"": sample}, model)
 
     stage.train(losses, probe)
-    return stage.ema["transformer"], stage.ema["text_encoder"]
+    return average
 
 
 class _Endpoints:
@@ -163,7 +180,7 @@ class _Endpoints:
 
 def train_student(
     flow: Flow,
-    corpus: Corpus,
+    clips: Callable[[], Corpus],
     teacher: nn.Module,
     encoder: nn.Module,
     budget: Budget,
@@ -175,7 +192,7 @@ def train_student(
 
     Args:
         flow: What it has in common with the teacher; it learns to do without guidance.
-        corpus: Encoded clips.
+        clips: Gives the encoded clips; not called if the student is finished.
         teacher: Averaged teacher; also where the student starts.
         encoder: Averaged text encoder.
         budget: How long; samples per step and per teacher batch.
@@ -188,6 +205,9 @@ def train_student(
     networks = {"transformer": student}
     stage = Stage(run, "student", networks, budget, salt=_STUDENT_SALT, ema_decay=0.995)
     average = stage.ema["transformer"]
+    if stage.done:
+        return average
+    corpus = clips()
     flow.compile_blocks(student, teacher)
     times = family.times(4)
     with torch.no_grad():
@@ -225,6 +245,8 @@ def train_student(
 
     began = time.monotonic()
     for _ in range(fill):
+        if not stage.open:
+            break
         extend()
     run.log(
         stage="student",
@@ -234,7 +256,7 @@ def train_student(
     )
 
     def losses() -> dict[str, Tensor]:
-        if stage.step % refresh == 0:
+        if stage.step % refresh == 0 or not buffer.count:
             extend()
         rows = torch.randint(buffer.count, (batch,), generator=stage.noise, device=run.device)
         x, t, end = buffer.state[rows], buffer.time[rows], buffer.end[rows]

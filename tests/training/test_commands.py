@@ -11,6 +11,7 @@ import pytest
 
 from training.__main__ import main
 from training.plots import _joined
+from turbo_rcm_patch.tiny import TINY_WAN
 
 STEP = {"stage": "teacher", "loss": 0.5}
 
@@ -70,6 +71,7 @@ def test_curves_without_matplotlib_say_what_is_missing(
         ("evaluate --model {}", "Train it first"),
         ("curves {}/none.jsonl {}/x.png", "No such file"),
         ("curves {}/other.jsonl {}/x.png", "has no step"),
+        ("train --out {}/run --start {}", "Train it first"),
         ("train --stage install --out {}/nowhere", "Train it first"),
     ],
 )
@@ -80,3 +82,41 @@ def test_a_mistake_is_answered_in_a_few_lines(
     assert main(command.replace("{}", str(tmp_path)).split()) == 2
     error = capsys.readouterr().err
     assert said in " ".join(error.split()) and len(error.splitlines()) < 8
+
+
+def _refused(given: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        main(["train", *given.split()])
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_run_resumes_with_the_family_size_and_seed_of_its_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state").mkdir()
+    given = {"family": "wan", "micro": "True", "seed": "3", "stage": "all", "out": str(tmp_path)}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    for other, named in (
+        ("--family cogvideox --micro --seed 3", "family wan"),
+        ("--micro", "seed 3"),
+        ("--seed 3", "micro True"),
+    ):
+        for resume in ("", "--resume"):
+            said = _refused(f"--out {tmp_path} {other} {resume}", capsys)
+            assert f"with {named}: pass the same, or another --out" in said
+    assert "pass --resume" in _refused(f"--out {tmp_path} --micro --seed 3", capsys)
+
+
+@pytest.mark.parametrize("given", ["--refresh 0", "--clips -1", "--steps-vae 0", "--batch-vae 0"])
+def test_counts_are_from_1_on(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "from 1 on" in _refused(f"--out {tmp_path / 'run'} {given}", capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_the_other_family_is_no_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = _refused(f"--out {tmp_path} --family cogvideox --start {TINY_WAN}", capsys)
+    assert "is of --family wan" in said
