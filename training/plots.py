@@ -84,7 +84,8 @@ def _joined(records: list[Record]) -> tuple[list[Record], list[int]]:
     What a killed run did after its last checkpoint is done again when it resumes; only the second
     time counts.
     """
-    offset, last, seams, found = 0, 0, [], []
+    found: list[Record] = []
+    offset, last, seams = 0, 0, []
     for record in records:
         step = record["step"]
         if record.get("event") == "resumed":
