@@ -11,7 +11,7 @@ import torch
 from diffusers import FluxPipeline
 
 from tests.sampling.micro import SMALL, micro_pipe
-from turbo_rcm_patch.errors import DTypeError, NotAModelError
+from turbo_rcm_patch.errors import ConfigError, DTypeError, NotAModelError
 from turbo_rcm_patch.sampling import generation
 from turbo_rcm_patch.sampling.comparison import compare
 from turbo_rcm_patch.sampling.generation import (
@@ -40,6 +40,14 @@ def test_the_same_seed_gives_the_same_video(pipe, sampler: str) -> None:
     assert first.seconds > 0
     assert first.decode_seconds > 0
     assert first.peak_bytes is None or first.peak_bytes > 0
+
+
+def test_several_prompts_and_a_seed_that_is_no_integer_are_told(pipe) -> None:
+    with pytest.raises(ConfigError, match=r"prompt; expected one prompt; got 2\. .*compare"):
+        generate(pipe, ["a", "b"])  # type: ignore[arg-type]
+    for seed in ("a", 1.5, 2**64):
+        with pytest.raises(ConfigError, match=f"seed; expected an integer .* got {seed!r}"):
+            generate(pipe, PROMPT, seed=seed)  # type: ignore[arg-type]
 
 
 def test_guidance_and_prompt_matter(pipe) -> None:

@@ -185,6 +185,8 @@ def test_devices_and_offloading(micro_folder: Path) -> None:
         load_pipeline(micro_folder, device="cpu", offload="model")
     with pytest.raises(ConfigError, match="sequential"):
         load_pipeline(micro_folder, offload="disk")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"dtype; expected .*torch\.bfloat16; got 'bf16'"):
+        load_pipeline(micro_folder, dtype="bf16")  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="cuda:N"):
         load_pipeline(micro_folder, device="toaster")
     if not torch.cuda.is_available():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -157,7 +158,15 @@ def generate(
     """
     settings = settings_for(pipe, settings, **overrides)
     check_seed(seed)
-    (source,) = sources_of(prompt, image)
+    sources = sources_of(prompt, image)
+    if len(sources) != 1:
+        raise ConfigError(
+            "prompt",
+            expected="one prompt",
+            got=str(len(sources)),
+            remedy="Call `generate` for each of them, or `compare`, which takes several",
+        )
+    source = sources[0]
     conditioning = encode(pipe, source, settings)
     sample = sample_latents(pipe, conditioning, seed=seed, settings=settings, on_step=on_step)
     with Meter(pipe._execution_device) as decoding:
@@ -196,8 +205,8 @@ def folder_of(pipe: VideoPipeline) -> Path | None:
 
 def check_seed(seed: int, count: int = 1) -> None:
     """Raise a `ConfigError` unless torch takes this seed and the next ones for `count` videos."""
-    if not -(2**63) <= seed <= 2**64 - count:
-        raise ConfigError("seed", expected="a number that fits into 64 bits", got=str(seed))
+    if not isinstance(seed, Integral) or not -(2**63) <= seed <= 2**64 - count:
+        raise ConfigError("seed", expected="an integer that fits into 64 bits", got=repr(seed))
 
 
 def settings_for(

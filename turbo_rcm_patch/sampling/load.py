@@ -86,6 +86,10 @@ def load_pipeline(
     require("video", "load_pipeline", "transformers", "tokenizers", "accelerate", "ftfy")
     if offload not in get_args(Offload):
         raise ConfigError("offload", expected=f"one of {get_args(Offload)}", got=repr(offload))
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(
+            "dtype", expected="a dtype of torch, for instance torch.bfloat16", got=repr(dtype)
+        )
     target = choose_device(device)
     check_offload(offload, target)
     folder = resolve_model(model)
