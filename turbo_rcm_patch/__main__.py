@@ -38,9 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default those of the process.
 
     Returns:
-        0 on success (for `compare` and `demo`: "unchanged"), 4 for "similar", 1 for another
-        verdict, 2 for a mistake in the arguments, the model or the files, 3 for an unexpected
-        error, 130 if interrupted; see `exit_codes`.
+        One of `exit_codes`, whose `TABLE` says what they mean.
     """
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
@@ -173,7 +171,7 @@ def _commands() -> dict[str, tuple[str, str, str, Callable[[argparse.ArgumentPar
             "interrupted, the same command continues. Under torchrun the processes share the "
             "sampling, the first writes, and all exit with the verdict. Exit code 0: unchanged, "
             "4: similar, 1: changed or undecided, 2: a mistake in the arguments, the model or the "
-            "files, 3: an unexpected error, 130: interrupted.",
+            "files, 3: an unexpected error, 130: interrupted, 143: ended by SIGTERM.",
             _examples(
                 f"compare --prompt '{_PROMPT}' --out outputs/circle",
                 f"compare --prompt '{_PROMPT}' --attention int4   # shows what fails",

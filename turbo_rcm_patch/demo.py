@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from turbo_rcm_patch.errors import ModelFolderError, SamplingError
-from turbo_rcm_patch.exit_codes import CHANGED, INTERRUPTED, of_verdict
+from turbo_rcm_patch.exit_codes import CHANGED, Terminated, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.sampling.comparison import Observer, compare
 from turbo_rcm_patch.sampling.families import family_named
@@ -46,11 +46,10 @@ def demo(
     before = marker_of(out)
     try:
         return _demo(Path(out), model or MODEL, fresh=fresh, command=command)
-    except KeyboardInterrupt:
-        if before is None or not fresh or marker_of(out) != before:
-            raise
-        print(f"\nInterrupted. Nothing in {out} was replaced yet.", file=sys.stderr)
-        return INTERRUPTED
+    except (KeyboardInterrupt, Terminated) as stop:
+        if before is not None and fresh and marker_of(out) == before:
+            stop.add_note(f"Interrupted. Nothing in {out} was replaced yet.")
+        raise
 
 
 def _demo(out: Path, model: str | Path, *, fresh: bool, command: str) -> int:

@@ -21,6 +21,8 @@ UNEXPECTED: Final = 3
 #: Not 0, so that nothing passes as unchanged by mistake; not 1, so that a script can accept it.
 SIMILAR: Final = 4
 INTERRUPTED: Final = 130
+#: 128 plus the number of SIGTERM.
+TERMINATED: Final = 143
 #: The reader of our output has gone, as in `pairs | head`: 128 plus the number of SIGPIPE.
 PIPE: Final = 141
 
@@ -29,13 +31,20 @@ TABLE: Final = f"""\
 exit codes:
   {OK:<4} success; for compare and demo: nothing visible changed
   {CHANGED:<4} for compare and demo: changed or undecided; for demo also: the kernels disagree; for
-       doctor: something needed is missing
+       doctor: something needed is missing; for bench: an output is wrong; for tune:
+       something was not measured, or is wrong
   {USAGE:<4} a mistake in the arguments, the model or the files, too little memory, or some of
        several prompts failed
   {UNEXPECTED:<4} an unexpected error, with its traceback
   {SIMILAR:<4} for compare and demo: similar
   {INTERRUPTED:<4} interrupted
+  {PIPE:<4} the reader of the output has gone, as in `pairs | head`
+  {TERMINATED:<4} ended by the system (SIGTERM)
 """
+
+
+class Terminated(SystemExit):
+    """The system ends this process, which cleans up first."""
 
 
 def of_verdict(word: str) -> int:
@@ -71,8 +80,8 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
         return
 
-    def stop(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+    def stop(_: int, __: object) -> None:
+        raise Terminated(TERMINATED)
 
     signal.signal(signal.SIGTERM, stop)
     try:
@@ -95,10 +104,14 @@ def run_command(
     Args:
         run: The command.
         tell: Formats an error of this library.
-        interrupted: What to print on Ctrl-C.
+        interrupted: What to print on Ctrl-C and on SIGTERM, unless the command added a note to
+            that exception.
 
     Returns:
         The command's own code, or another code of this module.
+
+    Raises:
+        Terminated: On SIGTERM.
     """
     try:
         with _compiling_shown(), _terminated_like_interrupted():
@@ -108,8 +121,11 @@ def run_command(
     except TurboRCMError as error:
         print(tell(error), file=sys.stderr)
         return USAGE
-    except KeyboardInterrupt:
-        print(f"\n{interrupted}", file=sys.stderr)
+    except (KeyboardInterrupt, Terminated) as stop:
+        said = getattr(stop, "__notes__", [interrupted])
+        print(f"\n{said[-1]}", file=sys.stderr)
+        if isinstance(stop, Terminated):
+            raise
         return INTERRUPTED
     except BrokenPipeError:
         # Python flushes once more at its end, which would fail again.

@@ -102,17 +102,21 @@ def test_compare_says_where_the_report_is(micro_folder: Path, tmp_path: Path, ca
     assert "--fresh" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("ended_by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_compare_says_how_to_go_on(
-    micro_folder: Path, tmp_path: Path, capsys, monkeypatch
+    ended_by: int, code: int, micro_folder: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     from turbo_rcm_patch.sampling import comparison
 
     def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), ended_by)
+        time.sleep(30)
 
     monkeypatch.setattr(comparison, "sample_latents", interrupted)
     arguments = ["--model", str(micro_folder), *QUICK, "--prompt", "a", "--out", str(tmp_path)]
-    assert main(["compare", *arguments]) == 130
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(["compare", *arguments]))
+    assert ended.value.code == code
     assert "the same command goes on" in capsys.readouterr().err
 
 

@@ -222,6 +222,10 @@ def test_a_list_of_prompts_is_read_line_by_line(tmp_path: Path) -> None:
     listing.write_text("a cat\n\tcat.png\n")
     with pytest.raises(SamplingError, match=r"line 2.*a prompt before the tab"):
         commands._lines(given)
+    for text in ("", "\n \n"):
+        listing.write_text(text)
+        with pytest.raises(ConfigError, match=r"prompts\.txt; .* got no line with text"):
+            commands._lines(argparse.Namespace(prompt=[], prompts=listing))
     with pytest.raises(ConfigError, match="an empty one"):
         commands._lines(argparse.Namespace(prompt=[" "], prompts=None))
     with pytest.raises(ConfigError, match="a text in UTF-8"):
@@ -251,7 +255,7 @@ def test_without_gpus_no_video_is_split(monkeypatch: pytest.MonkeyPatch) -> None
         pass
 
 
-def test_an_end_by_the_system_cleans_up(tmp_path: Path) -> None:
+def test_an_end_by_the_system_cleans_up_and_says_what_is_kept(tmp_path: Path, capsys) -> None:
     """As torchrun and batch systems end a process."""
     before = signal.getsignal(signal.SIGTERM)
 
@@ -263,8 +267,9 @@ def test_an_end_by_the_system_cleans_up(tmp_path: Path) -> None:
         return 0
 
     with pytest.raises(SystemExit) as stopped:
-        run_command(run, interrupted="")
+        run_command(run, interrupted="Videos are kept.")
     assert stopped.value.code == 143 and not any(tmp_path.iterdir())
+    assert capsys.readouterr().err == "\nVideos are kept.\n"
     assert signal.getsignal(signal.SIGTERM) is before
 
 

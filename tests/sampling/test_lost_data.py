@@ -15,6 +15,7 @@ import pytest
 
 from tests import processes
 from turbo_rcm_patch import demo as demo_module
+from turbo_rcm_patch import exit_codes
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import (
     MissingPackageError,
@@ -394,7 +395,13 @@ def test_an_unexpected_error_does_not_exit_as_changed(monkeypatch, tmp_path: Pat
 def test_help_tells_the_exit_codes(capsys) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert "exit codes:" in text and "130" in text
+    table = text.split("exit codes:", 1)[1]
+    codes = [value for value in vars(exit_codes).values() if isinstance(value, int)]
+    assert len(codes) == 8 and all(f"\n  {code:<4} " in table for code in codes)
+    page = (Path(__file__).parents[2] / "docs" / "comparing.md").read_text(encoding="utf-8")
+    assert all(f"\n| {code} | " in page for code in codes)
+    for command in ("doctor", "bench", "tune"):
+        assert f"for {command}:" in " ".join(table.split()) and f"for `{command}`:" in page
     for command in ("compare", "demo"):
         assert main([command, "--help"]) == 0
         assert "3" in capsys.readouterr().out.split("Exit code", 1)[1].split("unexpected")[0]

@@ -19,7 +19,7 @@ from turbo_rcm_patch.checkpoints.folder import Written
 from turbo_rcm_patch.checkpoints.stored import write_checkpoint
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.exit_codes import INTERRUPTED, OK, of_verdict
+from turbo_rcm_patch.exit_codes import OK, Terminated, of_verdict
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.output import check_writable
 from turbo_rcm_patch.patching import find_pairs, patched
@@ -230,13 +230,13 @@ def compare(arguments: argparse.Namespace) -> int:
     try:
         with processes.joined(arguments.device):
             found = _compared(arguments, sources, config, processes)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as stop:
         again = "without --fresh " if arguments.fresh else ""
         said = f"What is finished is kept in {arguments.out}; the same command {again}goes on"
         if arguments.fresh and before is not None and marker_of(arguments.out) == before:
             said = f"Nothing in {arguments.out} was replaced yet; the same command begins"
-        print(f"\nInterrupted. {said} from there.", file=sys.stderr)
-        return INTERRUPTED
+        stop.add_note(f"Interrupted. {said} from there.")
+        raise
     if processes.first:
         print(found)
     return of_verdict(found.verdict)
@@ -288,9 +288,9 @@ def convert(arguments: argparse.Namespace) -> int:
                 arguments,
                 lambda stage, done, total: progress(stage, done >> 20, max(1, total >> 20)),
             )
-    except KeyboardInterrupt:
-        print(f"\nInterrupted. Nothing was written to {arguments.out}.", file=sys.stderr)
-        return INTERRUPTED
+    except (KeyboardInterrupt, Terminated) as stop:
+        stop.add_note(f"Interrupted. Nothing was written to {arguments.out}.")
+        raise
     for one in written:
         print(one)
         if one.heads:
@@ -393,6 +393,12 @@ def _lines(arguments: argparse.Namespace) -> list[tuple[str, Path | None]]:
             own = arguments.prompts.parent / Path(file).expanduser() if file else None
             if prompt:
                 lines.append((prompt, own))
+    if not lines and arguments.prompts is not None:
+        raise ConfigError(
+            f"--prompts {arguments.prompts}",
+            expected="a prompt on each line",
+            got="no line with text",
+        )
     if not lines:
         raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
     if not all(prompt.strip() for prompt, _ in lines):
