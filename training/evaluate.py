@@ -30,6 +30,7 @@ from training.train_vae import statistics
 from turbo_rcm_patch.output import check_writable, write_json
 from turbo_rcm_patch.sampling.load import TINY, resolve_model
 from turbo_rcm_patch.tiny.detector import accuracy, detect
+from turbo_rcm_patch.usage import add_options
 
 _TEACHER_STEPS = 24
 
@@ -196,17 +197,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m training evaluate", description=(__doc__ or "").splitlines()[0]
     )
-    add = parser.add_argument
-    add("--model", default=TINY, help="the student: a pipeline folder, or one that ships by name")
-    add("--teacher", type=Path, help="pipeline folder of the teacher")
-    add("--out", type=Path, default=Path("outputs/evaluation"))
-    add("--count", type=int, default=400)
-    add("--steps", type=int, nargs="+", default=[4, 2, 1])
-    add("--seed", type=int, default=7)
-    add("--batch", type=int, default=16)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--guidance", type=float, default=1.5, help="of the teacher")
+    shown = "(default: %(default)s)"
+    options = {
+        "--model PATH_OR_ID": f"the student: a pipeline folder, or one that ships by name {shown}",
+        "--teacher FOLDER": "pipeline folder of the teacher, to be judged as well",
+        "--out FOLDER": f"folder for evaluation.json and sheets of frames {shown}",
+        "--count N": f"held-out prompts {shown}",
+        "--seed N": f"seed of prompts and noise {shown}",
+        "--batch N": f"videos that are generated together {shown}",
+        "--device DEVICE": "cpu, cuda or cuda:N (default: a GPU if there is one)",
+        "--dtype {float32,bfloat16}": f"dtype of the transformer {shown}",
+        "--guidance S": f"classifier-free guidance of the teacher {shown}",
+    }
+    add_options(
+        parser, options, model=TINY, out=Path("outputs/evaluation"), count=400, seed=7, batch=16,
+        device="cuda" if torch.cuda.is_available() else "cpu", dtype="float32", guidance=1.5,
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        nargs="+",
+        default=[4, 2, 1],
+        help="numbers of steps of the student; the first is also that of a zeroed attention "
+        "(default: 4 2 1)",
+    )
     given = vars(parser.parse_args(arguments))
     given["dtype"] = getattr(torch, given["dtype"])
     evaluate(Path(resolve_model(given.pop("model"))), given.pop("out"), **given)

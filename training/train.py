@@ -52,55 +52,66 @@ _STAGES: Final = ("vae", "teacher", "student", "decoder", "install", "all")
 _MOST_BYTES: Final = 16 * 2**20
 
 
-def _arguments() -> argparse.ArgumentParser:
+def _arguments(family: Family) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m training train", description=(__doc__ or "").splitlines()[0]
+        prog="python -m training train",
+        description=(__doc__ or "").splitlines()[0],
+        epilog=f"Defaults are those of --family {family.NAME}.",
     )
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--out",
+        metavar="DIR",
         type=Path,
         required=True,
         help="folder for state, logs, sheets and pipeline folders",
     )
+    shown = "(default: %(default)s)"
     options = {
-        f"--family {{{','.join(FAMILIES)}}}": "which of the two",
-        f"--stage {{{','.join(_STAGES)}}}": "one stage alone",
+        f"--family {{{','.join(FAMILIES)}}}": f"which tiny model to train {shown}",
+        f"--stage {{{','.join(_STAGES)}}}": "vae, teacher and student train up to that stage, "
+        "decoder the decoder of --start alone, install copies the student to where the package "
+        f"looks for it {shown}",
         "--limit MINUTES": "stop after so many minutes, with what there is",
         "--start FOLDER": "pipeline folder: take its VAE as it is, and start the teacher from it",
         "--resume": "continue a folder that has state already",
-        "--seed N": "of everything",
-        "--device DEVICE": "default: a GPU if there is one",
-        "--precision {bf16,fp32}": "autocast; default bf16 on a GPU, fp32 on a CPU",
+        "--seed N": f"seed of weights, clips and noise {shown}",
+        "--device DEVICE": "cpu, cuda or cuda:N (default: a GPU if there is one)",
+        "--precision {bf16,fp32}": "autocast (default: bf16 on a GPU, fp32 on a CPU)",
         "--cudnn-benchmark": "let cuDNN try out algorithms (slow to start)",
         "--micro": "a network for smoke tests",
-        "--clips N": "encoded training clips",
-        "--corpus-seconds S": "stop encoding after this long",
-        "--guidance S": "of the teacher, t > 0.6 only",
-        "--fill N": "teacher batches before the student's first step",
-        "--refresh N": "student steps per new teacher batch",
-        "--probe-count N": "videos per probe",
+        "--clips N": f"clips to encode for teacher and student {shown}",
+        "--corpus-seconds S": f"encode no clips after this {shown}",
+        "--guidance S": f"classifier-free guidance of the teacher, for t > 0.6 {shown}",
+        "--fill N": f"batches of the teacher before the student's first step {shown}",
+        "--refresh N": f"steps of the student for each new batch of the teacher {shown}",
+        "--probe-count N": f"videos that a probe generates and judges {shown}",
     }
-    add_options(
-        parser, options, family="wan", stage="all", seed=0,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        clips=49152, corpus_seconds=75.0, guidance=1.5, fill=48, refresh=6, probe_count=128,
-    )  # fmt: skip
-    add(
+    defaults: dict[str, Any] = {
+        "family": "wan", "stage": "all", "seed": 0, "clips": 49152, "corpus_seconds": 75.0,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "guidance": 1.5, "fill": 48, "refresh": 6, "probe_count": 128,
+    }  # fmt: skip
+    for stage, what, batch, lr in (
+        ("vae", "whole pictures", 16, 1e-3),
+        ("teacher", "clips", 128, 1e-3),
+        ("student", "samples", 128, 5e-4),
+        ("decoder", "whole pictures", 16, 6e-4),
+    ):
+        if stage in family.MINUTES:
+            options |= {
+                f"--minutes-{stage} MINUTES": f"how long the {stage} trains {shown}",
+                f"--steps-{stage} N": "the same in steps, which is repeatable",
+                f"--batch-{stage} N": f"{what} in a step {shown}",
+                f"--lr-{stage} R": f"peak learning rate {shown}",
+            }
+            minutes = family.MINUTES[stage]
+            defaults |= {f"minutes_{stage}": minutes, f"batch_{stage}": batch, f"lr_{stage}": lr}
+    add_options(parser, options, **{**defaults, **family.RECIPE})
+    parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="torch.compile the transformer blocks; default on a GPU",
+        help="torch.compile the transformer blocks (default: on a GPU)",
     )
-    for stage, batch, lr in (
-        ("vae", 16, 1e-3),
-        ("teacher", 128, 1e-3),
-        ("student", 128, 5e-4),
-        ("decoder", 16, 6e-4),
-    ):
-        add(f"--minutes-{stage}", type=float, help="budget; the default is the family's")
-        add(f"--steps-{stage}", type=int, help="budget in steps instead of minutes")
-        add(f"--batch-{stage}", type=int, default=batch)
-        add(f"--lr-{stage}", type=float, default=lr)
     return parser
 
 
@@ -244,11 +255,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, family: Fa
         parser.error(f"{args.out} has state of an earlier run: pass --resume, or another --out")
 
 
-def _prepare(args: argparse.Namespace, family: Family) -> Run:
-    """Settle what depends on family and device, and open the run's folder."""
-    for stage, minutes in family.MINUTES.items():
-        if getattr(args, f"minutes_{stage}") is None:
-            setattr(args, f"minutes_{stage}", minutes)
+def _prepare(args: argparse.Namespace) -> Run:
+    """Settle what depends on the device, and open the run's folder."""
     device = torch.device(args.device)
     torch.backends.cudnn.benchmark = args.cudnn_benchmark
     if args.compile is None:
@@ -266,15 +274,17 @@ def _prepare(args: argparse.Namespace, family: Family) -> Run:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the stages that were asked for, after loading those before them."""
-    parser = _arguments()
-    family = family_of(parser.parse_args(arguments).family)
-    parser.set_defaults(**family.RECIPE)
+    named = argparse.ArgumentParser(add_help=False)
+    named.add_argument("--family", default="wan")
+    name = named.parse_known_args(arguments)[0].family
+    family = family_of(name if name in FAMILIES else "wan")  # The other parser refuses the name.
+    parser = _arguments(family)
     args = parser.parse_args(arguments)
     if args.stage == "install":
         print(f"installed {install(args.out / f'{family.NAME}_student', family.SHIPPED)}")
         return
     _check(parser, args, family)
-    run = _prepare(args, family)
+    run = _prepare(args)
     config = family.config().small() if args.micro else family.config()
     if args.start is not None and args.stage in ("decoder", "vae"):
         polish_folder(run, family, config, args)

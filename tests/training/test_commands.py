@@ -120,3 +120,23 @@ def test_a_folder_of_the_other_family_is_no_start(
 ) -> None:
     said = _refused(f"--out {tmp_path} --family cogvideox --start {TINY_WAN}", capsys)
     assert "is of --family wan" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("train", ["--lr-teacher R peak learning rate (default: 0.001)", "--minutes-decoder"]),
+        ("train --family cogvideox", ["--batch-vae N whole pictures in a step (default: 8)"]),
+        ("evaluate", ["--count N held-out prompts (default: 400)"]),
+        ("curves", ["OUT.png picture to write"]),
+    ],
+)
+def test_help_explains_every_option_with_its_default(
+    command: str, shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(line in text for line in shown)
+    assert ("decoder MINUTES" in text) == (command == "train")
+    assert "None" not in text and "MINUTES_" not in text and "BATCH_" not in text
