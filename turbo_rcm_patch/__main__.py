@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Final, get_args
 
@@ -20,6 +21,7 @@ from turbo_rcm_patch.config import (
     PVDType,
     ResidualDType,
 )
+from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
 from turbo_rcm_patch.usage import add_options
 
@@ -101,9 +103,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.run == "doctor":  # It has to run where packages are missing.
         from turbo_rcm_patch.sampling.doctor import examine
 
-        report = examine()
-        print(report)
-        return OK if report.healthy else CHANGED
+        return OK if examine(partial(print, flush=True)).healthy else CHANGED
+    if arguments.run in ("generate", "compare") and not (arguments.prompt or arguments.prompts):
+        # Here, because the imports below take seconds.
+        raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
     from turbo_rcm_patch.sampling import commands
 
     code: int = getattr(commands, arguments.run)(arguments)

@@ -137,6 +137,28 @@ def test_doctor_prints_what_would_be_used(capsys) -> None:
     assert code == (0 if examine().healthy else 1)
 
 
+def test_doctor_tells_each_line_when_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    from turbo_rcm_patch.sampling import doctor
+
+    told: list[str] = []
+    before: list[str] = []
+    monkeypatch.setattr(doctor, "_model", lambda: iter(before.extend(told) or ()))
+    assert str(doctor.examine(told.append)) == "\n".join(told)
+    assert before == told[:-1] and len(told) > 10
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_a_missing_prompt_is_told_before_torch_is_imported(command: str) -> None:
+    code = (
+        "import sys; from turbo_rcm_patch.__main__ import main\n"
+        f"print(main([{command!r}]), 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "2 False\n" and "got:      neither" in done.stderr
+
+
 def test_doctor_names_remedies(monkeypatch, capsys) -> None:
     import shutil
 

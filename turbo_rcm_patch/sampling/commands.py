@@ -393,14 +393,12 @@ def _lines(arguments: argparse.Namespace) -> list[tuple[str, Path | None]]:
             own = arguments.prompts.parent / Path(file).expanduser() if file else None
             if prompt:
                 lines.append((prompt, own))
-    if not lines and arguments.prompts is not None:
+    if not lines:
         raise ConfigError(
             f"--prompts {arguments.prompts}",
             expected="a prompt on each line",
             got="no line with text",
         )
-    if not lines:
-        raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
     if not all(prompt.strip() for prompt, _ in lines):
         raise ConfigError("--prompt", expected="a text", got="an empty one")
     try:

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from turbo_rcm_patch.sampling.environment import numbers, version_of
 from turbo_rcm_patch.sampling.links import joined, least_seconds
 
 _MARKS: Final = {"ok": "ok", "note": "--", "missing": "!!"}
+_WIDTH: Final = 14  # of a topic; those of the table of attentions are longer
 #: Package -> the least version that works, and the first that was not tested, as in pyproject.toml
 #: (tests/test_packaging.py compares them).
 RANGES: Final = {
@@ -53,6 +54,10 @@ class Finding:
     text: str
     remedy: str = ""
 
+    def __str__(self) -> str:
+        line = f"{_MARKS[self.state]}  {self.topic:<{_WIDTH}}  {self.text}"
+        return f"{line}\n    {'':<{_WIDTH}}  -> {self.remedy}" if self.remedy else line
+
 
 @dataclass(frozen=True, slots=True)
 class Examination:
@@ -66,25 +71,30 @@ class Examination:
         return all(one.state != "missing" for one in self.findings)
 
     def __str__(self) -> str:
-        width = max(len(one.topic) for one in self.findings)
-        lines = []
-        for one in self.findings:
-            lines.append(f"{_MARKS[one.state]}  {one.topic:<{width}}  {one.text}")
-            if one.remedy:
-                lines.append(f"    {'':<{width}}  -> {one.remedy}")
-        lines.append(
-            "everything that is needed is installed"
-            if self.healthy
-            else "something is missing: see the lines with !!"
-        )
-        return "\n".join(lines)
+        return "\n".join([*map(str, self.findings), self.verdict])
+
+    @property
+    def verdict(self) -> str:
+        """The last line of the report."""
+        if self.healthy:
+            return "everything that is needed is installed"
+        return "something is missing: see the lines with !!"
 
 
-def examine() -> Examination:
-    """Check the installation and the machine, and load the shipped models. Changes nothing."""
-    return Examination(
-        (*_packages(), *_machine(), *_links(), *_compiler(), *_choices(), *_model())
-    )
+def examine(tell: Callable[[str], object] = lambda _: None) -> Examination:
+    """Check the installation and the machine, and load the shipped models. Changes nothing.
+
+    Args:
+        tell: Called with each line of the report as soon as it is known.
+    """
+    found = []
+    for look in (_packages, _machine, _links, _compiler, _choices, _model):
+        for one in look():
+            tell(str(one))
+            found.append(one)
+    examination = Examination(tuple(found))
+    tell(examination.verdict)
+    return examination
 
 
 def _packages() -> Iterator[Finding]:
