@@ -43,7 +43,10 @@ def import_kernels(folder: Path) -> None:
         stub.Tensor = stub.dtype = stub.device = object
         stub.nn = types.ModuleType("torch.nn")
         stub.nn.functional = types.ModuleType("torch.nn.functional")
-        parts = (stub, stub.nn, stub.nn.functional)
+        stub.utils = types.ModuleType("torch.utils")
+        dispatch = types.ModuleType("torch.utils._python_dispatch")
+        dispatch.TorchDispatchMode = object
+        parts = (stub, stub.nn, stub.nn.functional, stub.utils, dispatch)
         sys.modules |= {part.__name__: part for part in parts}
     package = types.ModuleType("turbo_rcm_patch")
     package.__path__ = [str(folder.parent)]
