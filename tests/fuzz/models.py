@@ -265,7 +265,7 @@ class Pair:
             subject.sla
         ) else []  # fmt: skip
         self.config: PatchConfig | None = None
-        self.lora = self.fused = self.offloaded = self.qkv = False
+        self.lora = self.fused = self.offloaded = self.qkv = self.apart = False
         self.cached = ""
         self.hooks: list[Any] = []
         self.dtype = torch.float32
@@ -389,12 +389,12 @@ class Pair:
 
     def fuse_qkv(self) -> None:
         for model in self.both:
-            if self.qkv:
+            if self.qkv and not self.apart:  # CogVideoX cannot be told twice.
                 model.unfuse_qkv_projections()
             else:
                 model.fuse_qkv_projections()
         # Unfusing leaves the fused Linears behind.
-        self.qkv = True
+        self.apart, self.qkv = self.qkv and not self.apart, True
 
     # --- where the model is ----------------------------------------------------------------------
 
