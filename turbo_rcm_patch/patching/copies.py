@@ -432,25 +432,6 @@ class Copies:
             self._lock.release()
 
 
-class Moves:
-    """Stands in for a model's `_apply`, through which it moves: copies of weights that have left
-    their device give their memory back.
-
-    Args:
-        model: The model.
-        copies: Those of its weights.
-    """
-
-    def __init__(self, model: nn.Module, copies: Copies) -> None:
-        self._model, self._copies = model, copies
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        own: Any = type(self._model)
-        result = own._apply(self._model, *args, **named)
-        self._copies.release_moved()
-        return result
-
-
 def _parameters(linears: Sequence[Any]) -> list[Tensor]:
     held = [linear._parameters for linear in linears]
     return [p for own in held for p in (own["weight"], own["bias"]) if p is not None]

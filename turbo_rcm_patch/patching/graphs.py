@@ -981,15 +981,10 @@ class Graphs:
         self._closed = True
         self.clear()
 
-    def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the model's `_apply`, through which it moves and is cast: where that gives
-        its weights other memory, the graphs give theirs back."""
-        own: Any = type(self._model)
-        result = own._apply(self._model, *args, **kwargs)
+    def moved(self) -> None:
+        """The model moved or was cast: graphs of other memory give theirs back."""
         if self._captured and (self._look is None or not self._look.holds()):
             self.clear()
-        self._copies.release_moved()
-        return result
 
     def __str__(self) -> str:
         """One line for the report."""
