@@ -317,6 +317,30 @@ def test_memory_that_nobody_declared_is_not_held(log: Log) -> None:
     assert log[-1][2].count(hidden.data_ptr()) == 1
 
 
+def test_calls_in_a_captured_graph_do_not_count_as_failed_attempts(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A constant that is made there is the graph's own; later calls find that of the process."""
+    from turbo_rcm_patch.kernels.portable.skip import skip
+
+    constant = tokens(8)
+    runs = []
+
+    @replayed
+    def beside(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return skip(constant, x, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
+
+    monkeypatch.setattr(replay, "_capturing", lambda tensor: True)
+    for _ in range(3):
+        beside(tokens(8))
+    monkeypatch.setattr(replay, "_capturing", lambda tensor: False)
+    keep_for_replay(constant)
+    for _ in range(3):
+        beside(tokens(8))
+    assert len(runs) == 4
+
+
 def test_an_error_while_recording_is_raised_and_nothing_is_kept(log: Log) -> None:
     runs = []
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.patching import wan
-from turbo_rcm_patch import patch_model
+from turbo_rcm_patch import patch_model, unpatch_model
 from turbo_rcm_patch.ops import AttentionSpec
 from turbo_rcm_patch.patching import measure
 from turbo_rcm_patch.patching.author import Notes
@@ -89,3 +90,27 @@ def test_what_runs_a_branch_again_is_let_go_of_at_once() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_the_report_keeps_no_input_of_a_forward_whose_pairs_are_skipped() -> None:
+    """A cache skips the second block, so its pairs are never compared."""
+
+    class Skip(ModelHook):  # type: ignore[misc]
+        def new_forward(self, module: nn.Module, *args: Any) -> Any:
+            return args[0]
+
+    given: list[weakref.ref[torch.Tensor]] = []
+    model = wan.CASES[0].model()
+    report = patch_model(model)
+    HookRegistry.check_if_exists_or_initialize(model.blocks[1]).register_hook(Skip(), "skip")
+    handle = model.blocks[0].register_forward_pre_hook(
+        lambda _, args: given.extend(weakref.ref(x) for x in args if isinstance(x, torch.Tensor))
+    )
+    for _ in range(2):
+        wan.run(model)
+    handle.remove()
+    unpatch_model(model)
+    del model
+    gc.collect()
+    assert len(report.guard) > 0 and len(given) > 4
+    assert not any(x() is not None for x in given)

@@ -215,7 +215,7 @@ def _quantised(model: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should be kept in float32")
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("of", ["a class of weights", "torch"])
+@pytest.mark.parametrize("of", ["a class of weights", "torch", "torch, set later"])
 def test_weights_may_be_swapped_after_a_forward(
     monkeypatch: pytest.MonkeyPatch, of: str, graphs: bool
 ) -> None:
@@ -223,13 +223,21 @@ def test_weights_may_be_swapped_after_a_forward(
     model, inputs = Case("2.1-t2v").model(), Case("2.1-t2v").inputs()
     if of == "torch":
         monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-    else:
+    elif of == "a class of weights":
         _quantised(model)
     author = copy.deepcopy(model)
-    linear: Any = "int8" if of == "torch" else "as-is"
+    linear: Any = "as-is" if of == "a class of weights" else "int8"
     patch_model(model, attention="exact", guard=False, linear=linear, cuda_graphs=graphs)
+    run(model, **inputs)
+    run(author, **inputs)
+    if of == "torch, set later":
+        monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
     for one in (model, author):
-        run(one, **inputs)
+        if of == "torch, set later":
+            one.load_state_dict({name: x * 1.5 for name, x in one.state_dict().items()})
+            monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", False)
+            run(one, **inputs)
+            monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
         one.to(torch.float64)
         one.to(torch.float32)
         if of == "torch":

@@ -118,7 +118,7 @@ class Recordings:
 
     Attributes:
         found: Signature -> its programs, one for each way its arguments are aligned and share
-            memory; a number while it has been tried in vain, None where it cannot be recorded.
+            memory; the number of failed attempts so far; None once given up.
     """
 
     __slots__ = ("__weakref__", "_most", "found")
@@ -163,7 +163,8 @@ class Recordings:
         found = self.found.get(signature, 0)
         if program is not None:
             self.found[signature] = [*(found if isinstance(found, list) else []), program]
-        elif not isinstance(found, list):
+        elif not isinstance(found, list) and not _capturing(tensors[0]):
+            # In a captured graph constants are the graph's own, so that says nothing about later.
             tried = (found or 0) + 1
             self.found[signature] = tried if tried < _ATTEMPTS else None
         while len(self.found) > self._most:
@@ -234,7 +235,7 @@ class _Descriptor:
 class Program:
     """The recorded launches of one signature.
 
-    Slots are addresses: those of the tensor arguments in order, then those of the buffers.
+    Slot i is the address of the i-th tensor argument; the buffers follow.
     """
 
     __slots__ = (
@@ -293,16 +294,16 @@ class Program:
         stream = _raw_stream(index)
         for start, between, grid, function, meta, template, holes, descriptors in self._launches:
             arguments = template.copy()
-            for index, slot, offset in holes:
-                arguments[index] = addresses[slot] + offset
-            for (index, slot, offset), make, cache in descriptors:
+            for place, slot, offset in holes:
+                arguments[place] = addresses[slot] + offset
+            for (place, slot, offset), make, cache in descriptors:
                 address = addresses[slot] + offset
                 descriptor = cache.get(address)
                 if descriptor is None:
                     if len(cache) >= 64:
                         cache.clear()
                     descriptor = cache[address] = make(address)
-                arguments[index] = descriptor
+                arguments[place] = descriptor
             start(*grid, stream, function, *between, meta, None, None, None, *arguments)
         return self._result(tensors, made)
 
@@ -557,10 +558,10 @@ def _buffers(
 
 
 def _builder(
-    shape: tuple[Any, ...], slots: list[tuple[int, int]]
+    source: tuple[Any, ...], slots: list[tuple[int, int]]
 ) -> Callable[[list[torch.Tensor], list[torch.Tensor]], Any]:
     """Builds what a launcher returns from its arguments and the buffers of a program."""
-    kind, value = shape[:2]
+    kind, value = source[:2]
     if kind == "constant":
         return lambda inputs, made: value
     if kind == "input":
@@ -571,7 +572,7 @@ def _builder(
     if kind == "made":
         index = slots[value][0]
         return lambda inputs, made: made[index]
-    parts = [_builder(part, slots) for part in shape[2]]
+    parts = [_builder(part, slots) for part in source[2]]
     make = getattr(value, "_make", value)  # a NamedTuple's takes an iterable, as tuple does
     return lambda inputs, made: make([part(inputs, made) for part in parts])
 
@@ -579,6 +580,11 @@ def _builder(
 def _on_gpu(tensor: torch.Tensor) -> bool:
     """Whether launches over a tensor can be recorded; tests replace it."""
     return tensor.is_cuda
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured; tests replace it."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _hooked() -> object:

@@ -199,7 +199,8 @@ def running_for_real() -> AbstractContextManager[object]:
 
 class Step:
     """One call of an operation in a plan, which always gets the same numbers and, under one token,
-    tensors of the same shapes, strides, dtypes and devices.
+    tensors of the same shapes, strides, dtypes and devices. The caller sees to that; nothing is
+    checked.
 
     The first call under a token records what the operation launches; later ones launch it. What
     cannot be recorded, and everything on a CPU, runs the operation's body.

@@ -3,7 +3,8 @@
 The guard compares a pair with the author's own forward of the block, in which the other pairs add
 nothing. A module that somebody hooked (a cache, offloading, casting) may not be called twice, so
 ours notes what such a module was given and what it returned, and the author's code gets the same
-back; that both gave it the same is one of the comparisons. Everything else is called as ever.
+back; whether ours and the author's gave it the same input is compared, too. Everything else is
+called as ever.
 
 A block hands its modules to `call`, and the input of a branch to `observe`. Both cost a look at a
 thread's own notes on a forward that nobody checks.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from operator import attrgetter
 from types import MethodType
 from typing import Any, ClassVar, Final, Literal
 
@@ -55,13 +54,11 @@ from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsCl
 from turbo_rcm_patch.patching.parallel import Ranks, groups_of_model
 from turbo_rcm_patch.patching.plain import bare, runs_itself, unserved
 from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference, signature
-from turbo_rcm_patch.patching.state import PairState, specs_of
+from turbo_rcm_patch.patching.state import PairState, decides, specs_of
 from turbo_rcm_patch.skip import Cast
 
 #: Signatures of inputs that a block remembers to have compiled for.
 _MOST_COMPILED: Final = 64
-#: What of a pair's state decides how it runs.
-_decides = attrgetter("live", "int8", "precision", "exact_heads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +381,8 @@ class BlockForward:
         )  # fmt: skip
 
     def _rounding(self, branch: Branch, dtype: torch.dtype) -> Rounding | None:
-        """Where the residual stream is in fp32 around a branch, in a model of a 16-bit dtype.
+        """How the fp32 residual stream is rounded around a branch of a 16-bit model; None if there
+        is none.
 
         It is rounded behind the last branch, and where the next one is its author's.
         """
@@ -426,7 +424,7 @@ class BlockForward:
         return CalledNorm(called, rounding)
 
     def run_author(self, branch: Branch, hidden: Hidden, given: Given) -> Hidden:
-        """One pair by the author's forward of the block, each module of it called as ever."""
+        """Run one pair by its author's forward; every module in it is called."""
         assert given.author is not None
         return given.author(branch.name, self._only(branch.name, Untold(), None), hidden)
 
@@ -461,9 +459,9 @@ class BlockForward:
     def _traced_below(self) -> int:
         """The number of tokens below which a compiler gets the author's block.
 
-        There "auto" is exact, and so nothing is left that only our kernels do. A compiler fuses
-        the author's steps into fewer kernels than our operations are, and calls them with less
-        Python (docs/performance.md).
+        Below it "auto" is exact attention, and our kernels have nothing of their own to add. A
+        compiler fuses the author's steps into fewer kernels than our operations are, and calls
+        them with less Python (docs/performance.md).
         """
         config, block = self._config, self._block
         apart = config.attention != "auto" or config.linear != "as-is" or not self._head_dim
@@ -554,7 +552,7 @@ class BlockForward:
             own = run.read
             # What is called now may be read once its dtype or device is another.
             read = None if read is None or own is None else read + own
-        return Watch(self._block, self._states.values(), _decides, read)
+        return Watch(self._block, self._states.values(), decides, read)
 
     def _run(
         self,

@@ -604,7 +604,7 @@ class AttentionRun:
         self._masked = given.mask is not None and not cross
         self._readable = None if self._masked else modules.readable
         self._biased = self._readable is not None and self._readable[0].get("bias") is not None
-        # torch 2.11 traces no tuple and no function as a condition.
+        # torch 2.11 cannot trace the truth value of a tuple or a function.
         added = len(modules.image) > 0 or modules.sparse is not None
         self._parallel = parallel
         apart = close.int8 or not close.plain or self._masked or added or parallel is not None

@@ -7,15 +7,15 @@ are compared, by checksums taken on the device (`ops.Fingerprints`):
 
 - in front of the first copy that a forward uses, those of all copies, in one pass, and the host
   waits once for the answer;
-- in front of a copy that comes round a second time before the next forward begins, or whose weight
-  was elsewhere when all were looked at, its own.
+- in front of a copy that is used a second time within one forward, or whose weight was elsewhere
+  when all were looked at, its own.
 
 So between two uses of a copy its weight was looked at, and nothing that happens between two
 forwards can be missed. What can be: a weight that is written through `.data` while a forward runs,
 between that forward's first block and its own. The next forward sees it.
 
-Where nothing can be asked, while a compiler traces or somebody captures a CUDA graph, there is no
-copy: the graph quantises the weight on every replay. A graph of our own (`graphs`) reads the
+Where nothing can be asked, while a compiler traces or somebody captures a CUDA graph, no copy is
+used: the graph quantises the weight on every replay. A graph of our own (`graphs`) reads the
 copies where they are, because we look at them in front of every replay.
 """
 
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from turbo_rcm_patch import ops
@@ -99,7 +99,8 @@ class _Copy:
         return _in_place([source() for source in self.sources], self.versions, self.places)
 
     def holds(self, linears: Sequence[Any]) -> bool:
-        """The same, and whether these are its Linears, with no int8 weight that came along."""
+        """`in_place`, and whether these are the Linears it was made from, without an int8 weight
+        of their own."""
         parameters: list[Tensor | None] = []
         for linear in linears:
             if linear._buffers:
@@ -430,25 +431,6 @@ class Copies:
             self._together.clear()
         finally:
             self._lock.release()
-
-
-class Moves:
-    """Stands in for a model's `_apply`, through which it moves: copies of weights that have left
-    their device give their memory back.
-
-    Args:
-        model: The model.
-        copies: Those of its weights.
-    """
-
-    def __init__(self, model: nn.Module, copies: Copies) -> None:
-        self._model, self._copies = model, copies
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        own: Any = type(self._model)
-        result = own._apply(self._model, *args, **named)
-        self._copies.release_moved()
-        return result
 
 
 def _parameters(linears: Sequence[Any]) -> list[Tensor]:

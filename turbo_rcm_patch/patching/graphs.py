@@ -2,7 +2,7 @@
 
 Short forwards are bound by Python. A graph launches all kernels of a forward at once, with the
 shapes, the addresses and the decisions of the forward that was captured, so it may replay only
-while every one of them would be the same again:
+while all of them are still the same:
 
 - The arguments: there is one graph for each signature (shapes, strides, dtypes, every number).
   Tensors are copied into the graph's own, and what it returns is copied out, because guidance
@@ -71,7 +71,7 @@ from turbo_rcm_patch.patching.plain import (
 from turbo_rcm_patch.patching.plan import Look, parts_of
 from turbo_rcm_patch.patching.record import record_of
 from turbo_rcm_patch.patching.replay_timer import Reached, ReplayTimer
-from turbo_rcm_patch.patching.state import PairState
+from turbo_rcm_patch.patching.state import PairState, decides
 
 #: Plain forwards of a signature before it is captured: the first makes plans and compiles kernels,
 #: the second repeats the recorded launches.
@@ -376,10 +376,6 @@ def _frozen(value: Any, around: tuple[Any, ...] = ()) -> Any:
     return set(value) if isinstance(value, set) else value
 
 
-def _decides(state: PairState) -> tuple[object, ...]:
-    return state.live, state.int8, state.precision, state.exact_heads
-
-
 class _Look(Look):
     """A model as it was, to be compared with what it is.
 
@@ -423,7 +419,7 @@ class _Look(Look):
                 self._compare(hooks, [*hooks])
         within = [x for x in _leaves(inside) if isinstance(x, Tensor)]
         self._tensors = [*self._held, *self._hold(within)]
-        self.device, self._states, self._taken = device, states, list(map(_decides, states))
+        self.device, self._states, self._taken = device, states, list(map(decides, states))
         self.groups = groups
         self._settings = _global_settings()
         tensors: list[Any] = [tensor() for tensor in self._tensors]
@@ -442,7 +438,7 @@ class _Look(Look):
             return False
         if any(getattr(cls, name) is not own for cls, name, own in self._forwards):
             return False
-        if list(map(_decides, self._states)) != self._taken:
+        if list(map(decides, self._states)) != self._taken:
             return False
         if _global_settings() != self._settings:
             return False
@@ -981,15 +977,10 @@ class Graphs:
         self._closed = True
         self.clear()
 
-    def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the model's `_apply`, through which it moves and is cast: where that gives
-        its weights other memory, the graphs give theirs back."""
-        own: Any = type(self._model)
-        result = own._apply(self._model, *args, **kwargs)
+    def moved(self) -> None:
+        """The model moved or was cast: graphs of other memory give theirs back."""
         if self._captured and (self._look is None or not self._look.holds()):
             self.clear()
-        self._copies.release_moved()
-        return result
 
     def __str__(self) -> str:
         """One line for the report."""

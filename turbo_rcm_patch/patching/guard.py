@@ -150,6 +150,12 @@ def _times_of_frames(timestep: object) -> bool:
     return isinstance(timestep, torch.Tensor) and timestep.ndim == 1 and timestep.numel() > 0
 
 
+@torch.no_grad()
+def _not_finite(inputs: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    """How many values of each tensor are not finite, without waiting for them, and its size."""
+    return {name: ((~torch.isfinite(x)).sum(), x.numel()) for name, x in inputs.items()}
+
+
 @dataclass(slots=True)
 class _Thread:
     """Where one thread is in its denoising loop.
@@ -165,7 +171,9 @@ class _Thread:
         between: Whether some pairs were compared as "middle", on this step or in this run.
         standing: For how many steps the pairs of this forward stand.
         untold: Forwards that no step is known of.
-        inputs: Of the current forward, until a pair of it is compared.
+        inputs: Of the current forward, until a pair of it is compared: how many values of each
+            are not finite, and how many it has. A report holds a guard, and a forward may compare
+            no pair, so the inputs themselves are not kept.
         fresh: Whether no pair of the current forward was compared yet.
         again: Whether it is another forward of the same step.
         done: What pairs were compared as on this step, by their states' ids.
@@ -183,7 +191,7 @@ class _Thread:
     between: bool = False
     standing: int = 1
     untold: int = 0
-    inputs: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
     fresh: bool = False
     again: bool = False
     done: dict[int, When] = field(default_factory=dict)
@@ -301,7 +309,7 @@ class Guard:
         if self._is_training(inputs) or _capturing():
             here.names = set()
             return
-        here.whens, here.inputs, here.fresh = whens, inputs, True
+        here.whens, here.inputs, here.fresh = whens, _not_finite(inputs), True
         if "middle" in whens:
             with self._lock:
                 turn, self._turn = self._turn, (self._turn + 1) % _TURNS
@@ -432,10 +440,9 @@ class Guard:
         last = self._steps.last() if self._steps is not None else None
         return last if last is not None or count is None else count - 1
 
-    @torch.no_grad()
     def _refuse_non_finite(self, here: _Thread, pair: Pair) -> None:
         inputs, here.inputs, here.fresh = here.inputs, {}, False
-        counts = {name: int((~torch.isfinite(x)).sum()) for name, x in inputs.items()}
+        counts = {name: int(wrong) for name, (wrong, _) in inputs.items()}
         what, got = "an input", ""
         if pair.parallel is not None:  # No rank may stop alone.
             device = _parts(pair.residual)[0].device
@@ -444,7 +451,7 @@ class Guard:
             got = f"others on rank {', '.join(ranks)}" if ranks else ""
         for name, count in counts.items():
             if count:
-                what, got = name, f"{count} of {inputs[name].numel()} values not finite"
+                what, got = name, f"{count} of {inputs[name][1]} values not finite"
                 break
         if got:
             here.whens, here.names = (), set()  # The step has yet to be seen.

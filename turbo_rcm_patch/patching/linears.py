@@ -44,8 +44,8 @@ def runs_int8(module: nn.Module, x: Tensor, *, recomputed: bool = False) -> bool
     Args:
         module: Any module.
         x: Its input, or like it.
-        recomputed: Whether this forward runs without gradients now and with them later, as
-            reentrant checkpointing does, so that both have to be the same.
+        recomputed: Whether this forward will be recomputed with gradients (reentrant
+            checkpointing), and must give the same then.
     """
     if x.dim() != 3:
         return False
@@ -188,11 +188,6 @@ class Linears:
 
     def __reduce__(self) -> tuple[type[Linears], tuple[Copies]]:
         return Linears, (self.copies,)
-
-    def begin(self) -> None:
-        """A forward of the model begins, with this block."""
-        if not torch.compiler.is_compiling():
-            self.copies.begin()
 
     def forget(self, key: str) -> None:
         """Drop the int8 weights of a key, or of a branch: they are not used any more."""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Unpack
+from typing import Any, Final, Unpack
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ from turbo_rcm_patch.patching.calibration import (
     read_calibration,
     write_calibration,
 )
-from turbo_rcm_patch.patching.copies import Moves
 from turbo_rcm_patch.patching.find import (
     Target,
     execution_device,
@@ -234,12 +233,43 @@ def refresh(model: object) -> None:
         NotPatchedError: The model is not patched.
     """
     for record in _records(model, "refresh"):
-        record.plan.copies.clear()
-        for entry in record.entries:
-            if isinstance(entry.ours, BlockForward):
-                entry.ours.forget_plan()
-        if record.graphs is not None:
-            record.graphs.clear()
+        _forget(record)
+
+
+def _forget(record: PatchRecord) -> None:
+    record.plan.copies.clear()
+    for entry in record.entries:
+        if isinstance(entry.ours, BlockForward):
+            entry.ours.forget_plan()
+    if record.graphs is not None:
+        record.graphs.clear()
+
+
+class _Writes:
+    """Stands in for a function of a model that moves or writes all of its weights: what belongs to
+    other memory is given back.
+
+    Where torch swaps the contents of parameters, everything is forgotten before, because it
+    refuses parameters with weak references, and copies, plans and graphs have such.
+
+    Args:
+        model: The model.
+        name: Of the function.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._model, self._name = model, name
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        record = record_of(self._model)
+        if record is not None and torch.__future__.get_swap_module_params_on_conversion():
+            _forget(record)
+        result = getattr(type(self._model), self._name)(self._model, *args, **named)
+        if record is not None:
+            if record.graphs is not None:
+                record.graphs.moved()
+            record.plan.copies.release_moved()
+        return result
 
 
 def _records(model: object, caller: str) -> list[PatchRecord]:
@@ -397,11 +427,11 @@ def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> Pa
             enable = EnableParallelism(plan.model, plan.config)
             entry = Entry(plan.model, "enable_parallelism", enable, slot, slot.get())
             record.entries.append(entry)
-    if plan.config.linear == "int8" and not plan.config.cuda_graphs:
-        slot = innermost(plan.model, "_apply")
+    for name in ("_apply", "load_state_dict"):
+        slot = innermost(plan.model, name)
         if slot is not None:
-            moves = Moves(plan.model, plan.copies)
-            record.entries.append(Entry(plan.model, "_apply", moves, slot, slot.get()))
+            writes = _Writes(plan.model, name)
+            record.entries.append(Entry(plan.model, name, writes, slot, slot.get()))
     if plan.config.cuda_graphs:
         _capture_by_itself(record, guard)
     return record
@@ -422,9 +452,6 @@ def _capture_by_itself(record: PatchRecord, guard: Guard | None) -> None:
             record.entries.append(Entry(model, "forward", graphs, slot, slot.get()))
     else:
         own.ours = graphs
-    slot = innermost(model, "_apply")
-    if slot is not None:
-        record.entries.append(Entry(model, "_apply", graphs.apply, slot, slot.get()))
     record.graphs = graphs
 
 

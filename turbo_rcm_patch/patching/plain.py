@@ -163,7 +163,7 @@ def bare(module: nn.Module) -> bool:
     if replaced and type(module) in replaced:  # No call: blocks ask this often.
         return False
     forward = module.__dict__.get("forward")
-    if forward is not None and not _is_own_forward(module, forward):
+    if forward is not None and not is_own(module, "forward", forward):
         return False
     return not _hooked(module)
 
@@ -177,12 +177,13 @@ def _hooked(module: nn.Module) -> bool:
     )
 
 
-def _is_own_forward(module: nn.Module, forward: object) -> bool:
-    # diffusers leaves the bound method behind as an instance attribute when its last hook goes.
+def is_own(module: nn.Module, name: str, value: object) -> bool:
+    """Whether an instance attribute is the bound method itself, which diffusers leaves behind when
+    its last hook goes."""
     return (
-        isinstance(forward, MethodType)
-        and forward.__self__ is module
-        and forward.__func__ is type(module).forward
+        isinstance(value, MethodType)
+        and value.__self__ is module
+        and value.__func__ is getattr(type(module), name)
     )
 
 

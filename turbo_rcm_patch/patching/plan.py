@@ -24,8 +24,8 @@ from turbo_rcm_patch.patching import plain
 
 #: What names the inputs of a step, see `signature`.
 Token = Any
-#: Plans made in a row that did not live to a second forward before a block plans only on every
-#: so-many-th forward: what changes with every forward is not worth looking at.
+#: After this many plans in a row that served one forward only, a block plans on every `_REST`-th
+#: forward alone.
 _MOST_FAILURES: Final = 8
 _REST: Final = 64
 
@@ -56,8 +56,8 @@ def plain_inference(inputs: tuple[Any, ...]) -> bool:
 
 
 def signature(*inputs: Tensor) -> int | None:
-    """The token of `Step` for a block's inputs: every tensor inside a plan has a shape, stride and
-    dtype that follow from theirs. None where nothing may be replayed.
+    """The token (see `Step`) of a block's inputs; None where nothing may be replayed. All tensors
+    inside the block follow from them in shape, strides and dtype.
 
     A number stands for what the inputs look like, because every step looks its token up.
     """
@@ -84,7 +84,7 @@ def after_call(
     widths: Sequence[int],
     tokens: int,
 ) -> Token:
-    """The token behind modules that were called: what they return may lie otherwise in memory
+    """The token after modules were called: what they return may lie otherwise in memory
     every time. None where only an operation that checks its arguments may take it.
 
     Args:
@@ -295,7 +295,7 @@ class PlanSlot(Generic[_T]):
     def get(
         self, facts: object, make: Callable[[], _T], watch: Callable[[_T], Watch]
     ) -> _T | None:
-        """The plan; None where plans have not lived long enough to be worth looking at.
+        """The plan; None while plans change too often to be kept.
 
         Args:
             facts: What decides about the plan beside what is watched.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from torch import nn
 
 from turbo_rcm_patch.errors import WrappedError
-from turbo_rcm_patch.patching.plain import look_at_classes
+from turbo_rcm_patch.patching.plain import is_own, look_at_classes
 from turbo_rcm_patch.patching.registry import family_of
 from turbo_rcm_patch.patching.report import GuardLog
 from turbo_rcm_patch.patching.sla import Recovered
@@ -56,11 +56,11 @@ class Slot:
     name: str
 
     def get(self) -> Any:
-        """What is there, or the marker for nothing (class attributes do not count)."""
+        """What is there, or `_ABSENT` (class attributes do not count)."""
         return vars(self.holder).get(self.name, _ABSENT)
 
     def put(self, value: Any) -> None:
-        """Set it, or delete it if the value is the marker for nothing."""
+        """Set it, or delete it if the value is `_ABSENT`."""
         if value is not _ABSENT:
             setattr(self.holder, self.name, value)
         elif self.get() is not _ABSENT:
@@ -83,14 +83,6 @@ def _own(module: nn.Module, name: str) -> MethodType:
     return MethodType(getattr(type(module), name), module)
 
 
-def _is_own(module: nn.Module, name: str, value: object) -> bool:
-    return (
-        isinstance(value, MethodType)
-        and value.__self__ is module
-        and value.__func__ is getattr(type(module), name)
-    )
-
-
 def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
     """Where the author's own function sits under whatever hooks there are; None if it was
     replaced.
@@ -101,7 +93,7 @@ def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
     places = list(_slots(module, name))
     if places[0].get() is _ABSENT:
         return places[0]
-    return next((slot for slot in places if _is_own(module, name, slot.get())), None)
+    return next((slot for slot in places if is_own(module, name, slot.get())), None)
 
 
 def holds(module: nn.Module, kind: type, name: str = "forward") -> bool:
@@ -128,7 +120,7 @@ class Entry:
     before: Any
 
     def __post_init__(self) -> None:
-        if _is_own(self.module, self.name, self.before):
+        if is_own(self.module, self.name, self.before):
             self.before = _OWN
 
     def install(self) -> None:
@@ -146,7 +138,7 @@ class Entry:
     def check(self, path: str) -> None:
         """Raise WrappedError if removing ours would drop somebody else's change, or miss ours."""
         outside = Slot(self.module, self.name).get()
-        bare = outside is _ABSENT or _is_own(self.module, self.name, outside)
+        bare = outside is _ABSENT or is_own(self.module, self.name, outside)
         if bare or self.located():
             return
         raise WrappedError(

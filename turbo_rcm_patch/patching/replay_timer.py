@@ -5,7 +5,7 @@ rank died, the others would wait for its messages for ever. So an event is recor
 replay, and one thread looks whether the oldest that is outstanding was reached in time.
 
 An exchange that is late is ended as torch's watchdog ends one by default: the process ends, with
-its reason in the log. To abort the communicators is no way out. Their kernels would end and the
+its reason in the log. To abort the communicators is no remedy: their kernels would end, and the
 host would go on, with garbage for a result and no error, because nobody waits for the work of a
 graph; and NCCL gives no communicator back while a graph still holds it.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
@@ -30,6 +31,8 @@ Step = Literal["linears given back", "some heads exact", "16-bit p and v", "exac
 SPARSE: Final = (".proj_l", ".local_attn")
 #: Those, the more precise the later.
 _PRECISIONS: Final[tuple[Precise, ...]] = get_args(Precise)
+#: What of a pair's state decides how it runs.
+decides: Final = attrgetter("live", "int8", "precision", "exact_heads")
 
 
 class PairState:
@@ -39,12 +42,12 @@ class PairState:
         pair: The pair and how it runs; replaced when that changes.
         live: Whether the fused path runs. A plain flag, because a forward reads it on every call.
         int8: Whether its Linears may run in int8; a plain flag too.
-        int8_inputs: Whether that is so of an attention's q, k and v too.
+        int8_inputs: Whether the Linears of an attention's q, k and v may, too.
         precision: How its attention runs, where the guard may choose.
         exact_heads: Heads of its attention that run exactly, ascending.
         unseen: Forwards on which the guard has yet to compare it.
         ways: How it ran when the guard compared it: see `Guard.begin`.
-        originals: Its Linears that are to be dropped; none in a patched model.
+        originals: Linears to drop for int8-only, between plan and installation.
         returned: Whether it was given back.
         ran: How it ran on the last forward outside a compiled graph, "" before the first.
     """

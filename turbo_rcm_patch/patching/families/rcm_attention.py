@@ -141,7 +141,8 @@ class RCMAttentionForward:
             return self._as_written(x, t)
         if not may_run(x, (self._state,), self._warned):
             return self._as_written(x, t)
-        self._linears.begin()
+        if not torch.compiler.is_compiling():
+            self._linears.copies.begin()
         c_skip, c_out = module.coefficients(x, t)
         guard = self._guard
         if guard is None or torch.compiler.is_compiling():
