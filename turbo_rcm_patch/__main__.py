@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
+    if not given:
+        parser.print_help(sys.stderr)
+        return USAGE
     try:
         arguments = parser.parse_args(given)
     except SystemExit as stop:  # argparse has printed help or a usage error

@@ -57,7 +57,7 @@ def test_python_runs_it_as_a_module() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "COMMAND"),
+        ([], "compare the videos before and after patching"),
         (["compare", "--steps", "many"], "--steps"),
         (["compare", "--attention", "int2"], "int2"),
         (["generate"], "expected: --prompt TEXT or --prompts FILE"),
