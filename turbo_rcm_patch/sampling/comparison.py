@@ -506,11 +506,19 @@ class _Run:
             try:
                 with self.unpatched(name):
                     sample = self._generate(0)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                if self.processes.split:  # The others of the group wait inside the attention.
+                    raise SamplingError(
+                        f"the control under {name!r} ran out of memory",
+                        got=str(error).partition("\n")[0],
+                        remedy="Split each video over more GPUs (--ulysses, --ring), or make it "
+                        "smaller. What is finished is used again where the split is the same",
+                    ) from error
                 why = "runs out of memory"
             except RuntimeError as error:
-                # Every fault of the device speaks of kernels.
+                # Every fault of the device speaks of kernels, and one of an exchange of backends.
                 fault = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+                fault |= isinstance(error, getattr(torch.distributed, "DistError", ()))
                 if fault or ("kernel" not in str(error) and "backend" not in str(error)):
                     raise
                 why = "cannot run this model"
