@@ -531,7 +531,9 @@ def no_host_group(rank: int) -> None:
         assert parallel is not None and other is not None
         configs = iter(["cuda:nccl"])
 
-        def new_group(*args: object, other: Any = other, refuses: int = refuses, **options: object):
+        def new_group(
+            *args: object, other: Any = other, refuses: int = refuses, **options: object
+        ):
             if rank == refuses:
                 raise RuntimeError("no interface")
             return other.group

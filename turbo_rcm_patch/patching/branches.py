@@ -776,14 +776,16 @@ class AttentionRun:
         return (self.close(token, out, hidden, gate, given=given) if close else out), token
 
     def _name(self, spec: ops.AttentionSpec, q: Tensor, k: Tensor, given: Given) -> str:
-        """The attention that runs, by the length of the whole sequence."""
-        if self._parallel is None:
+        """The attention that runs, by the length of the whole sequence. The keys of
+        cross-attention are whole on every rank."""
+        lengths, cross = self._lengths(given), self._of_context is not None
+        if self._parallel is None and (lengths is None or not cross):
             return ops.attention_name(spec, q, k)
-        lengths = self._lengths(given)
         if lengths is None:
             return spec.attention  # The operation decides.
         total = sum(lengths)
-        return ops.resolved(spec, q.device, total, total, self._modules.head_dim).attention
+        keys = k.shape[1] if cross else total
+        return ops.resolved(spec, q.device, total, keys, self._modules.head_dim).attention
 
     @staticmethod
     def _lengths(given: Given) -> list[int] | None:
@@ -1085,7 +1087,8 @@ class CalledRun:
             observe(x)
         for state in self._states:
             note_mode(state, mode)
-        made = given.forward.call_branch(self._branch, x, hidden, given)
+        with given.forward.lent():
+            made = given.forward.call_branch(self._branch, x, hidden, given)
         closed = given.forward.close_called(self._branch, mode, made, hidden, gate, rounding)
         pairs: Any = ((hidden, closed),)
         if not isinstance(hidden, Tensor):

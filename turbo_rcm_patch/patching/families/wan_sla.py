@@ -101,11 +101,13 @@ class SLAForward:
     ) -> Tensor:
         weight, bias = attached(self._attn, q.device)
         sparsity = ops.Sparsity.sage(self._topk, q.device)
-        groups = groups_of(self._attn.processor)
+        processor = self._attn.processor
+        groups = groups_of(processor)
         if groups is not None:
             return parallel_sparse_linear_attention(
-                q, k, v, weight, bias, self._spec, sparsity, groups, rotary=rotary
-            )
+                q, k, v, weight, bias, self._spec, sparsity, groups, rotary=rotary,
+                lengths=getattr(processor, "lengths", None),
+            )  # fmt: skip
         return ops.sparse_linear_attention(
             q, k, v, weight, bias, self._spec, sparsity, rotary=rotary
         )
