@@ -68,7 +68,7 @@ class PatchConfig:
             patching drops the model's own, Linear by Linear, and they do not come back
             (`keep_int8_only`). What calls such a Linear gets the product with int8 times scale.
         smooth_k: Subtract the mean over tokens from k before quantising. The softmax does not
-            change.
+            change. With attention="sage" release 2.x of sageattention always does so.
         impl: "triton" or "reference" (plain torch). "auto" chooses by the model's device.
         form: Whether attention and output projection run in two kernel launches or in one. "auto"
             looks the shape up in a measured table.
