@@ -518,7 +518,9 @@ class Guard:
                         self._record(when, here.step, pair, found, "not compared")
                     self.check_next()
                 return result
-            noise = None if over or when == "middle" else self._noise(reference, result, pair)
+            noise = None
+            if not (over or when == "middle" or self._target is None):
+                noise = reference.noise(result)
             broken = None if noise is None else noise.broken
             failed = failed or over or broken is not None
             if not over and broken is None:
@@ -583,12 +585,6 @@ class Guard:
                 wrong,
             )
         return wrong > 0
-
-    @torch.no_grad()
-    def _noise(self, reference: _Reference, result: Branch, pair: Pair) -> Noise | None:
-        """What a pair adds to the error of the network, where a target for that decides; the same
-        on all ranks that share a sequence."""
-        return None if self._target is None else reference.noise(result)
 
     def _settle(self) -> None:
         """Make more exact what the target for the network asks for, after a forward whose pairs
@@ -760,8 +756,10 @@ class _Reference:
             last_keys=self._last_keys,
         )
 
+    @torch.no_grad()
     def noise(self, result: Branch) -> Noise:
-        """What the pair adds to the error of its network, after `compare`."""
+        """What the pair adds to the error of its network, after `compare`; the same on all ranks
+        that share a sequence."""
         state, given, before = self._pair.states[0], self._notes.operands, self._ours_before
         ours, heads, gates, weight = _parts(result), None, self._gates, self._weight
         known = before is not None and gates is not None and weight is not None
