@@ -83,8 +83,9 @@ class PatchConfig:
             the first inference, and one pair of 60 on each step between, and give it back to that
             code if its error exceeds the budget.
         precision: "auto" lets the guard choose how exact each attention is, and which Linears run
-            in int8, for the target `fidelity`; a pair over its own budget first gets 16-bit p and
-            v, then exact attention with the skip fused after it, and only then its author's code.
+            in int8, for the target `fidelity`. Beside the target, a pair over its own budget first
+            gets 16-bit p and v, then exact attention with the skip fused after it, and only then
+            its author's code.
             Without the guard, or with another attention than "auto" and "int8", there is nothing
             to choose. "fixed" runs every pair as configured here, or as its author's code.
         fidelity: With precision="auto", the target for the network's error: at most so many times

@@ -4,8 +4,8 @@ Numeric contract, which the kernels follow too: a row (all its channels) is quan
 symmetrically, scale max |row| / 127, values rounded half to even. Rows smaller than `TINY`
 everywhere are zeros. A row with a NaN or an infinity has scale NaN.
 
-Finer than TurboDiffusion's scales per 128x128 block (arXiv 2512.16093), and the scales of both
-operands leave the sum over channels, so they cost nothing inside it.
+Finer than TurboDiffusion's scales per 128x128 block (arXiv 2512.16093). Scales are applied after
+the sum over channels, so they cost nothing inside it.
 """
 
 from __future__ import annotations

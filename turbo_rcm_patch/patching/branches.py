@@ -790,7 +790,9 @@ class AttentionRun:
     @staticmethod
     def _lengths(given: Given) -> list[int] | None:
         """The tokens of every rank; None in a graph, where the operation asks for them."""
-        return None if torch.compiler.is_compiling() else given.forward.ranks.lengths or None
+        if torch.compiler.is_compiling() or given.forward is None:
+            return None
+        return given.forward.ranks.lengths or None
 
     def _shared(
         self,

@@ -156,14 +156,15 @@ class _Thread:
 
     Attributes:
         context: What the pipeline announced: name ("cond", "uncond"), step and step count.
-        names: Forwards seen of the current step.
+        names: Names of the forwards ("cond", "uncond") seen of the current step.
         step: Index of the current step.
         whens: What pairs are checked as on the current forward: a single step is the first and
             the last, and a pair that missed the first one is seen on a later one.
         chosen: The pairs of "middle", by their states' ids.
         turn: What these follow from.
         between: Whether some pairs were compared as "middle", on this step or in this run.
-        standing: For how many steps the pairs of this forward stand.
+        standing: How many steps' worth of pairs this forward compares; with CUDA graphs those of
+            the whole run.
         untold: Forwards that no step is known of.
         inputs: Of the current forward, until a pair of it is compared.
         fresh: Whether no pair of the current forward was compared yet.

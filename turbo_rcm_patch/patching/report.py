@@ -372,8 +372,8 @@ class PatchReport:
         return self._exact()
 
     def save_calibration(self, path: str | os.PathLike[str]) -> None:
-        """Write how each pair runs now, for `PatchConfig(calibration=path)`, with a fingerprint of
-        the model's weights."""
+        """Write how each pair runs now, refusals too, for `PatchConfig(calibration=path)`, with a
+        fingerprint of the model's weights."""
         self._save(Path(path))
 
     @property

@@ -114,7 +114,8 @@ class SLAForward:
 
 
 def attached(attn: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the attached proj_l on a device, which the block may be offloaded to."""
+    """Weight and bias of the attached proj_l on the device of the activations; an offloaded block
+    keeps them elsewhere."""
     held = attached_proj_l(attn)
     assert held is not None
     return held[0].to(device), held[1].to(device)
@@ -144,7 +145,8 @@ def replaceable(attn: nn.Module) -> bool:
 def with_linear(
     pair: SkipPair, attn: Any, config: PatchConfig, *, dense: bool
 ) -> tuple[SkipPair, SkipPair]:
-    """Self-attention with a proj_l: the sum of its branches is a pair of its own, before W_o.
+    """Self-attention with a proj_l: the sum of sparse and linear attention is a pair of its own,
+    in front of W_o.
 
     Args:
         pair: The self-attention, as it would run without a proj_l.
