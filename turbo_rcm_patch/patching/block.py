@@ -529,6 +529,9 @@ class BlockForward:
         spec, parallel = self._specs["as asked for"], self._groups()
         tokens = hidden.shape[1] + context.shape[1] * self.streams
         if parallel is not None:
+            # Nobody has asked yet. Where ranks have different numbers, this is too large on the
+            # first and too small on the last, so that one of them is right about a threshold; and
+            # what one rank compares, all do.
             tokens *= parallel.size
         if not self._head_dim:
             return hidden.dtype, hidden.device.type
