@@ -14,7 +14,7 @@ __all__ = ["filled", "poisoned_memory"]
 def filled(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, filled with what stands out in its dtype. It may be a leaf that requires a
     gradient: torch's checkpoints make such ones."""
-    if tensor.dtype.is_floating_point:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.int8:
         return tensor.fill_(-128)

@@ -21,7 +21,9 @@ import tempfile
 import time
 import types
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
+from unittest import mock
 
 import triton
 import triton.language as tl
@@ -39,12 +41,12 @@ def import_kernels(folder: Path) -> None:
     try:
         import torch  # noqa: F401
     except ImportError:
-        stub = types.ModuleType("torch")
-        stub.Tensor = stub.dtype = stub.device = object
-        stub.nn = types.ModuleType("torch.nn")
-        stub.nn.functional = types.ModuleType("torch.nn.functional")
-        parts = (stub, stub.nn, stub.nn.functional)
-        sys.modules |= {part.__name__: part for part in parts}
+        stub = mock.MagicMock(Tensor=object)
+        stub.utils._python_dispatch.TorchDispatchMode = object
+        names = ("nn", "nn.functional", "utils", "utils._python_dispatch")
+        sys.modules["torch"] = stub
+        for name in names:
+            sys.modules[f"torch.{name}"] = attrgetter(name)(stub)
     package = types.ModuleType("turbo_rcm_patch")
     package.__path__ = [str(folder.parent)]
     sys.modules["turbo_rcm_patch"] = package

@@ -22,6 +22,7 @@ from tests.patching.turbodiffusion import (
 from tests.patching.wan import EXACT, INT8, dicts, relative, with_lora
 from turbo_rcm_patch import PatchConfig, find_pairs, patch_model, patched, unpatch_model
 from turbo_rcm_patch.errors import FamilyError, UnknownArchitectureError
+from turbo_rcm_patch.patching.record import record_of
 
 BF16 = torch.bfloat16
 
@@ -310,6 +311,19 @@ def test_compiles_without_a_break() -> None:
     with patched(model, INT8):
         expected = run(model, **inputs)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert relative(run(compiled, **inputs), expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["self", "feed-forward"])
+def test_a_pair_given_back_compiles(kind: str) -> None:
+    """A compiler traces what stands for the block in the eyes of its author's code."""
+    model, inputs = with_sparse(tiny(layers=1, checkpoint=False)), tiny_inputs(tokens=100)
+    with patched(model, INT8):
+        for state in record_of(model).plan.states:  # type: ignore[union-attr]
+            if state.pair.kind == kind:
+                state.give_back("for a test")
+        expected = run(model, **inputs)
+        compiled = torch.compile(model, backend="aot_eager")
         assert relative(run(compiled, **inputs), expected) < 1e-5
 
 

@@ -265,9 +265,12 @@ class Author:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # `super()` and `isinstance` in the author's code ask for it.
-        return type(self._module)
+        # A compiler asks, too, before there is a module.
+        return type(self.__dict__.get("_module", object.__new__(Author)))
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("_instead", "_module", "_notes"):  # It is being made: a compiler looks at it.
+            raise AttributeError(name)
         if name in self._instead:
             return self._instead[name]
         value = getattr(self._module, name)

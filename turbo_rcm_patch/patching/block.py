@@ -141,7 +141,7 @@ class BlockForward:
 
     __slots__ = ("_author", "_block", "_compiler_below", "_config", "_first", "_guard",
                  "_head_dim", "_linears", "_shared", "_slot", "_specs", "_states", "_warned",
-                 "_width", "ranks")  # fmt: skip
+                 "_width", "__weakref__", "ranks")  # fmt: skip
 
     #: In the order in which they run.
     branches: ClassVar[tuple[Branch, ...]]

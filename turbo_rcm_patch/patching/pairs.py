@@ -107,7 +107,7 @@ def _sharing(ranks: Ranks, make: Callable[..., Any], *args: Any) -> Any:
     """What stands in for a block's forward, with what all blocks of its model share."""
     made = make(*args)
     made.ranks = ranks
-    ranks.blocks.append(made)
+    ranks.append(made)
     return made
 
 

@@ -313,10 +313,9 @@ class Ranks:
 
     Attributes:
         lengths: Tokens of every rank in the forward under way; none where nobody was asked in it.
-        blocks: What stands in for the forwards of the model's blocks.
     """
 
-    __slots__ = ("_model", "_ran", "_states", "blocks", "lengths")
+    __slots__ = ("_blocks", "_model", "_ran", "_states", "lengths")
 
     def __init__(self, states: list[PairState], model: nn.Module | None) -> None:
         self._states = states
@@ -326,11 +325,19 @@ class Ranks:
         self.lengths: list[int] = []
         #: Blocks behind the first one that ran with these lengths, by id.
         self._ran: set[int] = set()
-        self.blocks: list[BlockForward] = []
+        # They hold this, and would keep each other until Python looks for cycles.
+        self._blocks: list[weakref.ref[BlockForward]] = []
 
-    def __reduce__(self) -> tuple[type[Ranks], tuple[Any, ...], Any]:
-        # What slots hold is the second of a pair.
-        return Ranks, (self._states, self._model()), (None, {"blocks": self.blocks})
+    def __reduce__(self) -> tuple[type[Ranks], tuple[Any, ...], None, Iterator[BlockForward]]:
+        # The last are what `append` is called with.
+        return Ranks, (self._states, self._model()), None, iter(self._living())
+
+    def append(self, block: BlockForward) -> None:
+        """Have what stands in for the forward of one more block take part."""
+        self._blocks.append(weakref.ref(block))
+
+    def _living(self) -> list[BlockForward]:
+        return [block for block in (ref() for ref in self._blocks) if block is not None]
 
     @property
     def model(self) -> nn.Module | None:
@@ -374,7 +381,7 @@ class Ranks:
             or (model is not None and any(p.requires_grad for p in model.parameters()))
         )
         # One that is called sends something else than ours.
-        called = [at for at, block in enumerate(self.blocks) if block.calls_attention()]
+        called = [at for at, block in enumerate(self._living()) if block.calls_attention()]
         tokens, even = sum(streams), not anything(model)
         same: dict[str, tuple[Kind, object]] = {
             "tokens": ("int", tokens if even else 0),
