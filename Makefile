@@ -43,8 +43,8 @@ fuzz: $(VENV)/.installed-dev ## Random operations against fp64 and random models
 mutants: $(VENV)/.installed-dev ## Break the library in many places and see whether a test notices: results/mutants.json
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
-record: $(VENV)/.installed ## Measure the proofs of the README on one card into results/gpu
-	for one in ops fusion one-launch fidelity network; do \
+record: $(VENV)/.installed ## Measure what the README claims on one card, but for SageSLA, into results/gpu
+	for one in ops fusion one-launch fidelity network length; do \
 		$(BIN)/python -m benchmarks $$one --out results/gpu || exit 1; done
 
 lint: $(VENV)/.installed-dev ## Lint, formatting and types

@@ -1,33 +1,36 @@
-"""Load, patch, generate, compare. `python examples/cogvideox_t2v.py [PATH_OR_HUB_ID] [PROMPT]`
+"""Load, patch, generate, compare. `python examples/cogvideox_t2v.py [PATH_OR_HUB_ID] [PROMPT ...]`
 
-Without arguments the shipped tiny CogVideoX runs, also on a CPU. CogVideoX-2B, 5B and 1.5, for
-instance `THUDM/CogVideoX-2b`, want a GPU; their own scheduler and its usual steps are the default.
+It needs `pip install '.[all]'`. Without arguments the shipped tiny CogVideoX runs, also on a CPU.
+CogVideoX-2B, 5B and 1.5, for instance `THUDM/CogVideoX-2b`, want a GPU.
 """
 
 import sys
 from pathlib import Path
 
 from turbo_rcm_patch import patch_model, unpatch_model
+from turbo_rcm_patch.exit_codes import of_verdict
 from turbo_rcm_patch.sampling import compare, generate, load_pipeline
 from turbo_rcm_patch.sampling.video import enlarge, write_mp4
+from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
 if "--help" in sys.argv or "-h" in sys.argv:
     print(__doc__)
     sys.exit()
 model = sys.argv[1] if len(sys.argv) > 1 else "tiny-cogvideox"
-prompt = sys.argv[2] if len(sys.argv) > 2 else "a large red circle moving right"
+prompts = sys.argv[2:] or DEMO_PROMPTS  # ten: the verdict is a median, and one prompt scatters
 out = Path("outputs/cogvideox")
 
 pipe = load_pipeline(model)  # any CogVideoXPipeline will do; this one has an fp32 VAE
 if model != "tiny-cogvideox":
     pipe.vae.enable_tiling()  # a large video is decoded in tiles
-
 print(patch_model(pipe.transformer))  # the one line
 
-video = generate(pipe, prompt, seed=0)
+video = generate(pipe, prompts[0], seed=0)
 write_mp4(enlarge(video.frames), out / "video.mp4", fps=video.settings.fps)
 print(f"{out / 'video.mp4'} in {video.seconds:.1f} s")
 
 unpatch_model(pipe.transformer)  # and it is as it was
 
-print(compare(pipe, prompt, out=out / "compare", seed=0))
+found = compare(pipe, prompts, out=out / "compare", seed=0)
+print(found)
+sys.exit(of_verdict(found.verdict))  # 0 unchanged, 4 similar, 1 changed or undecided

@@ -1,21 +1,23 @@
-"""Load, patch, generate, compare. `python examples/wan_t2v.py [PATH_OR_HUB_ID] [PROMPT]`
+"""Load, patch, generate, compare. `python examples/wan_t2v.py [PATH_OR_HUB_ID] [PROMPT ...]`
 
-Without arguments the shipped tiny model runs, also on a CPU. For a distilled model of your own
-leave `how` empty; any other Wan model wants its own scheduler and its usual number of steps.
+It needs `pip install '.[all]'`. Without arguments the shipped tiny model runs, also on a CPU.
+For a distilled model of your own leave `how` empty; others want their scheduler and its steps.
 """
 
 import sys
 from pathlib import Path
 
 from turbo_rcm_patch import patch_model, unpatch_model
+from turbo_rcm_patch.exit_codes import of_verdict
 from turbo_rcm_patch.sampling import compare, generate, load_pipeline
 from turbo_rcm_patch.sampling.video import enlarge, write_mp4
+from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 
 if "--help" in sys.argv or "-h" in sys.argv:
     print(__doc__)
     sys.exit()
 model = sys.argv[1] if len(sys.argv) > 1 else "tiny"
-prompt = sys.argv[2] if len(sys.argv) > 2 else "a large red circle moving right"
+prompts = sys.argv[2:] or DEMO_PROMPTS  # ten: the verdict is a median, and one prompt scatters
 how = {} if model == "tiny" else {"sampler": "scheduler", "steps": 30}
 out = Path("outputs/example")
 
@@ -23,10 +25,12 @@ pipe = load_pipeline(model)  # any WanPipeline will do; this one has bf16 weight
 
 print(patch_model(pipe.transformer))  # the one line
 
-video = generate(pipe, prompt, seed=0, **how)
+video = generate(pipe, prompts[0], seed=0, **how)
 write_mp4(enlarge(video.frames), out / "video.mp4", fps=video.settings.fps)
 print(f"{out / 'video.mp4'} in {video.seconds:.1f} s")
 
 unpatch_model(pipe.transformer)  # and it is as it was
 
-print(compare(pipe, prompt, out=out / "compare", seed=0, **how))
+found = compare(pipe, prompts, out=out / "compare", seed=0, **how)
+print(found)
+sys.exit(of_verdict(found.verdict))  # 0 unchanged, 4 similar, 1 changed or undecided

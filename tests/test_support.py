@@ -119,7 +119,8 @@ def test_writing_leaves_the_rest_of_a_file(tmp_path: Path, capsys: Any) -> None:
     assert main(["support", "--write", str(path)]) == 2
     assert main(["support", "--write", str(tmp_path / "none")]) == 2
     assert path.read_text(encoding="utf-8") == "nothing"
-    assert "expected: a file with" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "expected: a file with" in said and "expected: an existing page with" in said
     path.write_bytes(b"\xff\xfe")
     assert main(["support", "--write", str(path)]) == 2
     assert "UTF-8" in capsys.readouterr().err

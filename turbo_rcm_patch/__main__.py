@@ -169,7 +169,8 @@ def _commands() -> dict[str, tuple[str, str, str, Callable[[argparse.ArgumentPar
             "compare the videos before and after patching, and give a verdict",
             "Generate every prompt three times from the same noise: unpatched, patched, "
             "and unpatched with another exact attention backend. Judge whether anything visible "
-            "changed. Writes videos, plots, metrics.json, report.html and report.md. If it was "
+            "changed. The verdict is a median over prompts, and one prompt scatters by some 5 dB: "
+            "give ten. Writes videos, plots, metrics.json, report.html and report.md. If it was "
             "interrupted, the same command continues. Under torchrun the processes share the "
             "sampling, the first writes, and all exit with the verdict. Exit code 0: unchanged, "
             "4: similar, 1: changed or undecided, 2: a mistake in the arguments, the model or the "
@@ -287,7 +288,7 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="measure the error of one network call against fp32, block by block. By default it "
-        'is measured unless the transformer is offloaded; then the verdict is "undecided". '
+        'is measured; with --offload it cannot be, and the verdict is "undecided". '
         "--no-network-number gives a verdict without this number",
     )
     _add_patch(command)
@@ -323,7 +324,13 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
 
 
 def _add_support(command: argparse.ArgumentParser) -> None:
-    add_options(command, {"--write FILE": "replace the generated part of FILE with the list"})
+    add_options(
+        command,
+        {
+            "--write FILE": "replace the generated part of FILE, an existing "
+            "page with the marks around it, with the list"
+        },
+    )
 
 
 def _add_demo(command: argparse.ArgumentParser) -> None:
@@ -404,12 +411,13 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         "--form {sde,ode}": "form of the rCM sampler (default: sde)",
         "--sigma-max S": "largest noise level of the rCM sampler (default: 80; 200 for Wan 2.2 "
         "I2V)",
-        "--height N": "height in pixels, a multiple of 16 (of 32 for Wan 2.2 TI2V)",
+        "--height N": "height in pixels, a multiple of 16 (of 32 for Wan 2.2 TI2V; default: "
+        "the model's)",
         "--width N": "width in pixels, likewise",
-        "--num-frames N": "number of frames",
-        "--fps N": "frames per second of the mp4",
+        "--num-frames N": "number of frames (default: the model's)",
+        "--fps N": "frames per second of the mp4 (default: the model's)",
         "--max-sequence-length N": "prompt tokens: longer prompts are cut, shorter ones padded",
-        "--guidance-scale S": "for --sampler scheduler (default: 5)",
+        "--guidance-scale S": "for --sampler scheduler (default: the model's, 5 for Wan)",
         "--guidance-scale-2 S": "guidance scale of Wan 2.2's low-noise expert",
         "--negative-prompt TEXT": "what the video should not show",
     }
@@ -425,11 +433,12 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
         f"--pv {_one_of(PVDType)}": "element type of probabilities and values (default: "
         "%(default)s)",
         f"--linear {_one_of(Linear)}": "how the Linears of fused pairs run (default: %(default)s)",
-        f"--precision {_one_of(Precision)}": "auto: the guard may make an attention more precise "
-        "(default: %(default)s)",
-        f"--impl {_one_of(Impl)}": "Triton kernels or plain torch (default: %(default)s)",
+        f"--precision {_one_of(Precision)}": "auto: the guard may run heads exactly, an attention "
+        "more precisely, or int8 Linears in 16 bits (default: %(default)s)",
+        f"--impl {_one_of(Impl)}": "Triton kernels or plain torch; auto: kernels on a GPU, torch "
+        "elsewhere (default: %(default)s)",
         f"--pair-form {_one_of(Form)}": "attention and projection in one launch or "
-        "two (default: %(default)s)",
+        "two; auto: one where it was measured to be faster (default: %(default)s)",
         f"--residual {_one_of(ResidualDType)}": "dtype of the residual stream inside a block "
         "(default: %(default)s)",
         "--no-guard": "do not compare pairs with their author's code while running",

@@ -109,7 +109,8 @@ def device_of(name: str, *, needs_gpu: bool = False) -> torch.device:
             "device",
             expected="a CUDA device that torch can see",
             got=name,
-            remedy="Use --device cpu --micro to try the command without one",
+            remedy="`turbo-rcm-patch doctor` says why torch sees none. "
+            "Use --device cpu --micro to try the command without one",
         )
     if device.type != "cuda" and needs_gpu:
         raise ConfigError(

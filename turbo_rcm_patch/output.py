@@ -18,6 +18,7 @@ from turbo_rcm_patch.errors import OutputError, TurboRCMError
 _PARTIAL: Final = ".turbo_rcm_patch-partial-"
 #: A trial write is as large as a block of most file systems.
 _TRIAL: Final = bytes(4096)
+_ELSEWHERE: Final = "Choose another place (for a command with --out: another --out)"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -153,7 +154,7 @@ def _real_file(target: Path) -> Path:
             f"{target} cannot be written",
             expected="a file, or a path that does not exist",
             got="a folder" if target.is_dir() else "a device or a pipe",
-            remedy="Choose another place",
+            remedy=_ELSEWHERE,
         )
     return target
 
@@ -180,7 +181,7 @@ def _telling(target: Path) -> Iterator[None]:
         told = OutputError(
             f"{target} cannot be written",
             got=error.strerror or str(error),
-            remedy="Free some space, or choose another disk" if full else "Choose another place",
+            remedy="Free some space, or choose another disk" if full else _ELSEWHERE,
         )
         told.errno = error.errno
         raise told from error

@@ -10,9 +10,12 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -36,6 +39,7 @@ from turbo_rcm_patch import (
 )
 from turbo_rcm_patch.errors import AlreadyPatchedError, NotPatchedError
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
+from turbo_rcm_patch.patching.record import record_of
 
 __all__ = ["SUBJECTS", "Pair", "run_orders"]
 
@@ -266,6 +270,7 @@ class Pair:
         ) else []  # fmt: skip
         self.config: PatchConfig | None = None
         self.lora = self.fused = self.offloaded = self.qkv = self.apart = False
+        self.layerwise = self.strided = False
         self.cached = ""
         self.hooks: list[Any] = []
         self.dtype = torch.float32
@@ -277,17 +282,25 @@ class Pair:
 
     def operations(self) -> list[Callable[[], None]]:
         """What may follow now."""
-        s, free = self.subject, not (self.offloaded or self.cached or self.hooks)
+        s = self.subject
+        free = not (self.offloaded or self.cached or self.hooks or self.layerwise)
         allowed = [self.forward, self.more, self.autocast]
+        allowed += [self.inference, self.threaded, self.views, self.mode]
         if self.config:
             allowed += [self.unpatch, self.refreshed, self.twice]
+            allowed += [self.decided] * 2 + [self.looked_at_again] * self.config.guard
+            allowed += [self.calibrated] * (free and self.config.guard)
         else:
             allowed += [self.patch] * (3 if free else 1) + [self.not_patched]
         allowed += [self.gradient] * (s.trains and not self.offloaded and not self.cached)
         if free:
             allowed += [self.copied, self.write, self.move, self.saved, self.second]
             allowed += [self.offload] * s.offloads
-            allowed += [self.hook, self.pickled, self.negate]
+            allowed += [self.hook, self.pickled, self.negate, self.turned, self.assigned]
+            allowed += [self.replaced] * (not self.lora and not self.qkv)
+            allowed += [self.processors_anew] * (s.qkv and not self.qkv and not s.sla)
+            allowed += [self.layerwise_cast] * (bool(s.caches) and not self.lora and not s.sla)
+            allowed += [self.swapped] * (s.casts and not self.lora)
             allowed += [self.cast] * (s.casts and not self.lora)
             allowed += [self.cache] * bool(s.caches)
             allowed += [self.add_lora] * (bool(s.targets) and not self.lora and not self.qkv)
@@ -335,6 +348,36 @@ class Pair:
         with patched(other, self.chance.choice(self.configs)):
             self.run(other, torch.float32)
 
+    def decided(self) -> None:
+        """What the guard may decide about a pair, at some time."""
+        record = record_of(self.ours)
+        assert record is not None
+        state = self.chance.choice(record.plan.states)
+        heads = [h for h in range(state.pair.heads) if self.chance.random() < 0.5]
+        kind = self.chance.randrange(4)
+        if kind == 0 and state.live:
+            state.give_back("for a test")
+        elif kind == 1 and heads:
+            state.take_heads(heads, "for a test")
+        elif kind == 2 and state.next_step is not None:
+            state.take(state.next_step, "for a test")
+
+    def looked_at_again(self) -> None:
+        report_of(self.ours).guard.check_next()
+
+    def calibrated(self) -> None:
+        """What was chosen is kept in a file, and chosen again from it."""
+        config = self.config
+        assert config is not None
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Path(folder, "kept.json")
+            report_of(self.ours).save_calibration(kept)
+            heads = report_of(self.ours).exact_heads
+            unpatch_model(self.ours)
+            report = patch_model(self.ours, replace(config, calibration=kept))
+        if report.exact_heads != heads:
+            raise Mismatch(f"calibrated to {report.exact_heads}, was {heads}")
+
     # --- what changes weights --------------------------------------------------------------------
 
     def add_lora(self) -> None:
@@ -377,6 +420,56 @@ class Pair:
             linear = random.Random(seed).choice(linears)
             with torch.no_grad():
                 linear.weight.neg_()
+
+    def turned(self) -> None:
+        """The same values in another order of memory."""
+        for model in self.both:
+            for module in model.modules():
+                if type(module) is nn.Linear:
+                    module.weight.data = module.weight.data.t().contiguous().t()
+
+    def assigned(self) -> None:
+        """Other tensors with the same values."""
+        self.ours.load_state_dict(copy.deepcopy(self.ours.state_dict()), assign=True)
+        self.ours.requires_grad_(False)
+        self.twin.requires_grad_(False)
+
+    def replaced(self) -> None:
+        """Another Linear in the place of one."""
+        seed = self.chance.randrange(1000)
+        for model in self.both:
+            names = [n for n, m in model.named_modules() if type(m) is nn.Linear]
+            name = random.Random(seed).choice(names)
+            old: Any = model.get_submodule(name)
+            torch.manual_seed(seed)
+            new = nn.Linear(old.in_features, old.out_features, old.bias is not None)
+            new.to(self.device, old.weight.dtype).requires_grad_(False).eval()
+            place, _, own = name.rpartition(".")
+            setattr(model.get_submodule(place), own, new)
+
+    def swapped(self) -> None:
+        """There and back to another dtype, while torch swaps parameters for new ones."""
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            for model in self.both:
+                model.to(torch.float64)
+                model.to(self.dtype)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+    def processors_anew(self) -> None:
+        """New processors of the same classes."""
+        for model in self.both:
+            for module in model.modules():
+                if "processor" in vars(module):
+                    module.processor = type(module.processor)()
+
+    def layerwise_cast(self) -> None:
+        """Weights are kept in 8 bits and cast for each call."""
+        for model in self.both:
+            model.enable_layerwise_casting(torch.float8_e4m3fn, compute_dtype=self.dtype)
+        self.layerwise = True
 
     def saved(self) -> None:
         """A state dict goes to a fresh model, and back."""
@@ -472,6 +565,22 @@ class Pair:
         """Another batch from here on."""
         self.batch = 3 - self.batch
 
+    def mode(self) -> None:
+        """There is no dropout, so training is the same."""
+        for model in self.both:
+            model.train(not model.training)
+
+    def views(self) -> None:
+        """Inputs that are views with strides of their own from here on, or no longer."""
+        self.strided = not self.strided
+
+    def inference(self) -> None:
+        self.compare(torch.inference_mode)
+
+    def threaded(self) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.compare).result()
+
     def autocast(self) -> None:
         """The author's code runs."""
         self.compare(lambda: torch.autocast(self.device.type, torch.bfloat16), autocast=True)
@@ -551,7 +660,8 @@ class Pair:
             if not isinstance(x, Tensor):
                 return x
             narrow = x.dtype == torch.float32 and name not in self.subject.fp32
-            return x.to(self.device, dtype if narrow else x.dtype)
+            x = x.to(self.device, dtype if narrow else x.dtype)
+            return torch.stack([x, x], -1)[..., 0] if self.strided else x
 
         return {name: there(name, x) for name, x in made.items()}
 

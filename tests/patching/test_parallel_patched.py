@@ -761,9 +761,7 @@ def one_run(ranks: int, folder: Path, todo: dict[str, Callable[[int], None]], **
         on_ranks(ranks, rank_main, str(folder), todo, **more)
     except (ProcessRaisedException, ProcessExitedException) as error:
         ended = "".join(traceback.format_exception_only(error))
-    # Once in many runs such a file was empty, though it is replaced as a whole: that rank told
-    # nothing then.
-    return Told([json.loads(path.read_text(encoding="utf-8") or "{}") for path in paths], ended)
+    return Told([json.loads(path.read_text(encoding="utf-8")) for path in paths], ended)
 
 
 def crashes(rank: int, folder: str, times: int) -> None:

@@ -29,6 +29,8 @@ def test_help_has_examples(command: str, capsys) -> None:
     assert "usage: python -m turbo_rcm_patch" in text
     if command != "doctor":
         assert "examples:" in text
+    if command == "compare":
+        assert "a median over prompts" in " ".join(text.split()), "one prompt is too few"
 
 
 def test_help_is_quick_and_loads_nothing_heavy() -> None:

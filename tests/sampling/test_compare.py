@@ -238,7 +238,7 @@ def test_prompts_and_folder_are_checked(pipe, settings, tmp_path: Path) -> None:
         with pytest.raises(SamplingError, match="none of them empty"):
             compare(pipe, prompts, out=tmp_path, settings=settings)
     (tmp_path / "file").write_text("")
-    with pytest.raises(SamplingError, match="is a file"):
+    with pytest.raises(SamplingError, match="is a file.*--out DIR"):
         compare(pipe, PROMPTS[0], out=tmp_path / "file", settings=settings)
 
 

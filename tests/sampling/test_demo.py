@@ -17,12 +17,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import turbo_rcm_patch
 from tests.sampling.micro import SMALL, save
 from tests.sampling.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import demo as demo_module
+from turbo_rcm_patch import sampling
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.exit_codes import SIMILAR, of_verdict
 from turbo_rcm_patch.sampling import environment, kernel_check
+from turbo_rcm_patch.sampling import video as video_module
 from turbo_rcm_patch.sampling.environment import python_command
 from turbo_rcm_patch.sampling.kernel_check import (
     LIMIT,
@@ -192,23 +196,58 @@ def test_where_there_is_no_triton_the_verdict_decides(
     assert "there is no Triton for darwin" in capsys.readouterr().out
 
 
+def run_example(name: str, *arguments: str) -> object:
+    """Run a script of examples/, and return its exit code."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return stopped.value.code
+
+
+def code_of(text: str) -> int:
+    """The exit code of the verdict that a text tells."""
+    [word] = re.findall(r"^verdict: (\w+)", text, re.MULTILINE)
+    return of_verdict(word)
+
+
+@pytest.mark.parametrize("name", ["wan_t2v.py", "cogvideox_t2v.py"])
+def test_an_example_asks_for_prompts_that_the_shipped_models_know(name: str, monkeypatch) -> None:
+    asked: list[str] = []
+
+    def compare(_: object, given: list[str], **__: object) -> SimpleNamespace:
+        asked.extend(given)
+        return SimpleNamespace(verdict="similar")
+
+    video = SimpleNamespace(frames=0, settings=SimpleNamespace(fps=8), seconds=0.0)
+    monkeypatch.setattr(sampling, "load_pipeline", lambda _: SimpleNamespace(transformer=None))
+    monkeypatch.setattr(sampling, "generate", lambda *_, **__: video)
+    monkeypatch.setattr(sampling, "compare", compare)
+    for module, called in (
+        (turbo_rcm_patch, "patch_model"),
+        (turbo_rcm_patch, "unpatch_model"),
+        (video_module, "enlarge"),
+        (video_module, "write_mp4"),
+    ):
+        monkeypatch.setattr(module, called, lambda *_, **__: None)
+    assert run_example(name) == SIMILAR, "the verdict's exit code, so that a script sees it"
+    assert len(asked) >= 3, "the verdict is a median over prompts"
+    for prompt in asked:
+        prompts.parse(prompt)
+
+
 def test_the_example_runs(quick_model: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["wan_t2v.py", str(quick_model), "a red circle"])
-    runpy.run_path(str(EXAMPLES / "wan_t2v.py"), run_name="__main__")
+    code = run_example("wan_t2v.py", str(quick_model), "a red circle", "a blue square")
     text = capsys.readouterr().out
-    assert "verdict:" in text
+    assert code == code_of(text)
     assert (tmp_path / "outputs" / "example" / "video.mp4").is_file()
     lines = (EXAMPLES / "wan_t2v.py").read_text().splitlines()
     assert len(lines) <= 36, "a script to copy is short"
 
 
 @pytest.mark.parametrize("name", ["wan_t2v.py", "cogvideox_t2v.py"])
-def test_the_help_of_an_example_is_no_failure(name: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    assert stopped.value.code in (None, 0)
+def test_the_help_of_an_example_is_no_failure(name: str, capsys) -> None:
+    assert run_example(name, "--help") in (None, 0)
     assert "Load, patch, generate, compare." in capsys.readouterr().out
 
 
@@ -218,10 +257,9 @@ def test_the_cogvideox_example_and_demo_run(tmp_path: Path, monkeypatch, capsys)
     own = {"sampler": "scheduler", "steps": 2, "guidance_scale": 1.0}
     (folder / "turbo_rcm.json").write_text(json.dumps(SMALL | own))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["cogvideox_t2v.py", str(folder), "a red circle"])
-    runpy.run_path(str(EXAMPLES / "cogvideox_t2v.py"), run_name="__main__")
+    code = run_example("cogvideox_t2v.py", str(folder), "a red circle")
     text = capsys.readouterr().out
-    assert "4 of 4 skip pairs run fused" in text and "verdict:" in text
+    assert "4 of 4 skip pairs run fused" in text and code == code_of(text)
     assert (tmp_path / "outputs" / "cogvideox" / "video.mp4").is_file()
     assert len((EXAMPLES / "cogvideox_t2v.py").read_text().splitlines()) <= 36
 

@@ -58,6 +58,11 @@ def test_groups_that_are_not_whole_are_refused(degrees: dict[str, int]) -> None:
         Processes(Ranks(0, 8, 0), **degrees)
 
 
+def test_a_split_without_torchrun_is_told_how_to_begin() -> None:
+    with pytest.raises(ConfigError, match="--nproc-per-node 4 -m turbo_rcm_patch"):
+        Processes(ulysses=2, ring=2)
+
+
 @pytest.mark.parametrize(
     "given",
     [

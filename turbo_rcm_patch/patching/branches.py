@@ -778,9 +778,10 @@ class AttentionRun:
     def _name(self, spec: ops.AttentionSpec, q: Tensor, k: Tensor, given: Given) -> str:
         """The attention that runs, by the length of the whole sequence. The keys of
         cross-attention are whole on every rank."""
-        lengths, cross = self._lengths(given), self._of_context is not None
-        if self._parallel is None and (lengths is None or not cross):
+        forward, cross = given.forward, self._of_context is not None
+        if self._parallel is None and not (cross and forward is not None and forward.ranks.lengths):
             return ops.attention_name(spec, q, k)
+        lengths = self._lengths(given)
         if lengths is None:
             return spec.attention  # The operation decides.
         total = sum(lengths)

@@ -100,10 +100,19 @@ class Processes:
         self.ranks = ranks = ranks or Ranks()
         size = ulysses * ring
         if min(ulysses, ring) < 1 or ranks.world % size:
+            name, started = "--ulysses times --ring", f"{ulysses} x {ring}"
+            if ranks.world == 1 and min(ulysses, ring) > 0:
+                raise ConfigError(
+                    name,
+                    expected=f"{size} processes for {started}",
+                    got="one",
+                    remedy="Start the command with "
+                    f"`torchrun --nproc-per-node {size} -m turbo_rcm_patch ...`",
+                )
             raise ConfigError(
-                "--ulysses times --ring",
+                name,
                 expected=f"a divisor of the {ranks.world} processes that torchrun started",
-                got=f"{ulysses} x {ring}",
+                got=started,
             )
         self._degrees = ring, ulysses
         self.split = " x ".join(

@@ -267,7 +267,11 @@ def check_out(out: str | Path, *, fresh: bool) -> Path:
     """
     folder = Path(out).expanduser()
     if folder.exists() and not folder.is_dir():
-        raise SamplingError(f"{folder} is a file", expected="a folder to write into")
+        raise SamplingError(
+            f"{folder} is a file",
+            expected="a folder to write into",
+            remedy="Choose another one (commands: --out DIR; from Python: out=DIR)",
+        )
     listed = _listed(folder)
     ours, earlier = listed or (set(), set())
     there = [name for name in _FIXED if _is_there(folder / name)]

@@ -265,7 +265,9 @@ def replace_in(path: Path) -> None:
             raise ConfigError("--write", expected=f"a file with {BEGIN} and {END}", got=str(path))
     except OSError as error:
         raise ConfigError(
-            "--write", expected="a file that can be read", got=f"{path}: {error.strerror}"
+            "--write",
+            expected=f"an existing page with the marks {BEGIN} and {END}",
+            got=f"{path}: {error.strerror}",
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError("--write", expected="a text in UTF-8", got=str(path)) from error
