@@ -779,7 +779,8 @@ class AttentionRun:
         """The attention that runs, by the length of the whole sequence. The keys of
         cross-attention are whole on every rank."""
         forward, cross = given.forward, self._of_context is not None
-        if self._parallel is None and not (cross and forward is not None and forward.ranks.lengths):
+        whole = forward is None or not cross or not forward.ranks.lengths
+        if self._parallel is None and whole:
             return ops.attention_name(spec, q, k)
         lengths = self._lengths(given)
         if lengths is None:
