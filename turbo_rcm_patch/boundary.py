@@ -52,7 +52,8 @@ class Parameterisation(ABC):
     @property
     @abstractmethod
     def other_end(self) -> float:
-        """The other end of the time axis; `math.inf` if it has no end."""
+        """The other end of the time axis; `math.inf` if it has no end, where the coefficients are
+        only `other_limit`."""
 
     @property
     @abstractmethod

@@ -68,7 +68,7 @@ class PatchConfig:
             patching drops the model's own, Linear by Linear, and they do not come back
             (`keep_int8_only`). What calls such a Linear gets the product with int8 times scale.
         smooth_k: Subtract the mean over tokens from k before quantising. The softmax does not
-            change.
+            change. With attention="sage" release 2.x of sageattention always does so.
         impl: "triton" or "reference" (plain torch). "auto" chooses by the model's device.
         form: Whether attention and output projection run in two kernel launches or in one. "auto"
             looks the shape up in a measured table.
@@ -83,8 +83,9 @@ class PatchConfig:
             the first inference, and one pair of 60 on each step between, and give it back to that
             code if its error exceeds the budget.
         precision: "auto" lets the guard choose how exact each attention is, and which Linears run
-            in int8, for the target `fidelity`; a pair over its own budget first gets 16-bit p and
-            v, then exact attention with the skip fused after it, and only then its author's code.
+            in int8, for the target `fidelity`. Beside the target, a pair over its own budget first
+            gets 16-bit p and v, then exact attention with the skip fused after it, and only then
+            its author's code.
             Without the guard, or with another attention than "auto" and "int8", there is nothing
             to choose. "fixed" runs every pair as configured here, or as its author's code.
         fidelity: With precision="auto", the target for the network's error: at most so many times

@@ -17,7 +17,7 @@ __all__ = ["OVERRIDE", "SETTINGS", "Override", "Settings"]
 OVERRIDE = "optimized_attention_override"
 #: Where the last of our nodes leaves its `Settings` for the overrides of earlier ones, likewise.
 SETTINGS = "turbo_rcm_settings"
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_DIM = 256
 #: Keywords of ComfyUI's attention that say nothing about what is computed.
 _NEUTRAL = {"transformer_options", "_inside_attn_wrapper"}
@@ -108,7 +108,7 @@ def _ours(
         return None
     if mask is not None or attn_precision == torch.float32 or settings.attention == "exact":
         return None
-    if q.dtype not in _FLOATS or not q.dtype == k.dtype == v.dtype:
+    if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
         return None
     if k.shape[0] != q.shape[0]:  # torch broadcasts it, where heads have a dimension.
         return None

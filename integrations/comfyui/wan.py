@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from turbo_rcm_patch.errors import CheckpointError, OpError
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, attention_skip, sparse_linear_attention
 
-from .attention import OVERRIDE, SETTINGS, Override, Settings
+from .attention import FLOATS, OVERRIDE, SETTINGS, Override, Settings
 
 __all__ = ["SparseLinear", "WanSelfAttention", "patch_wan"]
 
 _log = logging.getLogger(__name__)
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _MEMBERS = ("q", "k", "v", "o", "norm_q", "norm_k", "num_heads", "head_dim")
 
 
@@ -128,7 +127,7 @@ class WanSelfAttention:
 
     def _may_run(self, x: Tensor, options: Mapping[str, Any]) -> bool:
         """Whether nobody else asked for something inside this attention."""
-        if x.dtype not in _FLOATS or "attn1_patch" in options.get("patches", {}):
+        if x.dtype not in FLOATS or "attn1_patch" in options.get("patches", {}):
             return False
         override = options.get(OVERRIDE)
         if self.sparse is not None or override is None:
@@ -148,7 +147,7 @@ def _norm_weights(attn: Any, q: Tensor) -> tuple[Tensor | None, Tensor | None] |
         readable = (
             type(norm).__name__ == "RMSNorm"
             and isinstance(weight, Tensor)
-            and weight.dtype in _FLOATS
+            and weight.dtype in FLOATS
             and weight.device == q.device
             and tuple(weight.shape) == (q.shape[-1],)
             and not getattr(norm, "weight_function", None)

@@ -13,7 +13,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import ConfigError, Fp8UnsupportedError
 from turbo_rcm_patch.kernels.tile_table import made_with
 from turbo_rcm_patch.ops import AttentionSpec, attention_skip, dispatch
-from turbo_rcm_patch.ops.dispatch import choose, keep_dispatch, measure_dispatch, resolved
+from turbo_rcm_patch.ops.dispatch import keep_dispatch, measure_dispatch, resolved
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 AUTO = AttentionSpec(heads=12, attention="auto")
@@ -65,7 +65,7 @@ def test_a_cpu_is_int8_at_every_length() -> None:
     q = torch.randn(1, 20, 32)
     asked, auto = (AttentionSpec(heads=2, attention=one) for one in ("int8", "auto"))
     assert torch.equal(attention_skip(q, q, q, asked), attention_skip(q, q, q, auto))
-    assert choose(auto, q, q)[0].attention == "int8"
+    assert resolved(auto, CPU, 20, 20, 16).attention == "int8"
     assert ops.attention_name(auto, q, q) == "int8"
 
 

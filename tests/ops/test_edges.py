@@ -419,3 +419,14 @@ def test_autocast_changes_no_operation(call: str, attention: str) -> None:
         assert torch.is_autocast_enabled("cpu")
     for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (cast, plain)), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("pv", ["fp8", "bf16", "fp16"])
+def test_large_logits_have_an_attention(pv: str) -> None:
+    """Up to 1e7 with p in fp16 and 1e9 in other types. Beyond, a rounding of their distance to the
+    maximum is out of range."""
+    q, k, v = (torch.randn(1, 64, 64) for _ in range(3))
+    for size in (1e3, *([] if pv == "fp16" else [1e4])):
+        spec = ops.AttentionSpec(heads=1, pv=pv, impl="reference")  # type: ignore[arg-type]
+        out = ops.attention_skip(q * size, k * size, v, spec)
+        assert out.isfinite().all(), size

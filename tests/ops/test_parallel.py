@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -521,6 +522,34 @@ def test_auto_is_decided_for_the_whole_sequence() -> None:
 
 def test_ranks_that_disagree_all_say_so() -> None:
     on_ranks(2, faults)
+
+
+def no_host_group(rank: int) -> None:
+    """A rank that has no network interface for gloo makes all of them tell through the group."""
+    for refuses, there in ((1, False), (2, True)):
+        parallel, other, real = groups(2, 1), groups(2, 1), dist.get_backend_config
+        assert parallel is not None and other is not None
+        configs = iter(["cuda:nccl"])
+
+        def new_group(
+            *args: object, other: Any = other, refuses: int = refuses, **options: object
+        ):
+            if rank == refuses:
+                raise RuntimeError("no interface")
+            return other.group
+
+        with (
+            mock.patch.object(dist, "new_group", new_group),
+            mock.patch.object(
+                dist, "get_backend_config", lambda g, c=configs, f=real: next(c, None) or f(g)
+            ),
+        ):
+            assert told("it", [rank], parallel, torch.device("cpu")) == [[0], [1]]
+        assert parallel.host is (other.group if there else parallel.group)
+
+
+def test_ranks_tell_through_one_group_where_one_has_no_host_group() -> None:
+    on_ranks(2, no_host_group, timeout=timedelta(seconds=30))
 
 
 def wrong_groups(rank: int) -> None:

@@ -272,3 +272,17 @@ def test_the_release_of_sageattention_is_read_once(monkeypatch: pytest.MonkeyPat
     assert [sage._release(), sage._release()] == ["2.2.0"] * 2
     sage._release.cache_clear()
     assert read == ["sageattention"]
+
+
+def test_a_sageattention_without_a_version_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A checkout on the path can be imported and has no metadata."""
+
+    def missing(name: str) -> str:
+        raise sage.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(sage.metadata, "version", missing)
+    sage._release.cache_clear()
+    with pytest.raises(errors.MissingPackageError, match="no metadata.*pip install sageattention"):
+        sage._release()

@@ -331,3 +331,20 @@ def test_cogvideox_blocks_with_dynamic_shapes(case: Any) -> None:
             block.compile(backend="aot_eager", fullgraph=True, dynamic=True)
         assert relative(run(model, **inputs), expected) < 1e-5
     torch._dynamo.reset()
+
+
+def test_a_feed_forward_that_gets_another_dtype_is_its_author_s_error() -> None:
+    """Of a norm that somebody hooked, for one. The modules are called then, as the author does."""
+    said = []
+    for patch in (False, True):
+        case = cogvideox.CASES[0]
+        model, inputs = case.model(torch.bfloat16), case.inputs(dtype=torch.bfloat16)
+        model.transformer_blocks[0].norm2.register_forward_hook(
+            lambda _, given, made: (made[0].float(), made[1].float(), *made[2:])
+        )
+        if patch:
+            patch_model(model, PatchConfig(guard=False))
+        with pytest.raises(RuntimeError, match="same dtype") as caught:
+            run(model, **inputs)
+        said.append(str(caught.value))
+    assert said[0] == said[1]

@@ -398,3 +398,29 @@ def test_a_branch_is_made_for_each_device(monkeypatch: pytest.MonkeyPatch) -> No
         streams = [torch.ones(1, device=device)]
         joined._branch(joined.FeedForwardLayout, ("", [], []), streams, given, ())
     assert made == [torch.device("cpu"), torch.device("meta")]
+
+
+def test_weights_that_kernels_read_are_looked_at_on_every_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a library's product are not, because it looks itself."""
+    model, inputs = wan.CASES[0].model(), wan.CASES[0].inputs()
+    patch_model(model, PatchConfig(guard=False))
+    seen: list[set[int]] = []
+
+    def signature(*tensors: torch.Tensor) -> Any:
+        seen.append({x.data_ptr() for x in tensors})
+        return own(*tensors)
+
+    own = joined.signature
+    monkeypatch.setattr(joined, "signature", signature)
+    block = model.blocks[0]
+    block.compile(backend="eager")
+    wan.run(model, **inputs)
+    for attention, looked in ((block.attn1, seen[0]), (block.attn2, seen[1])):
+        for part in (attention.norm_q, attention.norm_k, attention.to_out[0]):
+            assert part.weight.data_ptr() in looked, part
+        for part in (attention.to_q, attention.to_k, attention.to_v):
+            assert part.weight.data_ptr() not in looked
+    assert block.ffn.net[2].weight.data_ptr() in seen[2]
+    assert block.ffn.net[0].proj.weight.data_ptr() not in seen[2]

@@ -150,6 +150,23 @@ def test_a_head_that_is_too_large_only_behind_the_projection() -> None:
     assert found.head == 1 and found.error > 0.1 and found.gain > 0.025
 
 
+def test_a_head_that_adds_next_to_nothing_is_measured_by_the_others() -> None:
+    """Twice as large a share of it changes nothing that anybody sees."""
+    before, weight = noise(2, ROWS, 4 * 64), noise(256, 4 * 64)
+    before[:, :, 64:128] *= 1e-2
+    gates, base = (torch.ones(2, ROWS, 256),), noise(2, ROWS, 256).roll(3, 1)
+    made = before @ weight.T
+    given: dict[str, Any] = {
+        "inputs": [], "heads": 4, "before": before, "gates": gates, "weight": weight,
+    }  # fmt: skip
+    for head, judged in ((slice(64, 128), False), (slice(128, 192), True)):
+        ours = made.clone()
+        ours[0] += before[0, :, head] @ weight[:, head].T
+        found = measure((base + ours,), (base + made,), (base,), **given)
+        assert (found.head_error > 0.5) == judged, found.head_error
+        assert judged or found.head_error < 0.01
+
+
 def test_a_step_of_rounding_is_no_gain() -> None:
     """What is added to a stream in bf16 is lost, or a whole step, where it is small."""
     base = (10 * noise(1, 400, 256)).bfloat16()

@@ -39,7 +39,12 @@ from turbo_rcm_patch.errors import ContextParallelError, NonFiniteInputError, Ra
 from turbo_rcm_patch.ops import parallel
 from turbo_rcm_patch.patching import block as blocks
 from turbo_rcm_patch.patching import guard
-from turbo_rcm_patch.patching.parallel import attach_plan, disable_parallelism, groups_of
+from turbo_rcm_patch.patching.parallel import (
+    Ranks,
+    attach_plan,
+    disable_parallelism,
+    groups_of,
+)
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
@@ -518,6 +523,110 @@ def compiled_by_length(rank: int) -> None:
         assert relative(out, expected) < NEAR, relative(out, expected)
 
 
+def give_back(report: Any, path: str) -> None:
+    """Let an author's code run a pair, as the guard does."""
+    (state,) = [s for s in report.guard._guards[0]._states if s.pair.path == path]
+    state.give_back("asked for")
+
+
+def asked_once(rank: int) -> None:
+    """A forward agrees on its lengths once: attention that is given back or hooked takes them, and
+    none that belong to another forward."""
+
+    def headers(model: Any, inputs: dict[str, Any]) -> tuple[int, torch.Tensor]:
+        asked: list[str] = []
+
+        def seen(what: str, *args: Any) -> Any:
+            asked.append(what)
+            return told(what, *args)
+
+        with mock.patch.object(parallel, "told", seen):
+            out = run(model, **inputs)
+        return asked.count("header"), out
+
+    told, config = parallel.told, PatchConfig(attention="exact")
+    for name in ("wan", "cogvideox"):
+        model, inputs = MODELS[name](torch.float32)
+        whole = run(model, **inputs)
+        report = patch_model(model, config)
+        enable(model, mesh(1, 2))
+        blocks_of = model.blocks if name == "wan" else model.transformer_blocks
+        path = "blocks.1.attn1" if name == "wan" else "transformer_blocks.1.attn1"
+        attention = blocks_of[1].attn1
+        # Compared with the author's attention, which is over all ranks, too.
+        assert headers(model, inputs)[0] == 1
+        assert headers(model, inputs)[0] == 1
+        hook = attention.register_forward_hook(nothing)
+        count, out = headers(model, inputs)
+        assert (count, relative(out, whole) < NEAR) == (1, True), name
+        hook.remove()
+        give_back(report, path)
+        count, out = headers(model, inputs)
+        assert (count, relative(out, whole) < NEAR) == (1, True), name
+        assert "lengths" not in vars(attention.processor)
+    # The first block is compiled by now, so nobody agrees on the second forward.
+    model, inputs = MODELS["wan"](torch.float32)
+    smaller = {**inputs, "hidden_states": inputs["hidden_states"][:, :, :, :6]}
+    whole = run(model, **smaller)
+    for given_back in (False, True):
+        model, inputs = MODELS["wan"](torch.float32)
+        report = patch_model(model, config)
+        enable(model, mesh(1, 2), ulysses_anything=True)
+        if given_back:
+            give_back(report, "blocks.1.attn1")
+        run(model, **inputs)
+        model.blocks[0].compile(backend="eager")
+        count, out = headers(model, smaller)
+        assert (count, relative(out, whole) < NEAR) == (2, True), (count, relative(out, whole))
+        # So it is where blocks are the author's, as under autocast.
+        model, inputs = MODELS["wan"](torch.float32)
+        report = patch_model(model, config)
+        enable(model, mesh(1, 2), ulysses_anything=True)
+        run(model, **inputs)
+        with mock.patch.object(blocks, "unserved", return_value=True), \
+             mock.patch.object(blocks, "may_run", return_value=False):  # fmt: skip
+            count, out = headers(model, smaller)
+        assert (count, relative(out, whole) < NEAR) == (2, True)
+    # So do the classes of TurboDiffusion, and an attention that holds SLA's projection.
+    dense, given = turbodiffusion.tiny(), turbodiffusion.tiny_inputs(tokens=260)
+    sparse = sla.with_sla(sla.T2V.model())
+    makes = ((dense, given, "self_attn"), (sparse, sla.inputs_of(sla.T2V, batch=1), "attn1"))
+    for model, inputs, name in makes:
+        report = patch_model(model, PatchConfig(attention="int8", guard_budget=1.0))
+        if name == "attn1":
+            enable(model, mesh(1, 2))
+        else:
+            model.enable_context_parallel(dist.new_group([0, 1]))
+        assert headers(model, inputs)[0] == 1
+        give_back(report, f"blocks.1.{name}")
+        assert headers(model, inputs)[0] == 1
+        assert "as written" in report.last_forward
+    ranks, one, two = Ranks([], None), mock.Mock(), mock.Mock()
+    ranks.lengths = [30, 30]
+    for block, holds in ((one, True), (two, True), (one, False)):
+        ranks.reach(block)
+        assert bool(ranks.lengths) == holds
+
+
+def auto_over_a_prompt(rank: int) -> None:
+    """Whether cross-attention quantises follows from the queries of all ranks."""
+    model, inputs = MODELS["wan"](torch.float32)
+    with mock.patch.object(blocks.ops, "INT8_MIN_KEYS", 1):
+        report = patch_model(model, PatchConfig(guard=False, attention="auto", pv="bf16"))
+        enable(model, mesh(1, 2))
+        asked: list[tuple[int, int]] = []
+        resolved = blocks.ops.resolved
+
+        def seen(spec: Any, device: Any, n_q: int, n_kv: int, dim: int) -> Any:
+            asked.append((n_q, n_kv))
+            return replace(resolved(spec, device, n_q, n_kv, dim), attention="exact")
+
+        with mock.patch.object(blocks.ops, "resolved", seen):
+            run(model, **inputs)
+    assert {(60, 60), (60, 7)} == set(asked), asked
+    assert "fused with exact attention" in report.last_forward
+
+
 def sharded(rank: int) -> None:
     """FSDP2 over a patched model and patching a sharded one; undone in both, also in turns."""
     layout = init_device_mesh("cpu", (2,))
@@ -589,6 +698,8 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
     "mismatches": mismatches,
     "compiled": compiled,
     "compiled-by-length": compiled_by_length,
+    "asked-once": asked_once,
+    "auto-over-a-prompt": auto_over_a_prompt,
     "sharded": sharded,
     "tensor-parallel": tensor_parallel,
 }

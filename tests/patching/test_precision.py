@@ -767,3 +767,25 @@ def test_a_pair_that_was_mended_twice_is_counted_once() -> None:
     for verdict in ("16-bit p and v", "exact attention", "given back"):
         log.add(replace(one, verdict=verdict))  # type: ignore[arg-type]
     assert ", 1 given back" in str(log) and "more precise" not in str(log)
+
+
+def test_the_prediction_of_an_fp32_model_names_its_unit() -> None:
+    """It has no rounding to speak of, so that of a model in bf16 is the measure."""
+    model, given = wan.CASES[0].model(), wan.CASES[0].inputs(1)
+    report = patch_model(model, **AUTO)
+    wan.run(model, **given)
+    (line,) = [one for one in str(report).splitlines() if one.startswith("predicted error")]
+    assert "(of one in bf16, where the model is in fp32)" in line
+
+
+def test_an_exact_attention_has_no_map_of_heads_in_8_bits(tmp_path: Path) -> None:
+    model, path = wan.CASES[0].model(BF16), tmp_path / "c.json"
+    patch_model(model).save_calibration(path)
+    unpatch_model(model)
+    document = json.loads(path.read_text())
+    document["models"][""]["pairs"] = {"blocks.0.attn1": {"exact_heads": [0]}}
+    path.write_text(json.dumps(document))
+    for attention, shown in (("int8", True), ("exact", False)):
+        report = patch_model(model, attention=attention, calibration=path)
+        assert ("heads of the attentions (8: int8, e: exact)" in str(report)) == shown
+        unpatch_model(model)

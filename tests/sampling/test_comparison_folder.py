@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.sampling.micro import SMALL
 from turbo_rcm_patch import PatchConfig
@@ -105,6 +107,33 @@ def test_a_fault_of_the_device_is_no_missing_backend(
     given: dict[str, Any] = {"out": tmp_path, "settings": settings, "network_number": False}
     with pytest.raises(error, match=words):
         compare(pipe, RED, **given)
+
+
+@pytest.mark.parametrize(
+    ("split", "error", "given"),
+    [
+        ("", torch.OutOfMemoryError("no memory"), "runs out of memory"),
+        ("Ulysses 2", torch.OutOfMemoryError("no memory"), SamplingError),
+        ("Ulysses 2", RuntimeError("No available kernel."), "cannot run this model"),
+        ("Ulysses 2", torch.distributed.DistBackendError("ncclBackend"), RuntimeError),
+    ],
+    ids=["alone", "split", "no kernel", "an exchange that broke"],
+)
+def test_a_rank_that_fails_in_a_split_control_ends_the_comparison(
+    split: str, error: Exception, given: str | type[Exception]
+) -> None:
+    """The other ranks of its group are inside an attention, where they wait for it."""
+
+    def unpatched(backend: str) -> None:
+        raise error
+
+    processes = SimpleNamespace(group=0, split=split, from_first=lambda make: make())
+    run: Any = SimpleNamespace(processes=processes, encode=lambda i: None, unpatched=unpatched)
+    if isinstance(given, str):
+        assert comparison._Run._refuses(run, "native") == given
+        return
+    with pytest.raises(given, match="ncclBackend|under 'native' ran out of memory.*Split each"):
+        comparison._Run._refuses(run, "native")
 
 
 def test_a_file_where_a_folder_goes_is_told_before_anything_runs(tmp_path: Path) -> None:

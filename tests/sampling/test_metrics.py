@@ -16,6 +16,7 @@ from turbo_rcm_patch.sampling import measures
 from turbo_rcm_patch.sampling.generation import Sample
 from turbo_rcm_patch.sampling.measures import (
     Drift,
+    NetworkNumber,
     drift,
     flicker,
     fusion_number,
@@ -124,5 +125,10 @@ def test_fusing_is_measured_over_quantised_attention(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(measures, "attention_skip", noted)
     for attention in ("auto", "int4", "exact"):
         config = PatchConfig(attention=attention)
-        fusion_number(config, torch.device("cpu"), heads=2, head_dim=16)
+        assert fusion_number(config, torch.device("cpu"), heads=2, head_dim=16) < 3e-6
     assert seen == ["int8", "int4", "exact"]
+
+
+def test_a_network_without_an_error_of_its_own_has_an_infinite_ratio() -> None:
+    assert NetworkNumber(unpatched=0.0, patched=0.5).ratio == math.inf
+    assert NetworkNumber(unpatched=0.25, patched=0.5).ratio == 2.0

@@ -1,4 +1,5 @@
-"""What goes into an attention: its inputs, and its operands, which are q, k and v quantised.
+"""What goes into an attention: its inputs, and its operands, which are q, k and v quantised; and
+rows in int8, which go into Linears.
 
 This module loads no triton.
 """
@@ -16,6 +17,27 @@ NO_NORM, NORM_ACROSS, NORM_PER_HEAD, LAYER_NORM_PER_HEAD = 0, 1, 2, 3
 ERROR_STEPS = 256
 #: Largest magnitude of a quantised q or k, by the name of the attention.
 QMAX = {"int8": 127, "int4": 7}
+
+#: Rows of int8 are padded to a multiple of this many bytes, which hardware copies and wide loads
+#: want.
+ALIGNED = 16
+
+
+class Rows(NamedTuple):
+    """An activation [B, N, K] in int8 with a scale per row.
+
+    Attributes:
+        int8: int8 [B, N, K padded to a multiple of 16], dense, 0 in the padding.
+        scale: fp32 [B, N].
+    """
+
+    int8: torch.Tensor
+    scale: torch.Tensor
+
+
+def padded_channels(channels: int) -> int:
+    """K of `Rows`, padded."""
+    return -(-channels // ALIGNED) * ALIGNED
 
 
 class AttentionInputs(NamedTuple):

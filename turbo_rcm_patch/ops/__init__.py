@@ -5,6 +5,7 @@ Importing this package loads neither triton nor diffusers; a Triton kernel is im
 first launched.
 """
 
+from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops.attention import attention_lse, attention_skip, masked_attention
 from turbo_rcm_patch.ops.denoise import denoise_step
 from turbo_rcm_patch.ops.dispatch import (
@@ -28,7 +29,7 @@ from turbo_rcm_patch.ops.fingerprint import Fingerprints
 from turbo_rcm_patch.ops.fused import attention_project_skip
 from turbo_rcm_patch.ops.int8_linear import int8_linear
 from turbo_rcm_patch.ops.projection import project_skip, skip
-from turbo_rcm_patch.ops.quantize import MAX_CHANNELS, Rows, quantize_weight
+from turbo_rcm_patch.ops.quantize import MAX_CHANNELS, quantize_weight
 from turbo_rcm_patch.ops.sparse_linear import (
     MAX_SPARSE_HEAD_DIM,
     SPARSE_BLOCKS,

@@ -474,13 +474,6 @@ def choose_inputs(a: AttentionInputs) -> AttentionInputs:
     return a._replace(attention=choice.attention, pv=choice.pv, impl=choice.impl)
 
 
-def choose(spec: AttentionSpec, q: Tensor, k: Tensor) -> tuple[AttentionSpec, str]:
-    """How an attention of q [B, Nq, H*D] over k [B, Nk, H*D] runs, and why. For eager calls:
-    under a compiler lengths may be symbols."""
-    choice = _choice(spec, q.device, q.shape[1], k.shape[1], q.shape[2] // spec.heads)
-    return _with(spec, choice), choice.reason
-
-
 def resolved(
     spec: AttentionSpec, device: torch.device, n_q: int, n_kv: int, head_dim: int
 ) -> AttentionSpec:

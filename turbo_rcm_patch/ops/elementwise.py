@@ -12,6 +12,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import DTypeError, ShapeError
+from turbo_rcm_patch.kernels.operands import Rows, padded_channels
 from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     broadcasts,
@@ -33,7 +34,7 @@ from turbo_rcm_patch.ops.modes import (
 )
 from turbo_rcm_patch.ops.operation import Operation
 from turbo_rcm_patch.ops.projection import closed, either
-from turbo_rcm_patch.ops.quantize import Rows, padded_channels, quantized_rows
+from turbo_rcm_patch.ops.quantize import quantized_rows
 from turbo_rcm_patch.skip import Cast
 
 # --- layer norm and modulation -------------------------------------------------------------------

@@ -328,7 +328,7 @@ def told(
         return answers.next(what)
     group, at = parallel.group, torch.device("cpu")
     if "cpu:" not in dist.get_backend_config(group):
-        group = _host_group(parallel)
+        group = _host_group(parallel, device)
         at = device if group is parallel.group else at
     floats = any(isinstance(value, float) for value in values)
     dtype = torch.float64 if floats else torch.int64
@@ -403,11 +403,11 @@ def _other_question(now: str, before: str) -> RankMismatchError:
     )
 
 
-def tells_on_host(parallel: ContextParallel) -> bool:
+def tells_on_host(parallel: ContextParallel, device: torch.device) -> bool:
     """Whether `told` goes through a CPU backend. Every rank calls it at the same point."""
     return (
         "cpu:" in dist.get_backend_config(parallel.group)
-        or _host_group(parallel) is not parallel.group
+        or _host_group(parallel, device) is not parallel.group
     )
 
 
@@ -420,17 +420,23 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
     return timedelta(minutes=10)
 
 
-def _host_group(parallel: ContextParallel) -> ProcessGroup:
-    """The ranks of a sequence on gloo; the group itself where that cannot be had."""
+def _host_group(parallel: ContextParallel, device: torch.device) -> ProcessGroup:
+    """The ranks of a sequence on gloo; the group itself where one of them cannot have that."""
     if parallel.host is None:
-        made = parallel.group
-        timeout = timeout_of(parallel.group, torch.device("cuda"))
+        config = dist.get_backend_config(parallel.group)
+        if f"{device.type}:" not in config:
+            device = torch.device(config.partition(":")[0])
+        made, timeout = parallel.group, timeout_of(parallel.group, device)
         if dist.is_gloo_available():
             with suppress(RuntimeError):  # no network interface for it
                 made = dist.new_group(
                     dist.get_process_group_ranks(parallel.group),
                     timeout=timeout, backend="gloo", use_local_synchronization=True,
                 )  # fmt: skip
+        # A rank that has none would tell through the group, and wait there for the others.
+        there = torch.tensor([made is not parallel.group], device=device)
+        if not gather("host", there, parallel.group).wait().all():
+            made = parallel.group
         object.__setattr__(parallel, "host", made)
     return cast("ProcessGroup", parallel.host)
 

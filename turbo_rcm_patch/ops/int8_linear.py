@@ -19,6 +19,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
+from turbo_rcm_patch.kernels.operands import Rows, padded_channels
 from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_float,
@@ -38,13 +39,7 @@ from turbo_rcm_patch.ops.modes import (
 )
 from turbo_rcm_patch.ops.operation import Operation, flattened
 from turbo_rcm_patch.ops.projection import either
-from turbo_rcm_patch.ops.quantize import (
-    Rows,
-    check_channels,
-    integer_product,
-    padded_channels,
-    quantized_rows,
-)
+from turbo_rcm_patch.ops.quantize import check_channels, integer_product, quantized_rows
 from turbo_rcm_patch.ops.reference import close_skip
 from turbo_rcm_patch.skip import Cast, Coefficient
 
@@ -104,10 +99,9 @@ def _closed_product(int8: Tensor, scale: Tensor, a: LinearInputs) -> Tensor:
     factors = either(a.c_skip, a.c_skip_value), either(a.c_out, a.c_out_value)
     if resolve_impl(a.impl, int8.device) == "triton":
         from turbo_rcm_patch.kernels.portable.int8_linear import int8_linear as launch
-        from turbo_rcm_patch.kernels.portable.rows import Rows as KernelRows
 
         return launch(
-            KernelRows(int8.contiguous(), scale.contiguous()), *a[:4], *factors,
+            Rows(int8.contiguous(), scale.contiguous()), *a[:4], *factors,
             gelu=a.activation == "gelu-tanh", cast=a.cast_policy, out_dtype=a.out_dtype,
         )  # fmt: skip
     int8 = int8[..., : a.weight.shape[1]]

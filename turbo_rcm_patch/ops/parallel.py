@@ -163,7 +163,10 @@ def parallel_attention(
     """
     norms = norm_q, norm_k, norm_q_bias, norm_k_bias
     given = [] if lengths is None else list(lengths)
-    args = _asked(q, k, v, spec, parallel, norms, rotary, given, out_dtype)
+    args = _asked(
+        parallel, q, given,
+        lambda: _checked(q, k, v, spec, parallel, norms, rotary, given, out_dtype),
+    )  # fmt: skip
     out: Tensor = parallel_attention_forward(*args)
     return out
 
@@ -213,7 +216,10 @@ def parallel_sparse_linear_attention(
     """
     norms = norm_q, norm_k, None, None
     given = [] if lengths is None else list(lengths)
-    args = _asked(q, k, v, spec, parallel, norms, rotary, given, out_dtype, sparse=True)
+    args = _asked(
+        parallel, q, given,
+        lambda: _checked(q, k, v, spec, parallel, norms, rotary, given, out_dtype, sparse=True),
+    )  # fmt: skip
     cos, sin = args[7:9]
     if not given:
         given = _agree(parallel, q.device, _header(parallel, q, norms, cos, args[11:], sparsity))
@@ -260,7 +266,9 @@ def agreed_lengths(
         RankMismatchError: As in `parallel_attention`.
     """
     norms = norm_q, norm_k, norm_q_bias, norm_k_bias
-    args = _asked(q, k, v, spec, parallel, norms, rotary, [], out_dtype)
+    args = _asked(
+        parallel, q, [], lambda: _checked(q, k, v, spec, parallel, norms, rotary, [], out_dtype)
+    )
     return _agree(
         parallel, args[0].device, _header(parallel, args[0], args[3:7], args[7], args[11:])
     )
@@ -359,28 +367,13 @@ def _refuse_ahead(table: Sequence[Sequence[int]], all_of: bool = False) -> None:
 
 
 def _asked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    parallel: ContextParallel,
-    norms: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-    rotary: tuple[Tensor, Tensor] | None,
-    lengths: list[int],
-    out_dtype: torch.dtype | None,
-    sparse: bool = False,
+    parallel: ContextParallel, q: Tensor, lengths: list[int], check: Callable[[], tuple[Any, ...]]
 ) -> tuple[Any, ...]:
-    """`_checked`, and what this rank refuses is refused on all."""
+    """What a check gives; and what this rank refuses is refused on all."""
     if not isinstance(parallel, ContextParallel):
         raise ConfigError("parallel", expected="a ContextParallel", got=type(parallel).__name__)
     try:
-        if sparse and parallel.ring is not None:
-            raise OpError(
-                "sparse_linear_attention in a ring",
-                expected="all keys of a head on one rank, where the best are chosen",
-                remedy="Use Ulysses",
-            )
-        return _checked(q, k, v, spec, parallel, norms, rotary, lengths, out_dtype, sparse)
+        return check()
     except TurboRCMError as error:
         if not lengths and isinstance(q, Tensor):
             _agree(parallel, q.device, None, error)
@@ -397,9 +390,15 @@ def _checked(
     rotary: tuple[Tensor, Tensor] | None,
     lengths: list[int],
     out_dtype: torch.dtype | None,
-    sparse: bool,
+    sparse: bool = False,
 ) -> tuple[Any, ...]:
     """The arguments of the registered operation."""
+    if sparse and parallel.ring is not None:
+        raise OpError(
+            "sparse_linear_attention in a ring",
+            expected="all keys of a head on one rank, where the best are chosen",
+            remedy="Use Ulysses",
+        )
     check_attention(q, k, v, spec)
     if sparse:
         refuse_exact_heads(spec, "parallel_sparse_linear_attention")
@@ -608,9 +607,9 @@ class _Layout:
         step: Every how many tokens there is one.
         sampled: Tokens of that sample.
         mine: Which of this rank's tokens each near rank quantises as keys.
-        theirs: How many of each near rank's tokens this one does.
-        parts: Keys that each near rank quantises where they lie, and in the block that it
-            completes with tokens of others.
+        theirs: How many of each near rank's tokens this rank quantises.
+        parts: For each near rank: how many keys it quantises from its own tokens alone, and how
+            many in the last block, which it completes with tokens of others.
     """
 
     def __init__(self, parallel: ContextParallel, lengths: Sequence[int], heads: int) -> None:
@@ -647,16 +646,13 @@ class _Layout:
         """Ranges of the H heads that are exchanged one after the other, each with its layout: one,
         or two where the attention takes no longer in two launches."""
         parallel, degree = self.parallel, len(self.heads)
-        groups = -(-heads // degree)
-        cuts = [0]
+        groups, ends = -(-heads // degree), [heads]
         if parallel.ring is None and degree > 1 and self.total >= _LONG:
             whole = _waves(self.total, groups)
-            cuts = [
-                first
-                for first in range((groups + 1) // 2, groups)
-                if _waves(self.total, first) + _waves(self.total, groups - first) <= whole
-            ]
-        ends = [cut * degree for cut in cuts[:1] if cut] + [heads]
+            for first in range((groups + 1) // 2, groups):
+                if _waves(self.total, first) + _waves(self.total, groups - first) <= whole:
+                    ends = [first * degree, heads]
+                    break
         lengths = tuple(self.lengths)
         return [
             (slice(start, end), _layout_of(parallel, lengths, end - start))
@@ -674,7 +670,7 @@ class _Layout:
             and apart <= _waves(self.total, self.own_heads)
         ):  # fmt: skip
             return [others, [self.here]]
-        return [sorted([*others, self.here])]
+        return [list(range(len(self.near)))]
 
     def by_heads(self, *tensors: Tensor, dim: int = 1, channels: int = 1) -> list[list[Tensor]]:
         """Tensors in the shares of the ranks, along a dimension of H * channels."""
@@ -685,7 +681,7 @@ class _Layout:
 
 
 def _waves(tokens: int, heads: int) -> int:
-    """How many programs of the attention run one after the other, on a multiprocessor."""
+    """How many rounds the programs of the attention take, `_SLOTS` at a time."""
     return -(-(-(-tokens // _ROWS) * heads) // _SLOTS)
 
 
@@ -704,6 +700,12 @@ def _shards(impl: Literal["triton", "reference"]) -> ModuleType:
     from turbo_rcm_patch.kernels.portable import shards
 
     return shards
+
+
+def _prepared(own: ModuleType, tokens: Tokens, dtype: torch.dtype) -> Tensor:
+    """q or k after its norm and rotary embedding; in plain torch where no kernel has this norm."""
+    x: Tensor | None = own.prepared(tokens, dtype)
+    return reference_shards.prepared(tokens, dtype) if x is None else x
 
 
 @lru_cache(maxsize=64)
@@ -757,10 +759,7 @@ def _forward(
     # Norms may go across all heads, so they come first. The reference takes q and k unrounded, a
     # kernel in the dtype of v, as on one device.
     dtype = torch.float32 if choice.impl == "reference" else v.dtype
-    ready = []
-    for tokens in (queries, keys):
-        x = own.prepared(tokens, dtype)
-        ready.append(reference_shards.prepared(tokens, dtype) if x is None else x)
+    ready = [_prepared(own, tokens, dtype) for tokens in (queries, keys)]
     out = q.new_empty(q.shape, dtype=out_dtype)
     marked = [head in exact_heads for head in range(heads)]
     for chosen, part in ((False, choice), (True, replace(choice, attention="exact"))):
@@ -818,9 +817,7 @@ def _exchanged(
     head_dim = v.shape[2] // q.heads
     pending = []
     for what, tokens in (("q", q), ("k", k)):
-        x = own.prepared(tokens, v.dtype)
-        if x is None:  # no kernel has this norm
-            x = reference_shards.prepared(tokens, v.dtype)
+        x = _prepared(own, tokens, v.dtype)
         pending.append(_tokens_by_heads(what, x, layout, head_dim))
     pending.append(_tokens_by_heads("v", v, layout, head_dim))
     q_all, k_all, v_all = (concatenated([x for (x,) in p.wait()], 1) for p in pending)
@@ -1104,7 +1101,8 @@ def _return(
     outs: Sequence[Tensor], layout: _Layout, tokens: int, head_dim: int
 ) -> Callable[[], list[Tensor]]:
     """Start to send the near ranks the output of their tokens [B, n, h*D]; waits for that of the
-    tokens here, [B, N, h*D] of the heads of each rank. None of this rank's own is none again."""
+    tokens here, [B, N, h*D] of the heads of each rank. If its own output is empty, the one that
+    comes back is, too."""
     own = outs[layout.here].shape[1]
     shapes = [
         [(outs[0].shape[0], own if rank == layout.here else tokens, n * head_dim)]

@@ -4,13 +4,13 @@ Numeric contract, which the kernels follow too: a row (all its channels) is quan
 symmetrically, scale max |row| / 127, values rounded half to even. Rows smaller than `TINY`
 everywhere are zeros. A row with a NaN or an infinity has scale NaN.
 
-Finer than TurboDiffusion's scales per 128x128 block (arXiv 2512.16093), and the scales of both
-operands leave the sum over channels, so they cost nothing inside it.
+Finer than TurboDiffusion's scales per 128x128 block (arXiv 2512.16093). Scales are applied after
+the sum over channels, so they cost nothing inside it.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,27 +28,6 @@ INT8_MAX: Final = 127
 TINY: Final = 2.0**-100
 #: Products that an int32 adds without overflow.
 MAX_CHANNELS: Final = (2**31 - 1) // INT8_MAX**2
-
-
-#: Rows of int8 are padded to a multiple of so many, which hardware copies and wide loads want.
-_ALIGNED: Final = 16
-
-
-class Rows(NamedTuple):
-    """An activation [B, N, K] in int8 with a scale per row.
-
-    Attributes:
-        int8: int8 [B, N, K padded to a multiple of 16], 0 in the padding.
-        scale: fp32 [B, N].
-    """
-
-    int8: Tensor
-    scale: Tensor
-
-
-def padded_channels(channels: int) -> int:
-    """K of `Rows`, padded."""
-    return -(-channels // _ALIGNED) * _ALIGNED
 
 
 def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:

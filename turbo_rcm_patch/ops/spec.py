@@ -26,9 +26,11 @@ class AttentionSpec:
             scaled_dot_product_attention; "sage" calls the sageattention package; "auto" takes
             "int8" or "exact" by the device and the lengths (`dispatch`).
         pv: Element type of probabilities and values in the second product; "auto" asks
-            `resolve_pv` with the number of keys.
+            `resolve_pv` with the number of keys. "fp16" is for logits up to some 1e7, the
+            others up to 1e9: beyond, a rounding of their distance to the maximum leaves the range
+            of p, and rows become NaN.
         smooth_k: Subtract a per-channel mean over tokens from k before quantising (leaves softmax
-            unchanged).
+            unchanged). Release 2.x of sageattention always does, whatever is asked for.
         causal: Query i sees keys 0..i, as torch's `is_causal` (aligned at the first token).
         sm_scale: Factor on the logits, of either sign, head_dim ** -0.5 by default.
         eps: Epsilon of the norms of q and k.

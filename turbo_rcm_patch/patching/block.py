@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MethodType
@@ -51,7 +51,7 @@ from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.guard import Guard, Pair
 from turbo_rcm_patch.patching.joined import run_joined
 from turbo_rcm_patch.patching.linears import Close, Linears, Rounding, StreamsClose, rounded
-from turbo_rcm_patch.patching.parallel import Ranks, groups_of_model
+from turbo_rcm_patch.patching.parallel import Ranks, groups_of_model, lent
 from turbo_rcm_patch.patching.plain import bare, runs_itself, unserved
 from turbo_rcm_patch.patching.plan import PlanSlot, Token, Watch, plain_inference, signature
 from turbo_rcm_patch.patching.state import PairState, decides, specs_of
@@ -426,7 +426,8 @@ class BlockForward:
     def run_author(self, branch: Branch, hidden: Hidden, given: Given) -> Hidden:
         """Run one pair by its author's forward; every module in it is called."""
         assert given.author is not None
-        return given.author(branch.name, self._only(branch.name, Untold(), None), hidden)
+        with self.lent():
+            return given.author(branch.name, self._only(branch.name, Untold(), None), hidden)
 
     def close_called(
         self,
@@ -500,6 +501,8 @@ class BlockForward:
         """The author's forward of this block."""
         # A compiler does not trace the look-up of a class's function.
         compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self.ranks.lengths = []  # Nobody agreed on this forward.
         author: Any = self._author if compiling else type(self._block).forward
         return author(self._block, *inputs)
 
@@ -524,6 +527,9 @@ class BlockForward:
         spec, parallel = self._specs["as asked for"], self._groups()
         tokens = hidden.shape[1] + context.shape[1] * self.streams
         if parallel is not None:
+            # Nobody has asked yet. Where ranks have different numbers, this is too large on the
+            # first and too small on the last, so that one of them is right about a threshold; and
+            # what one rank compares, all do.
             tokens *= parallel.size
         if not self._head_dim:
             return hidden.dtype, hidden.device.type
@@ -574,8 +580,13 @@ class BlockForward:
             return self._by_author(name, view, hidden, inputs)
 
         # Blocks share one compiled graph, so none may look at whether it is the first there.
-        if not torch.compiler.is_compiling() and self._first:
+        if torch.compiler.is_compiling():
+            if self._groups() is not None:
+                self.ranks.lengths = []  # Nobody agreed on this forward.
+        elif self._first:
             self._begin_parallel(hidden, guard)
+        elif self.ranks.lengths:
+            self.ranks.reach(self)
         if guard is None or not guard.wants(tuple(self._states.values())):
             plan, token = self._planned(hidden, given)
             if token is None and torch.compiler.is_compiling():
@@ -614,6 +625,13 @@ class BlockForward:
                 if not known or not runs_itself(attn):
                     return True
         return False
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Inside, self-attention that is called knows what the forward under way has agreed on."""
+        if torch.compiler.is_compiling() or not self.ranks.lengths:
+            return nullcontext()
+        names = [branch.name for branch in self.branches if branch.kind == "self"]
+        return lent([getattr(self._block, name) for name in names], self.ranks.lengths)
 
     def _begin_parallel(self, hidden: Hidden, guard: Guard | None) -> None:
         """Agree on this forward with the ranks that share its sequence."""
@@ -692,7 +710,8 @@ class BlockForward:
             return self._planned(seen, given)[0][index].attention(hidden, given)
 
         narrowed = seen is not hidden
-        closed = guard.close(Pair(states, seen, ours, written, attention, parallel, narrowed))
+        with self.lent():
+            closed = guard.close(Pair(states, seen, ours, written, attention, parallel, narrowed))
         self._after_comparing(branch)
         return closed
 

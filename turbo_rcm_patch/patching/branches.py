@@ -776,19 +776,25 @@ class AttentionRun:
         return (self.close(token, out, hidden, gate, given=given) if close else out), token
 
     def _name(self, spec: ops.AttentionSpec, q: Tensor, k: Tensor, given: Given) -> str:
-        """The attention that runs, by the length of the whole sequence."""
-        if self._parallel is None:
+        """The attention that runs, by the length of the whole sequence. The keys of
+        cross-attention are whole on every rank."""
+        forward, cross = given.forward, self._of_context is not None
+        whole = forward is None or not cross or not forward.ranks.lengths
+        if self._parallel is None and whole:
             return ops.attention_name(spec, q, k)
         lengths = self._lengths(given)
         if lengths is None:
             return spec.attention  # The operation decides.
         total = sum(lengths)
-        return ops.resolved(spec, q.device, total, total, self._modules.head_dim).attention
+        keys = k.shape[1] if cross else total
+        return ops.resolved(spec, q.device, total, keys, self._modules.head_dim).attention
 
     @staticmethod
     def _lengths(given: Given) -> list[int] | None:
         """The tokens of every rank; None in a graph, where the operation asks for them."""
-        return None if torch.compiler.is_compiling() else given.forward.ranks.lengths or None
+        if torch.compiler.is_compiling() or given.forward is None:
+            return None
+        return given.forward.ranks.lengths or None
 
     def _shared(
         self,
@@ -1085,7 +1091,8 @@ class CalledRun:
             observe(x)
         for state in self._states:
             note_mode(state, mode)
-        made = given.forward.call_branch(self._branch, x, hidden, given)
+        with given.forward.lent():
+            made = given.forward.call_branch(self._branch, x, hidden, given)
         closed = given.forward.close_called(self._branch, mode, made, hidden, gate, rounding)
         pairs: Any = ((hidden, closed),)
         if not isinstance(hidden, Tensor):

@@ -37,9 +37,9 @@ def fingerprint(model: nn.Module) -> str:
     """Two digests of a model: of some values of its parameters, and of its class with the names
     and shapes of them.
 
-    What is offloaded sequentially is read where it is; values that are nowhere do not count. The
-    first digest is empty where several ranks have parts of the weights: each has other values, and
-    after a forward some are whole.
+    What is offloaded sequentially is read where it is; meta tensors count by name, shape and dtype
+    alone. The first digest is empty where several ranks have parts of the weights: each has other
+    values, and after a forward some are whole.
     """
     values = hashlib.sha256(author_class(model).__qualname__.encode())
     form, sharded = values.copy(), False

@@ -480,7 +480,7 @@ def _why_never(
     record = record_of(model)
     ours = {id(entry.ours) for entry in record.entries} if record is not None else set()
     names = {id(module): name for name, module in model.named_modules()}
-    why = _why_not_parallel(model, groups)
+    why = _why_not_parallel(model, groups, device)
     if why:
         return why
     for module in modules:
@@ -511,7 +511,9 @@ def _why_never(
     return ""
 
 
-def _why_not_parallel(model: nn.Module, groups: ContextParallel | None) -> str:
+def _why_not_parallel(
+    model: nn.Module, groups: ContextParallel | None, device: torch.device
+) -> str:
     """Why a model as it is split over ranks needs Python on every forward, or ""."""
     if groups is None:
         sharded = getattr(model, "_parallel_config", None) is not None
@@ -520,7 +522,7 @@ def _why_not_parallel(model: nn.Module, groups: ContextParallel | None) -> str:
         return "its sequence is split by its author's own code"
     if anything(model):
         return "its ranks may have different numbers of tokens, and ask on every forward"
-    if not tells_on_host(groups):
+    if not tells_on_host(groups, device):
         return "its ranks have no CPU backend to agree through"
     return ""
 
@@ -635,7 +637,8 @@ class Graphs:
     ) -> _Captured | None:
         """The graph of this forward, with the lock held; None where it runs plain."""
         groups = groups_of_model(self._model)
-        together = groups if groups is not None and tells_on_host(groups) else None
+        at = tensors[0].device if tensors else torch.device("cpu")
+        together = groups if groups is not None and tells_on_host(groups, at) else None
         # Ranks that wait for this one cannot do without its answer.
         if not self._lock.acquire(blocking=together is not None):
             return None  # Another thread's turn.

@@ -162,14 +162,15 @@ class _Thread:
 
     Attributes:
         context: What the pipeline announced: name ("cond", "uncond"), step and step count.
-        names: Forwards seen of the current step.
+        names: Names of the forwards ("cond", "uncond") seen of the current step.
         step: Index of the current step.
         whens: What pairs are checked as on the current forward: a single step is the first and
             the last, and a pair that missed the first one is seen on a later one.
         chosen: The pairs of "middle", by their states' ids.
         turn: What these follow from.
         between: Whether some pairs were compared as "middle", on this step or in this run.
-        standing: For how many steps the pairs of this forward stand.
+        standing: How many steps' worth of pairs this forward compares; with CUDA graphs those of
+            the whole run.
         untold: Forwards that no step is known of.
         inputs: Of the current forward, until a pair of it is compared: how many values of each
             are not finite, and how many it has. A report holds a guard, and a forward may compare
@@ -525,7 +526,9 @@ class Guard:
                         self._record(when, here.step, pair, found, "not compared")
                     self.check_next()
                 return result
-            noise = None if over or when == "middle" else self._noise(reference, result, pair)
+            noise = None
+            if not (over or when == "middle" or self._target is None):
+                noise = reference.noise(result)
             broken = None if noise is None else noise.broken
             failed = failed or over or broken is not None
             if not over and broken is None:
@@ -590,12 +593,6 @@ class Guard:
                 wrong,
             )
         return wrong > 0
-
-    @torch.no_grad()
-    def _noise(self, reference: _Reference, result: Branch, pair: Pair) -> Noise | None:
-        """What a pair adds to the error of the network, where a target for that decides; the same
-        on all ranks that share a sequence."""
-        return None if self._target is None else reference.noise(result)
 
     def _settle(self) -> None:
         """Make more exact what the target for the network asks for, after a forward whose pairs
@@ -767,8 +764,10 @@ class _Reference:
             last_keys=self._last_keys,
         )
 
+    @torch.no_grad()
     def noise(self, result: Branch) -> Noise:
-        """What the pair adds to the error of its network, after `compare`."""
+        """What the pair adds to the error of its network, after `compare`; the same on all ranks
+        that share a sequence."""
         state, given, before = self._pair.states[0], self._notes.operands, self._ours_before
         ours, heads, gates, weight = _parts(result), None, self._gates, self._weight
         known = before is not None and gates is not None and weight is not None

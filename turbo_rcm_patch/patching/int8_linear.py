@@ -6,8 +6,8 @@ that product is its weight, for its author's code, for the guard and for whoever
 A patched model reads the integers instead.
 
 The int8 weight and its scales are parameters, so they move and are offloaded as a weight is. They
-have names of their own, so that no other Linear takes them for a weight. Scales are kept as the
-bits of fp32, because `.to(torch.bfloat16)` would round floats.
+have names of their own, so that loading code does not take them for a weight. Scales are kept as
+the bits of fp32, because `.to(torch.bfloat16)` would round floats.
 """
 
 from __future__ import annotations

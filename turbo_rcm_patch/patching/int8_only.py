@@ -81,8 +81,8 @@ def is_marked(config: Mapping[str, object]) -> bool:
 
 
 def originals_of(plans: list[ModelPlan]) -> list[nn.Linear]:
-    """The Linears that plans would have replaced, each once; the plans forget them, so that they
-    can go."""
+    """The Linears that plans would have replaced, each once. Plans drop their references, so that
+    the memory can be freed."""
     found = {id(x): x for plan in plans for state in plan.states for x in state.originals}
     for state in (state for plan in plans for state in plan.states):
         state.originals = ()

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Rows are looked at together: the worst hundredth of a sample. Single rows of a healthy int8
-#: attention are off by some times the mean; a wrong gate or residual is off by about 1.
+#: The worst hundredth of a sample's rows is judged as one. Single rows of a healthy int8 attention
+#: are off by some times the mean; a wrong gate or residual is off by about 1.
 ROW_ROOM: Final = 4.0
 WORST_ROWS: Final = 100
 #: The output of one head before the projection, where another's error does not hide it, and where
@@ -27,7 +27,8 @@ HEAD_ROOM: Final = 4.0
 #: The share of the last keys that is missing, and what part of the error that is: both are near 1
 #: if a kernel forgets them.
 KEY_ROOM: Final = 4.0
-#: The input of a branch is not quantised (but by int8 Linears), so it has less room.
+#: The input of a branch is not quantised (but by int8 Linears), so its limit is a quarter of
+#: the budget.
 NORM_SHARE: Final = 0.25
 #: A gain is <ours, author's> / <author's, author's> - 1. Quantising goes to both sides alike, so
 #: the gain of an honest error is far smaller than the error, and has less room. What an error e of
@@ -42,8 +43,8 @@ _STEPS: Final = 4.0
 _ROUNDING: Final = 0.5
 #: A head whose square is less than this share of the mean of all is not judged by its own size.
 _FAINT: Final = 0.1
-#: A wrong share explains at least this part of an error (a cosine); other errors agree with what a
-#: head adds by chance.
+#: A wrong share explains at least this part of an error (a cosine); below it, the agreement of an
+#: error with what a head adds is chance.
 _EXPLAINS: Final = 0.25
 #: Elements of a chunk of rows: what is computed in fp32 at a time, 25 MB a tensor.
 _CHUNK: Final = 6 << 20

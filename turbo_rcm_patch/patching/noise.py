@@ -46,7 +46,8 @@ _WRONG: Final = 4.0
 _OF_OPERANDS: Final = 2.0
 #: Roundings inside a branch that reach its output: norm, projections, what is between them.
 _INSIDE: Final = 4.0
-#: Over the target the error is brought so far below it that the next step is not over it again.
+#: Over the target the error is brought down to this share of it, so that the last step does not
+#: exceed it.
 _AIM: Final = 0.95
 #: What a second part for exact heads costs an attention beside its share of them, and what 16-bit
 #: Linears cost a pair: in units of a whole attention made exact, times the tokens. On an H200 at
@@ -221,7 +222,7 @@ def choose(noises: Mapping[str, Noise], target: float) -> dict[str, tuple[bool, 
 
 
 def _options(name: str, noise: Noise) -> list[_Option]:
-    """The int8 Linears of a pair; the heads that are worth a second part; and all the rest."""
+    """The int8 Linears of a pair; the heads worth running apart; then the remaining ones."""
     found: list[_Option] = []
     if noise.linears > 0:
         found.append(_Option(name, (), noise.linears, _WIDE_LINEARS / noise.tokens))

@@ -12,7 +12,8 @@ attention over all ranks: what the guard compares with, and what a pair that is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -311,10 +312,10 @@ class Ranks:
         model: The model.
 
     Attributes:
-        lengths: Tokens of every rank in the forward under way; none where nobody was asked.
+        lengths: Tokens of every rank in the forward under way; none where nobody was asked in it.
     """
 
-    __slots__ = ("_blocks", "_model", "_states", "lengths")
+    __slots__ = ("_blocks", "_model", "_ran", "_states", "lengths")
 
     def __init__(self, states: list[PairState], model: nn.Module | None) -> None:
         self._states = states
@@ -322,6 +323,8 @@ class Ranks:
             _gone if model is None else weakref.ref(model)
         )
         self.lengths: list[int] = []
+        #: Blocks behind the first one that ran with these lengths, by id.
+        self._ran: set[int] = set()
         # They hold this, and would keep each other until Python looks for cycles.
         self._blocks: list[weakref.ref[BlockForward]] = []
 
@@ -365,7 +368,7 @@ class Ranks:
         Raises:
             RankMismatchError: They do not fit; on every rank alike.
         """
-        self.lengths = []
+        self.lengths, self._ran = [], set()
         mine = self._caution()
         begun = (0,) * (len(_WHENS) + 2) if guard is None else guard.begun(_WHENS)
         marks = repr([state.exact_heads for state in self._states]).encode()
@@ -414,6 +417,13 @@ class Ranks:
             if len({row[at] for row in rows}) > 1:
                 guard.measure_again()
 
+    def reach(self, block: BlockForward) -> None:
+        """A block runs that is not the first. Where it ran with these lengths before, this is
+        another forward, whose first block asked nobody (it may be compiled by now)."""
+        if id(block) in self._ran:
+            self.lengths = []
+        self._ran.add(id(block))
+
     def _caution(self) -> list[int]:
         """What decides how each pair runs and whether it is compared, such that the larger of two
         numbers is the more careful; `_follow` reads them in this order."""
@@ -444,6 +454,21 @@ class Ranks:
             state.give_back(f"given back {_ELSEWHERE}")
         unseen = zip(_WHENS, agreed[-len(_WHENS) :], strict=True)
         state.unseen = {when for when, bit in unseen if bit}
+
+
+@contextmanager
+def lent(attentions: Iterable[nn.Module], lengths: list[int]) -> Iterator[None]:
+    """Inside, the processors of ours that these attentions have take the tokens of every rank from
+    the forward under way, and ask nobody."""
+    found: list[Any] = [attn.__dict__.get("processor") for attn in attentions]
+    found = [one for one in found if hasattr(one, "lengths") and not one.lengths]
+    for processor in found:
+        processor.lengths = lengths
+    try:
+        yield
+    finally:
+        for processor in found:
+            del processor.lengths
 
 
 def _settings(config: PatchConfig) -> dict[str, tuple[Kind, object]]:

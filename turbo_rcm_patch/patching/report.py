@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, quantises
 from turbo_rcm_patch.patching.noise import Noise, predicted
 from turbo_rcm_patch.patching.state import Step, When
 from turbo_rcm_patch.skip import SkipPair
+
+if TYPE_CHECKING:
+    from turbo_rcm_patch.patching.guard import Guard
 
 #: Numbers in a path that count repeated blocks: "blocks.12.attn1" -> "blocks.", "12", ".attn1".
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -74,11 +77,6 @@ _MOST_BETWEEN: Final = 1024
 _MORE_PRECISE: Final = ("some heads exact", "16-bit p and v", "exact attention")
 
 
-class _Guard(Protocol):
-    def check_next(self) -> None: ...
-    def unseen(self) -> list[str]: ...
-
-
 class GuardLog(Sequence[GuardRecord]):
     """The comparisons that the guard has made, oldest first: all of them, but of those between
     the first and the last step that were within the budget the latest, and the largest error."""
@@ -86,7 +84,7 @@ class GuardLog(Sequence[GuardRecord]):
     def __init__(self) -> None:
         self._records: list[GuardRecord] = []
         self._between = 0
-        self._guards: list[_Guard] = []
+        self._guards: list[Guard] = []
 
     @overload
     def __getitem__(self, index: int) -> GuardRecord: ...
@@ -112,7 +110,7 @@ class GuardLog(Sequence[GuardRecord]):
             self._records[:] = [one for one in self._records if id(one) not in gone]
             self._between -= len(old)
 
-    def attach(self, guard: _Guard) -> None:
+    def attach(self, guard: Guard) -> None:
         """Let `check_next` reach this guard."""
         self._guards.append(guard)
 
@@ -374,8 +372,8 @@ class PatchReport:
         return self._exact()
 
     def save_calibration(self, path: str | os.PathLike[str]) -> None:
-        """Write how each pair runs now, for `PatchConfig(calibration=path)`, with a fingerprint of
-        the model's weights."""
+        """Write how each pair runs now, refusals too, for `PatchConfig(calibration=path)`, with a
+        fingerprint of the model's weights."""
         self._save(Path(path))
 
     @property

@@ -1,4 +1,4 @@
-"""SLA's projection on an attention of a stock class, whose module has no place for it.
+"""SLA's projection, attached to diffusers' attention modules as buffers.
 
 TurboDiffusion keeps `proj_l` in fp32 beside a network in bf16, so here it is kept as the bits of
 its fp32 values: casting the model leaves it as it is.

@@ -114,7 +114,7 @@ def _write_share(
         print(f"rank {ranks.rank} of {ranks.world}: no prompt is left for it")
         if not processes.split:
             return
-    pipe = _load(arguments, processes.device(arguments.device))
+    pipe = _load(arguments, processes.ranks.device(arguments.device))
     settings = _settings(pipe, arguments)
     identity = {
         "made by": f"turbo_rcm_patch {__version__}",
@@ -252,7 +252,7 @@ def _compared(
     processes.from_first(lambda: check_out(arguments.out, fresh=arguments.fresh))
     find_ffmpeg()
     _check_sources(arguments, sources)
-    pipe = _load(arguments, processes.device(arguments.device))
+    pipe = _load(arguments, processes.ranks.device(arguments.device))
     settings = _settings(pipe, arguments)
     with _shown(processes) as progress:
         return comparison.compare(

@@ -42,7 +42,6 @@ from turbo_rcm_patch.sampling.generation import (
 from turbo_rcm_patch.sampling.many import Processes
 from turbo_rcm_patch.sampling.measures import (
     Drift,
-    FusionNumber,
     NetworkNumber,
     drift,
     fusion_number,
@@ -160,7 +159,7 @@ class Comparison:
     judgement: Verdict
     results: tuple[PromptResult, ...]
     network: NetworkNumber | None
-    fusion: FusionNumber | None
+    fusion: float | None
     control_backend: str
     baseline: str
     patch_report: str
@@ -226,7 +225,9 @@ class Comparison:
             "baseline": self.baseline,
             "missing": self.judgement.missing,
             "network": asdict(network) | {"ratio": network.ratio} if network else None,
-            "fusion": asdict(fusion) | {"limit": FUSION_LIMIT} if fusion else None,
+            "fusion": None
+            if fusion is None
+            else {"fused_vs_unfused": fusion, "limit": FUSION_LIMIT},
         }
 
     def __str__(self) -> str:
@@ -506,11 +507,19 @@ class _Run:
             try:
                 with self.unpatched(name):
                     sample = self._generate(0)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                if self.processes.split:  # The others of the group wait inside the attention.
+                    raise SamplingError(
+                        f"the control under {name!r} ran out of memory",
+                        got=str(error).partition("\n")[0],
+                        remedy="Split each video over more GPUs (--ulysses, --ring), or make it "
+                        "smaller. What is finished is used again where the split is the same",
+                    ) from error
                 why = "runs out of memory"
             except RuntimeError as error:
-                # Every fault of the device speaks of kernels.
+                # Every fault of the device speaks of kernels, and one of an exchange of backends.
                 fault = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+                fault |= isinstance(error, getattr(torch.distributed, "DistError", ()))
                 if fault or ("kernel" not in str(error) and "backend" not in str(error)):
                     raise
                 why = "cannot run this model"
@@ -554,7 +563,7 @@ class _Run:
         self.progress("network", 1, 1)
         return number, ""
 
-    def fusion(self) -> FusionNumber | None:
+    def fusion(self) -> float | None:
         """What fusing alone changes, for the model's head shape; None for other people's
         attention.
         """
@@ -594,7 +603,7 @@ class _Run:
             [one.patched for one in results],
             [one.control for one in results],
             network_ratio=network.ratio if network else None,
-            fusion=fusion.fused_vs_unfused if fusion else None,
+            fusion=fusion,
             missing=missing,
         )
         patch = self.store.read_json("runs/patched.json") or {}

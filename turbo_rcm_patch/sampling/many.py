@@ -144,7 +144,7 @@ class Processes:
         if began:
             both = on_gpu and self.split
             if on_gpu:
-                torch.cuda.set_device(self.device(device))
+                torch.cuda.set_device(self.ranks.device(device))
             try:
                 dist.init_process_group("cpu:gloo,cuda:nccl" if both else "gloo")
             except ValueError as error:  # MASTER_ADDR is missing, or is none.
@@ -165,10 +165,6 @@ class Processes:
         self._all = self._near = None
         if began:
             dist.destroy_process_group()
-
-    def device(self, given: str | None) -> str | None:
-        """The device of this process."""
-        return self.ranks.device(given)
 
     def wait(self) -> None:
         """Return when every process has come here."""

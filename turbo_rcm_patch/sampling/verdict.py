@@ -177,14 +177,14 @@ def judge(
         if value is not None
     ]
     # Where the control is no nearer than a floor either, the patch is not what changed the video.
-    blamed = [
+    counted = [
         check
         for check, (_, of, _) in zip(floors, sizes, strict=True)
         if of(control) >= check.limit
     ]
     checks = (*margins, *floors, *numbers)
     word: Word = "changed"
-    if all(check.passed for check in (*margins, *blamed, *numbers)):
+    if all(check.passed for check in (*margins, *counted, *numbers)):
         decided = not missing and all(check.passed for check in checks)
         word = "unchanged" if decided else "undecided"
     elif all(check.similar for check in checks):

@@ -73,7 +73,7 @@ from turbo_rcm_patch.kernels.launch import (
     round_to,
     skip_arguments,
 )
-from turbo_rcm_patch.kernels.portable.rows import Rows
+from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.kernels.portable.skip import gelu_tanh, load_coefficient, scaled, skipped
 
 

@@ -24,7 +24,7 @@ from turbo_rcm_patch.kernels.launch import (
     target_of,
     tile_for,
 )
-from turbo_rcm_patch.kernels.portable.rows import ALIGNED, Rows
+from turbo_rcm_patch.kernels.operands import ALIGNED, Rows
 from turbo_rcm_patch.kernels.portable.skip import close_skip, gelu_tanh
 from turbo_rcm_patch.kernels.replay import replayed
 

@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import LENGTHS, dense_rows, launch, target_of
-from turbo_rcm_patch.kernels.operands import norm_kind
+from turbo_rcm_patch.kernels.operands import Rows, norm_kind
 from turbo_rcm_patch.kernels.portable.rows import (
-    Rows,
     amax_poison,
     empty_rows,
     int8_scale,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, dense_rows, launch, target_of
+from turbo_rcm_patch.kernels.operands import Rows, padded_channels
 from turbo_rcm_patch.kernels.replay import replayed
 
 #: Largest magnitude of a quantised value.
@@ -17,10 +16,6 @@ INT8_MAX = tl.constexpr(127.0)
 TINY = tl.constexpr(2.0**-100)
 
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, half to even
-
-#: Rows of int8 are padded to a multiple of this many bytes, which hardware copies and wide loads
-#: want.
-ALIGNED = 16
 
 #: Values a program holds where rows are short, and values a thread holds.
 _VALUES = 1024
@@ -103,13 +98,6 @@ def quantize_rows_kernel(
         tl.store(out[:, None] + offs_r[None, :], nearest_int8(tail, inverse), mask=keep_r)
 
 
-class Rows(NamedTuple):
-    """int8 [B, N, padded K] dense, 0 in the padding; scale [B, N] fp32."""
-
-    int8: torch.Tensor
-    scale: torch.Tensor
-
-
 def row_parts(channels: int) -> tuple[int, int]:
     """HEAD and TAIL of a padded row: powers of two that cover it together."""
     head = triton.next_power_of_2(channels + 1) // 2
@@ -124,7 +112,7 @@ def row_warps(values: int) -> int:
 
 def empty_rows(batch: int, n_rows: int, channels: int, device: torch.device) -> Rows:
     """Memory for the rows of a [batch, n_rows, channels] tensor."""
-    padded = cdiv(channels, ALIGNED) * ALIGNED
+    padded = padded_channels(channels)
     return Rows(
         torch.empty(batch, n_rows, padded, dtype=torch.int8, device=device),
         torch.empty(batch, n_rows, dtype=torch.float32, device=device),

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels.launch import LENGTHS, dense_rows, launch, round_to, target_of
+from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.kernels.portable.norm import (
     broadcast,
     modulated,
@@ -16,7 +17,7 @@ from turbo_rcm_patch.kernels.portable.norm import (
     normal,
     store_int8_norm,
 )
-from turbo_rcm_patch.kernels.portable.rows import Rows, empty_rows, row_arguments
+from turbo_rcm_patch.kernels.portable.rows import empty_rows, row_arguments
 from turbo_rcm_patch.kernels.portable.skip import scaled, skipped
 from turbo_rcm_patch.kernels.replay import replayed
 

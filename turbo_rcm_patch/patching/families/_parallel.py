@@ -7,7 +7,7 @@ plan. It has one for Wan and ChronoEdit; the others are here. Written against di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any, Final, cast
 
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.parallel import parallel_attention
 from turbo_rcm_patch.ops.spec import AttentionSpec
-from turbo_rcm_patch.patching.parallel import groups_of
+from turbo_rcm_patch.patching.parallel import groups_of, processor_class
 from turbo_rcm_patch.patching.registry import author_class
 
 _TOKENS: Final = ContextParallelInput(split_dim=1, expected_dims=3)
@@ -129,19 +129,27 @@ def plan_of(model: nn.Module) -> dict[str, Any] | None:
 # --- processors ----------------------------------------------------------------------------------
 
 
-def _exact(processor: object, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    groups = groups_of(processor)
-    assert groups is not None
-    q, k = (x.to(v.dtype) for x in (q, k))  # Norms leave autocast in fp32.
-    spec = AttentionSpec(heads=attn.heads, attention="exact")
-    return parallel_attention(q, k, v, spec, groups)
+class _Exact:
+    """Exact attention over the tokens of all ranks.
 
-
-class _Wan:
-    """Self-attention of the Wan family over the tokens of all ranks, exact, by our exchanges:
-    diffusers' own ring gathers all keys, and its Ulysses wants heads that divide."""
+    Attributes:
+        lengths: Tokens of every rank, while a block lends them; without them the ranks ask.
+    """
 
     _parallel_config: Any = None
+    lengths: Sequence[int] = ()
+
+    def _exact(self, attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        groups = groups_of(self)
+        assert groups is not None
+        q, k = (x.to(v.dtype) for x in (q, k))  # Norms leave autocast in fp32.
+        spec = AttentionSpec(heads=attn.heads, attention="exact")
+        return parallel_attention(q, k, v, spec, groups, lengths=self.lengths)
+
+
+class _Wan(_Exact):
+    """Self-attention of the Wan family over the tokens of all ranks, exact, by our exchanges:
+    diffusers' own ring gathers all keys, and its Ulysses wants heads that divide."""
 
     def __call__(
         self,
@@ -152,7 +160,7 @@ class _Wan:
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         if encoder_hidden_states is not None:  # keys that every rank has: as on one device
-            author: Any = type(self).__mro__[2]
+            author: Any = processor_class(self)
             alone = author()
             vars(alone).update(vars(self), _parallel_config=None)
             out: Tensor = alone(
@@ -173,7 +181,7 @@ class _Wan:
         query, key = attn.norm_q(query), attn.norm_k(key)
         if rotary_emb is not None:
             query, key = (_rotated(x, attn.heads, *rotary_emb) for x in (query, key))
-        out = _exact(self, attn, query, key, value)
+        out = self._exact(attn, query, key, value)
         return attn.to_out[1](attn.to_out[0](out))  # type: ignore[no-any-return]
 
 
@@ -188,11 +196,9 @@ def _rotated(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
     return out.flatten(2)
 
 
-class _CogVideoX:
+class _CogVideoX(_Exact):
     """Attention of CogVideoX and ConsisID over the text and the video of all ranks, exact. Theirs
     takes no notice of parallelism."""
-
-    _parallel_config: Any = None
 
     def __call__(
         self,
@@ -226,7 +232,7 @@ class _CogVideoX:
             for t in (query, key):
                 t[:, :, text:] = apply_rotary_emb(t[:, :, text:], image_rotary_emb)
         query, key = (t.transpose(1, 2).flatten(2) for t in (query, key))
-        states = _exact(self, attn, query, key, value)
+        states = self._exact(attn, query, key, value)
         states = attn.to_out[1](attn.to_out[0](states))
         return states[:, text:], states[:, :text]
 

@@ -163,7 +163,7 @@ class TurboBlockForward(BlockForward):
         # A dense attention may need a package for what torch has too.
         names = () if branch.kind == "feed-forward" or is_sparse(module) else _OPERATORS
         groups = self._groups() if branch.kind == "self" else None
-        operator = _exact if groups is None else partial(_exact_over, groups)
+        operator = _exact if groups is None else partial(_exact_over, groups, self.ranks.lengths)
         exact = {name: operator for name in names if hasattr(module, name)}
         return notes.branch(module, branch.output, **exact)
 
@@ -177,10 +177,13 @@ def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def _exact_over(groups: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _exact_over(
+    groups: ContextParallel, lengths: list[int], q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     """The same over the tokens of all ranks."""
     spec = ops.AttentionSpec(heads=q.shape[2], attention="exact")
-    return parallel_attention(q.flatten(2), k.flatten(2), v.flatten(2), spec, groups)
+    q, k, v = (x.flatten(2) for x in (q, k, v))
+    return parallel_attention(q, k, v, spec, groups, lengths=lengths)
 
 
 def _tables(angles: Tensor) -> tuple[Tensor, Tensor]:

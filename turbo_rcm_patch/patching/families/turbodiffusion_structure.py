@@ -131,7 +131,11 @@ def why_feed_forward_called(ffn: Any) -> str:
 
 
 def modulates(norm: Any, *, affine: bool) -> bool:
-    """Whether `norm(x)` is exactly a layer norm of the last dimension in fp32."""
+    """Whether `norm(x)` stands for a layer norm of the last dimension in fp32.
+
+    That of `FastLayerNorm` is a kernel which adds its padded channels to the variance (1,536
+    channels are padded to 2,048); ours is the norm that it was trained with.
+    """
     if type(norm).__name__ not in _LAYER_NORMS or not bare(norm):
         return False
     return (norm.weight is not None) == (norm.bias is not None) == affine

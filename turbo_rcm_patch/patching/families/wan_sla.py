@@ -101,18 +101,21 @@ class SLAForward:
     ) -> Tensor:
         weight, bias = attached(self._attn, q.device)
         sparsity = ops.Sparsity.sage(self._topk, q.device)
-        groups = groups_of(self._attn.processor)
+        processor = self._attn.processor
+        groups = groups_of(processor)
         if groups is not None:
             return parallel_sparse_linear_attention(
-                q, k, v, weight, bias, self._spec, sparsity, groups, rotary=rotary
-            )
+                q, k, v, weight, bias, self._spec, sparsity, groups, rotary=rotary,
+                lengths=getattr(processor, "lengths", None),
+            )  # fmt: skip
         return ops.sparse_linear_attention(
             q, k, v, weight, bias, self._spec, sparsity, rotary=rotary
         )
 
 
 def attached(attn: nn.Module, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the attached proj_l on a device, which the block may be offloaded to."""
+    """Weight and bias of the attached proj_l on the device of the activations; an offloaded block
+    keeps them elsewhere."""
     held = attached_proj_l(attn)
     assert held is not None
     return held[0].to(device), held[1].to(device)
@@ -142,7 +145,8 @@ def replaceable(attn: nn.Module) -> bool:
 def with_linear(
     pair: SkipPair, attn: Any, config: PatchConfig, *, dense: bool
 ) -> tuple[SkipPair, SkipPair]:
-    """Self-attention with a proj_l: the sum of its branches is a pair of its own, before W_o.
+    """Self-attention with a proj_l: the sum of sparse and linear attention is a pair of its own,
+    in front of W_o.
 
     Args:
         pair: The self-attention, as it would run without a proj_l.
