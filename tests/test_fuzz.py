@@ -169,7 +169,7 @@ def test_it_finds_a_fault_of_an_operation(
 def test_it_finds_a_fault_of_patching(
     planted: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finds(monkeypatch, 1.0, 30, planted)
+    finds(monkeypatch, 1.0, 120, planted)
 
 
 # --- how it runs ---------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from turbo_rcm_patch.patching.record import record_of
 
 __all__ = ["SUBJECTS", "Pair", "run_orders"]
 
-STEPS = 5
+STEPS = 6
 #: Relative L2 of the network's output. "exact": torch's own attention; sums in another order.
 EXACT = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 #: With int8 attention or Linears.
@@ -291,7 +291,7 @@ class Pair:
             allowed += [self.decided] * 2 + [self.looked_at_again] * self.config.guard
             allowed += [self.calibrated] * (free and self.config.guard)
         else:
-            allowed += [self.patch] * (3 if free else 1) + [self.not_patched]
+            allowed += [self.patch] * (10 if free else 4) + [self.not_patched]
         allowed += [self.gradient] * (s.trains and not self.offloaded and not self.cached)
         if free:
             allowed += [self.copied, self.write, self.move, self.saved, self.second]
