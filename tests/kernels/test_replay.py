@@ -295,17 +295,21 @@ def test_what_else_a_launcher_does_is_never_left_out(log: Log) -> None:
     assert len(runs) == 8
 
 
-def test_memory_that_nobody_declared_is_not_held(log: Log) -> None:
+def skip_beside(hidden: torch.Tensor, runs: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that reads a tensor which is none of its arguments."""
     from turbo_rcm_patch.kernels.portable.skip import skip
-
-    hidden = tokens(8)
-    runs = []
 
     @replayed
     def beside(x: torch.Tensor) -> torch.Tensor:
         runs.append(1)
         return skip(hidden, x, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
 
+    return beside
+
+
+def test_memory_that_nobody_declared_is_not_held(log: Log) -> None:
+    hidden, runs = tokens(8), []
+    beside = skip_beside(hidden, runs)
     for _ in range(4):
         beside(tokens(8))
     assert len(runs) == 4
@@ -321,16 +325,8 @@ def test_calls_in_a_captured_graph_do_not_count_as_failed_attempts(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A constant that is made there is the graph's own; later calls find that of the process."""
-    from turbo_rcm_patch.kernels.portable.skip import skip
-
-    constant = tokens(8)
-    runs = []
-
-    @replayed
-    def beside(x: torch.Tensor) -> torch.Tensor:
-        runs.append(1)
-        return skip(constant, x, 1.0, 1.0, cast="fp32", out_dtype=x.dtype)
-
+    constant, runs = tokens(8), []
+    beside = skip_beside(constant, runs)
     monkeypatch.setattr(replay, "_capturing", lambda tensor: True)
     for _ in range(3):
         beside(tokens(8))

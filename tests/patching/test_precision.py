@@ -775,7 +775,7 @@ def test_the_prediction_of_an_fp32_model_names_its_unit() -> None:
     report = patch_model(model, **AUTO)
     wan.run(model, **given)
     (line,) = [one for one in str(report).splitlines() if one.startswith("predicted error")]
-    assert "(of one in bf16, where the model is in fp32)" in line
+    assert "of the unpatched one's in 16 bits" in line
 
 
 def test_an_exact_attention_has_no_map_of_heads_in_8_bits(tmp_path: Path) -> None:

@@ -266,11 +266,11 @@ class Author:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # `super()` and `isinstance` in the author's code ask for it.
-        # A compiler asks, too, before there is a module.
-        return type(self.__dict__.get("_module", object.__new__(Author)))
+        module = self.__dict__.get("_module")
+        return Author if module is None else type(module)  # A compiler asks before there is one.
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_instead", "_module", "_notes"):  # It is being made: a compiler looks at it.
+        if name in ("_instead", "_module", "_notes"):  # A compiler asks before they are set.
             raise AttributeError(name)
         if name in self._instead:
             return self._instead[name]

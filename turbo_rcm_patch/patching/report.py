@@ -441,8 +441,8 @@ class PatchReport:
         predicted = self.guard.fidelity
         if predicted is not None:
             lines.append(
-                f"predicted error of the network: {predicted:.2f} of the unpatched one's "
-                f"(of one in bf16, where the model is in fp32), target {config.fidelity:g}"
+                f"predicted error of the network: {predicted:.2f} of the unpatched one's in 16 "
+                f"bits, target {config.fidelity:g}"
             )
         if self.guard.unmeasured:
             lines.append(

@@ -26,10 +26,9 @@ When = Literal["first", "last", "asked", "middle"]
 #: What the guard may do about a pair before it gives it back.
 Step = Literal["linears given back", "some heads exact", "16-bit p and v", "exact attention"]
 
-
 #: How the path ends of the sum of a sparse and a linear attention: keys have two shares there.
 SPARSE: Final = (".proj_l", ".local_attn")
-#: Those, the more precise the later.
+#: The values of `Precise`, the more precise the later.
 _PRECISIONS: Final[tuple[Precise, ...]] = get_args(Precise)
 #: What of a pair's state decides how it runs.
 decides: Final = attrgetter("live", "int8", "precision", "exact_heads")
