@@ -137,7 +137,8 @@ def test_an_int8_weight_first_wanted_inside_a_capture_is_right_after_it() -> Non
 
 def test_a_graph_runs_with_the_weights_of_its_replay() -> None:
     module, x, expected = linear()
-    linears = Linears(Copies("auto"))
+    copies = Copies("auto")
+    linears = Linears(copies)
     product(linears, module, x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -145,7 +146,7 @@ def test_a_graph_runs_with_the_weights_of_its_replay() -> None:
     graph.replay()
     assert torch.equal(captured, expected)
     module.weight.mul_(2)
-    linears.begin()
+    copies.begin()
     eager = product(linears, module, x)
     assert relative_l2(eager - module.bias, 2 * (expected - module.bias)) < 0.02
     overwrite_free_memory()

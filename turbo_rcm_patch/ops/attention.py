@@ -169,6 +169,9 @@ def masked_attention(
             for x in (q, k)
         )
         qh, mask = _in_dtype(qh, mask)
+        if mask.shape[-1] != k.shape[1]:
+            # torch's backends on a GPU refuse a row of one value, or read past it.
+            mask = mask.expand(*mask.shape[:-1], k.shape[1]).contiguous()
         # No fused backend has a forward derivative.
         with sdpa_kernel(SDPBackend.MATH) if transformed() else nullcontext():
             out = F.scaled_dot_product_attention(
