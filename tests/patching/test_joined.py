@@ -113,20 +113,24 @@ def own_calls(function: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("made", "launches", "more"),
+    ("made", "options", "launches", "more"),
     [
-        pytest.param(of_wan, 11, 30, id="wan"),
-        pytest.param(of_cogvideox, 11, 20, id="cogvideox"),
-        pytest.param(lambda: of_turbodiffusion(False), 11, 30, id="turbodiffusion"),
+        pytest.param(of_wan, {}, 11, 30, id="wan"),
+        # It quantises ten weights in seven steps, and does not look after copies of them.
+        pytest.param(of_wan, {"linear": "int8"}, 29, 90, id="wan-int8-linears"),
+        pytest.param(of_cogvideox, {}, 11, 20, id="cogvideox"),
+        pytest.param(of_cogvideox, {"linear": "int8"}, 25, 90, id="cogvideox-int8-linears"),
+        pytest.param(lambda: of_turbodiffusion(False), {}, 11, 30, id="turbodiffusion"),
     ],
 )
 def test_a_compiled_block_takes_the_steps_of_a_plain_one(
     monkeypatch: pytest.MonkeyPatch,
     made: Callable[[], tuple[Any, Any, tuple[Any, ...]]],
+    options: dict[str, Any],
     launches: int,
     more: int,
 ) -> None:
-    block = Block(monkeypatch, made)
+    block = Block(monkeypatch, made, **options)
     plain = own_calls(block)
     compiled(block.block)
     for _ in range(4):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import ShapeError
+from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops.checks import check_float, check_impl, check_same_device
 from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.operation import Operation
@@ -51,13 +52,24 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.to(wide), weight.to(wide)).float()
 
 
+def stacked_rows(*weights: Tensor) -> Rows:
+    """The kernel of `quantize_weight`: int8 [1, sum of Cout, K or more] and scales [1, sum of
+    Cout]. Nothing is checked."""
+    from turbo_rcm_patch.kernels.portable.rows import quantize_stacked as launch
+
+    return launch(weights)
+
+
+def unpadded(int8: Tensor, channels: int) -> Tensor:
+    """int8 [1, Cout, K or more] as [Cout, K], dense."""
+    rows = int8[0]
+    return rows if rows.shape[1] == channels else rows[:, :channels].contiguous()
+
+
 def _quantize_weights(weights: list[Tensor], impl: str) -> tuple[Tensor, Tensor]:
     if resolve_impl(cast("Impl", impl), weights[0].device) == "triton":
-        from turbo_rcm_patch.kernels.portable.rows import quantize_stacked as launch
-
-        rows = launch(weights)
-        # Rows may be padded.
-        return rows.int8[0, :, : weights[0].shape[1]].contiguous(), rows.scale[0]
+        rows = stacked_rows(*weights)
+        return unpadded(rows.int8, weights[0].shape[1]), rows.scale[0]
     int8, scale = zip(*map(quantized_rows, weights), strict=True)
     return torch.cat(int8), torch.cat(scale)
 

@@ -293,12 +293,7 @@ class Copies:
             int8, scale = _stacked(given)
         else:
             int8, scale = ops.quantize_weight(*(m.weight for m in linears), impl=self._impl)
-        if len(linears) == 1 or all(m.bias is None for m in linears):
-            return int8, scale, linears[0].bias
-        biases = [
-            m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in linears
-        ]
-        return int8, scale, torch.cat(biases)
+        return int8, scale, stacked_bias(linears)
 
     def forget(self, key: Key) -> None:
         """Drop a copy that is not used any more, or those of a whole branch."""
@@ -436,6 +431,15 @@ class Copies:
 def _parameters(linears: Sequence[Any]) -> list[Tensor]:
     held = [linear._parameters for linear in linears]
     return [p for own in held for p in (own["weight"], own["bias"]) if p is not None]
+
+
+def stacked_bias(linears: Sequence[Any]) -> Tensor | None:
+    """The biases of Linears one after another, 0 for one without; None where none has any."""
+    if len(linears) == 1 or all([m.bias is None for m in linears]):
+        bias: Tensor | None = linears[0].bias
+        return bias
+    biases = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in linears]
+    return torch.cat(biases)
 
 
 def _place(tensor: Tensor) -> _Place:

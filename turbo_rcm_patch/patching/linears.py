@@ -23,10 +23,11 @@ from turbo_rcm_patch.ops.int8_linear import Activation, rows_linear_forward
 from turbo_rcm_patch.ops.int8_linear import linear_forward as int8_forward
 from turbo_rcm_patch.ops.operation import Step
 from turbo_rcm_patch.ops.projection import closes_apart, project_forward, skip_forward
+from turbo_rcm_patch.ops.quantize import stacked_rows, unpadded
 from turbo_rcm_patch.ops.streams import project_streams
 from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.blocks import plain_dropout
-from turbo_rcm_patch.patching.copies import Copies
+from turbo_rcm_patch.patching.copies import Copies, stacked_bias
 from turbo_rcm_patch.patching.int8_linear import Int8Linear, weight_dtype
 from turbo_rcm_patch.patching.int8_weights import held_int8
 from turbo_rcm_patch.patching.plain import plain_linear, weight_is_known, why_not_plain
@@ -213,14 +214,26 @@ class Linears:
 
 
 class FreshLinears(Linears):
-    """Quantises weights anew on every call, because it is given others every time."""
+    """Quantises weights anew on every call, because it is given others every time; all on one
+    device."""
 
-    __slots__ = ()
+    __slots__ = ("_launches", "_quantize")
+
+    def __init__(self, copies: Copies) -> None:
+        super().__init__(copies)
+        self._quantize = Step(stacked_rows)
+        self._launches: bool | None = None
 
     def weights(
         self, token: Token, key: str, modules: Sequence[Any]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.copies.fresh(modules, brought=False)
+        held = [module.weight for module in modules]
+        if self._launches is None:
+            self._launches = ops.resolve_impl(self.copies.impl, held[0].device) == "triton"
+        if token is None or not self._launches:
+            return self.copies.fresh(modules, brought=False)
+        rows, scale = self._quantize((token, key), *held)
+        return unpadded(rows, held[0].shape[1]), scale[0], stacked_bias(modules)
 
 
 class Rounding(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -157,7 +159,7 @@ def quantize_rows(x: torch.Tensor, into: Rows | None = None) -> Rows:
     return rows
 
 
-def quantize_stacked(weights: list[torch.Tensor]) -> Rows:
+def quantize_stacked(weights: Sequence[torch.Tensor]) -> Rows:
     """Matrices [N_i, K] below each other, as the rows of one batch entry."""
     total, channels = sum(w.shape[0] for w in weights), weights[0].shape[1]
     stacked = empty_rows(1, total, channels, weights[0].device)
