@@ -105,8 +105,8 @@ def methods() -> list[Variant]:
     guarded: dict[str, dict[str, Any]] = {
         "fixed": {"precision": "fixed"},
         "auto without a target": {"fidelity": 1e6},
-        "auto 1.10": {"fidelity": 1.10},
-        "auto 1.10 with int8 Linears": {"fidelity": 1.10, "linear": "int8"},
+        "auto 1.00": {},
+        "auto 1.00 with int8 Linears": {"linear": "int8"},
         "auto 1.25 with int8 Linears": {"fidelity": 1.25, "linear": "int8"},
     }
     for name, options in guarded.items():

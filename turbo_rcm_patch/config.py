@@ -124,7 +124,7 @@ class PatchConfig:
     kinds: tuple[Kind, ...] = KINDS
     guard: bool = True
     precision: Precision = "auto"
-    fidelity: float = 1.10
+    fidelity: float = 1.0
     calibration: str | os.PathLike[str] | None = None
     guard_budget: float = 0.10
     sla_topk: float = 0.1
