@@ -92,7 +92,8 @@ class PatchConfig:
             that of the unpatched network, both to the same network in fp32. The guard estimates
             what each pair adds to either error. Where the sum is over the target, heads run
             exactly and int8 Linears are given back, those first that take the most error away for
-            their time. The report has the prediction (`report.guard.fidelity`).
+            their time, until it is met or all that helps was chosen. The report has the prediction
+            (`report.guard.fidelity`).
         calibration: A file of `report.save_calibration`: from the first forward on, pairs run as
             the guard chose for this model before, whatever `precision` says. A file of other
             weights is refused.
@@ -186,10 +187,10 @@ class PatchConfig:
                     got=repr(self.calibration),
                 )
             object.__setattr__(self, "calibration", os.fspath(self.calibration))
-        if not is_number(self.fidelity) or not self.fidelity >= 1.0:
+        if not is_number(self.fidelity) or not self.fidelity > 0.0:
             raise ConfigError(
                 "PatchConfig.fidelity",
-                expected="1.0 or more, in units of the unpatched network's error",
+                expected="a positive number, in units of the unpatched network's error",
                 got=repr(self.fidelity),
             )
         if not is_number(self.sla_topk) or not 0.0 < self.sla_topk <= 1.0:

@@ -43,7 +43,7 @@ from turbo_rcm_patch.ops.emulation import (
 )
 from turbo_rcm_patch.ops.reference import exact_attention, norm_rope, split_heads
 from turbo_rcm_patch.ops.registry import rotated_heads
-from turbo_rcm_patch.ops.spec import hadamard_width
+from turbo_rcm_patch.ops.spec import hadamard_width, key_block
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -75,6 +75,12 @@ def rotary(on: Implementation, n: int, dim: int) -> tuple[torch.Tensor, torch.Te
 
 
 # --- int8 attention against fp64, a kernel against the emulation ---------------------------------
+
+
+def test_keys_that_share_a_scale_are_those_that_a_kernel_takes_at_once() -> None:
+    """Powers of two, as many as fit beside a head of so many channels."""
+    found = {dim: key_block(dim) for dim in (32, 64, 72, 96, 128, 136, 160, 256)}
+    assert found == {32: 128, 64: 128, 72: 64, 96: 64, 128: 128, 136: 32, 160: 32, 256: 32}
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,19 @@ def test_one_look_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looks) == 2 and looks[0] == looks[1] > 16
 
 
+def test_a_copy_of_a_linear_without_a_bias_is_looked_at() -> None:
+    kept, linear = Copies("auto"), nn.Linear(32, 16, bias=False)
+    key = (kept.add_block(), "x")
+    made = []
+    for change in (1.0, 1.0, -1.0):
+        kept.begin()
+        linear.weight.data.mul_(change)
+        int8, _, bias = kept.of(key, [linear])
+        assert bias is None
+        made.append(int8)
+    assert made[0] is made[1] and torch.equal(made[2], -made[1])
+
+
 @pytest.mark.parametrize("weights", [1, 2])
 def test_a_look_that_failed_is_not_taken_for_a_good_one(
     weights: int, monkeypatch: pytest.MonkeyPatch

@@ -171,6 +171,12 @@ def test_what_takes_the_most_error_away_for_its_time_is_chosen_first() -> None:
     assert choose(both, 5.0) == {"a": (False, (0, 1, 2, 3)), "b": (True, ())}
 
 
+def test_a_target_that_nothing_meets_takes_all_that_helps() -> None:
+    noises = {"a": noise_of(0.1, 1.5), "b": noise_of(linears=0.3), "c": noise_of()}
+    chosen = choose(noises, 0.01)
+    assert chosen == {"a": (False, (0, 1)), "b": (True, ())}
+
+
 @pytest.mark.parametrize("tokens", [10**6, 8192])
 def test_heads_that_add_nothing_stay_as_they_are(tokens: int) -> None:
     """However little is asked for; where a second part is dear, they go along with the others."""
@@ -321,7 +327,7 @@ def test_marked_heads_survive_a_gradient_and_a_compiler() -> None:
 
 
 def test_a_wrong_target_is_refused() -> None:
-    for wrong in (0.9, float("nan"), "1.1", True):
+    for wrong in (0.0, -1.0, float("nan"), "1.1", True):
         with pytest.raises(ConfigError, match="fidelity"):
             PatchConfig(fidelity=wrong)  # type: ignore[arg-type]
 

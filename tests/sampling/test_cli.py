@@ -63,7 +63,7 @@ def test_python_runs_it_as_a_module() -> None:
         (["generate"], "expected: --prompt TEXT or --prompts FILE"),
         (["compare", "--model", "/no/such", "--prompt", "x"], "no such folder: /no/such"),
         (["compare", "--prompt", "x", "--guard-budget", "-1"], "PatchConfig.guard_budget"),
-        (["compare", "--prompt", "x", "--fidelity", "0.5"], "PatchConfig.fidelity"),
+        (["compare", "--prompt", "x", "--fidelity", "0"], "PatchConfig.fidelity"),
         (["generate", "--prompts", "/no/such"], "No such file"),
         (["pairs", "--model", "/no/such"], "no such folder"),
     ],
