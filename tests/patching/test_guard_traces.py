@@ -230,7 +230,7 @@ def checked(report: PatchReport) -> Counter[str]:
 
 def test_an_interrupted_forward_leaves_the_rest_to_the_next() -> None:
     model = wan()
-    report = patch_model(model)
+    report = patch_model(model, precision="fixed")
 
     def stop(*args: Any) -> None:
         raise Stop
@@ -311,7 +311,7 @@ def test_a_report_says_what_no_forward_showed() -> None:
 def test_a_pair_that_never_runs_does_not_keep_the_others_from_their_last_step() -> None:
     """Nor does it have them compared on every step of a guided run."""
     model = wan()
-    report = patch_model(model)
+    report = patch_model(model, precision="fixed")
     kept, model.blocks = model.blocks, torch.nn.ModuleList([model.blocks[0]])
     for step in range(4):
         for name in ("cond", "uncond"):

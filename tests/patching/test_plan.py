@@ -291,6 +291,36 @@ def test_what_changes_with_every_forward_is_not_planned_for_ever(
     assert len(made) <= 10 + 1
 
 
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+def test_two_kinds_of_forwards_in_turn_have_a_plan_each(
+    linear: Any, monkeypatch: pytest.MonkeyPatch, used: list[int]
+) -> None:
+    """With an image and without, as a server would that holds one model for both."""
+    case = Case("2.1-i2v", image=True)
+    model, inputs = case.model(), case.inputs()
+    alone = inputs | {"encoder_hidden_states_image": None}
+    patch_model(model, PatchConfig(attention="exact", guard=False, linear=linear))
+    expected = [run(model, **inputs), run(model, **alone)]
+    made = []
+    own = PlanSlot.get
+
+    def get(self: Any, facts: Any, make: Callable[[], Any], watch: Any) -> Any:
+        return own(self, facts, lambda: made.append(1) or make(), watch)
+
+    monkeypatch.setattr(PlanSlot, "get", get)
+    used.clear()
+    for _ in range(12):
+        assert torch.equal(run(model, **inputs), expected[0])
+        assert torch.equal(run(model, **alone), expected[1])
+    assert not made and len(used) == 48
+    for parameter in model.blocks.parameters():
+        parameter.data = parameter.data * 1.5
+    changed = [run(model, **inputs), run(model, **alone)]
+    monkeypatch.setattr(PlanSlot, "get", lambda *args: None)
+    assert torch.equal(run(model, **inputs), changed[0])
+    assert torch.equal(run(model, **alone), changed[1])
+
+
 @pytest.mark.parametrize("context", ["no_grad", "inference_mode"])
 def test_plans_serve_inference(context: str, used: list[int]) -> None:
     case = Case("2.1-t2v")

@@ -271,7 +271,8 @@ class Watch(Look):
 
 
 class PlanSlot(Generic[_T]):
-    """The plan of one block, made when it is first asked for and again when a look says so.
+    """The plans of one block for its last two kinds of forwards, each made when it is first asked
+    for and again when a look says so.
 
     A copy (deepcopy, pickle) starts empty, because a plan holds modules.
     """
@@ -279,8 +280,8 @@ class PlanSlot(Generic[_T]):
     __slots__ = ("_failures", "_kept", "compiled")
 
     def __init__(self) -> None:
-        # One attribute, written at once: another thread may read it at any time.
-        self._kept: tuple[Watch, object, _T] | None = None
+        # The newest first. One attribute, written at once: another thread may read it at any time.
+        self._kept: tuple[tuple[Watch, object, _T], ...] = ()
         self._failures = 0
         #: Tokens of the forwards whose kernels were compiled ahead.
         self.compiled: set[Any] = set()
@@ -289,8 +290,8 @@ class PlanSlot(Generic[_T]):
         return PlanSlot, ()
 
     def clear(self) -> None:
-        """Forget the plan, and the modules that it holds."""
-        self._kept = None
+        """Forget the plans, and the modules that they hold."""
+        self._kept = ()
 
     def get(
         self, facts: object, make: Callable[[], _T], watch: Callable[[_T], Watch]
@@ -303,13 +304,17 @@ class PlanSlot(Generic[_T]):
             watch: Makes what a plan rests on.
         """
         kept = self._kept
-        if kept is not None and kept[1] == facts and kept[0].holds():
-            self._failures = 0
-            return kept[2]
+        for look, known, plan in kept:
+            if known == facts:
+                if look.holds():
+                    self._failures = 0
+                    return plan
+                break
         self._failures += 1
         if self._failures > _MOST_FAILURES and self._failures % _REST:
-            self._kept = None
+            self._kept = ()
             return None
         plan = make()
-        self._kept = watch(plan), facts, plan
+        others = tuple([one for one in kept if one[1] != facts])
+        self._kept = (watch(plan), facts, plan), *others[:1]
         return plan
