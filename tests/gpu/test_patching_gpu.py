@@ -197,7 +197,7 @@ def test_steady_state_does_not_synchronise() -> None:
     handle = block.register_forward_pre_hook(lambda module, args: captured.append(args))
     run(model, **inputs)
     handle.remove()
-    patch_model(model, attention="int8")
+    patch_model(model, attention="int8", precision="fixed")
     run(model, **inputs)  # The first forward is the guard's.
     with torch.no_grad():
         block(*captured[0])
@@ -268,7 +268,7 @@ def test_a_pipeline_with_model_offload() -> None:
         return latents.cpu()
 
     expected = generate()
-    with patched(pipe, attention="int8") as report:
+    with patched(pipe, attention="int8", precision="fixed") as report:
         assert report.impl == "triton"
         assert 0 < relative(generate(), expected) < 0.05
         assert len(report.guard) == 2 * 6
