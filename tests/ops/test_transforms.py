@@ -237,6 +237,17 @@ def test_vmap_gives_what_a_loop_gives(case: Case) -> None:
     assert distance(tuple(y[0] for y in one), case(*several[0])) < 0.02
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_weights_are_quantised_under_vmap_as_in_a_loop(shared: bool) -> None:
+    several, other = torch.randn(3, 16, 32), torch.randn(4, 32)
+    weights = (several, other) if shared else (several,)
+    dims = (0, None)[: len(weights)]
+    int8, scale = torch.func.vmap(ops.quantize_weight, in_dims=dims)(*weights)
+    for i, one in enumerate(several):
+        expected = ops.quantize_weight(one, *weights[1:])
+        assert torch.equal(int8[i], expected[0]) and torch.equal(scale[i], expected[1])
+
+
 @every
 def test_a_batch_of_cotangents_gives_the_gradients_of_each(case: Case) -> None:
     """vmap over the backward pass of a forward that ran outside it."""

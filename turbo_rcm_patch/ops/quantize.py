@@ -21,6 +21,7 @@ from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops.checks import check_float, check_impl, check_same_device
 from turbo_rcm_patch.ops.dispatch import resolve_impl
+from turbo_rcm_patch.ops.modes import transformed
 from turbo_rcm_patch.ops.operation import Operation
 
 #: Largest magnitude of a quantised value.
@@ -38,7 +39,7 @@ def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     finite = amax.isfinite()  # amax keeps NaN
     amax = torch.where(finite & (amax > TINY), amax, torch.ones_like(amax))
     int8 = (x * (INT8_MAX / amax).unsqueeze(-1)).round_().nan_to_num_(0.0)
-    int8 = int8.clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    int8 = int8.clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
     return int8, torch.where(finite, amax / INT8_MAX, torch.full_like(amax, float("nan")))
 
 
@@ -70,6 +71,10 @@ def _quantize_weights(weights: list[Tensor], impl: str) -> tuple[Tensor, Tensor]
     if resolve_impl(cast("Impl", impl), weights[0].device) == "triton":
         rows = stacked_rows(*weights)
         return unpadded(rows.int8, weights[0].shape[1]), rows.scale[0]
+    return _in_plain_torch(weights)
+
+
+def _in_plain_torch(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
     int8, scale = zip(*map(quantized_rows, weights), strict=True)
     return torch.cat(int8), torch.cat(scale)
 
@@ -114,7 +119,10 @@ def quantize_weight(*weights: Tensor, impl: Impl = "auto") -> tuple[Tensor, Tens
             shapes = [list(w.shape) for w in weights]
             raise ShapeError("weight", expected="[Cout, K], of one K", got=str(shapes))
     check_channels(weights[0].shape[1])
-    int8, scale = quantize_weights([weight.detach() for weight in weights], impl)
+    held = [weight.detach() for weight in weights]
+    if transformed():  # vmap has no rule for an operation of ours
+        return _in_plain_torch(held)
+    int8, scale = quantize_weights(held, impl)
     return int8, scale
 
 
