@@ -97,7 +97,7 @@ def test_guard_sees_every_fused_pair_and_unpatching_leaves_nothing(family: Famil
     model, inputs = family.model(), family.inputs()
     expected, before = run(model, **inputs), dicts(model)
     state = copy.deepcopy(model.state_dict())
-    report = patch_model(model)
+    report = patch_model(model, precision="fixed")
     run(model, **inputs)
     assert {record.path for record in report.guard} == {
         pair.path for pair in report.pairs if pair.fused
@@ -154,7 +154,7 @@ def test_one_graph_over_all_steps(name: str) -> None:
         graphs.append(graph)
         return graph
 
-    with patched(model):
+    with patched(model, precision="fixed"):
         torch._dynamo.reset()
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         for step in range(3):
