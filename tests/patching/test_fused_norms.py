@@ -244,7 +244,7 @@ def test_the_guard_compares_pairs_one_at_a_time(
     model, given = WAN.model(BF16), WAN.inputs(2, BF16)
     found, numbers = [], []
     for _ in range(2):
-        with patched(model, guard=True) as report:
+        with patched(model, guard=True, fidelity=1.1) as report:
             found.append(forward(model, given))
             assert not joined, "a compared pair is closed alone"
             found.append(forward(model, given))

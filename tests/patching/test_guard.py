@@ -222,7 +222,7 @@ def test_a_real_pipeline() -> None:
 
 def test_a_real_pipeline_with_two_experts() -> None:
     pipe = pipeline(second=True)
-    with patched(pipe) as report:
+    with patched(pipe, precision="fixed") as report:
         generate(pipe, 6)
         timesteps = pipe.scheduler.timesteps
     switch = int((timesteps >= 600).sum())
