@@ -150,6 +150,8 @@ def test_a_block_takes_few_steps_to_its_kernels(
     counted = calls_of(block)
     assert block.replayed == len(block.log), "every launch is a replay"
     assert len(block.log) == launches
+    # Newer Pythons count that a context manager of C++ is left.
+    builtin += sys.version_info >= (3, 12)
     assert counted[0] <= python and counted[1] <= builtin, counted
 
 
