@@ -309,12 +309,12 @@ class PlanSlot(Generic[_T]):
                 if look.holds():
                     self._failures = 0
                     return plan
+                kept = ()  # The other may hold modules that are gone, too.
                 break
         self._failures += 1
         if self._failures > _MOST_FAILURES and self._failures % _REST:
             self._kept = ()
             return None
         plan = make()
-        others = tuple([one for one in kept if one[1] != facts])
-        self._kept = (watch(plan), facts, plan), *others[:1]
+        self._kept = (watch(plan), facts, plan), *kept[:1]
         return plan
