@@ -18,8 +18,7 @@ MODULES = (
     "hopper.attention", "hopper.int8_linear", "hopper.linear_branch", "hopper.prologue",
     "portable.attention", "portable.int8_linear", "portable.norm", "portable.one_launch",
     "portable.project", "portable.prologue", "portable.rows", "portable.skip",
-    "portable.skip_norm",
-    "portable.sparse_attention",
+    "portable.skip_norm", "portable.sparse_attention", "portable.streams",
 )  # fmt: skip
 
 #: Name, grid and arguments of each launch.

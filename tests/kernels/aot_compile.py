@@ -89,7 +89,7 @@ def compile_one(launch: dict) -> dict:
         ],
         "shared": compiled.metadata.shared,
     }
-    if launch["kernel"].startswith(("norm_modulate", "skip_norm")):
+    if launch["kernel"].startswith(("norm_modulate", "skip_norm", "streams")):
         result["sums"] = sums(compiled.asm["ttgir"])
     if backend == "cuda":
         result |= cuda_resources(compiled.asm["cubin"], launch["kernel"])

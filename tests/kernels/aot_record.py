@@ -24,7 +24,7 @@ from turbo_rcm_patch.ops.shards import Tokens
 
 PORTABLE = (
     "attention", "denoise", "fingerprint", "int8_linear", "norm", "one_launch", "project",
-    "prologue", "rows", "shards", "skip", "skip_norm", "sparse_attention",
+    "prologue", "rows", "shards", "skip", "skip_norm", "sparse_attention", "streams",
 )  # fmt: skip
 HOPPER = ("attention", "int8_linear", "linear_branch", "prologue", "shards")
 #: The portable modules by their names, Hopper's as "hopper.attention" and so on.
@@ -198,6 +198,8 @@ def run(case: dict[str, object], modules: dict[str, types.ModuleType]) -> None:
         wide_residual(case, modules, residual, gate, weight, bias)
     elif operation == "skip-norm":
         skip_norm(case, modules, residual, gate)
+    elif operation == "streams":
+        streams(case, modules, residual)
     elif operation == "fingerprint":
         modules["fingerprint"].fingerprint(modules["fingerprint"].Table([weight, bias]))
     elif operation == "norm-rows":
@@ -268,6 +270,25 @@ def skip_norm(case, modules, narrow, gate) -> None:
     norm.norm_modulate(y, factor, factor, out_dtype=dtype, **how)
     own.skip_norm(*given, factor, factor, normed_dtype=torch.int8, **cast, **how)
     norm.norm_modulate_rows(y, factor, factor, **how)
+
+
+def streams(case, modules, narrow) -> None:
+    """The norm of two streams, a skip with that norm, and the skip alone: with rows of a Linear
+    and weights of the layer norm, and with factors in fp32."""
+    stream, channels = getattr(torch, case["stream"]), narrow.shape[2]
+    x = narrow[:, :64].to(stream), narrow[:, 64:].to(stream)
+    rows = narrow.new_empty(narrow.shape[0], 6, 1, channels)
+    weight, bias, one = narrow.new_empty(channels), narrow.new_empty(channels), 1.0
+    modulation = rows[:, :2].unbind(1), rows[:, 2:4].unbind(1), weight, bias
+    if case["folded"]:
+        wide, one = rows.float(), 0.0
+        modulation = wide[:, :2].unbind(1), wide[:, 2:4].unbind(1), None, None
+    how = {"cast": "model" if stream == narrow.dtype else "fp32", "one": one, "eps": 1e-6}
+    how |= {"out_dtype": stream, "normed_dtype": narrow.dtype}
+    gates, own = rows[:, 4:].unbind(1), modules["streams"]
+    own.streams(x, None, None, *modulation, **how)
+    own.streams(x, narrow, gates, *modulation, **how)
+    own.streams(x, narrow, gates, None, None, None, None, **how)
 
 
 def int8_linears(case, modules, residual, gate) -> None:

@@ -342,6 +342,28 @@ def test_a_skip_with_its_norm_sums_in_the_norm_s_order(
                 assert rows[0] == rows[1], one["name"]
 
 
+def test_a_skip_of_two_streams_sums_its_norm_in_the_norm_s_order(
+    compilers: list[Compiler], every_target: bool
+) -> None:
+    """As above, of the kernel that does both streams, which also may do the skip alone."""
+    for target in TARGETS if every_target else KINDS:
+        widths = ((30, 64), (3, 32), (1, 77)) if target == HOPPER else ((30, 64),)
+        cases = [
+            case("streams", target, dim, heads=heads, stream=stream, folded=folded)
+            | {"name": f"{heads}x{dim} {stream} {folded}"}
+            for heads, dim in widths
+            for stream in ("float32", "bfloat16")
+            for folded in (True, False)
+        ]
+        for compiled in compilers:
+            results = compiled(cases)
+            broken = faults(results, target)
+            assert not broken, broken
+            for one in cases:
+                norm, both, skip = [r["sums"] for r in results if r["case"] == one["name"]]
+                assert norm == both and len(norm) >= 2 and not skip, one["name"]
+
+
 @pytest.mark.slow
 def test_int8_linears_with_groups_compile(compilers: list[Compiler], every_target: bool) -> None:
     """A scale for every 128 channels: two sums a value, and nothing spilled on any target."""

@@ -93,8 +93,7 @@ def test_a_skip_and_its_norm_in_one_pass_equal_two_passes_bit_for_bit(
     cast: str,
     form: str,
 ) -> None:
-    """From a residual stream of either dtype; the norm as a tensor, as int8 rows, or as rows of a
-    longer sequence, beside which nothing is written."""
+    """From a residual stream of either dtype; the norm as a tensor or as int8 rows."""
     low = BF16 if on.name == "gpu" else FP16
     tokens = 333 if on.name == "gpu" else 5
     gate, factor, offset = (
@@ -114,12 +113,6 @@ def test_a_skip_and_its_norm_in_one_pass_equal_two_passes_bit_for_bit(
     made = skip_norm(residual, branch, gate, *how, low)
     assert torch.equal(made[0], y) and made[0].dtype == out_dtype
     assert torch.equal(made[1], normed) and made[1].is_contiguous()
-    longer = torch.full((2, tokens + 4, channels), 7.0, dtype=low, device=on.device)
-    inside = slice(3, 3 + tokens)
-    _, rows = skip_norm(residual, branch, gate, *how, low, longer[:, inside])
-    assert torch.equal(longer[:, inside], normed)
-    assert rows.data_ptr() == longer[0, 3].data_ptr()
-    assert longer[:, :3].eq(7).all() and longer[:, inside.stop :].eq(7).all()
     rows = rows_forward.body(y, factor, offset, one, eps, on.impl)
     made = skip_norm(residual, branch, gate, *how, torch.int8)
     assert torch.equal(made[0], y) and all(map(torch.equal, made[1], rows))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,15 @@ from turbo_rcm_patch.ops import (
     norm_modulate_streams,
     project_skip,
     project_skip_streams,
+    skip,
 )
-from turbo_rcm_patch.ops.streams import norm_streams, project_streams
+from turbo_rcm_patch.ops.streams import (
+    norm_both,
+    norm_streams,
+    project_streams,
+    skip_both,
+    skip_norm_both,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -96,6 +105,53 @@ def test_the_kernel_s_norm_of_streams_is_near_fp64(
     )
     assert out.is_contiguous() and out.dtype == dtype
     assert relative_l2(out, truth) < (1e-6 if dtype == FP32 else 4e-4)
+
+
+@over(
+    reference={"stream": [FP32, FP16], "weights": ["both", "weight", "none"], "one": [1.0, 0.0]},
+    interpreter={"stream": [FP32, FP16], "weights": ["both", "none"], "one": [1.0]},
+    gpu={"stream": [FP32, FP16], "weights": ["both", "weight", "none"], "one": [1.0, 0.0]},
+)
+def test_a_skip_of_two_streams_with_their_norm_is_both_bit_for_bit(
+    on: Implementation, stream: torch.dtype, weights: str, one: float
+) -> None:
+    """The streams are parts of a longer one; rows of one Linear modulate them; the skip alone, the
+    norm alone, and both in one pass."""
+    lengths, channels, batch = (9, 37), 100, 2
+    longer = on.randn(batch, 60, 2 * channels, dtype=stream)[..., channels:]
+    first, second = longer[:, :9], longer[:, 20:57]
+    branch = on.randn(batch, 46, 3 * channels, dtype=FP16)[..., channels : 2 * channels]
+    rows = on.randn(batch, 6 * channels, dtype=FP16).unflatten(-1, (6, 1, -1)).unbind(1)
+    gates, scale, shift = rows[:2], rows[2:4], rows[4:]
+    weight, bias = (on.randn(channels, dtype=FP16) for _ in range(2))
+    own = {"both": (weight, bias), "weight": (weight, None), "none": (None, None)}[weights]
+    modulation: Any = (*scale, *shift, *own, one, 1e-5)
+    cast: Any = "fp32" if stream == FP32 else "model"
+    impl: Any = on.impl
+    how = (cast, impl, stream)
+    left, right = skip_both(branch, first, second, *gates, *how)
+    parts = branch.split(lengths, dim=1)
+    for y, x, part, gate in zip((left, right), (first, second), parts, gates, strict=True):
+        alone = skip(x, part, 1.0, gate, cast=cast, impl=impl)
+        assert torch.equal(y, alone) and y.is_contiguous() and y.dtype == stream
+    normed = norm_both(left, right, *modulation, impl, FP16)
+    made = skip_norm_both(branch, first, second, *gates, *modulation, *how, FP16)
+    assert all(map(torch.equal, made, (left, right, normed)))
+    truth = torch.cat(
+        [
+            (
+                F.layer_norm(x.double(), (channels,), eps=1e-5)
+                * (1 if own[0] is None else own[0].double())
+                + (0 if own[1] is None else own[1].double())
+            )
+            * (one + a.double())
+            + b.double()
+            for x, a, b in zip((left, right), scale, shift, strict=True)
+        ],
+        dim=1,
+    )
+    assert normed.is_contiguous() and normed.dtype == FP16
+    assert relative_l2(normed, truth) < 4e-4
 
 
 @over(

@@ -14,6 +14,7 @@ from tests.patching import cogvideox, sla, wan, wan_family
 from tests.patching.turbodiffusion import tiny, tiny_inputs, with_sparse
 from turbo_rcm_patch import PatchConfig, patch_model, patched
 from turbo_rcm_patch.ops.elementwise import skip_norm
+from turbo_rcm_patch.ops.streams import skip_norm_both
 from turbo_rcm_patch.patching import linears
 from turbo_rcm_patch.patching.linears import Close, StreamsClose
 from turbo_rcm_patch.patching.record import record_of
@@ -34,6 +35,12 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(linears, "closes_apart", lambda like, impl: True)
     monkeypatch.setattr(linears, "skip_norm", counted)
+
+    def both(branch: torch.Tensor, *args: Any) -> Any:
+        found.extend([branch.shape[2]] * 2)
+        return skip_norm_both(branch, *args)
+
+    monkeypatch.setattr(linears, "skip_norm_both", both)
     yield found
 
 

@@ -118,8 +118,8 @@ def own_calls(function: Callable[[], object]) -> int:
         pytest.param(of_wan, {}, 11, 30, id="wan"),
         # It quantises ten weights in seven steps, and does not look after copies of them.
         pytest.param(of_wan, {"linear": "int8"}, 29, 90, id="wan-int8-linears"),
-        pytest.param(of_cogvideox, {}, 11, 20, id="cogvideox"),
-        pytest.param(of_cogvideox, {"linear": "int8"}, 25, 90, id="cogvideox-int8-linears"),
+        pytest.param(of_cogvideox, {}, 7, 20, id="cogvideox"),
+        pytest.param(of_cogvideox, {"linear": "int8"}, 21, 90, id="cogvideox-int8-linears"),
         pytest.param(lambda: of_turbodiffusion(False), {}, 11, 30, id="turbodiffusion"),
     ],
 )

@@ -221,7 +221,6 @@ def skip_norm(
     impl: Impl,
     out_dtype: torch.dtype,
     normed_dtype: torch.dtype,
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     """What `skip` and then `norm_modulate` of its result give, or `norm_modulate_rows`, bit for
     bit, in one pass; for plans (`Step`), as nothing is checked here.
@@ -238,7 +237,6 @@ def skip_norm(
         impl: "triton", "reference" or "auto".
         out_dtype: Of the sum.
         normed_dtype: Of its norm; torch.int8 for int8 rows and their scales.
-        out: Takes the norm: [B, N, C], the rows of a sample dense.
 
     Returns:
         The sum [B, N, C], and its norm: the same, or `Rows`.
@@ -250,13 +248,11 @@ def skip_norm(
         return launch(
             residual, branch, gate, factor, offset,
             cast=cast_policy, out_dtype=out_dtype, one=one, eps=eps, normed_dtype=normed_dtype,
-            out=out,
         )  # fmt: skip
     y = closed(residual, branch, 1.0, gate, cast=cast_policy, impl=impl, out_dtype=out_dtype)
     if normed_dtype == torch.int8:
         return y, rows_forward.body(y, factor, offset, one, eps, impl)
-    normed = norm_in_plain_torch(y, factor, offset, one, eps, normed_dtype)
-    return y, normed if out is None else out.copy_(normed)
+    return y, norm_in_plain_torch(y, factor, offset, one, eps, normed_dtype)
 
 
 # --- the same as int8 rows -----------------------------------------------------------------------

@@ -32,7 +32,7 @@ from turbo_rcm_patch.ops.dispatch import resolve_impl
 from turbo_rcm_patch.ops.elementwise import norm_gradients, norm_in_plain_torch
 from turbo_rcm_patch.ops.modes import as_documented, transformed
 from turbo_rcm_patch.ops.operation import Operation
-from turbo_rcm_patch.ops.projection import check_cast, project_gradients
+from turbo_rcm_patch.ops.projection import check_cast, closed, project_gradients
 from turbo_rcm_patch.ops.reference import close_skip, project
 from turbo_rcm_patch.skip import Cast
 
@@ -122,6 +122,9 @@ def _norm_streams(
             for x, factor, offset in zip(streams, factors, offsets, strict=True)
         ]
         return torch.cat(parts, dim=1)
+    if len(streams) == 2:
+        (x, y), (f, g), (h, o) = streams, factors, offsets
+        return norm_both(x, y, f, g, h, o, None, None, one, eps, impl, out_dtype)
     from turbo_rcm_patch.kernels.portable.norm import norm_modulate as launch
 
     shape = (first.shape[0], sum(_lengths(streams)), first.shape[-1])
@@ -225,6 +228,155 @@ def norm_modulate_streams(
         return _norm_streams(list(streams), factors, offsets, one, eps, "reference", dtype)
     out: Tensor = norm_streams(list(streams), factors, offsets, one, eps, impl, dtype)
     return out
+
+
+# --- two streams in one pass, for plans (`Step`): nothing is checked -----------------------------
+
+
+def norm_both(
+    first: Tensor,
+    second: Tensor,
+    first_scale: Tensor,
+    second_scale: Tensor,
+    first_shift: Tensor,
+    second_shift: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    one: float,
+    eps: float,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """(layer_norm(stream) * weight + bias) * (one + scale) + shift of two streams as one sequence,
+    in fp32, rounded once.
+
+    Args:
+        first: [B, N1, C], bf16, fp16 or fp32.
+        second: [B, N2, C], the same dtype.
+        first_scale: Broadcasts to its stream, any float dtype, read as fp32.
+        second_scale: Likewise.
+        first_shift: Likewise.
+        second_shift: Likewise.
+        weight: Of the layer norm, [C] or None for 1.
+        bias: Likewise, None for 0.
+        one: 1.0 for a modulation, 0.0 for factors.
+        eps: Of the norm.
+        impl: "triton", "reference" or "auto".
+        out_dtype: Of the result.
+
+    Returns:
+        [B, N1 + N2, C].
+    """
+    streams, scale = (first, second), (first_scale, second_scale)
+    shift = first_shift, second_shift
+    if resolve_impl(cast("Impl", impl), first.device) == "triton":
+        from turbo_rcm_patch.kernels.portable.streams import streams as launch
+
+        made = launch(
+            streams, None, None, scale, shift, weight, bias,
+            cast="fp32", one=one, eps=eps, out_dtype=first.dtype, normed_dtype=out_dtype,
+        )[2]  # fmt: skip
+        assert made is not None
+        return made
+    parts = [
+        norm_in_plain_torch(x, *folded(own, off, weight, bias, one), 0.0, eps, out_dtype)
+        for x, own, off in zip(streams, scale, shift, strict=True)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def folded(
+    scale: Tensor, shift: Tensor, weight: Tensor | None, bias: Tensor | None, one: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The factor and the offset, in fp32, that modulation and weights of the layer norm under it
+    come to."""
+    factor, offset = one + scale.float(), shift.float()
+    if bias is not None:
+        offset = torch.addcmul(offset, factor, bias)
+    return (factor if weight is None else factor * weight), offset
+
+
+def skip_both(
+    branch: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_gate: Tensor,
+    second_gate: Tensor,
+    cast_policy: Cast,
+    impl: Impl,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """`skip` of two streams over their rows of a branch [B, N1 + N2, C].
+
+    Args:
+        branch: bf16, fp16 or fp32.
+        first: [B, N1, C].
+        second: [B, N2, C], the same dtype.
+        first_gate: Broadcasts to its stream.
+        second_gate: Likewise.
+        cast_policy: As in `skip`.
+        impl: "triton", "reference" or "auto".
+        out_dtype: Of the sums.
+    """
+    if resolve_impl(impl, branch.device) == "triton":
+        from turbo_rcm_patch.kernels.portable.streams import streams as launch
+
+        left, right, _ = launch(
+            (first, second), branch, (first_gate, second_gate), None, None, None, None,
+            cast=cast_policy, one=0.0, eps=0.0, out_dtype=out_dtype, normed_dtype=out_dtype,
+        )  # fmt: skip
+        assert left is not None and right is not None
+        return left, right
+    left, right = (
+        closed(x, y, 1.0, gate, cast=cast_policy, impl=impl, out_dtype=out_dtype)
+        for x, y, gate in zip(
+            (first, second),
+            torch.split(branch, [first.shape[1], second.shape[1]], dim=1),
+            (first_gate, second_gate),
+            strict=True,
+        )
+    )
+    return left, right
+
+
+def skip_norm_both(
+    branch: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_gate: Tensor,
+    second_gate: Tensor,
+    first_scale: Tensor,
+    second_scale: Tensor,
+    first_shift: Tensor,
+    second_shift: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    one: float,
+    eps: float,
+    cast_policy: Cast,
+    impl: Impl,
+    out_dtype: torch.dtype,
+    normed_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `skip_both` and then `norm_both` of its results give, bit for bit; their arguments."""
+    if resolve_impl(impl, branch.device) == "triton":
+        from turbo_rcm_patch.kernels.portable.streams import streams as launch
+
+        left, right, normed = launch(
+            (first, second), branch, (first_gate, second_gate), (first_scale, second_scale),
+            (first_shift, second_shift), weight, bias,
+            cast=cast_policy, one=one, eps=eps, out_dtype=out_dtype, normed_dtype=normed_dtype,
+        )  # fmt: skip
+        assert left is not None and right is not None and normed is not None
+        return left, right, normed
+    left, right = skip_both(
+        branch, first, second, first_gate, second_gate, cast_policy, impl, out_dtype
+    )
+    normed = norm_both(
+        left, right, first_scale, second_scale, first_shift, second_shift, weight, bias, one, eps,
+        impl, normed_dtype,
+    )  # fmt: skip
+    return left, right, normed
 
 
 # --- projection and skip -------------------------------------------------------------------------

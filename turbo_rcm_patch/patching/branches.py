@@ -34,7 +34,7 @@ from turbo_rcm_patch.ops.registry import (
     rotated_heads,
 )
 from turbo_rcm_patch.ops.sparse_linear import sparse_linear_forward
-from turbo_rcm_patch.ops.streams import norm_streams
+from turbo_rcm_patch.ops.streams import folded, norm_both
 from turbo_rcm_patch.patching.author import call, observe, observe_attention
 from turbo_rcm_patch.patching.blocks import Mode, note_mode
 from turbo_rcm_patch.patching.linears import (
@@ -312,42 +312,67 @@ def _wants_gradient(*parts: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in parts])
 
 
+class Modulation(NamedTuple):
+    """What modulates the norms of two streams, a pair each, as the modules hold it.
+
+    Attributes:
+        scale: Broadcast to their streams.
+        shift: Likewise.
+        gates: Likewise.
+    """
+
+    scale: Sequence[Tensor]
+    shift: Sequence[Tensor]
+    gates: Sequence[Tensor]
+
+
 class StreamsNorm:
     """The layer norms of two streams with a factor and an offset each, as one sequence.
 
     Args:
-        coefficients: Gives (factor, offset, gate) of each stream.
+        modulation: Gives scale, shift and gate of both.
+        one: Added to the scale.
+        held: Where the layer norm keeps its weight and bias (`holder`), which are folded into the
+            modulation.
         eps: Of the norm.
         impl: "triton", "reference" or "auto".
         rounding: Where the residual streams are wider than the model's dtype; None for nowhere.
-        plain: Whether they come from modules that are what their classes say.
+        plain: Whether the modulation comes from modules that are what their classes say.
     """
 
-    __slots__ = ("_coefficients", "_eps", "_impl", "_model", "_plain", "_step", "read")
+    __slots__ = ("_eps", "_held", "_impl", "_model", "_modulation", "_one", "_plain", "_step",
+                 "read")  # fmt: skip
 
     def __init__(
         self,
-        coefficients: Callable[[Given], Sequence[Sequence[Tensor]]],
+        modulation: Callable[[Given], Modulation],
+        one: float,
+        held: dict[str, Any],
         eps: float,
         impl: Impl,
         rounding: Rounding | None,
         *,
         plain: bool,
     ) -> None:
-        self._coefficients, self._eps, self._impl = coefficients, eps, impl
+        self._modulation, self._one, self._held = modulation, one, held
+        self._eps, self._impl = eps, impl
         self._model = None if rounding is None else rounding.model
         self._plain = plain
-        self._step = Step(_norm_two)
-        #: What makes the coefficients is called, where it is not plain.
-        self.read: list[Tensor] | None = [] if plain else None
+        self._step = Step(norm_both)
+        #: What makes the modulation is called, where it is not plain.
+        self.read: list[Tensor] | None = tensors_of(held) if plain else None
 
     @property
     def joins(self) -> bool:
         return self._plain
 
     def terms(self, given: Given) -> Terms:
-        scale, shift, gates = self._coefficients(given)
-        return (*scale, *shift, 0.0, self._eps), gates, self._model
+        scale, shift, gates = self._modulation(given)
+        own = self._held
+        return (
+            (*scale, *shift, own.get("weight"), own.get("bias"), self._one, self._eps), gates,
+            self._model,
+        )  # fmt: skip
 
     def __call__(
         self, token: Token, hidden: tuple[Tensor, ...], given: Given
@@ -356,46 +381,37 @@ class StreamsNorm:
             made = given.ahead.pop(self, None)
             if made is not None:
                 return *made, token
-        scale, shift, gates = self._coefficients(given)
         dtype = self._model or hidden[0].dtype
-        if gates[0].dtype != dtype:
-            token = None  # torch will promote the streams.
-        elif token is not None and not self._plain:
-            token = (token, *[(x[0].shape, x[0].stride()) for x in (scale, shift, gates)])
         if token is not None:
-            x = self._step(token, *hidden, *scale, *shift, 0.0, self._eps, self._impl, dtype)
-        else:
-            x = ops.norm_modulate_streams(
-                hidden, scale=scale, shift=shift, form="affine", eps=self._eps, impl=self._impl,
-                out_dtype=self._model,
-            )  # fmt: skip
-        return x, gates, token
+            numbers, gates, _ = self.terms(given)
+            if gates[0].dtype == dtype:  # Else torch will promote the streams.
+                if not self._plain:
+                    token = (token, *[(x.shape, x.stride()) for x in (*numbers[:4:2], gates[0])])
+                return self._step(token, *hidden, *numbers, self._impl, dtype), gates, token
+        scale, shift, gates = self._folded(given)
+        x = ops.norm_modulate_streams(
+            hidden, scale=scale, shift=shift, form="affine", eps=self._eps, impl=self._impl,
+            out_dtype=self._model,
+        )  # fmt: skip
+        return x, gates, None
+
+    def _folded(self, given: Given) -> Modulation:
+        """Factors and offsets in the place of scale and shift."""
+        scale, shift, gates = self._modulation(given)
+        weight, bias = self._held.get("weight"), self._held.get("bias")
+        if weight is None and bias is None and not self._one:
+            return Modulation(scale, shift, gates)
+        pairs = zip(scale, shift, strict=True)
+        factors, offsets = zip(
+            *[folded(*pair, weight, bias, self._one) for pair in pairs], strict=True
+        )
+        return Modulation(factors, offsets, gates)
 
     def described(self, hidden: tuple[Tensor, ...], given: Given) -> Described | None:
-        scale, shift, gates = self._coefficients(given)
+        scale, shift, gates = self._folded(given)
         if gates[0].dtype != (self._model or hidden[0].dtype):
             return None  # torch will promote the streams.
         return Described((*scale, *shift, *gates), [], "streams", self._eps)
-
-
-def _norm_two(
-    first: Tensor,
-    second: Tensor,
-    first_factor: Tensor,
-    second_factor: Tensor,
-    first_offset: Tensor,
-    second_offset: Tensor,
-    one: float,
-    eps: float,
-    impl: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """`norm_modulate_streams` of two streams with flat arguments, as `Step` takes them."""
-    together: Tensor = norm_streams.body(
-        [first, second], [first_factor, second_factor], [first_offset, second_offset], one, eps,
-        impl, out_dtype,
-    )  # fmt: skip
-    return together
 
 
 class CalledNorm:

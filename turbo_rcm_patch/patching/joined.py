@@ -37,6 +37,7 @@ from turbo_rcm_patch.patching.branches import (
     FusedNorm,
     Given,
     Hidden,
+    Modulation,
     Norm,
     Run,
     StreamsNorm,
@@ -312,7 +313,7 @@ def _norm_of(layout: _Layout, weights: Iterator[Weights]) -> Callable[[bool], No
 
     def norm(as_rows: bool) -> Norm:
         if layout.norm == "streams":
-            return StreamsNorm(_of_streams, layout.norm_eps, impl, rounding, plain=True)
+            return StreamsNorm(_of_streams, 0.0, {}, layout.norm_eps, impl, rounding, plain=True)
         rows = as_rows and layout.as_rows
         if layout.norm == "modulated":
             own = Weights(None, None, layout.norm_eps)
@@ -324,9 +325,9 @@ def _norm_of(layout: _Layout, weights: Iterator[Weights]) -> Callable[[bool], No
     return norm
 
 
-def _of_streams(given: Given) -> tuple[tuple[Tensor, ...], ...]:
+def _of_streams(given: Given) -> Modulation:
     """Factors, offsets and gates of two streams."""
-    return given.rows[:2], given.rows[2:4], given.rows[4:]
+    return Modulation(given.rows[:2], given.rows[2:4], given.rows[4:])
 
 
 # --- the operations ------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from turbo_rcm_patch.ops.int8_linear import linear_forward as int8_forward
 from turbo_rcm_patch.ops.operation import Step
 from turbo_rcm_patch.ops.projection import closes_apart, project_forward, skip_forward
 from turbo_rcm_patch.ops.quantize import stacked_rows, unpadded
-from turbo_rcm_patch.ops.streams import project_streams
+from turbo_rcm_patch.ops.streams import project_streams, skip_both, skip_norm_both
 from turbo_rcm_patch.patching.author import call
 from turbo_rcm_patch.patching.blocks import plain_dropout
 from turbo_rcm_patch.patching.copies import Copies, stacked_bias
@@ -253,9 +253,9 @@ class Rounding(NamedTuple):
 
 
 #: What a norm takes beside the residual stream, for the pass that closes the skip before it:
-#: factor, offset, the number added to the factor and epsilon (of two streams both factors and
-#: both offsets); the gate of the branch behind it, None for 1; its dtype, None for the stream's
-#: and int8 for int8 rows.
+#: factor, offset, the number added to the factor and epsilon (of two streams both factors, both
+#: offsets, and the norm's weight and bias); the gate of the branch behind it, None for 1; its
+#: dtype, None for the stream's and int8 for int8 rows.
 Terms = tuple[tuple[Any, ...], Any, torch.dtype | None]
 
 
@@ -582,8 +582,8 @@ class StreamsClose(Close):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._close_both, self._skip_both = Step(_project_two), Step(_skip_two)
-        self._with_norm = Step(_skip_norm_two)
+        self._close_both, self._skip_both = Step(_project_two), Step(skip_both)
+        self._with_norm = Step(skip_norm_both)
 
     @property
     def _is_a_pass(self) -> bool:
@@ -701,51 +701,4 @@ def _project_two(
         project_streams.body(
             x, weight, bias, [first, second], [first_gate, second_gate], cast, impl, out_dtype
         )
-    )
-
-
-def _skip_norm_two(
-    branch: Tensor,
-    first: Tensor,
-    second: Tensor,
-    first_gate: Tensor,
-    second_gate: Tensor,
-    first_factor: Tensor,
-    second_factor: Tensor,
-    first_offset: Tensor,
-    second_offset: Tensor,
-    one: float,
-    eps: float,
-    cast: Cast,
-    impl: Impl,
-    out_dtype: torch.dtype,
-    normed_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`skip_norm` of two streams over their rows of a branch, their norms as one sequence."""
-    lengths = [first.shape[1], second.shape[1]]
-    together = torch.empty(branch.shape, dtype=normed_dtype, device=branch.device)
-    parts, rows = torch.split(branch, lengths, dim=1), torch.split(together, lengths, dim=1)
-    how = (one, eps, cast, impl, out_dtype, normed_dtype)
-    left, _ = skip_norm(first, parts[0], first_gate, first_factor, first_offset, *how, rows[0])
-    right, _ = skip_norm(
-        second, parts[1], second_gate, second_factor, second_offset, *how, rows[1]
-    )
-    return left, right, together
-
-
-def _skip_two(
-    branch: Tensor,
-    first: Tensor,
-    second: Tensor,
-    first_gate: Tensor,
-    second_gate: Tensor,
-    cast: str,
-    impl: str,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
-    """`skip` of two streams over their rows of a branch, as `Step` takes it."""
-    parts = torch.split(branch, [first.shape[1], second.shape[1]], dim=1)
-    pairs = zip((first, second), parts, (first_gate, second_gate), strict=True)
-    return tuple(
-        [skip_forward.body(x, y, None, g, 1.0, 1.0, cast, impl, out_dtype) for x, y, g in pairs]
     )

@@ -23,46 +23,60 @@ from turbo_rcm_patch.kernels.replay import replayed
 
 
 @triton.jit
-def _close(
-    y_ptr, branch_ptr, residual_ptr, gate_ptr, branch_strides, residual_strides, gate_strides,
-    b, n, n_tokens, channels, offs_c, mask_c,
+def close_row(
+    y_row, branch_row, residual_row, gate, offs_c, mask_c,
     HAS_GATE: tl.constexpr, ROUND_TO: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """residual + gate * branch for channels offs_c of token n of sample b, stored; as it is read
-    back, in fp32, 0 outside mask_c. VALUES: see `skip_norm`."""
-    branch_row = branch_ptr + b * branch_strides[0] + n * branch_strides[1]
-    residual_row = residual_ptr + b * residual_strides[0] + n * residual_strides[1]
+    """residual + gate * branch for channels offs_c of a row, stored; as it is read back, in fp32,
+    0 outside mask_c. gate [channels] as it was loaded. VALUES: see `skip_norm`."""
     branch_ptrs = tl.max_contiguous(branch_row + offs_c, VALUES)
     residual_ptrs = tl.max_contiguous(residual_row + offs_c, VALUES)
     branch = tl.load(branch_ptrs, mask=mask_c, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptrs, mask=mask_c, other=0.0)
     c_out = 1.0
     if HAS_GATE:
-        gate_row = gate_ptr + b * gate_strides[0] + n * gate_strides[1]
-        gate_ptrs = tl.max_contiguous(gate_row + offs_c * gate_strides[2], VALUES)
-        gate = tl.load(gate_ptrs, mask=mask_c, other=0.0)
         if ROUND_TO is not None:
             gate = gate.to(ROUND_TO)
         c_out = gate.to(tl.float32)
     y = skipped(scaled(branch, c_out, ROUND_TO), residual, 1.0, ROUND_TO)
-    y = y.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + (b * n_tokens + n) * channels + offs_c, y, mask=mask_c)
+    y = y.to(y_row.dtype.element_ty)
+    tl.store(y_row + offs_c, y, mask=mask_c)
     return y.to(tl.float32)
+
+
+@triton.jit
+def _close(
+    y_ptr, branch_ptr, residual_ptr, gate_ptr, branch_strides, residual_strides, gate_strides,
+    b, n, n_tokens, channels, offs_c, mask_c,
+    HAS_GATE: tl.constexpr, ROUND_TO: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """`close_row` of token n of sample b."""
+    branch_row = branch_ptr + b * branch_strides[0] + n * branch_strides[1]
+    residual_row = residual_ptr + b * residual_strides[0] + n * residual_strides[1]
+    gate = mask_c
+    if HAS_GATE:
+        gate_row = gate_ptr + b * gate_strides[0] + n * gate_strides[1]
+        gate_ptrs = tl.max_contiguous(gate_row + offs_c * gate_strides[2], VALUES)
+        gate = tl.load(gate_ptrs, mask=mask_c, other=0.0)
+    return close_row(
+        y_ptr + (b * n_tokens + n) * channels, branch_row, residual_row, gate, offs_c, mask_c,
+        HAS_GATE, ROUND_TO, VALUES,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def skip_norm_kernel(
     y_ptr, normed_ptr, branch_ptr, residual_ptr, gate_ptr, factor_ptr, offset_ptr,
-    normed_stride_b, branch_strides, residual_strides, gate_strides, factor_strides,
-    offset_strides, n_tokens, channels, eps,
+    branch_strides, residual_strides, gate_strides, factor_strides, offset_strides,
+    n_tokens, channels, eps,
     BLOCK_C: tl.constexpr, HAS_GATE: tl.constexpr, ROUND_TO: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_OFFSET: tl.constexpr, ONE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """y = residual + gate * branch, and layer_norm(y) * (ONE + factor) + offset of y as it is
     stored, a token a program.
 
-    Grid: (tokens, batch). y [B, N, C] dense; normed [B, N, C], its rows dense within a sample;
-    branch, residual [B, N, C] with contiguous channels; gate, factor and offset broadcast to them.
+    Grid: (tokens, batch). y, normed [B, N, C] dense; branch, residual [B, N, C] with contiguous
+    channels; gate, factor and offset broadcast to them.
     Steps, layouts and so the bits are those of `skip_kernel` and `norm_modulate_kernel`.
     """
     n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -76,7 +90,7 @@ def skip_norm_kernel(
         normal(y, mask_c, channels, eps), factor_ptr, offset_ptr, factor_strides, offset_strides,
         b, n, offs_c, mask_c, HAS_FACTOR, HAS_OFFSET, ONE,
     )  # fmt: skip
-    out = normed_ptr + b * normed_stride_b + n * channels
+    out = normed_ptr + (b * n_tokens + n) * channels
     tl.store(out + offs_c, x.to(normed_ptr.dtype.element_ty), mask=mask_c)
 
 
@@ -128,13 +142,11 @@ def skip_norm(
     one: float,
     eps: float,
     normed_dtype: torch.dtype,
-    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | Rows]:
     """residual + c_out * branch, and layer_norm of it * (one + factor) + offset.
 
     residual, branch [B, N, C]; a c_out that is a number is 1; tensors broadcast to [B, N, C]. The
-    norm has `normed_dtype`, and `out` takes it: [B, N, C], the rows of a sample dense. With
-    torch.int8 it is int8 rows and their scales, without `out`.
+    norm has `normed_dtype`; with torch.int8 it is int8 rows and their scales.
 
     A thread holds VALUES channels side by side: as many of its narrowest tensor as the norm's own
     kernel reads at once, whatever the branch has. So both add a row up in the same order.
@@ -146,7 +158,6 @@ def skip_norm(
     assert gate is not None or c_out == 1.0
     gate, gate_strides = broadcast(gate, branch.shape)
     rows = normed_dtype == torch.int8
-    assert not (rows and out is not None)
     dtypes = [out_dtype, out_dtype if rows else normed_dtype]
     dtypes += [x.dtype for x in (factor, offset) if x is not None]
     y = torch.empty(batch, n_tokens, channels, dtype=out_dtype, device=branch.device)
@@ -171,13 +182,12 @@ def skip_norm(
         int8 = empty_rows(batch, n_tokens, channels, branch.device)
         launch(skip_norm_rows_kernel, grid, branch.device, **row_arguments(int8), **arguments)
         return y, int8
-    normed = torch.empty_like(y, dtype=normed_dtype) if out is None else out
+    normed = torch.empty_like(y, dtype=normed_dtype)
     launch(
         skip_norm_kernel,
         grid,
         branch.device,
         normed_ptr=normed,
-        normed_stride_b=normed.stride(0),
         BLOCK_C=triton.next_power_of_2(channels),
         num_warps=norm_warps(channels),
         num_stages=1,

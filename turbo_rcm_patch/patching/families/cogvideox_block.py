@@ -9,10 +9,10 @@ the author's rounding between them, with an angle of zero for text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_processor import (
     Attention,
     CogVideoXAttnProcessor2_0,
@@ -31,6 +31,7 @@ from turbo_rcm_patch.patching.branches import (
     CalledNorm,
     FeedForwardModules,
     Given,
+    Modulation,
     Norm,
     StreamsNorm,
 )
@@ -39,7 +40,7 @@ from turbo_rcm_patch.patching.families._feed_forward import (
     feed_forward_mode,
     feed_forward_modules,
 )
-from turbo_rcm_patch.patching.linears import Rounding, skip_streams
+from turbo_rcm_patch.patching.linears import Rounding, holder, skip_streams
 from turbo_rcm_patch.patching.parallel import follow, groups_of, processor_class
 from turbo_rcm_patch.patching.plain import bare, plain_linear
 from turbo_rcm_patch.patching.plan import Token, signature
@@ -183,10 +184,12 @@ class CogVideoXBlockForward(BlockForward):
         """
         norm = getattr(self._block, branch.norm)
         if state.live and _plain_zero_norm(norm, hidden[1]):
-            plain = plain_linear(norm.linear, given.rows[0]) and bare(norm.silu)
+            silu = norm.silu
+            plain = type(silu) is nn.SiLU and bare(silu)
+            plain = plain and plain_linear(norm.linear, given.rows[0])
             return StreamsNorm(
-                lambda given: _coefficients(norm, given.rows[0]), norm.norm.eps,
-                self._config.impl, rounding, plain=plain,
+                lambda given: _modulation(norm, given.rows[0], plain), 1.0, holder(norm.norm),
+                norm.norm.eps, self._config.impl, rounding, plain=plain,
             )  # fmt: skip
 
         def called(streams: Streams, given: Given) -> tuple[Tensor, Streams]:
@@ -235,18 +238,23 @@ def _with_text(rotary: Rotary, text_tokens: int, device: torch.device) -> Rotary
     return torch.cat([still, cos]), torch.cat([torch.zeros_like(still), sin])
 
 
-def _coefficients(norm: Any, temb: Tensor) -> tuple[Sequence[Tensor], ...]:
-    """Factors, offsets and gates of text and video, [B, 1, C] each."""
-    # [B, stream, (shift, scale, gate), 1, C]. Few steps, because short forwards wait for the host.
-    rows = call(norm.linear, call(norm.silu, temb)).unflatten(-1, (2, 3, 1, -1))
-    offset, scale = rows[:, :, :2].float().unbind(2)
-    factor, inner = 1 + scale, norm.norm
-    if inner.bias is not None:
-        offset = torch.addcmul(offset, factor, inner.bias)
-    if inner.weight is not None:
-        factor = factor * inner.weight
-    (video, text), gates = zip(factor.unbind(1), offset.unbind(1), strict=True), rows[:, :, 2]
-    return tuple(zip((*text, gates[:, 1]), (*video, gates[:, 0]), strict=True))
+def _modulation(norm: Any, temb: Tensor, plain: bool) -> Modulation:
+    """Scale, shift and gate of text and video, [B, 1, C] each.
+
+    Args:
+        norm: Of its class.
+        temb: [B, E].
+        plain: Whether its modules may be read.
+    """
+    if plain:
+        own = norm.linear._parameters
+        rows = F.linear(F.silu(temb), own["weight"], own["bias"])
+    else:
+        rows = call(norm.linear, call(norm.silu, temb))
+    rows = torch.unflatten(rows, -1, (6, 1, -1))
+    # In the order in which the author's norm takes them.
+    shift, scale, gate, text_shift, text_scale, text_gate = rows.unbind(1)
+    return Modulation((text_scale, scale), (text_shift, shift), (text_gate, gate))
 
 
 def _plain_layer_norm(norm: Any) -> bool:
