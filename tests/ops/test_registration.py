@@ -16,6 +16,7 @@ from turbo_rcm_patch.ops import (
     attention_project_skip,
     attention_skip,
     project_skip,
+    reference,
     registry,
     skip,
 )
@@ -111,7 +112,11 @@ def norm_rope_by_torch(x, weight, cos, sin, bias=None):
 
 @pytest.mark.parametrize("attention", ["int8", "exact"])
 @pytest.mark.parametrize("masked", [False, True], ids=["all-keys", "key-padding"])
-def test_gradients_are_those_of_exact_attention(attention: str, masked: bool) -> None:
+@pytest.mark.parametrize("rows", [TOKENS, 2], ids=["at-once", "two-rows-at-a-time"])
+def test_gradients_are_those_of_exact_attention(
+    attention: str, masked: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", rows * BATCH * HEADS * TOKENS)
     q, k, v, residual = (tokens() for _ in range(4))
     c_skip, c_out = leaf(BATCH), leaf(BATCH, 1, CHANNELS)
     norm_q, norm_k = leaf(CHANNELS), leaf(DIM)

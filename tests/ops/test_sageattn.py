@@ -202,6 +202,14 @@ def test_what_is_refused(change: dict, error: type[Exception], words: str) -> No
         sageattn(**({"q": q, "k": k, "v": v} | change))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("empty", [1, 2, 3])
+def test_no_head_no_token_and_no_channel_are_refused(layout: str, empty: int) -> None:
+    q, k, v = inputs(layout)
+    with pytest.raises(errors.ShapeError, match="at least one head, token and channel"):
+        sageattn(q, k.narrow(empty, 0, 0), v, tensor_layout=layout)
+
+
 def test_wide_heads_are_refused() -> None:
     q, k, v = inputs("HND", dim=288)
     with pytest.raises(errors.ShapeError):

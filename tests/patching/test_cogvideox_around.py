@@ -28,6 +28,7 @@ from tests.patching.test_around import (
 from tests.patching.test_compile import Counting, fresh_dynamo
 from tests.patching.wan import EXACT, relative, run
 from turbo_rcm_patch import PatchConfig, ops, patch_model, patched, unpatch_model
+from turbo_rcm_patch.patching.plan import PlanSlot
 
 __all__ = ["fresh_dynamo"]
 
@@ -319,3 +320,37 @@ def test_compiles_without_graph_break_or_recompile(case: Case) -> None:
             inputs["timestep"] = inputs["timestep"] - 100 * step
             assert torch.equal(run(compiled, **inputs), run(model, **inputs))
     assert backend.graphs == 1
+
+
+def test_another_activation_before_the_modulation_is_called() -> None:
+    """Ours reads the Linear behind it only where that is what the class makes it."""
+    case = CASES[0]
+    one, other = case.model(), case.model()
+    for model in (one, other):
+        for block in model.transformer_blocks:
+            block.norm1.silu = nn.Tanh()
+    patch_model(one, EXACT)
+    for _ in range(2):
+        assert relative(run(one, **case.inputs()), run(other, **case.inputs())) < 1e-5
+
+
+@pytest.mark.parametrize("which", ["norm1", "norm2"])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_weights_of_a_layer_norm_that_lie_otherwise_make_a_new_plan(
+    which: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel reads them as they lay when its launch was recorded."""
+    case = CASES[0]
+    model, made = case.model(), []
+    patch_model(model, EXACT)
+    before = run(model, **case.inputs())
+    own = PlanSlot.get
+
+    def get(self: Any, facts: Any, make: Callable[[], Any], watch: Any) -> Any:
+        return own(self, facts, lambda: made.append(1) or make(), watch)
+
+    monkeypatch.setattr(PlanSlot, "get", get)
+    assert torch.equal(run(model, **case.inputs()), before) and not made
+    weight = getattr(getattr(model.transformer_blocks[0], which).norm, name)
+    weight.data = torch.stack([weight, weight], 1)[:, 0]
+    assert torch.equal(run(model, **case.inputs()), before) and len(made) == 1

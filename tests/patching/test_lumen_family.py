@@ -15,6 +15,7 @@ from tests.patching.wan import EXACT, INT8, dicts, relative, with_lora
 from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
 from turbo_rcm_patch.errors import FamilyError, UnknownArchitectureError
 from turbo_rcm_patch.patching.author import Notes
+from turbo_rcm_patch.patching.branches import readable_norms
 from turbo_rcm_patch.patching.registry import FAMILIES, qualified_name
 
 
@@ -30,6 +31,15 @@ def run(model: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     with torch.no_grad():
         output: torch.Tensor = model(**inputs(dtype))
     return output
+
+
+def test_norms_that_are_not_there_need_not_be_called() -> None:
+    none = {"weight": None, "bias": None}
+    x, norm = torch.randn(2, 3, 16), torch.nn.RMSNorm(16, 1e-5)
+    assert readable_norms((None, None), x) == (none, none, 1e-6)
+    assert readable_norms((norm, None), x) is None  # type: ignore[arg-type]
+    held = readable_norms((norm, norm), x)
+    assert held is not None and held[0] is norm._parameters
 
 
 def test_without_the_registry_s_line_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,6 +321,22 @@ def test_two_kinds_of_forwards_in_turn_have_a_plan_each(
     assert torch.equal(run(model, **alone), changed[1])
 
 
+def test_a_plan_made_without_an_image_serves_none_with_one() -> None:
+    """As many tokens as text has at most, and five more: the first forward is the shorter one."""
+    case = Case("2.1-i2v", image=True)
+    one, other, inputs = case.model(), case.model(), case.inputs()
+    patch_model(one, PatchConfig(attention="exact", guard=False))
+    record, ran = record_of(one), []
+    assert record is not None
+    for given in (inputs | {"encoder_hidden_states_image": None}, inputs):
+        assert relative(run(one, **given), run(other, **given)) < 1e-5
+        ran.append(
+            [state.ran for state in record.plan.states if state.pair.path.endswith("attn2")]
+        )
+    called, exact = "fused after a module that was called", "fused with exact attention"
+    assert ran == [[called] * 2, [exact] * 2]
+
+
 @pytest.mark.parametrize("context", ["no_grad", "inference_mode"])
 def test_plans_serve_inference(context: str, used: list[int]) -> None:
     case = Case("2.1-t2v")

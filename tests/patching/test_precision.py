@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -669,6 +670,26 @@ def test_heads_are_measured_behind_a_projection_that_is_called(change: Any) -> N
         wan.run(model, **wan.CASES[0].inputs(1, BF16))
         found.append(report.guard.fidelity)
     assert found[1] == pytest.approx(found[0], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("weight", "read"),
+    [
+        (torch.randn(16, 64), True),
+        (torch.randn(16, 64).bfloat16(), True),
+        (torch.randn(16, 32), False),  # two values in one, say
+        (torch.ones(16, 64, dtype=torch.int8), False),
+        (torch.randn(16, 64, device="meta"), False),
+        (None, False),
+    ],
+    ids=["fp32", "bf16", "half-as-wide", "int8", "meta", "none"],
+)
+def test_which_weights_carry_the_error_of_heads(weight: torch.Tensor | None, read: bool) -> None:
+    module = SimpleNamespace(weight=weight)
+    found = guard._weight_for_noise(module, torch.randn(2, 5, 64))
+    assert (found is not None) == read
+    if read:
+        assert found is not None and weight is not None and torch.equal(found, weight)
 
 
 @pytest.mark.usefixtures("many_tokens")
