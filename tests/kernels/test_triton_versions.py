@@ -56,6 +56,11 @@ def cases(release: Version) -> list[dict]:
             | {"name": f"skip-norm {modulated}"}
             for modulated in (True, False)
         ],
+        *[
+            case("streams", AMPERE, 64, stream=stream, folded=folded)
+            | {"name": f"streams {stream} {folded}"}
+            for stream, folded in (("float32", False), ("bfloat16", True))
+        ],
         case("denoise", AMPERE, 128),
         case("attention", HOPPER, 128, only=["attention_kernel"], **portable),
     ]
