@@ -637,8 +637,9 @@ class Graphs:
     ) -> _Captured | None:
         """The graph of this forward, with the lock held; None where it runs plain."""
         groups = groups_of_model(self._model)
-        at = tensors[0].device if tensors else torch.device("cpu")
-        together = groups if groups is not None and tells_on_host(groups, at) else None
+        # Whatever the arguments turn out to be.
+        told = groups is not None and tells_on_host(groups, torch.device("cpu"))
+        together = groups if told else None
         # Ranks that wait for this one cannot do without its answer.
         if not self._lock.acquire(blocking=together is not None):
             return None  # Another thread's turn.
