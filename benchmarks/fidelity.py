@@ -29,8 +29,8 @@ from benchmarks.networks import (
 from benchmarks.runner import Column, Journal, Plan, Record, Variant, Wrong
 from turbo_rcm_patch import PatchReport
 from turbo_rcm_patch.bench import Call, errors_of, time_call
-from turbo_rcm_patch.sampling.measures import highest_precision, upcast
-from turbo_rcm_patch.sampling.verdict import NETWORK_LIMIT
+from turbo_rcm_patch.video.measures import highest_precision, upcast
+from turbo_rcm_patch.video.verdict import NETWORK_LIMIT
 
 #: Further than this from the truth is broken, not inexact.
 BROKEN: Final = 0.5

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from turbo_rcm_patch.bench import time_call
-from turbo_rcm_patch.sampling.environment import device_name
+from turbo_rcm_patch.video.environment import device_name
 
 #: Dense peaks from the vendor's data sheets, by a part of the device name: 1e12 operations a
 #: second of 8-bit and 16-bit matrix products, and 1e12 bytes a second of memory.

@@ -33,7 +33,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call, attention_fp64, errors_of, generator, some_rows
 from turbo_rcm_patch.boundary import EDM
 from turbo_rcm_patch.config import Form
-from turbo_rcm_patch.sampling.measures import highest_precision
+from turbo_rcm_patch.video.measures import highest_precision
 
 #: Relative L2 to fp64 of c_skip * x + c_out * branch from which an output is wrong, and to fp32 of
 #: what a Wan block adds to its input.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from benchmarks.runner import GROUPS, Record, number
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.output import atomic
-from turbo_rcm_patch.sampling.report import STYLE
+from turbo_rcm_patch.video.report import STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,8 +20,8 @@ from benchmarks.runner import Column, Journal, Plan, Record, Shape, Variant, Wro
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import attention_fp64, errors_of, generator
 from turbo_rcm_patch.config import Attention, Form, PVDType
-from turbo_rcm_patch.sampling.measures import highest_precision
-from turbo_rcm_patch.sampling.verdict import FUSION_LIMIT
+from turbo_rcm_patch.video.measures import highest_precision
+from turbo_rcm_patch.video.verdict import FUSION_LIMIT
 
 # --- ops: accuracy against fp64 ------------------------------------------------------------------
 

@@ -36,8 +36,8 @@ from turbo_rcm_patch.bench import (
 from turbo_rcm_patch.errors import ConfigError, OutputExistsError
 from turbo_rcm_patch.kernels.tile_table import table_path
 from turbo_rcm_patch.output import check_writable, write_json
-from turbo_rcm_patch.sampling.environment import code_digest, device_name, versions
-from turbo_rcm_patch.sampling.store import to_json
+from turbo_rcm_patch.video.environment import code_digest, device_name, versions
+from turbo_rcm_patch.video.store import to_json
 
 #: What goes to a JSON file.
 Record = dict[str, Any]

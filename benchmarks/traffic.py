@@ -26,7 +26,7 @@ from benchmarks.runner import Column, Entrant, Journal, Plan, Record, Shape
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import some_rows
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
-from turbo_rcm_patch.sampling.environment import python_command
+from turbo_rcm_patch.video.environment import python_command
 
 _ROWS: Final = 32
 #: The exact backend of the two-pass form here; any of them moves the same tensors.

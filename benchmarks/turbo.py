@@ -36,11 +36,11 @@ from benchmarks.networks import (
 from benchmarks.runner import PEAK, REL_L2, Column, Enter, Journal, Plan, Record, Variant
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.bench import Call, errors_of, generator, reason_of
-from turbo_rcm_patch.checkpoints.blocks import dequantise
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 from turbo_rcm_patch.ops.sparse_reference import block_map, linear_branch
 from turbo_rcm_patch.patching.int8_weights import attach_int8, detach_int8
 from turbo_rcm_patch.patching.sla import attach_proj_l, detach_proj_l
+from turbo_rcm_patch.turbodiffusion.blocks import dequantise
 
 CASE: Final = "turbo-1.3b"
 #: Wanted milliseconds of a forward on an H200 at 32,760 tokens and top-k 0.1.

@@ -18,8 +18,8 @@ from benchmarks import runner
 from benchmarks.networks import build_wan, compiled, patched_with, sage_attention, sizes_of
 from benchmarks.runner import PEAK, Column, Journal, Plan, Record, Variant, Wrong
 from turbo_rcm_patch.bench import generator
-from turbo_rcm_patch.sampling.generation import Conditioning, decode_latents, sample_latents
-from turbo_rcm_patch.sampling.settings import Settings
+from turbo_rcm_patch.video.generation import Conditioning, decode_latents, sample_latents
+from turbo_rcm_patch.video.settings import Settings
 
 #: Patched as a user patches, with the guard.
 METHODS: Final = {

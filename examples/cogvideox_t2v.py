@@ -9,9 +9,9 @@ from pathlib import Path
 
 from turbo_rcm_patch import patch_model, unpatch_model
 from turbo_rcm_patch.exit_codes import of_verdict
-from turbo_rcm_patch.sampling import compare, generate, load_pipeline
-from turbo_rcm_patch.sampling.video import enlarge, write_mp4
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
+from turbo_rcm_patch.video import compare, generate, load_pipeline
+from turbo_rcm_patch.video.video import enlarge, write_mp4
 
 if "--help" in sys.argv or "-h" in sys.argv:
     print(__doc__)

@@ -77,7 +77,7 @@ def built(
     ("fault", "told"),
     [
         ({}, None),
-        ({"without": "turbo_rcm_patch/sampling/page/player.js"}, "the wheel lacks"),
+        ({"without": "turbo_rcm_patch/video/page/player.js"}, "the wheel lacks"),
         ({"without": "tests/conftest.py"}, "the source distribution lacks tests/conftest.py"),
         ({"more": "turbo_rcm_patch/secret.txt"}, "the wheel has turbo_rcm_patch/secret.txt"),
         ({"readme": "turbo_rcm_patch [a](docs/a.md)"}, "cannot follow"),

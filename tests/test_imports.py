@@ -129,8 +129,8 @@ if SYSTEM == "windows":
     msvcrt.locking = locking
     sys.modules["msvcrt"] = msvcrt
 from turbo_rcm_patch import patch_model
-from turbo_rcm_patch.checkpoints.staging import staged
-from turbo_rcm_patch.sampling import load_pipeline
+from turbo_rcm_patch.turbodiffusion.staging import staged
+from turbo_rcm_patch.video import load_pipeline
 pipe = load_pipeline("tiny", device="cpu")
 assert patch_model(pipe.transformer).fused > 0
 with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +148,7 @@ EXTRA = """
 import contextlib, io
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import MissingPackageError
-from turbo_rcm_patch.sampling import compare, load_pipeline
+from turbo_rcm_patch.video import compare, load_pipeline
 for call, extra in ((lambda: load_pipeline("tiny"), "video"),
                     (lambda: compare(None, "a", out="nowhere"), "report")):
     try:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints.test_convert_command import TINY
-from tests.checkpoints.wan_model import save
 from tests.patching.wan import CASES, dicts, relative, run, wan
-from tests.sampling.micro import SMALL, micro_pipe
+from tests.turbodiffusion.test_convert_command import TINY
+from tests.turbodiffusion.wan_model import save
+from tests.video.micro import SMALL, micro_pipe
 from turbo_rcm_patch import (
     PatchConfig,
     is_patched,
@@ -27,9 +27,9 @@ from turbo_rcm_patch import (
     report_of,
     unpatch_model,
 )
-from turbo_rcm_patch.checkpoints.convert import convert_transformer
-from turbo_rcm_patch.sampling.generation import generate
-from turbo_rcm_patch.sampling.settings import Settings
+from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
+from turbo_rcm_patch.video.generation import generate
+from turbo_rcm_patch.video.settings import Settings
 
 PACKAGE = str(Path(__file__).parents[1] / "turbo_rcm_patch")
 #: Every how many calls one raises. Primes, so that two tests look at other calls.

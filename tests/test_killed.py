@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoints.test_convert_command import TINY
-from tests.checkpoints.wan_model import save
 from tests.killed import killed_at
+from tests.turbodiffusion.test_convert_command import TINY
+from tests.turbodiffusion.wan_model import save
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.checkpoints import write_checkpoint
-from turbo_rcm_patch.checkpoints.convert import convert_transformer
 from turbo_rcm_patch.patching.stored import EXTRA_FILE, write_extra
-from turbo_rcm_patch.sampling.generation import Sample
-from turbo_rcm_patch.sampling.store import Store
-from turbo_rcm_patch.sampling.video import write_mp4
 from turbo_rcm_patch.tune import write_table
+from turbo_rcm_patch.turbodiffusion import write_checkpoint
+from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
+from turbo_rcm_patch.video.generation import Sample
+from turbo_rcm_patch.video.store import Store
+from turbo_rcm_patch.video.video import write_mp4
 
 FRAMES = np.zeros((5, 32, 32, 3), dtype=np.uint8)
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "turbo_rcm_patch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 WORDS = {"errors", "extras", "config", "lazy", "skip", "boundary", "exit_codes", "output"}
-BELOW_SAMPLING = WORDS | {"ops", "models", "patching", "checkpoints"}
+BELOW_SAMPLING = WORDS | {"ops", "models", "patching", "turbodiffusion"}
 #: Which parts of the package a part may import (itself always).
 MAY_IMPORT = {
     "errors": set(),
@@ -28,18 +28,18 @@ MAY_IMPORT = {
     "ops": WORDS | {"kernels"},
     "models": WORDS | {"ops"},
     "patching": WORDS | {"ops", "models"},
-    "checkpoints": WORDS | {"ops", "patching"},
+    "turbodiffusion": WORDS | {"ops", "patching"},
     "tiny": {"errors"},  # where the shipped weights lie, and their world
-    "sampling": BELOW_SAMPLING | {"tiny"},
-    "bench": BELOW_SAMPLING | {"sampling"},
-    "tune": BELOW_SAMPLING | {"sampling", "bench", "kernels"},
+    "video": BELOW_SAMPLING | {"tiny"},
+    "bench": BELOW_SAMPLING | {"video"},
+    "tune": BELOW_SAMPLING | {"video", "bench", "kernels"},
 }
 #: Packages that only some parts may import.
 ONLY_IN = {
     "turbowan": set(),  # of the examples
     "triton": {"kernels"},
-    "diffusers": {"patching/families", "patching/backend.py", "sampling"},
-    "transformers": {"sampling"},
+    "diffusers": {"patching/families", "patching/backend.py", "video"},
+    "transformers": {"video"},
     # These lie around the package and import it, never the other way.
     "benchmarks": set(),
     "training": set(),

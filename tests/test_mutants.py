@@ -19,7 +19,7 @@ from tests.mutants import coverage
 from tests.mutants.__main__ import ENOUGH
 from tests.mutants.automatic import PARTS, mutated, sample, sources
 from tests.mutants.own import OWN, SIGNS
-from turbo_rcm_patch.sampling import support
+from turbo_rcm_patch.video import support
 
 ROOT = Path(__file__).parents[1]
 RESULT = json.loads((ROOT / "results" / "mutants.json").read_text(encoding="utf-8"))
@@ -113,7 +113,7 @@ def test_a_test_that_always_fails_kills_nothing() -> None:
     code = (
         "import ast; from tests.mutants.run import Job, preload, run_job\n"
         "preload()\n"
-        "file = 'turbo_rcm_patch/sampling/verdict.py'\n"
+        "file = 'turbo_rcm_patch/video/verdict.py'\n"
         "text, tests = open(file).read(), ['tests/mutants/example.py']\n"
         "for more in ('', 'broken = 1'):\n"
         "    job = Job('x', file, ast.parse(text + chr(10) + more), tests, fuzz=False)\n"

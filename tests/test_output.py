@@ -138,12 +138,12 @@ def test_a_folder_is_merged_whole_or_not_at_all(tmp_path: Path, stopped: bool) -
 #: Where files are removed or written without `atomic`, and why that loses nothing.
 ALONE = {
     "output.py": "it is what the others use",
-    "sampling/store.py": "removes what is on its own list",
-    "sampling/many.py": "a note of its own beside a video that is replaced",
-    "sampling/generation.py": "a switch of the kernel's in /proc",
-    "checkpoints/staging.py": "folders of its own, whole or not at all",
-    "checkpoints/folder.py": "into a folder of staging",
-    "checkpoints/stored.py": "into a file of staging",
+    "video/store.py": "removes what is on its own list",
+    "video/many.py": "a note of its own beside a video that is replaced",
+    "video/generation.py": "a switch of the kernel's in /proc",
+    "turbodiffusion/staging.py": "folders of its own, whole or not at all",
+    "turbodiffusion/folder.py": "into a folder of staging",
+    "turbodiffusion/stored.py": "into a file of staging",
     "patching/stored.py": "beside the old file, then swapped",
     "training/build.py": "into a folder of `merged`",
     "training/run.py": "beside the old state, then swapped",

@@ -72,7 +72,7 @@ def test_the_base_install_is_what_patching_needs() -> None:
     assert set(base) == {
         *("torch", "triton", "diffusers", "safetensors", "sageattention", "huggingface-hub")
     }
-    for part in ("kernels", "ops", "models", "patching", "checkpoints"):
+    for part in ("kernels", "ops", "models", "patching", "turbodiffusion"):
         for name, path in third_party(ROOT / "turbo_rcm_patch" / part).items():
             assert name in base, f"{path} imports {name}"
 
@@ -88,7 +88,7 @@ def test_the_error_for_a_missing_package_knows_every_extra() -> None:
 
 
 def test_doctor_knows_the_declared_ranges() -> None:
-    from turbo_rcm_patch.sampling.doctor import RANGES
+    from turbo_rcm_patch.video.doctor import RANGES
 
     known = declared("dev")
     for name, (least, first_untested) in RANGES.items():

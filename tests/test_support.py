@@ -1,7 +1,7 @@
 """The support matrix: docs/support.md shows what the code prints, and every mark has its test.
 
 A test says what it proves with `pytest.mark.supports(classes, *capabilities)`: a class or a tuple
-of classes, and capabilities of `turbo_rcm_patch.sampling.support`.
+of classes, and capabilities of `turbo_rcm_patch.video.support`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.patching.turbodiffusion import tiny, with_sparse
 from turbo_rcm_patch import find_pairs
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.patching.registry import FAMILIES, STRUCTURES
-from turbo_rcm_patch.sampling import support
-from turbo_rcm_patch.sampling.support import PUBLISHED, count_pairs, short_name
+from turbo_rcm_patch.video import support
+from turbo_rcm_patch.video.support import PUBLISHED, count_pairs, short_name
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "support.md"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 from turbo_rcm_patch.lazy import loading_names
 
 if TYPE_CHECKING:
-    from turbo_rcm_patch.checkpoints.extra import load_extra, unload_extra
     from turbo_rcm_patch.config import PatchConfig
     from turbo_rcm_patch.ops.sageattn import sageattn
     from turbo_rcm_patch.patching.backend import register_backend, unregister_backend
@@ -29,8 +28,9 @@ if TYPE_CHECKING:
         unpatch_model,
     )
     from turbo_rcm_patch.patching.report import PairTable, PatchReport
-    from turbo_rcm_patch.sampling.scheduler import RCMScheduler
     from turbo_rcm_patch.skip import SkipPair
+    from turbo_rcm_patch.turbodiffusion.extra import load_extra, unload_extra
+    from turbo_rcm_patch.video.scheduler import RCMScheduler
 
 __version__: Final = "0.1.0"
 
@@ -59,7 +59,7 @@ __all__ = [
 _find = loading_names(
     __name__,
     {
-        "checkpoints.extra": "load_extra unload_extra",
+        "turbodiffusion.extra": "load_extra unload_extra",
         "config": "PatchConfig",
         "ops.sageattn": "sageattn",
         "patching.backend": "register_backend unregister_backend",
@@ -67,7 +67,7 @@ _find = loading_names(
         "patching.int8_only": "keep_int8_only",
         "patching.patch": "is_patched patch_model patched refresh report_of unpatch_model",
         "patching.report": "PairTable PatchReport",
-        "sampling.scheduler": "RCMScheduler",
+        "video.scheduler": "RCMScheduler",
         "skip": "SkipPair",
     },
 )

@@ -104,13 +104,13 @@ def _run(arguments: argparse.Namespace) -> int:
             dry_run=arguments.dry_run,
         )
     if arguments.run == "doctor":  # It has to run where packages are missing.
-        from turbo_rcm_patch.sampling.doctor import examine
+        from turbo_rcm_patch.video.doctor import examine
 
         return OK if examine(partial(print, flush=True)).healthy else CHANGED
     if arguments.run in ("generate", "compare") and not (arguments.prompt or arguments.prompts):
         # Here, because the imports below take seconds.
         raise ConfigError("prompts", expected="--prompt TEXT or --prompts FILE", got="neither")
-    from turbo_rcm_patch.sampling import commands
+    from turbo_rcm_patch.video import commands
 
     code: int = getattr(commands, arguments.run)(arguments)
     return code

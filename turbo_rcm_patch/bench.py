@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import ConfigError, DeviceError
-from turbo_rcm_patch.sampling.environment import device_name, versions
+from turbo_rcm_patch.video.environment import device_name, versions
 
 Call = Callable[[], torch.Tensor]
 

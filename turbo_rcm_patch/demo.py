@@ -13,15 +13,15 @@ import torch
 from turbo_rcm_patch.errors import ModelFolderError, SamplingError
 from turbo_rcm_patch.exit_codes import CHANGED, Terminated, of_verdict
 from turbo_rcm_patch.extras import require
-from turbo_rcm_patch.sampling.comparison import Observer, compare
-from turbo_rcm_patch.sampling.families import family_named
-from turbo_rcm_patch.sampling.generation import settings_for
-from turbo_rcm_patch.sampling.kernel_check import check_interpreter, run_kernel_check
-from turbo_rcm_patch.sampling.load import TINY, check_folder, load_pipeline, resolve_model
-from turbo_rcm_patch.sampling.progress import bars
-from turbo_rcm_patch.sampling.report import write_report
-from turbo_rcm_patch.sampling.store import check_out, marker_of
-from turbo_rcm_patch.sampling.video import find_ffmpeg
+from turbo_rcm_patch.video.comparison import Observer, compare
+from turbo_rcm_patch.video.families import family_named
+from turbo_rcm_patch.video.generation import settings_for
+from turbo_rcm_patch.video.kernel_check import check_interpreter, run_kernel_check
+from turbo_rcm_patch.video.load import TINY, check_folder, load_pipeline, resolve_model
+from turbo_rcm_patch.video.progress import bars
+from turbo_rcm_patch.video.report import write_report
+from turbo_rcm_patch.video.store import check_out, marker_of
+from turbo_rcm_patch.video.video import find_ffmpeg
 
 MODEL = TINY
 

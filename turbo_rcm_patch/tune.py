@@ -51,7 +51,7 @@ from turbo_rcm_patch.kernels.tile_table import (
 )
 from turbo_rcm_patch.ops import keep_dispatch, measure_dispatch
 from turbo_rcm_patch.output import check_writable, write_text
-from turbo_rcm_patch.sampling.environment import device_name
+from turbo_rcm_patch.video.environment import device_name
 
 #: Relative L2 to fp64 from which a shipped tile is wrong where nothing is quantised; a sum in bf16
 #: has 0.002.

@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from turbo_rcm_patch import RCMScheduler
-from turbo_rcm_patch.checkpoints import EXTRA_FILE, load_extra, unload_extra
-from turbo_rcm_patch.checkpoints.convert import convert_transformer
-from turbo_rcm_patch.checkpoints.distributed import dcp_metadata
-from turbo_rcm_patch.checkpoints.folder import FORMAT
-from turbo_rcm_patch.checkpoints.original import Part, read_text_encoder, read_vae
-from turbo_rcm_patch.checkpoints.pipeline import check_part, read_json
-from turbo_rcm_patch.checkpoints.read import Wanted, check_tensors, open_width
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching.stored import folder_proj_l, mark_of
-from turbo_rcm_patch.sampling.int8_folder import is_int8_only, load_int8_only
-from turbo_rcm_patch.sampling.load import Offload, choose_device, loading, move, resolve_model
-from turbo_rcm_patch.sampling.progress import bars
+from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, load_extra, unload_extra
+from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
+from turbo_rcm_patch.turbodiffusion.distributed import dcp_metadata
+from turbo_rcm_patch.turbodiffusion.folder import FORMAT
+from turbo_rcm_patch.turbodiffusion.original import Part, read_text_encoder, read_vae
+from turbo_rcm_patch.turbodiffusion.pipeline import check_part, read_json
+from turbo_rcm_patch.turbodiffusion.read import Wanted, check_tensors, open_width
+from turbo_rcm_patch.video.int8_folder import is_int8_only, load_int8_only
+from turbo_rcm_patch.video.load import Offload, choose_device, loading, move, resolve_model
+from turbo_rcm_patch.video.progress import bars
 from turbowan.arguments import base_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from transformers import UMT5EncoderModel
 
-    from turbo_rcm_patch.checkpoints.read import Progress
+    from turbo_rcm_patch.turbodiffusion.read import Progress
 
     _Pipeline = TypeVar("_Pipeline", WanPipeline, WanImageToVideoPipeline)
 

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from turbo_rcm_patch.errors import SamplingError
-from turbo_rcm_patch.sampling import source
-from turbo_rcm_patch.sampling.families.wan import Wan
-from turbo_rcm_patch.sampling.scheduler import RCMScheduler, rcm_times
-from turbo_rcm_patch.sampling.settings import Settings, folder_defaults
-from turbo_rcm_patch.sampling.video import write_mp4
+from turbo_rcm_patch.video import source
+from turbo_rcm_patch.video.families.wan import Wan
+from turbo_rcm_patch.video.scheduler import RCMScheduler, rcm_times
+from turbo_rcm_patch.video.settings import Settings, folder_defaults
+from turbo_rcm_patch.video.video import write_mp4
 
 if TYPE_CHECKING:
     from diffusers import WanImageToVideoPipeline, WanPipeline

@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm.auto import trange
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.sampling.scheduler import (
+from turbo_rcm_patch.video.scheduler import (
     MAX_STEPS,
     noise_stream,
     rcm_times,

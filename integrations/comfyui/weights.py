@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from turbo_rcm_patch.checkpoints import Sizes, read_checkpoint
-from turbo_rcm_patch.checkpoints.blocks import dequantise
-from turbo_rcm_patch.checkpoints.keys import HEAD_DIM, Name, names, sizes_of_config
-from turbo_rcm_patch.checkpoints.stored import StoredTensors, read_json, transformer_folder
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.patching.stored import folder_proj_l, weight_files
+from turbo_rcm_patch.turbodiffusion import Sizes, read_checkpoint
+from turbo_rcm_patch.turbodiffusion.blocks import dequantise
+from turbo_rcm_patch.turbodiffusion.keys import HEAD_DIM, Name, names, sizes_of_config
+from turbo_rcm_patch.turbodiffusion.stored import StoredTensors, read_json, transformer_folder
 
 __all__ = ["read_wan"]
 

@@ -27,13 +27,13 @@ from benchmarks.runner import Plan
 from benchmarks.turbo import block_weights, exact_sla, projection, quantised_blocks
 from tests.benchmarks.turbo_checkout import write_checkout
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.checkpoints.blocks import dequantise
 from turbo_rcm_patch.ops.sparse_reference import (
     block_map,
     exact_sparse_attention,
     linear_branch,
 )
 from turbo_rcm_patch.patching.int8_weights import attached_int8
+from turbo_rcm_patch.turbodiffusion.blocks import dequantise
 
 CPU = torch.device("cpu")
 TURBO = ["network", "--only", "turbo-1.3b", "--micro", "--device", "cpu", "--calls", "1"]

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sampling.micro import SMALL, micro_pipe, save
-from tests.sampling.micro_cogvideox import micro_cogvideox
+from tests.video.micro import SMALL, micro_pipe, save
+from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import PatchConfig, patched
-from turbo_rcm_patch.sampling.comparison import compare
-from turbo_rcm_patch.sampling.generation import generate
-from turbo_rcm_patch.sampling.load import load_pipeline
-from turbo_rcm_patch.sampling.measures import relative_l2
-from turbo_rcm_patch.sampling.settings import Settings
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
+from turbo_rcm_patch.video.comparison import compare
+from turbo_rcm_patch.video.generation import generate
+from turbo_rcm_patch.video.load import load_pipeline
+from turbo_rcm_patch.video.measures import relative_l2
+from turbo_rcm_patch.video.settings import Settings
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from turbo_rcm_patch import errors, ops
 from turbo_rcm_patch.kernels.portable import attention as kernels
 from turbo_rcm_patch.patching.copies import Copies
 from turbo_rcm_patch.patching.linears import Linears, Projection
-from turbo_rcm_patch.sampling.scheduler import fingerprint
+from turbo_rcm_patch.video.scheduler import fingerprint
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from tests.patching.turbodiffusion import tiny, tiny_inputs
 from tests.patching.wan import relative
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.models import RCMAttention
-from turbo_rcm_patch.sampling.support import PUBLISHED, Published, count_pairs, short_name
+from turbo_rcm_patch.video.support import PUBLISHED, Published, count_pairs, short_name
 
 pytestmark = pytest.mark.gpu
 

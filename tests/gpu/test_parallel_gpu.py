@@ -31,8 +31,8 @@ from tests.patching import test_parallel_patched as patched
 from tests.patching.test_precision import one_peaked_head
 from tests.patching.wan import run
 from tests.ranks import groups, on_ranks
-from tests.sampling.micro import micro_pipe, save
-from tests.sampling.test_cli import SMALL
+from tests.video.micro import micro_pipe, save
+from tests.video.test_cli import SMALL
 from turbo_rcm_patch import PatchConfig, patch_model, unpatch_model
 from turbo_rcm_patch.errors import RankMismatchError
 from turbo_rcm_patch.ops import AttentionSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.sampling.turbowan import (
+from tests.video.turbowan import (
     EXACT,
     LATENTS,
     PROMPT,

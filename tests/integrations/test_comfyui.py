@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints.wan_model import Options, state_dict
 from tests.integrations.comfyui import (
     NODES,
     ROOT,
@@ -25,10 +24,11 @@ from tests.integrations.comfyui import (
     load_nodes,
 )
 from tests.measures import relative_l2
+from tests.turbodiffusion.wan_model import Options, state_dict
 from turbo_rcm_patch import RCMScheduler, errors
-from turbo_rcm_patch.checkpoints import read_checkpoint, write_transformer
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
-from turbo_rcm_patch.sampling.scheduler import noise_stream, rcm_times
+from turbo_rcm_patch.turbodiffusion import read_checkpoint, write_transformer
+from turbo_rcm_patch.video.scheduler import noise_stream, rcm_times
 
 nodes = load_nodes()
 attention, wan, weights, sampler = (

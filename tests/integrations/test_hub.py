@@ -94,7 +94,7 @@ def test_layout_and_metadata(folder: Path) -> None:
             name: base64.b64encode(hashlib.sha256(data).digest()).decode()
             for name, data in files.items()
         }
-        assert not {name.split("/")[0] for name in files} & {"patching", "sampling", "tiny"}
+        assert not {name.split("/")[0] for name in files} & {"patching", "video", "tiny"}
     assert len(identifiers) == 3
 
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 PARTS = {
     "turbo_rcm_patch/patching": 0.52,
     "turbo_rcm_patch/ops": 0.35,
-    "turbo_rcm_patch/sampling/verdict.py": 0.08,
-    "turbo_rcm_patch/sampling/many.py": 0.05,
+    "turbo_rcm_patch/video/verdict.py": 0.08,
+    "turbo_rcm_patch/video/many.py": 0.05,
 }
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["kernel_tests_of", "tests_of"]
 
-_FOLDERS = {"p": "patching/", "o": "ops/", "c": "checkpoints/", "s": "sampling/", "m": "models/"}
+_FOLDERS = {"p": "patching/", "o": "ops/", "c": "turbodiffusion/", "s": "video/", "m": "models/"}
 
 #: Part of a path -> names of test files: p:patch is tests/patching/test_patch.py.
 _TESTS = {
@@ -82,8 +82,8 @@ _TESTS = {
     "ops/sparse_reference.py": "o:sparse_linear",
     "ops/spec.py": "o:refusals o:edges o:attention",
     "ops/streams.py": "o:streams o:edges o:transforms o:registration o:batches",
-    "sampling/many.py": "s:many s:cogvideox s:generate_command",
-    "sampling/verdict.py": "s:verdict s:compare",
+    "video/many.py": "s:many s:cogvideox s:generate_command",
+    "video/verdict.py": "s:verdict s:compare",
 }  # fmt: skip
 
 #: Part of a path -> which of the test files have tests of its kernels in Triton's interpreter.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turbo_rcm_patch.sampling import verdict
+from turbo_rcm_patch.video import verdict
 
 
 def test_of_another_machine() -> None:
@@ -10,7 +10,7 @@ def test_of_another_machine() -> None:
 
 
 def test_of_the_name() -> None:
-    assert verdict.__name__ == "turbo_rcm_patch.sampling.verdict"
+    assert verdict.__name__ == "turbo_rcm_patch.video.verdict"
 
 
 def test_of_the_change() -> None:

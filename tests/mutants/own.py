@@ -15,7 +15,7 @@ BRANCHES, BLOCK = f"{PACKAGE}patching/branches.py", f"{PACKAGE}patching/block.py
 LINEARS, GUARD = f"{PACKAGE}patching/linears.py", f"{PACKAGE}patching/guard.py"
 MEASURE, WAN = f"{PACKAGE}patching/measure.py", f"{PACKAGE}patching/families/wan_block.py"
 COG = f"{PACKAGE}patching/families/cogvideox_block.py"
-FRAMES = f"{PACKAGE}sampling/families/cogvideox.py"
+FRAMES = f"{PACKAGE}video/families/cogvideox.py"
 DISPATCH, ATTENTION = f"{PACKAGE}ops/dispatch.py", f"{PACKAGE}ops/attention.py"
 KERNELS = f"{PACKAGE}kernels/portable/"
 
@@ -131,10 +131,10 @@ OWN = [
     Own("frames are dropped at the end, not at the front", FRAMES,
         "return latents[:, latents.shape[1] - _latent_frames(job.pipe, job.settings) :]",
         "return latents[:, : _latent_frames(job.pipe, job.settings)]",
-        ("tests/sampling/test_cogvideox.py", "-k", "dropped"), fuzz=False),
+        ("tests/video/test_cogvideox.py", "-k", "dropped"), fuzz=False),
     Own("dropped frames come back as zeros", FRAMES, "clean[:, :1].expand(",
         "torch.zeros_like(clean[:, :1]).expand(",
-        ("tests/sampling/test_cogvideox.py", "-k", "dropped"), fuzz=False),
+        ("tests/video/test_cogvideox.py", "-k", "dropped"), fuzz=False),
     Own("fp8 needs compute capability 9.0", DISPATCH, "capability >= (8, 9)",
         "capability >= (9, 0)", ("tests/ops/test_dispatch.py",), fuzz=False),
     Own("fp8 on compute capability 8.6", DISPATCH, "capability >= (8, 9)",

@@ -127,7 +127,7 @@ def test_an_unknown_parallelism_is_refused(case: Case) -> None:
 
 
 def test_its_pairs_are_listed_from_a_configuration(tmp_path: Path) -> None:
-    from turbo_rcm_patch.sampling.load import load_skeleton
+    from turbo_rcm_patch.video.load import load_skeleton
 
     for case in (ROTARY, CASES[-1]):
         case.model().save_config(tmp_path / case.name / "transformer")

@@ -247,7 +247,7 @@ def test_a_target_is_met_and_what_it_costs_follows_it(subject: Any) -> None:
 
 
 def errors_upcast(model: Any) -> Any:
-    from turbo_rcm_patch.sampling.measures import upcast
+    from turbo_rcm_patch.video.measures import upcast
 
     return upcast(model)
 

@@ -16,7 +16,7 @@ from tests.patching.turbodiffusion import tiny, tiny_inputs, with_sparse
 from turbo_rcm_patch import PatchConfig, ops, patch_model, patched
 from turbo_rcm_patch.patching.branches import AuthorRun, CalledRun
 from turbo_rcm_patch.patching.record import record_of
-from turbo_rcm_patch.sampling.measures import upcast
+from turbo_rcm_patch.video.measures import upcast
 
 BF16 = torch.bfloat16
 EXACT: dict[str, Any] = {"attention": "exact", "guard": False}

@@ -18,9 +18,9 @@ from training.family import FAMILIES, Family, family_of, family_of_folder
 from training.flow import few_step, ode
 from training.train import install, main
 from turbo_rcm_patch.errors import ModelFolderError
-from turbo_rcm_patch.sampling import generate, load_pipeline
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
+from turbo_rcm_patch.video import generate, load_pipeline
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results" / "tiny_cogvideox.json"

@@ -1,0 +1,298 @@
+"""Names, shapes and bits of a converted checkpoint, for every option, and back again.
+
+The oracle for names is diffusers itself: its own converter of Wan's original files, and its class,
+which has to find every weight it asks for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from safetensors.torch import load_file, save_file
+
+from tests.turbodiffusion import wan_model
+from tests.turbodiffusion.wan_model import I2V_21, OPTIONS, Options, quantised, save
+from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
+from turbo_rcm_patch.ops.int8_linear import scales_of_rows
+from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, read_checkpoint, write_checkpoint
+from turbo_rcm_patch.turbodiffusion.blocks import dequantise
+from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
+from turbo_rcm_patch.turbodiffusion.keys import sizes_of
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model, info = WanTransformer3DModel.from_pretrained(
+        folder, torch_dtype=dtype, output_loading_info=True, local_files_only=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    assert not info["mismatched_keys"]
+    return model
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o.name)
+def test_every_option_becomes_what_diffusers_makes_of_it_and_back(
+    options: Options, tmp_path: Path
+) -> None:
+    state = save(options, tmp_path / "in.pth")
+    written = convert_transformer(tmp_path / "in.pth", tmp_path / "folder")
+    model = load(tmp_path / "folder")
+    config = model.config
+    assert config.num_attention_heads * config.attention_head_dim == options.dim
+    assert config.attention_head_dim == options.head_dim
+    assert (config.in_channels, config.out_channels) == (options.inputs, options.outputs)
+    assert (config.image_dim, config.pos_embed_seq_len) == (options.image, options.image_tokens)
+    assert config.cross_attn_norm == options.cross_norm
+
+    stock = load_file(tmp_path / "folder" / "diffusion_pytorch_model.safetensors")
+    plain = {k: v for k, v in state.items() if "proj_l" not in k}
+    for name in [k for k in plain if k.endswith(".int8_weight")]:
+        module = name.removesuffix(".int8_weight")
+        product = dequantise(plain.pop(name), plain.pop(f"{module}.scale"))
+        plain[f"{module}.weight"] = product.to(options.dtype)
+    named = convert_wan_transformer_to_diffusers(dict(plain))
+    # diffusers' converter does not know the image positions of FLF2V.
+    named = {k.replace("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"): v
+             for k, v in named.items()}  # fmt: skip
+    assert stock.keys() == named.keys()
+    for name, tensor in stock.items():
+        assert tensor.dtype == named[name].dtype, name
+        assert torch.equal(tensor, named[name].reshape(tensor.shape)), name
+    assert written.tensors == len(stock)
+    assert (tmp_path / "folder" / EXTRA_FILE).exists() == (options.sla or options.quant)
+    assert written.sla == (options.layers if options.sla else 0)
+    assert written.int8 == options.quant * options.layers * (12 if options.image else 10)
+
+    write_checkpoint(tmp_path / "folder", tmp_path / "back.pth")
+    back = torch.load(tmp_path / "back.pth", weights_only=True)
+    assert back.keys() == state.keys()
+    for name, tensor in state.items():
+        assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), name
+
+
+#: Sizes of what TurboDiffusion publishes, and what diffusers' folders of the same Wan models say.
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Wan2.1-T2V-1.3B": (
+        {"dim": 1536, "ffn": 8960, "inputs": 16},
+        {"num_attention_heads": 12, "ffn_dim": 8960, "in_channels": 16},
+    ),
+    "Wan2.1-T2V-14B": (
+        {"dim": 5120, "ffn": 13824, "inputs": 16},
+        {"num_attention_heads": 40, "ffn_dim": 13824, "in_channels": 16},
+    ),
+    "Wan2.1-I2V-14B": (
+        {"dim": 5120, "ffn": 13824, "inputs": 36, "image": 1280},
+        {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
+    ),
+    "Wan2.2-I2V-A14B": (
+        {"dim": 5120, "ffn": 13824, "inputs": 36, "sla": True},
+        {"in_channels": 36, "image_dim": None, "added_kv_proj_dim": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_sizes_are_inferred(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, expected = PUBLISHED[model]
+    # Shapes alone: every tensor is one number, expanded.
+    monkeypatch.setattr(wan_model.torch, "randn", lambda *s, **_: torch.ones(1).expand(*s))
+    monkeypatch.setattr(wan_model, "scaled", lambda x: x)
+    options = Options(outputs=16, text=4096, freq=256, layers=3, **sizes)
+    config = sizes_of({k: v.shape for k, v in wan_model.state_dict(options).items()}).config()
+    everywhere = {"attention_head_dim": 128, "out_channels": 16, "text_dim": 4096, "freq_dim": 256}
+    assert config | expected | everywhere | {"num_layers": 3} == config
+
+
+def test_products_of_blocks_are_exact() -> None:
+    int8, scale = quantised(torch.randn(300, 200))
+    rows = scales_of_rows(scale, 300)
+    assert rows.shape == (300, 2) and rows.stride() == (1, 300)
+    for i, j in ((0, 0), (127, 127), (128, 128), (299, 199)):
+        expected = int8[i, j].float() * scale[i // 128, j // 128]
+        assert dequantise(int8, scale)[i, j] == expected == int8[i, j] * rows[i, j // 128]
+
+
+def test_shards_and_dtype(tmp_path: Path) -> None:
+    save(I2V_21, tmp_path / "in.pth")
+    folder = tmp_path / "folder"
+    seen = []
+    convert_transformer(
+        tmp_path / "in.pth",
+        folder,
+        dtype=torch.bfloat16,
+        shard_bytes=2**20,
+        progress=lambda *update: seen.append(update),
+    )
+    shards = sorted(folder.glob("*-of-*.safetensors"))
+    assert len(shards) > 2 and all(p.stat().st_size < 2**20 + 2**16 for p in shards)
+    index = json.loads((folder / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    tensors = {k: v for path in shards for k, v in load_file(path).items()}
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    assert seen[-1][1] == seen[-1][2] == index["metadata"]["total_size"]
+    model = load(folder, torch.bfloat16)
+    for name, tensor in model.state_dict().items():  # Nothing is cast twice, or at all.
+        assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name]), name
+
+
+WRAPPED = {
+    "net": lambda k: f"net.{k}",
+    "compiled": lambda k: f"_orig_mod.{k}",
+    "checkpointed": lambda k: k.replace("blocks.0.", "blocks.0._checkpoint_wrapped_module."),
+    "head": lambda k: f"net.{k}".replace("head.head", "head._checkpoint_wrapped_module.head"),
+}
+
+
+@pytest.mark.parametrize("container", [None, "state_dict", "model"])
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_prefixes_are_taken_off(wrap: str, container: str | None, tmp_path: Path) -> None:
+    state = save(Options(), tmp_path / "in.pth")
+    wrapped: Any = {WRAPPED[wrap](k): v for k, v in state.items()}
+    wrapped["net.blocks.0.self_attn._extra_state"] = None
+    torch.save({container: wrapped, "step": 3} if container else wrapped, tmp_path / "in.pth")
+    checkpoint = read_checkpoint(tmp_path / "in.pth")
+    assert checkpoint.tensors.keys() == state.keys()
+    assert checkpoint.left_out == ("blocks.0.self_attn._extra_state",)
+
+
+def test_old_files_convolutions_and_views_are_read(tmp_path: Path) -> None:
+    state = save(Options(), tmp_path / "in.pth")
+    both = torch.stack([state["head.head.bias"]] * 2)
+    changed = state | {
+        "patch_embedding.weight": state["patch_embedding.weight"].reshape(256, 4, 1, 2, 2),
+        "head.head.bias": both[1],
+    }
+    torch.save(changed, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    convert_transformer(tmp_path / "old.pth", tmp_path / "old")
+    convert_transformer(tmp_path / "in.pth", tmp_path / "new")
+    old, new = (load(tmp_path / name).state_dict() for name in ("old", "new"))
+    assert all(torch.equal(old[name], new[name]) for name in new)
+
+
+def test_one_shard_of_one_is_whole(tmp_path: Path) -> None:
+    """What FSDP leaves when it saves on one rank."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    state = save(Options(), tmp_path / "in.pth")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        name = "blocks.0.ffn.0.weight"
+        sharded = state | {name: distribute_tensor(state[name], mesh, [Replicate()])}
+        torch.save(sharded, tmp_path / "sharded.pth")
+        tensors = read_checkpoint(tmp_path / "sharded.pth").tensors
+        assert type(tensors[name]) is torch.Tensor and torch.equal(tensors[name], state[name])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
+    state = save(Options(quant=True), tmp_path / "in.pth")
+    del state["blocks.1.ffn.2.bias"]
+    state["blocks.0.norm2.weight"] = torch.ones(256)
+    state["blocks.0.self_attn.q.scale"] = torch.ones(1, 1)
+    state["blocks.0.self_attn.norm_q.weight"] = torch.ones(255)
+    state["blocks.1.cross_attn.k.int8_weight"] = torch.ones(256, 256)
+    torch.save(state, tmp_path / "in.pth")
+    with pytest.raises(CheckpointKeysError) as caught:
+        convert_transformer(tmp_path / "in.pth", tmp_path / "folder")
+    error = caught.value
+    assert error.missing == ("blocks.1.ffn.2.bias float [256]",)
+    assert error.unexpected == ("blocks.0.norm2.weight [256]",)
+    assert set(error.mismatched) == {
+        "blocks.0.self_attn.q.scale: expected float [2, 2], got float32 [1, 1]",
+        "blocks.0.self_attn.norm_q.weight: expected float [256], got float32 [255]",
+        "blocks.1.cross_attn.k.int8_weight: expected int8 [256, 256], got float32 [256, 256]",
+    }
+    assert all(text in str(error) for text in (*error.missing, *error.unexpected))
+    assert not list(tmp_path.glob("*folder*"))
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("/tmp/turbo_rcm_patch_was_here"),)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
+    save(Options(), tmp_path / "in.pth", evil=Evil())
+    with pytest.raises(CheckpointError, match="more than tensors"):
+        read_checkpoint(tmp_path / "in.pth")
+    assert not Path("/tmp/turbo_rcm_patch_was_here").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "no such file"),
+        (b"", "not a torch checkpoint"),
+        (b"<html>a page</html>", "not a torch checkpoint"),
+        (b"PK\x03\x04 half a file", "not a torch checkpoint"),
+        ([1, 2], "a dictionary of tensors"),
+        ({"a.lora_A.weight": torch.ones(2, 2)}, "the weights of TurboDiffusion's WanModel"),
+        ({"x": torch.ones(1), "net.x": torch.ones(1)}, "the same name, x, once"),
+        ({"x": "text"}, "a tensor; got a str"),
+    ],
+    ids=["missing", "empty", "page", "half", "list", "lora", "twice", "text"],
+)
+def test_what_is_no_checkpoint_is_refused(content: Any, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match=text):
+        read_checkpoint(path)
+
+
+def test_heads_are_told_or_asked_for(tmp_path: Path) -> None:
+    save(Options(dim=192, head_dim=64), tmp_path / "in.pth")
+    with pytest.raises(CheckpointError, match="--heads N"):
+        read_checkpoint(tmp_path / "in.pth")
+    assert read_checkpoint(tmp_path / "in.pth", heads=3).sizes.head_dim == 64
+    with pytest.raises(CheckpointError, match="a divisor of 192"):
+        read_checkpoint(tmp_path / "in.pth", heads=5)
+    save(Options(sla=True), tmp_path / "sla.pth")
+    with pytest.raises(CheckpointError, match="expected 2, as the shape of proj_l shows"):
+        read_checkpoint(tmp_path / "sla.pth", heads=4)
+
+
+def test_going_back_refuses_what_was_changed(tmp_path: Path) -> None:
+    save(Options(quant=True, sla=True), tmp_path / "in.pth")
+    folder = tmp_path / "folder"
+    convert_transformer(tmp_path / "in.pth", folder)
+    file = folder / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["blocks.0.attn1.to_q.weight"] += 0.01
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match="blocks.0.attn1.to_q.weight is not the product"):
+        write_checkpoint(folder, tmp_path / "back.pth")
+    assert not list(tmp_path.glob("*back*"))
+    (folder / EXTRA_FILE).unlink()
+    write_checkpoint(folder, tmp_path / "back.pth")
+    back = read_checkpoint(tmp_path / "back.pth")
+    assert not back.quantised and not back.sizes.sla
+
+
+def test_going_back_refuses_other_models(tmp_path: Path) -> None:
+    save(Options(), tmp_path / "in.pth")
+    folder = tmp_path / "folder"
+    convert_transformer(tmp_path / "in.pth", folder)
+    config = json.loads((folder / "config.json").read_text())
+    for change, text in (
+        ({"patch_size": [1, 1, 1]}, "patch_size"),
+        ({"_class_name": "WanVACETransformer3DModel"}, "_class_name"),
+        ({"num_layers": 3}, "38 tensors are missing|missing"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(CheckpointError, match=text):
+            write_checkpoint(folder, tmp_path / "back.pth")
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no config.json"):
+        write_checkpoint(folder, tmp_path / "back.pth")

@@ -1,0 +1,126 @@
+"""Pipelines with int8 weights alone, and offloaded."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+
+from tests.measures import relative_l2
+from tests.video.micro import SMALL, micro_pipe, save
+from turbo_rcm_patch import PatchConfig, keep_int8_only, patched
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.exit_codes import CHANGED, OK, SIMILAR
+from turbo_rcm_patch.patching import linears as linears_of
+from turbo_rcm_patch.patching.int8_linear import Int8Linear
+from turbo_rcm_patch.video import load
+from turbo_rcm_patch.video.generation import generate
+from turbo_rcm_patch.video.load import load_pipeline
+from turbo_rcm_patch.video.settings import Settings
+
+PROMPT = "a red circle moves left"
+CPU = torch.device("cpu")
+CONFIG = PatchConfig(linear="int8-only", guard=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two experts, in bf16."""
+    return save(micro_pipe(experts=True), tmp_path_factory.mktemp("experts") / "micro")
+
+
+def linears(pipe: Any) -> list[Int8Linear]:
+    parts = [pipe.transformer, pipe.transformer_2]
+    return [m for part in parts if part for m in part.modules() if type(m) is Int8Linear]
+
+
+def latents(pipe: Any) -> torch.Tensor:
+    with patched(pipe, CONFIG) as report:
+        made = generate(pipe, PROMPT, settings=Settings(steps=4, **SMALL))
+        assert sum(report.last_forward.values()) == 12
+        assert all("fused" in how for how in report.last_forward)
+    return made.latents
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> torch.Tensor:
+    pipe = load_pipeline(folder, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linears_of, "PEAKED", math.inf)  # int8 alone keeps nothing in 16 bits
+        with patched(pipe, linear="int8", guard=False):
+            made = generate(pipe, PROMPT, settings=Settings(steps=4, **SMALL))
+    return made.latents
+
+
+def test_loaded_with_int8_alone_it_generates_the_same(
+    folder: Path, expected: torch.Tensor
+) -> None:
+    pipe = load_pipeline(folder, device="cpu", int8="only")
+    assert len(linears(pipe)) == 40
+    assert torch.equal(latents(pipe), expected)
+
+
+@pytest.mark.parametrize(
+    ("offload", "drop"), [("model", "before"), ("model", "after"), ("group", "before")]
+)
+def test_offloaded_it_generates_the_same(
+    offload: Any, drop: str, folder: Path, expected: torch.Tensor
+) -> None:
+    """Both experts take turns; T5 and the VAE are offloaded too."""
+    pipe = load_pipeline(folder, device="cpu")
+    if drop == "before":
+        keep_int8_only(pipe)
+    load.move(pipe, CPU, offload)
+    for _ in range(2):
+        assert torch.equal(latents(pipe), expected)
+    assert len(linears(pipe)) == 40
+    hooked = {
+        name: any("_hf_hook" in vars(m) or "_diffusers_hook" in vars(m) for m in part.modules())
+        for name, part in pipe.components.items()
+        if isinstance(part, nn.Module)
+    }
+    assert hooked == dict.fromkeys(["vae", "text_encoder", "transformer", "transformer_2"], True)
+    if offload == "group":
+        assert pipe.vae.use_tiling
+
+
+def test_sequentially_the_products_run(folder: Path) -> None:
+    pipe = load_pipeline(folder, device="cpu", int8="only")
+    settings = Settings(steps=4, **SMALL)
+    products = generate(pipe, PROMPT, settings=settings).latents
+    for part in (pipe.transformer, pipe.transformer_2):
+        accelerate.cpu_offload(part, CPU, offload_buffers=True)
+    assert all(linear.int8[0].is_meta for linear in linears(pipe))
+    with patched(pipe, attention="exact", linear="int8-only", guard=False):
+        found = generate(pipe, PROMPT, settings=settings).latents
+    assert relative_l2(found, products) < 0.02
+
+
+@pytest.mark.parametrize("what", ["plain", "int8-only folder"])
+def test_the_command_loads_int8_alone(what: str, folder: Path, tmp_path: Path) -> None:
+    if what != "plain":
+        pipe = load_pipeline(folder, device="cpu", int8="only")
+        pipe.save_pretrained(tmp_path / "saved")
+        folder = tmp_path / "saved"
+        again = load_pipeline(folder, device="cpu")
+        assert len(linears(again)) == 40, "there are no others"
+    arguments = ["generate", "--model", str(folder), "--linear", "int8-only", "--steps", "1"]
+    for name, value in SMALL.items():
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
+    out = tmp_path / "a.mp4"
+    assert main([*arguments, "--device", "cpu", "--prompt", PROMPT, "--out", str(out)]) == 0
+    assert out.is_file()
+
+
+def test_a_comparison_is_with_the_products(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    arguments = ["compare", "--model", str(folder), "--linear", "int8-only", "--steps", "1"]
+    for name, value in SMALL.items():
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
+    arguments += ["--device", "cpu", "--prompt", PROMPT, "--out", str(tmp_path / "out")]
+    assert main(arguments) in (OK, SIMILAR, CHANGED)
+    assert "verdict" in capsys.readouterr().out.lower()

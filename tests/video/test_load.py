@@ -1,0 +1,302 @@
+"""Loading: what works, and what each broken folder is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.patching.wan_family import FAMILIES
+from turbo_rcm_patch import find_pairs
+from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
+from turbo_rcm_patch.tiny import TINY_WAN
+from turbo_rcm_patch.video.generation import settings_for
+from turbo_rcm_patch.video.load import load_pipeline, load_skeleton, resolve_model
+from turbo_rcm_patch.video.settings import Settings, folder_defaults
+
+
+@pytest.fixture
+def broken(micro_folder: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(micro_folder, tmp_path / "broken"))
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a local path must not touch the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def test_dtypes_device_and_modes(micro_folder: Path, no_network: None) -> None:
+    pipe = load_pipeline(micro_folder, device="cpu")
+    assert pipe.transformer.dtype == pipe.text_encoder.dtype == torch.bfloat16
+    assert pipe.vae.dtype == torch.float32
+    kept = pipe.transformer.blocks[0].scale_shift_table.dtype
+    assert kept == torch.float32, "what diffusers keeps in fp32 stays there"
+    assert not pipe.transformer.training
+    assert not pipe.vae.training
+    assert load_pipeline(str(micro_folder), dtype=torch.float32).transformer.dtype == torch.float32
+
+
+@pytest.mark.parametrize("what", ["nothing", "file", "empty"])
+def test_not_a_model_folder(what: str, tmp_path: Path, no_network: None) -> None:
+    path = tmp_path / "x"
+    if what == "file":
+        path.write_text("weights")
+    elif what == "empty":
+        path.mkdir()
+    with pytest.raises(
+        ModelFolderError, match=r"expected a diffusers WanPipeline or CogVideoXPipeline folder"
+    ):
+        load_pipeline(path)
+
+
+@pytest.mark.parametrize("name", ["./a/b", "/no/such", "~/no/such/model", "one-word", "a/b/c"])
+def test_what_cannot_be_a_hub_id_is_not_looked_up(name: str, no_network: None) -> None:
+    with pytest.raises(ModelFolderError, match="no such folder.* tiny and tiny-cogvideox.*hub id"):
+        load_pipeline(name)
+
+
+def test_a_mistyped_path_is_not_looked_up(
+    no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a connection the hub takes half a minute to say that it has no such model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "turbowan").mkdir(parents=True)
+    with pytest.raises(ModelFolderError, match=r"no such folder: models/tubrowan.*got in models/"):
+        load_pipeline("models/tubrowan")
+    with pytest.raises(ModelFolderError, match="turbowan.*hf download models/tubrowan"):
+        load_skeleton("models/tubrowan")
+    with pytest.raises(ModelFolderError, match=r"no such folder: checkpoints/wan\.pth"):
+        load_pipeline("checkpoints/wan.pth")
+
+
+def test_what_the_hubs_cache_holds_is_an_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Wan-AI").mkdir()
+    (tmp_path / "cache" / "models--Wan-AI--Wan2.1").mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert resolve_model("Wan-AI/Wan2.1") == "Wan-AI/Wan2.1"
+    with pytest.raises(ModelFolderError):
+        resolve_model("Wan-AI/Wan2.2")
+
+
+def test_hub_ids_are_recognised_and_failures_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers import DiffusionPipeline
+
+    assert resolve_model("Wan-AI/Wan2.1-T2V-1.3B-Diffusers") == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    calls = []
+
+    def offline(name: str, **kwargs: object) -> None:
+        calls.append((name, kwargs["local_files_only"]))
+        raise OSError("we could not connect")
+
+    monkeypatch.setattr(DiffusionPipeline, "load_config", offline)
+    with pytest.raises(ModelFolderError, match=r"hub failed .*could not connect.*spelling"):
+        load_pipeline("some-one/some-model")
+    assert calls == [("some-one/some-model", False)]
+
+
+def test_a_pipeline_of_another_kind(broken: Path) -> None:
+    index = json.loads((broken / "model_index.json").read_text())
+    (broken / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxPipeline"}))
+    with pytest.raises(ModelFolderError, match="FluxPipeline"):
+        load_pipeline(broken)
+
+
+@pytest.mark.parametrize("name", ["transformer", "vae", "text_encoder", "tokenizer", "scheduler"])
+def test_a_missing_component_is_named(broken: Path, name: str) -> None:
+    shutil.rmtree(broken / name)
+    with pytest.raises(ModelFolderError, match=f"lacks the folder '{name}'"):
+        load_pipeline(broken)
+
+
+@pytest.mark.parametrize("name", ["transformer", "vae", "text_encoder"])
+def test_missing_weights_are_named(broken: Path, name: str) -> None:
+    next((broken / name).glob("*.safetensors")).unlink()
+    with pytest.raises(ModelFolderError, match=f"{name} has no weights"):
+        load_pipeline(broken)
+
+
+def test_damaged_weights(broken: Path) -> None:
+    path = next((broken / "transformer").glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelFolderError, match=r"damaged or incomplete.*1000 bytes"):
+        load_pipeline(broken)
+
+
+def test_a_git_lfs_pointer(broken: Path) -> None:
+    path = next((broken / "vae").glob("*.safetensors"))
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ModelFolderError, match="git lfs pull"):
+        load_pipeline(broken)
+
+
+def test_broken_json(broken: Path) -> None:
+    (broken / "transformer" / "config.json").write_text("{")
+    with pytest.raises(ModelFolderError, match=r"config\.json is not valid JSON"):
+        load_pipeline(broken)
+
+
+@pytest.mark.parametrize("name", ["model_index.json", "vae/config.json", "turbo_rcm.json"])
+def test_a_file_that_cannot_be_read_is_named(
+    broken: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (broken / "turbo_rcm.json").write_text("{}")
+    read_text = Path.read_text
+
+    def refuse(path: Path, *how: str, **more: str) -> str:
+        if path == broken / name:  # As a disk with a defect does it; root may read everything.
+            raise OSError(5, "Input/output error", str(path))
+        return read_text(path, *how, **more)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ModelFolderError, match=rf"{name} cannot be read \(Input/output error"):
+        settings_for(load_pipeline(broken, device="cpu"))
+
+
+def test_weights_that_do_not_fit_their_config(broken: Path) -> None:
+    path = broken / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"ffn_dim": 64}))
+    with pytest.raises(ModelFolderError, match="could not be loaded"):
+        load_pipeline(broken)
+
+
+def test_weights_that_lack_something(broken: Path) -> None:
+    path = broken / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 3}))
+    with pytest.raises(ModelFolderError):
+        load_pipeline(broken)
+
+
+def test_devices_and_offloading(micro_folder: Path) -> None:
+    with pytest.raises(DeviceError, match="a GPU to offload from"):
+        load_pipeline(micro_folder, device="cpu", offload="model")
+    with pytest.raises(ConfigError, match="sequential"):
+        load_pipeline(micro_folder, offload="disk")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"dtype; expected .*torch\.bfloat16; got 'bf16'"):
+        load_pipeline(micro_folder, dtype="bf16")  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match="cuda:N"):
+        load_pipeline(micro_folder, device="toaster")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="doctor"):
+            load_pipeline(micro_folder, device="cuda")
+
+
+def test_tiny_is_the_shipped_model() -> None:
+    assert resolve_model("tiny") == TINY_WAN
+
+
+def test_defaults_come_from_the_folder(broken: Path) -> None:
+    assert folder_defaults(broken) == {}
+    file = broken / "turbo_rcm.json"
+    file.write_text('{"height": 64, "width": 32, "steps": 2, "a note": "for people"}')
+    settings = Settings.for_model(broken, width=48, steps=None)
+    assert (settings.height, settings.width, settings.steps) == (64, 48, 2)
+    guided = Settings.for_model(broken, sampler="scheduler")
+    assert (guided.height, guided.steps, guided.guidance_scale) == (64, 50, 5.0)
+    file.write_text("[1]")
+    with pytest.raises(ModelFolderError, match="a JSON object"):
+        Settings.for_model(broken)
+    file.write_text("{")
+    with pytest.raises(ModelFolderError, match="not valid JSON"):
+        Settings.for_model(broken)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"steps": 5}, "from 1 to 4"),
+        ({"height": 100}, "multiple of 16.*Try 96"),
+        ({"sampler": "euler"}, "'rcm' or 'scheduler'"),
+        ({"guidance_scale": 5.0}, "guidance distilled in"),
+        ({"form": "pde"}, "'sde' or 'ode'"),
+        ({"num_frames": 0}, "positive whole number"),
+        ({"colour": "red"}, "one of"),
+        ({"steps": True}, "positive whole number"),
+        ({"sigma_max": "80"}, "sigma_max; expected a finite number"),
+        ({"guidance_scale": float("nan")}, "guidance_scale; expected a finite number"),
+        ({"guidance_scale_2": "5"}, "guidance_scale_2; expected a finite number"),
+        ({"negative_prompt": 3}, "negative_prompt; expected a text"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_settings(given: dict, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Settings.for_model(None, **given)
+
+
+def test_a_skeleton_has_shapes_and_no_weights(micro_folder: Path, no_network: None) -> None:
+    pipe = load_skeleton(micro_folder)
+    assert len(pipe.transformer.blocks) == 2
+    parameters = list(pipe.transformer.parameters())
+    assert sum(p.untyped_storage().nbytes() for p in parameters) <= 4 * len(parameters)
+    loaded = dict(load_pipeline(micro_folder, device="cpu").transformer.named_parameters())
+    for name, parameter in pipe.transformer.named_parameters():
+        assert (parameter.shape, parameter.dtype) == (loaded[name].shape, loaded[name].dtype), name
+    with pytest.raises(ModelFolderError, match=r"transformer/config\.json"):
+        load_skeleton(micro_folder / "vae")
+
+
+@pytest.mark.parametrize(
+    "name", ["vace", "animate-image-two-faces", "chronoedit", "skyreels-masked"]
+)
+def test_a_skeleton_is_of_the_class_that_its_folder_names(name: str, tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    family.model().save_config(tmp_path / "transformer")
+    pipe = load_skeleton(tmp_path)
+    assert type(pipe.transformer) is family.cls
+    assert [pair.kind for pair in find_pairs(pipe)] == family.kinds
+
+
+def test_a_skeleton_of_another_class_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    path = tmp_path / "transformer" / "config.json"
+    path.write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    with pytest.raises(ModelFolderError, match=r"WanVACETransformer3DModel.*FluxTransformer2D"):
+        load_skeleton(tmp_path)
+
+
+def test_packages_that_do_not_fit_together_are_no_fault_of_the_folder(
+    micro_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import diffusers
+
+    def broken(*_: object, **__: object) -> None:
+        why = "because of the following error (look up to see its traceback):"
+        raise RuntimeError(
+            f"Failed to import diffusers.a {why}\nFailed to import diffusers.b {why}\n"
+            "cannot import name 'HybridCache' from 'transformers'"
+        )
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "load_config", broken)
+    with pytest.raises(ModelFolderError) as caught:
+        load_pipeline(micro_folder, device="cpu")
+    said = str(caught.value)
+    assert "cannot import name 'HybridCache'" in said and "look up" not in said
+    assert "turbo-rcm-patch doctor" in said and "original folder" not in said
+
+
+def test_a_skeleton_from_the_hub_without_a_connection_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """diffusers then says that the model has no config.json."""
+    import diffusers
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("a/b does not appear to have a file named config.json.")
+
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "load_config", offline)
+    with pytest.raises(ModelFolderError, match="the connection, or download the folder first"):
+        load_skeleton("somebody/some-model")

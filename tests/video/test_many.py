@@ -1,0 +1,358 @@
+"""Many videos by many processes: who makes which, what is kept, and what a bad prompt costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests import processes
+from tests.ranks import on_ranks
+from tests.video.test_cli import QUICK
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.errors import ConfigError, SamplingError
+from turbo_rcm_patch.video import Source, generation
+from turbo_rcm_patch.video.many import Processes, Ranks, ranks_here
+
+PROMPTS = ("a red circle", "a blue square", "a green ring")
+
+
+def listing(folder: Path) -> Path:
+    path = folder / "prompts.txt"
+    path.write_text("\n".join(PROMPTS), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def command(micro_folder: Path, tmp_path: Path) -> list[str]:
+    out = ["--prompts", str(listing(tmp_path)), "--out", str(tmp_path / "out")]
+    return ["generate", "--model", str(micro_folder), *QUICK, *out]
+
+
+@pytest.mark.parametrize("degrees", [{}, {"ulysses": 2}, {"ulysses": 2, "ring": 2}])
+def test_prompts_are_dealt_out_and_none_is_made_twice(degrees: dict[str, int]) -> None:
+    work = list(range(11))
+    every = [Processes(Ranks(rank, 8, rank), **degrees) for rank in range(8)]
+    shares = [one.share(work) for one in every if one.leads]
+    assert sorted(sum(shares, [])) == work
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    size = prod(degrees.values())
+    assert [one.group for one in every] == [rank // size for rank in range(8)]
+    assert Processes().share(work) == work
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses": 3}, {"ring": 0}, {"ulysses": 4, "ring": 4}])
+def test_groups_that_are_not_whole_are_refused(degrees: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="a divisor of the 8 processes"):
+        Processes(Ranks(0, 8, 0), **degrees)
+
+
+def test_a_split_without_torchrun_is_told_how_to_begin() -> None:
+    with pytest.raises(ConfigError, match="--nproc-per-node 4 -m turbo_rcm_patch"):
+        Processes(ulysses=2, ring=2)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"},
+        {"WORLD_SIZE": "two", "RANK": "0", "LOCAL_RANK": "0"},
+        {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "1"},
+        {"WORLD_SIZE": "2", "RANK": "-1", "LOCAL_RANK": "-1"},
+    ],
+)
+def test_an_environment_that_contradicts_itself_is_refused(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="torchrun"):
+        ranks_here(given)
+
+
+def test_the_environment_of_torchrun() -> None:
+    assert ranks_here({}) == Ranks(0, 1, 0)
+    given = {"WORLD_SIZE": "16", "RANK": "11", "LOCAL_RANK": "3"}
+    assert ranks_here(given) == Ranks(11, 16, 3)
+    assert Ranks(11, 16, 3).device("cpu") == "cpu"
+
+
+def test_a_prompt_that_fails_costs_one_video_and_resume_makes_only_that(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real, made = generation.generate, []
+
+    def fails(pipe: Any, source: Source, **options: Any) -> Any:
+        if source.prompt == PROMPTS[1]:
+            raise ValueError("no such colour")
+        return real(pipe, source, **options)
+
+    def counts(pipe: Any, source: Source, **options: Any) -> Any:
+        made.append((source.prompt, options["seed"]))
+        return real(pipe, source, **options)
+
+    monkeypatch.setattr(generation, "generate", fails)
+    assert main(command) == 2
+    screen = capsys.readouterr().err
+    assert "1 of 3 prompts failed" in screen and "no such colour" in screen
+    assert "--resume" in screen and "Traceback" not in screen
+    videos = tmp_path / "out"
+    before = {path: path.read_bytes() for path in videos.glob("*.mp4")}
+    assert len(before) == 2
+    monkeypatch.setattr(generation, "generate", counts)
+    assert main([*command, "--resume"]) == 0
+    assert made == [(PROMPTS[1], 1)], "its own seed, whatever was there"
+    assert len(list(videos.glob("*.mp4"))) == 3
+    assert all(path.read_bytes() == bytes_ for path, bytes_ in before.items())
+
+
+def test_what_was_made_otherwise_is_made_again(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = generation.generate, []
+
+    def counts(pipe: Any, source: Source, **options: Any) -> Any:
+        made.append(source.prompt)
+        return real(pipe, source, **options)
+
+    monkeypatch.setattr(generation, "generate", counts)
+    assert main([*command, "--resume"]) == 0
+    assert main([*command, "--resume"]) == 0
+    assert made == [*PROMPTS]
+    assert main([*command, "--resume", "--attention", "exact"]) == 0
+    assert made == [*PROMPTS, *PROMPTS]
+    (tmp_path / "out").joinpath("x").mkdir()  # somebody else's folder changes nothing
+    next((tmp_path / "out").glob("a-red*.mp4")).unlink()
+    next((tmp_path / "out").glob("a-blue*.json")).write_text("{", encoding="utf-8")
+    assert main([*command, "--resume", "--attention", "exact"]) == 0
+    assert made == [*PROMPTS, *PROMPTS, *PROMPTS[:2]]
+    note = json.loads(next((tmp_path / "out").glob("a-green*.json")).read_text(encoding="utf-8"))
+    assert note["prompt"] == PROMPTS[2] and note["seed"] == 2
+    assert note["patch"]["attention"] == "exact" and note["settings"]["steps"] == 2
+
+
+def exchanging(rank: int, ulysses: int, ring: int) -> None:
+    """What processes in groups tell each other."""
+    world, size = dist.get_world_size(), ulysses * ring
+    leader, made = rank // size * size, []
+
+    def make() -> str:
+        made.append(rank)
+        return f"of {rank}"
+
+    def fails() -> str:
+        raise ValueError(f"nothing on {rank}")
+
+    def refused(tell: Callable[[Callable[[], str]], str], source: int) -> None:
+        with pytest.raises(ValueError if rank == source else SamplingError) as caught:
+            tell(fails)
+        assert f"nothing on {source}" in str(caught.value)
+
+    ours = Processes(Ranks(rank, world, rank), ulysses=ulysses, ring=ring)
+    for _ in range(2):
+        made.clear()
+        with ours.joined("cpu"):
+            assert ours.from_first(make) == "of 0"
+            assert ours.from_leader(make) == f"of {leader}"
+            assert len(made) == (rank == 0) + (rank == leader), "only they make it"
+            refused(ours.from_first, 0)
+            refused(ours.from_leader, leader)
+            came = ours.gathered(f"group {rank // size}" if rank == leader else "a share of it")
+            groups = [f"group {number}" for number in range(world // size)]
+            assert came == (groups if rank == 0 else [])
+        assert ours.from_first(make) == ours.from_leader(make) == f"of {rank}", "on its own again"
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize(
+    ("world", "ulysses", "ring"),
+    [(2, 1, 1), (2, 2, 1), pytest.param(4, 2, 1, marks=pytest.mark.slow),
+     pytest.param(4, 1, 4, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_the_first_process_and_the_leader_of_each_group_tell_the_others(
+    world: int, ulysses: int, ring: int
+) -> None:
+    on_ranks(world, exchanging, ulysses, ring)
+
+
+def test_two_processes_share_the_prompts(command: list[str], tmp_path: Path) -> None:
+    """Under torchrun, which ends all processes when one leaves with an error: the one whose
+    prompt fails waits for the other."""
+    (tmp_path / "prompts.txt").write_text(
+        f"{PROMPTS[0]}\n{PROMPTS[1]}\n{PROMPTS[2]}", encoding="utf-8"
+    )
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from turbo_rcm_patch.__main__ import main\n"
+        "from turbo_rcm_patch.video import generation\n"
+        "real = generation.generate\n"
+        "def generate(pipe, source, **options):\n"
+        f"    if source.prompt == {PROMPTS[0]!r}:\n"
+        "        raise ValueError('no such colour')\n"
+        f"    if source.prompt == {PROMPTS[1]!r}:\n"
+        "        until = time.monotonic() + 60\n"
+        f"        while not list(Path({str(tmp_path)!r}).glob('out/a-green*.mp4')):\n"
+        "            assert time.monotonic() < until\n"
+        "            time.sleep(0.02)\n"
+        "        time.sleep(2)\n"
+        "    return real(pipe, source, **options)\n"
+        "generation.generate = generate\n"
+        "sys.exit(main(sys.argv[1:]))\n",
+        encoding="utf-8",
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         str(script), *command],
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode != 0 and "1 of 2 prompts failed" in done.stderr, done.stderr
+    videos = sorted(path.name for path in (tmp_path / "out").glob("*.mp4"))
+    assert len(videos) == 2, (videos, done.stderr)
+    assert videos[0].startswith("a-blue") and videos[1].startswith("a-green")
+
+
+#: `main` in one of several processes. Faults: by what the environment says.
+SCRIPT = """
+import os, sys
+from unittest import mock
+import torch
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.video import comparison
+real = comparison.sample_latents
+def sample_latents(*given, **options):
+    if str(options["seed"]) == os.environ.get("BAD_SEED"):
+        raise ValueError("no such colour")
+    with open(os.environ["MADE"], "a") as file:
+        file.write(f"{os.environ['RANK']} {options['seed']}\\n")
+    return real(*given, **options)
+comparison.sample_latents = sample_latents
+# diffusers counts accelerators, of which a CPU machine has none.
+with mock.patch.object(torch.accelerator, "device_count", return_value=1):
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def side_by_side(folder: Path, arguments: list[str], **environment: str) -> list[processes.Done]:
+    """Run a command in two processes that find each other, without a launcher that ends one when
+    the other fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = os.environ | environment | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "MADE": str(folder / "made.txt"),
+    }  # fmt: skip
+    with ExitStack() as started:
+        both = [
+            started.enter_context(
+                processes.start(
+                    SCRIPT, *arguments, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                )
+            )
+            for rank in range(2)
+        ]
+        return [one.wait() for one in both]
+
+
+def made(folder: Path) -> list[str]:
+    path = folder / "made.txt"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    path.unlink(missing_ok=True)
+    return sorted(lines)
+
+
+def numbers(out: Path) -> list[dict[str, Any]]:
+    found = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+    prompts = [dict(one) for one in found["prompts"]]
+    for one in prompts:
+        del one["decode_seconds"]
+    return [*prompts, found["network"], found["fusion"], found["control_backend"]]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_two_processes_make_one_report(
+    micro_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The numbers of one process; a process that fails ends both; what was made is kept."""
+    given = ["compare", "--model", str(micro_folder), *QUICK]
+    given += ["--prompts", str(listing(tmp_path)), "--out"]
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    code = main([*given, str(alone)])
+    assert code in (0, 1, 4)
+    both = [*given, str(out)]
+
+    failed = side_by_side(tmp_path, both, BAD_SEED="1")
+    assert failed[0].code == 2, failed
+    assert failed[1].code != 0 and "no such colour" in failed[1].err
+    assert "process" in failed[0].err and "Traceback" not in failed[0].err, failed[0].err
+    assert not (out / "metrics.json").exists()
+
+    made(tmp_path)
+    done = side_by_side(tmp_path, both)
+    assert [one.code for one in done] == [code, code], done
+    assert "verdict:" in done[0].out and "verdict:" not in done[1].out
+    assert numbers(out) == numbers(alone)
+    shares = made(tmp_path)
+    # Twice one to warm up and one to keep; the control was tried with the first prompt.
+    assert [line for line in shares if line[0] == "1"] == ["1 1"] * 4 + ["1 2"]
+    assert shares.count("0 2") == 2 and shares.count("0 1") == 1
+
+    next((out / "latents").glob("a-green*.patched.safetensors")).unlink()
+    again = side_by_side(tmp_path, both)
+    assert [one.code for one in again] == [code, code], again
+    assert made(tmp_path) == ["0 2", "0 2"], "the first call is thrown away"
+    assert numbers(out) == numbers(alone)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_two_processes_split_every_video(micro_folder: Path, tmp_path: Path) -> None:
+    given = ["--model", str(micro_folder), *QUICK, "--ulysses", "2"]
+    given += ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1]]
+    out = tmp_path / "out"
+    done = side_by_side(tmp_path, ["compare", *given, "--out", str(out)])
+    assert done[0].code == done[1].code and done[0].code in (0, 1, 4), done
+    found = json.loads((out / "metrics.json").read_text(encoding="utf-8"))
+    assert found["identity"]["split"] == "Ulysses 2"
+    assert "rank 0 of 2 (Ulysses 2)" in found["patch_table"]
+    assert "each video split (Ulysses 2)" in found["baseline"]
+    assert found["network"]["ratio"] > 0
+    lines = made(tmp_path)
+    assert {line.split()[1] for line in lines if line[0] == "0"} == {"0", "1"}
+    assert [line[2:] for line in lines if line[0] == "0"] == [
+        line[2:] for line in lines if line[0] == "1"
+    ]
+    # Exact attention over two ranks is that of one: the baselines are the same videos.
+    alone = tmp_path / "alone"
+    main(["compare", *given[:-6], "--prompt", PROMPTS[0], "--out", str(alone)])
+    name = next((alone / "latents").glob("*.baseline.safetensors")).name
+    one, two = (load_file(folder / "latents" / name)["latents"] for folder in (alone, out))
+    assert (one - two).norm() < 2e-2 * one.norm(), "bf16 rounds products of half as many rows"
+
+    videos = tmp_path / "videos"
+    command = ["generate", *given, "--out", str(videos), "--resume"]
+    assert [one.code for one in side_by_side(tmp_path, command)] == [0, 0]
+    kept = {path: path.stat().st_mtime_ns for path in videos.glob("*.mp4")}
+    assert len(kept) == 2
+    again = side_by_side(tmp_path, command)
+    assert [one.code for one in again] == [0, 0]
+    assert all("was there" in one.out for one in again)
+    assert kept == {path: path.stat().st_mtime_ns for path in videos.glob("*.mp4")}

@@ -1,0 +1,134 @@
+"""PSNR and SSIM against their definitions and scikit-image."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from skimage import metrics
+
+from turbo_rcm_patch import PatchConfig
+from turbo_rcm_patch.errors import ShapeError
+from turbo_rcm_patch.video import measures
+from turbo_rcm_patch.video.generation import Sample
+from turbo_rcm_patch.video.measures import (
+    Drift,
+    NetworkNumber,
+    drift,
+    flicker,
+    fusion_number,
+    psnr,
+    relative_l2,
+    ssim,
+)
+
+
+def video(seed: int, shape=(3, 24, 31, 3)) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_psnr_is_ten_log_of_the_mean_square() -> None:
+    a = torch.zeros(2, 16, 16, 3)
+    b = a.clone()
+    b[1] += 0.1
+    values = psnr(a, b).tolist()
+    assert values[0] == math.inf
+    assert values[1] == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.5])
+def test_ssim_is_scikit_images(noise: float) -> None:
+    a = video(0)
+    b = (a + noise * torch.randn(a.shape, generator=torch.Generator().manual_seed(1))).clamp(0, 1)
+    expected = [
+        metrics.structural_similarity(
+            x.numpy().astype(np.float64), y.numpy().astype(np.float64), channel_axis=-1,
+            gaussian_weights=True, sigma=1.5, use_sample_covariance=False, data_range=1.0,
+        )
+        for x, y in zip(a, b, strict=True)
+    ]  # fmt: skip
+    assert ssim(a, b).tolist() == pytest.approx(expected, abs=1e-7)
+
+
+def test_ssim_of_equal_and_opposite_frames() -> None:
+    a = (video(3) > 0.5).float()
+    assert ssim(a, a).tolist() == pytest.approx([1.0] * 3)
+    assert float(ssim(a, 1 - a).max()) < 0
+
+
+def test_relative_l2() -> None:
+    assert relative_l2(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == pytest.approx(0.1)
+
+
+def test_flicker_is_that_of_the_difference_and_not_of_the_motion() -> None:
+    a = video(0, (4, 16, 16, 3))
+    constant, flickering = a + 0.1, a.clone()
+    flickering[1::2] += 2 / 255
+    assert flicker(a, a) == 0.0
+    assert flicker(constant, a) == pytest.approx(0.0, abs=1e-4)
+    assert flicker(flickering, a) == pytest.approx(2.0, abs=1e-4)
+    assert flicker(a[:1] + 0.1, a[:1]) == 0.0
+    expected = np.abs(np.diff((flickering - a).double().numpy(), axis=0)).mean() * 255
+    assert flicker(flickering, a) == pytest.approx(expected)
+
+
+def test_a_drift_survives_json() -> None:
+    import json
+
+    from turbo_rcm_patch.video.store import to_json
+
+    one = Drift(math.inf, 1.0, (30.0, math.inf), (1.0, 1.0), 0.1, (0.2,), 0.3, None, math.inf)
+    assert Drift.from_dict(json.loads(json.dumps(to_json(one.as_dict())))) == one
+
+
+def test_drift_takes_the_whole_video_and_its_worst_frame() -> None:
+    a = video(0)
+    b = a.clone()
+    b[2] = (b[2] + 0.2).clamp(0, 1)
+    truth = Sample(a, (a, a), seconds=0.0, peak_bytes=None)
+    found = drift(b, replace(truth, latents=b * 2, trajectory=(a, b)), a, truth)
+    mse = float((a.double() - b.double()).square().mean())
+    assert found.psnr == pytest.approx(-10 * math.log10(mse))
+    assert found.worst_frame == 2
+    assert found.worst_psnr == min(found.frame_psnr)
+    assert found.frame_psnr[0] == math.inf
+    assert found.steps[0] == 0.0
+    assert found.steps[1] > 0
+    assert found.latents > 0.9
+
+
+def test_a_nan_frame_is_the_worst_frame() -> None:
+    one = Drift(math.nan, 0.0, (30.0, math.nan, 20.0), (1.0, 1.0, 1.0))
+    assert one.worst_frame == 1
+    assert math.isnan(one.worst_psnr)
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(ShapeError, match="of one shape"):
+        psnr(video(0), video(0)[:2])
+    with pytest.raises(ShapeError, match="11 pixels"):
+        ssim(video(0)[:, :8], video(0)[:, :8])
+
+
+def test_fusing_is_measured_over_quantised_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" may be exact for so few tokens."""
+    seen = []
+    original = measures.attention_skip
+
+    def noted(q, k, v, spec, **more):
+        seen.append(spec.attention)
+        return original(q, k, v, spec, **more)
+
+    monkeypatch.setattr(measures, "attention_skip", noted)
+    for attention in ("auto", "int4", "exact"):
+        config = PatchConfig(attention=attention)
+        assert fusion_number(config, torch.device("cpu"), heads=2, head_dim=16) < 3e-6
+    assert seen == ["int8", "int4", "exact"]
+
+
+def test_a_network_without_an_error_of_its_own_has_an_infinite_ratio() -> None:
+    assert NetworkNumber(unpatched=0.0, patched=0.5).ratio == math.inf
+    assert NetworkNumber(unpatched=0.25, patched=0.5).ratio == 2.0

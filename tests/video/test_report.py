@@ -1,0 +1,495 @@
+"""The report: what is in its files, and the page in a browser, where a reader clicks and seeks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.browser import MISSING, Browser, browser, find_chromium
+from tests.video.micro import SMALL
+from turbo_rcm_patch import PatchConfig
+from turbo_rcm_patch.video import report, verdict
+from turbo_rcm_patch.video.comparison import Comparison, compare
+from turbo_rcm_patch.video.report import without_places, write_report
+from turbo_rcm_patch.video.settings import Settings
+from turbo_rcm_patch.video.video import PANES, pane_size
+
+HOSTILE = "a </script><img src=x onerror=alert(1)> \"'&|`circle` [x](y)"
+PROMPTS = ["a red circle moves left", HOSTILE]
+SETTINGS = Settings(steps=2, **(SMALL | {"height": 64, "width": 96, "num_frames": 9}))
+COMMAND = "python -m turbo_rcm_patch compare --model /home/me/a model --out '/home/me/my out'"
+
+
+@pytest.fixture(scope="module")
+def found(pipe, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """One comparison, looked at by many tests; its prompts are as bad as prompts can be."""
+    out = tmp_path_factory.mktemp("report")
+    config = PatchConfig(attention="int8", guard=False)
+    return compare(
+        pipe, PROMPTS, out=out, settings=SETTINGS, config=config, network_number=False,
+        command=COMMAND,
+    )  # fmt: skip
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def test_prompts_are_text_wherever_they_stand(found: Comparison) -> None:
+    text = found.report.read_text()
+    page = Page(text)
+    assert "onerror=alert(1)>" not in text
+    assert len(page.all("script")) == 2 and len(page.all("img")) == 6, "no element of a prompt's"
+    players = [f for f in page.all("figure") if "data-player" in f]
+    assert [figure["aria-label"] for figure in players] == [f"Player: {p}" for p in PROMPTS]
+    for figure in players:
+        json.loads(str(figure["data-player"]))
+
+
+def test_each_plot_says_what_it_shows(found: Comparison) -> None:
+    images = Page(found.report.read_text()).all("img")
+    texts = [str(image["alt"]) for image in images]
+    assert len(set(texts)) == 3 and texts[::2] == texts[1::2], "light and dark show the same"
+    for text in set(texts):
+        assert re.search(r"patched [\d.]+", text) and re.search(r"control [\d.]+", text)
+
+
+def test_the_legend_is_outside_of_the_axes(found: Comparison, monkeypatch) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    seen = []
+
+    def spy(figure: Figure, *arguments: object, **named: object) -> None:
+        figure.draw_without_rendering()
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        (legend,), (axes,) = figure.legends, figure.axes
+        assert axes.get_legend() is None
+        seen.append(legend.get_window_extent(renderer).overlaps(axes.get_window_extent(renderer)))
+        original(figure, *arguments, **named)
+
+    original = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", spy)
+    write_report(found)
+    assert seen == [False] * 6
+
+
+def test_no_local_path_is_shown(found: Comparison) -> None:
+    for path in (found.report, found.short_report):
+        text = path.read_text()
+        assert "/home/me" not in text and str(found.out) not in text
+        assert found.identity["model"] not in text, "it is a folder of this machine"
+        assert Path(found.identity["model"]).name in text
+        assert "turbo_rcm_patch compare" in text and "…/my out" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("--model /home/me/models/wan --steps 4", "--model …/wan --steps 4"),
+        ("'/data/my-out'", "'…/my-out'"),
+        ("~/videos/a.mp4", "…/a.mp4"),
+        (r"C:\Users\me\model", r"…\model"),
+        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+        ("outputs/wan and 3 / 4 and e / f", "outputs/wan and 3 / 4 and e / f"),
+        ("self/cross/image/feed-forward", "self/cross/image/feed-forward"),
+        ("table=/root/.cache/x/tiles.json, next", "table=…/tiles.json, next"),
+    ],
+)
+def test_paths_keep_their_last_part(text: str, shown: str) -> None:
+    assert without_places(text) == shown
+
+
+def test_the_measures_stand_beside_the_controls(found: Comparison) -> None:
+    text = found.report.read_text()
+    table = text[text.index("<h2>Measures") : text.index("<h2>Where the differences")]
+    cells = [re.sub(r"<[^>]*>", "", one) for one in re.findall(r"<td>.*?</td>", table)]
+    drift = [one.patched for one in found.results]
+    assert all(one.vmaf is not None and one.xpsnr is not None for one in drift)
+    for name in ("PSNR, dB", "SSIM", "VMAF", "XPSNR, dB", "flicker"):
+        assert f'<th scope="row">{name}</th>' in table
+    lowest = min(float(str(one.control.vmaf)) for one in found.results)
+    assert f"{lowest:.1f}" in cells and f"{min(one.psnr for one in drift):.1f}" in cells
+
+
+def test_what_ffmpeg_lacks_is_said(found: Comparison, tmp_path: Path) -> None:
+    results = [
+        replace(
+            one,
+            patched=replace(one.patched, vmaf=None),
+            control=replace(one.control, vmaf=None),
+            unmeasured="this ffmpeg has no libvmaf",
+        )
+        for one in found.results
+    ]
+    for name in ("prompts", "plots"):
+        (tmp_path / name).symlink_to(found.out / name)
+    other = replace(found, results=tuple(results), out=tmp_path)
+    write_report(other)
+    for path in (other.report, other.short_report):
+        assert "Not measured: this ffmpeg has no libvmaf" in path.read_text()
+    assert re.search(r"\| VMAF \| – \| – \| – \| – \|", other.short_report.read_text())
+
+
+def test_the_short_form_is_markdown_without_surprises(found: Comparison) -> None:
+    text = found.short_report.read_text()
+    assert text.startswith(f"**turbo_rcm_patch: {found.verdict}**")
+    assert len(text) < 6_000
+    (row,) = (line for line in text.splitlines() if "onerror" in line)
+    assert row.count("|") - row.count("\\|") == 5, "a prompt makes no column"
+    assert re.search(r"\| ``[^|]*\\\|`circle` \[x\]\(y\)`` \|", row), "and no link, in backticks"
+    # A table needs an empty line before it, its rule, and as many cells as its head.
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        lines = [line.replace("\\|", "") for line in block.splitlines()]
+        assert re.fullmatch(r"\|(---\|)+", lines[1])
+        assert len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize("word", ["similar", "changed", "undecided"])
+def test_other_verdicts_name_what_is_outside(found: Comparison, tmp_path: Path, word: str) -> None:
+    control = [one.control for one in found.results]
+    below = {"similar": 8.0, "changed": 30.0, "undecided": 0.0}[word]
+    moved = [
+        replace(one, psnr=one.psnr - below, frame_psnr=tuple(v - below for v in one.frame_psnr))
+        for one in control
+    ]
+    missing = ["the network number"] if word == "undecided" else []
+    for name in ("prompts", "plots"):
+        (tmp_path / name).symlink_to(found.out / name)
+    judgement = verdict.judge(moved, control, fusion=0.0, missing=missing)
+    assert judgement.word == word
+    other = replace(found, judgement=judgement, out=tmp_path)
+    write_report(other)
+    text = other.report.read_text()
+    assert f'class="verdict {word}"' in text and f"<b>{word.capitalize()}</b>" in text
+    said = text[text.index('class="verdict') : text.index('class="cards"')]
+    assert ("median PSNR over prompts:" in said) == (word != "undecided")
+    assert ("not measured: the network number" in said) == (word == "undecided")
+    assert ("≈ similar" in text) == (word == "similar")
+    assert ("✗ outside" in text) == (word == "changed")
+
+
+def test_panes_are_small_enough_to_be_sent_around() -> None:
+    assert pane_size(480, 832) == (480, 832)
+    assert pane_size(720, 1280) == (468, 832)
+    assert pane_size(64, 96) == (256, 384)
+    assert all(one % 2 == 0 for size in ((80, 1296), (48, 64)) for one in pane_size(*size))
+
+
+# --- in a browser --------------------------------------------------------------------------------
+
+CHROMIUM = find_chromium()
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+PLAYER = "document.querySelector('figure').player"
+READY = f"{PLAYER}.video.readyState >= 2"
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    assert CHROMIUM is not None
+    with browser(CHROMIUM, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def pixels(tab: Browser, pane: str) -> int:
+    """The sum of all bytes that a pane shows, read from a copy of it."""
+    return int(
+        tab.js(
+            f"(() => {{ const pane = {PLAYER}.canvases[{json.dumps(pane)}];"
+            "const copy = document.createElement('canvas');"
+            "[copy.width, copy.height] = [pane.width, pane.height];"
+            "const pen = copy.getContext('2d', { willReadFrequently: true });"
+            "pen.drawImage(pane, 0, 0);"
+            "return pen.getImageData(0, 0, copy.width, copy.height).data"
+            ".reduce((a, b) => a + b, 0); })()"
+        )
+    )
+
+
+def becomes(tab: Browser, expression: str, value: object) -> None:
+    """Wait until an expression has a value: an event may be handled after it was sent."""
+    text = json.dumps(value, separators=(",", ":"))
+    tab.wait_for(f"JSON.stringify({expression}) === {json.dumps(text)}")
+
+
+def frame(tab: Browser) -> int:
+    return int(tab.js("document.querySelector('figure').dataset.frame"))
+
+
+def rows(png: bytes) -> list[bytes]:
+    """The lines of a PNG of 8 bits, unfiltered where their filter is none or "sub"."""
+    width, height = struct.unpack(">II", png[16:24])
+    data, place = b"", 8
+    while place < len(png):
+        (length,) = struct.unpack(">I", png[place : place + 4])
+        if png[place + 4 : place + 8] == b"IDAT":
+            data += png[place + 8 : place + 8 + length]
+        place += 12 + length
+    plain = zlib.decompress(data)
+    step = len(plain) // height
+    assert step > 3 * width
+    return [plain[i * step : (i + 1) * step] for i in range(height)]
+
+
+@in_a_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 800, 400])
+def test_the_page_fits_and_asks_the_network_for_nothing(
+    found: Comparison, tab: Browser, tmp_path: Path, width: int, dark: bool
+) -> None:
+    tab.open(found.report, width=width, dark=dark)
+    tab.wait_for(READY)
+    assert tab.complaints == []
+    assert [url for url in tab.requests if not url.startswith(("data:", "file:"))] == []
+    assert len([url for url in tab.requests if url.startswith("file:")]) == 1
+    assert tab.js("document.documentElement.scrollWidth <= window.innerWidth"), (
+        "nothing sticks out"
+    )
+    assert tab.js("document.documentElement.dataset.theme") == ("dark" if dark else "light")
+    # No part of the player lies on another: at 400 pixels the controls covered the picture.
+    overlaps = tab.js(
+        """(() => {
+          const shown = [...document.querySelector('figure').querySelectorAll(
+            'canvas, .plot, .time, .tools button, .tools select, output')]
+            .filter((e) => e.checkVisibility()).map((e) => e.getBoundingClientRect());
+          return shown.flatMap((a, i) => shown.slice(i + 1).filter((b) =>
+            a.right > b.left + 2 && b.right > a.left + 2
+            && a.bottom > b.top + 2 && b.bottom > a.top + 2)).length;
+        })()"""
+    )  # fmt: skip
+    assert overlaps == 0
+    assert tab.js(
+        "[...document.querySelectorAll('.tools button')].every((b) => b.offsetHeight >= 36)"
+    )
+    picture = tab.screenshot(tmp_path / "page.png", whole=True)
+    assert len(set(rows(picture))) > 100, "a page and not an empty one"
+
+
+@in_a_browser
+def test_a_reader_clicks_and_seeks(found: Comparison, tab: Browser, tmp_path: Path) -> None:
+    tab.open(found.report, width=1280)
+    tab.wait_for(READY)
+    tab.centre("figure")
+    tab.wait_for("document.querySelector('figure').dataset.playing === 'true'")
+    tab.click("[data-part=play]")
+    tab.wait_for("document.querySelector('figure').dataset.playing === 'false'")
+
+    # Hovering over the plot seeks, and every pane follows in the same frame.
+    shown = {}
+    for share, index in ((0.0, 0), (0.5, 4), (0.999, 8)):
+        x, y = tab.centre(".plot", share)
+        tab.mouse("mouseMoved", x, y - 3)
+        tab.mouse("mouseMoved", x, y)
+        there = f"{PLAYER}.frame === {index} && {PLAYER}.figure.dataset.shown === '{index}'"
+        tab.wait_for(there)
+        # A reader's hand shakes: Chromium took the second seek to the last frame for the end.
+        for by in (1, 2, 1, 0):
+            tab.mouse("mouseMoved", x, y + by)
+            time.sleep(0.05)
+        tab.wait_for(f"!{PLAYER}.video.seeking && {PLAYER}.wanted === null && {there}")
+        tab.js("new Promise(requestAnimationFrame)")
+        at = tab.js(f"{PLAYER}.video.currentTime * {PLAYER}.given.fps")
+        assert index <= at <= index + 1, "the end of the last one is the end of the video"
+        assert tab.js("document.querySelector('output').textContent").startswith(
+            f"frame {index + 1} of 9"
+        )
+        shown[index] = [pixels(tab, pane) for pane in PANES]
+    assert all(len({shown[i][p] for i in shown}) == 3 for p in range(3)), "pictures move"
+    opaque = 255 * 384 * 256
+    assert all(sum_ > opaque for one in shown.values() for sum_ in one[:3]), "and are not black"
+
+    # The time line, and the keys.
+    tab.js("document.querySelector('.time').focus()")
+    tab.press("Home", 36)
+    tab.wait_for(f"{PLAYER}.frame === 0")
+    tab.press("ArrowRight", 39)
+    tab.wait_for(f"{PLAYER}.frame === 1")
+    tab.js("document.querySelector('figure').focus()")
+    tab.press("ArrowRight", 39)
+    tab.press("ArrowRight", 39)
+    tab.press("ArrowLeft", 37)
+    tab.wait_for(f"{PLAYER}.frame === 2")
+    tab.press("End", 35)
+    tab.wait_for(f"{PLAYER}.frame === 8")
+    tab.press(" ", 32, " ")
+    tab.wait_for(f"!{PLAYER}.video.paused")
+    tab.press(" ", 32, " ")
+    tab.wait_for(f"{PLAYER}.video.paused")
+
+    # Differences, and their gain, which is a filter on the picture.
+    gain = int(tab.js(f"{PLAYER}.gain"))
+    filtered = f"{PLAYER}.canvases['patched difference'].style.filter"
+    tab.press("+", 187, "+")
+    becomes(tab, f"[{PLAYER}.gain, {filtered}]", [2 * gain, "brightness(2)"])
+    becomes(tab, "document.querySelector('[data-part=gain]').value", str(2 * gain))
+    tab.press("-", 189, "-")
+    becomes(tab, filtered, "brightness(1)")
+    visible = (
+        "[...document.querySelectorAll('figure')[0].querySelectorAll('.pane')]"
+        ".filter((e) => e.checkVisibility()).map((e) => e.dataset.pane)"
+    )
+    becomes(tab, visible, list(PANES))
+    tab.click("[data-part=difference]")
+    becomes(tab, visible, ["baseline", "patched", "control"])
+    becomes(tab, "document.querySelector('[data-part=difference]').ariaPressed", "false")
+    tab.click("[data-part=difference]")
+    becomes(tab, visible, list(PANES))
+
+    # The slider between two of them.
+    tab.click("[data-part=slider]")
+    becomes(tab, visible, [])
+    becomes(tab, f"{PLAYER}.halves", ["baseline", "patched"])
+    before = tab.screenshot(tmp_path / "half.png")
+    tab.js("document.querySelector('[data-part=split]').focus()")
+    frame_before = frame(tab)
+    tab.press("ArrowRight", 39)
+    at = "document.querySelector('.wipe').style.getPropertyValue('--at')"
+    becomes(tab, at, "51%")
+    assert frame(tab) == frame_before
+    x, y = tab.centre(".wipe", 0.25)
+    for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+        tab.mouse(kind, x, y)
+    tab.wait_for(f"Math.abs(parseFloat({at}) - 25) <= 3")
+    louder = "document.querySelector('[data-part=gain]').checkVisibility()"
+    becomes(tab, louder, False)  # There is nothing to amplify.
+    tab.press("d", 68, "d")
+    becomes(tab, f"{PLAYER}.halves", ["baseline", "patched difference"])
+    becomes(tab, louder, True)
+    tab.js(
+        "(() => { const s = document.querySelector('[data-part=right]'); s.value = 'control';"
+        "s.dispatchEvent(new Event('change')); })()"
+    )
+    becomes(tab, f"{PLAYER}.halves", ["baseline", "control difference"])
+    assert tab.screenshot(tmp_path / "quarter.png") != before
+    assert tab.complaints == []
+
+
+@in_a_browser
+def test_keyboard_readers_see_where_they_are(found: Comparison, tab: Browser) -> None:
+    tab.open(found.report, width=800)
+    tab.wait_for(READY)
+    seen = []
+    for _ in range(14):
+        tab.press("Tab", 9)
+        seen.append(
+            tab.js(
+                "(() => { const e = document.activeElement, s = getComputedStyle(e);"
+                "return [e.dataset.part ?? e.id ?? e.tagName, s.outlineStyle !== 'none' &&"
+                " parseFloat(s.outlineWidth) >= 2, (e.ariaLabel || e.textContent || '').trim()"
+                " || e.labels?.[0]?.textContent]; })()"
+            )
+        )
+    names = [name for name, _, _ in seen]
+    for part in ("theme", "time", "play", "back", "next", "side", "slider", "difference", "gain"):
+        assert part in names
+    assert all(outlined for _, outlined, _ in seen), "focus is visible everywhere"
+    assert all(label for _, _, label in seen), "and everything has a name"
+
+
+@in_a_browser
+def test_the_theme_can_be_chosen(found: Comparison, tab: Browser) -> None:
+    tab.open(found.report, width=800)
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = tab.js(colour)
+    shown = (
+        "[...document.querySelectorAll('.plots img')].filter((e) => e.checkVisibility())"
+        ".map((e) => e.className)"
+    )
+    assert tab.js(shown) == ["on-light"] * 3
+    tab.click("#theme")
+    becomes(tab, shown, ["on-dark"] * 3)
+    assert tab.js(colour) != light
+    tab.open(found.report, width=800)
+    assert tab.js("document.documentElement.dataset.theme") == "dark", "it is remembered"
+    tab.click("#theme")
+    becomes(tab, colour, light)
+    tab.js("localStorage.clear()")
+
+
+@in_a_browser
+def test_without_scripts_the_videos_still_play(found: Comparison, tab: Browser) -> None:
+    tab.send("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        tab.open(found.report, width=800)
+        assert tab.js("document.querySelectorAll('video[controls]').length") == 2
+        assert tab.js("document.querySelector('video').checkVisibility()")
+        assert tab.js("document.querySelectorAll('noscript .seen').length") == 2
+        assert tab.js("document.querySelectorAll('.plots img.on-light')[0].checkVisibility()")
+    finally:
+        tab.send("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_what_is_not_a_number_is_not_called_equal(
+    found: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the second prompt. The medians of the page are those of the verdict, too."""
+    first, second = found.results
+    bad = replace(
+        second.patched, psnr=math.nan, frame_psnr=(math.nan,) * 9, latents=math.inf,
+        flicker=math.nan,
+    )  # fmt: skip
+    results = (replace(first, patched=replace(first.patched, psnr=50.0)),)
+    results += (replace(second, patched=bad),)
+    judged = verdict.judge(
+        [one.patched for one in results], [one.control for one in results],
+        network_ratio=math.inf, fusion=1e-7,
+    )  # fmt: skip
+    odd = replace(found, results=results, judgement=judged)
+    monkeypatch.setattr(report, "_data_url", lambda *_: "data:")
+    write_report(odd)
+    page, short = odd.report.read_text(), (odd.out / "report.md").read_text()
+    write_report(found)
+    for text in (page, short):
+        network = next(x for x in text.split("\n") if "error of the network" in x)
+        assert "not a number (inf)" in network and "equal" not in network
+        assert "median PSNR over prompts" in text and "not a number (nan)" in text
+    assert "Patched: not a number in 9 of 9." in page
+    rows = {row["name"]: row["cells"] for row in map(lambda m: m.row(results), report._MEASURES)}
+    assert rows["flicker"][::2] == ["not a number (nan)"] * 2
+    assert rows["latents, relative L2"][2] == "not a number (inf)"
+    assert report._player(odd, results[1])["patched"] == ["nan"] * 9
+    (network,) = [c for c in judged.checks if c.name.startswith("error of the network")]
+    assert report._scale(network, None, 0.5)["patched"] == 100.0
+
+
+def test_equal_videos_are_called_equal(found: Comparison) -> None:
+    check = verdict.Check("median PSNR over prompts", math.inf, 40.0, 30.0, True, " dB")
+    assert report._value(check) == report._db(math.inf) == "equal"
+    assert report._db(41.24) == "41.2 dB" and report._number(math.inf) == "not a number (inf)"
+    assert report._scale(check, 46.0, 3.0)["patched"] == 100.0
+    assert report._span([None, None]) == "equal in every frame"
+    assert report._span([40.0, "nan", None]) == "not a number in 1 of 3, else 40.0 to 40.0 dB"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--out='/home/John Smith/secret/out'",
+        "--image=file:///home/john/pic.png",
+        "--out /home/john/o",
+    ],
+)
+def test_folders_do_not_stand_in_the_command_of_the_page(given: str) -> None:
+    shown = report._shown_command(f"python -m turbo_rcm_patch compare {given} --steps=4")
+    assert "ohn" not in shown and "…/" in shown and shown.endswith("--steps=4")

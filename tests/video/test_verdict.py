@@ -1,0 +1,186 @@
+"""The verdict at the edges of its margins."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from turbo_rcm_patch.errors import SamplingError
+from turbo_rcm_patch.video.generation import Sample
+from turbo_rcm_patch.video.measures import Drift, drift
+from turbo_rcm_patch.video.verdict import (
+    FUSION_LIMIT,
+    MEDIAN_FLOOR_DB,
+    MEDIAN_MARGIN_DB,
+    NETWORK_LIMIT,
+    SIMILAR_MEDIAN_MARGIN_DB,
+    SIMILAR_NETWORK_LIMIT,
+    SIMILAR_WORST_FRAME_MARGIN_DB,
+    WORST_FRAME_FLOOR_DB,
+    WORST_FRAME_MARGIN_DB,
+    judge,
+)
+
+
+def one(psnr: float, worst: float | None = None) -> Drift:
+    worst = psnr if worst is None else worst
+    return Drift(psnr, 1.0, (psnr, worst), (1.0, 1.0))
+
+
+CONTROL = [one(40.0, 38.0), one(41.0), one(45.0)]
+
+
+def test_margins_are_the_agreed_ones() -> None:
+    assert (MEDIAN_MARGIN_DB, WORST_FRAME_MARGIN_DB) == (6.0, 9.0)
+    assert (SIMILAR_MEDIAN_MARGIN_DB, SIMILAR_WORST_FRAME_MARGIN_DB) == (12.0, 15.0)
+    assert (MEDIAN_FLOOR_DB, WORST_FRAME_FLOOR_DB) == (20.0, 15.0)
+    assert (NETWORK_LIMIT, SIMILAR_NETWORK_LIMIT, FUSION_LIMIT) == (2.0, 4.0, 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("patched", "word"),
+    [
+        pytest.param([one(35.0)] * 3, "unchanged", id="median-at-the-edge"),
+        pytest.param([one(35.0), one(34.99), one(34.99)], "similar", id="median-below"),
+        pytest.param([one(29.0)] * 3, "similar", id="median-at-the-edge-of-similar"),
+        pytest.param([one(29.0), one(28.99), one(28.99)], "changed", id="median-far-below"),
+        pytest.param([one(60.0), one(35.0), one(29.0)], "unchanged", id="worst-at-the-edge"),
+        pytest.param([one(60.0), one(60.0), one(60.0, 28.99)], "similar", id="a-worse-frame"),
+        pytest.param([one(60.0), one(35.0), one(60.0, 23.0)], "similar", id="worst-at-similar's"),
+        pytest.param([one(60.0), one(60.0), one(60.0, 22.99)], "changed", id="one-bad-frame"),
+        pytest.param([one(math.inf)] * 3, "unchanged", id="equal"),
+        pytest.param([one(60.0), one(60.0), one(math.nan)], "changed", id="nan"),
+        pytest.param([one(60.0), one(60.0), one(60.0, math.nan)], "changed", id="nan-frame"),
+    ],
+)
+def test_the_video(patched: list[Drift], word: str) -> None:
+    verdict = judge(patched, CONTROL)
+    assert verdict.word == word
+    assert bool(verdict.reasons) == (word != "unchanged")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "word"),
+    [
+        *((1.0, "unchanged"), (2.0, "unchanged"), (2.01, "similar")),
+        *((4.0, "similar"), (4.01, "changed"), (math.nan, "changed")),
+    ],
+)
+def test_the_network(ratio: float, word: str) -> None:
+    assert judge(CONTROL, CONTROL, network_ratio=ratio).word == word
+
+
+@pytest.mark.parametrize(("fusion", "word"), [(3e-6, "unchanged"), (4e-6, "changed")])
+def test_the_fusion(fusion: float, word: str) -> None:
+    assert judge(CONTROL, CONTROL, fusion=fusion).word == word
+
+
+@pytest.mark.parametrize(
+    ("times", "frames", "word"),
+    [
+        pytest.param(1.95, "all", "unchanged", id="less-than-twice"),
+        pytest.param(2.05, "all", "similar", id="more-than-twice"),
+        pytest.param(3.9, "all", "similar", id="less-than-four-times"),
+        pytest.param(4.1, "all", "changed", id="more-than-four-times"),
+        pytest.param(2.75, "one", "unchanged", id="a-frame-within-9-dB"),
+        pytest.param(2.9, "one", "similar", id="a-frame-beyond-9-dB"),
+        pytest.param(5.5, "one", "similar", id="a-frame-within-15-dB"),
+        pytest.param(5.8, "one", "changed", id="a-frame-beyond-15-dB"),
+    ],
+)
+def test_a_known_multiple_of_the_controls_error_crosses_each_border(
+    times: float, frames: str, word: str
+) -> None:
+    """A negative control of each border, from pixels on: a video that is so many times as far away
+    as the control, in all of its frames or in one."""
+    generator = torch.Generator().manual_seed(0)
+    truth = 0.3 + 0.4 * torch.rand(9, 16, 16, 3, generator=generator)
+    error = 0.004 * torch.randn(truth.shape, generator=generator)
+    sample = Sample(truth, (truth,), seconds=0.0, peak_bytes=None)
+    scale = torch.full((9, 1, 1, 1), times if frames == "all" else 1.0)
+    # The control's own worst frame, so that the multiple is one of it.
+    control = drift(truth + error, sample, truth, sample)
+    scale[control.worst_frame] = times
+    patched = drift(truth + scale * error, sample, truth, sample)
+    assert judge([patched], [control]).word == word
+
+
+def test_reasons_name_the_number_and_the_limit() -> None:
+    (reason,) = judge([one(30.0)] * 3, CONTROL).reasons
+    assert "median PSNR" in reason
+    assert "30 dB" in reason
+    assert "35 dB" in reason
+
+
+def test_a_control_that_equals_the_baseline_measures_nothing() -> None:
+    with pytest.raises(SamplingError, match="measures nothing"):
+        judge(CONTROL, [one(40.0), one(math.inf), one(40.0)])
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_control_that_is_no_number_is_not_the_patch_s_fault(bad: float) -> None:
+    with pytest.raises(SamplingError, match="holds NaN or infinity"):
+        judge([one(50.0)] * 2, [one(48.0), one(bad)])
+
+
+def test_runs_must_be_paired() -> None:
+    with pytest.raises(SamplingError):
+        judge(CONTROL, CONTROL[:2])
+    with pytest.raises(SamplingError):
+        judge([], [])
+
+
+@pytest.mark.parametrize(
+    ("patched", "control", "word"),
+    [
+        pytest.param(one(6.0), one(12.0), "undecided", id="control-12-patched-6"),
+        pytest.param(one(12.0), one(12.0), "undecided", id="no-worse-than-a-control-of-12"),
+        pytest.param(one(25.0), one(12.0), "unchanged", id="near-where-the-control-is-not"),
+        pytest.param(one(5.9), one(12.0), "changed", id="outside-the-margin-too"),
+        pytest.param(one(19.9), one(24.0), "changed", id="median-under-the-floor"),
+        pytest.param(one(20.0), one(24.0), "unchanged", id="median-on-the-floor"),
+        pytest.param(one(19.9), one(20.0), "changed", id="control-on-the-floor"),
+        pytest.param(one(30.0, 14.9), one(30.0, 20.0), "changed", id="frame-under-the-floor"),
+        pytest.param(one(30.0, 14.9), one(30.0, 14.0), "undecided", id="frame-like-the-control"),
+        pytest.param(one(math.nan), one(12.0), "changed", id="nan"),
+    ],
+)
+def test_a_floor_that_no_control_excuses(patched: Drift, control: Drift, word: str) -> None:
+    verdict = judge([patched], [control])
+    assert verdict.word == word
+    assert bool(verdict.reasons) == (word != "unchanged")
+
+
+@pytest.mark.parametrize(
+    ("patched", "control", "word"),
+    [
+        pytest.param(one(20.0), one(30.0, 30.0), "similar", id="on-the-floor"),
+        pytest.param(one(19.9), one(30.0, 30.0), "changed", id="median-under-the-floor"),
+        pytest.param(one(30.0, 14.9), one(30.0, 25.0), "changed", id="frame-under-the-floor"),
+        pytest.param(one(5.0), one(12.0), "changed", id="control-under-the-floor-too"),
+    ],
+)
+def test_what_is_similar_is_above_the_floors(patched: Drift, control: Drift, word: str) -> None:
+    assert judge([patched], [control]).word == word
+
+
+def test_what_is_missing_is_said_and_never_similar() -> None:
+    assert judge([one(30.0)] * 3, CONTROL, missing=["the network number"]).word == "undecided"
+    assert judge([one(30.0)] * 3, CONTROL).word == "similar"
+
+
+def test_each_condition_says_both_limits() -> None:
+    (check,) = (
+        c for c in judge(CONTROL, CONTROL, network_ratio=3.0).checks if "network" in c.name
+    )
+    assert (check.accepted, check.accepted_similar) == ("at most 2", "at most 4")
+    assert not check.passed and check.similar
+
+
+def test_what_is_missing_is_said_and_never_unchanged() -> None:
+    verdict = judge(CONTROL, CONTROL, missing=["the network number (an offloaded transformer)"])
+    assert verdict.word == "undecided"
+    assert verdict.reasons == ("not measured: the network number (an offloaded transformer)",)
+    assert judge([one(1.0)] * 3, CONTROL, missing=["the network number"]).word == "changed"

@@ -1,0 +1,269 @@
+"""One class for each pipeline of diffusers that `generate` and `compare` run, for what differs
+between them; one module a family.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+
+import torch
+
+from turbo_rcm_patch.errors import NotAModelError, SamplingError
+
+if TYPE_CHECKING:
+    from diffusers import (
+        ChronoEditPipeline,
+        CogVideoXImageToVideoPipeline,
+        CogVideoXPipeline,
+        CogVideoXVideoToVideoPipeline,
+        ConsisIDPipeline,
+        SkyReelsV2Pipeline,
+        WanAnimatePipeline,
+        WanImageToVideoPipeline,
+        WanPipeline,
+        WanVACEPipeline,
+        WanVideoToVideoPipeline,
+    )
+
+    from turbo_rcm_patch.config import Form
+    from turbo_rcm_patch.video.generation import Conditioning
+    from turbo_rcm_patch.video.settings import Sampler, Settings
+    from turbo_rcm_patch.video.source import Source
+
+__all__ = [
+    "FAMILIES",
+    "BlockProbe",
+    "Job",
+    "PipelineFamily",
+    "States",
+    "VideoPipeline",
+    "draw",
+    "family_named",
+    "family_of",
+]
+
+#: What `generate` and `compare` run, for annotations.
+VideoPipeline: TypeAlias = (
+    "WanPipeline | WanImageToVideoPipeline | WanVideoToVideoPipeline | CogVideoXPipeline | "
+    "CogVideoXImageToVideoPipeline | CogVideoXVideoToVideoPipeline | WanVACEPipeline | "
+    "SkyReelsV2Pipeline | ChronoEditPipeline | WanAnimatePipeline | ConsisIDPipeline"
+)
+#: A diffusers pipeline that `generate` and `compare` run -> "module.Class" of what serves it.
+FAMILIES: Final = {
+    "WanPipeline": "wan.Wan",
+    "WanImageToVideoPipeline": "wan.WanImage",
+    "WanVideoToVideoPipeline": "wan.WanVideo",
+    "WanVACEPipeline": "wan.Vace",
+    "WanAnimatePipeline": "wan.Animate",
+    "SkyReelsV2Pipeline": "wan.SkyReels",
+    "ChronoEditPipeline": "wan.ChronoEdit",
+    "CogVideoXPipeline": "cogvideox.CogVideoX",
+    "CogVideoXImageToVideoPipeline": "cogvideox.CogVideoXImage",
+    "CogVideoXVideoToVideoPipeline": "cogvideox.CogVideoXVideo",
+    "ConsisIDPipeline": "cogvideox.ConsisID",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockProbe:
+    """A transformer cut down to its first block, and one call of it.
+
+    Attributes:
+        network: The transformer, in fp32.
+        block: Its only block.
+        inputs: Keyword arguments of a call.
+        tokens: Video tokens of that call.
+        branch: What the block adds to its input, of its (arguments, keyword arguments, output).
+        forms: The ways in which this family's pairs can be closed.
+    """
+
+    network: torch.nn.Module
+    block: torch.nn.Module
+    inputs: Mapping[str, object]
+    tokens: int
+    branch: Callable[[Any, Any, Any], torch.Tensor]
+    forms: tuple[Form, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A video that is to be made.
+
+    Attributes:
+        pipe: The pipeline.
+        seed: Of its noise.
+        conditioning: What it is made from.
+        settings: How.
+    """
+
+    pipe: Any
+    seed: int
+    conditioning: Conditioning
+    settings: Settings
+
+
+#: Latents as a pipeline's loop holds them, each with its network time.
+States = list[tuple[torch.Tensor, float]]
+
+
+class PipelineFamily(ABC):
+    """What differs between pipelines.
+
+    Attributes:
+        SAMPLERS: What `Settings.sampler` may be.
+        DEFAULTS: Settings where neither the caller nor the model's folder says.
+        OWN: What the pipeline's own scheduler is usually run with.
+        NEEDS: What a `Source` must have beside its prompt.
+        MAY: What it may have.
+        TRANSFORMER: The class of diffusers that `block_probe` takes.
+    """
+
+    SAMPLERS: ClassVar[tuple[Sampler, ...]]
+    DEFAULTS: ClassVar[Mapping[str, object]]
+    OWN: ClassVar[Mapping[str, object]]
+    NEEDS: ClassVar[tuple[str, ...]] = ()
+    MAY: ClassVar[tuple[str, ...]] = ()
+    TRANSFORMER: ClassVar[str]
+
+    @abstractmethod
+    def latent_shape(
+        self, pipe: Any, settings: Settings, conditioning: Conditioning | None = None
+    ) -> tuple[int, ...]:
+        """Shape of one video's latents in the denoising loop, with the pipeline's order of axes.
+        Some pipelines add a frame for each reference of `conditioning`."""
+
+    def frames_made(self, pipe: Any, asked: int) -> int:
+        """How many frames the VAE makes where so many are asked for."""
+        span = int(pipe.vae_scale_factor_temporal)
+        return (asked - 1) // span * span + 1
+
+    @abstractmethod
+    def call_inputs(self, job: Job) -> dict[str, object]:
+        """What the pipeline's `__call__` takes beside what all take: `latents`, made of the
+        standard normal noise of the seed, and what the video is made from."""
+
+    @abstractmethod
+    def trim(self, job: Job, latents: torch.Tensor) -> torch.Tensor:
+        """Of denoised latents, those of the video."""
+
+    @abstractmethod
+    def decode(self, pipe: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Decode fp32 latents on the VAE's device to a video [B, 3, F, H, W] in about -1..1."""
+
+    @abstractmethod
+    def noised(self, pipe: Any, clean: torch.Tensor, noise: torch.Tensor) -> States:
+        """Latents at the three times of the network number."""
+
+    def check_probe(self, folder: Path) -> None:
+        """Raise if `block_probe` does not take the transformer of a pipeline folder.
+
+        Raises:
+            SamplingError: It is of another class.
+        """
+        config = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
+        if config.get("_class_name") != self.TRANSFORMER:
+            raise SamplingError(
+                "the check of one block",
+                expected=f"a {self.TRANSFORMER}",
+                got=f"a {config.get('_class_name')} in {folder}",
+                remedy="Use compare, which takes this model too",
+            )
+
+    def block_probe(self, folder: Path) -> BlockProbe:
+        """The first block of a pipeline folder's transformer, with an input of odd size.
+
+        Raises:
+            SamplingError: The transformer is of another class.
+        """
+        import diffusers
+
+        self.check_probe(folder)
+        network = getattr(diffusers, self.TRANSFORMER).from_pretrained(
+            str(folder), subfolder="transformer", dtype=torch.float32, local_files_only=True
+        )
+        return self._probe(network)
+
+    @abstractmethod
+    def _probe(self, network: Any) -> BlockProbe:
+        """Of a transformer, which is cut down."""
+
+    @staticmethod
+    def from_video(job: Job) -> dict[str, object]:
+        """`call_inputs` of a pipeline that draws the noise and adds it to a video."""
+        return {
+            "video": job.conditioning.frames("video", job.settings),
+            "strength": 1.0 if job.settings.strength is None else job.settings.strength,
+            "generator": torch.Generator("cpu").manual_seed(job.seed),
+        }
+
+    def check(self, pipeline: str, sources: Sequence[Source]) -> None:
+        """Raise unless the pipeline can make a video from each of these.
+
+        Args:
+            pipeline: The class of the pipeline, for messages.
+            sources: What videos are to be made from.
+
+        Raises:
+            SamplingError: One lacks what the pipeline needs, or has what it does not take.
+        """
+        takes = self.takes
+        for source in sources:
+            for name in self.NEEDS:
+                if name not in source.given:
+                    raise SamplingError(
+                        f"{name} of the prompt {source.prompt!r}",
+                        expected=f"one, because a {pipeline} makes videos from it",
+                        got="none",
+                        remedy=f"Give --{name.replace('_', '-')} FILE, from Python {name}=",
+                    )
+            for name in source.given:
+                if name not in takes:
+                    others = [key for key in FAMILIES if name in family_named(key).takes]
+                    raise SamplingError(
+                        f"{name} of the prompt {source.prompt!r}",
+                        expected=f"none, because a {pipeline} takes "
+                        + (f"no more than {' and '.join(takes)}" if takes else "a prompt alone"),
+                        got="one",
+                        remedy=f"Leave it out, or load a {' or '.join(others)}",
+                    )
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What a `Source` can have beside its prompt."""
+        return (*self.NEEDS, *self.MAY)
+
+
+def draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Standard normal noise, fp32, on the CPU: `torch.Generator("cpu").manual_seed(seed)`."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+
+def family_named(pipeline: str) -> PipelineFamily:
+    """Find the family of a pipeline's class name, one of `FAMILIES`."""
+    module, _, name = FAMILIES[pipeline].partition(".")
+    family: PipelineFamily = getattr(import_module(f"{__name__}.{module}"), name)()
+    return family
+
+
+def family_of(pipe: object) -> PipelineFamily:
+    """Find the family of a pipeline, whose class may be derived from a known one.
+
+    Raises:
+        NotAModelError: It is of another class.
+    """
+    for cls in type(pipe).__mro__:
+        if cls.__name__ in FAMILIES and cls.__module__.partition(".")[0] == "diffusers":
+            return family_named(cls.__name__)
+    raise NotAModelError(
+        "pipe",
+        expected=f"a diffusers {' or '.join(FAMILIES)}",
+        got=type(pipe).__name__,
+        remedy="Load one with turbo_rcm_patch.video.load_pipeline",
+    )

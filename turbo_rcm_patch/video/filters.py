@@ -1,0 +1,102 @@
+"""VMAF and XPSNR, which come with ffmpeg, so that nothing is downloaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import numpy as np
+import torch
+
+from turbo_rcm_patch.errors import OutputError
+from turbo_rcm_patch.video.video import find_ffmpeg, run_ffmpeg
+
+#: Measure -> the filter that computes it, and what it logs. XPSNR is that of the worst of three
+#: planes, as the filter sums up.
+FILTERS: Final = {
+    "vmaf": ("libvmaf", re.compile(r"VMAF score: (\S+)")),
+    "xpsnr": ("xpsnr", re.compile(r"XPSNR .*\(minimum: (\S+)\)")),
+}
+#: Below this many pixels a side there is too little for libvmaf's scales (it crashed at 16).
+MIN_SIDE: Final = 64
+#: With more than 8 bits xpsnr takes a line's width for its distance to the next one. So it gets
+#: the middle of a video whose width is no multiple of this many pixels (128 bytes). Seen with
+#: ffmpeg 9.0.2.
+XPSNR_WIDTH: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """What ffmpeg's filters measured.
+
+    Attributes:
+        vmaf: VMAF of the video, 0..100 (model vmaf_v0.6.1; equal videos have some 97 to 100), or
+            None.
+        xpsnr: XPSNR in dB of the worst plane of Y, Cb and Cr; infinite for equal videos; or None.
+        why: Why something was not measured, else empty.
+    """
+
+    vmaf: float | None
+    xpsnr: float | None
+    why: str
+
+
+def filtered(frames: torch.Tensor, truth: torch.Tensor, fps: int) -> Filtered:
+    """Measure a video against the one it should equal, with what this ffmpeg has.
+
+    Frames are given with 16 bits and compared with 10 bits a channel, colours in full resolution:
+    8 bits would add more noise than a good patch does. VMAF: Li et al. 2016,
+    github.com/Netflix/vmaf. XPSNR: Helmrich et al., ICASSP 2020.
+
+    Args:
+        frames: [F, H, W, 3] in 0..1.
+        truth: The same.
+        fps: Frames a second.
+    """
+    count, height, width = frames.shape[:3]
+    if min(height, width) < MIN_SIDE:
+        return Filtered(None, None, f"VMAF and XPSNR need {MIN_SIDE} pixels a side")
+    available = _available(find_ffmpeg())
+    found: dict[str, float | None] = {}
+    missing: list[str] = []
+    # One above the other, in one stream: xpsnr misreads frames that were cut out from the left.
+    both = _bytes(torch.cat([frames, truth], dim=1))
+    reads = ["-f", "rawvideo", "-pix_fmt", "rgb48le", "-s", f"{width}x{2 * height}"]
+    reads += ["-r", str(fps), "-i", "pipe:0"]
+    for measure, (name, logged) in FILTERS.items():
+        found[measure] = None
+        if name not in available:
+            missing.append(f"this ffmpeg has no {name}")
+            continue
+        part = width // XPSNR_WIDTH * XPSNR_WIDTH if measure == "xpsnr" else width
+        left = (width - part) // 2
+        graph = "[0:v]format=yuv444p10le,split[x][y];"
+        graph += f"[x]crop={part}:{height}:{left}:0,copy[main];"
+        graph += f"[y]crop={part}:{height}:{left}:{height},copy[reference];"
+        # xpsnr takes its first input for the original, whose activity gives the weights.
+        graph += f"[reference][main]{name}" if measure == "xpsnr" else f"[main][reference]{name}"
+        arguments = ["-v", "info", "-nostats", *reads, "-filter_complex", graph, "-f", "null", "-"]
+        try:
+            said = logged.search(run_ffmpeg(arguments, f"{name} was not run", both)[1])
+        except OutputError as error:
+            missing.append(str(error))
+            continue
+        found[measure] = float(said[1]) if said else None
+        if said is None:
+            missing.append(f"{name} printed no number")
+    return Filtered(found["vmaf"], found["xpsnr"], "; ".join(missing))
+
+
+def _bytes(frames: torch.Tensor) -> np.ndarray:
+    """16 bits a channel, in the order of bytes that "rgb48le" has."""
+    scaled = np.stack([(f.clamp(0, 1).nan_to_num() * 65535).round().cpu().numpy() for f in frames])
+    return scaled.astype("<u2")
+
+
+@cache
+def _available(program: str) -> frozenset[str]:
+    """Names of the filters that an ffmpeg, the one that is in use, has."""
+    said, _ = run_ffmpeg(["-hide_banner", "-filters"], "its filters were not listed")
+    return frozenset(words[1] for line in said.splitlines() if len(words := line.split()) > 2)

@@ -1,0 +1,656 @@
+"""Encode what a video is made from, sample latents, decode them.
+
+The pipeline's own `__call__` denoises, so hooks, offloading, both experts of Wan 2.2 and every
+scheduler behave as usual. Unpatched and patched models take the same path. `families` holds what
+differs between pipelines.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+
+from turbo_rcm_patch.errors import ConfigError, DTypeError, SamplingError
+from turbo_rcm_patch.video.families import Job, PipelineFamily, VideoPipeline, draw, family_of
+from turbo_rcm_patch.video.scheduler import RCMScheduler, fingerprint, noise_stream
+from turbo_rcm_patch.video.settings import Settings
+from turbo_rcm_patch.video.source import ImageLike, Source, sources_of
+
+_log = logging.getLogger(__name__)
+
+#: Most steps that a trajectory keeps.
+TRAJECTORY: Final = 12
+
+#: Called after every denoising step with (steps done, steps in all).
+OnStep = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conditioning:
+    """A `Source`, encoded.
+
+    Attributes:
+        embeds: Embeddings [1, L, C] of the prompt.
+        negative_embeds: Under guidance those of the negative prompt.
+        media: What the source has beside its prompt, by the names of `Source`.
+        encoded: What VAE (on the CPU) and image encoder made of `media`, by what they were given.
+            Every generation takes it from here.
+    """
+
+    embeds: torch.Tensor
+    negative_embeds: torch.Tensor | None
+    media: Mapping[str, Any] = field(default_factory=dict)
+    encoded: dict[object, Any] = field(default_factory=dict)
+
+    def kept(self) -> Conditioning:
+        """It with its embeddings on the CPU and without pixels: many of them hold little memory
+        (`Conditioning.again`)."""
+        return self._moved("cpu", {})
+
+    def again(self, device: torch.device, media: Mapping[str, Any]) -> Conditioning:
+        """It as before `kept`, with the `media` of the same source."""
+        return self._moved(device, media)
+
+    def _moved(self, device: torch.device | str, media: Mapping[str, Any]) -> Conditioning:
+        negative = self.negative_embeds
+        return replace(
+            self,
+            embeds=self.embeds.to(device),
+            negative_embeds=None if negative is None else negative.to(device),
+            media=media,
+        )
+
+    def frames(self, name: str, settings: Settings) -> list[Any]:
+        """The images of a video that was given, as many as `settings` asks for.
+
+        Raises:
+            SamplingError: It has fewer.
+        """
+        frames = list(self.media[name])
+        if len(frames) < settings.num_frames:
+            raise SamplingError(
+                name,
+                expected=f"{settings.num_frames} frames, as many as are made",
+                got=f"{len(frames)}",
+                remedy="Lower --num-frames, or give a longer video",
+            )
+        return frames[: settings.num_frames]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Denoised latents.
+
+    Attributes:
+        latents: [1, C, F, H, W] (of CogVideoX [1, F, C, H, W]), fp32, on the CPU.
+        trajectory: The latents after some steps (see `trajectory_steps`), same form; empty unless
+            asked for.
+        seconds: Time of the denoising loop.
+        peak_bytes: Peak memory of the denoising loop.
+    """
+
+    latents: torch.Tensor
+    trajectory: tuple[torch.Tensor, ...]
+    seconds: float
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generated video.
+
+    Attributes:
+        prompt: The prompt.
+        seed: Seed of initial noise and re-noising.
+        settings: The settings it was made with.
+        latents: [1, C, F, H, W] (of CogVideoX [1, F, C, H, W]), fp32, on the CPU.
+        frames: [F, H, W, 3], fp32 in 0..1, on the CPU.
+        seconds: Time of the denoising loop.
+        decode_seconds: Time of the VAE.
+        peak_bytes: Peak memory of the denoising loop.
+    """
+
+    prompt: str
+    seed: int
+    settings: Settings
+    latents: torch.Tensor
+    frames: torch.Tensor
+    seconds: float
+    decode_seconds: float
+    peak_bytes: int | None
+
+
+def generate(
+    pipe: VideoPipeline,
+    prompt: str | Source,
+    *,
+    image: ImageLike | None = None,
+    seed: int = 0,
+    settings: Settings | None = None,
+    on_step: OnStep | None = None,
+    **overrides: object,
+) -> Generation:
+    """Generate one video.
+
+    Args:
+        pipe: One of `families.FAMILIES`, patched or not, on any device, with or without
+            offloading. Its VAE must be in fp32.
+        prompt: The prompt, or a `Source` with what else the video is made from.
+        image: For an image-to-video pipeline the first frame: a file or an image of PIL's, which
+            the pipeline resizes to the size of the video.
+        seed: Seed of the initial noise and of the re-noising, which have separate generators.
+        settings: The settings; by default those of the model's folder (see `Settings.for_model`).
+        on_step: Called after every step with (done, total).
+        **overrides: Fields of `Settings` by name, e.g. `steps=4`, `sampler="rcm"`, `sigma_max=80`.
+
+    Returns:
+        Latents, float frames, times and peak memory.
+    """
+    settings = settings_for(pipe, settings, **overrides)
+    check_seed(seed)
+    sources = sources_of(prompt, image)
+    if len(sources) != 1:
+        raise ConfigError(
+            "prompt",
+            expected="one prompt",
+            got=str(len(sources)),
+            remedy="Call `generate` for each of them, or `compare`, which takes several",
+        )
+    source = sources[0]
+    conditioning = encode(pipe, source, settings)
+    sample = sample_latents(pipe, conditioning, seed=seed, settings=settings, on_step=on_step)
+    with Meter(pipe._execution_device) as decoding:
+        frames = decode_latents(pipe, sample.latents)[0]
+    if not frames.isfinite().all():
+        what = "latents" if not sample.latents.isfinite().all() else "frames"
+        raise SamplingError(
+            "the video holds NaN or infinity",
+            expected="finite numbers",
+            got=f"{what} that are not finite",
+            remedy="Look for NaN in the weights and in what is given, and try another dtype: "
+            "fp16 overflows where bf16 does not",
+        )
+    return Generation(
+        prompt=source.prompt,
+        seed=seed,
+        settings=settings,
+        latents=sample.latents,
+        frames=frames,
+        seconds=sample.seconds,
+        decode_seconds=decoding.seconds,
+        peak_bytes=sample.peak_bytes,
+    )
+
+
+def folder_of(pipe: VideoPipeline) -> Path | None:
+    """The folder that a pipeline was loaded from, of a name on the hub that of the hub's cache;
+    None if it was made otherwise."""
+    name = getattr(pipe, "name_or_path", None)
+    if name and Path(name).is_dir():
+        return Path(name)
+    network = pipe.transformer or getattr(pipe, "transformer_2", None)
+    part = Path(str(getattr(network, "config", {}).get("_name_or_path", "")))
+    return part.parent if part.parent.parent.name == "snapshots" else None
+
+
+def check_seed(seed: int, count: int = 1) -> None:
+    """Raise a `ConfigError` unless torch takes this seed and the next ones for `count` videos."""
+    if not isinstance(seed, Integral) or not -(2**63) <= seed <= 2**64 - count:
+        raise ConfigError("seed", expected="an integer that fits into 64 bits", got=repr(seed))
+
+
+def settings_for(
+    pipe: VideoPipeline, settings: Settings | None = None, **overrides: object
+) -> Settings:
+    """Settings for a loaded pipeline: the overrides, then the given settings or else its folder's
+    `turbo_rcm.json`, then the defaults of its family.
+    """
+    family = family_of(pipe)
+    if settings is not None:
+        changed = settings.as_dict() | overrides
+        return Settings.for_model(None, **changed) if overrides else settings
+    folder = folder_of(pipe)
+    settings = Settings.for_model(folder, family.DEFAULTS, family.OWN, **overrides)
+    _check_settings(pipe, family, settings)
+    return settings
+
+
+@torch.no_grad()
+def encode(pipe: VideoPipeline, source: Source, settings: Settings) -> Conditioning:
+    """Run the encoders: the text encoder, and VAE and image encoder if there is more than text.
+
+    Args:
+        pipe: The pipeline.
+        source: What the video is made from.
+        settings: Read for guidance, negative prompt, length and size.
+
+    Returns:
+        Embeddings [1, L, C] in the encoder's dtype, on the pipeline's device, and all else.
+
+    Raises:
+        SamplingError: The source lacks what the pipeline needs, or has what it does not take.
+    """
+    family_of(pipe).check(type(pipe).__name__, [source])
+    guided = settings.guidance_scale > 1.0
+    embeds, negative = pipe.encode_prompt(
+        prompt=source.prompt,
+        negative_prompt=settings.negative_prompt if guided else None,
+        do_classifier_free_guidance=guided,
+        max_sequence_length=settings.max_sequence_length,
+        device=pipe._execution_device,
+    )
+    conditioning = Conditioning(embeds, negative, source.media)
+    if family_of(pipe).takes:
+        recorded_calls(pipe, conditioning, settings, [])
+    return conditioning
+
+
+def initial_noise(
+    pipe: VideoPipeline, seed: int, settings: Settings, conditioning: Conditioning | None = None
+) -> torch.Tensor:
+    """Standard normal noise [1, C, F, H, W] (CogVideoX: [1, F, C, H, W]), fp32, on the CPU:
+    `torch.Generator("cpu").manual_seed(seed)`.
+    """
+    return draw(family_of(pipe).latent_shape(pipe, settings, conditioning), seed)
+
+
+def trajectory_steps(steps: int) -> tuple[int, ...]:
+    """Indices of the steps whose latents a trajectory keeps: all, or twelve evenly spread ones."""
+    if steps <= TRAJECTORY:
+        return tuple(range(steps))
+    return tuple(round((i + 1) * steps / TRAJECTORY) - 1 for i in range(TRAJECTORY))
+
+
+def sample_latents(
+    pipe: VideoPipeline,
+    conditioning: Conditioning,
+    *,
+    seed: int,
+    settings: Settings,
+    keep_trajectory: bool = False,
+    on_step: OnStep | None = None,
+) -> Sample:
+    """Denoise from seeded noise with the pipeline's own loop.
+
+    Args:
+        pipe: The pipeline; its scheduler and progress bar are as before afterwards.
+        conditioning: From `encode`.
+        seed: Seed of initial noise and re-noising.
+        settings: How to sample.
+        keep_trajectory: Whether to keep the latents after the `trajectory_steps`.
+        on_step: Called after every step with (done, total).
+
+    Returns:
+        Latents, time and peak memory.
+    """
+    family, device = family_of(pipe), pipe._execution_device
+    _check_settings(pipe, family, settings)
+    kept: list[torch.Tensor] = []
+    wanted = trajectory_steps(settings.steps_run) if keep_trajectory else ()
+
+    def after_step(
+        _: object, step: int, __: object, tensors: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        if step in wanted:  # stays on the device: copying here would wait for it
+            kept.append(tensors["latents"].clone())
+        if on_step is not None:
+            on_step(step + 1, settings.steps_run)
+        return {}
+
+    with (
+        _quiet(pipe),
+        _sampler(pipe, settings, seed),
+        _private_rng(device, seed),
+        _encoded_once(pipe, conditioning),
+        Meter(device) as meter,
+    ):
+        latents = _denoise(pipe, conditioning, seed, settings, callback_on_step_end=after_step)
+    latents = family.trim(_job(pipe, seed, conditioning, settings), latents)
+    return Sample(
+        latents=latents.to("cpu", torch.float32),
+        trajectory=tuple(step.to("cpu", torch.float32) for step in kept),
+        seconds=meter.seconds,
+        peak_bytes=meter.peak_bytes,
+    )
+
+
+def _denoise(
+    pipe: VideoPipeline,
+    conditioning: Conditioning,
+    seed: int,
+    settings: Settings,
+    **more: object,
+) -> torch.Tensor:
+    """Call the pipeline: its latents, after all steps."""
+    call: dict[str, object] = {
+        "prompt_embeds": conditioning.embeds,
+        "negative_prompt_embeds": conditioning.negative_embeds,
+        "height": settings.height,
+        "width": settings.width,
+        "num_inference_steps": settings.steps,
+        "guidance_scale": settings.guidance_scale,
+        "max_sequence_length": settings.max_sequence_length,
+        "output_type": "latent",
+    }
+    call |= family_of(pipe).call_inputs(_job(pipe, seed, conditioning, settings))
+    latents: torch.Tensor = pipe(**call | more).frames
+    return latents
+
+
+def _job(pipe: VideoPipeline, seed: int, conditioning: Conditioning, settings: Settings) -> Job:
+    """With as many frames as are made, where that is fewer than were asked for."""
+    made = family_of(pipe).frames_made(pipe, settings.num_frames)
+    fitting = replace(settings, num_frames=min(made, settings.num_frames))
+    return Job(pipe, seed, conditioning, fitting)
+
+
+@torch.no_grad()
+def recorded_calls(
+    pipe: VideoPipeline,
+    conditioning: Conditioning,
+    settings: Settings,
+    states: Sequence[tuple[torch.Tensor, float]],
+) -> list[dict[str, Any]]:
+    """Find out how the pipeline calls its transformer, without running it or making a step.
+
+    The pipeline's own loop runs with a scheduler that hands it these states, so that conditions,
+    masks and times of each token are the pipeline's.
+
+    Args:
+        pipe: The pipeline; as before afterwards.
+        conditioning: What the video is made from; it keeps what VAE and image encoder make of it.
+        settings: Shape of the video.
+        states: Latents as the loop holds them, each with its network time.
+
+    Returns:
+        The keyword arguments of the call for each state, without guidance.
+    """
+    plain = Conditioning(conditioning.embeds, None, conditioning.media, conditioning.encoded)
+    replay = _Replay(pipe.scheduler.config, states)
+    # The first call sees the pipeline's own noise. It serves to get all states through `step`.
+    once = settings if settings.strength is None else replace(settings, strength=1.0)
+    calls: list[dict[str, Any]] = []
+
+    def record(**given: Any) -> tuple[torch.Tensor]:
+        calls.append(given)
+        return (given["hidden_states"],)
+
+    networks = [pipe.transformer, getattr(pipe, "transformer_2", None)]
+    with (
+        _quiet(pipe),
+        _replaced(pipe, scheduler=replay),
+        _private_rng(pipe._execution_device, 0),
+        _encoded_once(pipe, conditioning),
+        ExitStack() as stack,
+    ):
+        for network in filter(None, networks):
+            stack.enter_context(_replaced(network, forward=record))
+        steps = {"num_inference_steps": len(states) + 1, "guidance_scale": 1.0}
+        _denoise(pipe, plain, 0, once, **steps)
+    return calls[1:]
+
+
+class _Replay:
+    """A scheduler whose steps lead through given states."""
+
+    order = 1
+    init_noise_sigma = 1.0
+
+    def __init__(
+        self, config: Mapping[str, Any], states: Sequence[tuple[torch.Tensor, float]]
+    ) -> None:
+        self.config, self._states = config, list(states)
+        times = [time for _, time in states]
+        self._times = torch.tensor([*times[:1], *times] or [0.0])
+        self.timesteps, self.sigmas = self._times, self._times / 1000.0
+
+    def set_timesteps(self, _: int, device: torch.device | None = None) -> None:
+        self.timesteps = self._times.to(device)
+
+    def set_begin_index(self, _: int = 0) -> None:
+        """Nothing to look up."""
+
+    def scale_model_input(self, sample: torch.Tensor, _: object = None) -> torch.Tensor:
+        return sample
+
+    def add_noise(self, _: torch.Tensor, noise: torch.Tensor, __: torch.Tensor) -> torch.Tensor:
+        return noise
+
+    def step(
+        self, _: torch.Tensor, __: object, sample: torch.Tensor, return_dict: bool = False
+    ) -> tuple[torch.Tensor]:
+        del return_dict
+        return (self._states.pop(0)[0] if self._states else sample,)
+
+
+@torch.no_grad()
+def decode_latents(pipe: VideoPipeline, latents: torch.Tensor) -> torch.Tensor:
+    """Decode with the VAE in fp32.
+
+    Args:
+        pipe: The pipeline, whose VAE must be in fp32: in bf16 its rounding would hide what is
+            being compared.
+        latents: [B, C, F, H, W] (CogVideoX: [B, F, C, H, W]), any float dtype, as the transformer
+            sees them.
+
+    Returns:
+        Frames [B, F, H, W, 3], fp32 in 0..1, on the CPU.
+    """
+    vae = pipe.vae
+    if vae.dtype != torch.float32:
+        raise DTypeError(
+            "the VAE's dtype",
+            expected="torch.float32",
+            got=str(vae.dtype),
+            remedy="Call pipe.vae.to(torch.float32), or load with load_pipeline",
+        )
+    video = family_of(pipe).decode(pipe, latents.to(pipe._execution_device, torch.float32))
+    pipe.maybe_free_model_hooks()
+    frames = (video.float() / 2 + 0.5).clamp(0, 1)  # [B, 3, F, H, W]
+    return frames.permute(0, 2, 3, 4, 1).contiguous().cpu()
+
+
+def _check_settings(pipe: object, family: PipelineFamily, settings: Settings) -> None:
+    if settings.sampler not in family.SAMPLERS:
+        raise ConfigError(
+            f"sampler of a {type(pipe).__name__}",
+            expected=f"one of {family.SAMPLERS}",
+            got=repr(settings.sampler),
+            remedy="The rCM sampler is for students that predict a rectified flow's velocity; "
+            "leave sampler out",
+        )
+    if settings.strength is not None and "strength" not in family.DEFAULTS:
+        raise ConfigError(
+            f"strength of a {type(pipe).__name__}",
+            expected="none, because it does not begin with a video",
+            got=repr(settings.strength),
+            remedy="Leave --strength out, or load a video-to-video pipeline",
+        )
+    if settings.guidance_scale_2 is not None and getattr(pipe, "transformer_2", None) is None:
+        raise ConfigError(
+            f"guidance_scale_2 of a {type(pipe).__name__}",
+            expected="none, because it has no second expert",
+            got=repr(settings.guidance_scale_2),
+            remedy="Leave --guidance-scale-2 out",
+        )
+    asked, made = settings.num_frames, partial(family.frames_made, pipe)
+    if made(asked) != asked:
+        fitting = [n for n in range(max(1, asked - 16), asked + 17) if made(n) == n]
+        near = [
+            max((n for n in fitting if n < asked), default=None),
+            min(n for n in fitting if n > asked),
+        ]
+        _say_frames(asked, made(asked), " and ".join(str(n) for n in near if n))
+
+
+@cache
+def _say_frames(asked: int, made: int, near: str) -> None:
+    """Tell once that a video will be shorter or longer than it was asked for."""
+    _log.warning(
+        "num_frames %d: this VAE makes %d frames of that. Near it are %s.", asked, made, near
+    )
+
+
+@contextmanager
+def _sampler(pipe: VideoPipeline, settings: Settings, seed: int) -> Iterator[None]:
+    """Give the pipeline the sampler of `settings`, and its own scheduler back afterwards."""
+    if settings.sampler == "scheduler":
+        yield
+        return
+    own = pipe.scheduler
+    rcm = RCMScheduler(
+        num_train_timesteps=own.config.get("num_train_timesteps", 1000),
+        sigma_max=settings.sigma_max,
+        sampler=settings.form,
+        noise_seed=seed,
+        timestep_dtype=own.config.get("timestep_dtype", "float32"),
+    )
+    with _replaced(pipe, scheduler=rcm):
+        yield
+
+
+@contextmanager
+def _replaced(owner: object, **attributes: object) -> Iterator[None]:
+    """Set attributes of an instance, and restore afterwards what was there."""
+    own = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)
+
+
+@contextmanager
+def _encoded_once(pipe: VideoPipeline, conditioning: Conditioning) -> Iterator[None]:
+    """Let VAE and image encoder see every image once for all generations of `conditioning`."""
+    if not family_of(pipe).takes:
+        yield
+        return
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+    from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+    known, encode = conditioning.encoded, pipe.vae.encode
+
+    def by_vae(x: torch.Tensor) -> Any:
+        key = (tuple(x.shape), fingerprint(x))
+        if key not in known:
+            # CogVideoX's pipelines encode in the network's dtype, where this VAE has fp32.
+            known[key] = encode(x.to(pipe.vae.dtype)).latent_dist.parameters.cpu()
+        return AutoencoderKLOutput(DiagonalGaussianDistribution(known[key].to(x.device)))
+
+    def as_is(x: torch.Tensor, **_: object) -> tuple[torch.Tensor]:
+        return (x,)
+
+    with ExitStack() as stack:
+        # Animate's pipeline decodes although it is asked for latents, and drops the result.
+        stack.enter_context(_replaced(pipe.vae, encode=by_vae, decode=as_is))
+        if hasattr(pipe, "encode_image"):
+            see = pipe.encode_image
+
+            def by_encoder(*given: object, **named: object) -> Any:
+                if "image" not in known:  # A pipeline encodes the images of a source in one call.
+                    known["image"] = see(*given, **named)
+                return known["image"]
+
+            stack.enter_context(_replaced(pipe, encode_image=by_encoder))
+        yield
+
+
+@contextmanager
+def _quiet(pipe: VideoPipeline) -> Iterator[None]:
+    """Hide the pipeline's progress bar, and restore its settings afterwards."""
+    before = getattr(pipe, "_progress_bar_config", None)
+    pipe.set_progress_bar_config(disable=True)
+    try:
+        yield
+    finally:
+        if before is None:
+            del pipe._progress_bar_config
+        else:
+            pipe._progress_bar_config = before
+
+
+@contextmanager
+def _private_rng(device: torch.device, seed: int) -> Iterator[None]:
+    """Make schedulers that use the global generators reproducible, and restore the caller's
+    generators afterwards."""
+    number = noise_stream(seed, "scheduler").initial_seed()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(number)  # `torch.manual_seed` seeds every GPU
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(number)
+        yield
+
+
+class Meter:
+    """Context manager that measures what runs inside, synchronising with the device at both ends
+    only.
+
+    Attributes:
+        seconds: Wall-clock time.
+        peak_bytes: Most memory held at once: the allocator's on a GPU, resident memory of the
+            process on a Linux CPU, None where neither can be read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds = 0.0
+        self.peak_bytes: int | None = None
+
+    def __enter__(self) -> Meter:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self._resettable = _reset_resident_peak()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.device.type == "cuda":
+            if error is None:  # after a fault on the device, waiting would hide the first error
+                torch.cuda.synchronize(self.device)
+                self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        elif self._resettable:
+            self.peak_bytes = _resident_peak()
+        self.seconds = time.perf_counter() - self._start
+
+
+def _reset_resident_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak of resident memory
+    except OSError:
+        return False
+    return True
+
+
+def _resident_peak() -> int | None:
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,155 @@
+"""Load a transformer with int8 weights alone, without making the weights that they stand for.
+
+Two kinds of folder have them: one that `convert` wrote from a `-quant` checkpoint, with the stock
+weights beside the extra file, and one without stock weights, whose tensors are the state dict of
+the model with its `Int8Linear`s. The second one's config.json names a quantisation that diffusers
+does not know, so that stock classes refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.patching.int8_linear import SCALE, WEIGHT, Int8Linear
+from turbo_rcm_patch.patching.int8_only import INT8_MARK, is_marked, mark_int8_only
+from turbo_rcm_patch.patching.stored import EXTRA_FILE, WEIGHTS, read_config, weight_files
+from turbo_rcm_patch.turbodiffusion.keys import blocks_of
+from turbo_rcm_patch.turbodiffusion.read import Wanted, check_tensors
+from turbo_rcm_patch.turbodiffusion.stored import StoredTensors, check_product
+
+
+def is_int8_only(folder: Path) -> bool:
+    """Whether a transformer folder has int8 weights and no others for the same Linears."""
+    return is_marked(read_config(folder))
+
+
+def holds_int8(folder: Path) -> bool:
+    """Whether a transformer folder has int8 weights that `load_int8_only` reads."""
+    if is_int8_only(folder):
+        return True
+    extra = folder / EXTRA_FILE
+    return extra.is_file() and any(_beside(StoredTensors(extra)))
+
+
+def load_int8_only(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Load a transformer that keeps only int8 weights of the Linears that have them.
+
+    A stock weight beside them is compared with them, Linear by Linear, and not kept. SLA's
+    `proj_l` are not attached; `load_extra(transformer, folder, int8=False)` does.
+
+    Args:
+        folder: The transformer folder.
+        dtype: Of all other weights but those that diffusers keeps in fp32, and of the products
+            where an int8 Linear is called.
+
+    Returns:
+        A transformer of diffusers, on the CPU, in evaluation mode.
+
+    Raises:
+        CheckpointError: The folder has no int8 weights, cannot be read, or its stock weights are
+            not the products of its int8 weights.
+        CheckpointKeysError: Tensors are missing or unexpected.
+    """
+    import diffusers
+    from accelerate import init_empty_weights
+
+    place = Path(folder)
+    config = read_config(place)
+    cls = getattr(diffusers, str(config.get("_class_name")), None)
+    if cls is None or not holds_int8(place):
+        raise CheckpointError(
+            f"{place} has no int8 weights of a transformer",
+            expected="a folder that `convert` wrote from a -quant checkpoint, or that was saved "
+            "from a model with int8 weights alone",
+        )
+    with init_empty_weights():
+        network = cls.from_config(config)
+    stored = StoredTensors(*(path for path in weight_files(place) if path.is_file()))
+    tensors: dict[str, Tensor] = {}
+    modules = dict(network.named_modules())
+    for name, int8, scale in _int8_weights(place, stored):
+        linear = modules.get(name)
+        if type(linear) is not nn.Linear or linear.weight.shape != int8.shape:
+            raise CheckpointError(
+                f"{place}: {name}",
+                expected=f"a Linear {list(int8.shape)} in a {cls.__name__}",
+                got=type(linear).__name__,
+            )
+        made = Int8Linear.in_place_of(linear, int8, scale)
+        made.dtype = dtype
+        network.set_submodule(name, made)
+        tensors |= {f"{name}.{part}": made.get_parameter(part) for part in (WEIGHT, SCALE)}
+    kept = set(network._keep_in_fp32_modules or ())
+    for name in network.state_dict():
+        if name in tensors or name not in stored:
+            continue
+        wide = not kept.isdisjoint(name.split("."))
+        tensor = stored[name]
+        as_stored = not tensor.is_floating_point()
+        tensors[name] = tensor if as_stored else tensor.to(torch.float32 if wide else dtype)
+    _check(place, network, tensors, stored)
+    network.load_state_dict(tensors, assign=True)
+    network.register_to_config(_name_or_path=str(place))
+    mark_int8_only(network)
+    return network.eval()
+
+
+def _beside(stored: StoredTensors) -> Iterator[str]:
+    """The Linears with an int8 weight in an extra file."""
+    for key in stored.listing:
+        if key.endswith(".int8_weight"):
+            yield key.removesuffix(".int8_weight")
+
+
+def _int8_weights(place: Path, stored: StoredTensors) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, int8 and fp32 scales of every Linear that has them."""
+    if is_int8_only(place):
+        sources = [
+            (key.removesuffix(f".{WEIGHT}"), stored, key, f"{key.removesuffix(WEIGHT)}{SCALE}")
+            for key in stored.listing
+            if key.endswith(f".{WEIGHT}")
+        ]
+    else:
+        extra = StoredTensors(place / EXTRA_FILE)
+        sources = [(n, extra, f"{n}.int8_weight", f"{n}.scale") for n in _beside(extra)]
+    for name, source, weight_key, scale_key in sources:
+        if scale_key not in source:
+            raise CheckpointError(f"{place}: {scale_key}", expected="the scales of an int8 weight")
+        int8, scale = source[weight_key], source[scale_key]
+        scale = scale.view(torch.float32) if scale.dtype == torch.int32 else scale.float()
+        rows, blocks = int8.shape[0], blocks_of(tuple(int8.shape))
+        layouts = ((rows,), (rows, blocks[1]), blocks) if source is stored else (blocks,)
+        if int8.dtype != torch.int8 or tuple(scale.shape) not in layouts:
+            raise CheckpointError(
+                f"{place}: {name}",
+                expected=f"int8 {list(int8.shape)} with scales of one of the shapes {layouts}",
+                got=f"{int8.dtype} with {list(scale.shape)}",
+            )
+        if source is not stored and f"{name}.weight" in stored:
+            check_product(f"{place}: {name}.weight", stored[f"{name}.weight"], int8, scale)
+        yield name, int8, scale
+
+
+def _check(
+    place: Path, network: nn.Module, tensors: Mapping[str, Tensor], stored: StoredTensors
+) -> None:
+    state = network.state_dict()
+    wanted = {
+        name: Wanted((tuple(t.shape),), None if t.is_floating_point() else t.dtype)
+        for name, t in state.items()
+    }
+    # Stock weights of int8 Linears may be there, and SLA's among the weights.
+    stock = {f"{n.removesuffix(WEIGHT)}weight" for n in state if n.endswith(f".{WEIGHT}")}
+    unexpected = {
+        name: tensor
+        for name, tensor in stored.listing.items()
+        if name not in stock and ".attn1.proj_l." not in name
+    }
+    of = f"one {type(network).__name__} ({INT8_MARK['quant_method']})"
+    check_tensors(f"{place}/{WEIGHTS}", wanted, {**unexpected, **tensors}, of)

@@ -1,0 +1,493 @@
+"""The three numbers of a comparison, from the most visible to the most exact: how far two videos
+are apart, how far one network call is from the truth, and what the fusion alone changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.errors import ShapeError
+from turbo_rcm_patch.ops import AttentionSpec, attention_project_skip, attention_skip
+from turbo_rcm_patch.patching import patched, sla_as_defined
+from turbo_rcm_patch.patching.int8_linear import Int8Linear
+from turbo_rcm_patch.video.families import VideoPipeline, family_of
+from turbo_rcm_patch.video.generation import (
+    Conditioning,
+    Sample,
+    initial_noise,
+    recorded_calls,
+)
+from turbo_rcm_patch.video.settings import Settings
+
+# Wang et al. 2004, as scikit-image computes it with gaussian_weights=True,
+# use_sample_covariance=False.
+SSIM_SIGMA: Final = 1.5
+SSIM_RADIUS: Final = 5
+SSIM_C1: Final = 0.01**2
+SSIM_C2: Final = 0.03**2
+#: Rectified-flow times of the network number: the first, second and last step of the four-step
+#: sampler.
+TIMES: Final = (0.98765, 0.93378, 0.60898)
+SEEDS: Final = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Distance of one video from another.
+
+    Attributes:
+        psnr: PSNR of the whole video in dB; infinite if the frames are equal, NaN if either has a
+            NaN.
+        ssim: Mean SSIM over frames.
+        frame_psnr: PSNR of each frame.
+        frame_ssim: SSIM of each frame.
+        latents: Relative L2 of the final latents.
+        steps: Relative L2 of the latents after each step of the trajectories.
+        flicker: See `flicker`.
+        vmaf: VMAF of the whole video, 0..100, None if it was not measured (see `filters`).
+        xpsnr: XPSNR in dB, None if it was not measured; infinite if the frames are equal.
+    """
+
+    psnr: float
+    ssim: float
+    frame_psnr: tuple[float, ...]
+    frame_ssim: tuple[float, ...]
+    latents: float = math.nan
+    steps: tuple[float, ...] = ()
+    flicker: float = math.nan
+    vmaf: float | None = None
+    xpsnr: float | None = None
+
+    @property
+    def worst_frame(self) -> int:
+        """Index of the frame with the lowest PSNR; a frame with a NaN is worse than any."""
+        return min(range(len(self.frame_psnr)), key=lambda i: _nan_first(self.frame_psnr[i]))
+
+    @property
+    def worst_psnr(self) -> float:
+        """PSNR of the worst frame."""
+        return self.frame_psnr[self.worst_frame]
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON, with the worst frame."""
+        return asdict(self) | {"worst_frame": self.worst_frame, "worst_psnr": self.worst_psnr}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Drift:
+        """What `as_dict` gave, from JSON, where infinite and undefined numbers are strings."""
+        return cls(
+            psnr=float(values["psnr"]),
+            ssim=float(values["ssim"]),
+            frame_psnr=tuple(map(float, values["frame_psnr"])),
+            frame_ssim=tuple(map(float, values["frame_ssim"])),
+            latents=float(values["latents"]),
+            steps=tuple(map(float, values["steps"])),
+            flicker=float(values["flicker"]),
+            vmaf=_number(values["vmaf"]),
+            xpsnr=_number(values["xpsnr"]),
+        )
+
+
+def psnr(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """PSNR of each frame in dB, for values in 0..1.
+
+    Args:
+        a: Frames [F, H, W, 3], any float dtype.
+        b: The same.
+
+    Returns:
+        [F], fp64; infinite where frames are equal.
+    """
+    return -10.0 * torch.log10(_mse(a, b))
+
+
+def _mse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Mean squared difference of each frame, fp64."""
+    _check(a, b)
+    return (a.double() - b.double()).square().flatten(1).mean(1)
+
+
+def ssim(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """SSIM of each frame: 11x11 Gaussian window, valid positions, mean over channels.
+
+    Args:
+        a: Frames [F, H, W, 3] with values in 0..1 and at least 11 pixels a side, any float dtype.
+        b: The same.
+
+    Returns:
+        [F], fp64.
+    """
+    _check(a, b)
+    if min(a.shape[1:3]) < 2 * SSIM_RADIUS + 1:
+        raise ShapeError(
+            "frames for SSIM", expected="at least 11 pixels a side", got=str(tuple(a.shape))
+        )
+    return torch.stack([_ssim_frame(x, y) for x, y in zip(a, b, strict=True)])
+
+
+def flicker(frames: torch.Tensor, truth: torch.Tensor) -> float:
+    """How much the difference from another video changes from frame to frame.
+
+    The mean absolute difference of consecutive frames is the "temporal flickering" of VBench
+    (Huang et al. 2024, arXiv 2311.17982; their score is 1 minus it). Motion counts there as well.
+    So it is taken here of `frames - truth`, from which the motion that both share is gone.
+
+    Args:
+        frames: [F, H, W, 3] in 0..1.
+        truth: The same.
+
+    Returns:
+        In steps of an 8-bit pixel; 0 if the difference is the same in every frame.
+    """
+    _check(frames, truth)
+    if len(frames) < 2:
+        return 0.0
+    means, before = [], frames[0].double() - truth[0].double()
+    for frame, other in zip(frames[1:], truth[1:], strict=True):
+        after = frame.double() - other.double()
+        means.append(float((after - before).abs().mean()))
+        before = after
+    return 255.0 * sum(means) / len(means)
+
+
+def relative_l2(value: torch.Tensor, truth: torch.Tensor) -> float:
+    """|value - truth| / |truth| over all elements, computed in fp64."""
+    truth64 = truth.double()
+    return float((value.double() - truth64).norm() / truth64.norm())
+
+
+def drift(
+    frames: torch.Tensor, sample: Sample, truth_frames: torch.Tensor, truth: Sample
+) -> Drift:
+    """All distances of a video from the one it should equal, but those of ffmpeg (`filters`).
+
+    Args:
+        frames: [F, H, W, 3] in 0..1.
+        sample: The latents they were decoded from.
+        truth_frames: The frames of the other video.
+        truth: Its latents.
+    """
+    of_frames, similarity = _mse(frames, truth_frames), ssim(frames, truth_frames)
+    mse = float(of_frames.mean())
+    steps = zip(sample.trajectory, truth.trajectory, strict=True)
+    return Drift(
+        psnr=math.inf if mse == 0.0 else -10.0 * math.log10(mse),
+        ssim=float(similarity.mean()),
+        frame_psnr=tuple((-10.0 * torch.log10(of_frames)).tolist()),
+        frame_ssim=tuple(similarity.tolist()),
+        latents=relative_l2(sample.latents, truth.latents),
+        steps=tuple(relative_l2(a, b) for a, b in steps),
+        flicker=flicker(frames, truth_frames),
+    )
+
+
+def _ssim_frame(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """SSIM of two frames [H, W, 3]; one frame at a time keeps large videos in memory."""
+    offsets = torch.arange(-SSIM_RADIUS, SSIM_RADIUS + 1, dtype=torch.float64, device=a.device)
+    window = torch.exp(-0.5 * (offsets / SSIM_SIGMA).square())
+    window = window / window.sum()
+    x, y = (frame.double().permute(2, 0, 1).unsqueeze(1) for frame in (a, b))  # [3, 1, H, W]
+
+    def blur(image: torch.Tensor) -> torch.Tensor:
+        image = F.conv2d(image, window.view(1, 1, -1, 1))
+        return F.conv2d(image, window.view(1, 1, 1, -1))
+
+    mean_x, mean_y = blur(x), blur(y)
+    var_x = blur(x * x) - mean_x * mean_x
+    var_y = blur(y * y) - mean_y * mean_y
+    covariance = blur(x * y) - mean_x * mean_y
+    score = (2 * mean_x * mean_y + SSIM_C1) * (2 * covariance + SSIM_C2)
+    score = score / ((mean_x**2 + mean_y**2 + SSIM_C1) * (var_x + var_y + SSIM_C2))
+    return score.mean()
+
+
+def _check(a: torch.Tensor, b: torch.Tensor) -> None:
+    if a.shape != b.shape or a.ndim != 4 or a.shape[-1] != 3:
+        raise ShapeError(
+            "frames",
+            expected="two videos [F, H, W, 3] of one shape",
+            got=f"{tuple(a.shape)} and {tuple(b.shape)}",
+        )
+
+
+def _number(value: object) -> float | None:
+    return None if value is None else float(str(value))
+
+
+def _nan_first(value: float) -> float:
+    return -math.inf if math.isnan(value) else value
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkInput:
+    """One call.
+
+    Attributes:
+        hidden_states: [B, C, F, H, W]; of CogVideoX [B, F, C, H, W].
+        timestep: Network time [B].
+        encoder_hidden_states: [B, L, C].
+        more: What else the network is given, by name: rotary angles, an image's embeddings.
+    """
+
+    hidden_states: torch.Tensor
+    timestep: torch.Tensor
+    encoder_hidden_states: torch.Tensor
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_call(cls, given: Mapping[str, Any]) -> NetworkInput:
+        """From the keyword arguments of a call."""
+        known = {f.name: given[f.name] for f in fields(cls) if f.name in given}
+        more = {k: v for k, v in given.items() if k not in known and v is not None}
+        return cls(**known, more={k: v for k, v in more.items() if k != "return_dict"})
+
+    def call(self, network: torch.nn.Module) -> torch.Tensor:
+        """The network's output, as it comes."""
+        output: torch.Tensor = network(
+            hidden_states=self.hidden_states,
+            timestep=self.timestep,
+            encoder_hidden_states=self.encoder_hidden_states,
+            return_dict=False,
+            **self.more,
+        )[0]
+        return output
+
+    def upcast(self) -> NetworkInput:
+        """The same numbers in fp32; whole-numbered times stay whole."""
+        return NetworkInput(
+            self.hidden_states.float(),
+            _float(self.timestep),
+            self.encoder_hidden_states.float(),
+            {name: _float(value) for name, value in self.more.items()},
+        )
+
+
+def _float(value: Any) -> Any:
+    """fp32 in the place of every floating-point tensor, in sequences too."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_float, value))
+    return (
+        value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkNumber:
+    """Mean errors of one network call against fp32 truth.
+
+    Truth is the same network with its weights and inputs upcast to fp32, TF32 off, exact
+    attention. Where an attention holds SLA's proj_l, unpatched and truth are SLA as it is defined.
+    Errors are relative L2 of the output, averaged over three timesteps and four seeds.
+
+    Attributes:
+        unpatched: Of the network as its authors wrote it.
+        patched: Of the patched network.
+    """
+
+    unpatched: float
+    patched: float
+
+    @property
+    def ratio(self) -> float:
+        """e(patched) / e(unpatched); infinity where the latter is 0, as in fp32."""
+        return self.patched / self.unpatched if self.unpatched else math.inf
+
+
+@torch.no_grad()
+def network_number(
+    transformer: torch.nn.Module,
+    inputs: Sequence[NetworkInput],
+    config: PatchConfig | None = None,
+) -> NetworkNumber:
+    """Measure a transformer, which is unpatched before and after.
+
+    Args:
+        transformer: In bf16, on any device, not offloaded. For the truth it is upcast in place,
+            one block at a time, so a network of any size needs the memory of one block more.
+        inputs: Calls, in bf16 or another low precision.
+        config: How to patch. With precision="auto" the guard chooses on the first call, as in a
+            video. Else it is off here: no pair is given back before it is measured.
+    """
+    config = config or PatchConfig()
+    with sla_as_defined(transformer, config.sla_topk):
+        unpatched = [one.call(transformer).float().cpu() for one in inputs]
+    with TemporaryDirectory() as folder:
+        fixed = replace(config, guard=False)
+        if config.chooses:
+            chosen = Path(folder) / "chosen.json"
+            with patched(transformer, config) as report:
+                for _ in range(2):  # What the first one changes is compared on the second.
+                    inputs[0].call(transformer)
+                report.save_calibration(chosen)
+            fixed = replace(fixed, calibration=chosen)
+        with patched(transformer, fixed):
+            ours = [one.call(transformer).float().cpu() for one in inputs]
+    with highest_precision(), sla_as_defined(transformer, config.sla_topk), upcast(transformer):
+        truth = [one.upcast().call(transformer).cpu() for one in inputs]
+    return NetworkNumber(unpatched=_mean_error(unpatched, truth), patched=_mean_error(ours, truth))
+
+
+def measure_network(
+    pipe: VideoPipeline,
+    conditioning: Conditioning,
+    clean: torch.Tensor,
+    settings: Settings,
+    config: PatchConfig,
+) -> NetworkNumber:
+    """`network_number` of a pipeline's (high-noise) transformer.
+
+    Args:
+        pipe: The pipeline, not offloaded.
+        conditioning: What the video is made from. The calls are those that the pipeline makes.
+        clean: Latents of a video of it, to which four noises are added.
+        settings: Shape of the video.
+        config: How to patch.
+    """
+    family, device = family_of(pipe), pipe.transformer.device
+    states = [
+        state
+        for seed in SEEDS
+        for state in family.noised(
+            pipe,
+            clean.to(device),
+            initial_noise(pipe, seed, settings, conditioning).to(device),
+        )
+    ]
+    calls = recorded_calls(pipe, conditioning, settings, states)
+    return network_number(pipe.transformer, list(map(NetworkInput.of_call, calls)), config)
+
+
+@contextmanager
+def upcast(network: torch.nn.Module) -> Iterator[None]:
+    """Run a network in fp32 without a copy of it: a block is upcast when it is called, what is
+    outside its blocks for the whole time. Every tensor is the one it was afterwards.
+
+    The weight of a Linear with int8 alone is the product of int8 and scale, then not rounded.
+
+    Args:
+        network: With its blocks in lists (`ModuleList`), the way every video transformer has them.
+    """
+    blocks = [
+        block
+        for child in network.children()
+        if isinstance(child, torch.nn.ModuleList)
+        for block in child
+    ]
+    inside = {id(x) for block in blocks for x in (*block.parameters(), *block.buffers())}
+    rest = [x for x in (*network.parameters(), *network.buffers()) if id(x) not in inside]
+    held: dict[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def begin(block: torch.nn.Module, *_: object) -> None:
+        if block not in held:
+            held[block] = _widen([*block.parameters(), *block.buffers()])
+
+    def end(block: torch.nn.Module, *_: object) -> None:
+        _narrow(held.pop(block, []))
+
+    hooks: list[Callable[[], None]] = []
+    before = _widen(rest)
+    int8 = [(m, m.dtype) for m in network.modules() if type(m) is Int8Linear]
+    try:
+        for linear, _ in int8:
+            linear.dtype = torch.float32
+        for block in blocks:
+            hooks.append(block.register_forward_pre_hook(begin).remove)
+            hooks.append(block.register_forward_hook(end, always_call=True).remove)
+        yield
+    finally:
+        for remove in hooks:
+            remove()
+        for one in list(held):
+            end(one)
+        for linear, dtype in int8:
+            linear.dtype = dtype
+        _narrow(before)
+
+
+def _widen(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Put fp32 values in the tensors' places; what they held, for `_narrow`."""
+    held = [(x, x.data) for x in tensors if x.is_floating_point() and x.dtype != torch.float32]
+    for x, values in held:
+        x.data = values.float()
+    return held
+
+
+def _narrow(held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for x, values in held:
+        x.data = values
+
+
+@contextmanager
+def highest_precision() -> Iterator[None]:
+    """fp32 matrix products and convolutions without TF32; flags are as before afterwards."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+def _mean_error(outputs: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> float:
+    errors = [relative_l2(a, b) for a, b in zip(outputs, truth, strict=True)]
+    return sum(errors) / len(errors)
+
+
+@torch.no_grad()
+def fusion_number(
+    config: PatchConfig,
+    device: torch.device,
+    *,
+    heads: int,
+    head_dim: int,
+) -> float:
+    """Relative L2 of fused against unfused `residual + gate * (attention @ W^T + b)`, for one
+    block's worth of random fp32 numbers.
+
+    Both are taken over the same quantised attention, so that its errors cancel: what is left is
+    what closing the skip inside the kernels changes.
+
+    Args:
+        config: How to patch.
+        device: Where the kernels run.
+        heads: Of the model in question.
+        head_dim: Of the model in question.
+    """
+    channels, tokens = heads * head_dim, 384
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    q, k, v, residual = (draw(1, tokens, channels) for _ in range(4))
+    weight, bias, gate = (
+        draw(channels, channels) / channels**0.5,
+        draw(channels),
+        draw(1, 1, channels),
+    )
+    spec = AttentionSpec(
+        heads=heads,
+        # So few tokens "auto" may run exactly.
+        attention="int8" if config.attention == "auto" else config.attention,
+        pv=config.pv,
+        smooth_k=config.smooth_k,
+        impl=config.impl,
+    )
+    with highest_precision():
+        fused = attention_project_skip(
+            q, k, v, weight, bias, spec, residual=residual, c_out=gate, form=config.form
+        )
+        attention = attention_skip(q, k, v, spec)
+        unfused = residual + gate * (attention @ weight.T + bias)
+    return relative_l2(fused, unfused)
