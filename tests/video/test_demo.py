@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import turbo_rcm_patch
+import turbo_rcm_patch.video as commands
 from tests.video.micro import SMALL, save
 from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import demo as demo_module
