@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from turbo_rcm_patch.config import PatchConfig
     from turbo_rcm_patch.ops.sageattn import sageattn
     from turbo_rcm_patch.patching.backend import register_backend, unregister_backend
-    from turbo_rcm_patch.patching.find import find_pairs
-    from turbo_rcm_patch.patching.int8_only import keep_int8_only
     from turbo_rcm_patch.patching.patch import (
+        find_pairs,
         is_patched,
+        keep_int8_only,
         patch_model,
         patched,
         refresh,
@@ -63,9 +63,8 @@ _find = loading_names(
         "config": "PatchConfig",
         "ops.sageattn": "sageattn",
         "patching.backend": "register_backend unregister_backend",
-        "patching.find": "find_pairs",
-        "patching.int8_only": "keep_int8_only",
-        "patching.patch": "is_patched patch_model patched refresh report_of unpatch_model",
+        "patching.patch": "find_pairs is_patched keep_int8_only patch_model patched refresh "
+        "report_of unpatch_model",
         "patching.report": "PairTable PatchReport",
         "video.scheduler": "RCMScheduler",
         "skip": "SkipPair",

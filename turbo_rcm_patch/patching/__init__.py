@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from turbo_rcm_patch.patching.find import find_pairs
 from turbo_rcm_patch.patching.patch import (
+    find_pairs,
     is_patched,
+    keep_int8_only,
     patch_model,
     patched,
     refresh,
@@ -21,6 +22,7 @@ __all__ = [
     "PatchReport",
     "find_pairs",
     "is_patched",
+    "keep_int8_only",
     "patch_model",
     "patched",
     "refresh",

@@ -1,30 +1,78 @@
-"""Find the known models in what a user passes, and their skip pairs."""
+"""Find known models in what a user passes, and the blocks in a model.
+
+A class is known by its exact qualified name, or by its structure where it is run from a checkout;
+the file of its family is imported when one is met.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotAModelError, UnknownArchitectureError
-from turbo_rcm_patch.patching.plain import note_classes_of
-from turbo_rcm_patch.patching.record import record_of
-from turbo_rcm_patch.patching.registry import FAMILIES, Family, family_of, qualified_name
-from turbo_rcm_patch.patching.report import PairTable
-from turbo_rcm_patch.patching.sla import recovered_proj_l
-from turbo_rcm_patch.patching.state import ModelPlan
-from turbo_rcm_patch.skip import SkipPair, Stream
+from turbo_rcm_patch.patching.block import PatchedBlock
+from turbo_rcm_patch.patching.pieces import Attend
+from turbo_rcm_patch.patching.plain import author_class
+from turbo_rcm_patch.skip import SkipPair
+
+_TRANSFORMERS: Final = "diffusers.models.transformers."
+#: Exact class -> the family that serves it. A subclass may run another forward, so it is unknown.
+FAMILIES: Final = {
+    f"{_TRANSFORMERS}cogvideox_transformer_3d.CogVideoXTransformer3DModel": "cogvideox",
+    f"{_TRANSFORMERS}consisid_transformer_3d.ConsisIDTransformer3DModel": "cogvideox",
+    f"{_TRANSFORMERS}transformer_wan.WanTransformer3DModel": "wan",
+    f"{_TRANSFORMERS}transformer_wan_animate.WanAnimateTransformer3DModel": "wan",
+    f"{_TRANSFORMERS}transformer_wan_vace.WanVACETransformer3DModel": "wan",
+    f"{_TRANSFORMERS}transformer_chronoedit.ChronoEditTransformer3DModel": "wan",
+    f"{_TRANSFORMERS}transformer_skyreels_v2.SkyReelsV2Transformer3DModel": "wan",
+    "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
+}
+
+#: Name of a class that is run from a checkout, under whatever module name -> the family whose
+#: `recognises` looks at how an instance is laid out.
+STRUCTURES: Final = {"WanModel": "turbodiffusion"}
 
 #: Where a diffusers pipeline keeps its denoising networks (two experts in Wan 2.2).
-_COMPONENTS = ("transformer", "transformer_2")
+COMPONENTS: Final = ("transformer", "transformer_2")
+
+
+class Family(Protocol):
+    """What the file of a family offers."""
+
+    def blocks_of(
+        self, model: nn.Module, path: str, config: PatchConfig
+    ) -> list[PatchedBlock | SkipPair]:
+        """Return the blocks of a model in the order in which they run, ready to be installed, and
+        a pair for each block of which nothing is known. Changes nothing.
+
+        Raises:
+            PatchError: This instance cannot be patched at all.
+            OpError: The kernels do not take its heads or its dtype.
+        """
+
+    def installations(self, patched: PatchedBlock) -> list[tuple[nn.Module, Any]]:
+        """Return modules of a block and the forwards to install on them beside the block's own."""
+
+    def other_pairs(self, model: nn.Module, path: str) -> list[SkipPair]:
+        """Describe the pairs outside the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A module that a family serves, and its path in what the user passed."""
+    """A module that a family serves.
+
+    Attributes:
+        module: The module.
+        family: Its family.
+        path: Its name in what the user passed.
+        component: The part of the pipeline it is in, "" without one.
+    """
 
     module: nn.Module
     family: Family
@@ -32,41 +80,34 @@ class Target:
     component: str = ""
 
 
-def find_targets(model: object) -> list[Target]:
-    """Every module in a model or pipeline whose exact class is known.
+def qualified_name(cls: type) -> str:
+    """Return "module.Class", the key of the registry."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
-    Raises:
-        NotAModelError: Neither a torch module nor an object that holds one as `transformer`.
-        UnknownArchitectureError: No registered family knows a class in it.
-    """
-    parts = parts_of(model)
-    found = [
-        target for component, part in parts.items() for target in _walk(part, component, component)
-    ]
-    # A network may be held under two names.
-    targets = list({id(target.module): target for target in reversed(found)}.values())[::-1]
-    if not targets:
-        names = ", ".join(qualified_name(type(part)) for part in parts.values())
-        raise UnknownArchitectureError(
-            "model",
-            expected="one of " + ", ".join(sorted(FAMILIES)) + ", or a WanModel laid out as "
-            "TurboDiffusion's",
-            got=names,
-            remedy="If it is part of a transformer, pass the transformer. A subclass is not "
-            "patched, because it may run another forward",
-        )
-    return targets
+
+def family_of(model: nn.Module) -> Family | None:
+    """Return the family of a module's exact class, or of its structure, or None."""
+    cls = author_class(model)
+    name = FAMILIES.get(qualified_name(cls))
+    if name is None:
+        name = STRUCTURES.get(cls.__qualname__)
+        if name is None:
+            return None
+        structured: Any = import_module(f"turbo_rcm_patch.patching.families.{name}")
+        return cast("Family", structured) if structured.recognises(model) else None
+    family: Family = import_module(f"turbo_rcm_patch.patching.families.{name}")
+    return family
 
 
 def parts_of(model: object) -> dict[str, nn.Module]:
-    """A module by itself under the name "", or the networks of a pipeline by their names.
+    """Return a module under the name "", or the networks of a pipeline by their names.
 
     Raises:
         NotAModelError: It is neither.
     """
     if isinstance(model, nn.Module):
         return {"": model}
-    held = {name: getattr(model, name, None) for name in _COMPONENTS}
+    held = {name: getattr(model, name, None) for name in COMPONENTS}
     parts = {name: part for name, part in held.items() if isinstance(part, nn.Module)}
     if not parts:
         raise NotAModelError(
@@ -78,84 +119,93 @@ def parts_of(model: object) -> dict[str, nn.Module]:
     return parts
 
 
-def _walk(module: nn.Module, path: str, component: str) -> list[Target]:
-    """Known modules from here down; what is inside a known module belongs to its family."""
-    family = family_of(module)
-    if family is not None:
-        note_classes_of(module)
-        return [Target(module, family, path, component)]
-    found = []
-    for name, child in module.named_children():
-        if name == "_orig_mod":  # What torch.compile wraps keeps its paths.
-            found += _walk(child, path, component)
-        else:
-            found += _walk(child, f"{path}.{name}" if path else name, component)
-    return found
-
-
-def plan_all(model: object, config: PatchConfig) -> list[tuple[Target, ModelPlan]]:
-    """Check every target, and plan it. Changes nothing."""
-    targets = find_targets(model)
-    for target in targets:
-        target.family.check(target.module)
-    planned = []
-    for target in targets:
-        plan = target.family.plan(target.module, target.path, config)
-        plan.boundary += _boundary(model, target)
-        planned.append((target, plan))
-    return planned
-
-
-def _boundary(model: object, target: Target) -> list[SkipPair]:
-    """The network boundary, which a pipeline with an rCM scheduler closes around its network."""
-    scheduler = getattr(model, "scheduler", None)
-    if isinstance(model, nn.Module) or not target.component:
-        return []
-    if type(scheduler).__name__ != "RCMScheduler":
-        return []
-    return [
-        SkipPair(
-            path=target.component,
-            kind="boundary",
-            heads=0,
-            head_dim=0,
-            streams=(Stream("latents", "1", "-t", "[B]"),),
-            cast="fp32",
-            projection=False,
-            runs="as-written",
-            reason="the scheduler's step closes the network's skip and re-noises in one fp64 pass",
-        )
-    ]
-
-
-def find_pairs(model: object) -> PairTable:
-    """List every skip pair of a model or pipeline, and how it runs or would run by default.
-
-    Args:
-        model: A module of a known class, a module that contains one, or a diffusers pipeline. For
-            a patched one the table says how the pairs run now.
+def find_targets(model: object) -> list[Target]:
+    """Return every module in a model or pipeline whose exact class is known.
 
     Raises:
-        PatchError: The model cannot be patched; the message says why and what to do.
-        CheckpointError: The model's configuration says that it has SLA, but its `proj_l` cannot be
-            found.
+        NotAModelError: Neither a torch module nor an object that holds one as `transformer`.
+        UnknownArchitectureError: No family knows a class in it, or not in every network of a
+            pipeline.
     """
-    pairs: list[SkipPair] = []
-    targets = find_targets(model)
-    for target in targets:
-        record = record_of(target.module)
-        if record is not None:
-            pairs += record.pairs()
-            continue
-        with recovered_proj_l(target.module):
-            target.family.check(target.module)
-            plan = target.family.plan(target.module, target.path, PatchConfig())
-        pairs += plan.pairs + _boundary(model, target)
-    return PairTable(pairs)
+    parts = parts_of(model)
+    found = {component: list(_walk(part, component)) for component, part in parts.items()}
+    unknown = [component for component, targets in found.items() if not targets]
+    if unknown:
+        names = ", ".join(qualified_name(type(parts[component])) for component in unknown)
+        raise UnknownArchitectureError(
+            ", ".join(filter(None, unknown)) or "model",
+            expected="one of " + ", ".join(sorted(FAMILIES)) + ", or a WanModel laid out as "
+            "TurboDiffusion's",
+            got=names,
+            remedy="If it is part of a transformer, pass the transformer. A subclass is not "
+            "patched, because it may run another forward. Of two experts, patch one by passing it",
+        )
+    # A network may be held under two names.
+    every = [target for targets in found.values() for target in targets]
+    return list({id(target.module): target for target in reversed(every)}.values())[::-1]
+
+
+def _walk(module: nn.Module, path: str, component: str | None = None) -> Iterator[Target]:
+    """Known modules from here down; what is inside a known module belongs to its family."""
+    component = path if component is None else component
+    family = family_of(module)
+    if family is not None:
+        yield Target(module, family, path, component)
+        return
+    for name, child in module.named_children():
+        # What torch.compile wraps keeps its path.
+        inner = path if name == "_orig_mod" else f"{path}.{name}".strip(".")
+        yield from _walk(child, inner, component)
+
+
+class Found(NamedTuple):
+    """A block in a model.
+
+    Attributes:
+        block: The module.
+        path: Its name in what the user passed.
+        make: The class that stands in for its forward; None where nothing is known of the block.
+    """
+
+    block: Any
+    path: str
+    make: type[PatchedBlock] | None
+
+    def made(self, attend: Attend, config: PatchConfig) -> PatchedBlock | SkipPair:
+        """Return what stands in for the block's forward, or a pair that says it is left alone."""
+        if self.make is not None:
+            return self.make(self.block, self.path, config, attend)
+        return SkipPair(
+            path=self.path, kind="self", heads=0, head_dim=0, streams=(), cast="model",
+            projection=False, runs="as-written",
+            reason=f"it is a {type(self.block).__qualname__}, of which nothing is known",
+        )  # fmt: skip
+
+
+def find_blocks(
+    modules: Iterable[nn.Module], path: str, cls: type, make: type[PatchedBlock]
+) -> list[Found]:
+    """Return the blocks in a list of modules, each once: one may be used twice.
+
+    Args:
+        modules: The list. A block may be inside a wrapper (torch's activation checkpointing, a
+            compiled module).
+        path: Of the list.
+        cls: Of the blocks.
+        make: What stands in for their forwards.
+    """
+    found: dict[int, Found] = {}
+    for index, module in enumerate(modules):
+        inner = [(n, m) for n, m in module.named_modules() if author_class(m) is cls]
+        name, block = inner[0] if inner else ("", module)
+        where = f"{path}.{index}.{name.replace('_orig_mod', '')}".replace("..", ".").strip(".")
+        found.setdefault(id(module), Found(block, where, make if inner else None))
+    return list(found.values())
 
 
 def execution_device(model: nn.Module) -> torch.device:
-    """Where a model computes: where its offloading hooks move it to, or where its weights are."""
+    """Return where a model computes: where its offloading hooks move it to, or where its weights
+    are."""
     for module in model.modules():
         hook: Any = module.__dict__.get("_hf_hook")
         device = getattr(hook, "execution_device", None)

@@ -12,14 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.config import Impl, PatchConfig
-from turbo_rcm_patch.errors import AlreadyPatchedError, OffloadedError
-from turbo_rcm_patch.patching.find import find_targets, plan_all
-from turbo_rcm_patch.patching.int8_linear import LEFT_BEHIND, Int8Linear
+from turbo_rcm_patch.config import Impl
+from turbo_rcm_patch.errors import OffloadedError
+from turbo_rcm_patch.patching.int8_weight_only import LEFT_BEHIND, Int8Linear
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
-from turbo_rcm_patch.patching.record import record_of
-from turbo_rcm_patch.patching.sla import recovered_proj_l
-from turbo_rcm_patch.patching.state import ModelPlan
 
 _log = logging.getLogger(__name__)
 
@@ -29,43 +25,6 @@ INT8_MARK: Final = {"quant_method": "turbo_rcm_int8"}
 
 #: Rows of a weight that are quantised at once: a CPU needs them in fp32.
 _ROWS: Final = 1024
-
-
-def keep_int8_only(model: object, *, device: torch.device | str | None = None) -> int:
-    """Replace the weights of a model's Linears by int8, for good, and free the originals.
-
-    It takes the Linears that `linear="int8-only"` runs in int8, and leaves the others. Each is
-    replaced by one that holds int8 and scales alone, and multiplies them back where it is called.
-    So the model needs no patch to run, and what patching, the guard and a verdict compare with is
-    the product. At no time is more than one original held beside its int8 weight.
-
-    Args:
-        model: As for `patch_model`, not patched, and without offloading hooks so far.
-        device: Where weights are quantised; by default where they are.
-
-    Returns:
-        How many Linears were replaced.
-
-    Raises:
-        PatchError: As `patch_model`, or the model is patched, or a hook offloads its weights. It
-            is unchanged.
-        torch.OutOfMemoryError: Half way. The model is as `drop_originals` says.
-    """
-    targets = find_targets(model)
-    for target in targets:
-        if record_of(target.module) is not None:
-            raise AlreadyPatchedError(
-                f"keep_int8_only: {target.path or 'model'}",
-                expected="a model that is not patched",
-                got="a patched one",
-                remedy='Call unpatch_model first, or patch with linear="int8-only"',
-            )
-    modules = [target.module for target in targets]
-    with recovered_proj_l(*modules):
-        config = PatchConfig(linear="int8-only", guard=False)
-        linears = originals_of([plan for _, plan in plan_all(model, config)])
-    refuse_offloaded(modules)
-    return drop_originals(modules, linears, "auto", device)
 
 
 def mark_int8_only(model: nn.Module) -> None:
@@ -78,15 +37,6 @@ def mark_int8_only(model: nn.Module) -> None:
 def is_marked(config: Mapping[str, object]) -> bool:
     """Whether a configuration says so."""
     return config.get("quantization_config") == INT8_MARK
-
-
-def originals_of(plans: list[ModelPlan]) -> list[nn.Linear]:
-    """The Linears that plans would have replaced, each once. Plans drop their references, so that
-    the memory can be freed."""
-    found = {id(x): x for plan in plans for state in plan.states for x in state.originals}
-    for state in (state for plan in plans for state in plan.states):
-        state.originals = ()
-    return [linear for linear in found.values() if isinstance(linear, nn.Linear)]
 
 
 def refuse_offloaded(models: list[nn.Module]) -> None:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any, Final, Unpack
 
 import torch
@@ -24,41 +24,24 @@ from turbo_rcm_patch.errors import (
     MissingPackageError,
     NothingToPatchError,
     NotPatchedError,
-    WrappedError,
 )
-from turbo_rcm_patch.patching.block import BlockForward
-from turbo_rcm_patch.patching.calibration import (
-    fingerprint,
-    read_calibration,
-    write_calibration,
-)
+from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.find import (
     Target,
     execution_device,
     find_targets,
     parts_of,
-    plan_all,
 )
-from turbo_rcm_patch.patching.graphs import Graphs
-from turbo_rcm_patch.patching.guard import Guard, PipelineSteps, StepContext
-from turbo_rcm_patch.patching.int8_only import drop_originals, originals_of, refuse_offloaded
-from turbo_rcm_patch.patching.parallel import (
-    EnableParallelism,
-    check_parallel,
-    follow,
-    leave,
-    split_words,
-)
+from turbo_rcm_patch.patching.guard import Guard, Steps
+from turbo_rcm_patch.patching.int8_linears import WRITERS, DropsCopies, Int8Forward, why_not_int8
+from turbo_rcm_patch.patching.int8_only import drop_originals, refuse_offloaded
+from turbo_rcm_patch.patching.int8_weight_only import Int8Linear
+from turbo_rcm_patch.patching.plain import note_classes
 from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
-from turbo_rcm_patch.patching.report import GuardLog, PatchReport
-from turbo_rcm_patch.patching.sla import (
-    Recovered,
-    attached_proj_l,
-    recover_proj_l,
-    recovered_proj_l,
-)
-from turbo_rcm_patch.patching.state import Installation, ModelPlan
-from turbo_rcm_patch.skip import SkipPair
+from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport
+from turbo_rcm_patch.patching.sla import attached_proj_l, refuse_lost_proj_l
+from turbo_rcm_patch.patching.ulysses import agree_on_largest, check_parallel
+from turbo_rcm_patch.skip import SkipPair, Stream
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +55,7 @@ def patch_model(
     """Patch a model so that its skip pairs run in fused kernels.
 
     Only instance attributes change. Everything is checked before the first one changes, and
-    `unpatch_model` restores them exactly. If a stock class has loaded a converted folder and so
-    dropped SLA's `proj_l`, these are attached from that folder until `unpatch_model`.
+    `unpatch_model` restores them exactly.
 
     Args:
         model: A module of a known class, a module that contains one, or a diffusers pipeline
@@ -90,100 +72,107 @@ def patch_model(
         ConfigError: An option does not exist or has an invalid value.
         PatchError: The model cannot be patched and is unchanged; the message says why.
         OpError: The model's dtype, head_dim or device is not supported.
-        CheckpointError: The model's configuration says that it has SLA, but its `proj_l` cannot be
-            found.
+        CheckpointError: The model's configuration says that it has SLA, but its `proj_l` are not
+            attached.
     """
     config = chosen_config(config, options)
     with _LOCK:
-        return _patch(model, config)
+        targets = find_targets(model)
+        for target in targets:
+            _refuse_patched(target, "patch_model")
+            _check_device(config, execution_device(target.module))
+            refuse_lost_proj_l(target.module, target.path)
+            check_parallel(target.module, config)
+        records = _records_for(model, targets, config)
+        _refuse_shared(records)
+        if config.linear == "int8-only":
+            count = _drop_originals(records)
+            records = _records_for(model, targets, config)  # over the Linears that came
+            records[0].dropped = count
+        try:
+            for record in records:
+                record.install()
+        except BaseException:
+            _undo_all([record for record in records if record_of(record.model) is record])
+            raise
+        return _report(model, records)
 
 
-def _patch(model: object, config: PatchConfig) -> PatchReport:
+def unpatch_model(model: object) -> None:
+    """Restore a patched model or pipeline exactly as it was.
+
+    Weights that were dropped (`linear="int8-only"`) do not come back, which a warning in the log
+    says: such Linears go on with the product of int8 and scale. Context parallelism that was
+    enabled on the model stays enabled.
+
+    Raises:
+        NotPatchedError: The model is not patched.
+        WrappedError: Other code wrapped a patched function; nothing was changed.
+    """
+    with _LOCK:
+        records = _records(model, "unpatch_model")
+        _undo_all(records)
+
+
+@contextmanager
+def patched(
+    model: object, config: PatchConfig | None = None, **options: Unpack[PatchOptions]
+) -> Iterator[PatchReport]:
+    """Patch a model for the length of a `with` block, and restore it even after an exception."""
+    report = patch_model(model, config, **options)
+    modules = [target.module for target in find_targets(model)]
+    try:
+        yield report
+    finally:
+        # By module, not by searching again: a pipeline may hold other components by now.
+        with _LOCK:
+            found = [record_of(module) for module in modules]
+            _undo_all([record for record in found if record is not None])
+
+
+def refresh(model: object) -> None:
+    """Drop all int8 copies of a patched model's weights; later forwards make them again.
+
+    Call it after weights were written through `.data`, which leaves no trace, or to free memory.
+
+    Raises:
+        NotPatchedError: The model is not patched.
+    """
+    for record in _records(model, "refresh"):
+        for block in record.blocks:
+            for forward in block.int8:
+                forward.forget()
+
+
+def keep_int8_only(model: object, *, device: torch.device | str | None = None) -> int:
+    """Replace the weights of a model's Linears by int8, for good, and free the originals.
+
+    It takes the Linears that `linear="int8-only"` runs in int8, and leaves the others. Each is
+    replaced by one that holds int8 and scales alone, and multiplies them back where it is called.
+    So the model needs no patch to run, and what patching, the guard and a verdict compare with is
+    the product. At no time is more than one original held beside its int8 weight.
+
+    Args:
+        model: As for `patch_model`, not patched, and without offloading hooks so far.
+        device: Where weights are quantised; by default where they are.
+
+    Returns:
+        How many Linears were replaced.
+
+    Raises:
+        PatchError: As `patch_model`, or the model is patched, or a hook offloads its weights. It
+            is unchanged.
+        torch.OutOfMemoryError: Half way. The model is as `drop_originals` says.
+    """
     targets = find_targets(model)
     for target in targets:
-        if record_of(target.module) is not None:
-            raise AlreadyPatchedError(
-                target.path or "model",
-                expected="a model that is not patched",
-                got="a patched model",
-                remedy="Call unpatch_model first to patch it with another configuration",
-            )
-    for target in targets:
-        _check_device(config, execution_device(target.module))
-    recovered = _recover(targets)
-    try:
-        return _install(model, config, targets, recovered)
-    except BaseException:
-        for one in recovered:
-            one.undo()
-        raise
-
-
-def _recover(targets: list[Target]) -> list[Recovered]:
-    """Attach what stock classes dropped, in all targets or in none."""
-    done: list[Recovered] = []
-    try:
-        for target in targets:
-            done.append(recover_proj_l(target.module, target.path))
-    except BaseException:
-        for one in done:
-            one.undo()
-        raise
-    return done
-
-
-def _install(
-    model: object, config: PatchConfig, targets: list[Target], recovered: list[Recovered]
-) -> PatchReport:
-    planned = plan_all(model, config)
-    if not any(pair.fused for _, plan in planned for pair in plan.pairs):
-        reasons = {pair.reason for _, plan in planned for pair in plan.pairs if pair.reason}
-        raise NothingToPatchError(
-            "model",
-            expected="at least one pair that can run fused",
-            got=f"{sum(len(plan.states) for _, plan in planned)} pairs, none fusible",
-            remedy="; ".join(sorted(reasons)) or "Widen PatchConfig.kinds",
-        )
-    _refuse_shared([plan for _, plan in planned])
-    for _, plan in planned:
-        check_parallel(plan.model, config)
-    calibration = None
-    if config.calibration is not None:
-        calibration = read_calibration(Path(config.calibration), [plan for _, plan in planned])
-    dropped = originals_of([plan for _, plan in planned])
-    count = 0
-    if config.linear == "int8-only":
-        refuse_offloaded([target.module for target in targets])
-    if dropped:
-        for target, plan in planned:  # What cannot be installed is found before weights go.
-            _record(model, target, plan, GuardLog())
-        modules = [target.module for target in targets]
-        weights = {plan.path: fingerprint(plan.model) for _, plan in planned}
-        planned.clear()  # Which holds the originals.
-        count = drop_originals(modules, dropped, config.impl)
-        planned = plan_all(model, config)
-        for _, plan in planned:
-            plan.weights = weights[plan.path]
-    if calibration is not None:
-        calibration.apply([plan for _, plan in planned])
-    log = GuardLog()
-    records = [_record(model, target, plan, log) for target, plan in planned]
-    records[0].dropped = count
-    for record, one in zip(records, recovered, strict=True):
-        record.recovered = one
-    try:
-        for record in records:
-            record.install()
-        for record in records:
-            follow(record.plan.model, "patched")
-        return _report(model, records)
-    except BaseException:
-        _undo_all([r for r in reversed(records) if record_of(r.plan.model) is r])
-        raise
+        _refuse_patched(target, "keep_int8_only")
+    records = _records_for(model, targets, PatchConfig(linear="int8-only", guard=False))
+    return _drop_originals(records, device)
 
 
 def is_patched(model: object) -> bool:
-    """Whether a model, or any network in a pipeline, is patched.
+    """Return True if a model, or any network in a pipeline, is patched.
 
     Raises:
         NotAModelError: `model` is neither a torch module nor an object with one as `transformer`.
@@ -200,76 +189,198 @@ def report_of(model: object) -> PatchReport:
     return _report(model, _records(model, "report_of"))
 
 
+def find_pairs(model: object) -> PairTable:
+    """List every skip pair of a model or pipeline, and how it runs or would run by default.
+
+    Args:
+        model: A module of a known class, a module that contains one, or a diffusers pipeline.
+
+    Raises:
+        PatchError: The model cannot be patched; the message says why and what to do.
+    """
+    pairs: list[SkipPair] = []
+    for target in find_targets(model):
+        record = record_of(target.module)
+        if record is None:
+            note_classes(target.module)
+            record = _record(model, target, PatchConfig(guard=False), GuardLog())
+        pairs += record.pairs()
+    return PairTable(pairs)
+
+
+# --- before anything changes ---------------------------------------------------------------------
+
+
+def _records_for(model: object, targets: list[Target], config: PatchConfig) -> list[PatchRecord]:
+    """What patching each target would install."""
+    log = GuardLog()
+    for target in targets:
+        note_classes(target.module)
+    records = [_record(model, target, config, log) for target in targets]
+    pairs = [pair for record in records for pair in record.pairs()]
+    if not any(pair.fused for pair in pairs):
+        reasons = sorted({pair.reason for pair in pairs if pair.reason})
+        raise NothingToPatchError(
+            "model",
+            expected="at least one pair that can run fused",
+            got=f"{len(pairs)} pairs, none fusible",
+            remedy="; ".join(reasons),
+        )
+    return records
+
+
+def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -> PatchRecord:
+    """Everything that patching one target installs."""
+    module, family = target.module, target.family
+    found = family.blocks_of(module, target.path, config)
+    blocks = [block for block in found if isinstance(block, PatchedBlock)]
+    others = [pair for pair in found if isinstance(pair, SkipPair)]
+    others += family.other_pairs(module, target.path) + _boundary(model, target)
+    record = PatchRecord(module, target.path, config, blocks, others)
+    if config.guard:
+        steps = None if isinstance(model, nn.Module) else Steps(model)
+        record.guard = Guard(config, log, len(blocks), steps, agree_on_largest)
+    forwards: dict[int, Int8Forward] = {}
+    placed: set[int] = set()
+    for index, block in enumerate(blocks):
+        block.index, block.guard = index, record.guard
+        slot = innermost(block.block)
+        block.left = "" if slot is not None else "the block's forward was replaced by other code"
+        if slot is None:
+            continue
+        record.entries.append(Entry(block.block, "forward", block, slot))
+        for part, forward in family.installations(block):
+            inner = innermost(part)
+            if inner is not None and id(part) not in placed:
+                placed.add(id(part))
+                record.entries.append(Entry(part, "forward", forward, inner))
+        if config.linear != "as-is" or any(map(_is_int8_only, block.linears().values())):
+            record.entries += _int8_entries(block, config, forwards)
+    for name in WRITERS if forwards else ():
+        slot = innermost(module, name) if hasattr(type(module), name) else None
+        if slot is not None:
+            drops = DropsCopies(module, name, list(forwards.values()))
+            record.entries.append(Entry(module, name, drops, slot))
+    return record
+
+
+def _is_int8_only(linear: object) -> bool:
+    return type(linear) is Int8Linear
+
+
+def _int8_entries(
+    block: PatchedBlock, config: PatchConfig, forwards: dict[int, Int8Forward]
+) -> list[Entry]:
+    """The int8 forwards of a block's Linears, each of them made once for a model."""
+    entries = []
+    for linear in block.linears().values():
+        base = getattr(linear, "base_layer", linear)  # inside a LoRA
+        wanted = config.linear != "as-is" and not why_not_int8(base)
+        slot = innermost(base) if wanted else None
+        if slot is None:
+            continue
+        forward = forwards.get(id(base))
+        if forward is None:
+            forward = forwards[id(base)] = Int8Forward(base, config.impl)
+            entries.append(Entry(base, "forward", forward, slot))
+        block.int8.append(forward)
+    return entries
+
+
+def _boundary(model: object, target: Target) -> list[SkipPair]:
+    """The network boundary, which a pipeline with an rCM scheduler closes around its network."""
+    scheduler = getattr(model, "scheduler", None)
+    if not target.component or type(scheduler).__name__ != "RCMScheduler":
+        return []
+    return [
+        SkipPair(
+            path=target.component, kind="boundary", heads=0, head_dim=0,
+            streams=(Stream("latents", "1", "-t", "[B]"),), cast="fp32", projection=False,
+            runs="as-written", reason="the scheduler's step closes the network's skip in fp64",
+        )
+    ]  # fmt: skip
+
+
+def _refuse_patched(target: Target, caller: str) -> None:
+    if record_of(target.module) is not None:
+        raise AlreadyPatchedError(
+            f"{caller}: {target.path or 'model'}",
+            expected="a model that is not patched",
+            got="a patched model",
+            remedy="Call unpatch_model first to patch it with another configuration",
+        )
+
+
+def _refuse_shared(records: list[PatchRecord]) -> None:
+    """Refuse networks that share a block: each would have to put its own function there."""
+    owners: dict[int, PatchRecord] = {}
+    for record in records:
+        for entry in record.entries:
+            if owners.setdefault(id(entry.module), record) is not record:
+                raise FamilyError(
+                    f"{record.path}: {type(entry.module).__name__}",
+                    expected="networks that share no block",
+                    got=f"one that {owners[id(entry.module)].path} holds too",
+                    remedy="Patch one of the networks by itself, or give the other a copy",
+                )
+
+
+def _check_device(config: PatchConfig, device: Any) -> None:
+    """Refuse what the device cannot run; a model on the CPU may yet move to a GPU."""
+    gpu = device.type == "cuda" or torch.cuda.is_available()
+    if config.impl == "triton" and not gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise DeviceError(
+            'PatchConfig.impl="triton"',
+            expected="a CUDA or HIP device",
+            got=f"a model on {device} and no GPU",
+            remedy='Use impl="auto" or "reference"',
+        )
+    if ops.quantises(config.attention):
+        ops.resolve_pv(config.pv, device)
+    elif config.form == "one-launch":
+        raise ConfigError(
+            'PatchConfig.form="one-launch"',
+            expected='attention="int8" or "int4", whose kernel can finish the projection',
+            got=f"attention={config.attention!r}",
+            remedy='Use form="auto"',
+        )
+    if config.attention == "sage" and find_spec("sageattention") is None:
+        raise MissingPackageError(
+            'PatchConfig.attention="sage"',
+            expected="the sageattention package",
+            got="none installed",
+            remedy="pip install sageattention, or use attention='int8'",
+        )
+    if config.attention == "sage" and not gpu:
+        raise DeviceError(
+            'PatchConfig.attention="sage"',
+            expected="a CUDA device",
+            got=f"a model on {device} and no GPU",
+            remedy="Use attention='int8'",
+        )
+
+
+def _drop_originals(records: list[PatchRecord], device: torch.device | str | None = None) -> int:
+    """Replace the Linears that run in int8 by ones without originals, and count them."""
+    models = [record.model for record in records]
+    refuse_offloaded(models)
+    every = [f.linear for record in records for block in record.blocks for f in block.int8]
+    linears = list({id(x): x for x in every if type(x) is nn.Linear}.values())
+    for record in records:  # They hold the originals.
+        record.entries.clear()
+        for block in record.blocks:
+            block.int8.clear()
+    del every
+    return drop_originals(models, linears, records[0].config.impl, device)
+
+
+# --- of a patched model --------------------------------------------------------------------------
+
+
 def _modules(model: object) -> Iterator[nn.Module]:
     """Every module in a model or a pipeline, known or not."""
     for part in parts_of(model).values():
         yield from part.modules()
-
-
-def unpatch_model(model: object) -> None:
-    """Restore a patched model or pipeline exactly as it was.
-
-    Weights that were dropped (`linear="int8-only"`) do not come back, which a warning in the log
-    says: such Linears go on with the product of int8 and scale.
-
-    Raises:
-        NotPatchedError: The model is not patched.
-        WrappedError: Other code wrapped a patched function; nothing was changed.
-    """
-    with _LOCK:
-        records = _records(model, "unpatch_model")
-        _undo_all(records)
-    _say_dropped(records)
-
-
-def refresh(model: object) -> None:
-    """Drop all int8 copies of a patched model's weights and all CUDA graphs; later forwards make
-    them again, and capture what was given up before. Weights that were replaced are let go, too.
-
-    Call it to free the memory, or after weights were written while a forward ran. It is not needed
-    after a change between two forwards, because every forward looks for changed weights.
-
-    Raises:
-        NotPatchedError: The model is not patched.
-    """
-    for record in _records(model, "refresh"):
-        _forget(record)
-
-
-def _forget(record: PatchRecord) -> None:
-    record.plan.copies.clear()
-    for entry in record.entries:
-        if isinstance(entry.ours, BlockForward):
-            entry.ours.forget_plan()
-    if record.graphs is not None:
-        record.graphs.clear()
-
-
-class _Writes:
-    """Stands in for a function of a model that moves or writes all of its weights: what belongs to
-    other memory is given back.
-
-    Where torch swaps the contents of parameters, everything is forgotten before, because it
-    refuses parameters with weak references, and copies, plans and graphs have such.
-
-    Args:
-        model: The model.
-        name: Of the function.
-    """
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        self._model, self._name = model, name
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        record = record_of(self._model)
-        if record is not None and torch.__future__.get_swap_module_params_on_conversion():
-            _forget(record)
-        result = getattr(type(self._model), self._name)(self._model, *args, **named)
-        if record is not None:
-            if record.graphs is not None:
-                record.graphs.moved()
-            record.plan.copies.release_moved()
-        return result
 
 
 def _records(model: object, caller: str) -> list[PatchRecord]:
@@ -292,10 +403,6 @@ def _undo_all(records: list[PatchRecord]) -> None:
         record.check()
     for record in records:
         record.undo()
-        leave(record.plan.model)
-
-
-def _say_dropped(records: list[PatchRecord]) -> None:
     count = sum(record.dropped for record in records)
     if count:
         _log.warning(
@@ -306,22 +413,35 @@ def _say_dropped(records: list[PatchRecord]) -> None:
         )
 
 
-@contextmanager
-def patched(
-    model: object, config: PatchConfig | None = None, **options: Unpack[PatchOptions]
-) -> Iterator[PatchReport]:
-    """Patch a model for the length of a `with` block, and restore it even after an exception."""
-    report = patch_model(model, config, **options)
-    modules = [target.module for target in find_targets(model)]
-    try:
-        yield report
-    finally:
-        # By module, not by searching again: a pipeline may hold other components by now.
-        with _LOCK:
-            found = [record_of(module) for module in modules]
-            records = [record for record in found if record is not None]
-            _undo_all(records)
-        _say_dropped(records)
+def _report(model: object, records: list[PatchRecord]) -> PatchReport:
+    config = records[0].config
+    # A report that is kept must not keep a model's memory.
+    held = [weakref.ref(record.model) for record in records]
+    kept = [record.pairs() for record in records]
+    log = records[0].guard.log if records[0].guard is not None else GuardLog()
+
+    def live() -> Live:
+        pairs: list[SkipPair] = []
+        ran: dict[str, str] = {}
+        notes: list[str] = []
+        device = None
+        for reference, before in zip(held, kept, strict=True):
+            module = reference()
+            record = record_of(module) if module is not None else None
+            pairs += before if record is None else record.pairs()
+            if module is not None and device is None:
+                device = execution_device(module)
+            for block in () if record is None else record.blocks:
+                words = block.words()
+                if words:
+                    ran[block.path] = words
+                notes += [note for note in block.notes() if note not in notes]
+        if device is None:
+            return Live(pairs, ran, "gone", "", "", notes)
+        pv = ops.describe_pv(config.pv, device) if ops.quantises(config.attention) else ""
+        return Live(pairs, ran, str(device), ops.resolve_impl(config.impl, device), pv, notes)
+
+    return PatchReport(type(model).__name__, config, log, live)
 
 
 @contextmanager
@@ -339,216 +459,17 @@ def sla_as_defined(model: object, topk: float) -> Iterator[int]:
     Yields:
         How many attentions run SLA.
     """
-    entries: list[Entry] = []
-    modules = [target.module for target in find_targets(model)]
-    with recovered_proj_l(*modules):
-        if any(_holds_proj_l(module) for module in modules):
-            config = PatchConfig(attention="exact", kinds=("self",), guard=False, sla_topk=topk)
-            for _, plan in plan_all(model, config):
-                for installation in plan.installations:
-                    if attached_proj_l(installation.module) is not None:
-                        entries.append(_entry(plan, installation, None))
-        try:
-            for entry in entries:
-                entry.install()
-            yield len(entries)
-        finally:
-            for entry in reversed(entries):
-                entry.undo()
-
-
-def _holds_proj_l(model: nn.Module) -> bool:
-    return any(attached_proj_l(module) is not None for module in model.modules())
-
-
-def _check_device(config: PatchConfig, device: torch.device) -> None:
-    """Refuse what the device cannot run; a model on the CPU may yet move to a GPU."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if config.impl == "triton" and not (
-        device.type == "cuda" or torch.cuda.is_available() or interpreted
-    ):
-        raise DeviceError(
-            'PatchConfig.impl="triton"',
-            expected="a CUDA or HIP device",
-            got=f"a model on {device} and no GPU",
-            remedy='Use impl="auto" or "reference"',
-        )
-    if ops.quantises(config.attention):
-        ops.resolve_pv(config.pv, device)
-    elif config.form == "one-launch":
-        raise ConfigError(
-            'PatchConfig.form="one-launch"',
-            expected='attention="int8" or "int4", whose kernel can finish the projection',
-            got=f"attention={config.attention!r}",
-            remedy='Use form="auto" or "two-launch"',
-        )
-    if config.attention == "sage":
-        _check_sage(device)
-
-
-def _check_sage(device: torch.device) -> None:
-    from importlib.util import find_spec
-
-    if find_spec("sageattention") is None:
-        raise MissingPackageError(
-            'PatchConfig.attention="sage"',
-            expected="the sageattention package",
-            got="none installed",
-            remedy="pip install sageattention, or use attention='int8'",
-        )
-    if device.type != "cuda" and not torch.cuda.is_available():
-        raise DeviceError(
-            'PatchConfig.attention="sage"',
-            expected="a CUDA device",
-            got=f"a model on {device} and no GPU",
-            remedy="Use attention='int8'",
-        )
-
-
-def _record(model: object, target: Target, plan: ModelPlan, log: GuardLog) -> PatchRecord:
-    guard = None
-    if plan.config.guard:
-        pipe = None if isinstance(model, nn.Module) else model
-        steps = PipelineSteps(pipe, target.component) if pipe is not None else None
-        guard = Guard(plan.config, plan.path, log, steps, plan.model, plan.states)
-    record = PatchRecord(plan, log)
-    distinct = {(id(one.module), one.name): one for one in reversed(plan.installations)}
-    for installation in reversed(distinct.values()):  # An attention may be shared by two blocks.
-        record.entries.append(_entry(plan, installation, guard))
-    plan.installations.clear()  # They hold the modules, and are done with.
-    if guard is not None and hasattr(type(plan.model), "cache_context"):
-        slot = innermost(plan.model, "cache_context")
-        if slot is not None:
-            ours = StepContext(plan.model, guard)
-            record.entries.append(Entry(plan.model, "cache_context", ours, slot, slot.get()))
-    if hasattr(type(plan.model), "enable_parallelism"):
-        slot = innermost(plan.model, "enable_parallelism")
-        if slot is not None:
-            enable = EnableParallelism(plan.model, plan.config)
-            entry = Entry(plan.model, "enable_parallelism", enable, slot, slot.get())
-            record.entries.append(entry)
-    for name in ("_apply", "load_state_dict"):
-        slot = innermost(plan.model, name)
-        if slot is not None:
-            writes = _Writes(plan.model, name)
-            record.entries.append(Entry(plan.model, name, writes, slot, slot.get()))
-    if plan.config.cuda_graphs:
-        _capture_by_itself(record, guard)
-    return record
-
-
-def _capture_by_itself(record: PatchRecord, guard: Guard | None) -> None:
-    """Have the forward of the whole model run as CUDA graphs."""
-    plan = record.plan
-    model = plan.model
-    own = next((e for e in record.entries if e.module is model and e.name == "forward"), None)
-    inner = None if own is None else own.ours  # A model that is one attention.
-    graphs = Graphs(model, inner, plan.states, plan.copies, guard)
-    if own is None:
-        slot = innermost(model)
-        if slot is None:
-            graphs.note("somebody else's function was put in the place of its forward")
-        else:
-            record.entries.append(Entry(model, "forward", graphs, slot, slot.get()))
-    else:
-        own.ours = graphs
-    record.graphs = graphs
-
-
-def _entry(plan: ModelPlan, installation: Installation, guard: Guard | None) -> Entry:
-    slot = innermost(installation.module, installation.name)
-    if slot is None:  # The family leaves such a block as written, so this is a late change.
-        raise WrappedError(
-            f"{plan.path or 'model'}: {type(installation.module).__name__}.{installation.name}",
-            expected="the class's own function, possibly under hooks of diffusers or accelerate",
-            got="a function that other code put there",
-            remedy="Undo that change, patch, then apply it again",
-        )
-    ours = installation.make(guard)
-    return Entry(installation.module, installation.name, ours, slot, slot.get())
-
-
-def _refuse_shared(plans: list[ModelPlan]) -> None:
-    """Refuse networks that share a block: each would have to put its own function there."""
-    owners: dict[int, ModelPlan] = {}
-    for plan in plans:
-        for installation in plan.installations:
-            if owners.setdefault(id(installation.module), plan) is not plan:
-                raise FamilyError(
-                    f"{plan.path}: {type(installation.module).__name__}",
-                    expected="networks that share no block",
-                    got=f"one that {owners[id(installation.module)].path} holds too",
-                    remedy="Patch one of the networks by itself, or give the other a copy",
-                )
-
-
-def _report(model: object, records: list[PatchRecord]) -> PatchReport:
-    config, log = records[0].plan.config, records[0].log
-    # A report that is kept must not keep a model's memory.
-    held = [
-        (weakref.ref(record.plan.model), record.plan.states, record.plan.boundary)
-        for record in records
-    ]
-    places = [record.plan.path for record in records]
-    came_with = [record.plan.weights for record in records]
-    last_device = execution_device(records[0].plan.model)
-
-    def pairs() -> list[SkipPair]:
-        result = []
-        for reference, states, boundary in held:
-            module = reference()
-            record = record_of(module) if module is not None else None
-            if record is not None and record.plan.states is states:
-                result += record.pairs()
-            else:
-                result += [state.pair for state in states] + boundary
-        return result
-
-    def ran() -> list[str]:
-        return [state.ran for _, states, _ in held for state in states]
-
-    def device() -> tuple[str, str, str]:
-        module = held[0][0]()
-        where = execution_device(module) if module is not None else last_device
-        attention = ops.quantises(config.attention)
-        pv = ops.describe_pv(config.pv, where) if attention else "as the backend"
-        return str(where), ops.resolve_impl(config.impl, where), pv
-
-    def graphs() -> list[str]:
-        found = [(reference(), states) for reference, states, _ in held]
-        of_models = [(m, record_of(m), states) for m, states in found if m is not None]
-        return [
-            f"{record.plan.path}: {record.graphs}".removeprefix(": ")
-            for _, record, states in of_models
-            if record is not None and record.plan.states is states and record.graphs is not None
-        ]
-
-    def parallel() -> list[str]:
-        models = [(reference(), path) for (reference, *_), path in zip(held, places, strict=True)]
-        lines = [
-            (path, split_words(m, config, device()[2])) for m, path in models if m is not None
-        ]
-        return [f"{path}: {line}".removeprefix(": ") for path, line in lines if line]
-
-    def exact() -> dict[str, tuple[int, ...]]:
-        chosen = [state for _, states, _ in held for state in states]
-        return {s.pair.path: s.heads_in_16_bits for s in chosen if s.heads_in_16_bits}
-
-    def save(path: Path) -> None:
-        known = []
-        for place, weights, (reference, states, _) in zip(places, came_with, held, strict=True):
-            module = reference()
-            if module is None:
-                raise NotPatchedError(
-                    f"save_calibration: {place or 'the model'}",
-                    expected="a model that is still in memory",
-                    got="one that is gone",
-                    remedy="Save the calibration before the last reference to the model goes",
-                )
-            known.append((place, module, states, weights))
-        about = {"config": repr(config), "predicted fidelity": log.fidelity}
-        write_calibration(path, known, about)
-
-    return PatchReport(
-        type(model).__name__, config, log, pairs, ran, device, graphs, parallel, exact, save
-    )
+    config = PatchConfig(attention="exact", guard=False, sla_topk=topk)
+    entries = []
+    for target in find_targets(model):
+        if not any(attached_proj_l(module) is not None for module in target.module.modules()):
+            continue
+        record = _record(model, target, config, GuardLog())
+        entries += [e for e in record.entries if attached_proj_l(e.module) is not None]
+    try:
+        for entry in entries:
+            entry.install()
+        yield len(entries)
+    finally:
+        for entry in reversed(entries):
+            entry.undo()

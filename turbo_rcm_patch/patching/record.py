@@ -12,20 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final
 
 from torch import nn
 
+from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import WrappedError
-from turbo_rcm_patch.patching.plain import is_own, look_at_classes
-from turbo_rcm_patch.patching.registry import family_of
-from turbo_rcm_patch.patching.report import GuardLog
-from turbo_rcm_patch.patching.sla import Recovered
-from turbo_rcm_patch.patching.state import ModelPlan
+from turbo_rcm_patch.patching.block import PatchedBlock
+from turbo_rcm_patch.patching.guard import Guard
+from turbo_rcm_patch.patching.plain import is_own, own_function
 from turbo_rcm_patch.skip import SkipPair
-
-if TYPE_CHECKING:
-    from turbo_rcm_patch.patching.graphs import Graphs
 
 #: The instance attribute under which a patched model keeps its record.
 ATTRIBUTE: Final = "_turbo_rcm_patch"
@@ -37,10 +33,6 @@ class _Before(Enum):
     ABSENT = 0
     #: The bound method itself. Pickle would keep "the `forward` of that module", which is ours.
     OWN = 1
-
-
-_ABSENT: Final = _Before.ABSENT
-_OWN: Final = _Before.OWN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,14 +48,14 @@ class Slot:
     name: str
 
     def get(self) -> Any:
-        """What is there, or `_ABSENT` (class attributes do not count)."""
-        return vars(self.holder).get(self.name, _ABSENT)
+        """Return what is there, or `ABSENT` (class attributes do not count)."""
+        return vars(self.holder).get(self.name, _Before.ABSENT)
 
     def put(self, value: Any) -> None:
-        """Set it, or delete it if the value is `_ABSENT`."""
-        if value is not _ABSENT:
+        """Set it, or delete it if the value is `ABSENT`."""
+        if value is not _Before.ABSENT:
             setattr(self.holder, self.name, value)
-        elif self.get() is not _ABSENT:
+        elif self.get() is not _Before.ABSENT:
             delattr(self.holder, self.name)
 
 
@@ -84,21 +76,18 @@ def _own(module: nn.Module, name: str) -> MethodType:
 
 
 def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
-    """Where the author's own function sits under whatever hooks there are; None if it was
-    replaced.
+    """Return where the author's own function sits under whatever hooks there are; None if it was
+    replaced, on the instance or on its class.
 
     The instance attribute is the place if nothing is there, or if it is the bound method itself,
-    which diffusers leaves behind when its last hook is removed.
+    which diffusers leaves there when its last hook is removed.
     """
+    if not own_function(type(module), name):
+        return None
     places = list(_slots(module, name))
-    if places[0].get() is _ABSENT:
+    if places[0].get() is _Before.ABSENT:
         return places[0]
     return next((slot for slot in places if is_own(module, name, slot.get())), None)
-
-
-def holds(module: nn.Module, kind: type, name: str = "forward") -> bool:
-    """Whether a function of this kind sits anywhere that `module.name` runs it from."""
-    return any(isinstance(slot.get(), kind) for slot in _slots(module, name))
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +97,7 @@ class Entry:
     Attributes:
         module: The module it belongs to.
         name: The attribute through which the module runs it.
-        ours: What was put there.
+        ours: The function that was put there.
         slot: Where it was put.
         before: What was there, or a marker for it.
     """
@@ -117,28 +106,29 @@ class Entry:
     name: str
     ours: Any
     slot: Slot
-    before: Any
+    before: Any = None
 
     def __post_init__(self) -> None:
+        self.before = self.slot.get()
         if is_own(self.module, self.name, self.before):
-            self.before = _OWN
+            self.before = _Before.OWN
 
     def install(self) -> None:
-        """Put ours in place."""
+        """Put our function in place."""
         self.slot.put(self.ours)
 
     def restore(self, slot: Slot) -> None:
         """Put back what was there."""
-        slot.put(_own(self.module, self.name) if self.before is _OWN else self.before)
+        slot.put(_own(self.module, self.name) if self.before is _Before.OWN else self.before)
 
     def located(self) -> list[Slot]:
-        """Where ours sits now."""
+        """Return where our function sits now."""
         return [slot for slot in _slots(self.module, self.name) if slot.get() is self.ours]
 
     def check(self, path: str) -> None:
-        """Raise WrappedError if removing ours would drop somebody else's change, or miss ours."""
+        """Raise WrappedError if removing our function would drop another change, or miss ours."""
         outside = Slot(self.module, self.name).get()
-        bare = outside is _ABSENT or is_own(self.module, self.name, outside)
+        bare = outside is _Before.ABSENT or is_own(self.module, self.name, outside)
         if bare or self.located():
             return
         raise WrappedError(
@@ -149,11 +139,11 @@ class Entry:
         )
 
     def undo(self) -> None:
-        """Take ours away, wherever it sits now."""
+        """Take our function away, wherever it sits now."""
         for slot in self.located():
             # Hooks that came later captured ours; without us, the author's.
             captured = slot.holder is not self.module or slot.name != self.name
-            if captured and self.before is _ABSENT:
+            if captured and self.before is _Before.ABSENT:
                 slot.put(_own(self.module, self.name))
             else:
                 self.restore(slot)
@@ -161,33 +151,34 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class PatchRecord:
-    """Everything one patched model needs to be put back, and what it runs meanwhile."""
+    """Everything one patched model needs to be put back, and to be reported.
 
-    plan: ModelPlan
-    log: GuardLog
+    Attributes:
+        model: The model.
+        path: Its name in what the user passed.
+        config: How it is patched.
+        blocks: Its blocks in the order in which they run.
+        others: Pairs that are left alone.
+        entries: What was replaced.
+        guard: Its guard, or None.
+        dropped: How many Linears lost their originals (int8-only).
+    """
+
+    model: nn.Module
+    path: str
+    config: PatchConfig
+    blocks: list[PatchedBlock]
+    others: list[SkipPair]
     entries: list[Entry] = field(default_factory=list)
-    recovered: Recovered | None = None
-    graphs: Graphs | None = None
-    #: Linears of all models patched with this one whose originals were dropped.
+    guard: Guard | None = None
     dropped: int = 0
 
     def __repr__(self) -> str:
-        return f"PatchRecord({self.plan.path or 'model'!r}, {len(self.entries)} functions)"
+        return f"PatchRecord({self.path or 'model'!r}, {len(self.entries)} functions)"
 
     def pairs(self) -> list[SkipPair]:
-        """Every pair as it runs now: what the guard gave back, and what was hooked since."""
-        plan = self.plan
-        if record_of(plan.model) is not self:
-            return plan.pairs
-        family = family_of(plan.model)
-        assert family is not None
-        look_at_classes()
-        fresh = family.plan(plan.model, plan.path, plan.config).states
-        known = {state.pair.path: state for state in plan.states}
-        if any(new.pair.path not in known for new in fresh):
-            return plan.pairs
-        # A pair may be gone: SLA's is with its proj_l.
-        return [known[new.pair.path].shown(new.pair) for new in fresh] + plan.boundary
+        """Return every pair as it would run now."""
+        return [pair for block in self.blocks for pair in block.pairs()] + self.others
 
     def install(self) -> None:
         """Set every attribute, or none: what raises on the way is undone before it propagates."""
@@ -196,7 +187,7 @@ class PatchRecord:
             for entry in self.entries:
                 done.append(entry)
                 entry.install()
-            setattr(self.plan.model, ATTRIBUTE, self)
+            setattr(self.model, ATTRIBUTE, self)
         except BaseException:
             for entry in reversed(done):
                 entry.restore(entry.slot)
@@ -205,7 +196,7 @@ class PatchRecord:
 
     def check(self) -> None:
         """Raise before anything changes if undoing is not safe."""
-        names = {id(module): name for name, module in self.plan.model.named_modules()}
+        names = {id(module): name for name, module in self.model.named_modules()}
         for entry in self.entries:
             entry.check(names.get(id(entry.module)) or type(entry.module).__name__)
 
@@ -213,19 +204,14 @@ class PatchRecord:
         """Restore every attribute. Call `check` first."""
         for entry in reversed(self.entries):
             entry.undo()
-        self.plan.copies.close()
-        if self.graphs is not None:
-            self.graphs.close()
-        if self.recovered is not None:
-            self.recovered.undo()
         self._forget()
 
     def _forget(self) -> None:
-        if ATTRIBUTE in self.plan.model.__dict__:
-            delattr(self.plan.model, ATTRIBUTE)
+        if ATTRIBUTE in self.model.__dict__:
+            delattr(self.model, ATTRIBUTE)
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:
-    """The record a model carries, if it is patched."""
-    record: PatchRecord | Literal[None] = model.__dict__.get(ATTRIBUTE)
+    """Return the record a model carries, if it is patched."""
+    record: PatchRecord | None = model.__dict__.get(ATTRIBUTE)
     return record

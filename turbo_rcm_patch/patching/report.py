@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops import INT8_MIN_KEYS, quantises
-from turbo_rcm_patch.patching.noise import Noise, predicted
-from turbo_rcm_patch.patching.state import Step, When
 from turbo_rcm_patch.skip import SkipPair
 
 if TYPE_CHECKING:
@@ -23,37 +18,26 @@ if TYPE_CHECKING:
 #: Numbers in a path that count repeated blocks: "blocks.12.attn1" -> "blocks.", "12", ".attn1".
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
+#: The comparison of a block on its first forward, on a last step, or on one between.
+When = Literal["first", "last", "sampled"]
 
-Decision = Literal["kept", "given back", "not compared"] | Step
+#: Comparisons within the budget that are kept: a service makes some as long as it runs.
+_MOST_KEPT: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class GuardRecord:
-    """The comparison of one pair with its author's code on a real forward.
+    """The comparison of one block with its author's code on a real forward.
 
     Attributes:
-        path: The pair.
+        path: The block.
         step: Index of the denoising step; None if it is unknown.
-        when: "first" or "last" step, "middle" (between them), or "asked" (by `check_next`).
-        error: Relative L2 of the closed pair against its author's code, as a share of what the
-            author's code adds to the residual, less the rounding of its dtype. It is the largest
-            over samples, streams, heads and rows (`measure` has the limit of each), and infinity
-            if a value is not finite.
-        budget: Largest error that is accepted.
-        verdict: "kept", "given back" to the author's code, or a step towards precision after which
-            the pair was compared again: "linears given back" (int8 Linears run as they are),
-            "some heads exact", "16-bit p and v", "exact attention". "not compared": the residual
-            stream in front of it was not finite, and all pairs are compared on the next forward.
-        where: Where the error is: in a sample, rows, a head, the input of the branch, last keys.
-        sample: The sample with the largest error.
-        head: Its worst head, before the output projection; None where there is no attention.
-        head_error: The error of that head.
-        gain: The systematic share by which the pair, or a head of it, is too large or too small,
-            less what an honest error makes of it.
-        rows: Its worst rows, at most eight of them.
-        row_error: The error of the worst hundredth of its rows.
-        noise: What the pair adds to the error of the network, and each head; None unless
-            precision="auto" decides by it.
+        when: "first" forward of the block, "last" step, or "sampled".
+        error: The largest error of a branch, relative L2 to what the author's adds, less the
+            rounding of the model's dtype (`measure`); NaN if it was not compared.
+        budget: The largest error that is accepted.
+        verdict: "kept"; how the block runs from that call on; or "not compared".
+        where: What the error is of, or why the block runs more exactly.
     """
 
     path: str
@@ -61,139 +45,79 @@ class GuardRecord:
     when: When
     error: float
     budget: float
-    verdict: Decision
+    verdict: str
     where: str = ""
-    sample: int = 0
-    head: int | None = None
-    head_error: float = 0.0
-    gain: float = 0.0
-    rows: tuple[int, ...] = ()
-    row_error: float = 0.0
-    noise: Noise | None = None
-
-
-#: Comparisons between the steps that are kept: a service makes one a step for as long as it runs.
-_MOST_BETWEEN: Final = 1024
-_MORE_PRECISE: Final = ("some heads exact", "16-bit p and v", "exact attention")
 
 
 class GuardLog(Sequence[GuardRecord]):
-    """The comparisons that the guard has made, oldest first: all of them, but of those between
-    the first and the last step that were within the budget the latest, and the largest error."""
+    """The guard's comparisons, oldest first: every decision, and the latest that were kept."""
 
     def __init__(self) -> None:
-        self._records: list[GuardRecord] = []
-        self._between = 0
+        self._decisions: list[GuardRecord] = []
+        self._kept: deque[GuardRecord] = deque(maxlen=_MOST_KEPT)
         self._guards: list[Guard] = []
+        self._count = 0
+        self._largest = 0.0
 
     @overload
     def __getitem__(self, index: int) -> GuardRecord: ...
     @overload
     def __getitem__(self, index: slice) -> list[GuardRecord]: ...
     def __getitem__(self, index: int | slice) -> GuardRecord | list[GuardRecord]:
-        return self._records[index]
+        return [*self._decisions, *self._kept][index]
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._decisions) + len(self._kept)
 
     def __repr__(self) -> str:
-        return f"GuardLog({len(self)} comparisons)"
+        return f"GuardLog({self._count} comparisons)"
 
     def add(self, record: GuardRecord) -> None:
         """Append one comparison."""
-        self._records.append(record)
-        self._between += _is_between(record)
-        if self._between > 2 * _MOST_BETWEEN:
-            old = [one for one in self._records if _is_between(one)][:-_MOST_BETWEEN]
-            old.remove(max(old, key=lambda one: one.error))
-            gone = set(map(id, old))
-            self._records[:] = [one for one in self._records if id(one) not in gone]
-            self._between -= len(old)
+        (self._kept if record.verdict == "kept" else self._decisions).append(record)
+        self._count += 1
+        if record.verdict == "kept":
+            self._largest = max(self._largest, record.error)
 
     def attach(self, guard: Guard) -> None:
-        """Let `check_next` reach this guard."""
+        """Let `check_next` and `prediction` reach a guard."""
         self._guards.append(guard)
 
     def check_next(self) -> None:
-        """Compare every fused pair on the next forward, whatever its step."""
+        """Compare every block on the next forward."""
         for guard in self._guards:
             guard.check_next()
 
     @property
-    def fidelity(self) -> float | None:
-        """The network's error that the last comparison of each pair predicts, in units of the
-        unpatched network's; None where nothing was measured (see `noise`), or not all of it."""
-        return None if self.unmeasured else predicted(list(self._noises().values()))
+    def decisions(self) -> list[GuardRecord]:
+        """The comparisons after which a block ran more exactly, or which could not be made."""
+        return list(self._decisions)
 
     @property
-    def unmeasured(self) -> list[str]:
-        """Paths of the pairs whose attention runs in 8 bits that could not be measured, because no
-        weight of their output projection can be read."""
-        return [path for path, noise in self._noises().items() if not noise.known]
-
-    def _noises(self) -> dict[str, Noise]:
-        found = {r.path: r.noise for r in self._records if r.noise is not None}
-        back = {r.path for r in self._records if r.verdict == "given back"}
-        return {
-            path: replace(n, ours=n.author, known=True) if path in back else n
-            for path, n in found.items()
-        }
-
-    @property
-    def unseen(self) -> list[str]:
-        """Paths of the fused pairs that have not been compared yet.
-
-        The guard does not compare forwards that train, autocast or run in a compiled graph.
-        """
-        return [path for guard in self._guards for path in guard.unseen()]
+    def prediction(self) -> float | None:
+        """The network's error over the unpatched network's, both to fp32, as the comparisons
+        predict it; None where `fidelity` was None or nothing was compared."""
+        found = [guard.prediction for guard in self._guards]
+        return max((one for one in found if one is not None), default=None)
 
     def __str__(self) -> str:
-        if not self._records:
-            return "guard: no forward has been compared yet"
-        worst = max(self._records, key=lambda record: record.error)
-        back = [record for record in self._records if record.verdict != "kept"]
-        final = Counter({r.path: r.verdict for r in back}.values())
-        text = (
-            f"guard: {len(self._records)} comparisons, largest error {worst.error:.4g} "
-            f"({worst.path}, {_step(worst)}{_place(worst)}), budget {worst.budget:g}"
-        )
-        counts = {
-            "given back": final["given back"] + final["linears given back"],
-            "made more precise": sum(final[verdict] for verdict in _MORE_PRECISE),
-            "not compared": final["not compared"],
-        }
-        text += "".join(f", {n} {what}" for what, n in counts.items() if n)
-        unseen = self.unseen
-        if unseen:
+        if not self._count:
+            return "guard: no block has been compared yet"
+        text = f"guard: {self._count} comparisons, largest error kept {self._largest:.3g}"
+        text += f", {len(self._decisions)} decisions" if self._decisions else ", all kept"
+        if self.prediction is not None:
             text += (
-                f", {len(unseen)} pairs have not been compared yet: {', '.join(_ranges(unseen))}"
+                f"; predicted error of the network {self.prediction:.2f} of the unpatched one's"
             )
-        elif not back:
-            text += ", all kept"
-        return "\n".join([text, *(f"  {r.verdict}: {_where(r)}" for r in back)])
-
-
-def _is_between(record: GuardRecord) -> bool:
-    return record.when == "middle" and record.verdict == "kept"
-
-
-def _step(record: GuardRecord) -> str:
-    step = "" if record.step is None else f" (index {record.step})"
-    return f"{record.when} step{step}" if record.when != "asked" else f"asked for{step}"
-
-
-def _where(record: GuardRecord) -> str:
-    return f"{record.path} at {record.error:.4g}, {_step(record)}{_place(record)}"
-
-
-def _place(record: GuardRecord) -> str:
-    """What the error is of, with the worst head and rows of that sample."""
-    parts = [record.where] if record.where else []
-    if record.head is not None and not record.where.startswith("head"):
-        parts.append(f"worst head {record.head}")
-    if record.rows and not record.where.startswith("rows"):
-        parts.append(f"worst row {record.rows[0]}")
-    return "".join(f", {part}" for part in parts)
+        groups: dict[tuple[str, str], list[GuardRecord]] = {}
+        for one in self._decisions:
+            groups.setdefault(
+                (one.verdict, one.where if one.error != one.error else ""), []
+            ).append(one)
+        for (verdict, why), records in groups.items():
+            paths = ", ".join(_ranges([record.path for record in records]))
+            text += f"\n  {verdict}: {paths} ({why or records[0].where})"
+        return text
 
 
 class PairTable(Sequence[SkipPair]):
@@ -229,7 +153,7 @@ class PairTable(Sequence[SkipPair]):
         return sum(pair.fused for pair in self._pairs)
 
     def as_dict(self) -> list[dict[str, object]]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return [asdict(pair) for pair in self._pairs]
 
     def __str__(self) -> str:
@@ -324,9 +248,9 @@ def _range(paths: list[str]) -> str:
     return paths[0][: first.start()] + text + paths[0][first.end() :]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class PatchReport:
-    """What `patch_model` did. The report stays up to date when the guard gives pairs back.
+    """What `patch_model` did. It stays up to date: it asks the patched model whenever it is read.
 
     Attributes:
         model: The class of what was patched.
@@ -337,141 +261,98 @@ class PatchReport:
     model: str
     config: PatchConfig
     guard: GuardLog
-    _pairs: Callable[[], list[SkipPair]] = field(repr=False)
-    _ran: Callable[[], list[str]] = field(repr=False)
-    _device: Callable[[], tuple[str, str, str]] = field(repr=False)
-    _graphs: Callable[[], list[str]] = field(repr=False)
-    _parallel: Callable[[], list[str]] = field(repr=False)
-    _exact: Callable[[], dict[str, tuple[int, ...]]] = field(repr=False)
-    _save: Callable[[Path], None] = field(repr=False)
+    _live: Callable[[], Live]
 
     def __repr__(self) -> str:
-        return (
-            f"PatchReport({self.model}: {self.fused} of {len(self.pairs)} fused, {self.config!r})"
-        )
+        pairs = self.pairs
+        return f"PatchReport({self.model}: {pairs.fused} of {len(pairs)} fused, {self.config!r})"
 
     @property
     def pairs(self) -> PairTable:
         """Every pair, as it runs now."""
-        return PairTable(self._pairs())
+        return PairTable(self._live().pairs)
 
     @property
     def fused(self) -> int:
         """How many pairs one of our kernels closes now."""
         return self.pairs.fused
 
+    def ran(self) -> dict[str, str]:
+        """How each block ran on the last forward outside a compiled graph, in words, by its path;
+        blocks that have not run are missing."""
+        return dict(self._live().ran)
+
     @property
     def last_forward(self) -> dict[str, int]:
-        """How many pairs ran in which way on the last forward outside a compiled graph."""
-        return dict(Counter(filter(None, self._ran())))
-
-    @property
-    def exact_heads(self) -> dict[str, tuple[int, ...]]:
-        """The heads that run exactly for the target of precision="auto", by the path of their
-        attention; all heads of an attention that was made exact."""
-        return self._exact()
-
-    def save_calibration(self, path: str | os.PathLike[str]) -> None:
-        """Write how each pair runs now, refusals too, for `PatchConfig(calibration=path)`, with a
-        fingerprint of the model's weights."""
-        self._save(Path(path))
-
-    @property
-    def precision_map(self) -> str:
-        """A line for each self-attention, and for others with exact heads. A head is
-        8 (int8 q and k, or what `attention` asks for) or e (exact)."""
-        exact = self.exact_heads
-        rows = [
-            (pair.path, "".join("8e"[h in exact.get(pair.path, ())] for h in range(pair.heads)))
-            for pair in self.pairs
-            if pair.fused and (pair.kind == "self" or pair.path in exact) and pair.projection
-        ]
-        width = max((len(path) for path, _ in rows), default=0)
-        return "\n".join(f"{path:{width}}  {heads}" for path, heads in rows)
-
-    @property
-    def cuda_graphs(self) -> list[str]:
-        """With `cuda_graphs=True`, a line for each model: how many graphs there are, how many
-        forwards replayed one, and why the last forward did not."""
-        return self._graphs()
-
-    @property
-    def parallel(self) -> list[str]:
-        """A line for each model whose sequence several ranks share: how many, and what they send
-        each other."""
-        return self._parallel()
+        """How many blocks ran in which way on the last forward outside a compiled graph."""
+        return dict(Counter(self.ran().values()))
 
     @property
     def impl(self) -> str:
         """The implementation on the model's device: "triton" or "reference"."""
-        return self._device()[1]
+        return self._live().impl
 
     @property
     def pv(self) -> str:
         """Element type of probabilities and values on that device."""
-        return self._device()[2]
+        return self._live().pv
 
     def __str__(self) -> str:
-        device, impl, pv = self._device()
-        config = self.config
-        attention = config.attention
-        if quantises(attention):
-            by_length = attention == "auto" and device.startswith("cuda")
-            own = "int8" if attention == "auto" else attention
-            attention_text = f"{own} q and k, p and v in {pv}"
-            if by_length:
-                attention_text = f"by length exact, or {attention_text}"
-            if attention != "int4" and config.form != "one-launch":
-                attention_text += f"; cross-attention to fewer than {INT8_MIN_KEYS:,} keys exact"
-        else:
-            attention_text = attention
+        live, config = self._live(), self.config
+        pairs = PairTable(live.pairs)
+        words = config.attention
+        if words in ("auto", "int8", "int4"):
+            own = "int8 or exact by length" if words == "auto" else words
+            words = f"{own}, p and v in {live.pv}"
         head = [
-            f"{self.model}: {self.fused} of {len(self.pairs)} skip pairs run fused",
-            f"attention {attention_text}; implementation {impl} on {device}; form {config.form}",
-            *self.parallel,
+            f"{self.model}: {pairs.fused} of {len(pairs)} skip pairs run fused",
+            f"attention {words}; implementation {live.impl} on {live.device}",
         ]
         if config.linear != "as-is":
-            head[1] += "; plain Linears in int8"
-        if config.linear == "int8-only":
-            head[1] += ", without originals"
-        guard = str(self.guard) if config.guard else "guard: off"
-        ran = ", ".join(f"{count} {how}" for how, count in self.last_forward.items())
+            head[1] += f"; Linears in {config.linear}"
+        ran = ", ".join(f"{count} blocks {how}" for how, count in self.last_forward.items())
         last = f"last forward: {ran or 'none yet outside a compiled graph'}"
-        lines = [*head, "", str(self.pairs), "", last, *self.cuda_graphs, guard]
-        predicted = self.guard.fidelity
-        if predicted is not None:
-            lines.append(
-                f"predicted error of the network: {predicted:.2f} of the unpatched one's in 16 "
-                f"bits, target {config.fidelity:g}"
-            )
-        if self.guard.unmeasured:
-            lines.append(
-                "predicted error of the network: unknown, the weight of the output projection "
-                f"cannot be read in {', '.join(_ranges(self.guard.unmeasured))}"
-            )
-        if self.exact_heads and quantises(attention):
-            lines += ["heads of the attentions (8: int8, e: exact)", self.precision_map]
-        return "\n".join(lines)
+        guard = str(self.guard) if config.guard else "guard: off"
+        return "\n".join([*head, *live.notes, "", str(pairs), "", last, guard])
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON."""
-        device, impl, pv = self._device()
+        """Return plain data for JSON."""
+        live = self._live()
+        pairs = PairTable(live.pairs)
         return {
             "model": self.model,
-            "device": device,
-            "impl": impl,
-            "pv": pv,
+            "device": live.device,
+            "impl": live.impl,
+            "pv": live.pv,
             "config": asdict(self.config),
-            "fused": self.fused,
-            "pairs": self.pairs.as_dict(),
+            "fused": pairs.fused,
+            "pairs": pairs.as_dict(),
             "last_forward": self.last_forward,
-            "cuda_graphs": self.cuda_graphs,
-            "parallel": self.parallel,
-            "not_compared": self.guard.unseen,
-            "exact_heads": {path: list(heads) for path, heads in self.exact_heads.items()},
-            "predicted_fidelity": _finite(self.guard.fidelity),
+            "notes": live.notes,
+            "prediction": _finite(self.guard.prediction),
             "guard": [_finite(asdict(record)) for record in self.guard],
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What a patched model says of itself now.
+
+    Attributes:
+        pairs: Its pairs.
+        ran: How each block ran, by path.
+        device: Where it computes.
+        impl: "triton" or "reference".
+        pv: Type of probabilities and values.
+        notes: What the patch cannot honour, or what else a reader has to know.
+    """
+
+    pairs: list[SkipPair]
+    ran: dict[str, str]
+    device: str
+    impl: str
+    pv: str
+    notes: list[str]
 
 
 def _finite(value: Any) -> Any:

@@ -1,58 +1,434 @@
-"""diffusers' Wan transformers whose block is the plain one, each with its own copy of it.
+"""diffusers' Wan transformers and their relatives with the same block.
 
-- Wan: 2.1 T2V, I2V and FLF2V (first and last frame), both experts of 2.2 A14B, and 2.2 TI2V with a
-  gate per token (arXiv 2503.20314);
-- ChronoEdit, whose rotary table alone differs (arXiv 2510.04290);
+- Wan 2.1 T2V, I2V and FLF2V, both experts of 2.2 A14B, and 2.2 TI2V with a gate per token (arXiv
+  2503.20314); Lucy-Edit is the same class.
+- ChronoEdit, whose rotary table alone differs (arXiv 2510.04290).
 - Wan-Animate, which adds a face adapter between its blocks (arXiv 2509.14055).
+- SkyReels-V2, whose self-attention may have a mask (arXiv 2504.13074).
+- VACE, whose control blocks make hints for some of the plain blocks (arXiv 2503.07598).
 
-Written against diffusers 0.42.
+diffusers copies the block and its attention from file to file under the same names. Written
+against diffusers 0.42.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Final
 
-from torch import nn
+import torch
+from diffusers.models.attention import FeedForward
+from diffusers.models.normalization import FP32LayerNorm
+from torch import Tensor, nn
 
+from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching.families._attention import attention_pair
-from turbo_rcm_patch.patching.families.wan_block import BlockClasses
-from turbo_rcm_patch.patching.families.wan_plan import check_blocks, check_signatures, plan_blocks
-from turbo_rcm_patch.patching.pairs import Runs
-from turbo_rcm_patch.patching.registry import author_class
-from turbo_rcm_patch.patching.state import ModelPlan, PairState
-from turbo_rcm_patch.skip import SkipPair
+from turbo_rcm_patch.ops import unchecked
+from turbo_rcm_patch.patching.block import Level, PatchedBlock
+from turbo_rcm_patch.patching.families import diffusers_parts as parts
+from turbo_rcm_patch.patching.families.pairs import branch_pair, inner_pair
+from turbo_rcm_patch.patching.families.wan_sla import SLAForward
+from turbo_rcm_patch.patching.find import Found, find_blocks
+from turbo_rcm_patch.patching.int8_linears import takes_rows
+from turbo_rcm_patch.patching.pieces import (
+    LAYER_NORMS,
+    Attend,
+    Notes,
+    Operands,
+    Rotary,
+    feed_forward,
+    gelu_linear,
+    norm,
+    rms_norms,
+    skip,
+    skip_norm,
+)
+from turbo_rcm_patch.patching.plain import author_class, why_not_inference
+from turbo_rcm_patch.patching.sla import attached_proj_l
+from turbo_rcm_patch.patching.ulysses import attend_over_ranks, ulysses_of
+from turbo_rcm_patch.skip import SkipPair, Stream
+
+LAYER_NORMS.add(FP32LayerNorm)
+
+#: Text tokens that follow the image tokens where cross-attention has both; the author's processor
+#: has the same constant.
+TEXT_TOKENS: Final = 512
+
+_GATED_ATTENTION: Final = Stream("video", "1", "gate_msa", "[B, 1 or N, C]")
+_GATED_FFN: Final = Stream("video", "1", "c_gate_msa", "[B, 1 or N, C]")
 
 
-def check(model: nn.Module) -> None:
-    """Raise a typed error if this instance cannot be patched at all."""
-    check_signatures(_classes(model))
-    check_blocks(model, "blocks", _classes(model))
+class WanBlock(PatchedBlock):
+    """Stands in for the forward of a `WanTransformerBlock`."""
+
+    __slots__ = ()
+
+    stages = ("norm1", "norm2", "norm3")
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+        *mask: Tensor | None,
+    ) -> Tensor:
+        """Run the block.
+
+        Args:
+            hidden_states: [B, N, C], the model's dtype.
+            encoder_hidden_states: [B, T, C] text, with the image tokens in front for I2V.
+            temb: [B, 6, C], or with a timestep per token [B, N, 6, C] (SkyReels-V2: [B, 6, N, C]).
+            rotary_emb: (cos, sin), each [1, N, 1, D] fp32.
+            *mask: SkyReels-V2's: bool [1, 1, N, N], true where a query sees a key, or None.
+
+        Returns:
+            [B, N, C], dtype of hidden_states.
+        """
+        out: Tensor = self.run(hidden_states, encoder_hidden_states, temb, rotary_emb, *mask)
+        return out
+
+    def fast(
+        self,
+        notes: Notes | None,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        block, impl, dtype = self.block, self.config.impl, hidden_states.dtype
+        attn1, attn2, ffn = block.attn1, block.attn2, block.ffn
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(temb)
+
+        rows = mask is None and takes_rows(parts.qkv_linears(attn1))
+        h = norm(block.norm1, hidden_states, scale1, shift1, dtype, impl, rows=rows)
+        rows = takes_rows((attn2.to_q,))
+        if self.one_launch(attn1, mask):
+            x = self.self_attention_skip(attn1, h, rotary_emb, hidden_states, gate1)
+            h = norm(block.norm2, x, None, None, dtype, impl, rows=rows)
+        else:
+            y = self.self_attention(notes, attn1, h, rotary_emb, mask)
+            x, h = skip_norm(
+                hidden_states, y, gate1, block.norm2, None, None, dtype, impl, rows=rows
+            )
+        if notes is not None:
+            notes.streams.append((x,))
+
+        y = self.cross_attention(attn2, h, encoder_hidden_states)
+        rows = takes_rows((gelu_linear(ffn.net)[0],))
+        x, h = skip_norm(x, y, None, block.norm3, scale2, shift2, dtype, impl, rows=rows)
+        if notes is not None:
+            notes.streams.append((x,))
+
+        return skip(x, feed_forward(ffn.net, h, impl), gate2, dtype, impl)
+
+    def modulation(self, temb: Tensor) -> tuple[Tensor, ...]:
+        """Return shift, scale and gate of self-attention and feed-forward, fp32 [B, 1 or N, C]."""
+        table = self.block.scale_shift_table
+        if table.dtype != torch.float32:  # Else torch widens temb in the pass that adds it.
+            temb = temb.float()
+        if temb.ndim == 3:
+            return (table + temb).chunk(6, dim=1)
+        if temb.shape[2] != 6:  # SkyReels-V2
+            temb = temb.transpose(1, 2)
+        rows = (table.unsqueeze(0) + temb).chunk(6, dim=2)
+        return tuple([row.squeeze(2) for row in rows])
+
+    def self_attention(
+        self, notes: Notes | None, attn: Any, h: Any, rotary: Rotary, mask: Tensor | None
+    ) -> Tensor:
+        """Run self-attention and its output projection: [B, N, C]."""
+        attend = self.attend
+        if mask is not None or self.calls_backend(attn):
+            made: Tensor = attn(h, None, mask, rotary)
+            return made
+        q, k, v = parts.qkv(attn, h)
+        q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
+        tables = _tables(rotary, self.attend.head_dim)
+        proj_l = attached_proj_l(attn)
+        ulysses = ulysses_of(attn.processor)
+        if proj_l is not None:
+            out = self.sparse_attention(attn, q, k, v, norms, tables)
+        elif ulysses is not None:
+            out = attend_over_ranks(attend, ulysses, q, k, v, norms, tables)
+        else:
+            out = attend(q, k, v, norms, tables)
+            if notes is not None:
+                notes.attention = Operands(q, k, v, norms, tables, attend.heads, out)
+        return parts.project_out(attn, out)
+
+    def sparse_attention(
+        self, attn: Any, q: Tensor, k: Tensor, v: Tensor, norms: Any, tables: Rotary
+    ) -> Tensor:
+        """SLA: a softmax over few blocks of keys, and a linear attention over all."""
+        attend, sparsity = self.attend, ops.Sparsity.sage(self.config.sla_topk, q.device)
+        weight, bias = (x.to(q.device) for x in attached_proj_l(attn) or ())
+        out: Tensor = unchecked.sparse_linear_attention(
+            q, k, v, weight, bias, norms.q, norms.k, *tables, attend.heads, attend.attention,
+            attend.pv, attend.smooth_k, attend.head_dim**-0.5, norms.eps,
+            sparsity.count(k.shape[1]), sparsity.block_q, sparsity.block_k, attend.impl, q.dtype,
+        )  # fmt: skip
+        return out
+
+    def cross_attention(self, attn: Any, h: Any, context: Tensor) -> Tensor:
+        """Run cross-attention to text, and to an image where there is one: [B, N, C]."""
+        image = None
+        if attn.add_k_proj is not None:
+            tokens = context.shape[1] - TEXT_TOKENS
+            image, context = context[:, :tokens], context[:, tokens:]
+        elif self.calls_backend(attn):
+            made: Tensor = attn(h, context, None, None)
+            return made
+        own_q = attn.to_q(h)
+        k, v = parts.kv(attn, context)
+        attend = self.attend.over_few_keys(k.shape[1])
+        q, k, norms = rms_norms(attn.norm_q, attn.norm_k, own_q, k)
+        out = attend(q, k, v, norms)
+        if image is not None:
+            k, v = parts.added_kv(attn, image)
+            q, k, norms = rms_norms(attn.norm_q, attn.norm_added_k, own_q, k)
+            out = attend(q, k, v, norms, residual=out)
+        return parts.project_out(attn, out)
+
+    def calls_backend(self, attn: Any) -> bool:
+        """Return True if exact attention was asked for and the user chose what computes it."""
+        return self.config.attention == "exact" and bool(parts.chosen_backend(attn.processor))
+
+    # --- attention, projection and skip in one launch --------------------------------------------
+
+    def one_launch(self, attn: Any, mask: Tensor | None) -> bool:
+        """Return True if `form="one-launch"` was asked for and serves this attention."""
+        if self.config.form != "one-launch" or self.level or mask is not None:
+            return False
+        return (
+            parts.plain_projection(attn)
+            and attached_proj_l(attn) is None
+            and ulysses_of(attn.processor) is None
+        )
+
+    def self_attention_skip(
+        self, attn: Any, h: Any, rotary: Rotary, residual: Tensor, gate: Tensor
+    ) -> Tensor:
+        """Run self-attention, its projection and its skip in one kernel: fp32 [B, N, C]."""
+        attend, linear = self.attend, attn.to_out[0]
+        q, k, v = parts.qkv(attn, h)
+        q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
+        return parts.attention_project_skip(
+            attend, q, k, v, norms, _tables(rotary, attend.head_dim), linear, residual, gate
+        )
+
+    # --- when the author's forward runs ----------------------------------------------------------
+
+    def why_author(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+        *rest: Any,
+    ) -> str:
+        return (
+            (self.reason if self.level == Level.AUTHOR else "")
+            or why_not_inference(self.block, hidden_states)
+            or self.why_modules()
+            or self.why_inputs(hidden_states, encoder_hidden_states, temb, rotary_emb)
+        )
+
+    def why_modules(self) -> str:
+        """Return why the modules of the block are not what the fast path stands for, or ""."""
+        block = self.block
+        return (
+            parts.why_attention("attn1", block.attn1, stand_in=SLAForward)
+            or parts.why_attention("attn2", block.attn2)
+            or parts.why_feed_forward("ffn", block.ffn)
+        )
+
+    def why_inputs(self, x: Tensor, context: Any, temb: Any, rotary: Any) -> str:
+        """Return why the inputs do not fit each other as the kernels want them, or ""."""
+        if not isinstance(rotary, tuple) or context is None or context.dim() != 3:
+            return "it has no text or no rotary table"
+        batch, tokens, channels = x.shape
+        image = self.block.attn2.add_k_proj is not None
+        fits = (
+            context.dtype == x.dtype
+            and context.device == x.device
+            and context.shape[0] == batch
+            and channels == self.attend.heads * self.attend.head_dim
+            and temb.shape[0] == batch
+            and rotary[0].numel() == rotary[1].numel() == tokens * self.attend.head_dim
+            and (not image or context.shape[1] > TEXT_TOKENS)
+            and 0 < batch < 65536
+        )
+        return "" if fits else "text, modulation or rotary table do not fit the video"
+
+    def streams(self, values: Any) -> tuple[Tensor, ...]:
+        return (values[0] if isinstance(values, tuple) else values,)
+
+    def lengths(self, hidden_states: Tensor, *rest: Any) -> tuple[int, int]:
+        return hidden_states.shape[1], hidden_states.shape[1]
+
+    # --- for the report --------------------------------------------------------------------------
+
+    def notes(self) -> list[str]:
+        chosen = parts.chosen_backend(getattr(self.block.attn1, "processor", None))
+        if not chosen or self.config.attention == "exact":
+            return []
+        return [
+            f"the attention backend {chosen!r} is chosen and not used, because the model is "
+            f"patched with attention={self.config.attention!r}; attention='exact' uses it"
+        ]
+
+    def linears(self) -> dict[str, Any]:
+        block = self.block
+        found = parts.attention_linears("attn1", block.attn1)
+        found |= parts.attention_linears("attn2", block.attn2)
+        return found | parts.feed_forward_linears("ffn", block.ffn)
+
+    def pairs(self) -> list[SkipPair]:
+        block, why = self.block, self.left or self.why_modules()
+        pairs = [
+            branch_pair(self, "attn1", "self", why, _GATED_ATTENTION),
+            branch_pair(self, "attn2", "cross", why, cast="model"),
+            branch_pair(self, "ffn", "feed-forward", why, _GATED_FFN, heads=False),
+        ]
+        if attached_proj_l(block.attn1) is not None:
+            path, stream = f"{pairs[0].path}.proj_l", "proj_l of the linear attention"
+            pairs.insert(1, inner_pair(pairs[0], path, stream))
+        if getattr(block.attn2, "add_k_proj", None) is not None:
+            cross = pairs[-2]
+            image = inner_pair(cross, f"{cross.path}.image", "text attention", "image")
+            pairs.insert(-1, image)
+        return pairs
 
 
-def plan(model: nn.Module, path: str, config: PatchConfig) -> ModelPlan:
-    """The pairs of every block, how each would run, and the block forwards to install."""
-    result = ModelPlan(model, path, config, states=[])
-    plan_blocks(result, "blocks", _classes(model))
-    for index, attn in enumerate(getattr(model, "face_adapter", ())):
-        pair = _face_pair(attn, f"{path}.face_adapter.{index}".lstrip("."), model)
-        result.states.append(PairState(pair))
-    return result
+def _tables(rotary: Rotary, head_dim: int) -> Rotary:
+    """(cos, sin), each [N, D]."""
+    return rotary[0].reshape(-1, head_dim), rotary[1].reshape(-1, head_dim)
 
 
-def _classes(model: nn.Module) -> BlockClasses:
-    """The block and its attention in the model's own file: they have the same names in each."""
+class VACEBlock(WanBlock):
+    """Stands in for the forward of a `WanVACETransformerBlock`, which runs a Wan block over a
+    control stream of its own and projects the result, the hint."""
+
+    __slots__ = ()
+
+    def __call__(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        control_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Run the control block.
+
+        Args:
+            hidden_states: [B, N, C], the video, the model's dtype.
+            encoder_hidden_states: [B, T, C] text.
+            control_hidden_states: [B, N, C], the control stream.
+            temb: [B, 6, C].
+            rotary_emb: (cos, sin), each [1, N, 1, D] fp32.
+
+        Returns:
+            The hint [B, N, C], None without an output projection, and the control stream.
+        """
+        made: tuple[Tensor | None, Tensor] = self.run(
+            hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
+        )
+        return made
+
+    def fast(  # type: ignore[override]
+        self,
+        notes: Notes | None,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        control: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+    ) -> tuple[Tensor | None, Tensor]:
+        block = self.block
+        if block.proj_in is not None:
+            control = block.proj_in(control) + hidden_states
+        control = super().fast(notes, control, encoder_hidden_states, temb, rotary_emb)
+        return None if block.proj_out is None else block.proj_out(control), control
+
+    def why_author(  # type: ignore[override]
+        self, hidden_states: Tensor, context: Tensor, control: Tensor, temb: Tensor, rotary: Rotary
+    ) -> str:
+        if control.shape != hidden_states.shape or control.dtype != hidden_states.dtype:
+            return "the control stream does not fit the video"
+        return super().why_author(control, context, temb, rotary)
+
+    def streams(self, values: Any) -> tuple[Tensor, ...]:
+        return (values[1] if isinstance(values, tuple) and len(values) == 2 else values[0],)
+
+
+# --- what is patched in a model ------------------------------------------------------------------
+
+_BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "rotary_emb")
+_CONTROL: Final = (*_BLOCK[:3], "control_hidden_states", *_BLOCK[3:])
+_ATTENTION: Final = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")
+
+
+def blocks_of(model: Any, path: str, config: PatchConfig) -> list[Found]:
+    """Find the blocks of a model, in the order in which they run.
+
+    Raises:
+        FamilyError: A forward takes other parameters than this was written for.
+        OpError: The kernels do not take the model's heads or dtype.
+    """
     file: Any = sys.modules[author_class(model).__module__]
-    return BlockClasses(file.WanTransformerBlock, file.WanAttention, file.WanAttnProcessor)
-
-
-def _face_pair(attn: Any, path: str, model: Any) -> SkipPair:
-    """Wan-Animate's attention of a frame's tokens to that frame's face."""
-    keys = model.config.face_encoder_num_heads + 1
-    runs: Runs = (
-        "as-written",
-        f"the model's own forward adds it between two blocks, and attention to the {keys} "
-        "tokens of a face costs next to nothing",
+    prefix = "SkyReelsV2" if hasattr(file, "SkyReelsV2TransformerBlock") else "Wan"
+    block, attention, processor = (
+        getattr(file, prefix + name) for name in ("TransformerBlock", "Attention", "AttnProcessor")
     )
-    return attention_pair(attn, path, "cross", runs)
+    parts.ATTENTIONS[attention] = (processor,)
+    mask = ("attention_mask",) if prefix == "SkyReelsV2" else ()
+    expected = {
+        block.forward: (*_BLOCK, *mask),
+        attention.forward: ("self", *_ATTENTION, "kwargs"),
+        processor.__call__: ("self", "attn", *_ATTENTION),
+        FeedForward.forward: ("self", "hidden_states", "args", "kwargs"),
+    }
+    found = []
+    if hasattr(model, "vace_blocks"):
+        control: Any = file.WanVACETransformerBlock
+        expected[control.forward] = _CONTROL
+        found += find_blocks(model.vace_blocks, f"{path}.vace_blocks", control, VACEBlock)
+    found += find_blocks(model.blocks, f"{path}.blocks", block, WanBlock)
+    parts.check_parameters(expected, "diffusers")
+    return [one.made(_attend(one, config), config) for one in found]
+
+
+def _attend(found: Found, config: PatchConfig) -> Attend:
+    """Check a block's attentions, and say how they are computed."""
+    heads, head_dim = 1, 0
+    for name in ("attn1", "attn2"):
+        attn = getattr(found.block, name, None)
+        if type(attn) in parts.ATTENTIONS:
+            heads, head_dim = attn.heads, attn.inner_dim // attn.heads
+            linears = parts.attention_linears(name, attn)
+            parts.check_attention(f"{found.path}.{name}", head_dim, linears)
+    return Attend.of(config, heads, head_dim)
+
+
+def installations(patched: WanBlock) -> list[tuple[nn.Module, Any]]:
+    """Return what is installed beside a block's own forward: SLA's definition on its attention."""
+    attn = patched.block.attn1
+    if attached_proj_l(attn) is None:
+        return []
+    return [(attn, SLAForward(attn, patched.config.sla_topk))]
+
+
+def other_pairs(model: Any, path: str) -> list[SkipPair]:
+    """Describe the pairs outside the blocks: Wan-Animate's attentions to a face."""
+    return [
+        SkipPair(
+            path=f"{path}.face_adapter.{index}".lstrip("."), kind="cross", heads=attn.heads,
+            head_dim=attn.inner_dim // attn.heads, streams=(Stream("video", "1", "1"),),
+            cast="model", projection=True, runs="as-written",
+            reason="the model's own forward adds it between two blocks",
+        )
+        for index, attn in enumerate(getattr(model, "face_adapter", ()))
+    ]  # fmt: skip

@@ -1,0 +1,213 @@
+"""diffusers' attentions and feed-forward, as the blocks of its families share them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from diffusers.models.attention import FeedForward
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import Tensor, nn
+
+from turbo_rcm_patch.errors import DTypeError, FamilyError, ShapeError
+from turbo_rcm_patch.ops import unchecked
+from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
+from turbo_rcm_patch.patching.pieces import WIDE, Attend, Norms, Rotary
+from turbo_rcm_patch.patching.plain import (
+    FLOATS,
+    bare,
+    class_replaced,
+    drops,
+    hook_names,
+    plain_linear,
+)
+
+#: Attention classes and the processors that may compute each, by the families that know them.
+ATTENTIONS: Final[dict[type, tuple[type, ...]]] = {}
+
+
+# --- what a block calls --------------------------------------------------------------------------
+
+
+def qkv_linears(attn: Any) -> tuple[Any, ...]:
+    """Return the Linear of q, k and v of a self-attention, or its three."""
+    if attn.fused_projections:
+        return (attn.to_qkv,)
+    return attn.to_q, attn.to_k, attn.to_v
+
+
+def qkv(attn: Any, h: Any) -> tuple[Tensor, ...]:
+    """Project the input of a self-attention to q, k and v, [B, N, H*D] each."""
+    if attn.fused_projections:
+        return tuple(attn.to_qkv(h).chunk(3, -1))
+    return attn.to_q(h), attn.to_k(h), attn.to_v(h)
+
+
+def kv(attn: Any, context: Tensor) -> tuple[Tensor, ...]:
+    """Project the context of a cross-attention to k and v."""
+    if attn.fused_projections:
+        return tuple(attn.to_kv(context).chunk(2, -1))
+    return attn.to_k(context), attn.to_v(context)
+
+
+def added_kv(attn: Any, image: Tensor) -> tuple[Tensor, ...]:
+    """Project the image tokens of a cross-attention to k and v."""
+    if attn.fused_projections:
+        return tuple(attn.to_added_kv(image).chunk(2, -1))
+    return attn.add_k_proj(image), attn.add_v_proj(image)
+
+
+def project_out(attn: Any, out: Tensor) -> Tensor:
+    """Call the output projection, and the Dropout after it where it is not idle."""
+    made: Tensor = attn.to_out[0](out)
+    dropout = attn.to_out[1]
+    if type(dropout) is not nn.Dropout or not bare(dropout):
+        made = dropout(made)
+    return made
+
+
+def plain_projection(attn: Any) -> bool:
+    """Return True if a kernel may read the output projection."""
+    linear, dropout = attn.to_out
+    return plain_linear(linear, linear.weight) and bare(dropout)
+
+
+def attention_project_skip(
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: Norms,
+    rotary: Rotary,
+    linear: Any,
+    residual: Tensor,
+    gate: Tensor,
+) -> Tensor:
+    """Compute residual + gate * (attention @ W_o^T + b) in one launch: fp32 [B, N, C]."""
+    made: Tensor = unchecked.attention_project_skip(
+        q, k, v, linear.weight, linear.bias, residual, None, gate, norms.q, norms.k, norms.q_bias,
+        norms.k_bias, *rotary, None, 1.0, 1.0, attend.heads, attend.attention, attend.pv,
+        attend.smooth_k, False, attend.head_dim**-0.5, norms.eps, "fp32", "one-launch",
+        attend.impl, WIDE,
+    )  # fmt: skip
+    return made
+
+
+# --- whether the modules are what their classes say ----------------------------------------------
+
+
+def why_attention(name: str, attn: Any, stand_in: type | None = None) -> str:
+    """Return why an attention is its author's, or "".
+
+    Args:
+        name: In its block.
+        attn: The module.
+        stand_in: A forward of ours that may sit on it.
+    """
+    processors = ATTENTIONS.get(type(attn))
+    if processors is None:
+        return f"{name} is a {type(attn).__qualname__}"
+    processor = attn.processor
+    if type(processor) not in processors or class_replaced(processor, "__call__"):
+        return f"the processor of {name} is a {type(processor).__qualname__} of its own"
+    forward = attn.__dict__.get("forward")
+    stands = stand_in is not None and type(forward) is stand_in
+    if not (bare(attn) or stands):
+        return f"{name} is called as a module: {hook_names(attn)}"
+    if attn.training and drops(attn.to_out[1]):
+        return "dropout is active (training mode)"
+    return ""
+
+
+def why_feed_forward(name: str, ff: Any) -> str:
+    """Return why a feed-forward is its author's, or ""."""
+    if type(ff) is not FeedForward:
+        return f"{name} is a {type(ff).__qualname__}"
+    if not bare(ff):
+        return f"{name} is called as a module: {hook_names(ff)}"
+    if ff.training and any(map(drops, ff.net)):
+        return "dropout is active (training mode)"
+    return ""
+
+
+def chosen_backend(processor: Any) -> str:
+    """Return the attention backend that the user chose (`set_attention_backend`,
+    `attention_backend`), or "" for torch's own."""
+    chosen = getattr(processor, "_attention_backend", None)
+    if chosen is None:
+        chosen = _AttentionBackendRegistry._active_backend
+    name: str = getattr(chosen, "value", chosen)
+    return "" if name == AttentionBackendName.NATIVE.value else name
+
+
+# --- checks before patching ----------------------------------------------------------------------
+
+
+def check_parameters(expected: Mapping[Callable[..., Any], tuple[str, ...]], package: str) -> None:
+    """Compare the names of functions' parameters, in order.
+
+    Raises:
+        FamilyError: One takes other parameters than the family knows.
+    """
+    for function, names in expected.items():
+        found = tuple(inspect.signature(function).parameters)
+        if found != names:
+            raise FamilyError(
+                getattr(function, "__qualname__", repr(function)),
+                expected=f"({', '.join(names)})",
+                got=f"({', '.join(found)})",
+                remedy=f"Install a version of {package} that this release supports",
+            )
+
+
+def check_attention(path: str, head_dim: int, linears: Mapping[str, Any]) -> None:
+    """Raise if the kernels do not take an attention's heads or the dtype of its Linears.
+
+    Raises:
+        ShapeError: The head dimension is odd or too large.
+        DTypeError: A plain Linear computes in a dtype that no kernel takes.
+    """
+    if head_dim > MAX_HEAD_DIM or head_dim % 2:
+        raise ShapeError(
+            f"{path}: head_dim",
+            expected=f"an even number up to {MAX_HEAD_DIM}",
+            got=str(head_dim),
+            remedy="This model cannot run through the fused attention",
+        )
+    for name, linear in linears.items():
+        if type(linear) is nn.Linear and bare(linear) and linear.weight.dtype not in FLOATS:
+            plain = type(linear.weight) is nn.Parameter
+            if plain and linear.weight.dtype.is_floating_point and linear.weight.itemsize > 1:
+                raise DTypeError(
+                    f"{path}.{name}.weight",
+                    expected="bfloat16, float16 or float32",
+                    got=str(linear.weight.dtype),
+                    remedy="Cast the model first, e.g. model.to(torch.bfloat16)",
+                )
+
+
+# --- for the report and for int8 Linears ---------------------------------------------------------
+
+
+def attention_linears(name: str, attn: Any) -> dict[str, Any]:
+    """Return the Linears that an attention calls, by their paths in the block."""
+    if type(attn) not in ATTENTIONS:
+        return {}
+    cross = attn.is_cross_attention
+    names = ["to_q", "to_k", "to_v"]
+    if getattr(attn, "fused_projections", False):
+        names = ["to_q", "to_kv"] if cross else ["to_qkv"]
+    if getattr(attn, "add_k_proj", None) is not None:
+        names += ["to_added_kv"] if attn.fused_projections else ["add_k_proj", "add_v_proj"]
+    found = {f"{name}.{one}": getattr(attn, one) for one in names}
+    return found | {f"{name}.to_out.0": attn.to_out[0]}
+
+
+def feed_forward_linears(name: str, ff: Any) -> dict[str, Any]:
+    """Return the Linears of a feed-forward, by their paths in the block."""
+    if type(ff) is not FeedForward:
+        return {}
+    first = getattr(ff.net[0], "proj", None)
+    found = {} if first is None else {f"{name}.net.0.proj": first}
+    return found | {f"{name}.net.2": ff.net[2]}

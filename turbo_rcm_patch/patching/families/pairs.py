@@ -1,0 +1,80 @@
+"""The skip pairs of a patched block, for the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from turbo_rcm_patch.config import Kind
+from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
+from turbo_rcm_patch.patching.int8_linears import int8_forward
+from turbo_rcm_patch.skip import Cast, Residual, SkipPair, Stream
+
+
+def branch_pair(
+    block: PatchedBlock,
+    name: str,
+    kind: Kind,
+    why: str,
+    *streams: Stream,
+    cast: Cast = "fp32",
+    heads: bool = True,
+) -> SkipPair:
+    """Describe a branch that ends in a projection, and how it runs.
+
+    Args:
+        block: Its block.
+        name: The branch's name in the block.
+        kind: Of the branch.
+        why: Why the block is its author's, or "".
+        *streams: Its residual streams; one plain sum by default.
+        cast: Where its author sums the skip.
+        heads: Whether it is an attention.
+    """
+    attend = block.attend
+    reasons = [why or LEVEL_WORDS.get(block.level, "")]
+    if block.level and block.reason:
+        reasons.append(block.reason)
+    runs: Residual = "two-launch"
+    if why or block.level == Level.AUTHOR:
+        runs = "as-written"
+    elif block.config.form == "one-launch" and kind == "self" and not block.level:
+        runs = "one-launch"
+    return SkipPair(
+        path=f"{block.path}.{name}",
+        kind=kind,
+        heads=attend.heads if heads else 0,
+        head_dim=attend.head_dim if heads else 0,
+        streams=streams or (Stream("video", "1", "1"),),
+        cast=cast,
+        projection=True,
+        runs=runs,
+        reason="; ".join(filter(None, reasons)),
+        int8_linears=() if runs == "as-written" else _int8(block, name),
+    )
+
+
+def inner_pair(pair: SkipPair, path: str, stream: str, kind: Kind = "self") -> SkipPair:
+    """Describe the sum of two attentions before their projection."""
+    runs: Residual = "as-written" if pair.runs == "as-written" else "in-kernel"
+    return replace(
+        pair, path=path, kind=kind, streams=(Stream(stream, "1", "1"),), projection=False,
+        runs=runs, int8_linears=(),
+    )  # fmt: skip
+
+
+def _int8(block: PatchedBlock, name: str) -> tuple[str, ...]:
+    """Names of the branch's Linears that run in int8."""
+    return tuple(
+        path.removeprefix(f"{name}.")
+        for path, linear in block.linears().items()
+        if path.startswith(f"{name}.") and isinstance(linear, nn.Module) and _runs_int8(linear)
+    )
+
+
+def _runs_int8(linear: Any) -> bool:
+    """Return True if the Linear, or the one inside an adapter, has an int8 forward."""
+    base = getattr(linear, "base_layer", linear)
+    return int8_forward(base) is not None

@@ -1,0 +1,188 @@
+"""`linear="int8"`: plain Linears of a patched block with an int8 forward of their own.
+
+The forward is an instance attribute of the Linear itself. A LoRA wraps the Linear and calls it, so
+an int8 base and a 16-bit low-rank side add up; hooks, offloading and replaced Linears need nothing
+either. The int8 copy of a weight is made when it is first needed, and again when the weight is
+another object or has another version, address, dtype or device. The model's own functions that
+write weights drop all copies. A write through `.data` by hand is not seen: call
+`refresh(model)` after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from turbo_rcm_patch.kernels.operands import Rows
+from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight, unchecked
+from turbo_rcm_patch.patching.int8_weight_only import Int8Linear
+from turbo_rcm_patch.patching.int8_weights import attached_int8
+from turbo_rcm_patch.patching.plain import FLOATS, compiling, hooked
+
+#: How often in a row a weight may have moved before a call until no copy is kept: it is offloaded,
+#: and a copy would hold the memory that offloading is to save.
+_MOVES: Final = 3
+
+#: Functions of a diffusers model that write or move weights without a trace in their versions.
+WRITERS: Final = (
+    "_apply",
+    "fuse_lora",
+    "load_lora_adapter",
+    "load_state_dict",
+    "unfuse_lora",
+    "unload_lora",
+)
+
+
+class Int8Forward:
+    """The forward of one Linear, in int8.
+
+    Args:
+        linear: An `nn.Linear` or an `Int8Linear`.
+        impl: "triton", "reference" or "auto".
+
+    Attributes:
+        linear: That module.
+        on: False runs it as its author wrote it.
+    """
+
+    __slots__ = ("_impl", "_made", "_moves", "_of", "linear", "on")
+
+    def __init__(self, linear: Any, impl: str) -> None:
+        self.linear, self._impl, self.on = linear, impl, True
+        self.forget()
+
+    def __call__(self, input: Any, activation: str = "") -> Tensor:  # noqa: A002  Linear's name
+        """Compute input @ weight^T + bias, and GELU if `activation` is "gelu-tanh".
+
+        Args:
+            input: [..., K], the dtype of the weight, or `Rows` of [B, N, K].
+            activation: "" or "gelu-tanh".
+
+        Returns:
+            [..., Cout], dtype of the weight.
+        """
+        linear = self.linear
+        dtype = linear.dtype if type(linear) is Int8Linear else linear.weight.dtype
+        if type(input) is Rows:
+            weight, scale = self._weight()
+            made: Tensor = unchecked.int8_linear_rows(
+                *input, weight, scale, linear.bias, activation, self._impl, dtype
+            )
+            return made
+        if (
+            not self.on
+            or input.dim() < 2
+            or not input.numel()
+            or not _serves(linear, input, dtype)
+        ):
+            out: Tensor = type(linear).forward(linear, input)
+            return F.gelu(out, approximate="tanh") if activation else out
+        weight, scale = self._weight()
+        rows = input if input.dim() == 3 else input.reshape(1, -1, input.shape[-1])
+        made = unchecked.int8_linear(
+            rows, weight, scale, linear.bias, activation, self._impl, dtype
+        )
+        return made if input.dim() == 3 else made.reshape(*input.shape[:-1], -1)
+
+    def _weight(self) -> tuple[Tensor, Tensor]:
+        """int8 [Cout, K] and its scales, of the weight as it is now."""
+        linear = self.linear
+        if type(linear) is Int8Linear:
+            return linear.int8
+        weight = linear.weight
+        if compiling():  # A graph quantises on every call, so it follows the weight.
+            return quantize_weight(weight, impl=self._impl)
+        brought = attached_int8(linear)
+        if brought is not None:
+            return brought
+        of = (
+            weight,
+            -1 if weight.is_inference() else weight._version,
+            weight.data_ptr(),
+            weight.dtype,
+            weight.device,
+        )
+        if self._made is not None and _same(self._of, of):
+            self._moves = 0
+            return self._made
+        self._moves = self._moves + 1 if self._of is not None else 0
+        with torch.inference_mode(False), torch.no_grad():
+            made = quantize_weight(weight.detach(), impl=self._impl)
+        if self._moves < _MOVES:
+            self._made, self._of = made, of
+        else:
+            self._made = None
+        return made
+
+    def forget(self) -> None:
+        """Drop the int8 copy."""
+        self._made: tuple[Tensor, Tensor] | None = None
+        self._of: tuple[Any, ...] | None = None
+        self._moves = 0
+
+
+def _same(one: tuple[Any, ...] | None, other: tuple[Any, ...]) -> bool:
+    return one is not None and one[0] is other[0] and one[1:] == other[1:]
+
+
+def _serves(linear: Any, x: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if this call is plain inference on the Linear's own dtype and device."""
+    if x.dtype != dtype or dtype not in FLOATS or torch.is_autocast_enabled(x.device.type):
+        return False
+    if type(linear) is not Int8Linear and type(linear.weight) is not nn.Parameter:
+        return False  # quantised or sharded: a subclass of Tensor
+    held = [p for p in linear._parameters.values() if p is not None]
+    if any([p.device != x.device for p in held]):
+        return False
+    wants = torch.is_grad_enabled() and (x.requires_grad or any([p.requires_grad for p in held]))
+    return not wants
+
+
+def int8_forward(module: Any) -> Int8Forward | None:
+    """Return the int8 forward of a Linear, if calling the Linear runs that and nothing else."""
+    forward = module.__dict__.get("forward")
+    if type(forward) is not Int8Forward or not forward.on or hooked(module):
+        return None
+    sharded = type(module) is not Int8Linear and type(module.weight) is not nn.Parameter
+    return None if sharded else forward
+
+
+def takes_rows(modules: Iterable[Any]) -> bool:
+    """Return True if all of these modules run in int8 now, so that a norm may give them int8
+    rows."""
+    return all([int8_forward(module) is not None for module in modules])
+
+
+def why_not_int8(module: nn.Module) -> str:
+    """Return why a Linear is not run in int8, or ""."""
+    if type(module) is Int8Linear:
+        return ""
+    if type(module) is not nn.Linear:
+        return f"it is a {type(module).__module__.split('.')[0]} {type(module).__qualname__}"
+    if type(module.weight) is not nn.Parameter:
+        return f"its weight is a {type(module.weight).__qualname__}"
+    if module.in_features > MAX_CHANNELS:
+        return f"its {module.in_features} channels overflow an int32 sum"
+    return ""
+
+
+class DropsCopies:
+    """The function of a patched model that writes or moves weights: as the class's own, and all
+    int8 copies are dropped afterwards."""
+
+    __slots__ = ("_forwards", "_model", "_name")
+
+    def __init__(self, model: nn.Module, name: str, forwards: list[Int8Forward]) -> None:
+        self._model, self._name, self._forwards = model, name, forwards
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        try:
+            return getattr(type(self._model), self._name)(self._model, *args, **named)
+        finally:
+            for forward in self._forwards:
+                forward.forget()

@@ -1,0 +1,340 @@
+"""The pieces that every written-out block consists of.
+
+Linears are called as the modules they are, so LoRA, hooks, offloading, sharding and quantisers
+need no code here. Read are only the weights of norms that a kernel computes, and the first Linear
+of a plain GELU feed-forward, whose activation is the epilogue of cuBLAS's product. A norm that
+cannot be read (it has a hook of its own) is called, and the kernel runs without it.
+
+Inside a block the residual stream is fp32; every sum is computed in fp32 and rounded once, by the
+last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.kernels.operands import Rows
+from turbo_rcm_patch.ops import INT8_MIN_KEYS, unchecked
+from turbo_rcm_patch.patching.int8_linears import int8_forward
+from turbo_rcm_patch.patching.plain import bare, plain_linear, readable
+
+WIDE: Final = torch.float32
+
+#: Classes of layer norms that compute in fp32, by the families that know them.
+LAYER_NORMS: Final[set[type]] = set()
+#: Classes of RMSNorms of q and k over all heads.
+RMS_NORMS: Final[set[type]] = {nn.RMSNorm}
+
+#: (cos, sin), [N, D] fp32 each, D channels of a head.
+Rotary = tuple[Tensor, Tensor]
+
+
+class Operands(NamedTuple):
+    """An attention's inputs and output, for the guard.
+
+    Attributes:
+        q: [B, N, H*D], before its norm if that is in `norms`.
+        k: [B, Nk, H*D].
+        v: [B, Nk, H*D].
+        norms: The norms that the kernel computed.
+        rotary: As the kernel took it.
+        heads: H.
+        out: [B, N, H*D].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    norms: Norms
+    rotary: Rotary | None
+    heads: int
+    out: Tensor
+
+
+class Notes:
+    """What a block's forward leaves for the guard.
+
+    Attributes:
+        streams: The residual streams after each branch, fp32 [B, N, C] each.
+        attention: Operands of the self-attention, None if it ran exactly.
+    """
+
+    def __init__(self) -> None:
+        self.streams: list[tuple[Tensor, ...]] = []
+        self.attention: Operands | None = None
+
+
+# --- norms of the residual stream and skips ------------------------------------------------------
+
+
+def norm(
+    module: nn.Module,
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    dtype: torch.dtype,
+    impl: str,
+    *,
+    rows: bool = False,
+) -> Any:
+    """Compute the norm before a branch, modulated.
+
+    Args:
+        module: The norm.
+        x: Residual stream [B, N, C].
+        scale: [B, 1 or N, C]; None for a norm with weights of its own and no modulation.
+        shift: The same.
+        dtype: Of the result.
+        impl: "triton", "reference" or "auto".
+        rows: Return int8 rows, for Linears in int8.
+
+    Returns:
+        [B, N, C], or `Rows`.
+    """
+    numbers = _numbers(module, x, scale, shift)
+    if numbers is None:
+        return _called_norm(module, x, scale, shift, dtype)
+    if rows:
+        return Rows(*unchecked.norm_modulate_rows(x, *numbers, impl))
+    return unchecked.norm_modulate(x, *numbers, impl, dtype)
+
+
+def skip_norm(
+    x: Tensor,
+    branch: Tensor,
+    gate: Tensor | None,
+    module: nn.Module,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    dtype: torch.dtype,
+    impl: str,
+    *,
+    rows: bool = False,
+) -> tuple[Tensor, Any]:
+    """Close a skip and compute the norm before the next branch, in one pass.
+
+    Args:
+        x: Residual stream [B, N, C].
+        branch: [B, N, C].
+        gate: [B, 1 or N, C], or None for 1.
+        module: The norm, with `scale` and `shift` as in `norm`.
+        scale: See there.
+        shift: See there.
+        dtype: Of the norm's result.
+        impl: "triton", "reference" or "auto".
+        rows: As in `norm`.
+
+    Returns:
+        x + gate * branch in fp32, and its norm.
+    """
+    numbers = _numbers(module, x, scale, shift)
+    if numbers is None:
+        x = skip(x, branch, gate, WIDE, impl)
+        return x, _called_norm(module, x, scale, shift, dtype)
+    if rows:
+        x, *h = unchecked.skip_norm_rows(x, branch, gate, *numbers, "fp32", impl, WIDE)
+        return x, Rows(*h)
+    made: tuple[Tensor, Tensor] = unchecked.skip_norm(
+        x, branch, gate, *numbers, "fp32", impl, WIDE, dtype
+    )
+    return made
+
+
+def skip(x: Tensor, branch: Tensor, gate: Tensor | None, dtype: torch.dtype, impl: str) -> Tensor:
+    """Compute x + gate * branch in fp32, rounded once to `dtype`; a gate of None is 1."""
+    made: Tensor = unchecked.skip(x, branch, None, gate, 1.0, 1.0, "fp32", impl, dtype)
+    return made
+
+
+def _numbers(
+    module: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, float, float] | None:
+    """Factor, offset, the number added to the factor, and epsilon; None where the norm has to be
+    called."""
+    if type(module) not in LAYER_NORMS or not bare(module):
+        return None
+    weight, bias = module.weight, module.bias
+    if scale is not None:
+        modulates = weight is None and bias is None
+        return (scale, shift, 1.0, module.eps) if modulates else None
+    if not readable(weight, bias, device=x.device):
+        return None
+    factor = None if weight is None else weight.view(1, 1, -1)
+    offset = None if bias is None else bias.view(1, 1, -1)
+    return factor, offset, 0.0, module.eps
+
+
+def _called_norm(
+    module: nn.Module, x: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    made: Tensor = module(x.float())
+    if scale is not None:
+        made = made.float() * (1 + scale) + shift
+    return made.to(dtype)
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+class Norms(NamedTuple):
+    """The norms of q and k that an attention's kernel computes.
+
+    Attributes:
+        q: Weight [H*D] of an RMSNorm over all heads, or [D] over each; None for no norm.
+        k: The same.
+        q_bias: [D], which makes it a layer norm of each head.
+        k_bias: The same.
+        eps: Of both.
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    eps: float = 1e-6
+
+
+NO_NORMS: Final = Norms()
+
+
+def rms_norms(of_q: Any, of_k: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Norms]:
+    """Read the RMSNorms of q and k for the kernel, or call them.
+
+    Args:
+        of_q: Module or None.
+        of_k: Module or None.
+        q: [B, N, H*D].
+        k: [B, Nk, H*D].
+
+    Returns:
+        q and k, and the norms that are still to be computed.
+    """
+    if of_q is None and of_k is None:
+        return q, k, NO_NORMS
+    if _reads_rms(of_q, q) and _reads_rms(of_k, k) and of_q.eps == of_k.eps:
+        return q, k, Norms(of_q.weight, of_k.weight, eps=of_q.eps)
+    return called(of_q, q), called(of_k, k), NO_NORMS
+
+
+def called(module: Any, x: Tensor) -> Tensor:
+    """Call a norm of q or k; None leaves x as it is."""
+    if module is None:
+        return x
+    made: Tensor = module(x)
+    return made.to(x.dtype)
+
+
+def _reads_rms(module: Any, x: Tensor) -> bool:
+    if type(module) not in RMS_NORMS or not bare(module) or module.eps is None:
+        return False
+    weight = module.weight
+    return (
+        weight is not None
+        and readable(weight, device=x.device)
+        and weight.shape == x.shape[-1:]
+        and weight.dtype in (x.dtype, torch.float32)
+    )
+
+
+class Attend(NamedTuple):
+    """How the attentions of a block are computed: the part of `PatchConfig` that is about them,
+    and the head dimension."""
+
+    heads: int
+    head_dim: int
+    attention: str
+    pv: str
+    smooth_k: bool
+    impl: str
+
+    @classmethod
+    def of(cls, config: PatchConfig, heads: int, head_dim: int) -> Attend:
+        """Take the options from a configuration."""
+        return cls(heads, head_dim, config.attention, config.pv, config.smooth_k, config.impl)
+
+    def exactly(self) -> Attend:
+        """The same with exact attention."""
+        return self._replace(attention="exact")
+
+    def over_few_keys(self, n_kv: int) -> Attend:
+        """Exact over a prompt: quantising costs more there than it saves."""
+        quantised = self.attention in ("auto", "int8")
+        return self.exactly() if quantised and n_kv < INT8_MIN_KEYS else self
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: Norms,
+        rotary: Rotary | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Compute residual + softmax(q k^T / sqrt(D)) v, with norms and rotary embedding of q and
+        k.
+
+        Args:
+            q: [B, N, H*D].
+            k: [B, Nk, H*D].
+            v: [B, Nk, H*D].
+            norms: The norms of q and k.
+            rotary: See `Rotary`.
+            residual: [B, N, H*D], or None for 0.
+
+        Returns:
+            [B, N, H*D], dtype of q.
+        """
+        cos, sin = (None, None) if rotary is None else rotary
+        out: Tensor = unchecked.attention(
+            q, k, v, residual, None, None, norms.q, norms.k, norms.q_bias, norms.k_bias, cos, sin,
+            None, 1.0, 1.0, self.heads, self.attention, self.pv, self.smooth_k, False,
+            self.head_dim**-0.5, norms.eps, self.impl, q.dtype, False,
+        )[0]  # fmt: skip
+        return out
+
+
+# --- feed-forward --------------------------------------------------------------------------------
+
+
+def feed_forward(layers: Any, h: Any, impl: str) -> Tensor:
+    """Run a feed-forward: its first Linear with GELU in one product where that is plain, and the
+    rest as modules.
+
+    Args:
+        layers: The activation with its Linear (or a Linear and a GELU), then what follows.
+        h: [B, N, C], or int8 rows of it.
+        impl: "triton", "reference" or "auto".
+    """
+    linear, rest = gelu_linear(layers)
+    if linear is None:
+        x = h
+    else:
+        forward = int8_forward(linear)
+        if forward is not None:
+            x = forward(h, "gelu-tanh")
+        elif plain_linear(linear, h) and linear.bias is not None:
+            x = unchecked.linear_gelu(h, linear.weight, linear.bias)
+        else:
+            x = F.gelu(linear(h), approximate="tanh")
+    for module in rest:
+        x = module(x)
+    made: Tensor = x
+    return made
+
+
+def gelu_linear(layers: Any) -> tuple[Any, list[Any]]:
+    """Return the Linear before a GELU in its tanh form, and the modules after that; None and all
+    modules where the activation is another one, or hooked."""
+    first, *rest = layers
+    projected = getattr(first, "proj", None)
+    if projected is not None:  # diffusers' GELU holds its Linear
+        tanh = type(first).__name__ == "GELU" and first.approximate == "tanh"
+        return (projected, rest) if tanh and bare(first) else (None, [first, *rest])
+    if type(rest[0]) is nn.GELU and rest[0].approximate == "tanh" and bare(rest[0]):
+        return first, rest[1:]
+    return None, [first, *rest]
