@@ -1,6 +1,8 @@
 """Temporary shim until the operations are rewritten."""
 import torch
-from turbo_rcm_patch.ops import elementwise, int8_linear as _il, projection, registry, sparse_linear, streams, fused
+import importlib
+_m=lambda n: importlib.import_module('turbo_rcm_patch.ops.'+n)
+elementwise,_il,projection,registry,sparse_linear,streams,fused=map(_m,['elementwise','int8_linear','projection','registry','sparse_linear','streams','fused'])
 linear_gelu = elementwise.gelu_forward
 norm_modulate = elementwise.norm_forward
 norm_modulate_rows = elementwise.rows_forward
