@@ -25,3 +25,5 @@ def attention_project_skip(*a):
 def norm_rotate(x, weight, bias, cos, sin, heads, eps, impl):
     from turbo_rcm_patch.ops.reference import norm_rope
     return norm_rope(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps).transpose(1,2).flatten(2).to(x.dtype)
+def quantize_rows(x, impl):
+    return _il._rows_of(x, impl)

@@ -127,6 +127,10 @@ class PatchedBlock:
         linears = ", int8 Linears" if any(forward.on for forward in self.int8) else ""
         return f"fused with {one.attention} attention{linears}"
 
+    def group(self) -> Any:
+        """Return the process group of the ranks that share the block's sequence, or None."""
+        return None
+
     def notes(self) -> list[str]:
         """Say what the block does not honour, for the report."""
         return []

@@ -92,7 +92,9 @@ def measure(fast: Stages, author: Stages, dtype: torch.dtype) -> Measure:
             sums.append(adds.sum())
         added.append(torch.stack(sums).sum())
     ends = [_by_rows(x, x, y, y, whole=True) for x, y in zip(fast[-1], author[-1], strict=True)]
-    off, _, size = (torch.stack([part.sum() for part in parts]).sum() for parts in zip(*ends, strict=True))
+    off, _, size = (
+        torch.stack([part.sum() for part in parts]).sum() for parts in zip(*ends, strict=True)
+    )
     table = torch.nan_to_num(torch.stack(numbers), nan=inf)
     shares = torch.nan_to_num(torch.stack([off, *added]) / size, nan=inf)
     # The one wait for the device.

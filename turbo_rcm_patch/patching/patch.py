@@ -82,7 +82,7 @@ def patch_model(
             _refuse_patched(target, "patch_model")
             _check_device(config, execution_device(target.module))
             refuse_lost_proj_l(target.module, target.path)
-            check_parallel(target.module, config)
+            check_parallel(target.module)
         records = _records_for(model, targets, config)
         _refuse_shared(records)
         if config.linear == "int8-only":

@@ -11,6 +11,8 @@ last one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, unchecked
 from turbo_rcm_patch.patching.int8_linears import int8_forward
-from turbo_rcm_patch.patching.plain import bare, plain_linear, readable
+from turbo_rcm_patch.patching.plain import bare, compiling, plain_linear, readable
 
 WIDE: Final = torch.float32
 
@@ -338,3 +340,39 @@ def gelu_linear(layers: Any) -> tuple[Any, list[Any]]:
     if type(rest[0]) is nn.GELU and rest[0].approximate == "tanh" and bare(rest[0]):
         return first, rest[1:]
     return None, [first, *rest]
+
+
+# --- rotary tables -------------------------------------------------------------------------------
+
+
+class KeptTables:
+    """Rotary tables of a forward, made once for all blocks of a model.
+
+    Nothing is kept while a compiler traces, nor of tensors made in inference mode, which do not
+    count their changes.
+    """
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept: tuple[list[Tensor], Any, Rotary] | None = None
+
+    def __reduce__(self) -> tuple[type[KeptTables], tuple[()]]:
+        return KeptTables, ()
+
+    def of(self, sources: Sequence[Tensor], facts: object, make: Callable[[], Rotary]) -> Rotary:
+        """Return (cos, sin).
+
+        Args:
+            sources: The tensors they are made from.
+            facts: What decides about them besides.
+            make: Makes them.
+        """
+        if compiling() or any([x.is_inference() for x in sources]):
+            return make()
+        about, kept = ([x._version for x in sources], facts), self._kept
+        if kept is not None and kept[1] == about and all(map(is_, kept[0], sources)):
+            return kept[2]
+        made = make()
+        self._kept = list(sources), about, made
+        return made

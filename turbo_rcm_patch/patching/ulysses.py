@@ -1,14 +1,142 @@
-def ulysses_of(p):
-    return None
+"""Ulysses: a sequence that several ranks share, through diffusers' `enable_parallelism`.
+
+diffusers splits the sequence over the ranks, and says so on the model and on the attention
+processors. Norms, Linears, feed-forward and skips need nothing of the other ranks. Around an
+attention there are two exchanges, of q, k and v and of the output, in the model's dtype: every
+rank gets all tokens of a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). In rings and in
+other modes the attention is called as a module, whose processor exchanges by diffusers' own code.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.ops import unchecked
+
+if TYPE_CHECKING:
+    from turbo_rcm_patch.patching.block import PatchedBlock
+    from turbo_rcm_patch.patching.pieces import Attend, Norms, Rotary
 
 
-def attend_over_ranks(*a):
-    raise NotImplementedError
+def context_parallel(holder: object) -> Any:
+    """Return diffusers' ContextParallelConfig of a model or an attention processor, or None."""
+    config: Any = getattr(holder, "_parallel_config", None)
+    return getattr(config, "context_parallel_config", None)
 
 
-def agree_on_largest(block, numbers):
-    return numbers
+def exchanges_itself(processor: object) -> bool:
+    """Return True if a processor shares its sequence in a way that its own code has to exchange:
+    a ring, or uneven parts."""
+    config = context_parallel(processor)
+    if config is None:
+        return False
+    uneven = getattr(config, "ulysses_anything", False) or getattr(config, "ring_anything", False)
+    return bool(uneven) or config.ring_degree > 1
 
 
-def check_parallel(model, config):
-    pass
+class Ulysses:
+    """The exchanges of one attention.
+
+    Args:
+        group: The ranks that share its sequence.
+        attend: How the attention is computed.
+    """
+
+    def __init__(self, group: Any, attend: Attend) -> None:
+        self._group, self._attend, self._size = group, attend, group.size()
+
+    def to_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: Norms, tables: Rotary
+    ) -> tuple[Tensor, Tensor, Tensor, Attend]:
+        """Normalise and rotate the local tokens, and get all tokens of a part of the heads.
+
+        Args:
+            q: [B, n, H*D].
+            k: [B, n, H*D].
+            v: [B, n, H*D].
+            norms: Of q and k.
+            tables: Of the local tokens.
+
+        Returns:
+            q, k and v [B, N, H/P * D] of P ranks, and how their attention is computed.
+        """
+        attend = self._attend
+        rest = (*tables, attend.heads, norms.eps, attend.impl)
+        q = unchecked.norm_rotate(q, norms.q, norms.q_bias, *rest)
+        k = unchecked.norm_rotate(k, norms.k, norms.k_bias, *rest)
+        batch, tokens, _ = q.shape
+        # [P, 3, B, n, H/P * D]: the heads of each rank.
+        parts = torch.stack([x.unflatten(2, (self._size, -1)) for x in (q, k, v)])
+        came = self._exchange(parts.permute(3, 0, 1, 2, 4).contiguous())
+        # [P, 3, B, n, ...]: the tokens of each rank, in their order.
+        whole = came.permute(1, 2, 0, 3, 4).reshape(3, batch, self._size * tokens, -1)
+        q, k, v = whole.unbind()
+        return q, k, v, attend._replace(heads=attend.heads // self._size)
+
+    def to_tokens(self, out: Tensor) -> Tensor:
+        """Give back the output of all tokens, [B, N, H/P * D], for that of the local tokens and
+        all heads, [B, n, H*D]."""
+        parts = out.unflatten(1, (self._size, -1)).transpose(0, 1).contiguous()
+        return self._exchange(parts).permute(1, 2, 0, 3).flatten(2)
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        """Send the n-th part to rank n."""
+        came = torch.empty_like(parts)
+        dist.all_to_all_single(came, parts, group=self._group)
+        return came
+
+
+def ulysses_of(processor: object, attend: Attend) -> Ulysses | None:
+    """Return the exchanges of an attention, or None where its sequence is whole."""
+    config = context_parallel(processor)
+    if config is None or config.ulysses_degree < 2:
+        return None
+    return Ulysses(config._ulysses_mesh.get_group(), attend)
+
+
+def check_parallel(model: nn.Module) -> None:
+    """Raise before anything changes if a model is parallel in a way that is not known here.
+
+    Raises:
+        ContextParallelError: It has another parallelism than a split sequence, or its heads cannot
+            be divided among the ranks.
+    """
+    for name, module in model.named_modules():
+        processor = module.__dict__.get("processor")
+        for holder in (module, processor):
+            config = getattr(holder, "_parallel_config", None)
+            if config is not None and context_parallel(holder) is None:
+                raise ContextParallelError(
+                    name or "model",
+                    expected="a sequence split by a ContextParallelConfig, or no parallelism",
+                    got=f"{type(config).__name__} without one",
+                    remedy="Run the patched model without it",
+                )
+        split = context_parallel(processor)
+        heads = getattr(module, "heads", 0)
+        if split is not None and not exchanges_itself(processor) and heads:
+            if heads % split.ulysses_degree:
+                raise ContextParallelError(
+                    f"{name}: {heads} heads",
+                    expected=f"a multiple of ulysses_degree={split.ulysses_degree}",
+                    got=str(heads),
+                    remedy="Use another ulysses_degree, or a ring with "
+                    "set_attention_backend('turbo_rcm_int8')",
+                )
+
+
+def agree_on_largest(block: PatchedBlock, numbers: list[float]) -> list[float]:
+    """Return the largest of each number over the ranks that share a block's sequence, so that all
+    of them decide alike."""
+    group = block.group()
+    if group is None:
+        return numbers
+    device = next(block.block.parameters()).device
+    table = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    return table.tolist()

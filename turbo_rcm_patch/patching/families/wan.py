@@ -32,7 +32,9 @@ from turbo_rcm_patch.patching.find import Found, find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
 from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
+    NO_NORMS,
     Attend,
+    Norms,
     Notes,
     Operands,
     Rotary,
@@ -45,7 +47,7 @@ from turbo_rcm_patch.patching.pieces import (
 )
 from turbo_rcm_patch.patching.plain import author_class, why_not_inference
 from turbo_rcm_patch.patching.sla import attached_proj_l
-from turbo_rcm_patch.patching.ulysses import attend_over_ranks, ulysses_of
+from turbo_rcm_patch.patching.ulysses import context_parallel, exchanges_itself, ulysses_of
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 LAYER_NORMS.add(FP32LayerNorm)
@@ -139,33 +141,43 @@ class WanBlock(PatchedBlock):
         self, notes: Notes | None, attn: Any, h: Any, rotary: Rotary, mask: Tensor | None
     ) -> Tensor:
         """Run self-attention and its output projection: [B, N, C]."""
-        attend = self.attend
-        if mask is not None or self.calls_backend(attn):
+        if mask is not None or self.calls_backend(attn) or exchanges_itself(attn.processor):
             made: Tensor = attn(h, None, mask, rotary)
             return made
+        attend = self.attend
         q, k, v = parts.qkv(attn, h)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
-        tables = _tables(rotary, self.attend.head_dim)
-        proj_l = attached_proj_l(attn)
-        ulysses = ulysses_of(attn.processor)
-        if proj_l is not None:
-            out = self.sparse_attention(attn, q, k, v, norms, tables)
-        elif ulysses is not None:
-            out = attend_over_ranks(attend, ulysses, q, k, v, norms, tables)
+        tables: Rotary | None = _tables(rotary, attend.head_dim)
+        ulysses = ulysses_of(attn.processor, attend)
+        if ulysses is not None:
+            q, k, v, attend = ulysses.to_heads(q, k, v, norms, tables)
+            norms, tables = NO_NORMS, None
+        if attached_proj_l(attn) is not None:
+            out = self.sparse_attention(attend, attn, q, k, v, norms, tables)
         else:
             out = attend(q, k, v, norms, tables)
             if notes is not None:
                 notes.attention = Operands(q, k, v, norms, tables, attend.heads, out)
+        if ulysses is not None:
+            out = ulysses.to_tokens(out)
         return parts.project_out(attn, out)
 
     def sparse_attention(
-        self, attn: Any, q: Tensor, k: Tensor, v: Tensor, norms: Any, tables: Rotary
+        self,
+        attend: Attend,
+        attn: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: Norms,
+        tables: Rotary | None,
     ) -> Tensor:
         """SLA: a softmax over few blocks of keys, and a linear attention over all."""
-        attend, sparsity = self.attend, ops.Sparsity.sage(self.config.sla_topk, q.device)
+        sparsity = ops.Sparsity.sage(self.config.sla_topk, q.device)
+        cos, sin = (None, None) if tables is None else tables
         weight, bias = (x.to(q.device) for x in attached_proj_l(attn) or ())
         out: Tensor = unchecked.sparse_linear_attention(
-            q, k, v, weight, bias, norms.q, norms.k, *tables, attend.heads, attend.attention,
+            q, k, v, weight, bias, norms.q, norms.k, cos, sin, attend.heads, attend.attention,
             attend.pv, attend.smooth_k, attend.head_dim**-0.5, norms.eps,
             sparsity.count(k.shape[1]), sparsity.block_q, sparsity.block_k, attend.impl, q.dtype,
         )  # fmt: skip
@@ -204,7 +216,7 @@ class WanBlock(PatchedBlock):
         return (
             parts.plain_projection(attn)
             and attached_proj_l(attn) is None
-            and ulysses_of(attn.processor) is None
+            and context_parallel(attn.processor) is None
         )
 
     def self_attention_skip(
@@ -268,10 +280,18 @@ class WanBlock(PatchedBlock):
     def lengths(self, hidden_states: Tensor, *rest: Any) -> tuple[int, int]:
         return hidden_states.shape[1], hidden_states.shape[1]
 
+    def group(self) -> Any:
+        split = context_parallel(getattr(self.block.attn1, "processor", None))
+        return None if split is None else split._flattened_mesh.get_group()
+
     # --- for the report --------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
-        chosen = parts.chosen_backend(getattr(self.block.attn1, "processor", None))
+        processor = getattr(self.block.attn1, "processor", None)
+        split, chosen = context_parallel(processor), parts.chosen_backend(processor)
+        if split is not None:
+            by = "its own code" if exchanges_itself(processor) else "two exchanges an attention"
+            return [f"parallel over {split._flattened_mesh.size()} ranks, by {by}"]
         if not chosen or self.config.attention == "exact":
             return []
         return [

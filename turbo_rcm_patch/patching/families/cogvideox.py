@@ -1,0 +1,386 @@
+"""diffusers' CogVideoX transformer (2B, 5B and 1.5, text to video and image to video; arXiv
+2408.06072), and ConsisID, whose block is the same.
+
+Text and video are one sequence inside the attention and the feed-forward, text first, and two
+residual streams outside, each with its own modulation, gate and residual. The rotary embedding
+turns only video tokens: text has an angle of zero. Written against diffusers 0.42.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from diffusers.models.attention import FeedForward
+from diffusers.models.attention_processor import (
+    Attention,
+    CogVideoXAttnProcessor2_0,
+    FusedCogVideoXAttnProcessor2_0,
+)
+from diffusers.models.normalization import CogVideoXLayerNormZero
+from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
+from diffusers.models.transformers.consisid_transformer_3d import ConsisIDBlock
+from torch import Tensor, nn
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.kernels.operands import Rows
+from turbo_rcm_patch.ops import unchecked
+from turbo_rcm_patch.patching.block import Level, PatchedBlock
+from turbo_rcm_patch.patching.families import diffusers_parts as parts
+from turbo_rcm_patch.patching.families.pairs import branch_pair
+from turbo_rcm_patch.patching.find import Found, find_blocks
+from turbo_rcm_patch.patching.int8_linears import takes_rows
+from turbo_rcm_patch.patching.pieces import (
+    NO_NORMS,
+    WIDE,
+    Attend,
+    KeptTables,
+    Norms,
+    Notes,
+    Operands,
+    Rotary,
+    called,
+    feed_forward,
+)
+from turbo_rcm_patch.patching.plain import author_class, bare, readable, why_not_inference
+from turbo_rcm_patch.skip import SkipPair, Stream
+
+parts.ATTENTIONS[Attention] = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
+
+
+class Modulation(NamedTuple):
+    """What a norm before a branch makes of `temb`: text first, [B, 1, C] each.
+
+    Attributes:
+        numbers: Both scales, both shifts, weight and bias of the layer norm, 1 and its epsilon, as
+            the kernels take them; None where the norm has to be called.
+        gates: Of both streams.
+    """
+
+    numbers: tuple[Any, ...] | None
+    gates: tuple[Tensor, Tensor]
+
+
+class CogVideoXBlockForward(PatchedBlock):
+    """Stands in for the forward of a `CogVideoXBlock` or a `ConsisIDBlock`."""
+
+    __slots__ = ("tables",)
+
+    stages = ("norm1", "norm2")
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Rotary | None = None,
+        attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the block.
+
+        Args:
+            hidden_states: [B, N, C] video, the model's dtype.
+            encoder_hidden_states: [B, T, C] text.
+            temb: [B, E].
+            image_rotary_emb: (cos, sin), each [N, D], or None.
+            attention_kwargs: What the attention is called with besides.
+
+        Returns:
+            Video [B, N, C] and text [B, T, C], dtype of hidden_states.
+        """
+        inputs: tuple[Any, ...] = (hidden_states, encoder_hidden_states, temb, image_rotary_emb)
+        if attention_kwargs is not None:  # ConsisID's block takes none.
+            inputs += (attention_kwargs,)
+        made: tuple[Tensor, Tensor] = self.run(*inputs)
+        return made
+
+    def fast(
+        self,
+        notes: Notes | None,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Rotary | None,
+        attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        block, impl, dtype = self.block, self.config.impl, hidden_states.dtype
+        streams = encoder_hidden_states, hidden_states
+
+        h, gates = self.norm(block.norm1, streams, temb)
+        y = self.attention(notes, block.attn1, h, streams[0], image_rotary_emb)
+
+        streams, h, gates = self.skip_norm(y, streams, gates, block.norm2, temb)
+        if notes is not None:
+            notes.streams.append(streams)
+
+        y = feed_forward(block.ff.net, h, impl)
+        text, video = unchecked.skip_streams(y, *streams, *gates, "fp32", impl, dtype)
+        return video, text
+
+    def modulation(self, zero: Any, streams: tuple[Tensor, Tensor], temb: Tensor) -> Modulation:
+        """Read a norm for the kernels, its modulation made by its own modules."""
+        norm = zero.norm
+        plain = (
+            bare(zero)
+            and type(norm) is nn.LayerNorm
+            and bare(norm)
+            and readable(norm.weight, norm.bias, device=temb.device)
+        )
+        if not plain:
+            return Modulation(None, streams)
+        rows = zero.linear(zero.silu(temb)).unflatten(-1, (6, 1, -1))
+        # In the order in which the author's norm takes them.
+        shift, scale, gate, text_shift, text_scale, text_gate = rows.unbind(1)
+        own = (norm.weight, norm.bias, 1.0, norm.eps)
+        return Modulation((text_scale, scale, text_shift, shift, *own), (text_gate, gate))
+
+    def norm(
+        self, zero: Any, streams: tuple[Tensor, Tensor], temb: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Compute the norm before a branch over both streams as one sequence, and their gates."""
+        modulation = self.modulation(zero, streams, temb)
+        if modulation.numbers is None:
+            text, video = streams
+            x, context, gate, text_gate = zero(video, text, temb)
+            return torch.cat([context, x], dim=1), (text_gate, gate)
+        h = unchecked.norm_modulate_streams(
+            *streams, *modulation.numbers, self.config.impl, streams[0].dtype
+        )
+        return h, modulation.gates
+
+    def skip_norm(
+        self,
+        y: Tensor,
+        streams: tuple[Tensor, Tensor],
+        gates: tuple[Tensor, Tensor],
+        zero: Any,
+        temb: Tensor,
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Tensor]]:
+        """Close the skips of both streams and compute the next norm, in one pass.
+
+        Returns:
+            The streams in fp32, their norm as one sequence, and the gates after it.
+        """
+        impl, dtype = self.config.impl, y.dtype
+        modulation = self.modulation(zero, streams, temb)
+        if modulation.numbers is None:
+            text, video = unchecked.skip_streams(y, *streams, *gates, "fp32", impl, WIDE)
+            return (text, video), *self.norm(zero, (text.to(dtype), video.to(dtype)), temb)
+        text, video, h = unchecked.skip_norm_streams(
+            y, *streams, *gates, *modulation.numbers, "fp32", impl, WIDE, dtype
+        )
+        return (text, video), h, modulation.gates
+
+    def attention(
+        self, notes: Notes | None, attn: Any, h: Tensor, text: Tensor, rotary: Rotary | None
+    ) -> Tensor:
+        """Run the attention over both streams and its output projection: [B, T + N, C]."""
+        attend = self.attend
+        linears = _qkv(attn)
+        x: Any = h
+        if len(linears) > 1 and takes_rows(linears):  # quantised once for all three
+            x = Rows(*unchecked.quantize_rows(h, self.config.impl))
+        made = [linear(x) for linear in linears]
+        q, k, v = made if len(made) > 1 else made[0].chunk(3, -1)
+        q, k, norms = _norms_of_heads(attn, q, k)
+        tables = None if rotary is None else self.rotary(rotary, text)
+        out = attend(q, k, v, norms, tables)
+        if notes is not None:
+            notes.attention = Operands(q, k, v, norms, tables, attend.heads, out)
+        return parts.project_out(attn, out)
+
+    def rotary(self, rotary: Rotary, text: Tensor) -> Rotary:
+        """Return tables of video tokens after text tokens, which are not turned."""
+        kept: KeptTables = self.tables
+        tokens, device = text.shape[1], text.device
+
+        def make() -> Rotary:
+            cos, sin = (table.to(device) for table in rotary)
+            still = cos.new_ones(tokens, cos.shape[-1])
+            return torch.cat([still, cos]), torch.cat([torch.zeros_like(still), sin])
+
+        return kept.of(rotary, (tokens, device), make)
+
+    # --- when the author's forward runs ----------------------------------------------------------
+
+    def why_author(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Rotary | None,
+        attention_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        return (
+            (self.reason if self.level == Level.AUTHOR else "")
+            or why_not_inference(self.block, hidden_states)
+            or ("attention_kwargs are given" if attention_kwargs else "")
+            or self.why_modules()
+            or self.why_inputs(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
+        )
+
+    def why_modules(self) -> str:
+        """Return why the modules of the block are not what the fast path stands for, or ""."""
+        block = self.block
+        for name in ("norm1", "norm2"):
+            if type(getattr(block, name)) is not CogVideoXLayerNormZero:
+                return f"{name} is a {type(getattr(block, name)).__qualname__}"
+        if getattr(block.attn1, "is_cross_attention", False):
+            return "attn1 is a cross-attention"
+        return parts.why_attention("attn1", block.attn1) or parts.why_feed_forward("ff", block.ff)
+
+    def why_inputs(self, video: Tensor, text: Tensor, temb: Tensor, rotary: Rotary | None) -> str:
+        """Return why the inputs do not fit each other as the kernels want them, or ""."""
+        batch, tokens, channels = video.shape
+        attend = self.attend
+        fits = (
+            text.dtype == video.dtype == temb.dtype
+            and text.device == video.device == temb.device
+            and text.shape[::2] == (batch, channels)
+            and temb.shape[0] == batch
+            and channels == attend.heads * attend.head_dim
+            and (rotary is None or rotary[0].numel() == tokens * attend.head_dim)
+            and 0 < batch < 65536
+            and text.shape[1] > 0
+        )
+        return "" if fits else "text, modulation or rotary table do not fit the video"
+
+    def streams(self, values: Any) -> tuple[Tensor, ...]:
+        video, text = values[:2]
+        return text, video
+
+    def lengths(self, video: Tensor, text: Tensor, *rest: Any) -> tuple[int, int]:
+        tokens = video.shape[1] + text.shape[1]
+        return tokens, tokens
+
+    # --- for the report --------------------------------------------------------------------------
+
+    def linears(self) -> dict[str, Any]:
+        attn = self.block.attn1
+        if type(attn) is not Attention:
+            return parts.feed_forward_linears("ff", self.block.ff)
+        names = ("to_qkv",) if len(_qkv(attn)) == 1 else ("to_q", "to_k", "to_v")
+        found = {f"attn1.{name}": getattr(attn, name) for name in names}
+        found |= {"attn1.to_out.0": attn.to_out[0]}
+        return found | parts.feed_forward_linears("ff", self.block.ff)
+
+    def pairs(self) -> list[SkipPair]:
+        why = self.left or self.why_modules()
+        return [
+            branch_pair(self, "attn1", "self", why, *_streams("msa"), cast="model"),
+            branch_pair(
+                self, "ff", "feed-forward", why, *_streams("ff"), cast="model", heads=False
+            ),
+        ]
+
+
+def _streams(branch: str) -> tuple[Stream, Stream]:
+    return (
+        Stream("text", "1", f"enc_gate_{branch}", "[B, 1, C]"),
+        Stream("video", "1", f"gate_{branch}", "[B, 1, C]"),
+    )
+
+
+def _qkv(attn: Any) -> tuple[Any, ...]:
+    """The Linears of q, k and v: `fuse_qkv_projections` swaps the processor, and undoing it swaps
+    only that back."""
+    if type(attn.processor) is FusedCogVideoXAttnProcessor2_0:
+        return (attn.to_qkv,)
+    return attn.to_q, attn.to_k, attn.to_v
+
+
+def _norms_of_heads(attn: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Norms]:
+    """Read the layer norms of q's and k's heads for the kernel, or call them."""
+    of_q, of_k = attn.norm_q, attn.norm_k
+    if of_q is None and of_k is None:
+        return q, k, NO_NORMS
+    head_dim = attn.inner_dim // attn.heads
+    if all(_reads(one, q, head_dim) for one in (of_q, of_k)) and of_q.eps == of_k.eps:
+        return q, k, Norms(of_q.weight, of_k.weight, of_q.bias, of_k.bias, of_q.eps)
+
+    def normed(norm: Any, x: Tensor) -> Tensor:
+        by_head = x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        return called(norm, by_head).transpose(1, 2).flatten(2)
+
+    return normed(of_q, q), normed(of_k, k), NO_NORMS
+
+
+def _reads(norm: Any, x: Tensor, head_dim: int) -> bool:
+    return (
+        type(norm) is nn.LayerNorm
+        and bare(norm)
+        and norm.weight is not None
+        and norm.bias is not None
+        and norm.normalized_shape == (head_dim,)
+        and readable(norm.weight, norm.bias, device=x.device)
+        and norm.weight.dtype == x.dtype
+    )
+
+
+# --- what is patched in a model ------------------------------------------------------------------
+
+_BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb")
+_ATTENTION: Final = ("hidden_states", "encoder_hidden_states", "attention_mask")
+
+
+def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
+    """Find the blocks of a model, in the order in which they run.
+
+    Raises:
+        FamilyError: A forward takes other parameters than this was written for.
+        OpError: The kernels do not take the model's heads or dtype.
+    """
+    call: Any = {
+        processor.__call__: ("self", "attn", *_ATTENTION, "image_rotary_emb")
+        for processor in parts.ATTENTIONS[Attention]
+    }
+    parts.check_parameters(
+        {
+            CogVideoXBlock.forward: (*_BLOCK, "attention_kwargs"),
+            ConsisIDBlock.forward: _BLOCK,
+            CogVideoXLayerNormZero.forward: _BLOCK[:4],
+            Attention.forward: ("self", *_ATTENTION, "cross_attention_kwargs"),
+            FeedForward.forward: ("self", "hidden_states", "args", "kwargs"),
+            **call,
+        },
+        "diffusers",
+    )
+    consis = author_class(model).__name__ == "ConsisIDTransformer3DModel"
+    cls = ConsisIDBlock if consis else CogVideoXBlock
+    where = f"{path}.transformer_blocks"
+    found = find_blocks(model.transformer_blocks, where, cls, CogVideoXBlockForward)
+    made = [one.made(_attend(one, config), config) for one in found]
+    tables = KeptTables()
+    for one in made:
+        if isinstance(one, CogVideoXBlockForward):
+            one.tables = tables
+    return made
+
+
+def _attend(found: Found, config: PatchConfig) -> Attend:
+    """Check a block's attention, and say how it is computed."""
+    attn = getattr(found.block, "attn1", None)
+    if type(attn) is not Attention:
+        return Attend.of(config, 1, 0)
+    head_dim = attn.inner_dim // attn.heads
+    linears = {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v")}
+    parts.check_attention(f"{found.path}.attn1", head_dim, linears)
+    return Attend.of(config, attn.heads, head_dim)
+
+
+def installations(patched: PatchedBlock) -> list[tuple[nn.Module, Any]]:
+    """Return nothing: a block's own forward is all that is installed."""
+    return []
+
+
+def other_pairs(model: Any, path: str) -> list[SkipPair]:
+    """Describe ConsisID's cross-attentions to the face, whose skips stand between the blocks."""
+    return [
+        SkipPair(
+            path=f"{path}.perceiver_cross_attention.{index}".lstrip("."), kind="cross",
+            heads=attn.heads, head_dim=attn.dim_head,
+            streams=(Stream("video", "1", "local_face_scale"),), cast="model", projection=True,
+            runs="as-written", reason="the network's own forward closes it, between two blocks",
+        )
+        for index, attn in enumerate(getattr(model, "perceiver_cross_attention", ()))
+    ]  # fmt: skip

@@ -1,0 +1,121 @@
+"""This library's own module: attention, projection, then the skip of a few-step model,
+c_skip(t) * x + c_out(t) * F(x), computed in fp32 and rounded once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.models.rcm_attention import RCMAttention
+from turbo_rcm_patch.patching.block import Level, PatchedBlock
+from turbo_rcm_patch.patching.families.diffusers_parts import check_attention
+from turbo_rcm_patch.patching.families.pairs import branch_pair
+from turbo_rcm_patch.patching.pieces import Attend, Norms, Notes, Operands
+from turbo_rcm_patch.patching.plain import plain_linear, why_not_inference
+from turbo_rcm_patch.skip import SkipPair, Stream
+
+_NO_NORMS: Final = Norms()
+
+
+class RCMBlock(PatchedBlock):
+    """Stands in for the forward of an `RCMAttention`."""
+
+    __slots__ = ()
+
+    stages = ("qkv",)
+
+    def __call__(self, x: Tensor, t: float | Tensor) -> Tensor:
+        """Run attention and skip.
+
+        Args:
+            x: [B, N, C], dtype of the parameters.
+            t: Time: one number, or a tensor [B].
+
+        Returns:
+            [B, N, C], dtype of x.
+        """
+        out: Tensor = self.run(x, t)
+        return out
+
+    def fast(self, notes: Notes | None, x: Tensor, t: float | Tensor) -> Tensor:
+        module, config, attend = self.block, self.config, self.attend
+        c_skip, c_out = module.coefficients(x, t)
+        q, k, v = module.qkv(x).chunk(3, dim=-1)
+        spec = ops.AttentionSpec(
+            heads=attend.heads, attention=attend.attention, pv=attend.pv,
+            smooth_k=attend.smooth_k, impl=attend.impl,
+        )  # fmt: skip
+        if module.proj is None:
+            return ops.attention_skip(q, k, v, spec, residual=x, c_skip=c_skip, c_out=c_out)
+        if self.one_launch():
+            return ops.attention_project_skip(
+                q, k, v, module.proj.weight, module.proj.bias, spec, residual=x, c_skip=c_skip,
+                c_out=c_out, form="one-launch",
+            )  # fmt: skip
+        branch = attend(q, k, v, _NO_NORMS)
+        if notes is not None:
+            notes.attention = Operands(q, k, v, _NO_NORMS, None, attend.heads, branch)
+        return ops.skip(x, module.proj(branch), c_skip, c_out, impl=config.impl)
+
+    def one_launch(self) -> bool:
+        """Return True if attention, projection and skip are to be one kernel, and can be."""
+        quantised = ops.quantises(self.attend.attention)
+        linear = self.block.proj
+        return (
+            self.config.form == "one-launch"
+            and quantised
+            and linear is not None
+            and plain_linear(linear, linear.weight)
+        )
+
+    def why_author(self, x: Tensor, t: Any) -> str:
+        return (
+            (self.reason if self.level == Level.AUTHOR else "")
+            or why_not_inference(self.block, x)
+            or ("" if x.dim() == 3 and x.shape[0] else "the input is not [B, N, C]")
+        )
+
+    def streams(self, values: Any) -> tuple[Tensor, ...]:
+        return (values[0] if isinstance(values, tuple) else values,)
+
+    def lengths(self, x: Tensor, t: Any) -> tuple[int, int]:
+        return x.shape[1], x.shape[1]
+
+    def linears(self) -> dict[str, Any]:
+        module = self.block
+        return {"qkv": module.qkv} | ({} if module.proj is None else {"proj": module.proj})
+
+    def pairs(self) -> list[SkipPair]:
+        stream = Stream("x", "c_skip(t)", "c_out(t)")
+        pair = branch_pair(self, "", "self", self.left, stream)
+        path = self.path or type(self.block).__name__
+        if self.block.proj is not None or pair.runs == "as-written":
+            return [replace(pair, path=path, projection=self.block.proj is not None)]
+        return [replace(pair, path=path, projection=False, runs="in-kernel")]
+
+
+def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
+    """Return the module as its one block.
+
+    Raises:
+        OpError: The kernels do not take its heads or dtype.
+    """
+    assert isinstance(model, RCMAttention)
+    head_dim = model.dim // model.num_heads
+    check_attention(path or "module", 2 * (head_dim // 2) or 2, {"qkv": model.qkv})
+    return [RCMBlock(model, path, config, Attend.of(config, model.num_heads, head_dim))]
+
+
+def installations(patched: PatchedBlock) -> list[tuple[nn.Module, Any]]:
+    """Return nothing: the module's own forward is all that is installed."""
+    return []
+
+
+def other_pairs(model: torch.nn.Module, path: str) -> list[SkipPair]:
+    """Return nothing: the module has one pair."""
+    return []

@@ -1,0 +1,433 @@
+"""TurboDiffusion's own WanModel, 2.1 and 2.2, with its attention types original, sla and sagesla.
+
+Its code runs from a checkout (thu-ml/TurboDiffusion, `rcm/networks/wan2pt1.py` and `wan2pt2.py`,
+`SLA/core.py`, `ops/core.py`; arXiv 2512.16093), under whatever names its folders have on the path,
+so nothing of it is imported here: it is recognised by names, layout and signatures.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from turbo_rcm_patch import ops
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.ops import unchecked
+from turbo_rcm_patch.patching.block import Level, PatchedBlock
+from turbo_rcm_patch.patching.families.diffusers_parts import check_attention, check_parameters
+from turbo_rcm_patch.patching.families.pairs import branch_pair, inner_pair
+from turbo_rcm_patch.patching.find import Found, find_blocks
+from turbo_rcm_patch.patching.int8_linears import takes_rows
+from turbo_rcm_patch.patching.pieces import (
+    LAYER_NORMS,
+    RMS_NORMS,
+    Attend,
+    KeptTables,
+    Notes,
+    Operands,
+    Rotary,
+    feed_forward,
+    norm,
+    rms_norms,
+    skip,
+    skip_norm,
+)
+from turbo_rcm_patch.patching.plain import author_class, bare, hook_names, why_not_inference
+from turbo_rcm_patch.skip import SkipPair, Stream
+
+#: Text tokens that follow the image tokens.
+TEXT_TOKENS: Final = 512
+_CROSS: Final = ("self", "x", "context", "context_lens")
+#: Class -> the parameters of its forward that this family was written against.
+_FORWARDS: Final = {
+    "WanAttentionBlock": ("self", "x", "e", "seq_lens", "freqs", "context", "context_lens"),
+    "WanSelfAttention": ("self", "x", "seq_lens", "freqs"),
+    "WanT2VCrossAttention": _CROSS,
+    "WanI2VCrossAttention": _CROSS,
+    "WanCrossAttention": _CROSS,
+    "MinimalA2AAttnOp": ("self", "query", "key", "value", "args", "kwargs"),
+    "SparseLinearAttention": ("self", "q", "k", "v", "return_sparsity"),
+    "SageSparseLinearAttention": ("self", "q", "k", "v", "return_sparsity"),
+    "WanRMSNorm": ("self", "x"),
+    "FastRMSNorm": ("self", "x"),
+    "WanLayerNorm": ("self", "x"),
+    "FastLayerNorm": ("self", "x"),
+}
+_CROSS_ATTENTIONS: Final = ("WanT2VCrossAttention", "WanI2VCrossAttention", "WanCrossAttention")
+_SPARSE: Final = ("SparseLinearAttention", "SageSparseLinearAttention")
+_LAYOUT: Final = ("norm1", "self_attn", "norm3", "cross_attn", "norm2", "ffn", "modulation")
+_ATTENTION_LAYOUT: Final = ("q", "k", "v", "o", "norm_q", "norm_k", "attn_op", "num_heads", "dim")
+#: What the author's file sets to None where flash-attn is missing.
+_ROTARY: Final = "flash_apply_rotary_emb"
+
+
+class TurboBlock(PatchedBlock):
+    """Stands in for the forward of a `WanAttentionBlock`."""
+
+    __slots__ = ("tables",)
+
+    stages = ("norm1", "norm3", "norm2")
+
+    def __call__(
+        self,
+        x: Tensor,
+        e: Tensor,
+        seq_lens: Tensor,
+        freqs: Tensor,
+        context: Tensor,
+        context_lens: Tensor | None,
+    ) -> Tensor:
+        """Run the block.
+
+        Args:
+            x: [B, N, C], the model's dtype.
+            e: [B, 6, C] fp32.
+            seq_lens: [B]; no attention reads it.
+            freqs: Rotary angles, [N, D / 2] fp32.
+            context: [B, T, C] text, with the image tokens in front for image-to-video of Wan 2.1.
+            context_lens: Not read either.
+
+        Returns:
+            [B, N, C], dtype of x.
+        """
+        out: Tensor = self.run(x, e, seq_lens, freqs, context, context_lens)
+        return out
+
+    def fast(
+        self,
+        notes: Notes | None,
+        x: Tensor,
+        e: Tensor,
+        seq_lens: Tensor,
+        freqs: Tensor,
+        context: Tensor,
+        context_lens: Tensor | None,
+    ) -> Tensor:
+        block, impl, dtype = self.block, self.config.impl, x.dtype
+        attn, cross, ffn = block.self_attn, block.cross_attn, block.ffn
+        shift1, scale1, gate1, shift2, scale2, gate2 = (block.modulation + e).chunk(6, dim=1)
+
+        called = self.calls_attention(attn)
+        rows = not called and takes_rows((attn.q, attn.k, attn.v))
+        h = norm(block.norm1, x, scale1, shift1, dtype, impl, rows=rows)
+        y = attn(h, seq_lens, freqs) if called else self.self_attention(notes, attn, h, freqs)
+        rows = takes_rows((cross.q,))
+        x, h = skip_norm(x, y, gate1, block.norm3, None, None, dtype, impl, rows=rows)
+        if notes is not None:
+            notes.streams.append((x,))
+
+        y = self.cross_attention(cross, h, context)
+        rows = takes_rows((ffn[0],))
+        x, h = skip_norm(x, y, None, block.norm2, scale2, shift2, dtype, impl, rows=rows)
+        if notes is not None:
+            notes.streams.append((x,))
+
+        return skip(x, feed_forward(ffn, h, impl), gate2, dtype, impl)
+
+    def self_attention(self, notes: Notes | None, attn: Any, h: Any, freqs: Tensor) -> Tensor:
+        """Run self-attention, sparse-linear where it is that, and its projection: [B, N, C]."""
+        attend = self.attend
+        q, k, v = attn.q(h), attn.k(h), attn.v(h)
+        q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
+        kept: KeptTables = self.tables
+        tables = kept.of((freqs,), None, lambda: _tables(freqs))
+        if not is_sparse(attn):
+            out = attend(q, k, v, norms, tables)
+            if notes is not None:
+                notes.attention = Operands(q, k, v, norms, tables, attend.heads, out)
+        else:
+            proj_l, sparsity = attn.attn_op.local_attn.proj_l, sparsity_of(attn, q.device)
+            out = unchecked.sparse_linear_attention(
+                q, k, v, proj_l.weight, proj_l.bias, norms.q, norms.k, *tables, attend.heads,
+                attend.attention, attend.pv, attend.smooth_k, attend.head_dim**-0.5, norms.eps,
+                sparsity.count(k.shape[1]), sparsity.block_q, sparsity.block_k, attend.impl,
+                q.dtype,
+            )  # fmt: skip
+        made: Tensor = attn.o(out)
+        return made
+
+    def cross_attention(self, attn: Any, h: Any, context: Tensor) -> Tensor:
+        """Run cross-attention to text, and to an image where there is one: [B, N, C]."""
+        image = None
+        if has_image(attn):
+            tokens = context.shape[1] - TEXT_TOKENS
+            image, context = context[:, :tokens], context[:, tokens:]
+        own_q, k, v = attn.q(h), attn.k(context), attn.v(context)
+        attend = self.attend.over_few_keys(k.shape[1])
+        q, k, norms = rms_norms(attn.norm_q, attn.norm_k, own_q, k)
+        out = attend(q, k, v, norms)
+        if image is not None:
+            k, v = attn.k_img(image), attn.v_img(image)
+            q, k, norms = rms_norms(attn.norm_q, attn.norm_k_img, own_q, k)
+            out = attend(q, k, v, norms, residual=out)
+        made: Tensor = attn.o(out)
+        return made
+
+    def calls_attention(self, attn: Any) -> bool:
+        """Return True if self-attention is called as a module: its ranks exchange heads in it, or
+        it is sparse and exact attention was asked for."""
+        if getattr(attn.attn_op, "pg", None) is not None and attn.attn_op.pg.size() > 1:
+            return True
+        return is_sparse(attn) and not ops.quantises(self.attend.attention)
+
+    # --- when the author's forward runs ----------------------------------------------------------
+
+    def why_author(
+        self, x: Tensor, e: Tensor, seq_lens: Any, freqs: Tensor, context: Tensor, *rest: Any
+    ) -> str:
+        return (
+            (self.reason if self.level == Level.AUTHOR else "")
+            or why_not_inference(self.block, x)
+            or self.why_modules()
+            or self.why_inputs(x, e, freqs, context)
+        )
+
+    def why_modules(self) -> str:
+        """Return why the modules of the block are not what the fast path stands for, or ""."""
+        block = self.block
+        return (
+            _why_attention("self_attn", block.self_attn, ("WanSelfAttention",))
+            or _why_attention("cross_attn", block.cross_attn, _CROSS_ATTENTIONS)
+            or _why_feed_forward(block.ffn)
+        )
+
+    def why_inputs(self, x: Tensor, e: Tensor, freqs: Tensor, context: Tensor) -> str:
+        """Return why the inputs do not fit each other as the kernels want them, or ""."""
+        batch, tokens, channels = x.shape
+        attend = self.attend
+        fits = (
+            context.dim() == 3
+            and context.dtype == x.dtype
+            and context.device == x.device
+            and context.shape[0] == batch
+            and e.shape[0] == batch
+            and channels == attend.heads * attend.head_dim
+            and freqs.numel() == tokens * attend.head_dim // 2
+            and (not has_image(self.block.cross_attn) or context.shape[1] > TEXT_TOKENS)
+            and 0 < batch < 65536
+        )
+        return "" if fits else "text, modulation or rotary angles do not fit the video"
+
+    def streams(self, values: Any) -> tuple[Tensor, ...]:
+        return (values[0] if isinstance(values, tuple) else values,)
+
+    def lengths(self, x: Tensor, *rest: Any) -> tuple[int, int]:
+        return x.shape[1], x.shape[1]
+
+    def group(self) -> Any:
+        return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)
+
+    # --- for the report --------------------------------------------------------------------------
+
+    def linears(self) -> dict[str, Any]:
+        block, found = self.block, {}
+        for name in ("self_attn", "cross_attn"):
+            attn = getattr(block, name)
+            names = [*"qkvo", *(("k_img", "v_img") if has_image(attn) else ())]
+            found |= {f"{name}.{one}": getattr(attn, one) for one in names if hasattr(attn, one)}
+        if type(block.ffn) is nn.Sequential:
+            found |= {f"ffn.{index}": block.ffn[index] for index in (0, 2)}
+        return found
+
+    def pairs(self) -> list[SkipPair]:
+        block, why = self.block, self.left or self.why_modules()
+        gates = [Stream("video", "1", f"e[{index}]", "[B, 1, C]") for index in (2, 5)]
+        pairs = [
+            branch_pair(self, "self_attn", "self", why, gates[0], cast="model"),
+            branch_pair(self, "cross_attn", "cross", why, cast="model"),
+            branch_pair(self, "ffn", "feed-forward", why, gates[1], cast="model", heads=False),
+        ]
+        if is_sparse(block.self_attn):
+            path, stream = f"{pairs[0].path}.attn_op.local_attn", "proj_l of the linear attention"
+            pairs.insert(1, inner_pair(pairs[0], path, stream))
+        if has_image(block.cross_attn):
+            cross = pairs[-2]
+            pairs.insert(-1, inner_pair(cross, f"{cross.path}.image", "text attention", "image"))
+        return pairs
+
+
+def _tables(angles: Tensor) -> Rotary:
+    """(cos, sin), each [N, D] fp32, of angles [N, D / 2] or of that many elements."""
+    wide = angles.float().flatten(1).repeat_interleave(2, -1)
+    return wide.cos(), wide.sin()
+
+
+def has_image(attn: Any) -> bool:
+    """Return True if a cross-attention has an image branch (image-to-video of Wan 2.1)."""
+    return author_class(attn).__name__ == "WanI2VCrossAttention"
+
+
+def is_sparse(attn: Any) -> bool:
+    """Return True if an attention is sparse-linear: SLA or SageSLA."""
+    local = getattr(getattr(attn, "attn_op", None), "local_attn", None)
+    return type(local).__name__ in _SPARSE
+
+
+def sparsity_of(attn: Any, device: torch.device) -> ops.Sparsity:
+    """Return the sparsity of a sparse attention; SageSLA's blocks are the device's."""
+    local = attn.attn_op.local_attn
+    topk = min(1.0, local.topk)
+    if type(local).__name__ == "SageSparseLinearAttention":
+        return ops.Sparsity.sage(topk, device)
+    return ops.Sparsity(topk=topk, block_q=local.BLKQ, block_k=local.BLKK)
+
+
+def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
+    """Why an attention is its author's, or ""."""
+    if author_class(attn).__name__ not in classes:
+        return f"{name} is a {type(attn).__qualname__}"
+    if not bare(attn) and type(attn.__dict__.get("forward")) is not RotaryForward:
+        return f"{name} is called as a module: {hook_names(attn)}"
+    operators = [attn.attn_op] + ([attn.attn_op_image] if has_image(attn) else [])
+    for op in operators:
+        local = getattr(op, "local_attn", None)
+        if type(op).__name__ != "MinimalA2AAttnOp" or not bare(op):
+            return f"the attn_op of {name} is a {type(op).__qualname__} that is called as a module"
+        if name == "cross_attn" and getattr(op, "pg", None) is not None and op.pg.size() > 1:
+            return "the attn_op of cross_attn exchanges heads with other ranks"
+        if type(local).__name__ in _SPARSE:
+            why = _why_sparse(local)
+            if why:
+                return why
+        elif isinstance(local, nn.Module) or getattr(local, "__name__", "") != "attention":
+            return f"its local attention is {getattr(local, '__name__', type(local).__qualname__)}"
+    return ""
+
+
+def _why_sparse(local: Any) -> str:
+    maps = {getattr(local, f"feature_map_{of}", None) for of in "qk"}
+    names = {getattr(one, "__name__", type(one).__qualname__) for one in maps}
+    if names != {"softmax_feature_map"}:
+        return f"its feature map is {', '.join(sorted(names))}"
+    if not bare(local) or type(local.proj_l) is not nn.Linear or not bare(local.proj_l):
+        return "its sparse attention or proj_l is called as a module"
+    blocks = (getattr(local, "BLKQ", 128), getattr(local, "BLKK", 64))
+    if local.topk <= 0 or any(block not in ops.SPARSE_BLOCKS for block in blocks):
+        return f"its sparsity is {local.topk} of blocks of {blocks[0]} by {blocks[1]}"
+    if local.proj_l.in_features > ops.MAX_SPARSE_HEAD_DIM:
+        return f"its heads have {local.proj_l.in_features} channels"
+    return ""
+
+
+def _why_feed_forward(ffn: Any) -> str:
+    kinds = [type(part) for part in ffn] if type(ffn) is nn.Sequential else []
+    if len(kinds) != 3 or kinds[1] is not nn.GELU or ffn[1].approximate != "tanh":
+        return f"ffn is a {type(ffn).__qualname__} of another form"
+    return "" if bare(ffn) else f"ffn is called as a module: {hook_names(ffn)}"
+
+
+# --- what is patched in a model ------------------------------------------------------------------
+
+
+def recognises(model: nn.Module) -> bool:
+    """Return True if a class called WanModel is laid out as TurboDiffusion's; others have that
+    name."""
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
+        return False
+    block: Any = _unwrapped(blocks[0])
+    parts = (
+        (block, _LAYOUT),
+        *((getattr(block, name, None), _ATTENTION_LAYOUT) for name in ("self_attn", "cross_attn")),
+    )
+    named = author_class(block).__name__ == "WanAttentionBlock"
+    return named and all(hasattr(part, name) for part, names in parts for name in names)
+
+
+def _unwrapped(block: Any) -> Any:
+    while author_class(block).__name__ == "CheckpointWrapper":
+        block = block._checkpoint_wrapped_module
+    return block
+
+
+def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
+    """Find the blocks of a model, in the order in which they run.
+
+    Raises:
+        FamilyError: A forward takes other parameters than this was written for.
+        OpError: The kernels do not take the model's heads or dtype.
+    """
+    known: dict[str, Any] = {author_class(m).__name__: author_class(m) for m in model.modules()}
+    found_forwards = {known[n].forward: _FORWARDS[n] for n in known if n in _FORWARDS}
+    check_parameters(found_forwards, "TurboDiffusion")
+    # The fast layer norm adds padded channels to the variance (1,536 are padded to 2,048); the
+    # kernel computes the norm that the model was trained with.
+    LAYER_NORMS.update(known[n] for n in ("WanLayerNorm", "FastLayerNorm") if n in known)
+    RMS_NORMS.update(known[n] for n in ("WanRMSNorm", "FastRMSNorm") if n in known)
+    cls = author_class(_unwrapped(model.blocks[0]))
+    tables = KeptTables()
+    made = []
+    for one in find_blocks(model.blocks, f"{path}.blocks", cls, TurboBlock):
+        patched = one.made(_attend(one, config), config)
+        if isinstance(patched, TurboBlock):
+            patched.tables = tables
+        made.append(patched)
+    return made
+
+
+def _attend(found: Found, config: PatchConfig) -> Attend:
+    """Check a block's attentions, and say how they are computed."""
+    attn = getattr(found.block, "self_attn", None)
+    if author_class(attn).__name__ != "WanSelfAttention":
+        return Attend.of(config, 1, 0)
+    for name in ("self_attn", "cross_attn"):
+        one = getattr(found.block, name)
+        linears = {of: getattr(one, of, None) for of in "qkv"}
+        check_attention(f"{found.path}.{name}", attn.dim // attn.num_heads, linears)
+    return Attend.of(config, attn.num_heads, attn.dim // attn.num_heads)
+
+
+def other_pairs(model: Any, path: str) -> list[SkipPair]:
+    """Return nothing: all pairs are in blocks."""
+    return []
+
+
+# --- without flash-attn --------------------------------------------------------------------------
+
+
+def installations(patched: PatchedBlock) -> list[tuple[nn.Module, Any]]:
+    """Return an author's self-attention that runs without flash-attn, whose rotary embedding it
+    calls: without it the network cannot run unpatched, and the guard needs it."""
+    attn: Any = patched.block.self_attn
+    file = sys.modules.get(author_class(attn).__module__)
+    lacks = file is not None and vars(file).get(_ROTARY, _ROTARY) is None
+    return [(attn, RotaryForward(attn))] if lacks else []
+
+
+class RotaryForward:
+    """Stands in for the forward of one self-attention, which it holds: the same modules called in
+    the same order, and the rotary embedding in plain torch."""
+
+    __slots__ = ("_attn",)
+
+    def __init__(self, attn: Any) -> None:
+        self._attn = attn
+
+    def __call__(self, x: Tensor, seq_lens: Tensor, freqs: Tensor) -> Tensor:
+        """Run the attention.
+
+        Args:
+            x: [B, N, C].
+            seq_lens: [B]; not read.
+            freqs: Rotary angles, [N, D / 2] or of that many elements.
+
+        Returns:
+            [B, N, C].
+        """
+        attn, heads = self._attn, self._attn.num_heads
+        q, k, v = attn.norm_q(attn.q(x)), attn.norm_k(attn.k(x)), attn.v(x)
+        q, k, v = (torch.unflatten(part, 2, (heads, -1)) for part in (q, k, v))
+        branch: Tensor = attn.o(attn.attn_op(_turned(q, freqs), _turned(k, freqs), v).flatten(2))
+        return branch
+
+
+def _turned(x: Tensor, freqs: Tensor) -> Tensor:
+    """x [B, N, H, D] with channels 2i and 2i + 1 turned by an angle, in fp32, rounded once."""
+    angles = freqs.float().reshape(x.shape[1], 1, -1)
+    cos, sin = angles.cos(), angles.sin()
+    even, odd = torch.unflatten(x.float(), -1, (-1, 2)).unbind(-1)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
+    return turned.flatten(-2).to(x.dtype)
