@@ -39,7 +39,8 @@ WRITERS: Final = (
 
 
 class Int8Forward:
-    """The forward of one Linear, in int8.
+    """The forward of one Linear, in int8. Its method `run` is what is installed: a compiler shares
+    a graph among bound methods, and not among objects that are called.
 
     Args:
         linear: An `nn.Linear` or an `Int8Linear`.
@@ -56,7 +57,7 @@ class Int8Forward:
         self.linear, self._impl, self.on = linear, impl, True
         self.forget()
 
-    def __call__(self, input: Any, activation: str = "") -> Tensor:  # noqa: A002  Linear's name
+    def run(self, input: Any, activation: str = "") -> Tensor:  # noqa: A002  Linear's name
         """Compute input @ weight^T + bias, and GELU if `activation` is "gelu-tanh".
 
         Args:
@@ -145,7 +146,7 @@ def _serves(linear: Any, x: Tensor, dtype: torch.dtype) -> bool:
 
 def int8_forward(module: Any) -> Int8Forward | None:
     """Return the int8 forward of a Linear, if calling the Linear runs that and nothing else."""
-    forward = module.__dict__.get("forward")
+    forward = getattr(module.__dict__.get("forward"), "__self__", None)
     if type(forward) is not Int8Forward or not forward.on or hooked(module):
         return None
     sharded = type(module) is not Int8Linear and type(module.weight) is not nn.Parameter

@@ -282,7 +282,7 @@ def _int8_entries(
         forward = forwards.get(id(base))
         if forward is None:
             forward = forwards[id(base)] = Int8Forward(base, config.impl)
-            entries.append(Entry(base, "forward", forward, slot))
+            entries.append(Entry(base, "forward", forward.run, slot))
         block.int8.append(forward)
     return entries
 

@@ -318,7 +318,7 @@ def feed_forward(layers: Any, h: Any, impl: str) -> Tensor:
     else:
         forward = int8_forward(linear)
         if forward is not None:
-            x = forward(h, "gelu-tanh")
+            x = forward.run(h, "gelu-tanh")
         elif plain_linear(linear, h) and linear.bias is not None:
             x = unchecked.linear_gelu(h, linear.weight, linear.bias)
         else:

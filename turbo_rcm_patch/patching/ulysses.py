@@ -119,15 +119,15 @@ def check_parallel(model: nn.Module) -> None:
                 )
         split = context_parallel(processor)
         heads = getattr(module, "heads", 0)
-        if split is not None and not exchanges_itself(processor) and heads:
-            if heads % split.ulysses_degree:
-                raise ContextParallelError(
-                    f"{name}: {heads} heads",
-                    expected=f"a multiple of ulysses_degree={split.ulysses_degree}",
-                    got=str(heads),
-                    remedy="Use another ulysses_degree, or a ring with "
-                    "set_attention_backend('turbo_rcm_int8')",
-                )
+        if split is None or exchanges_itself(processor) or not heads % split.ulysses_degree:
+            continue
+        raise ContextParallelError(
+            f"{name}: {heads} heads",
+            expected=f"a multiple of ulysses_degree={split.ulysses_degree}",
+            got=str(heads),
+            remedy="Use another ulysses_degree, or a ring with "
+            "set_attention_backend('turbo_rcm_int8')",
+        )
 
 
 def agree_on_largest(block: PatchedBlock, numbers: list[float]) -> list[float]:
