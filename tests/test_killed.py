@@ -18,7 +18,7 @@ from tests.killed import killed_at
 from tests.turbodiffusion.test_convert_command import TINY
 from tests.turbodiffusion.wan_model import save
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.patching.stored import EXTRA_FILE, write_extra
+from turbo_rcm_patch.turbodiffusion.extra_file import EXTRA_FILE, write_extra
 from turbo_rcm_patch.tune import write_table
 from turbo_rcm_patch.turbodiffusion import write_checkpoint
 from turbo_rcm_patch.turbodiffusion.convert import convert_transformer

@@ -17,9 +17,7 @@ from turbo_rcm_patch.config import (
     Impl,
     Linear,
     PatchConfig,
-    Precision,
     PVDType,
-    ResidualDType,
 )
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.exit_codes import CHANGED, OK, TABLE, USAGE, run_command
@@ -85,23 +83,6 @@ def _run(arguments: argparse.Namespace) -> int:
             model=arguments.model,
             fresh=not arguments.resume,
             command=arguments.command_line,
-        )
-    if arguments.run == "bench":
-        from turbo_rcm_patch.bench import bench
-
-        return bench(device=arguments.device, calls=arguments.calls, micro=arguments.micro)
-    if arguments.run == "tune":
-        from turbo_rcm_patch.tune import tune
-
-        return tune(
-            device=arguments.device,
-            only=[name.strip() for name in arguments.only.split(",") if name.strip()],
-            out=arguments.out,
-            quick=arguments.quick,
-            micro=arguments.micro,
-            calls=arguments.calls,
-            limit=arguments.limit,
-            dry_run=arguments.dry_run,
         )
     if arguments.run == "doctor":  # It has to run where packages are missing.
         from turbo_rcm_patch.video.doctor import examine
@@ -239,27 +220,6 @@ def _commands() -> dict[str, tuple[str, str, str, Callable[[argparse.ArgumentPar
             ),
             _add_demo,
         ),
-        "bench": (
-            "check the attention on this card and time it",
-            "Check our attention against exact attention in fp64 at a few sizes, time it beside "
-            "torch's, and print one line to paste into an issue. Exit code 1 if an output is "
-            "wrong.",
-            "",
-            _add_bench,
-        ),
-        "tune": (
-            "measure tile shapes on this card and keep the best for later runs",
-            "Measure the tile shapes of each kernel on the present card and write a table that "
-            "the kernels read instead of the shipped one. Then measure from which length on int8 "
-            'is faster than exact attention, which is what attention="auto" reads.',
-            _examples(
-                "tune --dry-run",
-                "tune --only attention.fp8_128,project",
-                "tune --only auto            (the lengths alone, some ten seconds)",
-                "tune --out my-tiles.json    (read with TURBO_RCM_PATCH_TILES=my-tiles.json)",
-            ),
-            _add_tune,
-        ),
     }
 
 
@@ -348,30 +308,6 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
     add_options(command, options, out="outputs/demo")
 
 
-def _add_bench(command: argparse.ArgumentParser) -> None:
-    add_options(command, {"--calls N": "most timed calls"} | _ON_A_CARD, calls=50, device="cuda")
-
-
-def _add_tune(command: argparse.ArgumentParser) -> None:
-    options = {
-        "--out FILE": "JSON to write (default: the user's own table)",
-        "--only KERNEL[.VARIANT],...": "what to tune, * for any (default: all of 64 and 128 "
-        "channels a head)",
-        "--quick": "fewer calls and smaller inputs",
-        "--calls N": "most timed calls of a candidate",
-        "--limit SECONDS": "begin no measurement after this, and say what was left out (default: "
-        "%(default)s)",
-        "--dry-run": "show what would be written",
-    }
-    add_options(command, options | _ON_A_CARD, only="", limit=600.0, device="cuda")
-
-
-_ON_A_CARD: Final = {
-    "--device DEVICE": '"cuda", "cuda:1", or "cpu" with --micro',
-    "--micro": "toy sizes, to try the command itself",
-}
-
-
 def _add_model(command: argparse.ArgumentParser) -> None:
     options = {
         "--model PATH_OR_ID": "a Wan or CogVideoX pipeline folder, a hub id, or one of the "
@@ -392,10 +328,6 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
         "--prompt TEXT ...": "prompt; may be repeated",
         "--prompts FILE": "file with one prompt per line. After a tab a line may name an image "
         "or a video of its own, relative to the file",
-        "--ulysses N": "under torchrun: number of GPUs that make one video together by exchanging "
-        "attention heads",
-        "--ring N": "under torchrun: number of GPUs, or of groups of --ulysses GPUs, that pass "
-        "keys and values around",
         "--image FILE": "first frame of every video, for an image-to-video model",
         "--last-image FILE": "last frame of every video, for a model that was trained with one",
         "--video FILE": "video to begin with, for a video-to-video pipeline; for VACE its control",
@@ -428,7 +360,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group(
         "sampling", "Defaults come from turbo_rcm.json in the model's folder, if there is one."
     )
-    add_options(group, options, prompt=[], ulysses=1, ring=1, seed=0)
+    add_options(group, options, prompt=[], seed=0)
 
 
 def _add_patch(command: argparse.ArgumentParser) -> None:
@@ -437,21 +369,13 @@ def _add_patch(command: argparse.ArgumentParser) -> None:
         f"--pv {_one_of(PVDType)}": "element type of probabilities and values (default: "
         "%(default)s)",
         f"--linear {_one_of(Linear)}": "how the Linears of fused pairs run (default: %(default)s)",
-        f"--precision {_one_of(Precision)}": "auto: the guard may run heads exactly, an attention "
-        "more precisely, or int8 Linears in 16 bits (default: %(default)s)",
         f"--impl {_one_of(Impl)}": "Triton kernels or plain torch; auto: kernels on a GPU, torch "
         "elsewhere (default: %(default)s)",
-        f"--pair-form {_one_of(Form)}": "attention and projection in one launch or "
-        "two; auto: one where it was measured to be faster (default: %(default)s)",
-        f"--residual {_one_of(ResidualDType)}": "dtype of the residual stream inside a block "
-        "(default: %(default)s)",
-        "--no-guard": "do not compare pairs with their author's code while running",
-        "--guard-budget E": "largest error the guard accepts, as a share of what a pair adds to "
-        "its residual (default: %(default)s)",
-        "--fidelity R": "with --precision auto: target for the network's error, in units of the "
-        "unpatched network's (default: %(default)s)",
-        "--calibration FILE": "run pairs as the guard chose before, from a file of "
-        "report.save_calibration",
+        f"--pair-form {_one_of(Form)}": "self-attention, projection and skip in one launch, or "
+        "the skip after the projection (default: %(default)s)",
+        "--no-guard": "do not compare blocks with their authors' code while running",
+        "--fidelity R": "target for the network's error, in units of the unpatched network's; "
+        "the guard makes blocks exact to meet it; none: no such decision (default: %(default)s)",
         "--sla-topk SHARE": "share of the key blocks that sparse self-attention sees, in a Wan "
         "checkpoint with SLA's proj_l; other checkpoints run dense (default: %(default)s)",
     }

@@ -35,7 +35,7 @@ from turbo_rcm_patch.models import RCMAttention
 from turbo_rcm_patch.ops.int8_linear import dequantized
 from turbo_rcm_patch.patching import int8_only
 from turbo_rcm_patch.patching import patch as patch_module
-from turbo_rcm_patch.patching.int8_linear import Int8Linear
+from turbo_rcm_patch.patching.int8_module import Int8Linear
 from turbo_rcm_patch.patching.int8_weights import attach_int8
 
 KEPT = PatchConfig(attention="exact", linear="int8", guard=False)

@@ -17,7 +17,7 @@ from turbo_rcm_patch import PatchConfig, keep_int8_only, patched
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.exit_codes import CHANGED, OK, SIMILAR
 from turbo_rcm_patch.patching import linears as linears_of
-from turbo_rcm_patch.patching.int8_linear import Int8Linear
+from turbo_rcm_patch.patching.int8_module import Int8Linear
 from turbo_rcm_patch.video import load
 from turbo_rcm_patch.video.generation import generate
 from turbo_rcm_patch.video.load import load_pipeline

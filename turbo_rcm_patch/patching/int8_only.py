@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import OffloadedError
-from turbo_rcm_patch.patching.int8_weight_only import LEFT_BEHIND, Int8Linear
+from turbo_rcm_patch.patching.int8_module import LEFT_BEHIND, Int8Linear
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 
 _log = logging.getLogger(__name__)

@@ -34,8 +34,8 @@ from turbo_rcm_patch.patching.find import (
 )
 from turbo_rcm_patch.patching.guard import Guard, Steps
 from turbo_rcm_patch.patching.int8_linears import WRITERS, DropsCopies, Int8Forward, why_not_int8
+from turbo_rcm_patch.patching.int8_module import Int8Linear
 from turbo_rcm_patch.patching.int8_only import drop_originals, refuse_offloaded
-from turbo_rcm_patch.patching.int8_weight_only import Int8Linear
 from turbo_rcm_patch.patching.plain import note_classes
 from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
 from turbo_rcm_patch.patching.report import GuardLog, Live, PairTable, PatchReport

@@ -29,17 +29,16 @@ from turbo_rcm_patch.patching.sla import (
     attached_proj_l,
     detach_proj_l,
     held_proj_l,
-    mark_sla,
-    recover_proj_l,
-    save_as_class,
-    save_with_extra,
 )
-from turbo_rcm_patch.patching.stored import (
+from turbo_rcm_patch.turbodiffusion.extra_file import (
     EXTRA_FILE,
     check_mark,
     folder_proj_l,
     mark_of,
     mark_of_tensors,
+    mark_sla,
+    save_as_class,
+    save_with_extra,
     weight_files,
 )
 from turbo_rcm_patch.turbodiffusion.keys import blocks_of
@@ -170,23 +169,12 @@ def unload_extra(transformer: nn.Module) -> None:
     So does one that is patched later: that dense attention is meant is said in its configuration,
     and `patch_model` does not attach `proj_l` that lie beside the weights.
     """
-    if held_proj_l(transformer) or not _dense(transformer):
+    if held_proj_l(transformer) or mark_of(getattr(transformer, "config", None)):
         mark_sla(transformer, None)
     save_as_class(transformer)
     for module in transformer.modules():
         detach_int8(module)
         detach_proj_l(module)
-
-
-def _dense(transformer: nn.Module) -> bool:
-    """Whether `patch_model` would find no `proj_l` for this transformer."""
-    try:
-        recovered = recover_proj_l(transformer)
-    except CheckpointError:
-        return False
-    none = not recovered.attentions
-    recovered.undo()
-    return none
 
 
 def _attach(path: Path, name: str, linear: nn.Module, stored: StoredTensors) -> None:

@@ -21,17 +21,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from turbo_rcm_patch.patching.int8_linear import SCALE
-from turbo_rcm_patch.patching.int8_linear import WEIGHT as INT8_WEIGHT
+from turbo_rcm_patch.patching.int8_module import SCALE
+from turbo_rcm_patch.patching.int8_module import WEIGHT as INT8_WEIGHT
 from turbo_rcm_patch.patching.int8_only import INT8_MARK
-from turbo_rcm_patch.patching.stored import (
+from turbo_rcm_patch.patching.sla import MARK
+from turbo_rcm_patch.turbodiffusion.blocks import dequantise
+from turbo_rcm_patch.turbodiffusion.extra_file import (
     EXTRA_FILE,
     EXTRA_METADATA,
-    MARK,
     WEIGHTS,
     mark_of_tensors,
 )
-from turbo_rcm_patch.turbodiffusion.blocks import dequantise
 from turbo_rcm_patch.turbodiffusion.keys import Name, names
 from turbo_rcm_patch.turbodiffusion.read import Checkpoint, Progress
 

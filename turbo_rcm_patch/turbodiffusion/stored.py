@@ -13,7 +13,7 @@ from torch import Tensor
 
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.patching.int8_weights import stands_for
-from turbo_rcm_patch.patching.stored import (
+from turbo_rcm_patch.turbodiffusion.extra_file import (
     EXTRA_FILE,
     check_mark,
     folder_proj_l,

@@ -63,8 +63,6 @@ def generate(arguments: argparse.Namespace) -> int:
         try:
             _write_share(arguments, config, work, processes)
         except SamplingError as error:
-            if processes.split:  # Others of its group may wait for it, until torchrun ends them.
-                raise
             failed = error  # the others go on
     if failed is not None:
         raise failed
@@ -112,8 +110,7 @@ def _write_share(
     several, work = len(work) > 1, processes.share(work)
     if not work:
         print(f"rank {ranks.rank} of {ranks.world}: no prompt is left for it")
-        if not processes.split:
-            return
+        return
     pipe = _load(arguments, processes.ranks.device(arguments.device))
     settings = _settings(pipe, arguments)
     identity = {
@@ -124,14 +121,9 @@ def _write_share(
         "weights": "int8" if arguments.linear == "int8-only" else "as stored",
         "settings": settings.as_dict(),
     }
-    if processes.split:
-        identity["split"] = processes.split
     if arguments.no_patch:
         _say_dense(pipe)
-    with (
-        processes.splitting(pipe),
-        nullcontext() if arguments.no_patch else patched(pipe, config) as report,
-    ):
+    with nullcontext() if arguments.no_patch else patched(pipe, config) as report:
         with _shown(processes) as progress:
             _write_videos(
                 pipe, work, settings, identity, progress, processes,
@@ -188,7 +180,7 @@ def _write_videos(
         if source.given:
             identity["inputs"] = source.digest
         made = partial(is_made, path, identity)
-        if resume and processes.from_leader(made):
+        if resume and made():
             print(f"{path}  was there")
             on_step(settings.steps_run, settings.steps_run)
             continue
@@ -196,16 +188,12 @@ def _write_videos(
             video = generation.generate(
                 pipe, source, seed=seed, settings=settings, on_step=on_step
             )
-            if not processes.leads:
-                continue
             had = forget_made(path)  # A note never stands beside another video.
             write_mp4(as_bytes(video.frames), path, settings.fps)
             if had or noted:
                 note_made(path, identity)
         except Exception as error:
-            # Alone in a group that splits videos it would exchange the next one's tokens for this
-            # one's.
-            if not several or processes.split:
+            if not several:
                 raise
             failed.append(prompt)
             why = first_line(error)
@@ -271,7 +259,7 @@ def _compared(
 
 
 def _processes(arguments: argparse.Namespace) -> Processes:
-    return Processes(ranks_here(), ulysses=arguments.ulysses, ring=arguments.ring)
+    return Processes(ranks_here())
 
 
 def pairs(arguments: argparse.Namespace) -> int:

@@ -24,8 +24,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import patched, sla_as_defined
-from turbo_rcm_patch.patching.calibration import fingerprint
-from turbo_rcm_patch.patching.sla import attached_proj_l, recovered_proj_l
+from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.families import VideoPipeline, family_of
 from turbo_rcm_patch.video.filters import filtered
@@ -310,26 +309,25 @@ def compare(
     why_no_network(pipe, network_number)
     with ExitStack() as until_done:
         processes.from_first(lambda: until_done.enter_context(in_use(out)))
-        with processes.splitting(pipe):
-            with sla_as_defined(pipe, config.sla_topk) as sparse:
-                baseline = _baseline(sparse, config, processes.split)
-            with patched(pipe, config):
-                pass  # what cannot be patched fails here, before hours of baseline
-            run = _Run(
-                pipe,
-                sources,
-                seed,
-                settings,
-                config,
-                out,
-                fresh,
-                progress or (lambda *_: None),
-                processes,
-            )
-            run.sample("baseline", run.unpatched())
-            processes.from_first(run.check_baseline)
-            run.sample_patched()
-            backend = run.sample_control()
+        with sla_as_defined(pipe, config.sla_topk) as sparse:
+            baseline = _baseline(sparse, config)
+        with patched(pipe, config):
+            pass  # what cannot be patched fails here, before hours of baseline
+        run = _Run(
+            pipe,
+            sources,
+            seed,
+            settings,
+            config,
+            out,
+            fresh,
+            progress or (lambda *_: None),
+            processes,
+        )
+        run.sample("baseline", run.unpatched())
+        processes.from_first(run.check_baseline)
+        run.sample_patched()
+        backend = run.sample_control()
         return processes.from_first(
             lambda: run.concluded(network_number, observer, backend, baseline, command)
         )
@@ -357,7 +355,6 @@ class _Run:
         inputs = inputs_of(sources, seed)
         self.keys = list(inputs)
         self.identity = identify(pipe, settings, config) | {"inputs": inputs}
-        self.identity["split"] = processes.split
         processes.from_first(partial(self._open, out, fresh))
         self.digests = list(inputs.values())
         #: What source i is encoded to, once for all passes.
@@ -418,12 +415,12 @@ class _Run:
             kept: dict[str, object] = {}
             if mine and warm:
                 kept["first_call_seconds"] = self._generate(mine[0]).seconds
-            for start in range(0, len(missing), ours.groups):
-                now = missing[start : start + ours.groups]
+            for start in range(0, len(missing), ours.ranks.world):
+                now = missing[start : start + ours.ranks.world]
                 sample = None
-                if ours.group < len(now):
+                if ours.ranks.rank < len(now):
                     on_step = partial(self._stepped, variant, done, len(now), total)
-                    sample = self._generate(now[ours.group], on_step)
+                    sample = self._generate(now[ours.ranks.rank], on_step)
                 done += len(now) * steps
                 came = ours.gathered((sample, note()))
                 if came and warm:
@@ -502,19 +499,12 @@ class _Run:
     def _refuses(self, name: str) -> str:
         """Why a backend cannot be the control, empty if it can."""
         sample, why = None, ""
-        if self.processes.group == 0:
+        if self.processes.first:
             self.encode(0)
             try:
                 with self.unpatched(name):
                     sample = self._generate(0)
-            except torch.OutOfMemoryError as error:
-                if self.processes.split:  # The others of the group wait inside the attention.
-                    raise SamplingError(
-                        f"the control under {name!r} ran out of memory",
-                        got=str(error).partition("\n")[0],
-                        remedy="Split each video over more GPUs (--ulysses, --ring), or make it "
-                        "smaller. What is finished is used again where the split is the same",
-                    ) from error
+            except torch.OutOfMemoryError:
                 why = "runs out of memory"
             except RuntimeError as error:
                 # Every fault of the device speaks of kernels, and one of an exchange of backends.
@@ -789,9 +779,9 @@ def _together(
     return came[0][1] | joined
 
 
-def _baseline(sparse: int, config: PatchConfig, split: str) -> str:
+def _baseline(sparse: int, config: PatchConfig) -> str:
     if not sparse:
-        return "the unpatched model" + (f", each video split ({split})" if split else "")
+        return "the unpatched model"
     return (
         f"the unpatched model, with SLA computed by its definition in plain torch in {sparse} "
         f"attentions that hold a proj_l (sla_topk={config.sla_topk:g}); the control changes the "
@@ -805,14 +795,11 @@ def identify(pipe: VideoPipeline, settings: Settings, config: PatchConfig) -> di
     network = networks[0]
     # A retrained model of the same name differs in some values of its parameters; a network with
     # SLA's proj_l from one without, or with another, in the sums of these.
-    with recovered_proj_l(*networks):
-        proj_l = [attached_proj_l(module) for one in networks for module in one.modules()]
-    chosen = b"" if config.calibration is None else Path(config.calibration).read_bytes()
+    proj_l = [attached_proj_l(module) for one in networks for module in one.modules()]
     return {
         "model": str(getattr(pipe, "name_or_path", None) or type(pipe).__name__),
-        "weights": " ".join(fingerprint(one)[:16] for one in networks),
+        "weights": " ".join(_weights(one) for one in networks),
         "adapters": [_adapters(one) for one in networks],
-        "calibration": blake2b(chosen, digest_size=8).hexdigest() if chosen else "",
         "sla": _sums(one[0] for one in proj_l if one is not None),
         "dtype": str(network.dtype).removeprefix("torch."),
         "device": device_name(pipe._execution_device),
@@ -842,6 +829,17 @@ def _adapters(network: torch.nn.Module) -> str:
         if hasattr(module, "active_adapters") and hasattr(module, "scaling")
     ]  # fmt: skip
     return blake2b(repr(found).encode(), digest_size=8).hexdigest() if found else ""
+
+
+def _weights(network: torch.nn.Module) -> str:
+    """A digest of the names and shapes of a network's parameters and of some of their values."""
+    digest = blake2b(digest_size=8)
+    for name, parameter in sorted(network.named_parameters()):
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
+        if not parameter.is_meta and parameter.numel():
+            some = parameter.detach().flatten()[:: max(1, parameter.numel() // 16)][:16]
+            digest.update(repr(some.double().tolist()).encode())
+    return digest.hexdigest()
 
 
 def _sums(tensors: Iterator[torch.Tensor]) -> str:

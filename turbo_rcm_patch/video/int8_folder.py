@@ -16,9 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.patching.int8_linear import SCALE, WEIGHT, Int8Linear
+from turbo_rcm_patch.patching.int8_module import SCALE, WEIGHT, Int8Linear
 from turbo_rcm_patch.patching.int8_only import INT8_MARK, is_marked, mark_int8_only
-from turbo_rcm_patch.patching.stored import EXTRA_FILE, WEIGHTS, read_config, weight_files
+from turbo_rcm_patch.turbodiffusion.extra_file import (
+    EXTRA_FILE,
+    WEIGHTS,
+    read_config,
+    weight_files,
+)
 from turbo_rcm_patch.turbodiffusion.keys import blocks_of
 from turbo_rcm_patch.turbodiffusion.read import Wanted, check_tensors
 from turbo_rcm_patch.turbodiffusion.stored import StoredTensors, check_product

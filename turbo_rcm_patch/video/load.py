@@ -18,11 +18,10 @@ from torch import nn
 
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError, TurboRCMError
 from turbo_rcm_patch.extras import require
-from turbo_rcm_patch.patching import registry
-from turbo_rcm_patch.patching.int8_only import keep_int8_only
-from turbo_rcm_patch.patching.sla import attach_proj_l, held_proj_l
-from turbo_rcm_patch.patching.stored import MARK, folder_proj_l, mark_of
+from turbo_rcm_patch.patching import find, keep_int8_only
 from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, load_extra
+from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, held_proj_l
+from turbo_rcm_patch.turbodiffusion.extra_file import folder_proj_l, mark_of
 from turbo_rcm_patch.turbodiffusion.pipeline import DEFAULTS_FILE, LAYOUT, check_part, read_json
 from turbo_rcm_patch.video.families import FAMILIES, VideoPipeline
 from turbo_rcm_patch.video.int8_folder import holds_int8, is_int8_only, load_int8_only
@@ -486,7 +485,7 @@ def load_skeleton(model: str | Path) -> WanPipeline:
 def _empty_transformer(folder: Path | str, name: str) -> ModelMixin:
     import diffusers
 
-    classes = [key for key in registry.FAMILIES if key.startswith("diffusers.")]
+    classes = [key for key in find.FAMILIES if key.startswith("diffusers.")]
     known = sorted(key.rpartition(".")[2] for key in classes)
     local = isinstance(folder, Path)
     with (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,22 +22,13 @@ import torch.distributed as dist
 
 from turbo_rcm_patch.errors import (
     ConfigError,
-    ContextParallelError,
     OutputExistsError,
     SamplingError,
 )
 from turbo_rcm_patch.output import write_json
-from turbo_rcm_patch.patching.parallel import (
-    attach_plan,
-    detach_plan,
-    disable_parallelism,
-    distribute_attention,
-    restore_attention,
-)
-from turbo_rcm_patch.patching.sla import attached_proj_l
 
 if TYPE_CHECKING:
-    from turbo_rcm_patch.video.families import VideoPipeline
+    pass
 
 _T = TypeVar("_T")
 
@@ -78,50 +69,18 @@ class Ranks:
 
 
 class Processes:
-    """The processes that make videos together, in groups that split each video.
+    """The processes that make videos together, each of them a share of the prompts.
 
     Args:
         ranks: Which of them this is.
-        ulysses: Ranks of a group that exchange heads.
-        ring: Ranks of a group that pass keys on.
 
     Attributes:
         ranks: As given.
-        split: How a group splits a video, in words; "" where it does not.
-        groups: Number of groups.
-        group: That of this process, from 0 on.
-        leads: Whether this process is the first of its group, which writes what the group makes.
-
-    Raises:
-        ConfigError: There are not enough processes for whole groups.
     """
 
-    def __init__(self, ranks: Ranks | None = None, *, ulysses: int = 1, ring: int = 1) -> None:
-        self.ranks = ranks = ranks or Ranks()
-        size = ulysses * ring
-        if min(ulysses, ring) < 1 or ranks.world % size:
-            name, started = "--ulysses times --ring", f"{ulysses} x {ring}"
-            if ranks.world == 1 and min(ulysses, ring) > 0:
-                raise ConfigError(
-                    name,
-                    expected=f"{size} processes for {started}",
-                    got="one",
-                    remedy="Start the command with "
-                    f"`torchrun --nproc-per-node {size} -m turbo_rcm_patch ...`",
-                )
-            raise ConfigError(
-                name,
-                expected=f"a divisor of the {ranks.world} processes that torchrun started",
-                got=started,
-            )
-        self._degrees = ring, ulysses
-        self.split = " x ".join(
-            f"{name} {n}" for name, n in (("Ulysses", ulysses), ("ring", ring)) if n > 1
-        )
-        self.groups, self.group = ranks.world // size, ranks.rank // size
-        self.leads = ranks.rank % size == 0
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
         self._all: dist.ProcessGroup | None = None
-        self._near: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -129,8 +88,8 @@ class Processes:
         return self.ranks.rank == 0
 
     def share(self, work: Sequence[_T]) -> list[_T]:
-        """What this group does: every so many pieces, so that all groups begin at once."""
-        return list(work[self.group :: self.groups])
+        """Return what this process does: every so many pieces, so that all begin at once."""
+        return list(work[self.ranks.rank :: self.ranks.world])
 
     @contextmanager
     def joined(self, device: str | None = None) -> Iterator[None]:
@@ -142,11 +101,10 @@ class Processes:
         on_gpu = (device or "cuda").startswith("cuda") and torch.cuda.is_available()
         began = not dist.is_initialized()  # Ray's trainer has done so.
         if began:
-            both = on_gpu and self.split
             if on_gpu:
                 torch.cuda.set_device(self.ranks.device(device))
             try:
-                dist.init_process_group("cpu:gloo,cuda:nccl" if both else "gloo")
+                dist.init_process_group("gloo")
             except ValueError as error:  # MASTER_ADDR is missing, or is none.
                 raise ConfigError(
                     "the environment of this process",
@@ -154,15 +112,10 @@ class Processes:
                     got=str(error).splitlines()[0],
                     remedy="Start with `torchrun --nproc-per-node N`, or unset WORLD_SIZE",
                 ) from error
-        size = self.ranks.world // self.groups
         self._all = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        for start in range(0, self.ranks.world, size) if size > 1 else ():
-            made = dist.new_group(list(range(start, start + size)), backend="gloo")
-            if start == self.group * size:
-                self._near = made
         yield
         self.wait()
-        self._all = self._near = None
+        self._all = None
         if began:
             dist.destroy_process_group()
 
@@ -177,40 +130,31 @@ class Processes:
         Raises:
             SamplingError: It raised there; there the error itself is raised.
         """
-        return self._told(make, self._all, 0)
-
-    def from_leader(self, make: Callable[[], _T]) -> _T:
-        """What `make` gives on the first process of this group, on all of the group; as
-        `from_first`."""
-        return self._told(make, self._near, self.group * self.ranks.world // self.groups)
-
-    def _told(self, make: Callable[[], _T], group: dist.ProcessGroup | None, source: int) -> _T:
+        group = self._all
         if group is None:
             return make()
         told: list[Any] = [None, None]
         raised: Exception | None = None
-        if self.ranks.rank == source:
+        if self.first:
             try:
                 told = [make(), None]
             except Exception as error:  # the others hear of it, whatever it is
                 raised, told = error, [None, f"{type(error).__name__}: {error}"]
-        self._exchange(lambda: dist.broadcast_object_list(told, source, group=group))
+        self._exchange(lambda: dist.broadcast_object_list(told, 0, group=group))
         if raised is not None:
             raise raised
         if told[1] is not None:
-            raise SamplingError(f"process {source} failed", got=told[1])
+            raise SamplingError("process 0 failed", got=told[1])
         return told[0]  # type: ignore[no-any-return]
 
     def gathered(self, value: _T | None) -> list[_T]:
-        """On the first process what every group's leader has; elsewhere nothing."""
+        """Return on the first process what every process has; elsewhere nothing."""
         if self._all is None:
             assert value is not None
             return [value]
         came: list[Any] | None = [None] * self.ranks.world if self.first else None
-        own = value if self.leads else None
-        self._exchange(lambda: dist.gather_object(own, came, 0, group=self._all))
-        size = self.ranks.world // self.groups
-        return [] if came is None else came[::size]
+        self._exchange(lambda: dist.gather_object(value, came, 0, group=self._all))
+        return [] if came is None else came
 
     def _exchange(self, run: Callable[[], object]) -> None:
         try:
@@ -221,56 +165,6 @@ class Processes:
                 got=str(error).splitlines()[0],
                 remedy="Its own output says why",
             ) from error
-
-    @contextmanager
-    def splitting(self, pipe: VideoPipeline) -> Iterator[None]:
-        """Inside, the transformers of a pipeline split every video over this group, with exact
-        attention over all of its ranks where they are not patched. Afterwards they are whole.
-
-        Raises:
-            ContextParallelError: An attention holds SLA's `proj_l`: its definition in plain torch
-                is for one process.
-        """
-        if not self.split:
-            yield
-            return
-        if not torch.accelerator.device_count():
-            raise ContextParallelError(
-                "a split video",
-                expected="GPUs",
-                got="none",
-                remedy="Leave --ulysses and --ring out: the prompts are dealt out then",
-            )
-        from diffusers import ContextParallelConfig
-        from torch.distributed.device_mesh import init_device_mesh
-
-        parts = [pipe.transformer, getattr(pipe, "transformer_2", None)]
-        models: list[Any] = [part for part in parts if part is not None]
-        for model in models:
-            if any(attached_proj_l(module) is not None for module in model.modules()):
-                raise ContextParallelError(
-                    "a split video",
-                    expected="a model without SLA's proj_l",
-                    got="one that holds it",
-                    remedy="Leave --ulysses and --ring out: the prompts are dealt out then",
-                )
-        ring, ulysses = self._degrees
-        mesh = init_device_mesh(
-            pipe._execution_device.type,
-            (self.groups, ring, ulysses),
-            mesh_dim_names=("videos", "ring", "ulysses"),
-        )
-        # The whole mesh: torch 2.8 takes no part of a part, and diffusers looks for these two.
-        config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, mesh=mesh)
-        with ExitStack() as undo:
-            for model in models:
-                undo.callback(detach_plan, model)
-                attach_plan(model)
-                undo.callback(restore_attention, model)
-                distribute_attention(model)
-                model.enable_parallelism(config=config)
-                undo.callback(disable_parallelism, model)
-            yield
 
 
 def ranks_here(environment: Mapping[str, str] | None = None) -> Ranks:

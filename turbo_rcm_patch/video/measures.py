@@ -7,9 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 import torch
@@ -19,7 +17,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ShapeError
 from turbo_rcm_patch.ops import AttentionSpec, attention_project_skip, attention_skip
 from turbo_rcm_patch.patching import patched, sla_as_defined
-from turbo_rcm_patch.patching.int8_linear import Int8Linear
+from turbo_rcm_patch.patching.int8_module import Int8Linear
 from turbo_rcm_patch.video.families import VideoPipeline, family_of
 from turbo_rcm_patch.video.generation import (
     Conditioning,
@@ -315,23 +313,13 @@ def network_number(
         transformer: In bf16, on any device, not offloaded. For the truth it is upcast in place,
             one block at a time, so a network of any size needs the memory of one block more.
         inputs: Calls, in bf16 or another low precision.
-        config: How to patch. With precision="auto" the guard chooses on the first call, as in a
-            video. Else it is off here: no pair is given back before it is measured.
+        config: How to patch. The guard decides on the first call, as in a video.
     """
     config = config or PatchConfig()
     with sla_as_defined(transformer, config.sla_topk):
         unpatched = [one.call(transformer).float().cpu() for one in inputs]
-    with TemporaryDirectory() as folder:
-        fixed = replace(config, guard=False)
-        if config.chooses:
-            chosen = Path(folder) / "chosen.json"
-            with patched(transformer, config) as report:
-                for _ in range(2):  # What the first one changes is compared on the second.
-                    inputs[0].call(transformer)
-                report.save_calibration(chosen)
-            fixed = replace(fixed, calibration=chosen)
-        with patched(transformer, fixed):
-            ours = [one.call(transformer).float().cpu() for one in inputs]
+    with patched(transformer, config):
+        ours = [one.call(transformer).float().cpu() for one in inputs]
     with highest_precision(), sla_as_defined(transformer, config.sla_topk), upcast(transformer):
         truth = [one.upcast().call(transformer).cpu() for one in inputs]
     return NetworkNumber(unpatched=_mean_error(unpatched, truth), patched=_mean_error(ours, truth))

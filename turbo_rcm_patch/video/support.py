@@ -19,7 +19,7 @@ from torch import nn
 from turbo_rcm_patch.config import Kind
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.output import write_text
-from turbo_rcm_patch.patching.find import find_pairs
+from turbo_rcm_patch.patching import find_pairs
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ weights, where stock classes drop them.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -21,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
+from turbo_rcm_patch.patching.sla import MARK, held_proj_l
 
 #: The file of everything that diffusers' class has no place for.
 EXTRA_FILE: Final = "turbo_extra.safetensors"
 #: Which version of the extra file it is; one entry, because their order in a file is left open.
 #: Since version 2 config.json marks its `proj_l`, so that a file of other weights is recognised.
 EXTRA_METADATA: Final = {"turbo_rcm_patch": "2"}
-#: Entry of config.json: {"count", "digest"} of the `proj_l`; None where dense attention is meant.
-MARK: Final = "_turbo_rcm_sla"
 #: diffusers' name of a file of weights.
 WEIGHTS: Final = "diffusion_pytorch_model"
 
@@ -36,10 +37,6 @@ WEIGHTS: Final = "diffusion_pytorch_model"
 _PROJ_L: Final = re.compile(
     r"((?:.+\.)?attn1)(?:\.attn_op)?(?:\.local_attn)?\.proj_l\.(weight|bias)"
 )
-#: Transformer folders of a pipeline.
-_PARTS: Final = ("transformer", "transformer_2")
-#: How many saved copies of copies are followed back to the converted folder.
-_COPIES: Final = 8
 
 #: Attention -> weight [D, D] and bias [D].
 ProjL = Mapping[str, tuple[Tensor, Tensor]]
@@ -237,52 +234,6 @@ def _version(path: Path) -> int:
     return int(said) if said.isdecimal() else 1
 
 
-def places_of(model: nn.Module) -> Iterator[list[Path]]:
-    """Transformer folders on this disk that a model may have been loaded from, nearest first.
-
-    `_name_or_path` is a transformer's folder, its pipeline's if a subfolder was passed, or a hub
-    id, whose files are in the hub's cache. A folder that was saved from a loaded model names the
-    one before it.
-
-    Yields:
-        The folders that one name may mean: one, or the two experts of a pipeline.
-    """
-    get = getattr(getattr(model, "config", None), "get", None)
-    name = get("_name_or_path") if get is not None else None
-    for _ in range(_COPIES):
-        root = _local(name)
-        if root is None:
-            return
-        near = [root, *(root / part for part in _PARTS)]
-        near = [path for path in near if (path / "config.json").is_file()]
-        near = near[:1] if near[:1] == [root] else near
-        if not near:
-            return
-        yield near
-        name = next((read_config(path).get("_name_or_path") for path in near), None)
-
-
-def _local(name: object) -> Path | None:
-    if not isinstance(name, str | os.PathLike) or not str(name):
-        return None
-    path = Path(name)
-    if path.is_dir():
-        return path
-    if path.is_absolute() or str(name).count("/") != 1:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    for inside in ("config.json", "transformer/config.json", "transformer_2/config.json"):
-        try:
-            cached = try_to_load_from_cache(str(name), inside)
-        except HFValidationError:
-            return None
-        if isinstance(cached, str):
-            return Path(cached).parents[inside.count("/")]
-    return None
-
-
 def remove_extra(folder: Path) -> None:
     """Remove an extra file that this library wrote: a model without extra tensors is saved over
     what it belonged to."""
@@ -306,3 +257,80 @@ def write_extra(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         os.replace(beside, folder / EXTRA_FILE)
     finally:
         beside.unlink(missing_ok=True)
+
+
+class SavesExtra:
+    """Stands in for the `save_pretrained` of a transformer with `proj_l` or int8 weights: writes
+    the extra file too, so that what is saved is a converted folder.
+
+    It holds the transformer, so that a deep copy saves its own.
+    """
+
+    __slots__ = ("_model",)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the class: a pipeline passes only what it finds there."""
+        stock: Any = type(self._model)
+        return inspect.signature(stock.save_pretrained.__get__(self._model))
+
+    def __call__(
+        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> object:
+        """As the class's own, with the extra file.
+
+        Args:
+            save_directory: The transformer folder.
+            *args: For the class's own.
+            **kwargs: Likewise.
+        """
+        model: Any = self._model
+        proj_l = held_proj_l(model)
+        extra = {
+            f"{name}.proj_l.{part}": tensor.to("cpu", copy=True).contiguous()
+            for name, pair in proj_l.items()
+            for part, tensor in zip(("weight", "bias"), pair, strict=True)
+        }
+        for name, module in model.named_modules():
+            int8 = attached_int8(module)
+            # What was written through `.data`, as merging an adapter does, is not seen before.
+            if int8 is not None and (module.weight.is_meta or stands_for(module.weight, *int8)):
+                for part, tensor in zip(("int8_weight", "scale"), int8, strict=True):
+                    extra[f"{name}.{part}"] = tensor.to("cpu", copy=True).contiguous()
+        folder = Path(save_directory)
+        if kwargs.get("is_main_process", args[0] if args else True) and not folder.is_file():
+            if proj_l:
+                model.register_to_config(**{MARK: mark_of_tensors(proj_l)})
+            folder.mkdir(parents=True, exist_ok=True)
+            # First, because the class may upload the folder.
+            if extra:
+                write_extra(folder, extra)
+            elif not isinstance(mark_of(model.config), Mapping):
+                remove_extra(folder)
+        result: object = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+        return result
+
+
+def save_with_extra(model: nn.Module) -> None:
+    """Let `save_pretrained` of a diffusers model keep what is attached."""
+    if hasattr(type(model), "save_pretrained") and "save_pretrained" not in model.__dict__:
+        model.save_pretrained = SavesExtra(model)  # type: ignore[assignment]
+
+
+def save_as_class(model: nn.Module) -> None:
+    """Take `save_with_extra` back."""
+    if isinstance(model.__dict__.get("save_pretrained"), SavesExtra):
+        del model.__dict__["save_pretrained"]
+
+
+def mark_sla(model: nn.Module, mark: object) -> None:
+    """Say in a diffusers model's configuration which `proj_l` belong to it; None: dense is meant.
+
+    `patch_model` then does not look for them beside the weights.
+    """
+    register = getattr(model, "register_to_config", None)
+    if register is not None:
+        register(**{MARK: mark})
