@@ -6,7 +6,7 @@ Attention reaches the output of each: gates are live and queries peaked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -137,7 +137,8 @@ def wan(cls: type[nn.Module] = WanTransformer3DModel, **config: Any) -> Any:
     torch.manual_seed(0)
     model: Any = cls(**{**WAN, **config})
     for block in [*getattr(model, "vace_blocks", ()), *model.blocks]:
-        block.scale_shift_table.data[:, (2, 5)] += 0.7
+        block.scale_shift_table.data[:, (2, 5)] += 0.7  # gates
+        block.scale_shift_table.data[:, (1, 4)] *= 3  # scales
         for attn in (block.attn1, block.attn2):
             attn.norm_q.weight.data.mul_(2)
         nn.init.normal_(block.attn1.norm_k.weight, 1.0, 0.2)

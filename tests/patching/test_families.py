@@ -1,4 +1,4 @@
-"""Every model of the table, patched: it runs the fast path, and computes what its author's does."""
+"""Every model of the table, patched: it runs the fast path and computes what its author does."""
 
 from __future__ import annotations
 
