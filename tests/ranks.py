@@ -15,30 +15,10 @@ import torch.multiprocessing as mp
 
 from tests import processes
 from tests.processes import server
-from turbo_rcm_patch.ops.exchange import ContextParallel
 
 #: An exchange that nobody answers fails after this: a machine may stand still for a while, and on
 #: GPUs a rank may be compiling kernels that another has. Less than pytest gives a test.
 TIMEOUT = timedelta(seconds=150)
-
-
-def groups(ulysses: int, ring: int, first: int = 0) -> ContextParallel | None:
-    """The groups of ulysses * ring ranks from `first` on; None on other ranks.
-
-    Made by every process, because torch.distributed wants that."""
-    ranks = range(first, first + ulysses * ring)
-    here = dist.get_rank()
-    group = dist.new_group(list(ranks), timeout=TIMEOUT)
-    own: list[dist.ProcessGroup | None] = [None, None]
-    for which, degree, members in (
-        (0, ulysses, [ranks[i * ulysses :][:ulysses] for i in range(ring)]),
-        (1, ring, [ranks[i::ulysses] for i in range(ulysses)]),
-    ):
-        for each in members:
-            made = dist.new_group(list(each), timeout=TIMEOUT) if degree > 1 else None
-            if here in each:
-                own[which] = made
-    return ContextParallel(group, *own) if here in ranks else None
 
 
 def _main(

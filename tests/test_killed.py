@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from turbo_rcm_patch.tune import write_table
 
 from tests.killed import killed_at
 from tests.turbodiffusion.test_convert_command import TINY
 from tests.turbodiffusion.wan_model import save
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.turbodiffusion.extra_file import EXTRA_FILE, write_extra
-from turbo_rcm_patch.tune import write_table
 from turbo_rcm_patch.turbodiffusion import write_checkpoint
 from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
+from turbo_rcm_patch.turbodiffusion.extra_file import EXTRA_FILE, write_extra
 from turbo_rcm_patch.video.generation import Sample
 from turbo_rcm_patch.video.store import Store
 from turbo_rcm_patch.video.video import write_mp4

@@ -94,6 +94,7 @@ def last(change: Callable[[Tensor], Tensor]) -> Callable[[Wrong], Wrong]:
     return lambda right: lambda *args: (*(made := right(*args))[:-1], change(made[-1]))
 
 
+# ruff: noqa: E501  one fault a line
 # Arguments of skip_norm: residual, branch, gate, factor, offset, one, eps, ...
 WAN_FAULTS = [
     Fault("gate rolled", "skip_norm", of_input("skip_norm", 2, roll)),

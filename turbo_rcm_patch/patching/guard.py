@@ -45,7 +45,10 @@ class Steps:
     """Where a diffusers pipeline is in its denoising loop. It is held weakly."""
 
     def __init__(self, pipe: object) -> None:
-        self._pipe: Callable[[], Any] = weakref.ref(pipe)
+        try:
+            self._pipe: Callable[[], Any] = weakref.ref(pipe)
+        except TypeError:  # an object of the caller's own
+            self._pipe = lambda: pipe
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nowhere, ()  # A weak reference means nothing in another process or a copy.

@@ -1,0 +1,191 @@
+"""int8 Linears: the Linear's own forward, fresh after every change, and int8 weights alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from tests.measures import relative_l2
+from tests.patching.models import named, run
+from turbo_rcm_patch import keep_int8_only, ops, patch_model, patched, refresh, unpatch_model
+from turbo_rcm_patch.errors import DroppedWeightError, OffloadedError
+from turbo_rcm_patch.patching.int8_module import Int8Linear
+from turbo_rcm_patch.patching.int8_weights import attach_int8
+
+BF16 = torch.bfloat16
+WAN = named("t2v")
+
+
+def linears(model: Any) -> list[Any]:
+    block = model.blocks[0]
+    attns = [getattr(a, n) for a in (block.attn1, block.attn2) for n in ("to_q", "to_k", "to_v")]
+    return [*attns, block.attn1.to_out[0], block.ffn.net[0].proj, block.ffn.net[2]]
+
+
+def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """The int8 product, as `ops.int8_linear` computes it."""
+    return ops.int8_linear(x, *ops.quantize_weight(linear.weight), linear.bias)
+
+
+def test_a_linear_computes_the_int8_product() -> None:
+    model = WAN.model(BF16)
+    patch_model(model, linear="int8")
+    x = torch.randn(2, 9, 128, dtype=BF16)
+    for linear in linears(model)[:4]:
+        with torch.no_grad():
+            made = linear(x)
+            assert torch.equal(made, product(linear, x))
+            assert torch.equal(linear(x[0]), made[0])
+
+
+def changes() -> dict[str, Any]:
+    def in_place(linear: Any) -> None:
+        with torch.no_grad():
+            linear.weight.mul_(-2)
+
+    def other_parameter(linear: Any) -> None:
+        linear.weight = nn.Parameter(-2 * linear.weight.detach(), requires_grad=False)
+
+    def other_memory(linear: Any) -> None:
+        linear.weight.data = -2 * linear.weight.data
+
+    def other_bias(linear: Any) -> None:
+        linear.bias.data.add_(1)
+
+    return {f.__name__: f for f in (in_place, other_parameter, other_memory, other_bias)}
+
+
+@pytest.mark.parametrize("name", changes())
+def test_a_copy_follows_its_weight(name: str) -> None:
+    model = WAN.model()
+    patch_model(model, linear="int8")
+    linear, x = model.blocks[0].attn1.to_q, torch.randn(1, 5, 128)
+    with torch.no_grad():
+        before = linear(x)
+        changes()[name](linear)
+        made = linear(x)
+    assert relative_l2(made, before) > 0.1
+    assert torch.equal(made, product(linear, x))
+
+
+def test_a_write_through_data_needs_refresh() -> None:
+    model = WAN.model()
+    patch_model(model, linear="int8")
+    linear, x = model.blocks[0].attn1.to_q, torch.randn(1, 5, 128)
+    with torch.no_grad():
+        linear(x)
+        linear.weight.data.mul_(-2)
+        refresh(model)
+        assert torch.equal(linear(x), product(linear, x))
+
+
+def test_a_lora_beside_int8_is_nearer_than_one_fused_and_quantised() -> None:
+    torch.manual_seed(0)
+    model, inputs = WAN.model(), WAN.inputs()
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["to_q", "to_k", "to_v", "to_out.0"],
+                        init_lora_weights=False)  # fmt: skip
+    model.add_adapter(config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, 0.0, 0.3)
+    model.eval().requires_grad_(False)
+    expected = run(model, inputs)
+    fused = copy.deepcopy(model)
+    fused.fuse_lora()
+    errors = []
+    for one in (model, fused):
+        with patched(one, attention="exact", linear="int8", guard=False):
+            errors.append(relative_l2(run(one, inputs), expected))
+    assert 0 < errors[0] < errors[1]
+
+
+def test_an_offloaded_weight_keeps_no_copy() -> None:
+    """A weight that moves on every call would hold int8 memory beside what offloading frees."""
+    model = WAN.model()
+    patch_model(model, linear="int8")
+    linear, x = model.blocks[0].attn1.to_q, torch.randn(1, 5, 128)
+    forward = linear.forward.__self__
+    made = []
+    with torch.no_grad():
+        for _ in range(6):
+            linear.weight.data = linear.weight.data.clone()
+            made.append(linear(x))
+    assert all(torch.equal(made[0], one) for one in made)
+    assert forward._made is None
+
+
+def test_a_gradient_runs_the_linear_as_it_is() -> None:
+    model = WAN.model()
+    patch_model(model, linear="int8")
+    linear, x = model.blocks[0].attn1.to_q, torch.randn(1, 5, 128, requires_grad=True)
+    made = linear(x)
+    made.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(made, nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def test_weights_that_a_checkpoint_brought_are_multiplied_as_they_are() -> None:
+    model = WAN.model()
+    linear, x = model.blocks[0].attn1.to_q, torch.randn(1, 5, 128)
+    int8 = torch.randint(-127, 128, (128, 128), dtype=torch.int8)
+    scale = torch.full((1, 1), 0.002)
+    linear.weight.data = int8.float() * scale
+    attach_int8(linear, int8, scale)
+    patch_model(model, linear="int8")
+    with torch.no_grad():
+        assert torch.equal(linear(x), ops.int8_linear(x, int8, scale, linear.bias))
+        linear.weight.mul_(2)  # no longer the weight that they were attached to
+        assert torch.equal(linear(x), product(linear, x))
+
+
+# --- int8 weights alone --------------------------------------------------------------------------
+
+
+def test_int8_only_drops_the_originals_and_keeps_the_values() -> None:
+    model, inputs = WAN.model(BF16), WAN.inputs(dtype=BF16)
+    twin = copy.deepcopy(model)
+    patch_model(twin, attention="exact", linear="int8", guard=False)
+    expected = run(twin, inputs)
+    before = sum(p.numel() * p.itemsize for p in model.parameters())
+    report = patch_model(model, attention="exact", linear="int8-only", guard=False)
+    assert sum(p.numel() * p.itemsize for p in model.parameters()) < 0.75 * before
+    assert all(type(linear) is Int8Linear for linear in linears(model))
+    assert report.pairs[0].int8_linears == ("to_q", "to_k", "to_v", "to_out.0")
+    assert torch.equal(run(model, inputs), expected)
+    unpatch_model(model)
+    # The product of int8 and scale stays, for whoever calls the Linear.
+    assert relative_l2(run(model, inputs).float(), expected.float()) < 0.05
+
+
+def test_a_weight_that_is_int8_alone_can_be_read_and_not_written() -> None:
+    model = WAN.model()
+    weight = model.blocks[0].attn1.to_q.weight.clone()
+    count = keep_int8_only(model)
+    assert count == 20
+    linear = model.blocks[0].attn1.to_q
+    assert relative_l2(linear.weight, weight) < 0.01
+    with pytest.raises(DroppedWeightError, match="Fuse adapters before"):
+        linear.weight += 1
+
+
+def test_int8_only_is_refused_under_offloading() -> None:
+    model = WAN.model()
+    cpu = torch.device("cpu")
+    model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    with pytest.raises(OffloadedError, match="enable"):
+        patch_model(model, linear="int8-only")
+    assert not any(type(module) is Int8Linear for module in model.modules())
+
+
+def test_the_report_names_linears_that_are_not_quantised() -> None:
+    model = WAN.model()
+    attn = model.blocks[0].attn1
+    attn.to_k = nn.Sequential(attn.to_k)
+    report = patch_model(model, linear="int8")
+    assert report.pairs[0].int8_linears == ("to_q", "to_v", "to_out.0")
+    assert report.pairs[3].int8_linears == ("to_q", "to_k", "to_v", "to_out.0")

@@ -1,0 +1,130 @@
+"""Bad calls: a typed error that says what to do, and a model that is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.patching.models import dicts, named
+from turbo_rcm_patch import PatchConfig, patch_model, refresh, report_of, unpatch_model
+from turbo_rcm_patch.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    DTypeError,
+    FamilyError,
+    Fp8UnsupportedError,
+    MissingPackageError,
+    NotAModelError,
+    NothingToPatchError,
+    NotPatchedError,
+    ShapeError,
+    UnknownArchitectureError,
+)
+
+
+def keywords(**options: Any) -> Callable[[Any], object]:
+    return lambda model: patch_model(model, **options)
+
+
+def subclass(model: Any) -> None:
+    kind = type("Derived", (type(model),), {})
+    model.__class__ = kind
+    patch_model(model)
+
+
+def odd_heads(model: Any) -> None:
+    model.blocks[0].attn1.inner_dim = 126 + 1
+    patch_model(model)
+
+
+def in_fp64(model: Any) -> None:
+    patch_model(model.double())
+
+
+def lost_proj_l(model: Any) -> None:
+    model.register_to_config(_turbo_rcm_sla={"count": 2, "digest": "0"})
+    patch_model(model)
+
+
+def other_signature(model: Any) -> None:
+    kind = type(model.blocks[0])
+    own = kind.forward
+    try:
+        kind.forward = lambda self, hidden_states, text, temb, rotary_emb, more=None: None
+        patch_model(model)
+    finally:
+        kind.forward = own
+
+
+def every_block_replaced(model: Any) -> None:
+    for block in model.blocks:
+        block.attn1.processor = SimpleNamespace()
+    patch_model(model)
+
+
+CASES: list[tuple[str, Callable[[Any], object], type[Exception], str]] = [
+    ("a text for a config", lambda m: patch_model(m, "exact"), ConfigError, "attention='exact'"),
+    ("a dict for a config", lambda m: patch_model(m, {"pv": "fp8"}), ConfigError, "PatchConfig"),
+    ("a misspelt field", keywords(atention="int8"), ConfigError, "Did you mean 'attention'"),
+    ("another attention", keywords(attention="int2"), ConfigError, "'int4'"),
+    ("a number for a flag", keywords(guard=1), ConfigError, "True or False"),
+    ("a negative target", keywords(fidelity=-1.0), ConfigError, "positive"),
+    ("no share of keys", keywords(sla_topk=0.0), ConfigError, "(0, 1]"),
+    ("graphs", keywords(cuda_graphs=True), ConfigError, "reduce-overhead"),
+    ("precision", keywords(precision="auto"), ConfigError, "fidelity=None"),
+    ("a residual dtype", keywords(residual="model"), ConfigError, "fp32 inside a block"),
+    ("kinds", keywords(kinds=("self",)), ConfigError, "attention=\"exact\""),
+    ("a calibration", keywords(calibration="x.json"), ConfigError, "same bits"),
+    ("a budget", keywords(guard_budget=0.2), ConfigError, "guard=False"),
+    ("a self-test", keywords(self_test=True), ConfigError, "doctor"),
+    ("kernels without a GPU", keywords(impl="triton"), DeviceError, 'impl="auto"'),
+    ("one launch of exact attention", keywords(form="one-launch", attention="exact"), ConfigError,
+     "int8"),
+    ("sage without a GPU", keywords(attention="sage"), (DeviceError, MissingPackageError),  # type: ignore[list-item]
+     "int8"),
+    ("a number", lambda m: patch_model(3), NotAModelError, "pipe.transformer"),
+    ("a module of no family", lambda m: patch_model(nn.Linear(2, 2)), UnknownArchitectureError,
+     "WanTransformer3DModel"),
+    ("a subclass", subclass, UnknownArchitectureError, "subclass"),
+    ("odd heads", odd_heads, ShapeError, "even number"),
+    ("fp64", in_fp64, DTypeError, "bfloat16"),
+    ("SLA without its proj_l", lost_proj_l, CheckpointError, "load_extra"),
+    ("another signature", other_signature, FamilyError, "Install a version of diffusers"),
+    ("nothing to fuse", every_block_replaced, NothingToPatchError, "processor of attn1"),
+    ("a report of no patch", report_of, NotPatchedError, "same model"),
+    ("refreshing no patch", refresh, NotPatchedError, "same model"),
+    ("undoing no patch", unpatch_model, NotPatchedError, "same model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "call", "kind", "words"), CASES, ids=[c[0] for c in CASES])
+def test_a_refusal_names_the_remedy_and_changes_nothing(
+    name: str, call: Callable[[Any], object], kind: type[Exception], words: str
+) -> None:
+    model = named("t2v").model()
+    with pytest.raises(kind) as raised:
+        call(model)
+    assert words in str(raised.value)
+    assert not any("forward" in attributes for attributes in dicts(model).values())
+    assert "_turbo_rcm_patch" not in vars(model)
+
+
+def test_fp8_by_name_is_refused_on_a_card_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    model = named("t2v").model()
+    model.blocks[0].attn1.__dict__["_hf_hook"] = SimpleNamespace(execution_device="cuda:0")
+    with pytest.raises(Fp8UnsupportedError, match='pv="auto"'):
+        patch_model(model, pv="fp8")
+
+
+def test_a_configuration_shows_what_was_chosen() -> None:
+    assert repr(PatchConfig()) == "PatchConfig()"
+    assert repr(PatchConfig(pv="bf16", guard=False)) == "PatchConfig(pv='bf16', guard=False)"
+    assert hash(PatchConfig()) == hash(PatchConfig())

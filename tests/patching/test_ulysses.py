@@ -1,0 +1,142 @@
+"""A sequence that ranks share, through diffusers' `enable_parallelism`, over real ranks on a
+CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.measures import relative_l2
+from tests.patching.models import named, run
+from tests.ranks import on_ranks
+from turbo_rcm_patch import patch_model, report_of, unpatch_model
+from turbo_rcm_patch.errors import ContextParallelError
+from turbo_rcm_patch.ops import unchecked
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+
+#: fp32 sums in another order, through two blocks.
+NEAR = 2e-5
+
+
+def enable(model: Any, ulysses: int = 2, ring: int = 1) -> None:
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, mesh=mesh)
+    # diffusers counts accelerators, of which a CPU machine has none.
+    with mock.patch.object(torch.accelerator, "device_count", return_value=2):
+        model.enable_parallelism(config=config)
+
+
+def equals_one_rank(rank: int, name: str, options: dict[str, Any], patch_first: bool) -> None:
+    one = named(name)
+    alone, model, inputs = one.model(), one.model(), one.inputs()
+    patch_model(alone, **options)
+    expected = run(alone, inputs)
+    if patch_first:
+        patch_model(model, **options)
+        enable(model)
+    else:
+        enable(model)
+        patch_model(model, **options)
+    made = run(model, inputs)
+    assert all(words.startswith("fused") for words in report_of(model).ran().values())
+    # int8's scales are those of blocks of keys and of rows, so they are the same on every rank.
+    assert relative_l2(made, expected) <= (NEAR if options["attention"] == "exact" else 5e-3)
+    assert any("parallel over 2 ranks" in line for line in str(report_of(model)).splitlines())
+    unpatch_model(model)
+    assert relative_l2(run(model, inputs), run(one.model(), inputs)) <= NEAR
+
+
+@pytest.mark.supports(
+    ("WanTransformer3DModel", "ChronoEditTransformer3DModel"), "context parallel"
+)
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("attention", ["exact", "int8"])
+@pytest.mark.parametrize("name", ["t2v", "i2v", "chronoedit"])
+def test_two_ranks_compute_what_one_does(name: str, attention: str, patch_first: bool) -> None:
+    on_ranks(2, equals_one_rank, name, {"attention": attention, "guard": False}, patch_first)
+
+
+def equals_one_rank_with_sla(rank: int) -> None:
+    one = named("sla")
+    alone, model, inputs = one.model(), one.model(), one.inputs()
+    options: Any = {"attention": "int8", "guard": False, "sla_topk": 0.5}
+    patch_model(alone, **options)
+    patch_model(model, **options)
+    enable(model)
+    assert relative_l2(run(model, inputs), run(alone, inputs)) <= 5e-3
+
+
+def test_sla_over_two_ranks() -> None:
+    on_ranks(2, equals_one_rank_with_sla)
+
+
+def decides_alike(rank: int) -> None:
+    """A fault on one rank is seen there, and both decide."""
+    one = named("t2v")
+    model, inputs = one.model(), one.inputs()
+    expected = run(model, inputs)
+    report = patch_model(model, attention="int8")
+    enable(model)
+    right = unchecked.skip_norm
+
+    def wrong(*args: Any) -> Any:
+        x, h = right(*args)
+        return x * 2, h
+
+    unchecked.skip_norm = wrong if rank == 0 else right
+    made = run(model, inputs)
+    assert {record.path for record in report.guard.decisions} == {"blocks.0", "blocks.1"}
+    assert relative_l2(made, expected) < 0.02
+
+
+def test_ranks_decide_together() -> None:
+    on_ranks(2, decides_alike)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    model = named("three-heads-of-24").model()
+    split = SimpleNamespace(ulysses_degree=2, ring_degree=1)
+    config = SimpleNamespace(context_parallel_config=split)
+    for block in model.blocks:
+        block.attn1.processor._parallel_config = config
+    with pytest.raises(ContextParallelError, match="3 heads"):
+        patch_model(model)
+
+
+def test_another_parallelism_is_refused() -> None:
+    model = named("t2v").model()
+    model._parallel_config = SimpleNamespace(context_parallel_config=None)
+    with pytest.raises(ContextParallelError, match="without it"):
+        patch_model(model)
+
+
+def rings(rank: int) -> None:
+    one = named("t2v")
+    model, inputs = one.model(), one.inputs()
+    patch_model(model, attention="int8", guard=False)
+    enable(model, ulysses=1, ring=2)
+    called = []
+
+    def ring(*args: Any, **named: Any) -> Tensor:
+        called.append(named["parallel_config"])
+        query: Tensor = args[0]
+        return query
+
+    with mock.patch(
+        "diffusers.models.transformers.transformer_wan.dispatch_attention_fn", side_effect=ring
+    ):
+        run(model, inputs)
+    assert sum(config is not None for config in called) == 2  # the two self-attentions
+
+
+def test_in_a_ring_the_attention_exchanges_by_its_own_code() -> None:
+    on_ranks(2, rings)

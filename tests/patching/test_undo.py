@@ -1,0 +1,199 @@
+"""Patching changes instance attributes alone, whole or not at all, and undoing it is exact."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.patching.models import MODELS, classes, dicts, named, run, wan
+from turbo_rcm_patch import (
+    is_patched,
+    keep_int8_only,
+    patch_model,
+    patched,
+    report_of,
+    unpatch_model,
+)
+from turbo_rcm_patch.errors import (
+    AlreadyPatchedError,
+    NotPatchedError,
+    OpError,
+    UnknownArchitectureError,
+    WrappedError,
+)
+
+WAN = named("t2v")
+
+
+@pytest.mark.supports(classes(MODELS), "unpatched, bit-equal")
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+@pytest.mark.parametrize("one", MODELS, ids=str)
+def test_nothing_is_left_of_a_patch(one: Any, linear: Any) -> None:
+    model, inputs = one.model(), one.inputs()
+    before, expected = dicts(model), run(model, inputs)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    patch_model(model, linear=linear)
+    run(model, inputs)
+    assert list(model.state_dict()) == list(state)
+    unpatch_model(model)
+    assert dicts(model) == before
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in state)
+    assert torch.equal(run(model, inputs), expected)
+    assert not is_patched(model)
+
+
+def test_an_exception_inside_patched_undoes_it() -> None:
+    model = WAN.model()
+    before = dicts(model)
+    with pytest.raises(ZeroDivisionError), patched(model, linear="int8"):
+        run(model, WAN.inputs())
+        raise ZeroDivisionError
+    assert dicts(model) == before
+
+
+def test_patching_twice_is_refused_and_changes_nothing() -> None:
+    model = WAN.model()
+    report = patch_model(model)
+    before = dicts(model)
+    with pytest.raises(AlreadyPatchedError, match="unpatch_model first"):
+        patch_model(model, attention="exact")
+    assert dicts(model) == before
+    assert report_of(model).config == report.config
+    with pytest.raises(NotPatchedError):
+        unpatch_model(WAN.model())
+
+
+def test_both_experts_or_neither() -> None:
+    one, two = WAN.model(), wan(num_layers=1).eval()
+    pipe = SimpleNamespace(transformer=one, transformer_2=two, scheduler=None)
+    report = patch_model(pipe)
+    assert len(report.pairs) == 9
+    assert is_patched(one)
+    assert is_patched(two)
+    unpatch_model(pipe)
+    other = SimpleNamespace(transformer=one, transformer_2=nn.Linear(2, 2))
+    with pytest.raises(UnknownArchitectureError, match="transformer_2"):
+        patch_model(other)
+    assert not is_patched(one)
+    two.double()
+    with pytest.raises(OpError):
+        patch_model(pipe)
+    assert not is_patched(one)
+
+
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+def test_a_wrapper_that_came_later_is_not_dropped(linear: Any) -> None:
+    model, inputs = WAN.model(), WAN.inputs()
+    patch_model(model, linear=linear, guard=False)
+    block = model.blocks[0]
+    ours = block.forward
+    block.forward = lambda *args, **named: ours(*args, **named) * 1.5
+    made, before = run(model, inputs), dicts(model)
+    with pytest.raises(WrappedError, match="Undo the later change first"):
+        unpatch_model(model)
+    assert dicts(model) == before
+    assert torch.equal(run(model, inputs), made)
+    block.forward = ours
+    unpatch_model(model)
+    assert "forward" not in vars(block)
+
+
+def test_a_block_with_a_forward_of_its_own_is_left_alone() -> None:
+    model, inputs = WAN.model(), WAN.inputs()
+    block = model.blocks[0]
+    own = block.forward
+    block.forward = lambda *args, **named: own(*args, **named) * 1.5
+    expected = run(model, inputs)
+    report = patch_model(model, attention="exact")
+    assert (run(model, inputs) - expected).abs().max() < 1e-4
+    left = [pair for pair in report.pairs if pair.path.startswith("blocks.0")]
+    assert {pair.runs for pair in left} == {"as-written"}
+    assert "replaced by other code" in left[0].reason
+    unpatch_model(model)
+    assert torch.equal(run(model, inputs), expected)
+
+
+def test_a_failure_while_installing_leaves_nothing() -> None:
+    model = WAN.model()
+    before = dicts(model)
+
+    class Refuses(type(model.blocks[1])):  # type: ignore[misc]
+        """A block that takes no attribute."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "forward":
+                raise RuntimeError("no attribute for you")
+            super().__setattr__(name, value)
+
+    keep = type(model.blocks[1]).__setattr__
+    kind = type(model.blocks[1])
+    try:
+        kind.__setattr__ = lambda self, name, value: (  # type: ignore[method-assign]
+            Refuses.__setattr__(self, name, value)
+            if self is model.blocks[1] and name == "forward"
+            else keep(self, name, value)
+        )
+        with pytest.raises(RuntimeError):
+            patch_model(model)
+    finally:
+        del kind.__setattr__
+    assert dicts(model) == before
+
+
+def test_hooks_that_come_and_go_move_the_patch() -> None:
+    model, inputs = WAN.model(), WAN.inputs()
+    from diffusers import FirstBlockCacheConfig
+
+    expected, before = run(model, inputs), dicts(model)
+    patch_model(model, attention="exact", guard=False)
+    made = run(model, inputs)
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    model.disable_cache()
+    assert torch.equal(run(model, inputs), made)
+    unpatch_model(model)
+    assert torch.equal(run(model, inputs), expected)
+    assert not any(
+        type(value).__module__.startswith("turbo_rcm_patch")
+        for attributes in dicts(model).values()
+        for value in attributes.values()
+    )
+    del before
+
+
+def test_a_patched_model_can_be_collected() -> None:
+    model = WAN.model()
+    report = patch_model(model, linear="int8")
+    run(model, WAN.inputs())
+    gone = weakref.ref(model.blocks[0].attn1.to_q.weight)
+    del model
+    import gc
+
+    gc.collect()
+    assert gone() is None
+    assert "gone" in str(report)
+
+
+def test_unpatching_dropped_weights_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = WAN.model()
+    patch_model(model, linear="int8-only")
+    with caplog.at_level(logging.WARNING):
+        unpatch_model(model)
+    assert "int8 weights alone" in caplog.text
+    assert keep_int8_only(model) == 0
+
+
+def test_a_shared_block_is_patched_once() -> None:
+    model, inputs = WAN.model(), WAN.inputs()
+    model.blocks[1] = model.blocks[0]
+    before, expected = dicts(model), run(model, inputs)
+    report = patch_model(model, attention="exact")
+    assert len(report.pairs) == 3
+    assert (run(model, inputs) - expected).abs().max() < 1e-4
+    unpatch_model(model)
+    assert dicts(model) == before
