@@ -3,14 +3,9 @@ them."""
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
-from importlib import resources
-from time import perf_counter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -18,9 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_rcm_patch.errors import DeviceError
-from turbo_rcm_patch.kernels.ahead import compiled_only, note_launch
-from turbo_rcm_patch.kernels.replay import forget_programs, recorder, without_replay
-from turbo_rcm_patch.kernels.tile_table import user_table
+from turbo_rcm_patch.kernels.replay import recorder
 
 #: Arguments of kernels that vary with the number of tokens. Triton compiles a kernel again for
 #: integers that are 1 or divide by 16; of these it must not, or every new length would compile
@@ -120,86 +113,65 @@ def target_of(device: torch.device) -> Target:
     return _target(device.index if device.index is not None else torch.cuda.current_device())
 
 
-@cache
-def _tiles() -> dict[str, dict[str, dict[str, list[int]]]]:
-    text = resources.files("turbo_rcm_patch.kernels").joinpath("tiles.json").read_text("utf-8")
-    return json.loads(text)
-
-
-#: What `trying_tile` puts in place of the tables.
-_tried: dict[tuple[str, str], tuple[Tile, list[Target]]] = {}
-
-
-def tile_for(kernel: str, variant: str, target: Target) -> Tile:
-    """The tile of a kernel variant on a target: from the user's own table where it has one, else
-    from the shipped table of the target, else the safe default.
-
-    Raises:
-        ConfigError: The user's table cannot be read; see `tile_table.read_table`.
-    """
-    if (kernel, variant) in _tried:
-        tile, asked = _tried[kernel, variant]
-        asked.append(target)
-        return tile
-    return _tile_for(kernel, variant, target)
-
-
-@cache
-def _tile_for(kernel: str, variant: str, target: Target) -> Tile:
-    # The interpreter has no speed to tune.
-    tuned = {} if target.backend == "interpreter" else user_table()
-    own = tuned.get(target.key, {})
-    if variant in own.get(kernel, {}):
-        return Tile(*own[kernel][variant])
-    table = _tiles()
-    known = target.key in table or target.key in tuned
-    if not known and target.backend != "interpreter":
-        warnings.warn(
-            f"turbo_rcm_patch has no tile table for {target.key}: safe default tiles. "
-            "`turbo-rcm-patch tune` measures and keeps better ones.",
-            stacklevel=3,
-        )
-    return shipped_tiles(target)[kernel][variant]
-
-
-def has_tiles(key: str) -> bool:
-    """Whether the shipped table has tiles of a target's own."""
-    return bool(_tiles().get(key))
-
-
-def shipped_tiles(target: Target) -> dict[str, dict[str, Tile]]:
-    """Kernel -> variant -> tile as this package ships them: the target's over the safe
-    default."""
-    table = _tiles()
-    own = table.get(target.key, {})
-    return {
-        kernel: {
-            variant: Tile(*(own.get(kernel, {}).get(variant) or tile))
-            for variant, tile in variants.items()
+#: Kernel -> variant -> tile. Variants of attentions are the type of p and v and the padded head.
+_DEFAULT: Final = {
+    "attention": {
+        "fp8_32": Tile(64, 128, 4, 2),
+        "fp8_64": Tile(64, 128, 4, 2),
+        "fp8_128": Tile(64, 128, 4, 2),
+        "fp8_256": Tile(64, 64, 8, 2),
+        "16bit_32": Tile(64, 64, 4, 2),
+        "16bit_64": Tile(64, 64, 4, 2),
+        "16bit_128": Tile(64, 64, 4, 2),
+        "16bit_256": Tile(64, 32, 8, 2),
+    },
+    "prologue": {
+        "32": Tile(128, 64, 4, 1),
+        "64": Tile(128, 128, 8, 1),
+        "128": Tile(128, 256, 16, 1),
+        "256": Tile(32, 512, 8, 1),
+    },
+    "skip": {"any": Tile(16, 256, 4, 1)},
+    "int8_linear": {
+        "small": Tile(64, 64, 4, 3),
+        "medium": Tile(64, 64, 4, 3),
+        "wide": Tile(128, 128, 8, 3),
+    },
+}
+_WIDE_16BIT: Final = {"16bit_128": Tile(128, 64, 8, 2), "16bit_256": Tile(64, 32, 4, 2)}
+_SMALL_FP8: Final = {
+    "fp8_32": Tile(64, 64, 4, 2),
+    "fp8_64": Tile(64, 64, 4, 2),
+    "fp8_128": Tile(128, 64, 8, 2),
+    "fp8_256": Tile(64, 32, 8, 2),
+}
+#: What a target has of its own: sm_90 is measured on an H200, the others are chosen by counting
+#: instructions and spills of compiled kernels.
+_OF_TARGETS: Final = {
+    "sm_80": {"attention": _WIDE_16BIT},
+    "sm_86": {"attention": _WIDE_16BIT},
+    "sm_89": {"attention": _SMALL_FP8 | _WIDE_16BIT},
+    "sm_90": {
+        "int8_linear": {
+            "small": Tile(64, 64, 4, 4),
+            "medium": Tile(128, 128, 4, 3),
+            "wide": Tile(128, 128, 4, 3),
         }
-        for kernel, variants in table["default"].items()
-    }
+    },
+    "sm_120": {
+        "attention": _SMALL_FP8
+        | {"fp8_256": Tile(64, 32, 4, 2), "16bit_128": Tile(128, 64, 8, 2)},
+    },
+    "gfx942": {"prologue": {"64": Tile(128, 128, 4, 1), "128": Tile(128, 256, 8, 1)}},
+}
 
 
-def forget_tiles() -> None:
-    """Read the user's table again at the next launch."""
-    user_table.cache_clear()
-    _tile_for.cache_clear()
-    forget_programs()
-
-
-@contextmanager
-def trying_tile(kernel: str, variant: str, tile: Tile) -> Iterator[list[Target]]:
-    """Inside, `tile_for` gives this tile for a kernel variant; for tuning, in one thread. The list
-    has an entry for every time it was asked for."""
-    before, asked = dict(_tried), []
-    _tried[kernel, variant] = tile, asked
-    try:
-        with without_replay():
-            yield asked
-    finally:
-        _tried.clear()
-        _tried.update(before)
+@cache
+def tile_for(kernel: str, variant: str, target: Target) -> Tile:
+    """Return the tile of a kernel variant on a target: the target's own, or the safe default."""
+    kernel = "attention" if kernel == "one_launch" else kernel
+    own = _OF_TARGETS.get(target.key, {}).get(kernel, {})
+    return own.get(variant) or _DEFAULT[kernel][variant]
 
 
 def cdiv(a: int, b: int) -> int:
@@ -308,36 +280,15 @@ def descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
 #: longer do so unasked.
 _FUSION = {"enable_fp_fusion": True}
 
-#: Compiled kernels since `watching_launches` began, while it runs.
-_launched: list | None = None
-
-
-@contextmanager
-def watching_launches() -> Iterator[list]:
-    """Gives a list that collects the compiled kernel of every launch inside; for tuning."""
-    global _launched
-    _launched = []
-    try:
-        with without_replay():
-            yield _launched
-    finally:
-        _launched = None
-
 
 def launch(kernel, grid: tuple[int, ...], device: torch.device, **arguments) -> None:
     """Launch `kernel` on `device`, which need not be the current one."""
     asked = arguments | _FUSION
-    if compiled_only(kernel, grid, asked):
-        return
-    begin = perf_counter()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             compiled = kernel[grid](**asked)
     else:
         compiled = kernel[grid](**asked)
-    note_launch(compiled, perf_counter() - begin)
-    if _launched is not None:
-        _launched.append(compiled)
     recording = recorder()
     if recording is not None:
         recording.launched(kernel, grid, arguments, compiled)

@@ -14,17 +14,13 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from turbo_rcm_patch.kernels.ahead import compiling
 
 #: Scratch buffers below this many bytes share one allocation.
 _SHARED_BELOW = 16 << 20
@@ -57,10 +53,6 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _local = threading.local()
 #: Tensors that live as long as the process and may be read by any recording, by storage address.
 _kept: dict[int, torch.Tensor] = {}
-_caches: weakref.WeakSet[Recordings] = weakref.WeakSet()
-_caches_lock = threading.RLock()
-_off = 0
-_generation = 0
 
 
 def recorder() -> Recorder | None:
@@ -74,22 +66,9 @@ def keep_for_replay(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def forget_programs() -> None:
-    """Record every signature again; for when the tiles change."""
-    global _generation
-    _generation += 1
-    with _caches_lock:
-        caches = list(_caches)
-    for cache in caches:
-        cache.clear()
-
-
-def replay_generation() -> int | None:
-    """A number that changes when recordings have to be made again; None while nothing may be
-    replayed, because somebody watches launches, tunes, or records."""
-    if _off or compiling() or _hooked() or recorder() is not None:
-        return None
-    return _generation
+def _replays() -> bool:
+    """Return True if launches may be replayed: nothing watches them, and none is recorded."""
+    return recorder() is None and not _hooked()
 
 
 def _recorded(
@@ -126,12 +105,6 @@ class Recordings:
     def __init__(self, most: int) -> None:
         self.found: dict[Any, list[Program] | int | None] = {}
         self._most = most
-        with _caches_lock:
-            _caches.add(self)
-
-    def clear(self) -> None:
-        """Record every signature again."""
-        self.found.clear()
 
     def run(
         self,
@@ -157,7 +130,7 @@ class Recordings:
             for program in found:  # type: ignore[union-attr]
                 if program.fits(addresses):
                     return program(tensors, addresses)
-        if found is None or not tensors or not _on_gpu(tensors[0]) or compiling():
+        if found is None or not tensors or not _on_gpu(tensors[0]):
             return launcher(*args, **kwargs)
         result, program = _recorded(launcher, args, kwargs, tensors)
         found = self.found.get(signature, 0)
@@ -172,17 +145,6 @@ class Recordings:
         return result
 
 
-@contextmanager
-def without_replay() -> Iterator[None]:
-    """Run every launcher as it is inside, for tuning and for tests."""
-    global _off
-    _off += 1
-    try:
-        yield
-    finally:
-        _off -= 1
-
-
 class _Hole(NamedTuple):
     """An argument that holds an address: `addresses[slot] + offset`."""
 
@@ -195,13 +157,12 @@ class _Launch(NamedTuple):
     """One kernel of a program, ready but for its addresses."""
 
     start: Callable[..., None]
-    between: tuple[Any, ...]  # what `start` takes between the function and its metadata
     grid: tuple[int, int, int]
     function: int
     metadata: object
     arguments: list[Any]
     holes: tuple[_Hole, ...]
-    descriptors: tuple[tuple[_Hole, Callable[[int], Any], dict[int, Any]], ...]
+    descriptors: tuple[tuple[_Hole, Any], ...]
 
 
 class _Buffer(NamedTuple):
@@ -292,77 +253,14 @@ class Program:
         for tensor in made:
             addresses.append(tensor.data_ptr())
         stream = _raw_stream(index)
-        for start, between, grid, function, meta, template, holes, descriptors in self._launches:
+        for start, grid, function, meta, template, holes, descriptors in self._launches:
             arguments = template.copy()
             for place, slot, offset in holes:
                 arguments[place] = addresses[slot] + offset
-            for (place, slot, offset), make, cache in descriptors:
-                address = addresses[slot] + offset
-                descriptor = cache.get(address)
-                if descriptor is None:
-                    if len(cache) >= 64:
-                        cache.clear()
-                    descriptor = cache[address] = make(address)
-                arguments[place] = descriptor
-            start(*grid, stream, function, *between, meta, None, None, None, *arguments)
+            for (place, slot, offset), like in descriptors:
+                arguments[place] = _Descriptor(like, addresses[slot] + offset)
+            start(*grid, stream, function, meta, None, None, None, *arguments)
         return self._result(tensors, made)
-
-
-class _Opened(NamedTuple):
-    """What starts a compiled kernel.
-
-    Attributes:
-        start: The function.
-        between: What it takes between the kernel's handle and its metadata.
-        metas: What the compiler decided of each tensor descriptor, where those are made before
-            `start`; empty where it takes them as they are.
-    """
-
-    start: Callable[..., None]
-    between: tuple[Any, ...]
-    metas: list[Any]
-
-
-def _opened(run: Any) -> _Opened:
-    """The shortest way to start a compiled kernel.
-
-    Triton's launcher object allocates scratch memory for kernels that want it, and makes tensor
-    descriptors on every call. In the release whose launcher is known, a kernel that wants no
-    scratch is started by the function behind it, with descriptors that are kept by address.
-    """
-    closed = _Opened(run, (), [])
-    if not triton.__version__.startswith("3.6.") or type(run).__name__ != "CudaLauncher":
-        return closed
-    if run.global_scratch_size or run.profile_scratch_size:
-        return closed
-    start, metas = run.launch, []
-    if getattr(start, "__closure__", None):
-        free = dict(zip(start.__code__.co_freevars, start.__closure__, strict=True))
-        start = free["launcher"].cell_contents
-        metas = list(free["tensordesc_meta"].cell_contents)
-    if None in metas:  # Descriptors that are taken apart, on targets without hardware copies.
-        return closed
-    return _Opened(start, (run.launch_cooperative_grid, run.launch_pdl, None, None), metas)
-
-
-def _descriptor_maker(like: Any, meta: Any | None) -> tuple[Callable[[int], Any], list[Any]]:
-    """What a kernel takes for a tensor descriptor over other memory, made from its address, and
-    the numbers that follow it, which stay.
-
-    Args:
-        like: The descriptor that was recorded.
-        meta: What the compiler decided of it, where Triton's wrapper is passed by; else None.
-    """
-    # Without its memory, which would live as long as the program.
-    like = _Descriptor(like, like.base.data_ptr())
-    if meta is None:
-        return functools.partial(_Descriptor, like), []
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    def make(address: int) -> Any:
-        return make_tensordesc_arg(_Descriptor(like, address), meta)[0]
-
-    return make, make_tensordesc_arg(like, meta)[1:]
 
 
 def _raw_stream(index: int | None) -> int:
@@ -441,8 +339,7 @@ class Recorder(TorchDispatchMode):
         for kernel, grid, arguments, compiled in self._launches:
             template: list[Any] = []
             holes: list[_Hole] = []
-            descriptors: list[tuple[_Hole, Callable[[int], Any], dict[int, Any]]] = []
-            start, between, metas = _opened(compiled.run)
+            descriptors: list[tuple[_Hole, Any]] = []
             for name in kernel.arg_names:
                 value = arguments[name]
                 i = len(template)
@@ -459,9 +356,9 @@ class Recorder(TorchDispatchMode):
                 if tensor is not value:
                     if slot < 0:
                         return None  # No constant of ours is read through a descriptor.
-                    make, numbers = _descriptor_maker(value, metas.pop(0) if metas else None)
-                    descriptors.append((_Hole(i, slot, offset), make, {}))
-                    template += numbers
+                    # Without its memory, which would live as long as the program.
+                    like = _Descriptor(value, value.base.data_ptr())
+                    descriptors.append((_Hole(i, slot, offset), like))
                 elif slot < 0:
                     template[i] = offset
                 else:
@@ -469,8 +366,7 @@ class Recorder(TorchDispatchMode):
             wide = (*grid, 1, 1)[:3]
             launches.append(
                 _Launch(
-                    start,
-                    between,
+                    compiled.run,
                     wide,
                     compiled.function,
                     compiled.packed_metadata,
@@ -619,7 +515,7 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(launcher)
     def launch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if replay_generation() is None:
+        if not _replays():
             return launcher(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         key: list[Any] = []

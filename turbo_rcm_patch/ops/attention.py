@@ -2,57 +2,185 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from typing import Any, Final, cast
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
 from turbo_rcm_patch.errors import MaskError, OpError
-from turbo_rcm_patch.kernels.operands import AttentionInputs
-from turbo_rcm_patch.ops import batches
+from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
 from turbo_rcm_patch.ops.checks import (
     check_attention,
     check_lengths,
-    check_mask,
     check_norm,
     check_out_dtype,
     check_same_device,
     check_spec,
-    refuse_exact_heads,
     rotary_parts,
     skip_parts,
 )
-from turbo_rcm_patch.ops.modes import transformed, without_autocast
-from turbo_rcm_patch.ops.reference import aligned, apart, norm_rope, split_heads
-from turbo_rcm_patch.ops.registry import attention_forward, heads_forward, plain_attention
+from turbo_rcm_patch.ops.dispatch import choose_inputs, resolve_impl
+from turbo_rcm_patch.ops.emulation import emulated_attention
+from turbo_rcm_patch.ops.operation import Operation, flattened, refuse_gradient
+from turbo_rcm_patch.ops.reference import (
+    aligned,
+    exact_attention,
+    norm_rope,
+    sdpa_attention,
+    split_heads,
+)
+from turbo_rcm_patch.ops.sage import sage_attention
+from turbo_rcm_patch.ops.skip import closed
 from turbo_rcm_patch.ops.spec import AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
 #: norm_q, norm_k, norm_q_bias and norm_k_bias.
-Norms = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Norms = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_FIELDS: Final = AttentionInputs._fields
 
-#: fp32 numbers below are 32 or more apart, which is more than logits are.
-_LOSES_LOGITS = -(2.0**28)
+
+@flattened(_FIELDS, tuple[Tensor, Tensor], AttentionInputs)
+def _attention(*args: Any) -> tuple[Tensor, Tensor]:
+    a = choose_inputs(AttentionInputs(*args))
+    no_lse = a.q.new_empty(0, dtype=torch.float32)
+    if a.attention in QMAX and a.impl == "triton":
+        from turbo_rcm_patch.kernels.portable.attention import attention as launch
+
+        out, lse = launch(a)
+        return out, no_lse if lse is None else lse
+    branch, lse = _branch(a)
+    if not a.closes_skip:
+        out = branch.to(a.out_dtype)
+    else:
+        out = closed(
+            a.residual, branch, a.skip_factor, a.out_factor,
+            cast_policy="fp32", impl=a.impl, out_dtype=a.out_dtype,
+        )  # fmt: skip
+    return out.contiguous(), no_lse if lse is None else lse
+
+
+def _branch(a: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+    """The attention alone in torch, [B, Nq, H*D], and its logsumexp where that is wanted."""
+    vh = split_heads(a.v, a.heads)
+    of_q, of_k = (a.q, a.norm_q, a.norm_q_bias), (a.k, a.norm_k, a.norm_k_bias)
+    one_pass = all(in_one_pass(*norm, a.heads) for norm in (of_q, of_k))
+    if a.impl == "triton" and one_pass and not a.want_lse:
+        # q and k in their own dtype are all that exact attention takes, so one pass makes them.
+        qh, kh = (_rotated(*one, a.cos, a.sin, a.heads, a.eps) for one in (of_q, of_k))
+    else:
+        qh, kh = prepared(a)
+    if a.attention in QMAX:
+        return emulated_attention(
+            qh, kh, vh, sm_scale=a.sm_scale, pv=cast("Any", a.pv), qmax=QMAX[a.attention],
+            smooth_k=a.smooth_k, causal=a.causal, kv_lengths=a.kv_lengths, want_lse=a.want_lse,
+        )  # fmt: skip
+    lse = None
+    qh, kh, vh = aligned(qh), aligned(kh), aligned(vh)
+    masks: Any = {"sm_scale": a.sm_scale, "causal": a.causal, "kv_lengths": a.kv_lengths}
+    if a.want_lse:
+        branch, lse = exact_attention(qh, kh, vh.float(), **masks)
+    elif a.attention == "sage":
+        branch = sage_attention(
+            qh.to(a.v.dtype), kh.to(a.v.dtype), vh,
+            sm_scale=a.sm_scale, causal=a.causal, smooth_k=a.smooth_k,
+        )  # fmt: skip
+    else:
+        branch = sdpa_attention(qh.to(a.v.dtype), kh.to(a.v.dtype), vh, **masks)
+    return branch.transpose(1, 2).flatten(2), lse
+
+
+def prepared(a: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Return q and k [B, H, N, D] fp32, normalised and rotated."""
+    rest: Any = {"cos": a.cos, "sin": a.sin, "eps": a.eps}
+    return (
+        norm_rope(a.q, a.heads, weight=a.norm_q, bias=a.norm_q_bias, **rest),
+        norm_rope(a.k, a.heads, weight=a.norm_k, bias=a.norm_k_bias, **rest),
+    )
+
+
+def _rotated(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    heads: int,
+    eps: float,
+    *,
+    by_head: bool = True,
+) -> Tensor:
+    """x [B, N, H*D] after norm and rotary embedding in its own dtype, by one kernel."""
+    if weight is None and cos is None:
+        return split_heads(x, heads) if by_head else x
+    from turbo_rcm_patch.kernels.portable.norm import norm_rotate as launch
+
+    return launch(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps, by_head=by_head)
+
+
+def in_one_pass(x: Tensor, weight: Tensor | None, bias: Tensor | None, heads: int) -> bool:
+    """Return True if the kernel `norm_rotate` has the norm: over whole rows, or over heads whose
+    channels are a power of two."""
+    dim = x.shape[-1] // heads
+    across = weight is None or (bias is None and weight.numel() == x.shape[-1])
+    return across or dim & (dim - 1) == 0
+
+
+def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    a = AttentionInputs(*args)
+    # With dynamic=True a compiler makes a symbol even of the number of heads.
+    lse_shape = (a.q.shape[0], a.heads, a.q.shape[1]) if a.want_lse else (0,)
+    return (
+        a.q.new_empty(a.q.shape, dtype=a.out_dtype),
+        a.q.new_empty(lse_shape, dtype=torch.float32),
+    )
+
+
+attention = Operation("attention", _attention, _attention_fake)
+
+
+def _norm_rotate(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    heads: int,
+    eps: float,
+    impl: str,
+) -> Tensor:
+    """x [B, N, H*D] after norm and rotary embedding in fp32, rounded once to its dtype."""
+    if resolve_impl(cast("Any", impl), x.device) == "triton" and in_one_pass(
+        x, weight, bias, heads
+    ):
+        made = _rotated(x, weight, bias, cos, sin, heads, eps, by_head=False)
+        return made.clone() if made is x else made
+    made = norm_rope(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
+    return made.transpose(1, 2).flatten(2).to(x.dtype)
+
+
+norm_rotate = Operation("norm_rotate", _norm_rotate, lambda x, *_: x.new_empty(x.shape))
+
+
+# --- public functions ----------------------------------------------------------------------------
 
 
 def attention_skip(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     spec: AttentionSpec,
     *,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     c_skip: Coefficient = 1.0,
     c_out: Coefficient = 1.0,
-    norm_q: torch.Tensor | None = None,
-    norm_k: torch.Tensor | None = None,
-    norm_q_bias: torch.Tensor | None = None,
-    norm_k_bias: torch.Tensor | None = None,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-    kv_lengths: torch.Tensor | None = None,
+    norm_q: Tensor | None = None,
+    norm_k: Tensor | None = None,
+    norm_q_bias: Tensor | None = None,
+    norm_k_bias: Tensor | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    kv_lengths: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute c_skip * residual + c_out * softmax(sm_scale * q k^T) v.
 
     Norms, rotary embedding, smoothing and quantisation are computed in fp32 without intermediate
@@ -67,11 +195,11 @@ def attention_skip(
         spec: How the attention is computed.
         residual: [B, Nq, H*D], any float dtype, or None for c_out * attention.
         c_skip: Float or tensor [B], [B, 1, H*D] or [B, Nq, H*D], read as fp32.
-        c_out: Likewise.
+        c_out: The same.
         norm_q: RMSNorm weight of q: [H*D] normalises across all heads, [D] per head.
-        norm_k: Likewise for k.
+        norm_k: The same for k.
         norm_q_bias: Makes the norm of q a layer norm of each head: bias [D], beside norm_q [D].
-        norm_k_bias: Likewise for k.
+        norm_k_bias: The same for k.
         rotary: (cos, sin), each [N, D] or [1, N, 1, D], applied to interleaved pairs of q and k:
             cos at even and sin at odd channels, as diffusers' Wan does.
         kv_lengths: int32 [B]; keys at or past the length are masked exactly, whatever they hold. A
@@ -83,27 +211,32 @@ def attention_skip(
 
     Raises:
         OpError: The arguments do not fit together (`ShapeError`, `DTypeError`, `MaskError`), or a
-            gradient is requested that is not computed (`GradientError`).
+            gradient is wanted (`GradientError`).
     """
-    skip, norms = (residual, c_skip, c_out), (norm_q, norm_k, norm_q_bias, norm_k_bias)
-    inputs = describe(q, k, v, spec, skip, norms, rotary, kv_lengths, out_dtype)
-    return _run(inputs, spec.exact_heads)[0]
+    inputs = describe(
+        q, k, v, spec, (residual, c_skip, c_out), (norm_q, norm_k, norm_q_bias, norm_k_bias),
+        rotary, kv_lengths, out_dtype,
+    )  # fmt: skip
+    if not q.shape[0]:  # no kernel has to know of an empty batch
+        return q.new_empty(q.shape, dtype=inputs.out_dtype)
+    out: Tensor = attention(*inputs)[0]
+    return out
 
 
 def attention_lse(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     spec: AttentionSpec,
     *,
-    norm_q: torch.Tensor | None = None,
-    norm_k: torch.Tensor | None = None,
-    norm_q_bias: torch.Tensor | None = None,
-    norm_k_bias: torch.Tensor | None = None,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-    kv_lengths: torch.Tensor | None = None,
+    norm_q: Tensor | None = None,
+    norm_k: Tensor | None = None,
+    norm_q_bias: Tensor | None = None,
+    norm_k_bias: Tensor | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    kv_lengths: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute softmax(sm_scale * q k^T) v and the logsumexp of its logits.
 
     The arguments are those of `attention_skip`. Smoothing k shifts every logit of a row by
@@ -115,101 +248,24 @@ def attention_lse(
         key.
     """
     check_spec(spec)
-    refuse_exact_heads(spec, "attention_lse")
     if spec.attention == "sage":
         raise OpError(
             'attention="sage"', expected="no logsumexp", remedy='Use attention="int8" or "exact"'
         )
-    norms = (norm_q, norm_k, norm_q_bias, norm_k_bias)
-    none = (None, 1.0, 1.0)
-    inputs = describe(q, k, v, spec, none, norms, rotary, kv_lengths, out_dtype, want_lse=True)
-    return _run(inputs)
-
-
-def masked_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor,
-    spec: AttentionSpec,
-    *,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Compute softmax(sm_scale * q k^T + mask) v with torch's scaled_dot_product_attention.
-
-    Our kernels take no mask. So this is exact attention, whatever `spec.attention` says, in plain
-    torch, which can be differentiated and compiled. The rotary embedding is fp32; q and k are
-    rounded once after it, to v's dtype.
-
-    Args:
-        q: [B, Nq, H*D], bf16, fp16 or fp32.
-        k: [B, Nk, H*D], dtype of q.
-        v: [B, Nk, H*D], dtype of q.
-        mask: Broadcasts to [B, H, Nq, Nk]. Boolean: true where a query sees a key. Float: added to
-            the logits.
-        spec: Number of heads and sm_scale.
-        rotary: (cos, sin), each [N, D] or [1, N, 1, D].
-
-    Returns:
-        [B, Nq, H*D], dtype of q.
-
-    Raises:
-        MaskError: The mask has another shape or dtype, or `spec.causal` asks for a second one.
-    """
-    check_attention(q, k, v, spec)
-    batch, n_q, channels = q.shape
-    head_dim = channels // spec.heads
-    cos, sin = rotary_parts(rotary, n_q, k.shape[1], head_dim)
-    check_mask(mask, (batch, spec.heads, n_q, k.shape[1]), spec)
-    check_same_device(q.device, cos=cos, sin=sin, mask=mask)
-    q, _, _, sm_scale = with_positive_scale(q, None, None, spec.scale_of(head_dim))
-    with without_autocast(q.device):
-        qh, kh = (
-            norm_rope(x, spec.heads, weight=None, cos=cos, sin=sin, eps=spec.eps).to(v.dtype)
-            for x in (q, k)
-        )
-        qh, mask = _in_dtype(qh, mask)
-        if mask.shape[-1] != k.shape[1]:
-            # torch's backends on a GPU refuse a row of one value, or read past it.
-            mask = mask.expand(*mask.shape[:-1], k.shape[1]).contiguous()
-        # No fused backend has a forward derivative.
-        with sdpa_kernel(SDPBackend.MATH) if transformed() else nullcontext():
-            out = F.scaled_dot_product_attention(
-                aligned(apart(qh)),
-                aligned(apart(kh)),
-                aligned(apart(split_heads(v, spec.heads))),
-                attn_mask=aligned(mask),
-                scale=sm_scale,
-            )
-    return out.transpose(1, 2).flatten(2)
-
-
-def _in_dtype(q: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [B, H, Nq, D] and an added mask in q's dtype, which torch's backends on a GPU need (memory
-    efficient refuses another, cuDNN misreads it).
-
-    A row whose values are finite and all below that dtype's range would become -inf throughout,
-    which says that it sees no key. Its largest value is subtracted instead: a softmax does not
-    change by that. Where fp32 loses the logits beside the mask, q is 0, so that the row is the
-    average which it is in fp32.
-    """
-    if mask.dtype in (torch.bool, q.dtype):
-        return q, mask
-    top = mask.detach().amax(-1, keepdim=True)
-    lost = top.isfinite() & (top.to(q.dtype) == -torch.inf)
-    q = q.masked_fill(lost & (top < _LOSES_LOGITS), 0.0)
-    return q, (mask - top.where(lost, 0.0)).to(q.dtype)
+    inputs = describe(
+        q, k, v, spec, (None, 1.0, 1.0), (norm_q, norm_k, norm_q_bias, norm_k_bias), rotary,
+        kv_lengths, out_dtype, want_lse=True,
+    )  # fmt: skip
+    made: tuple[Tensor, Tensor] = attention(*inputs)
+    return made
 
 
 def with_positive_scale(
-    q: torch.Tensor,
-    norm_q: torch.Tensor | None,
-    norm_q_bias: torch.Tensor | None,
-    sm_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]:
-    """The same logits with sm_scale > 0: int8's scales have to be, and torch's own attention
-    makes NaN of a masked logit times 0. The sign goes into q, or into what its norm multiplies
-    it with."""
+    q: Tensor, norm_q: Tensor | None, norm_q_bias: Tensor | None, sm_scale: float
+) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
+    """Return the same logits with sm_scale > 0: int8's scales have to be, and torch's own
+    attention makes NaN of a masked logit times 0. The sign goes into q, or into what its norm
+    multiplies it with."""
     if sm_scale > 0.0:
         return q, norm_q, norm_q_bias, sm_scale
     sign, sm_scale = (-1.0, -sm_scale) if sm_scale < 0.0 else (0.0, 1.0)
@@ -219,33 +275,33 @@ def with_positive_scale(
 
 
 def describe(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     spec: AttentionSpec,
-    skip: tuple[torch.Tensor | None, Coefficient, Coefficient],
+    skip: tuple[Tensor | None, Coefficient, Coefficient],
     norms: Norms,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
-    kv_lengths: torch.Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+    kv_lengths: Tensor | None,
     out_dtype: torch.dtype | None,
     *,
     want_lse: bool = False,
     features: int | None = None,
 ) -> AttentionInputs:
-    """Check what an attention was given, and put it together.
+    """Check the arguments of an attention, and put them together.
 
     Args:
-        q: As in `attention_skip`, as all that follows.
-        k: Likewise.
-        v: Likewise.
-        spec: Likewise.
+        q: See `attention_skip`.
+        k: See there.
+        v: See there.
+        spec: See there.
         skip: residual, c_skip and c_out.
         norms: norm_q, norm_k, norm_q_bias and norm_k_bias.
-        rotary: Likewise.
-        kv_lengths: Likewise.
-        out_dtype: Likewise.
-        want_lse: Whether the logsumexp is wanted.
-        features: Channels of the residual, where a projection follows; those of q else.
+        rotary: See there.
+        kv_lengths: See there.
+        out_dtype: See there.
+        want_lse: Return the logsumexp, too.
+        features: Channels of the residual where a projection follows; else those of q.
     """
     check_attention(q, k, v, spec)
     batch, n_q, channels = q.shape
@@ -269,6 +325,7 @@ def describe(
         norm_k=norm_k, norm_q_bias=norm_q_bias, norm_k_bias=norm_k_bias, cos=cos, sin=sin,
         kv_lengths=kv_lengths,
     )  # fmt: skip
+    refuse_gradient("attention", (q, k, v, residual, *factors[:2], *norms, cos, sin))
     q, norm_q, norm_q_bias, sm_scale = with_positive_scale(
         q, norm_q, norm_q_bias, spec.scale_of(channels // spec.heads)
     )
@@ -277,24 +334,3 @@ def describe(
         kv_lengths, *factors[2:], spec.heads, spec.attention, spec.pv, spec.smooth_k, spec.causal,
         sm_scale, spec.eps, spec.impl, q.dtype if out_dtype is None else out_dtype, want_lse,
     )  # fmt: skip
-
-
-def _run(
-    a: AttentionInputs, exact_heads: tuple[int, ...] = ()
-) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = a.q.shape[0]
-    if batch > batches.MAX_BATCH:
-        of_samples = ("q", "k", "v", "residual", "c_skip", "c_out", "kv_lengths")
-
-        def run(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-            own = {name: batches.of_batch(getattr(a, name), part, batch) for name in of_samples}
-            return _run(a._replace(**own), exact_heads)
-
-        out, lse = batches.in_parts(batch, run)
-    elif transformed() or not batch:  # no kernel has to know of an empty batch
-        out, lse = plain_attention(a)
-    elif exact_heads and a.attention != "sage":
-        out, lse = heads_forward(*a, list(exact_heads)), a.q.new_empty(0)
-    else:
-        out, lse = attention_forward(*a)
-    return out, lse

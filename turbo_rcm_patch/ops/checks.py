@@ -9,7 +9,7 @@ from typing import Final, Literal, get_args
 import torch
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, MaskError, ShapeError
+from turbo_rcm_patch.errors import ConfigError, DTypeError, MaskError, ShapeError
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM, AttentionSpec
 from turbo_rcm_patch.skip import Coefficient
 
@@ -86,19 +86,8 @@ def check_spec(spec: object) -> None:
         raise ConfigError("spec", expected="an AttentionSpec", got=type(spec).__name__)
 
 
-def refuse_exact_heads(spec: AttentionSpec, what: str) -> None:
-    """Raise where an attention cannot run some of its heads exactly."""
-    if spec.exact_heads:
-        raise ConfigError(
-            f"{what}: AttentionSpec.exact_heads",
-            expected="none",
-            got=repr(spec.exact_heads),
-            remedy='Use attention="exact", or attention_skip',
-        )
-
-
 def broadcasts(own: Sequence[int], full: Sequence[int]) -> bool:
-    """Whether a shape broadcasts to another of as many dimensions.
+    """Return True if a shape broadcasts to another of as many dimensions.
 
     Sizes may be symbols of a compiler, which compares them rightly with == but not with `in`.
     """
@@ -207,10 +196,6 @@ def rotary_parts(
                 expected=f"[N, {head_dim}] or [1, N, 1, {head_dim}] with N = Nq = Nk",
                 got=f"{_shape(table)} with Nq={n_q}, Nk={n_kv}",
             )
-        if table.requires_grad:
-            raise GradientError(
-                f"rotary {name}", expected="a table without gradient", got="requires_grad=True"
-            )
         if not table.dtype.is_floating_point:
             raise DTypeError(f"rotary {name}", expected="a float dtype", got=str(table.dtype))
     return cos.reshape(n_q, head_dim), sin.reshape(n_q, head_dim)
@@ -231,25 +216,6 @@ def check_lengths(kv_lengths: torch.Tensor | None, batch: int) -> None:
         )
     if kv_lengths.dtype not in (torch.int32, torch.int64):
         raise MaskError("kv_lengths", expected="int32 or int64", got=str(kv_lengths.dtype))
-
-
-def check_mask(mask: torch.Tensor, shape: tuple[int, int, int, int], spec: AttentionSpec) -> None:
-    """A mask of any form broadcasts to [B, H, Nq, Nk] and is boolean or added to the logits."""
-    check_tensor("mask", mask)
-    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
-        raise MaskError("mask", expected="a boolean or float dtype", got=str(mask.dtype))
-    fits = 2 <= mask.dim() <= 4 and broadcasts(mask.shape, shape[-mask.dim() :])
-    if not fits:
-        raise MaskError(
-            "mask", expected=f"a shape that broadcasts to {list(shape)}", got=_shape(mask)
-        )
-    if spec.causal:
-        raise MaskError(
-            "mask",
-            expected="causal=False beside a mask",
-            got="causal=True",
-            remedy="Put the causal part into the mask",
-        )
 
 
 def check_residual(name: str, residual: torch.Tensor | None, shape: tuple[int, int, int]) -> None:
@@ -328,9 +294,5 @@ def skip_parts(
     c_skip_value, c_skip_tensor = coefficient_parts("c_skip", c_skip, shape)
     c_out_value, c_out_tensor = coefficient_parts("c_out", c_out, shape)
     if residual is None and c_skip_tensor is not None:
-        if c_skip_tensor.requires_grad:
-            raise GradientError(
-                "c_skip", expected="a residual for its gradient", got="residual=None"
-            )
         c_skip_tensor = None
     return c_skip_tensor, c_out_tensor, c_skip_value, c_out_value

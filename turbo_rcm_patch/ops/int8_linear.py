@@ -1,121 +1,208 @@
-"""A linear in int8: weights with a scale per output channel, per output channel and 128 input
-channels, or per 128 of both, and activations with a scale per row.
+"""A linear in int8, and rows of a float matrix in int8.
 
-Numeric contract, which the kernels follow too: rows of x and of the weight are quantised as
-`quantize` says. The product of the integers is exact (int32), times both scales, plus bias, in
-fp32. With a scale for each 128 channels the products over each 128 are exact, and are scaled and
-added in fp32. The activation and the skip follow in fp32, without a rounding between (see
-`project_skip`).
+Numeric contract, which the kernels follow too. A row (all its channels) is quantised
+symmetrically, scale max |row| / 127, values rounded half to even; rows smaller than `TINY`
+everywhere are zeros, and a row with a NaN or an infinity has scale NaN. Weights have a scale per
+output channel, per output channel and 128 input channels, or per 128 of both; activations one per
+row. The product of the integers is exact (int32), times both scales, plus bias, in fp32. With a
+scale for each 128 channels the products over each 128 are exact, and are scaled and added in fp32.
+The activation follows in fp32.
+
+Finer than TurboDiffusion's scales per 128x128 block (arXiv 2512.16093). Scales are applied after
+the sum over channels, so they cost nothing inside it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final, Literal, NamedTuple, cast, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch.config import Impl
-from turbo_rcm_patch.errors import ConfigError, DTypeError, GradientError, ShapeError
+from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.kernels.operands import Rows, padded_channels
-from turbo_rcm_patch.ops import batches
 from turbo_rcm_patch.ops.checks import (
     check_float,
     check_impl,
     check_out_dtype,
     check_same_device,
     check_tensor,
-    skip_parts,
+    check_weight,
 )
 from turbo_rcm_patch.ops.dispatch import resolve_impl
-from turbo_rcm_patch.ops.gradients import sum_to
-from turbo_rcm_patch.ops.modes import (
-    as_documented,
-    refuse_derivative,
-    transformed,
-    without_autocast,
-)
-from turbo_rcm_patch.ops.operation import Operation, flattened
-from turbo_rcm_patch.ops.projection import either
-from turbo_rcm_patch.ops.quantize import check_channels, integer_product, quantized_rows
-from turbo_rcm_patch.ops.reference import close_skip
-from turbo_rcm_patch.skip import Cast, Coefficient
+from turbo_rcm_patch.ops.operation import Operation, refuse_gradient
 
+#: Largest magnitude of a quantised value.
+INT8_MAX: Final = 127
+#: Rows that are smaller than this everywhere are zeros: the inverse of their scale would overflow.
+TINY: Final = 2.0**-100
+#: Products that an int32 adds without overflow.
+MAX_CHANNELS: Final = (2**31 - 1) // INT8_MAX**2
 #: Input channels that share a scale where a weight has more than one for a row; with blocks,
 #: output channels too.
 GROUP: Final = 128
-
 #: Rows of a weight that are in fp32 at once; a multiple of `GROUP`.
 _ROWS_AT_ONCE: Final = 1024
 
 Activation = Literal["gelu-tanh"]
 
 
-class LinearInputs(NamedTuple):
-    """What the registered int8 linears take beside x, in its order."""
-
-    weight: Tensor
-    weight_scale: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    c_skip: Tensor | None
-    c_out: Tensor | None
-    c_skip_value: float
-    c_out_value: float
-    activation: str
-    cast_policy: Cast
-    impl: Impl
-    out_dtype: torch.dtype
+# --- rows ----------------------------------------------------------------------------------------
 
 
-_ROWS: Final = {"int8": Tensor, "scale": Tensor}
-_WORDS: Final = {"x": Tensor, "cast_policy": str, "impl": str}
+def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise x [..., K] of any float dtype: int8 [..., K] and scale [...] fp32."""
+    x = x.float()
+    amax = x.abs().amax(-1)
+    finite = amax.isfinite()  # amax keeps NaN
+    amax = torch.where(finite & (amax > TINY), amax, torch.ones_like(amax))
+    int8 = (x * (INT8_MAX / amax).unsqueeze(-1)).round_().nan_to_num_(0.0)
+    int8 = int8.clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return int8, torch.where(finite, amax / INT8_MAX, torch.full_like(amax, float("nan")))
 
 
-@as_documented
-@flattened(("x", *LinearInputs._fields), Tensor, LinearInputs, _WORDS)
-def _linear_forward(x: Tensor, *args: Any) -> Tensor:
-    a = LinearInputs(*args)
-    return _closed_product(*_rows_of(x, a.impl), a)
+def integer_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute x @ weight^T of int8 tensors [B, N, K] and [Cout, K], rounded once to fp32.
+
+    Exact before that rounding: a CPU multiplies int8 as fp32 where 24 bits hold every sum, and in
+    fp64 beyond.
+    """
+    wide = torch.float32 if x.shape[-1] * INT8_MAX**2 <= 2**24 else torch.float64
+    return F.linear(x.to(wide), weight.to(wide)).float()
 
 
-@as_documented
-@flattened((*_ROWS, *LinearInputs._fields), Tensor, LinearInputs, _ROWS, _WORDS)
-def _rows_forward(int8: Tensor, scale: Tensor, *args: Any) -> Tensor:
-    return _closed_product(int8, scale, LinearInputs(*args))
-
-
-def _rows_of(x: Tensor, impl: Impl) -> tuple[Tensor, Tensor]:
+def _quantize_rows(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     if resolve_impl(impl, x.device) == "triton":
-        from turbo_rcm_patch.kernels.portable.rows import quantize_rows
+        from turbo_rcm_patch.kernels.portable.rows import quantize_rows as launch
 
-        return quantize_rows(x)
-    return quantized_rows(x)
+        int8, scale = launch(x)
+        return int8, scale
+    int8, scale = quantized_rows(x)
+    return F.pad(int8, (0, padded_channels(x.shape[2]) - x.shape[2])), scale
 
 
-def _closed_product(int8: Tensor, scale: Tensor, a: LinearInputs) -> Tensor:
-    factors = either(a.c_skip, a.c_skip_value), either(a.c_out, a.c_out_value)
-    if resolve_impl(a.impl, int8.device) == "triton":
+def _quantize_rows_fake(x: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], x.shape[1], padded_channels(x.shape[2]))
+    return x.new_empty(shape, dtype=torch.int8), x.new_empty(x.shape[:2], dtype=torch.float32)
+
+
+quantize_rows = Operation("quantize_rows", _quantize_rows, _quantize_rows_fake)
+
+
+def _quantize_weight(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    if resolve_impl(impl, weight.device) == "triton":
+        from turbo_rcm_patch.kernels.portable.rows import quantize_rows as launch
+
+        int8, scale = launch(weight.unsqueeze(0))
+        return int8[0, :, : weight.shape[1]].contiguous(), scale[0].contiguous()
+    return quantized_rows(weight)
+
+
+def _quantize_weight_fake(weight: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    return (
+        weight.new_empty(weight.shape, dtype=torch.int8),
+        weight.new_empty(weight.shape[:1], dtype=torch.float32),
+    )
+
+
+quantize_weight_operation = Operation("quantize_weight", _quantize_weight, _quantize_weight_fake)
+
+
+def quantize_weight(weight: Tensor, *, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
+    """Quantise the weight of a Linear to int8 with a scale per output channel, max |row| / 127.
+
+    Args:
+        weight: [Cout, K], bf16, fp16 or fp32. It is detached: a quantised weight is a constant.
+        impl: "triton", "reference" or "auto".
+
+    Returns:
+        int8 [Cout, K] and fp32 [Cout]; the weight is about int8 * scale[:, None].
+
+    Raises:
+        ShapeError: It is not a matrix, or K is over `MAX_CHANNELS`.
+        DTypeError: It is not of a float dtype.
+    """
+    check_impl(impl)
+    check_float("weight", weight)
+    if weight.dim() != 2:
+        raise ShapeError("weight", expected="[Cout, K]", got=str(list(weight.shape)))
+    check_channels(weight.shape[1])
+    made: tuple[Tensor, Tensor] = quantize_weight_operation(weight.detach(), impl)
+    return made
+
+
+def check_channels(channels: int) -> None:
+    """Refuse a number of channels whose products an int32 cannot add."""
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise ShapeError(
+            "channels of an int8 product",
+            expected=f"1 to {MAX_CHANNELS}, whose sum fits into an int32",
+            got=str(channels),
+            remedy="Run this Linear as it is",
+        )
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    rest = (weight, weight_scale, bias, activation, impl, out_dtype)
+    return _rows_linear(*_quantize_rows(x, impl), *rest)
+
+
+def _rows_linear(
+    int8: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    impl: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if resolve_impl(impl, int8.device) == "triton":
         from turbo_rcm_patch.kernels.portable.int8_linear import int8_linear as launch
 
         return launch(
-            Rows(int8.contiguous(), scale.contiguous()), *a[:4], *factors,
-            gelu=a.activation == "gelu-tanh", cast=a.cast_policy, out_dtype=a.out_dtype,
+            Rows(int8.contiguous(), scale.contiguous()), weight, weight_scale, bias, None, 1.0,
+            1.0, gelu=activation == "gelu-tanh", cast="fp32", out_dtype=out_dtype,
         )  # fmt: skip
-    int8 = int8[..., : a.weight.shape[1]]
-    if a.weight_scale.dim() == 2:
-        branch = _grouped_product(int8, a.weight, a.weight_scale) * scale.unsqueeze(-1)
+    int8 = int8[..., : weight.shape[1]]
+    if weight_scale.dim() == 2:
+        branch = _grouped_product(int8, weight, weight_scale) * scale.unsqueeze(-1)
     else:
-        branch = integer_product(int8, a.weight) * scale.unsqueeze(-1) * a.weight_scale
-    branch = _activated(branch if a.bias is None else branch + a.bias.float(), a.activation)
-    y = close_skip(a.residual, branch, *factors, cast=a.cast_policy, out_dtype=a.out_dtype)
-    return y.contiguous()
+        branch = integer_product(int8, weight) * scale.unsqueeze(-1) * weight_scale
+    branch = branch if bias is None else branch + bias.float()
+    if activation == "gelu-tanh":
+        branch = F.gelu(branch, approximate="tanh")
+    return branch.to(out_dtype).contiguous()
+
+
+def _linear_fake(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[1], weight.shape[0]), dtype=args[-1])
+
+
+def _rows_linear_fake(int8: Tensor, scale: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    return _linear_fake(int8, weight, *args)
+
+
+int8_linear_operation = Operation("int8_linear", _linear, _linear_fake)
+int8_linear_rows = Operation("int8_linear_rows", _rows_linear, _rows_linear_fake)
 
 
 def scales_of_rows(scale: Tensor, rows: int) -> Tensor:
-    """The scales of blocks, fp32 [ceil(Cout / 128), ceil(K / 128)], for each of Cout rows.
+    """Return the scales of blocks, fp32 [ceil(Cout / 128), ceil(K / 128)], for each of Cout rows.
 
     Returns:
         fp32 [Cout, ceil(K / 128)]; a group's scales lie side by side, which is how a kernel reads
@@ -144,7 +231,7 @@ def _multiplied_weight(weight: Tensor, weight_scale: Tensor) -> Tensor:
 
 
 def dequantized(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """int8 times scale, rounded once to `dtype`; without an fp32 copy of the whole.
+    """Compute int8 times scale, rounded once to `dtype`; without an fp32 copy of the whole.
 
     Args:
         weight: int8 [Cout, K].
@@ -166,77 +253,6 @@ def dequantized(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Ten
     return made
 
 
-def _activated(x: Tensor, activation: str) -> Tensor:
-    return F.gelu(x, approximate="tanh") if activation == "gelu-tanh" else x
-
-
-linear_forward = Operation("turbo_rcm_patch::int8_linear", _linear_forward)
-
-
-@linear_forward.register_fake
-def _linear_fake(x: Tensor, weight: Tensor, *args: object) -> Tensor:
-    out_dtype = args[-1]
-    assert isinstance(out_dtype, torch.dtype)
-    return x.new_empty((x.shape[0], x.shape[1], weight.shape[0]), dtype=out_dtype)
-
-
-def _setup(ctx: Any, inputs: tuple[object, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*cast("tuple[Tensor | None, ...]", inputs[:7]))
-    ctx.c_skip_value, ctx.c_out_value, ctx.activation = inputs[7:10]
-
-
-def _activation_gradient(g: Tensor, pre: Tensor) -> Tensor:
-    """g times the derivative of gelu-tanh at `pre`; written out, because this runs below
-    autograd."""
-    root, cube = 0.7978845608028654, 0.044715
-    t = torch.tanh(root * (pre + cube * pre**3))
-    return g * (0.5 * (1 + t) + 0.5 * pre * (1 - t * t) * root * (1 + 3 * cube * pre * pre))
-
-
-def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, weight_scale, bias, residual, c_skip, c_out = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    grads: list[Tensor | None] = [None] * 13
-    g = d_out.float()
-    if needs[4]:
-        grads[4] = (g * (ctx.c_skip_value if c_skip is None else c_skip.float())).to(
-            residual.dtype
-        )
-    if residual is not None and needs[5]:
-        grads[5] = sum_to(g * residual.float(), c_skip)
-    if not any(needs[i] for i in (0, 3, 6)):
-        return tuple(grads)
-    # Straight through the rounding of x: the exact linear with the weight that was multiplied.
-    real = _multiplied_weight(weight, weight_scale)
-    pre = None
-    if needs[6] or ctx.activation:
-        pre = F.linear(x.float(), real, None if bias is None else bias.float())
-    if needs[6]:
-        assert pre is not None
-        grads[6] = sum_to(g * _activated(pre, ctx.activation), c_out)
-    g = g * (ctx.c_out_value if c_out is None else c_out.float())
-    if ctx.activation:
-        assert pre is not None
-        g = _activation_gradient(g, pre)
-    if needs[0]:
-        grads[0] = (g @ real).to(x.dtype)
-    if needs[3]:
-        grads[3] = g.sum((0, 1)).to(bias.dtype)
-    return tuple(grads)
-
-
-linear_forward.register_autograd(_autograd, setup_context=_setup)
-
-#: The same over rows that are int8 already, without a gradient.
-rows_linear_forward = Operation("turbo_rcm_patch::int8_linear_rows", _rows_forward)
-
-
-@rows_linear_forward.register_fake
-def _rows_fake(int8: Tensor, scale: Tensor, weight: Tensor, *args: object) -> Tensor:
-    out: Tensor = _linear_fake(int8, weight, *args)
-    return out
-
-
 def int8_linear(
     x: Tensor | Rows,
     weight_int8: Tensor,
@@ -244,18 +260,12 @@ def int8_linear(
     bias: Tensor | None = None,
     *,
     activation: Activation | None = None,
-    residual: Tensor | None = None,
-    c_skip: Coefficient = 1.0,
-    c_out: Coefficient = 1.0,
-    cast: Cast = "fp32",
     impl: Impl = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute c_skip * residual + c_out * activation(x @ weight^T + bias) in int8.
+    """Compute activation(x @ weight^T + bias) in int8.
 
-    Unless x comes as int8 rows, a separate pass quantises it with a scale per row. The gradients
-    of x, bias, residual and coefficients are those of the exact linear with the weight int8 *
-    scale. int8 rows have no gradient.
+    Unless x comes as int8 rows, a separate pass quantises it with a scale per row.
 
     Args:
         x: [B, N, K], bf16, fp16 or fp32, or `Rows` of it, from `norm_modulate_rows`.
@@ -263,14 +273,10 @@ def int8_linear(
         weight_scale: fp32 [Cout], also from `quantize_weight`; or [Cout, ceil(K / 128)], a scale
             for every 128 channels (fastest if the first dimension is dense); or
             [ceil(Cout / 128), ceil(K / 128)], a scale for every block of 128 x 128, which is
-            faster on Hopper. It has no gradient.
+            faster on Hopper.
         bias: [Cout], any of these float dtypes, or None.
         activation: "gelu-tanh" (`F.gelu(approximate="tanh")`, in fp32 on the unrounded sum) or
             None.
-        residual: [B, N, Cout] or None.
-        c_skip: Float or tensor [B], [B, 1, Cout] or [B, N, Cout].
-        c_out: Likewise.
-        cast: As in `project_skip`: "fp32" rounds once at the end, "model" after every step.
         impl: "triton", "reference" or "auto".
         out_dtype: dtype of the result; x's by default, required with rows.
 
@@ -280,65 +286,25 @@ def int8_linear(
     Raises:
         ShapeError: Shapes do not fit together, or K is over `MAX_CHANNELS`.
         DTypeError: A tensor has another dtype.
-        GradientError: weight_scale requires a gradient, or c_skip does without a residual, or any
-            argument does while x is rows.
-        ConfigError: An unknown activation or cast, or rows without an out_dtype.
+        GradientError: A gradient is wanted.
+        ConfigError: An unknown activation, or rows without an out_dtype.
     """
     rows = x if isinstance(x, Rows) else None
     source = x.int8 if isinstance(x, Rows) else x
     check_impl(impl)
     check_out_dtype(out_dtype)
-    _check_linear(source, weight_int8, weight_scale, bias, activation, cast, rows)
-    shape = (source.shape[0], source.shape[1], weight_int8.shape[0])
-    batch = shape[0]
-    if batch > batches.MAX_BATCH:
-        each = (source, None if rows is None else rows.scale, residual, c_skip, c_out)
-
-        def run(part: slice) -> Tensor:
-            source, scale, residual, c_skip, c_out = batches.of_batch(each, part, batch)
-            return int8_linear(
-                source if scale is None else Rows(source, scale),
-                weight_int8, weight_scale, bias, activation=activation, residual=residual,
-                c_skip=c_skip, c_out=c_out, cast=cast, impl=impl, out_dtype=out_dtype,
-            )  # fmt: skip
-
-        return batches.in_parts(batch, run)
-    factors = skip_parts(residual, c_skip, c_out, shape)
-    check_same_device(
-        source.device, weight_int8=weight_int8, weight_scale=weight_scale, bias=bias,
-        residual=residual, c_skip=factors[0], c_out=factors[1],
-    )  # fmt: skip
-    rest = (
-        weight_int8, weight_scale, bias, residual, *factors, activation or "", cast, impl,
-    )  # fmt: skip
-    if rows is None and transformed():
-        # Straight through the rounding of x, as in the backward pass.
-        with without_autocast(source.device):
-            real = _multiplied_weight(weight_int8, weight_scale)
-            branch = F.linear(source.float(), real, None if bias is None else bias.float())
-            return close_skip(
-                residual,
-                _activated(branch, activation or ""),
-                either(factors[0], factors[2]),
-                either(factors[1], factors[3]),
-                cast=cast,
-                out_dtype=source.dtype if out_dtype is None else out_dtype,
-            ).contiguous()
+    _check_linear(source, weight_int8, weight_scale, bias, activation, rows)
+    check_same_device(source.device, weight_int8=weight_int8, weight_scale=weight_scale, bias=bias)
+    refuse_gradient("int8_linear", (source, weight_scale, bias))
+    rest = (weight_int8, weight_scale, bias, activation or "", impl)
     if rows is None:
-        out: Tensor = linear_forward(
-            source, *rest, source.dtype if out_dtype is None else out_dtype
-        )
+        dtype = source.dtype if out_dtype is None else out_dtype
+        out: Tensor = int8_linear_operation(source, *rest, dtype)
         return out
     if out_dtype is None:
         raise ConfigError("out_dtype", expected="a dtype, because rows have none", got="None")
-    refuse_derivative(
-        "int8_linear of rows",
-        *(t for t in (rows.scale, *rest) if isinstance(t, Tensor)),
-        expected="no gradient",
-        remedy="Pass the activation itself",
-    )
-    closed: Tensor = rows_linear_forward(*rows, *rest, out_dtype)
-    return closed
+    made: Tensor = int8_linear_rows(*rows, *rest, out_dtype)
+    return made
 
 
 def _check_linear(
@@ -347,15 +313,11 @@ def _check_linear(
     scale: Tensor,
     bias: Tensor | None,
     activation: str | None,
-    cast_policy: str,
     rows: Rows | None,
 ) -> None:
-    for name, value, choices in (
-        ("activation", activation, (None, *get_args(Activation))),
-        ("cast", cast_policy, get_args(Cast)),
-    ):
-        if value not in choices:
-            raise ConfigError(name, expected=f"one of {choices}", got=repr(value))
+    choices = (None, *get_args(Activation))
+    if activation not in choices:
+        raise ConfigError("activation", expected=f"one of {choices}", got=repr(activation))
     for name, tensor in (("x", x), ("weight_int8", weight), ("weight_scale", scale)):
         check_tensor(name, tensor)
     if rows is None:
@@ -405,10 +367,46 @@ def _check_linear(
         check_float("bias", bias)
         if tuple(bias.shape) != (weight.shape[0],):
             raise ShapeError("bias", expected=f"[{weight.shape[0]}]", got=str(list(bias.shape)))
-    if scale.requires_grad:
-        raise GradientError(
-            "weight_scale",
-            expected="a constant, because a quantised weight has no gradient",
-            got="requires_grad=True",
-            remedy="Train with the Linear itself",
-        )
+
+
+# --- linear and GELU in 16 bits ------------------------------------------------------------------
+
+
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if x.is_cuda and x.dtype != torch.float32 and torch.version.hip is None:
+        # cuBLASLt's epilogue: GELU in its tanh form, on the sum in fp32.
+        flat = torch._addmm_activation(bias, x.flatten(0, 1), weight.t(), use_gelu=True)
+        return flat.view(x.shape[0], x.shape[1], weight.shape[0])
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
+def _linear_gelu_fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], weight.shape[0])
+
+
+linear_gelu_operation = Operation("linear_gelu", _linear_gelu, _linear_gelu_fake)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Compute gelu(x @ weight^T + bias), in GELU's tanh form.
+
+    In 16 bits on an NVIDIA GPU the activation is the epilogue of the matrix product, so it takes
+    the sum before that is rounded.
+
+    Args:
+        x: [B, N, Cin], bf16, fp16 or fp32.
+        weight: [Cout, Cin], dtype of x.
+        bias: [Cout], any of these dtypes; rounded to that of x.
+
+    Returns:
+        [B, N, Cout], dtype of x.
+
+    Raises:
+        OpError: The arguments do not fit together, or a gradient is wanted.
+    """
+    if bias is None:
+        raise DTypeError("bias", expected="a torch.Tensor", got="None", remedy="Pass zeros")
+    check_weight(x, weight, bias)
+    refuse_gradient("linear_gelu", (x, weight, bias))
+    out: Tensor = linear_gelu_operation(x, weight, bias.to(x.dtype))
+    return out

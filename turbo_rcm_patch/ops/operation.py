@@ -1,129 +1,104 @@
-"""An operation of torch's registry that runs its body directly where nobody needs the registry.
+"""Operations: a body that runs directly in eager inference and is registered for everything else.
 
-The registry costs some ten microseconds a call, and more with many arguments. It is needed to
-compile, export, trace, differentiate or transform a call, and by whoever watches the operations of
-a forward. Eager inference on plain tensors is none of that.
+Registered are a schema and a fake, so a compiler traces a call as one node. There is no derivative:
+a public function refuses a gradient, and a patched model's author computes where one is wanted.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache, wraps
-from types import ModuleType
+from contextlib import ExitStack
 from typing import Any, Final, get_type_hints
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from turbo_rcm_patch.errors import GradientError
-from turbo_rcm_patch.ops.exchange import silent
-from turbo_rcm_patch.ops.modes import as_documented, transformed
 
-#: Types of arguments that can neither want a gradient nor hold a tensor.
-_PLAIN: Final = frozenset({type(None), bool, int, float, str, torch.dtype})
-_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def runs_directly(args: tuple[Any, ...]) -> bool:
-    """Whether a call with these arguments is eager inference on plain tensors.
-
-    False inside a compiled or traced graph, a transform of torch.func, forward-mode AD or a
-    dispatch mode, where an argument wants a gradient, and where one is a subclass of Tensor.
-    """
-    if (
-        torch._C._len_torch_dispatch_stack()
-        or transformed()
-        or torch._C._get_tracing_state() is not None
-    ):
-        return False
-    wants_gradient = torch.is_grad_enabled()
-    for value in args:
-        kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            if wants_gradient and value.requires_grad:
-                return False
-        elif kind is list or kind is tuple:
-            if not runs_directly(tuple(value)):
-                return False
-        elif kind not in _PLAIN:
-            return False
-    return True
+#: Where operations register; what was registered goes with it.
+_LIBRARY: Any = torch.library.Library("turbo_rcm_patch", "DEF")  # type: ignore[no-untyped-call]
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
 
 
 class Operation:
-    """A registered operation and its body.
+    """One operation.
 
-    Args:
-        name: "turbo_rcm_patch::" and its name.
-        body: What it computes, from tensors, numbers and strings alone.
-    """
-
-    def __init__(self, name: str, body: Callable[..., Any]) -> None:
-        self.body = body
-        self.registered = torch.library.custom_op(name, body, mutates_args=())
-
-    def __call__(self, *args: Any) -> Any:
-        if not torch.compiler.is_compiling() and runs_directly(args):
-            return self.body(*args)
-        return self.registered(*args)
-
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """See `torch.library.CustomOpDef.register_fake`."""
-        return self.registered.register_fake(fake)
-
-    def register_autograd(
-        self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
-    ) -> None:
-        """See `torch.library.CustomOpDef.register_autograd`."""
-        self.registered.register_autograd(backward, setup_context=setup_context)
-
-
-#: Where `define` registers; what it registered goes with it.
-_LIBRARY: Any = torch.library.Library("turbo_rcm_patch", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-def define(name: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register an operation that has no derivative, for graphs in which none is wanted.
-
-    A call costs some 2 us where one of an `Operation` through the registry costs 10: it has no
-    wrapper for autograd. A derivative is refused when it runs.
+    Eager inference on plain tensors runs the body; a compiler, a tracer, a dispatch mode or a
+    subclass of Tensor gets the registered operation, which costs 2 us more.
 
     Args:
         name: Within this library's namespace.
-        body: What it computes, from tensors, numbers and strings alone; it returns new tensors.
+        body: Computes it from tensors, numbers and strings alone; returns new tensors.
         fake: Makes what it returns, without values.
-
-    Returns:
-        The operation, to be called.
     """
 
-    @as_documented
-    @wraps(body)
-    def run(*args: Any) -> Any:
-        if torch.is_grad_enabled() and _wants_gradient(args):
-            raise GradientError(
-                f"turbo_rcm_patch::{name}",
-                expected="inference, for which its graph was made",
-                got="a tensor that requires a gradient",
-                remedy="Call it under torch.no_grad(), or compile or export the model with grad "
-                "enabled",
-            )
+    def __init__(self, name: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        self._body = body
+        schema = torch.library.infer_schema(body, mutates_args=())
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, self._registered_body, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(f"turbo_rcm_patch::{name}", fake, lib=_LIBRARY)
+        self._name = name
+        self._registered = getattr(torch.ops.turbo_rcm_patch, name).default
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._registered(*args)
+        if (
+            type(args[0]) not in _PLAIN
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._get_tracing_state() is not None
+        ):
+            return self._registered(*args)
+        if torch._C._is_any_autocast_enabled():
+            return without_autocast(self._body, args)
+        return self._body(*args)
+
+    def _registered_body(self, *args: Any) -> Any:
+        refuse_gradient(f"turbo_rcm_patch::{self._name}", _tensors(args))
+        return without_autocast(self._body, args)
+
+
+def without_autocast(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run a body without autocast, because which dtype multiplies is part of its contract."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
         return body(*args)
 
-    schema = torch.library.infer_schema(body, mutates_args=())
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"turbo_rcm_patch::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.turbo_rcm_patch, name).default
+
+def refuse_gradient(what: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raise where a derivative is wanted.
+
+    Raises:
+        GradientError: A tensor requires a gradient, or forward-mode differentiation or a transform
+            of torch.func is active.
+    """
+    transformed = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    wanted = torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
+    if transformed or wanted:
+        raise GradientError(
+            what,
+            expected="inference: the fused operations have no derivative",
+            got="a transform of torch.func or forward mode" if transformed
+            else "a tensor that requires a gradient",
+            remedy="Call it under torch.no_grad(), or compute in plain torch where a derivative "
+            "is wanted",
+        )  # fmt: skip
 
 
-def _wants_gradient(args: Iterable[Any]) -> bool:
-    return any(
-        _wants_gradient(x) if isinstance(x, (list, tuple)) else getattr(x, "requires_grad", False)
-        for x in args
-    )
+def _tensors(args: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for one in args:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, (list, tuple)):
+            found += _tensors(one)
+    return found
 
 
 def flattened(
@@ -143,7 +118,6 @@ def flattened(
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=known[name])
         for name in order
     ]
-
     signature = inspect.Signature(parameters, return_annotation=returns)
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,90 +125,3 @@ def flattened(
         return body
 
     return decorate
-
-
-def replay_token() -> int | None:
-    """What a `Step` needs beside the signature of its inputs: changes when recordings are void;
-    None where nothing may be replayed."""
-    replay = _replay()
-    return None if replay is None else replay.replay_generation()
-
-
-@cache
-def _replay() -> ModuleType | None:
-    """Recordings need Triton."""
-    try:
-        from turbo_rcm_patch.kernels import replay
-    except ImportError:
-        return None
-    return replay
-
-
-def compile_ahead(call: Callable[[], object], device: torch.device) -> None:
-    """Compile every kernel that a call would start on a GPU, several at a time, so that a first
-    forward does not compile them one after another. Does nothing without Triton.
-
-    Args:
-        call: Runs operations and has no other effect; its kernels are not started, so what it
-            gives is garbage.
-        device: Where they will run.
-    """
-    if device.type != "cuda" or _replay() is None:
-        return
-    from turbo_rcm_patch.kernels import ahead
-
-    with silent():
-        ahead.compile_ahead(call, device)
-
-
-def running_for_real() -> AbstractContextManager[object]:
-    """Inside, kernels are started although `compile_ahead` runs: for what is made once and
-    kept."""
-    if _replay() is None:
-        return nullcontext()
-    from turbo_rcm_patch.kernels import ahead
-
-    return ahead.running_for_real()
-
-
-class Step:
-    """One call of an operation in a plan, which always gets the same numbers and, under one token,
-    tensors of the same shapes, strides, dtypes and devices. The caller sees to that; nothing is
-    checked.
-
-    The first call under a token records what the operation launches; later ones launch it. What
-    cannot be recorded, and everything on a CPU, runs the operation's body.
-    """
-
-    __slots__ = ("_body", "_found", "_recordings")
-
-    #: Tokens that a step remembers; a forward of another length is another token.
-    MOST_TOKENS: Final = 64
-
-    def __init__(self, operation: Operation | Callable[..., Any]) -> None:
-        self._body = operation.body if isinstance(operation, Operation) else operation
-        self._recordings: Any = None
-        self._found: dict[Any, Any] = {}  # the recordings' own, once there are any
-
-    def __call__(self, token: Any, *args: Any) -> Any:
-        """The operation of these arguments.
-
-        Args:
-            token: Names the signature of the tensors; None where nothing may be replayed.
-            *args: As the operation takes them.
-        """
-        if token is None:
-            return self._body(*args)
-        tensors = [x for x in args if x.__class__ in _TENSORS]
-        found = self._found.get(token)
-        if found.__class__ is list:  # As `Recordings.run` does, without another frame.
-            addresses = [x.data_ptr() for x in tensors]
-            for program in found:
-                if program.fits(addresses):
-                    return program(tensors, addresses)
-        if self._recordings is None:
-            replay = _replay()
-            assert replay is not None
-            self._recordings = replay.Recordings(self.MOST_TOKENS)
-            self._found = self._recordings.found
-        return self._recordings.run(token, tensors, self._body, args, {})

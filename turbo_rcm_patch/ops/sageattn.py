@@ -6,13 +6,15 @@ import warnings
 from typing import Final, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from turbo_rcm_patch.config import Attention
 from turbo_rcm_patch.errors import ConfigError, MaskError, ShapeError
-from turbo_rcm_patch.ops.attention import attention_lse, attention_skip, masked_attention
-from turbo_rcm_patch.ops.checks import check_choice, check_tensor
+from turbo_rcm_patch.ops.attention import attention_lse, attention_skip
+from turbo_rcm_patch.ops.checks import broadcasts, check_choice, check_tensor
 from turbo_rcm_patch.ops.dispatch import INT8_MIN_KEYS
+from turbo_rcm_patch.ops.reference import aligned, apart, split_heads
 from turbo_rcm_patch.ops.spec import AttentionSpec
 
 #: Said when a mask is computed exactly. Python shows a warning once for each place it comes from.
@@ -41,7 +43,7 @@ def sageattn(
 
     q and k run in int8 where that was measured to be faster on this GPU (unmeasured: from 4,096
     keys on), and on a CPU from 1,024 keys on; else exactly. With return_lse they run in int8 from
-    1,024 keys on. Inputs are never written to. Gradients are those of exact attention.
+    1,024 keys on. Inputs are never written to. A gradient is refused.
 
     Args:
         q: "HND": [B, H, Nq, D]; "NHD": [B, Nq, H, D]. bf16, fp16 or fp32, D up to 256.
@@ -118,7 +120,7 @@ def sageattn(
     if attn_mask is not None:
         if not torch.compiler.is_compiling():  # a warning would break the graph
             warnings.warn(MASK_WARNING, stacklevel=2)
-        out = masked_attention(q, k, v, attn_mask, spec)
+        out = _masked(q, k, v, attn_mask, spec)
     elif return_lse:
         out, lse = attention_lse(q, k, v, spec)
     else:
@@ -130,6 +132,28 @@ def sageattn(
         out = out.view(batch, out.shape[1], heads, out.shape[2] // heads)
         out = out.transpose(1, 2) if tensor_layout == "HND" else out
     return out if lse is None else (out, lse)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
+    """softmax(sm_scale * q k^T + mask) v by torch, over [B, N, H*D]."""
+    shape = (q.shape[0], spec.heads, q.shape[1], k.shape[1])
+    check_tensor("attn_mask", mask)
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise MaskError("attn_mask", expected="a boolean or float dtype", got=str(mask.dtype))
+    if not 2 <= mask.dim() <= 4 or not broadcasts(mask.shape, shape[-mask.dim() :]):
+        raise MaskError(
+            "attn_mask",
+            expected=f"a shape that broadcasts to {list(shape)}",
+            got=str(list(mask.shape)),
+        )
+    # Whole rows: torch's backends on a GPU refuse a row of one value, or read past it.
+    mask = (mask if mask.dtype == torch.bool else mask.to(q.dtype)).expand(
+        *mask.shape[:-1], k.shape[1]
+    )
+    heads = [aligned(apart(split_heads(x, spec.heads))) for x in (q, k, v)]
+    scale = spec.scale_of(q.shape[2] // spec.heads)
+    out = F.scaled_dot_product_attention(*heads, attn_mask=mask.contiguous(), scale=scale)
+    return out.transpose(1, 2).flatten(2)
 
 
 def _rows(x: Tensor, heads_at: int) -> Tensor:

@@ -16,30 +16,27 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.config import is_number
-from turbo_rcm_patch.errors import ConfigError, GradientError, ShapeError
+from turbo_rcm_patch.errors import ConfigError, ShapeError
 from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
-from turbo_rcm_patch.ops import batches
+from turbo_rcm_patch.ops.attention import prepared
 from turbo_rcm_patch.ops.checks import (
     check_attention,
     check_float,
     check_norm,
     check_out_dtype,
     check_same_device,
-    refuse_exact_heads,
     rotary_parts,
 )
 from turbo_rcm_patch.ops.dispatch import choose_inputs
-from turbo_rcm_patch.ops.modes import as_documented, refuse_derivative
-from turbo_rcm_patch.ops.operation import Operation, flattened
+from turbo_rcm_patch.ops.operation import Operation, flattened, refuse_gradient
 from turbo_rcm_patch.ops.reference import split_heads
-from turbo_rcm_patch.ops.registry import prepared
 from turbo_rcm_patch.ops.spec import AttentionSpec
 
 #: Largest head_dim: the linear branch holds a [head_dim, head_dim] matrix in registers.
-MAX_SPARSE_HEAD_DIM = 128
+MAX_SPARSE_HEAD_DIM: Final = 128
 
 #: Tokens that a block of queries or keys may have.
-SPARSE_BLOCKS = (32, 64, 128)
+SPARSE_BLOCKS: Final = (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +92,6 @@ _PLAIN: Final = dict.fromkeys(AttentionInputs._fields) | {
 }  # fmt: skip
 
 
-@as_documented
 @flattened(_ORDER, Tensor, AttentionInputs, {"weight": Tensor, "bias": Tensor | None}, _GEOMETRY)
 def _forward(*args: Any) -> Tensor:
     given = dict(zip(_ORDER, args, strict=True))
@@ -135,29 +131,11 @@ def _forward(*args: Any) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-sparse_linear_forward = Operation("turbo_rcm_patch::sparse_linear_attention", _forward)
+def _fake(q: Tensor, *args: Any) -> Tensor:
+    return q.new_empty(q.shape, dtype=args[-1])
 
 
-@sparse_linear_forward.register_fake
-def _fake(q: Tensor, *args: object) -> Tensor:
-    out_dtype = args[-1]
-    assert isinstance(out_dtype, torch.dtype)
-    return q.new_empty(q.shape, dtype=out_dtype)
-
-
-def _refuse(ctx: Any, d_out: Tensor) -> None:
-    raise GradientError(
-        "sparse_linear_attention",
-        expected="no gradient",
-        got="a request for one",
-        remedy=_REMEDY,
-    )
-
-
-sparse_linear_forward.register_autograd(_refuse)
-
-
-_REMEDY: Final = "Call under torch.no_grad(), or train with the module of SLA itself"
+sparse_linear_operation = Operation("sparse_linear_attention", _forward, _fake)
 
 
 def sparse_linear_attention(
@@ -192,7 +170,7 @@ def sparse_linear_attention(
             on every device, for comparison. causal=True is not supported.
         sparsity: Which keys it sees.
         norm_q: RMSNorm weight of q: [H*D] normalises across all heads, [D] per head.
-        norm_k: Likewise for k.
+        norm_k: The same for k.
         rotary: (cos, sin) as in `attention_skip`.
         out_dtype: dtype of the result; q's by default.
 
@@ -201,12 +179,11 @@ def sparse_linear_attention(
 
     Raises:
         ConfigError: The sparse kernels do not support what `spec` asks for.
-        GradientError: An input requires a gradient.
+        GradientError: A gradient is wanted.
         ShapeError: D is over 128.
         ShapeError: Shapes do not fit together.
     """
     check_attention(q, k, v, spec)
-    refuse_exact_heads(spec, "sparse_linear_attention")
     if spec.attention == "sage" or spec.causal or (spec.sm_scale or 0.0) < 0.0:
         raise ConfigError(
             "spec of sparse_linear_attention",
@@ -224,19 +201,10 @@ def sparse_linear_attention(
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], dim)
     check_out_dtype(out_dtype)
     check_same_device(q.device, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin)
-    given = (q, k, v, weight, bias, norm_q, norm_k)
-    refuse_derivative("sparse_linear_attention", *given, expected="no gradient", remedy=_REMEDY)
-    if batch > batches.MAX_BATCH:
-        return batches.in_parts(
-            batch,
-            lambda part: sparse_linear_attention(
-                q[part], k[part], v[part], weight, bias, spec, sparsity, norm_q=norm_q,
-                norm_k=norm_k, rotary=rotary, out_dtype=out_dtype,
-            ),
-        )  # fmt: skip
+    refuse_gradient("sparse_linear_attention", (q, k, v, weight, bias, norm_q, norm_k))
     if not batch:
         return q.new_empty(q.shape, dtype=q.dtype if out_dtype is None else out_dtype)
-    out: Tensor = sparse_linear_forward(
+    out: Tensor = sparse_linear_operation(
         q, k, v, weight, bias, norm_q, norm_k, cos, sin, spec.heads, spec.attention, spec.pv,
         spec.smooth_k, spec.scale_of(dim), spec.eps, sparsity.count(k.shape[1]), sparsity.block_q,
         sparsity.block_k, spec.impl, q.dtype if out_dtype is None else out_dtype,

@@ -35,10 +35,6 @@ class AttentionSpec:
         sm_scale: Factor on the logits, of either sign, head_dim ** -0.5 by default.
         eps: Epsilon of the norms of q and k.
         impl: "triton", "reference", or "auto", which asks `resolve_impl`.
-        exact_heads: Heads of an attention that quantises which run exactly, ascending: they go
-            through torch's scaled_dot_product_attention, and the kernel runs over the others.
-            `attention_skip`, the two launches of `attention_project_skip` and
-            `parallel.parallel_attention` take them.
     """
 
     heads: int
@@ -49,7 +45,6 @@ class AttentionSpec:
     sm_scale: float | None = None
     eps: float = 1e-6
     impl: Impl = "auto"
-    exact_heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.heads, int) or self.heads < 1:
@@ -73,17 +68,6 @@ class AttentionSpec:
                     expected="True or False",
                     got=repr(getattr(self, field)),
                 )
-        chosen, known = self.exact_heads, range(self.heads)
-        if (
-            not isinstance(chosen, tuple)
-            or any(type(h) is not int or h not in known for h in chosen)
-            or list(chosen) != sorted(set(chosen))
-        ):
-            raise ConfigError(
-                "AttentionSpec.exact_heads",
-                expected=f"a tuple of heads below {self.heads}, ascending",
-                got=repr(self.exact_heads),
-            )
         scale = self.sm_scale
         if scale is not None and not (is_number(scale) and isfinite(scale)):
             raise ConfigError(

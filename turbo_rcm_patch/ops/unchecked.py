@@ -1,57 +1,42 @@
-"""Temporary shim until the operations are rewritten."""
+"""The operations that written-out blocks call. They check nothing: a block has checked its inputs.
 
-import importlib
+Each takes plain tensors, numbers and strings by position; see the bodies in their files.
+"""
 
-import torch
-
-_m = lambda n: importlib.import_module("turbo_rcm_patch.ops." + n)
-elementwise, _il, projection, registry, sparse_linear, streams, fused = map(
-    _m,
-    ["elementwise", "int8_linear", "projection", "registry", "sparse_linear", "streams", "fused"],
+from turbo_rcm_patch.ops.attention import attention, norm_rotate
+from turbo_rcm_patch.ops.int8_linear import (
+    int8_linear_operation as int8_linear,
 )
-linear_gelu = elementwise.gelu_forward
-norm_modulate = elementwise.norm_forward
-norm_modulate_rows = elementwise.rows_forward
-skip_norm = elementwise.skip_norm
+from turbo_rcm_patch.ops.int8_linear import (
+    int8_linear_rows,
+    quantize_rows,
+)
+from turbo_rcm_patch.ops.int8_linear import (
+    linear_gelu_operation as linear_gelu,
+)
+from turbo_rcm_patch.ops.norm import norm_operation as norm_modulate
+from turbo_rcm_patch.ops.norm import rows_operation as norm_modulate_rows
+from turbo_rcm_patch.ops.norm import skip_norm, skip_norm_rows
+from turbo_rcm_patch.ops.one_launch import attention_project_operation as attention_project_skip
+from turbo_rcm_patch.ops.skip import skip_operation as skip
+from turbo_rcm_patch.ops.sparse_linear import sparse_linear_operation as sparse_linear_attention
+from turbo_rcm_patch.ops.streams import norm_modulate_streams, skip_norm_streams, skip_streams
 
-
-def skip_norm_rows(*a):
-    y, rows = elementwise.skip_norm(*a, torch.int8)
-    return y, rows[0], rows[1]
-
-
-skip = projection.skip_forward
-attention = registry.attention_forward
-norm_modulate_streams = streams.norm_both
-skip_norm_streams = streams.skip_norm_both
-skip_streams = streams.skip_both
-sparse_linear_attention = sparse_linear.sparse_linear_forward
-
-
-def int8_linear(x, w, s, b, act, impl, dt):
-    return _il.linear_forward(x, w, s, b, None, None, None, 1.0, 1.0, act, "fp32", impl, dt)
-
-
-def int8_linear_rows(i, sc, w, s, b, act, impl, dt):
-    return _il.rows_linear_forward(
-        i, sc, w, s, b, None, None, None, 1.0, 1.0, act, "fp32", impl, dt
-    )
-
-
-def attention_project_skip(*a):
-    return fused.one_launch(*a)
-
-
-def norm_rotate(x, weight, bias, cos, sin, heads, eps, impl):
-    from turbo_rcm_patch.ops.reference import norm_rope
-
-    return (
-        norm_rope(x, heads, weight=weight, bias=bias, cos=cos, sin=sin, eps=eps)
-        .transpose(1, 2)
-        .flatten(2)
-        .to(x.dtype)
-    )
-
-
-def quantize_rows(x, impl):
-    return _il._rows_of(x, impl)
+__all__ = [
+    "attention",
+    "attention_project_skip",
+    "int8_linear",
+    "int8_linear_rows",
+    "linear_gelu",
+    "norm_modulate",
+    "norm_modulate_rows",
+    "norm_modulate_streams",
+    "norm_rotate",
+    "quantize_rows",
+    "skip",
+    "skip_norm",
+    "skip_norm_rows",
+    "skip_norm_streams",
+    "skip_streams",
+    "sparse_linear_attention",
+]

@@ -123,7 +123,7 @@ class PatchedBlock:
             return f"as their author wrote them: {self.last}" if self.last else ""
         attend, device = self.attend, next(self.block.parameters()).device
         spec = ops.AttentionSpec(heads=attend.heads, attention=attend.attention, pv=attend.pv)
-        one = ops.resolved(spec, device, *self.last, max(2, attend.head_dim))
+        one = ops.resolved(spec, device, *self.last)
         linears = ", int8 Linears" if any(forward.on for forward in self.int8) else ""
         return f"fused with {one.attention} attention{linears}"
 

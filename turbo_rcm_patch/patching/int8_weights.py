@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.ops.int8_linear import GROUP
-from turbo_rcm_patch.ops.modes import reference
 
 _INT8: Final = "turbo_int8_weight"
 _SCALE: Final = "turbo_int8_scale_bits"
@@ -27,21 +26,17 @@ _RELATIVE, _ABSOLUTE = 2.0**-8 + 2.0**-10, 2.0**-24
 class _Origin:
     """The weight that an int8 weight stands for, and how often it had been written to."""
 
-    __slots__ = ("reference", "version")
+    __slots__ = ("version", "weight")
 
     def __init__(self, weight: Tensor | None = None) -> None:
-        self.reference = None if weight is None else reference(weight)
+        self.weight = weight
         self.version = 0 if weight is None else weight._version
 
     def __reduce__(self) -> tuple[type[_Origin], tuple[()]]:
         return _Origin, ()  # A copy of the Linear has another weight.
 
     def is_of(self, weight: Tensor) -> bool:
-        return (
-            self.reference is not None
-            and self.reference() is weight
-            and self.version == weight._version
-        )
+        return self.weight is weight and self.version == weight._version
 
 
 def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:

@@ -19,8 +19,8 @@ from torch import nn
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError, TurboRCMError
 from turbo_rcm_patch.extras import require
 from turbo_rcm_patch.patching import find, keep_int8_only
-from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, load_extra
 from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, held_proj_l
+from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, load_extra
 from turbo_rcm_patch.turbodiffusion.extra_file import folder_proj_l, mark_of
 from turbo_rcm_patch.turbodiffusion.pipeline import DEFAULTS_FILE, LAYOUT, check_part, read_json
 from turbo_rcm_patch.video.families import FAMILIES, VideoPipeline

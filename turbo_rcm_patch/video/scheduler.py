@@ -16,7 +16,6 @@ import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutput
 
-from turbo_rcm_patch import ops
 from turbo_rcm_patch.boundary import RectifiedFlow, rectified_flow_time
 from turbo_rcm_patch.errors import ConfigError, SamplingError
 
@@ -283,7 +282,10 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):  # type: ignore[misc]
         if self._coefficients.device != sample.device:
             # All steps at once, so that a later one waits for nothing.
             self._coefficients = self._coefficients.to(sample.device)
-        x = ops.denoise_step(sample, model_output, noise, self._coefficients[self._step_index])
+        c_skip, c_out, c_noise = self._coefficients[self._step_index].unbind()
+        x = c_skip * sample.double() + c_out * model_output.double()
+        if noise is not None:
+            x = x + c_noise * noise.double()
         self._step_index += 1
         return SchedulerOutput(prev_sample=x) if return_dict else (x,)
 

@@ -30,10 +30,45 @@ from turbo_rcm_patch.kernels.launch import (
 )
 from turbo_rcm_patch.kernels.operands import AttentionInputs
 from turbo_rcm_patch.kernels.portable.attention import attend, attention_arguments, variant_of
-from turbo_rcm_patch.kernels.portable.project import project_tile
 from turbo_rcm_patch.kernels.portable.prologue import quantize
 from turbo_rcm_patch.kernels.portable.skip import close_skip
 from turbo_rcm_patch.kernels.replay import replayed
+
+
+@triton.jit
+def project_tile(
+    x_ptr, x_stride, mask_m, weight_ptr, bias_ptr, weight_stride, start_c, c_in, c_out,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """x W^T + bias for BLOCK_M rows and BLOCK_C columns, fp32.
+
+    x_ptr: the first row, rows x_stride apart and dense in channels; weight [Cout, Cin];
+    bias [Cout]. Offsets inside a tile fit into 32 bits (`near_rows`), its origin is a 64-bit
+    pointer.
+    """
+    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    rows_c = tl.arange(0, BLOCK_C)
+    offs_c = start_c + rows_c
+    mask_c = offs_c < c_out
+    x_ptrs = x_ptr + offs_m[:, None] * x_stride + offs_k[None, :]
+    w_ptrs = weight_ptr + tl.cast(start_c, tl.int64) * weight_stride
+    w_ptrs += rows_c[:, None] * weight_stride + offs_k[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for start_k in range(0, c_in, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs + start_k, mask=mask_m[:, None], other=0.0, cache_modifier=CACHE)
+            w = tl.load(w_ptrs + start_k, mask=mask_c[:, None], other=0.0)
+        else:
+            mask_k = (start_k + offs_k < c_in)[None, :]
+            x = tl.load(
+                x_ptrs + start_k, mask=mask_m[:, None] & mask_k, other=0.0, cache_modifier=CACHE
+            )
+            w = tl.load(w_ptrs + start_k, mask=mask_c[:, None] & mask_k, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+    return acc, offs_c, mask_c
 
 
 @triton.jit(do_not_specialize=LENGTHS)

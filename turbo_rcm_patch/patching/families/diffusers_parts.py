@@ -86,10 +86,10 @@ def attention_project_skip(
 ) -> Tensor:
     """Compute residual + gate * (attention @ W_o^T + b) in one launch: fp32 [B, N, C]."""
     made: Tensor = unchecked.attention_project_skip(
-        q, k, v, linear.weight, linear.bias, residual, None, gate, norms.q, norms.k, norms.q_bias,
-        norms.k_bias, *rotary, None, 1.0, 1.0, attend.heads, attend.attention, attend.pv,
-        attend.smooth_k, False, attend.head_dim**-0.5, norms.eps, "fp32", "one-launch",
-        attend.impl, WIDE,
+        q, k, v, residual, None, gate, norms.q, norms.k, norms.q_bias, norms.k_bias, *rotary, None,
+        1.0, 1.0, attend.heads, attend.attention, attend.pv, attend.smooth_k, False,
+        attend.head_dim**-0.5, norms.eps, attend.impl, WIDE, linear.weight, linear.bias, "fp32",
+        "one-launch",
     )  # fmt: skip
     return made
 
