@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import rows, runner, turbo
 from benchmarks.attention import REFERENCE_SOURCE
+from benchmarks.measure import Call, errors_of, reason_of
 from benchmarks.networks import (
     COGVIDEOX,
     WAN,
@@ -32,7 +33,6 @@ from benchmarks.networks import (
 )
 from benchmarks.runner import PEAK, REL_L2, Column, Enter, Journal, Plan, Record, Variant
 from turbo_rcm_patch import PatchReport
-from turbo_rcm_patch.bench import Call, errors_of, reason_of
 
 #: Relative L2 to the unpatched eager output from which a variant is broken and is not timed.
 BROKEN: Final = 0.2

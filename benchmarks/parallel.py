@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.forward import BROKEN
+from benchmarks.measure import Call, errors_of
 from benchmarks.networks import network_of
 from benchmarks.rows import LENGTHS
 from benchmarks.runner import (
@@ -42,9 +43,10 @@ from benchmarks.runner import (
     wait,
 )
 from turbo_rcm_patch import PatchConfig, patched, report_of
-from turbo_rcm_patch.bench import Call, errors_of
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.patching.graphs import WARM_UPS
+
+#: Forwards before the timed ones.
+_WARM_UPS: Final = 3
 
 _COLUMNS: Final = (
     Column("network", 10), Column("method", 36), Column("ms", 9, "milliseconds.median", ".2f"),
@@ -224,7 +226,6 @@ def _of_first(value: int, device: torch.device) -> int:
 def _entered(way: Way, network: Any, device: torch.device) -> Iterator[None]:
     from diffusers import ContextParallelConfig
     from diffusers.models.attention_dispatch import attention_backend
-
     from turbo_rcm_patch.patching.parallel import disable_parallelism
 
     backend = attention_backend(way.backend) if way.backend and device.type == "cuda" else None
@@ -290,7 +291,7 @@ def _measure(
 
 def _replay_is(output: torch.Tensor, call: Call) -> bool:
     """Whether a forward gives the same bits once it is captured."""
-    again = [call() for _ in range(WARM_UPS + 1)]
+    again = [call() for _ in range(_WARM_UPS + 1)]
     return all(torch.equal(x, output) for x in again)
 
 

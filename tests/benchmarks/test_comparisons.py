@@ -17,7 +17,7 @@ from benchmarks.machine import ClockWatch, ceilings, exponential_ceiling
 from benchmarks.networks import MICRO, build_wan, variants
 from benchmarks.pairs import OURS, inputs_of, pair_methods, truth_of
 from benchmarks.runner import Method, Plan, Shape, group_of, input_sets, rotating
-from turbo_rcm_patch.bench import Timing, calls_within, errors_of, reason_of
+from benchmarks.measure import Timing, calls_within, errors_of, reason_of
 from turbo_rcm_patch.errors import ConfigError
 
 CPU = torch.device("cpu")
