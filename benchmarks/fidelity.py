@@ -103,7 +103,7 @@ def methods() -> list[Variant]:
             enter = patched_with(residual=residual, **options)
             found.append(Variant(f"{name} / residual {residual}", enter, ours=True))
     guarded: dict[str, dict[str, Any]] = {
-        "fixed": {"precision": "fixed"},
+        "fixed": {"fidelity": None},
         "auto without a target": {"fidelity": 1e6},
         "auto 1.00": {},
         "auto 1.00 with int8 Linears": {"linear": "int8"},

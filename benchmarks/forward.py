@@ -152,8 +152,6 @@ _WAYS: Final[dict[str, Enter]] = {
     "patched": patched_with(),
     "patched exact": patched_with(attention="exact"),
     "patched int8 Linears": patched_with(linear="int8"),
-    "patched graphs": patched_with(cuda_graphs=True),
-    "patched int8 Linears graphs": patched_with(linear="int8", cuda_graphs=True),
     # These last: they take longest to begin with.
     "compiled": compiled,
     "patched compiled": in_turn(patched_with(), compiled),
@@ -191,7 +189,6 @@ def run_length(plan: Plan) -> int:
             "whose GPU never waits",
             "first_seconds": "the first forward of this length with this method in this process",
             "in_int8": "share of the self-attentions whose products ran in int8",
-            "graphs": "patched with cuda_graphs=True, which captures and replays by itself",
             "peak_bytes": "of allocated memory during one forward, weights included",
             "compiled": "every block with fullgraph=True",
             "compiled graphs": 'the whole network with fullgraph=True, mode="reduce-overhead"',

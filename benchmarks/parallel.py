@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -42,7 +42,7 @@ from benchmarks.runner import (
     queued_milliseconds,
     wait,
 )
-from turbo_rcm_patch import PatchConfig, patched, report_of
+from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.errors import ConfigError
 
 #: Forwards before the timed ones.
@@ -96,13 +96,6 @@ WAYS: Final = {
         Way("ring patched", _ring, _OURS),
         Way("Ulysses patched exact", _ulysses, PatchConfig(guard=False, attention="exact")),
         Way("Ulysses patched int8 Linears", _ulysses, PatchConfig(guard=False, linear="int8")),
-        Way("Ulysses patched graphs", _ulysses, PatchConfig(guard=False, cuda_graphs=True)),
-        Way("ring patched graphs", _ring, PatchConfig(guard=False, cuda_graphs=True)),
-        Way(
-            "Ulysses patched int8 Linears graphs",
-            _ulysses,
-            PatchConfig(guard=False, linear="int8", cuda_graphs=True),
-        ),
     )
 }
 #: Case -> (network, tokens).
@@ -264,7 +257,7 @@ def _measure(
         record["first_seconds"] = time.perf_counter() - begin
         record["error"] = errors_of(output, outputs["eager"])
         if way.config is not None:
-            key = repr(replace(way.config, cuda_graphs=False))
+            key = repr(way.config)
             if way.split is None:
                 outputs[key] = output
             elif key in outputs:
@@ -274,11 +267,6 @@ def _measure(
         check(record["error"], BROKEN)
         if not record.get("same_on_all_ranks", True):
             raise Wrong("ranks differ")
-        if way.config is not None and way.config.cuda_graphs:
-            record["replay_is_plain"] = _everywhere(_replay_is(output, call), device)
-            if not record["replay_is_plain"]:
-                raise Wrong("a replay gives other bits")
-            record["cuda_graphs"] = report_of(network).cuda_graphs
         call()
         rounds = plan.calls or (3 if plan.quick else 5)
         for clock, queued in (("milliseconds", 1 if plan.quick else 2), ("cpu_milliseconds", 0)):
