@@ -38,13 +38,13 @@ test-two-gpus: $(VENV)/.installed-dev ## Attention and patched models over two c
 	$(BIN)/python -m pytest -v -m gpu tests/gpu/test_parallel_gpu.py $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-dev ## Random operations against fp64 and random models against unpatched ones, for SECONDS=60
-	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(FUZZ_ARGS)
+	$(BIN)/python -m tools.fuzz --seconds $(SECONDS) $(FUZZ_ARGS)
 
-mutants: $(VENV)/.installed-dev ## Break the library in many places and see whether a test notices: results/mutants.json
-	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
+mutants: $(VENV)/.installed-dev ## Break the library in many places and see whether a test notices: outputs/mutants.json
+	$(BIN)/python -m tools.mutants --out outputs/mutants.json $(MUTANTS_ARGS)
 
-record: $(VENV)/.installed ## Measure what the README claims on one card, but for SageSLA, into results/gpu
-	for one in ops fusion one-launch fidelity network length; do \
+record: $(VENV)/.installed ## Measure speed and distance to fp32 on one card, into results/gpu
+	for one in attention fidelity network length; do \
 		$(BIN)/python -m benchmarks $$one --out results/gpu || exit 1; done
 
 lint: $(VENV)/.installed-dev ## Lint, formatting and types

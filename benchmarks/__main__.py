@@ -1,4 +1,4 @@
-"""Measurements: accuracy, bits, speed and memory traffic, on one machine."""
+"""Measurements: speed and distance to fp32, on one machine."""
 
 from __future__ import annotations
 
@@ -18,35 +18,11 @@ from turbo_rcm_patch.usage import Types, add_options
 _PROGRAM: Final = "python -m benchmarks"
 #: Command -> (module and function of a plan, help, an example of --only, an example of --peers).
 COMPARISONS: Final = {
-    "ops": (
-        "proofs.accuracy",
-        "accuracy of each attention against fp64, for random inputs and for outliers",
-        '"random B1 H12 N4096 D128"',
-        '"int8 bf16 PV"',
-    ),
-    "fusion": (
-        "proofs.fusion",
-        "the distance of every fused skip to the same operands unfused, and of both to fp64",
-        '"B1 H12 N2049 D128 float32"',
-        '"one launch"',
-    ),
-    "one-launch": (
-        "proofs.one_launch",
-        "bits of many runs of the one-launch form over poisoned memory (runs: --calls)",
-        '"B1 H4 N1280 D64"',
-        "one-launch",
-    ),
     "attention": (
         "attention.run",
         "attention alone against every attention a user could pick",
         "H12-N32760-D128,H48-N17776-D64",
         '"ours fp8,torch cuDNN"',
-    ),
-    "block": (
-        "pairs.run",
-        "attention + projection + rCM skip as in the write-ups, and one Wan block",
-        "given,linear,wan",
-        "two-pass,one-launch",
     ),
     "network": (
         "forward.run",
@@ -79,23 +55,11 @@ COMPARISONS: Final = {
         "H12-N32760-D128-k0.1",
         '"dense int8,sparse auto"',
     ),
-    "linear": (
-        "linear.run",
-        "a Linear in int8, scales per row or per block of the weight, against bf16",
-        "N32760-1536-1536",
-        '"torch bf16,int8 scale per block"',
-    ),
     "parallel": (
         "parallel.run",
         "one forward of Wan split over all GPUs, unpatched and patched",
         "1.3b,14b",
         '"Ulysses cuDNN,Ulysses patched"',
-    ),
-    "hbm": (
-        "traffic.run",
-        "memory traffic of attention + projection + skip, counted by Nsight Compute",
-        "H12-N32760-D128",
-        "two-pass,one-launch",
     ),
 }
 
@@ -105,8 +69,6 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog=_PROGRAM,
         description=__doc__,
-        epilog="For your own card, `turbo-rcm-patch bench` and `turbo-rcm-patch tune` need no "
-        "checkout.",
     )
     commands = top.add_subparsers(dest="command", required=True)
     for name, (_, text, only, peers) in COMPARISONS.items():
@@ -124,11 +86,6 @@ def parser() -> argparse.ArgumentParser:
             one, options, _TYPES, out=_OUT, device="cuda", only=(), peers=(), seed=0, limit=600.0,
             inputs=1,
         )  # fmt: skip
-        if name == "hbm":
-            one.add_argument(
-                "--inside", nargs=2, metavar=("CASE", "FORMS"), help=argparse.SUPPRESS
-            )
-    _add_cards(commands)
     plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
     plot.add_argument("folder", type=Path, help="where the comparisons wrote")
     table = commands.add_parser(
@@ -138,46 +95,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_cards(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "what the compiled attention of each card can reach, by counting its instructions"
-    one = commands.add_parser(
-        "cards",
-        help=text,
-        description=f"Bounds {text}. Nothing runs, and no GPU is needed. Prints a table and "
-        "writes cards.json.",
-        epilog=f"examples:  {_PROGRAM} cards\n"
-        f'           {_PROGRAM} cards --only "RTX 4090" --tiles 64x64x4x2,128x64x8x2',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    options = {
-        "--out FOLDER": "folder to write into (default: %(default)s)",
-        "--only CARD,...": "cards (default: all)",
-        "--tiles TILE,...": "rows x columns x warps x stages to compare (default: the shipped "
-        "tile)",
-        "--head-dims D,...": "channels a head (default: 64,128)",
-    }
-    add_options(one, options, _TYPES, out=_OUT, only=(), tiles=(), head_dims=(64, 128))
-
-
-def _tiles(text: str) -> tuple[tuple[int, ...], ...]:
-    found = tuple(tuple(int(part) for part in tile.split("x")) for tile in _names(text))
-    if any(len(tile) != 4 for tile in found):
-        raise argparse.ArgumentTypeError(f"{text!r}: a tile is four numbers, as 128x64x8x2")
-    return found
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, _names(text)))
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 _TYPES: Final[Types] = {
-    **dict.fromkeys(("CASE,...", "NAME,...", "CARD,..."), _names),
-    "TILE,...": _tiles,
-    "D,...": _numbers,
+    **dict.fromkeys(("CASE,...", "NAME,..."), _names),
     "PATH": Path,
 }
 _OUT: Final = Path("outputs/benchmarks")
@@ -204,10 +127,6 @@ _OWN: Final = {
     },
     "network": _CHECKOUT,
     "length": _CHECKOUT,
-    "parallel": {
-        "--paper": "compute a table for more GPUs and two hosts from what --parts measured",
-        "--parts": "measure on two GPUs what --paper computes with",
-    },
 }
 
 
@@ -245,26 +164,14 @@ def _table(folder: Path) -> int:
 
 
 def _run(arguments: argparse.Namespace, command: str) -> int:
-    if arguments.command == "cards":
-        from benchmarks import cards
-
-        return cards.run(arguments.out, arguments.only, arguments.tiles, arguments.head_dims)
     if arguments.command == "plot":
         return _plot(arguments.folder)
     if arguments.command == "table":
         return _table(arguments.folder)
     given = vars(arguments)
-    inside = given.pop("inside", None)
     module, function = COMPARISONS[given.pop("command")][0].split(".")
-    paper, parts = given.pop("paper", False), given.pop("parts", False)
-    plan = Plan(**given, command=command)
-    if paper or parts:
-        from benchmarks.paper import measure
-        from benchmarks.paper import run as on_paper
-
-        return on_paper(plan) if paper else measure(plan.out, micro=plan.micro)
-    run = getattr(import_module(f"benchmarks.{module}"), "inside" if inside else function)
-    code: int = run(plan, *inside or ())
+    run = getattr(import_module(f"benchmarks.{module}"), function)
+    code: int = run(Plan(**given, command=command))
     return code
 
 

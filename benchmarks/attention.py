@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import runner
 from benchmarks.machine import ceilings, exponential_ceiling, measured_ceilings
+from benchmarks.measure import Call, attention_fp64, print_line, some_rows
 from benchmarks.runner import REL_L2, Column, Entrant, Journal, Method, Plan, Record, Shape
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.bench import Call, attention_fp64, print_line, some_rows
 from turbo_rcm_patch.config import PVDType
 from turbo_rcm_patch.errors import Fp8UnsupportedError, MissingPackageError
 

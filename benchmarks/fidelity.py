@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks import runner
+from benchmarks.measure import Call, errors_of, time_call
 from benchmarks.networks import (
     compiled,
     network_of,
@@ -28,7 +29,6 @@ from benchmarks.networks import (
 )
 from benchmarks.runner import Column, Journal, Plan, Record, Variant, Wrong
 from turbo_rcm_patch import PatchReport
-from turbo_rcm_patch.bench import Call, errors_of, time_call
 from turbo_rcm_patch.video.measures import highest_precision, upcast
 from turbo_rcm_patch.video.verdict import NETWORK_LIMIT
 
@@ -103,7 +103,7 @@ def methods() -> list[Variant]:
             enter = patched_with(residual=residual, **options)
             found.append(Variant(f"{name} / residual {residual}", enter, ours=True))
     guarded: dict[str, dict[str, Any]] = {
-        "fixed": {"precision": "fixed"},
+        "fixed": {"fidelity": None},
         "auto without a target": {"fidelity": 1e6},
         "auto 1.00": {},
         "auto 1.00 with int8 Linears": {"linear": "int8"},

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import rows, runner, turbo
 from benchmarks.attention import REFERENCE_SOURCE
+from benchmarks.measure import Call, errors_of, reason_of
 from benchmarks.networks import (
     COGVIDEOX,
     WAN,
@@ -32,7 +33,6 @@ from benchmarks.networks import (
 )
 from benchmarks.runner import PEAK, REL_L2, Column, Enter, Journal, Plan, Record, Variant
 from turbo_rcm_patch import PatchReport
-from turbo_rcm_patch.bench import Call, errors_of, reason_of
 
 #: Relative L2 to the unpatched eager output from which a variant is broken and is not timed.
 BROKEN: Final = 0.2
@@ -152,8 +152,6 @@ _WAYS: Final[dict[str, Enter]] = {
     "patched": patched_with(),
     "patched exact": patched_with(attention="exact"),
     "patched int8 Linears": patched_with(linear="int8"),
-    "patched graphs": patched_with(cuda_graphs=True),
-    "patched int8 Linears graphs": patched_with(linear="int8", cuda_graphs=True),
     # These last: they take longest to begin with.
     "compiled": compiled,
     "patched compiled": in_turn(patched_with(), compiled),
@@ -191,7 +189,6 @@ def run_length(plan: Plan) -> int:
             "whose GPU never waits",
             "first_seconds": "the first forward of this length with this method in this process",
             "in_int8": "share of the self-attentions whose products ran in int8",
-            "graphs": "patched with cuda_graphs=True, which captures and replays by itself",
             "peak_bytes": "of allocated memory during one forward, weights included",
             "compiled": "every block with fullgraph=True",
             "compiled graphs": 'the whole network with fullgraph=True, mode="reduce-overhead"',

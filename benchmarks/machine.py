@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from turbo_rcm_patch.bench import time_call
+from benchmarks.measure import time_call
 from turbo_rcm_patch.video.environment import device_name
 
 #: Dense peaks from the vendor's data sheets, by a part of the device name: 1e12 operations a

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import runner
 from benchmarks.attention import sage_major
+from benchmarks.measure import Call, calls_within, generator, time_call
 from benchmarks.runner import GROUPS, Effort, Enter, Errors, Journal, Plan, Record, Shape, Variant
-from turbo_rcm_patch.bench import Call, calls_within, generator, time_call
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 

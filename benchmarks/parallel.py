@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.forward import BROKEN
+from benchmarks.measure import Call, errors_of
 from benchmarks.networks import network_of
 from benchmarks.rows import LENGTHS
 from benchmarks.runner import (
@@ -41,10 +42,11 @@ from benchmarks.runner import (
     queued_milliseconds,
     wait,
 )
-from turbo_rcm_patch import PatchConfig, patched, report_of
-from turbo_rcm_patch.bench import Call, errors_of
+from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.errors import ConfigError
-from turbo_rcm_patch.patching.graphs import WARM_UPS
+
+#: Forwards before the timed ones.
+_WARM_UPS: Final = 3
 
 _COLUMNS: Final = (
     Column("network", 10), Column("method", 36), Column("ms", 9, "milliseconds.median", ".2f"),
@@ -94,13 +96,6 @@ WAYS: Final = {
         Way("ring patched", _ring, _OURS),
         Way("Ulysses patched exact", _ulysses, PatchConfig(guard=False, attention="exact")),
         Way("Ulysses patched int8 Linears", _ulysses, PatchConfig(guard=False, linear="int8")),
-        Way("Ulysses patched graphs", _ulysses, PatchConfig(guard=False, cuda_graphs=True)),
-        Way("ring patched graphs", _ring, PatchConfig(guard=False, cuda_graphs=True)),
-        Way(
-            "Ulysses patched int8 Linears graphs",
-            _ulysses,
-            PatchConfig(guard=False, linear="int8", cuda_graphs=True),
-        ),
     )
 }
 #: Case -> (network, tokens).
@@ -224,7 +219,6 @@ def _of_first(value: int, device: torch.device) -> int:
 def _entered(way: Way, network: Any, device: torch.device) -> Iterator[None]:
     from diffusers import ContextParallelConfig
     from diffusers.models.attention_dispatch import attention_backend
-
     from turbo_rcm_patch.patching.parallel import disable_parallelism
 
     backend = attention_backend(way.backend) if way.backend and device.type == "cuda" else None
@@ -263,7 +257,7 @@ def _measure(
         record["first_seconds"] = time.perf_counter() - begin
         record["error"] = errors_of(output, outputs["eager"])
         if way.config is not None:
-            key = repr(replace(way.config, cuda_graphs=False))
+            key = repr(way.config)
             if way.split is None:
                 outputs[key] = output
             elif key in outputs:
@@ -273,11 +267,6 @@ def _measure(
         check(record["error"], BROKEN)
         if not record.get("same_on_all_ranks", True):
             raise Wrong("ranks differ")
-        if way.config is not None and way.config.cuda_graphs:
-            record["replay_is_plain"] = _everywhere(_replay_is(output, call), device)
-            if not record["replay_is_plain"]:
-                raise Wrong("a replay gives other bits")
-            record["cuda_graphs"] = report_of(network).cuda_graphs
         call()
         rounds = plan.calls or (3 if plan.quick else 5)
         for clock, queued in (("milliseconds", 1 if plan.quick else 2), ("cpu_milliseconds", 0)):
@@ -290,7 +279,7 @@ def _measure(
 
 def _replay_is(output: torch.Tensor, call: Call) -> bool:
     """Whether a forward gives the same bits once it is captured."""
-    again = [call() for _ in range(WARM_UPS + 1)]
+    again = [call() for _ in range(_WARM_UPS + 1)]
     return all(torch.equal(x, output) for x in again)
 
 

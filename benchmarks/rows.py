@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.measure import Call
 from benchmarks.networks import (
     build_cogvideox,
     build_wan,
@@ -18,7 +19,6 @@ from benchmarks.networks import (
 )
 from benchmarks.runner import Plan, Record
 from benchmarks.turbo import WanModelClass
-from turbo_rcm_patch.bench import Call
 
 #: Tokens -> latent frames, height and width.
 LENGTHS: Final = {

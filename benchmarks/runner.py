@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from benchmarks.machine import ClockWatch, ceilings, machine
-from turbo_rcm_patch.bench import (
+from benchmarks.measure import (
     Call,
     Timing,
     call_times,

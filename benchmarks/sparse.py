@@ -14,9 +14,9 @@ from typing import Final
 import torch
 
 from benchmarks import runner
+from benchmarks.measure import Call
 from benchmarks.runner import REL_L2, Column, Errors, Journal, Method, Plan, Shape
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.bench import Call
 from turbo_rcm_patch.config import PVDType
 from turbo_rcm_patch.ops import sparse_reference as reference
 from turbo_rcm_patch.ops.gradients import prepare

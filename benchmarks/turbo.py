@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import runner
+from benchmarks.measure import Call, errors_of, generator, reason_of
 from benchmarks.networks import (
     GATE_ROWS,
     LIVE_GATE,
@@ -35,7 +36,6 @@ from benchmarks.networks import (
 )
 from benchmarks.runner import PEAK, REL_L2, Column, Enter, Journal, Plan, Record, Variant
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.bench import Call, errors_of, generator, reason_of
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
 from turbo_rcm_patch.ops.sparse_reference import block_map, linear_branch
 from turbo_rcm_patch.patching.int8_weights import attach_int8, detach_int8

@@ -15,9 +15,9 @@ from typing import Any, Final
 import torch
 
 from benchmarks import runner
+from benchmarks.measure import generator
 from benchmarks.networks import build_wan, compiled, patched_with, sage_attention, sizes_of
 from benchmarks.runner import PEAK, Column, Journal, Plan, Record, Variant, Wrong
-from turbo_rcm_patch.bench import generator
 from turbo_rcm_patch.video.generation import Conditioning, decode_latents, sample_latents
 from turbo_rcm_patch.video.settings import Settings
 

@@ -14,10 +14,9 @@ from benchmarks import attention, forward
 from benchmarks.__main__ import main
 from benchmarks.attention import AIMS, REFERENCE, attention_cases, attention_methods
 from benchmarks.machine import ClockWatch, ceilings, exponential_ceiling
+from benchmarks.measure import Timing, calls_within, reason_of
 from benchmarks.networks import MICRO, build_wan, variants
-from benchmarks.pairs import OURS, inputs_of, pair_methods, truth_of
-from benchmarks.runner import Method, Plan, Shape, group_of, input_sets, rotating
-from turbo_rcm_patch.bench import Timing, calls_within, errors_of, reason_of
+from benchmarks.runner import Method, Plan, group_of, input_sets, rotating
 from turbo_rcm_patch.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -175,32 +174,6 @@ def test_the_limit_is_kept_and_what_it_cuts_is_said(
     assert document["finished"] is (command == "hbm")  # on paper there is nothing to wait for
     assert bool(document["left_out"]) is (command != "hbm")
     assert ("left out" in capsys.readouterr().out) is (command != "hbm")
-
-
-def test_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    only = ["--only", "given,wan"]
-    assert main(["block", *MICRO_CPU, *only, "--out", str(tmp_path)]) == 0
-    document = read(tmp_path / "block.json")
-    first = document["cases"]["given-N48"]
-    assert first["baseline"] == "two-pass, flash"  # the only exact backend of a CPU
-    assert set(first["speedup"]) == {"one-pass", *OURS}
-    assert all(first["methods"][name]["status"] == "timed" for name in OURS)
-    mean = document["summary"]["given"]["better of ours"]
-    assert mean["sizes"] == 2 and mean["least"] <= mean["geometric_mean"]
-    assert "geometric mean" in capsys.readouterr().out
-    wan = document["cases"]["wan-block"]["variants"]
-    assert {name: one["status"] for name, one in wan.items()} == dict.fromkeys(wan, "timed")
-    assert {"eager", "compiled", "patched", "patched compiled"} <= set(wan)
-    assert (tmp_path / "block_write_ups.png").is_file()
-
-
-def test_the_linear_of_q_k_v_can_be_part_of_a_block() -> None:
-    shape, rows = Shape(2, 33, 33, 2, 64), torch.tensor([0, 32])
-    inputs = inputs_of(shape, CPU, 0, linear=True)
-    truth = truth_of(inputs, shape, rows, linear=True)
-    for method in pair_methods(2, linear=True, forms=("two-launch", "one-launch")):
-        found = errors_of(method.make(inputs)()[:, rows], truth)
-        assert found["relative_l2"] < 0.02, method.name
 
 
 def test_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
