@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+from turbo_rcm_patch.kernels.tile_table import table_path
 
 from benchmarks.machine import ClockWatch, ceilings, machine
 from benchmarks.measure import (
@@ -34,7 +35,6 @@ from benchmarks.measure import (
     reason_of,
 )
 from turbo_rcm_patch.errors import ConfigError, OutputExistsError
-from turbo_rcm_patch.kernels.tile_table import table_path
 from turbo_rcm_patch.output import check_writable, write_json
 from turbo_rcm_patch.video.environment import code_digest, device_name, versions
 from turbo_rcm_patch.video.store import to_json

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from turbo_rcm_patch.ops.gradients import prepare
 
 from benchmarks import runner
 from benchmarks.measure import Call
@@ -19,7 +20,6 @@ from benchmarks.runner import REL_L2, Column, Errors, Journal, Method, Plan, Sha
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PVDType
 from turbo_rcm_patch.ops import sparse_reference as reference
-from turbo_rcm_patch.ops.gradients import prepare
 from turbo_rcm_patch.ops.reference import split_heads
 
 #: Relative L2 to exact mathematics from which an output is wrong and not inaccurate.

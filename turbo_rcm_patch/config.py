@@ -34,7 +34,7 @@ Kind = Literal["self", "cross", "image", "feed-forward", "control"]
 _GONE: Final = {
     "calibration": "The guard decides on the first forward, and the same input gets the same bits",
     "cuda_graphs": 'Use torch.compile(model, mode="reduce-overhead")',
-    "guard_budget": "The budget is fixed (patching/measure.py); guard=False switches the guard off",
+    "guard_budget": "The budget is fixed (0.10 of an update); guard=False switches the guard off",
     "kinds": 'All pairs of a block run fused; attention="exact" fuses the skips alone',
     "precision": 'Use fidelity=None for precision="fixed"',
     "residual": "The residual stream is fp32 inside a block; unpatch the model for its author's",

@@ -14,10 +14,10 @@ from torch import nn
 from turbo_rcm_patch import RCMScheduler
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, OutputExistsError
 from turbo_rcm_patch.extras import require
-from turbo_rcm_patch.turbodiffusion.extra_file import folder_proj_l, mark_of
 from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, load_extra, unload_extra
 from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
 from turbo_rcm_patch.turbodiffusion.distributed import dcp_metadata
+from turbo_rcm_patch.turbodiffusion.extra_file import folder_proj_l, mark_of
 from turbo_rcm_patch.turbodiffusion.folder import FORMAT
 from turbo_rcm_patch.turbodiffusion.original import Part, read_text_encoder, read_vae
 from turbo_rcm_patch.turbodiffusion.pipeline import check_part, read_json

@@ -7,9 +7,9 @@ from pathlib import Path
 from torch import Tensor
 
 from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.turbodiffusion.extra_file import folder_proj_l, weight_files
 from turbo_rcm_patch.turbodiffusion import Sizes, read_checkpoint
 from turbo_rcm_patch.turbodiffusion.blocks import dequantise
+from turbo_rcm_patch.turbodiffusion.extra_file import folder_proj_l, weight_files
 from turbo_rcm_patch.turbodiffusion.keys import HEAD_DIM, Name, names, sizes_of_config
 from turbo_rcm_patch.turbodiffusion.stored import StoredTensors, read_json, transformer_folder
 

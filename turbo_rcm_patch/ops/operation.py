@@ -1,7 +1,7 @@
 """Operations: a body that runs directly in eager inference and is registered for everything else.
 
-Registered are a schema and a fake, so a compiler traces a call as one node. There is no derivative:
-a public function refuses a gradient, and a patched model's author computes where one is wanted.
+Registered are a schema and a fake, so that a compiler traces a call as one node. There is no
+derivative: a public function refuses a gradient, and a patched model then runs its author's code.
 """
 
 from __future__ import annotations
