@@ -8,13 +8,15 @@ shapes are numbers, and a compiled graph does not depend on what is chosen.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 
-from turbo_rcm_patch.config import Impl, PVDType
+from turbo_rcm_patch.config import Attention, Impl, PVDType
 from turbo_rcm_patch.errors import ConfigError, DeviceError, Fp8UnsupportedError
 from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
 
@@ -39,14 +41,25 @@ INT8_MIN_KEYS: Final = 1024
 def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "reference"]:
     """Return the implementation that runs on a device.
 
-    "auto" is "triton" on a GPU (CUDA or HIP) and "reference" elsewhere. Asking for "triton" on
+    "auto" is "triton" on a GPU (CUDA or HIP) and "reference" elsewhere, and on a GPU without the
+    package triton, with one warning. Asking for "triton" on
     another device is refused by the launcher unless Triton's interpreter is on.
 
     Raises:
         ConfigError: `impl` is none of these words.
     """
     if impl == "auto":
-        return "triton" if device.type == "cuda" else "reference"
+        if device.type != "cuda":
+            return "reference"
+        if find_spec("triton") is not None:
+            return "triton"
+        warnings.warn(
+            "triton is not installed, so fused operations run in plain torch, which is slower: "
+            "pip install triton (on Windows: triton-windows)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return "reference"
     if impl not in get_args(Impl):
         raise ConfigError("impl", expected=f"one of {get_args(Impl)}", got=repr(impl))
     return "triton" if impl == "triton" else "reference"
@@ -111,14 +124,14 @@ def quantises(attention: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _decided(
-    attention: str,
-    pv: PVDType,
+    attention: Any,
+    pv: Any,
     impl: str,
     device: torch.device,
     n_q: int,
     n_kv: int,
     exact_serves: bool,
-) -> tuple[str, str, Literal["triton", "reference"]]:
+) -> tuple[Attention, PVDType, Literal["triton", "reference"]]:
     own = resolve_impl(impl, device)
     if attention == "auto":
         # Only our kernels return the logsumexp at their price.

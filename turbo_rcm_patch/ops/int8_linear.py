@@ -157,8 +157,8 @@ def _linear(
     impl: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    rest = (weight, weight_scale, bias, activation, impl, out_dtype)
-    return _rows_linear(*_quantize_rows(x, impl), *rest)
+    rows, scale = _quantize_rows(x, impl)
+    return _rows_linear(rows, scale, weight, weight_scale, bias, activation, impl, out_dtype)
 
 
 def _rows_linear(

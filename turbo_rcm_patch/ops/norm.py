@@ -133,11 +133,11 @@ def _skip_norm(
     if resolve_impl(impl, branch.device) == "triton":
         from turbo_rcm_patch.kernels.portable.skip_norm import skip_norm as launch
 
-        made: tuple[Tensor, Tensor] = launch(
+        made: Any = launch(
             residual, branch, gate, factor, offset,
             cast=cast_policy, out_dtype=out_dtype, one=one, eps=eps, normed_dtype=normed_dtype,
         )  # fmt: skip
-        return made
+        return made[0], made[1]
     y = closed(
         residual, branch, 1.0, gate, cast_policy=cast_policy, impl=impl, out_dtype=out_dtype
     )

@@ -29,7 +29,7 @@ _TYPES: Final = {"weight": Tensor, "bias": Tensor | None, "cast_policy": str, "f
 @flattened(_ORDER, Tensor, AttentionInputs, _TYPES)
 def _project(*args: Any) -> Tensor:
     *fields, weight, bias, cast_policy, form = args
-    a = AttentionInputs(*fields, want_lse=False)
+    a = AttentionInputs._make([*fields, False])
     if form == "one-launch" and a.attention == "auto":
         a = a._replace(attention="int8")
     a = choose_inputs(a)
@@ -50,7 +50,8 @@ def _project(*args: Any) -> Tensor:
 
 def _project_fake(*args: Any) -> Tensor:
     q, weight, out_dtype = args[0], args[-4], args[-5]
-    return q.new_empty((*q.shape[:2], weight.shape[0]), dtype=out_dtype)
+    made: Tensor = q.new_empty((*q.shape[:2], weight.shape[0]), dtype=out_dtype)
+    return made
 
 
 attention_project_operation = Operation("attention_project_skip", _project, _project_fake)

@@ -41,9 +41,8 @@ def sageattn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(sm_scale * q k^T) v, in place of `sageattention.sageattn`.
 
-    q and k run in int8 where that was measured to be faster on this GPU (unmeasured: from 4,096
-    keys on), and on a CPU from 1,024 keys on; else exactly. With return_lse they run in int8 from
-    1,024 keys on. Inputs are never written to. A gradient is refused.
+    q and k run in int8 from 4,096 queries and keys on (on a CPU, and with return_lse, from 1,024
+    keys on), else exactly. Inputs are never written to. A gradient is refused.
 
     Args:
         q: "HND": [B, H, Nq, D]; "NHD": [B, Nq, H, D]. bf16, fp16 or fp32, D up to 256.
@@ -150,9 +149,9 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec) 
     mask = (mask if mask.dtype == torch.bool else mask.to(q.dtype)).expand(
         *mask.shape[:-1], k.shape[1]
     )
-    heads = [aligned(apart(split_heads(x, spec.heads))) for x in (q, k, v)]
     scale = spec.scale_of(q.shape[2] // spec.heads)
-    out = F.scaled_dot_product_attention(*heads, attn_mask=mask.contiguous(), scale=scale)
+    q, k, v = (aligned(apart(split_heads(x, spec.heads))) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.contiguous(), scale=scale)
     return out.transpose(1, 2).flatten(2)
 
 

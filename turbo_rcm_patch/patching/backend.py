@@ -46,10 +46,10 @@ def register_backend() -> str:
         register_backend()
         model.set_attention_backend("turbo_rcm_int8")
 
-    int8 from where `sageattn` takes it (measured on the GPU; 4,096 keys where nothing was, 1,024
-    on a CPU), exact below; masks are computed exactly, with one warning; grouped
-    queries copy heads of k and v. Dropout is refused. It works under diffusers' context
-    parallelism: Ulysses, ring and both, in inference.
+    int8 from where `sageattn` takes it (4,096 keys on a GPU, 1,024 on a CPU), exact below; masks
+    are computed exactly, with one warning; grouped queries copy heads of k and v. Dropout and
+    gradients are refused: train with "native". It works under diffusers' context parallelism:
+    Ulysses, ring and both.
 
     Returns:
         The name of the backend.

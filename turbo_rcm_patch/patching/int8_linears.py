@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight, unchecked
 from turbo_rcm_patch.patching.int8_module import Int8Linear
@@ -53,9 +54,11 @@ class Int8Forward:
 
     __slots__ = ("_impl", "_made", "_moves", "_of", "linear", "on")
 
-    def __init__(self, linear: Any, impl: str) -> None:
+    def __init__(self, linear: Any, impl: Impl) -> None:
         self.linear, self._impl, self.on = linear, impl, True
-        self.forget()
+        self._made: tuple[Tensor, Tensor] | None = None
+        self._of: tuple[Any, ...] | None = None
+        self._moves = 0
 
     def run(self, input: Any, activation: str = "") -> Tensor:  # noqa: A002  Linear's name
         """Compute input @ weight^T + bias, and GELU if `activation` is "gelu-tanh".
@@ -94,7 +97,8 @@ class Int8Forward:
         """int8 [Cout, K] and its scales, of the weight as it is now."""
         linear = self.linear
         if type(linear) is Int8Linear:
-            return linear.int8
+            held: tuple[Tensor, Tensor] = linear.int8
+            return held
         weight = linear.weight
         if compiling():  # A graph quantises on every call, so it follows the weight.
             return quantize_weight(weight, impl=self._impl)
@@ -122,8 +126,7 @@ class Int8Forward:
 
     def forget(self) -> None:
         """Drop the int8 copy."""
-        self._made: tuple[Tensor, Tensor] | None = None
-        self._of: tuple[Any, ...] | None = None
+        self._made = self._of = None
         self._moves = 0
 
 

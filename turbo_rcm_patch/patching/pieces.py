@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import Attention, Impl, PatchConfig, PVDType
 from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops import INT8_MIN_KEYS, unchecked
 from turbo_rcm_patch.patching.int8_linears import int8_forward
@@ -175,7 +175,7 @@ def _called_norm(
     module: nn.Module, x: Tensor, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     made: Tensor = module(x.float())
-    if scale is not None:
+    if scale is not None and shift is not None:
         made = made.float() * (1 + scale) + shift
     return made.to(dtype)
 
@@ -249,10 +249,10 @@ class Attend(NamedTuple):
 
     heads: int
     head_dim: int
-    attention: str
-    pv: str
+    attention: Attention
+    pv: PVDType
     smooth_k: bool
-    impl: str
+    impl: Impl
 
     @classmethod
     def of(cls, config: PatchConfig, heads: int, head_dim: int) -> Attend:

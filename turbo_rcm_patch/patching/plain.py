@@ -21,12 +21,12 @@ FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 _known: Final[dict[tuple[type, str], object]] = {}
 
 
-def author_class(module: nn.Module) -> type[nn.Module]:
+def author_class(module: Any) -> type[nn.Module]:
     """Return the class that a module's author gave it.
 
     `fully_shard` swaps the class for a subclass of its own mixin and that class.
     """
-    cls = type(module)
+    cls: type[nn.Module] = type(module)
     mixin = cls.__bases__[0]
     sharded = mixin.__name__ == "FSDPModule" and mixin.__module__.startswith("torch.distributed")
     return cls.__bases__[1] if sharded and len(cls.__bases__) == 2 else cls

@@ -300,7 +300,7 @@ class PatchReport:
     def __str__(self) -> str:
         live, config = self._live(), self.config
         pairs = PairTable(live.pairs)
-        words = config.attention
+        words: str = config.attention
         if words in ("auto", "int8", "int4"):
             own = "int8 or exact by length" if words == "auto" else words
             words = f"{own}, p and v in {live.pv}"

@@ -51,7 +51,7 @@ class Ulysses:
         self._group, self._attend, self._size = group, attend, group.size()
 
     def to_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, norms: Norms, tables: Rotary
+        self, q: Tensor, k: Tensor, v: Tensor, norms: Norms, tables: Rotary | None
     ) -> tuple[Tensor, Tensor, Tensor, Attend]:
         """Normalise and rotate the local tokens, and get all tokens of a part of the heads.
 
@@ -60,18 +60,18 @@ class Ulysses:
             k: [B, n, H*D].
             v: [B, n, H*D].
             norms: Of q and k.
-            tables: Of the local tokens.
+            tables: Of the local tokens, or None.
 
         Returns:
             q, k and v [B, N, H/P * D] of P ranks, and how their attention is computed.
         """
         attend = self._attend
-        rest = (*tables, attend.heads, norms.eps, attend.impl)
+        rest = (*(tables or (None, None)), attend.heads, norms.eps, attend.impl)
         q = unchecked.norm_rotate(q, norms.q, norms.q_bias, *rest)
         k = unchecked.norm_rotate(k, norms.k, norms.k_bias, *rest)
         batch, tokens, _ = q.shape
         # [P, 3, B, n, H/P * D]: the heads of each rank.
-        parts = torch.stack([x.unflatten(2, (self._size, -1)) for x in (q, k, v)])
+        parts = torch.stack([x.reshape(batch, tokens, self._size, -1) for x in (q, k, v)])
         came = self._exchange(parts.permute(3, 0, 1, 2, 4).contiguous())
         # [P, 3, B, n, ...]: the tokens of each rank, in their order.
         whole = came.permute(1, 2, 0, 3, 4).reshape(3, batch, self._size * tokens, -1)
@@ -81,7 +81,9 @@ class Ulysses:
     def to_tokens(self, out: Tensor) -> Tensor:
         """Give back the output of all tokens, [B, N, H/P * D], for that of the local tokens and
         all heads, [B, n, H*D]."""
-        parts = out.unflatten(1, (self._size, -1)).transpose(0, 1).contiguous()
+        batch, tokens, channels = out.shape
+        parts = out.reshape(batch, self._size, tokens // self._size, channels)
+        parts = parts.transpose(0, 1).contiguous()
         return self._exchange(parts).permute(1, 2, 0, 3).flatten(2)
 
     def _exchange(self, parts: Tensor) -> Tensor:

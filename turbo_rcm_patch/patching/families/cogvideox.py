@@ -65,6 +65,7 @@ class CogVideoXBlockForward(PatchedBlock):
     """Stands in for the forward of a `CogVideoXBlock` or a `ConsisIDBlock`."""
 
     __slots__ = ("tables",)
+    tables: KeptTables
 
     stages = ("norm1", "norm2")
 
@@ -191,7 +192,6 @@ class CogVideoXBlockForward(PatchedBlock):
 
     def rotary(self, rotary: Rotary, text: Tensor) -> Rotary:
         """Return tables of video tokens after text tokens, which are not turned."""
-        kept: KeptTables = self.tables
         tokens, device = text.shape[1], text.device
 
         def make() -> Rotary:
@@ -199,7 +199,7 @@ class CogVideoXBlockForward(PatchedBlock):
             still = cos.new_ones(tokens, cos.shape[-1])
             return torch.cat([still, cos]), torch.cat([torch.zeros_like(still), sin])
 
-        return kept.of(rotary, (tokens, device), make)
+        return self.tables.of(rotary, (tokens, device), make)
 
     # --- when the author's forward runs ----------------------------------------------------------
 
@@ -299,7 +299,7 @@ def _norms_of_heads(attn: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, No
         return q, k, Norms(of_q.weight, of_k.weight, of_q.bias, of_k.bias, of_q.eps)
 
     def normed(norm: Any, x: Tensor) -> Tensor:
-        by_head = x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        by_head = x.reshape(*x.shape[:-1], attn.heads, head_dim).transpose(1, 2)
         return called(norm, by_head).transpose(1, 2).flatten(2)
 
     return normed(of_q, q), normed(of_k, k), NO_NORMS
@@ -359,7 +359,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
 
 def _attend(found: Found, config: PatchConfig) -> Attend:
     """Check a block's attention, and say how it is computed."""
-    attn = getattr(found.block, "attn1", None)
+    attn: Any = getattr(found.block, "attn1", None)
     if type(attn) is not Attention:
         return Attend.of(config, 1, 0)
     head_dim = attn.inner_dim // attn.heads

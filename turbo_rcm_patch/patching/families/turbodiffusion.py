@@ -68,6 +68,7 @@ class TurboBlock(PatchedBlock):
     """Stands in for the forward of a `WanAttentionBlock`."""
 
     __slots__ = ("tables",)
+    tables: KeptTables
 
     stages = ("norm1", "norm3", "norm2")
 
@@ -132,8 +133,7 @@ class TurboBlock(PatchedBlock):
         attend = self.attend
         q, k, v = attn.q(h), attn.k(h), attn.v(h)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
-        kept: KeptTables = self.tables
-        tables = kept.of((freqs,), None, lambda: _tables(freqs))
+        tables = self.tables.of((freqs,), None, lambda: _tables(freqs))
         if not is_sparse(attn):
             out = attend(q, k, v, norms, tables)
             if notes is not None:
@@ -223,7 +223,8 @@ class TurboBlock(PatchedBlock):
     # --- for the report --------------------------------------------------------------------------
 
     def linears(self) -> dict[str, Any]:
-        block, found = self.block, {}
+        block = self.block
+        found: dict[str, Any] = {}
         for name in ("self_attn", "cross_attn"):
             attn = getattr(block, name)
             names = [*"qkvo", *(("k_img", "v_img") if has_image(attn) else ())]
@@ -370,7 +371,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
 
 def _attend(found: Found, config: PatchConfig) -> Attend:
     """Check a block's attentions, and say how they are computed."""
-    attn = getattr(found.block, "self_attn", None)
+    attn: Any = getattr(found.block, "self_attn", None)
     if author_class(attn).__name__ != "WanSelfAttention":
         return Attend.of(config, 1, 0)
     for name in ("self_attn", "cross_attn"):

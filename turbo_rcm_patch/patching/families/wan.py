@@ -127,7 +127,7 @@ class WanBlock(PatchedBlock):
 
     def modulation(self, temb: Tensor) -> tuple[Tensor, ...]:
         """Return shift, scale and gate of self-attention and feed-forward, fp32 [B, 1 or N, C]."""
-        table = self.block.scale_shift_table
+        table: Tensor = self.block.scale_shift_table
         if table.dtype != torch.float32:  # Else torch widens temb in the pass that adds it.
             temb = temb.float()
         if temb.ndim == 3:
@@ -391,7 +391,7 @@ _CONTROL: Final = (*_BLOCK[:3], "control_hidden_states", *_BLOCK[3:])
 _ATTENTION: Final = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")
 
 
-def blocks_of(model: Any, path: str, config: PatchConfig) -> list[Found]:
+def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
     """Find the blocks of a model, in the order in which they run.
 
     Raises:
@@ -411,7 +411,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[Found]:
         processor.__call__: ("self", "attn", *_ATTENTION),
         FeedForward.forward: ("self", "hidden_states", "args", "kwargs"),
     }
-    found = []
+    found: list[Found] = []
     if hasattr(model, "vace_blocks"):
         control: Any = file.WanVACETransformerBlock
         expected[control.forward] = _CONTROL
@@ -425,7 +425,7 @@ def _attend(found: Found, config: PatchConfig) -> Attend:
     """Check a block's attentions, and say how they are computed."""
     heads, head_dim = 1, 0
     for name in ("attn1", "attn2"):
-        attn = getattr(found.block, name, None)
+        attn: Any = getattr(found.block, name, None)
         if type(attn) in parts.ATTENTIONS:
             heads, head_dim = attn.heads, attn.inner_dim // attn.heads
             linears = parts.attention_linears(name, attn)
