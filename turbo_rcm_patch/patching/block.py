@@ -110,12 +110,8 @@ class PatchedBlock:
         """Run more exactly from now on."""
         if level > self.level:
             self.level, self.reason = level, reason
-            self.switch_int8(level < Level.WIDE)
-
-    def switch_int8(self, on: bool) -> None:
-        """Run the block's Linears in int8, or as their authors wrote them."""
-        for forward in self.int8:
-            forward.on = on
+            for forward in self.int8:
+                forward.on = level < Level.WIDE
 
     def words(self) -> str:
         """Say how the last call outside a compiler ran; "" before the first."""

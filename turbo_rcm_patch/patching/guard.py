@@ -16,8 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -28,8 +27,10 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.patching.block import LEVEL_WORDS, Level, PatchedBlock
+from turbo_rcm_patch.patching.int8_linears import in_16_bits
 from turbo_rcm_patch.patching.measure import BUDGET, Measure, Stages, measure, shares
 from turbo_rcm_patch.patching.pieces import Notes
+from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.patching.report import GuardLog, GuardRecord, When
 
 _log = logging.getLogger(__name__)
@@ -295,28 +296,27 @@ def _next_level(block: PatchedBlock, notes: Notes) -> Level:
     return Level.AUTHOR
 
 
-@contextmanager
-def _noting(block: PatchedBlock, found: list[tuple[Tensor, ...]]) -> Iterator[None]:
-    """Collect the residual streams that reach the stages of a block."""
-    with ExitStack() as stack:
-        for name in block.stages:
-            module: nn.Module = getattr(block.block, name)
-            hook = module.register_forward_pre_hook(
-                lambda _, inputs: found.append(block.streams(inputs))
-            )
-            stack.callback(hook.remove)
-        yield
-
-
 def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> tuple[Stages, Any]:
-    """The residual streams of the author's block, and its output."""
+    """The residual streams of the author's block, and its output.
+
+    The author's forward runs on a stand-in of the block that notes what reaches its stages. The
+    block itself stays as it is, because another thread may be in it.
+    """
     found: list[tuple[Tensor, ...]] = []
-    block.switch_int8(False)
-    try:
-        with _noting(block, found):
-            out = block.author(*inputs)
-    finally:
-        block.switch_int8(block.level < Level.WIDE)
+
+    def noting(module: nn.Module) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found.append(block.streams(args))
+            return module(*args, **kwargs)
+
+        return call
+
+    twin = object.__new__(type(block.block))
+    vars(twin).update(vars(block.block))
+    for name in block.stages:
+        vars(twin)[name] = noting(getattr(block.block, name))
+    with in_16_bits():
+        out = author_class(twin).forward(twin, *inputs)
     return [*found, block.streams(out)], out
 
 

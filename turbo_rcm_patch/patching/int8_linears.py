@@ -10,7 +10,9 @@ write weights drop all copies. A write through `.data` by hand is not seen: call
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -37,6 +39,23 @@ WRITERS: Final = (
     "unfuse_lora",
     "unload_lora",
 )
+
+
+class _Thread(threading.local):
+    wide = False
+
+
+_thread: Final = _Thread()
+
+
+@contextmanager
+def in_16_bits() -> Iterator[None]:
+    """Run the Linears that this thread calls as their authors wrote them."""
+    _thread.wide = True
+    try:
+        yield
+    finally:
+        _thread.wide = False
 
 
 class Int8Forward:
@@ -80,6 +99,7 @@ class Int8Forward:
             return made
         if (
             not self.on
+            or (_thread.wide and not compiling())
             or input.dim() < 2
             or not input.numel()
             or not _serves(linear, input, dtype)
