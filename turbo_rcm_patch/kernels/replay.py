@@ -31,6 +31,8 @@ _MOST_PROGRAMS = 4096
 #: How often a signature is recorded before its launcher is taken to be unrecordable: the first
 #: call may create constants that later calls find.
 _ATTEMPTS = 2
+#: Descriptors kept for one argument of one launch, by address.
+_MOST_DESCRIPTORS = 4096
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -154,15 +156,23 @@ class _Hole(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """One kernel of a program, ready but for its addresses."""
+    """One kernel of a program, ready but for its addresses.
+
+    Attributes:
+        start: Takes `grid`, the stream, `head`, and `arguments`.
+        grid: Blocks along three axes.
+        head: What stands before the kernel's own arguments.
+        arguments: Of the kernel, with holes.
+        holes: Where addresses go.
+        descriptors: Where tensor descriptors go, what makes one of an address, and those made.
+    """
 
     start: Callable[..., None]
     grid: tuple[int, int, int]
-    function: int
-    metadata: object
+    head: tuple[Any, ...]
     arguments: list[Any]
     holes: tuple[_Hole, ...]
-    descriptors: tuple[tuple[_Hole, Any], ...]
+    descriptors: tuple[tuple[_Hole, Callable[[int], Any], dict[int, Any]], ...]
 
 
 class _Buffer(NamedTuple):
@@ -253,14 +263,65 @@ class Program:
         for tensor in made:
             addresses.append(tensor.data_ptr())
         stream = _raw_stream(index)
-        for start, grid, function, meta, template, holes, descriptors in self._launches:
+        for start, grid, head, template, holes, descriptors in self._launches:
             arguments = template.copy()
             for place, slot, offset in holes:
                 arguments[place] = addresses[slot] + offset
-            for (place, slot, offset), like in descriptors:
-                arguments[place] = _Descriptor(like, addresses[slot] + offset)
-            start(*grid, stream, function, meta, None, None, None, *arguments)
+            for (place, slot, offset), make, kept in descriptors:
+                address = addresses[slot] + offset
+                descriptor = kept.get(address)
+                if descriptor is None:
+                    if len(kept) >= _MOST_DESCRIPTORS:
+                        kept.clear()
+                    descriptor = kept[address] = make(address)
+                arguments[place] = descriptor
+            start(*grid, stream, *head, *arguments)
         return self._result(tensors, made)
+
+
+def _opened(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], list[Any]]:
+    """The shortest way to start a compiled kernel: a function, what it takes between the stream
+    and the kernel's arguments, and how the compiler laid out descriptors.
+
+    Triton's launcher makes tensor descriptors on every call, which is a third of the time of a
+    launch that takes two. In the release whose launcher is known, a kernel that wants no scratch
+    is started by the function behind it, with descriptors kept by address; elsewhere by the
+    launcher.
+    """
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    public = run, (function, packed, None, None, None), []
+    if not triton.__version__.startswith("3.6.") or type(run).__name__ != "CudaLauncher":
+        return public
+    if run.global_scratch_size or run.profile_scratch_size:
+        return public
+    start, metas = run.launch, []
+    if getattr(start, "__closure__", None):
+        free = dict(zip(start.__code__.co_freevars, start.__closure__, strict=True))
+        start = free["launcher"].cell_contents
+        metas = list(free["tensordesc_meta"].cell_contents)
+    if None in metas:  # Descriptors that are taken apart, on targets without hardware copies.
+        return public
+    flags = run.launch_cooperative_grid, run.launch_pdl, None, None
+    return start, (function, *flags, packed, None, None, None), metas
+
+
+def _descriptor_maker(like: Any, meta: Any | None) -> tuple[Callable[[int], Any], list[Any]]:
+    """What makes a tensor descriptor of an address, and the numbers that follow it, which stay.
+
+    Args:
+        like: The descriptor that was recorded.
+        meta: How the compiler laid it out, where Triton's launcher is passed by; else None.
+    """
+    # Without its memory, which would live as long as the program.
+    like = _Descriptor(like, like.base.data_ptr())
+    if meta is None:
+        return functools.partial(_Descriptor, like), []
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    def make(address: int) -> Any:
+        return make_tensordesc_arg(_Descriptor(like, address), meta)[0]
+
+    return make, make_tensordesc_arg(like, meta)[1:]
 
 
 def _raw_stream(index: int | None) -> int:
@@ -339,7 +400,8 @@ class Recorder(TorchDispatchMode):
         for kernel, grid, arguments, compiled in self._launches:
             template: list[Any] = []
             holes: list[_Hole] = []
-            descriptors: list[tuple[_Hole, Any]] = []
+            descriptors: list[tuple[_Hole, Callable[[int], Any], dict[int, Any]]] = []
+            start, head, metas = _opened(compiled)
             for name in kernel.arg_names:
                 value = arguments[name]
                 i = len(template)
@@ -356,25 +418,15 @@ class Recorder(TorchDispatchMode):
                 if tensor is not value:
                     if slot < 0:
                         return None  # No constant of ours is read through a descriptor.
-                    # Without its memory, which would live as long as the program.
-                    like = _Descriptor(value, value.base.data_ptr())
-                    descriptors.append((_Hole(i, slot, offset), like))
+                    make, numbers = _descriptor_maker(value, metas.pop(0) if metas else None)
+                    descriptors.append((_Hole(i, slot, offset), make, {}))
+                    template += numbers
                 elif slot < 0:
                     template[i] = offset
                 else:
                     holes.append(_Hole(i, slot, offset))
             wide = (*grid, 1, 1)[:3]
-            launches.append(
-                _Launch(
-                    compiled.run,
-                    wide,
-                    compiled.function,
-                    compiled.packed_metadata,
-                    template,
-                    tuple(holes),
-                    tuple(descriptors),
-                )  # fmt: skip
-            )
+            launches.append(_Launch(start, wide, head, template, tuple(holes), tuple(descriptors)))
         aliases = tuple(
             (first_of, other, self._inputs[other].data_ptr() - self._inputs[first_of].data_ptr())
             for first_of, *others in inputs.values()
@@ -493,15 +545,37 @@ def _hooked() -> object:
         return getattr(before, "calls", before) or getattr(after, "calls", after)
 
 
-@functools.cache
-def _places(kinds: tuple[type, ...]) -> tuple[tuple[int, ...], Callable[[Any], Any]] | None:
-    """Where tensors are among values of these types, and what gives the others of a tuple; None
-    where neither a tensor nor a plain value is one of them."""
+class _Kinds(NamedTuple):
+    """Where tensors, tuples and plain values are among values of certain types."""
+
+    tensors: tuple[int, ...]
+    tuples: tuple[int, ...]
+    plain: Callable[[Any], Any]
+
+
+@functools.lru_cache(maxsize=4096)
+def _kinds_of(kinds: tuple[type, ...]) -> _Kinds | None:
+    """Sort types; None where one is neither a tensor, a tuple nor plain."""
     tensors = tuple([i for i, kind in enumerate(kinds) if kind in _TENSORS])
+    tuples = tuple([i for i, kind in enumerate(kinds) if issubclass(kind, tuple)])
     plain = [i for i, kind in enumerate(kinds) if kind in _PLAIN]
-    if len(tensors) + len(plain) < len(kinds):
+    if len(tensors) + len(tuples) + len(plain) < len(kinds):
         return None
-    return tensors, itemgetter(*plain) if plain else lambda value: None
+    return _Kinds(tensors, tuples, itemgetter(*plain) if plain else lambda values: None)
+
+
+def _sort(values: tuple[Any, ...], key: list[Any], tensors: list[torch.Tensor]) -> bool:
+    """Add the types and plain values of arguments to a key, and their tensors to a list; False
+    where one is of an unknown type."""
+    kinds = tuple(map(type, values))
+    found = _kinds_of(kinds)
+    if found is None:
+        return False
+    key.append(kinds)
+    key.append(found.plain(values))
+    for i in found.tensors:
+        tensors.append(values[i])
+    return all([_sort(values[i], key, tensors) for i in found.tuples])
 
 
 def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -515,31 +589,12 @@ def replayed(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(launcher)
     def launch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not _replays():
-            return launcher(*args, **kwargs)
         tensors: list[torch.Tensor] = []
-        key: list[Any] = []
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(value)
-            if kind in _PLAIN:
-                key.append(value)
-                continue
-            parts: tuple[Any, ...] = (value,)
-            if isinstance(value, tuple):
-                kinds = tuple(map(type, value))
-                found = _places(kinds)
-                if found is None:
-                    return launcher(*args, **kwargs)
-                places, plain = found
-                key += (kind, kinds, plain(value))
-                parts = tuple([value[i] for i in places])
-            elif kind not in _TENSORS:
-                return launcher(*args, **kwargs)
-            for part in parts:
-                tensors.append(part)
-                key += (part.dtype, part.shape, part.stride(), part.get_device())
-        if kwargs:
-            key.append(tuple(kwargs))
+        key: list[Any] = [tuple(kwargs)] if kwargs else []
+        values = (*args, *kwargs.values()) if kwargs else args
+        if not _replays() or not _sort(values, key, tensors):
+            return launcher(*args, **kwargs)
+        key += [(x.dtype, x.shape, x.stride(), x.get_device()) for x in tensors]
         return recordings.run(tuple(key), tensors, launcher, args, kwargs)
 
     return launch

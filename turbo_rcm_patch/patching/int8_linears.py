@@ -68,13 +68,14 @@ class Int8Forward:
 
     Attributes:
         linear: That module.
+        impl: As given.
         on: False runs it as its author wrote it.
     """
 
-    __slots__ = ("_impl", "_made", "_moves", "_of", "linear", "on")
+    __slots__ = ("_made", "_moves", "_of", "impl", "linear", "on")
 
     def __init__(self, linear: Any, impl: Impl) -> None:
-        self.linear, self._impl, self.on = linear, impl, True
+        self.linear, self.impl, self.on = linear, impl, True
         self._made: tuple[Tensor, Tensor] | None = None
         self._of: tuple[Any, ...] | None = None
         self._moves = 0
@@ -94,24 +95,31 @@ class Int8Forward:
         if type(input) is Rows:
             weight, scale = self._weight()
             made: Tensor = unchecked.int8_linear_rows(
-                *input, weight, scale, linear.bias, activation, self._impl, dtype
+                *input, weight, scale, linear.bias, activation, self.impl, dtype
             )
             return made
-        if (
-            not self.on
-            or (_thread.wide and not compiling())
-            or input.dim() < 2
-            or not input.numel()
-            or not _serves(linear, input, dtype)
-        ):
+        if not self.serves(input):
             out: Tensor = type(linear).forward(linear, input)
             return F.gelu(out, approximate="tanh") if activation else out
         weight, scale = self._weight()
         rows = input if input.dim() == 3 else input.reshape(1, -1, input.shape[-1])
         made = unchecked.int8_linear(
-            rows, weight, scale, linear.bias, activation, self._impl, dtype
+            rows, weight, scale, linear.bias, activation, self.impl, dtype
         )
         return made if input.dim() == 3 else made.reshape(*input.shape[:-1], -1)
+
+    def serves(self, x: Tensor) -> bool:
+        """Return True if the Linear runs in int8 on an input: plain inference on its own dtype and
+        device."""
+        linear = self.linear
+        dtype = linear.dtype if type(linear) is Int8Linear else linear.weight.dtype
+        return (
+            self.on
+            and (compiling() or not _thread.wide)
+            and x.dim() >= 2
+            and x.numel() > 0
+            and _serves(linear, x, dtype)
+        )
 
     def _weight(self) -> tuple[Tensor, Tensor]:
         """int8 [Cout, K] and its scales, of the weight as it is now."""
@@ -121,7 +129,7 @@ class Int8Forward:
             return held
         weight = linear.weight
         if compiling():  # A graph quantises on every call, so it follows the weight.
-            return quantize_weight(weight, impl=self._impl)
+            return quantize_weight(weight, impl=self.impl)
         brought = attached_int8(linear)
         if brought is not None:
             return brought
@@ -137,7 +145,7 @@ class Int8Forward:
             return self._made
         self._moves = self._moves + 1 if self._of is not None else 0
         with torch.inference_mode(False), torch.no_grad():
-            made = quantize_weight(weight.detach(), impl=self._impl)
+            made = quantize_weight(weight.detach(), impl=self.impl)
         if self._moves < _MOVES:
             self._made, self._of = made, of
         else:
@@ -180,6 +188,22 @@ def takes_rows(modules: Iterable[Any]) -> bool:
     """Return True if all of these modules run in int8 now, so that a norm may give them int8
     rows."""
     return all([int8_forward(module) is not None for module in modules])
+
+
+def shared_rows(modules: Iterable[Any], x: Tensor) -> Any:
+    """Quantise the input of several Linears once.
+
+    Args:
+        modules: Linears, or what stands in their place.
+        x: [B, N, K].
+
+    Returns:
+        `Rows` if all of the modules run in int8 on x, else x.
+    """
+    forwards = [int8_forward(module) for module in modules]
+    if x.dim() != 3 or not all([one is not None and one.serves(x) for one in forwards]):
+        return x
+    return Rows(*unchecked.quantize_rows(x, forwards[0].impl))
 
 
 def why_not_int8(module: nn.Module) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch.errors import DTypeError, FamilyError, ShapeError
 from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.ops.spec import MAX_HEAD_DIM
+from turbo_rcm_patch.patching.int8_linears import shared_rows
 from turbo_rcm_patch.patching.pieces import WIDE, Attend, Norms, Rotary
 from turbo_rcm_patch.patching.plain import (
     FLOATS,
@@ -48,14 +49,16 @@ def kv(attn: Any, context: Tensor) -> tuple[Tensor, ...]:
     """Project the context of a cross-attention to k and v."""
     if attn.fused_projections:
         return tuple(attn.to_kv(context).chunk(2, -1))
-    return attn.to_k(context), attn.to_v(context)
+    given = shared_rows((attn.to_k, attn.to_v), context)
+    return attn.to_k(given), attn.to_v(given)
 
 
 def added_kv(attn: Any, image: Tensor) -> tuple[Tensor, ...]:
     """Project the image tokens of a cross-attention to k and v."""
     if attn.fused_projections:
         return tuple(attn.to_added_kv(image).chunk(2, -1))
-    return attn.add_k_proj(image), attn.add_v_proj(image)
+    given = shared_rows((attn.add_k_proj, attn.add_v_proj), image)
+    return attn.add_k_proj(given), attn.add_v_proj(given)
 
 
 def project_out(attn: Any, out: Tensor) -> Tensor:
