@@ -190,7 +190,7 @@ def takes_rows(modules: Iterable[Any]) -> bool:
     return all([int8_forward(module) is not None for module in modules])
 
 
-def shared_rows(modules: Iterable[Any], x: Tensor) -> Any:
+def shared_rows(modules: tuple[Any, ...], x: Tensor) -> Any:
     """Quantise the input of several Linears once.
 
     Args:
@@ -201,9 +201,10 @@ def shared_rows(modules: Iterable[Any], x: Tensor) -> Any:
         `Rows` if all of the modules run in int8 on x, else x.
     """
     forwards = [int8_forward(module) for module in modules]
-    if x.dim() != 3 or not all([one is not None and one.serves(x) for one in forwards]):
+    impls = [one.impl for one in forwards if one is not None and one.serves(x)]
+    if x.dim() != 3 or len(impls) < len(modules):
         return x
-    return Rows(*unchecked.quantize_rows(x, forwards[0].impl))
+    return Rows(*unchecked.quantize_rows(x, impls[0]))
 
 
 def why_not_int8(module: nn.Module) -> str:
