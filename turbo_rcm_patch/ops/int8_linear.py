@@ -175,8 +175,8 @@ def _rows_linear(
         from turbo_rcm_patch.kernels.portable.int8_linear import int8_linear as launch
 
         return launch(
-            Rows(int8.contiguous(), scale.contiguous()), weight, weight_scale, bias, None, 1.0,
-            1.0, gelu=activation == "gelu-tanh", cast="fp32", out_dtype=out_dtype,
+            Rows(int8.contiguous(), scale.contiguous()), weight, weight_scale, bias,
+            gelu=activation == "gelu-tanh", out_dtype=out_dtype,
         )  # fmt: skip
     int8 = int8[..., : weight.shape[1]]
     if weight_scale.dim() == 2:

@@ -1,6 +1,6 @@
 """The int8 linear for Hopper, in Gluon: one warp loads, groups of four warps multiply.
 
-    y = c_skip * residual + c_out * gelu((x W^T) * x_scale * w_scale + bias)
+    y = gelu((x W^T) * x_scale * w_scale + bias)
 
 The arithmetic is that of `portable.int8_linear.int8_linear_kernel`, bit for bit. A weight has a
 scale per row (`hopper_linear_kernel`) or per block of 128 x 128 (`hopper_linear_blocks_kernel`,
@@ -40,8 +40,7 @@ n counts the uses of that slot, or a group's tiles. `order` is for ping-pong alo
 
 A thread has pairs of neighbouring columns of a product of the tensor cores. Where the features
 divide by 32, the weight's rows are loaded in an order that makes eight neighbours of them
-(PERMUTED, `describe_weight`): whole 16-byte words are stored, and the residual is loaded so,
-without an exchange.
+(PERMUTED, `describe_weight`): whole 16-byte words are stored, without an exchange.
 
 With a scale per block an H200 does 833 to 1,017 * 10^12 op/s at 32,760 rows of 1,536 channels,
 where the portable kernel does 475 to 561. Two groups of 128 rows (650 to 1,013), two or three
@@ -66,15 +65,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_rcm_patch.kernels.hopper.common import cta_barrier, tma_load
-from turbo_rcm_patch.kernels.launch import (
-    LENGTHS,
-    cdiv,
-    launch,
-    round_to,
-    skip_arguments,
-)
+from turbo_rcm_patch.kernels.launch import LENGTHS, cdiv, launch
 from turbo_rcm_patch.kernels.operands import Rows
-from turbo_rcm_patch.kernels.portable.skip import gelu_tanh, load_coefficient, scaled, skipped
+from turbo_rcm_patch.kernels.portable.skip import gelu_tanh
 
 
 @gluon.jit
@@ -109,58 +102,22 @@ def _unpermuted(part, PERMUTED: gl.constexpr):
 
 
 @gluon.jit
-def prefetch_residual(
-    memory, b, start_m, start_c, n_tokens, c_out,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Ask for a tile of the residual to be in L2 when it is read, a product later."""
-    residual_ptr, stride_b, stride_n = memory[4:]
-    LINE: gl.constexpr = 1024 // residual_ptr.dtype.element_ty.primitive_bitwidth
-    LINES: gl.constexpr = 256 // LINE
-    layout: gl.constexpr = gl.BlockedLayout([1, LINES], [32, 1], [4, 1], [1, 0])
-    rows = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    rows = gl.minimum(rows, n_tokens - 1).to(gl.int64) * stride_n
-    columns = gl.arange(0, LINES, gl.SliceLayout(0, layout)) * LINE
-    columns = gl.minimum(start_c + gl.minimum(columns, COLUMNS - 1), c_out - 1)
-    lines = residual_ptr + b.to(gl.int64) * stride_b + rows[:, None] + columns[None, :]
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], gl.int32, False, 1
-    )
-
-
-@gluon.jit
-def _residual(base, stride_n, offs_m, offs_c, n_tokens, c_out):
-    """A piece of the residual."""
-    return gl.load(
-        base + (offs_m.to(gl.int64) * stride_n)[:, None] + offs_c[None, :],
-        mask=(offs_m < n_tokens)[:, None] & (offs_c < c_out)[None, :],
-        other=0.0,
-    )
-
-
-@gluon.jit
 def epilogue(
-    acc, memory, skip, out, skip_stride_c, out_stride_c, b, start_m, start_c, n_tokens, c_out,
+    acc, memory, b, start_m, start_c, n_tokens, c_out,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, PERMUTED: gl.constexpr,
-    HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
-    ROUND_TO: gl.constexpr, SCALED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GELU: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Scale a product [ROWS, COLUMNS], add the bias, activate, close the skip, store.
+    """Scale a product [ROWS, COLUMNS], add the bias, activate, store.
 
     The product is of integers, or in fp32 with the weight's scales in it (SCALED).
     """
-    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr = memory[:5]
-    residual_stride_b, residual_stride_n = memory[5:]
+    y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr = memory
     ACROSS: gl.constexpr = COLUMNS // 32
     PIECES: gl.constexpr = ROWS // 64 * ACROSS
     pieces = _pieces(acc, ROWS, COLUMNS)
     like = _unpermuted(pieces[0], PERMUTED)
     layout: gl.constexpr = like.type.layout
     first = b.to(gl.int64) * n_tokens
-    skip_base = residual_ptr
-    if HAS_RESIDUAL:
-        skip_base = residual_ptr + b.to(gl.int64) * residual_stride_b
     lanes_m = start_m + gl.arange(0, 64, gl.SliceLayout(1, layout))
     lanes_c = start_c + gl.arange(0, 32, gl.SliceLayout(0, layout))
     for i in gl.static_range(PIECES):
@@ -172,35 +129,13 @@ def epilogue(
             w_scale = gl.load(w_scale_ptr + offs_c, mask=mask_c, other=0.0)
         if HAS_BIAS:
             bias = gl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(gl.float32)
-        if HAS_RESIDUAL:
-            if i == 0:
-                residual = _residual(skip_base, residual_stride_n, offs_m, offs_c, n_tokens, c_out)
-            now = residual
-            if i + 1 < PIECES:  # before the store, which a load may not pass
-                residual = _residual(
-                    skip_base, residual_stride_n,
-                    lanes_m + (i + 1) // ACROSS * 64, lanes_c + (i + 1) % ACROSS * 32,
-                    n_tokens, c_out,
-                )  # fmt: skip
-        branch = _unpermuted(pieces[i], PERMUTED).to(gl.float32)
-        branch = branch * x_scale[:, None]
+        y = _unpermuted(pieces[i], PERMUTED).to(gl.float32) * x_scale[:, None]
         if not SCALED:
-            branch = branch * w_scale[None, :]
+            y = y * w_scale[None, :]
         if HAS_BIAS:
-            branch += bias[None, :]
+            y += bias[None, :]
         if GELU:
-            branch = gelu_tanh(branch)
-        factor = load_coefficient(
-            out[0], out[1], (out[2], out[3], out_stride_c), b, offs_m, offs_c, mask_m, mask_c,
-            OUT_KIND, ROUND_TO,
-        )  # fmt: skip
-        y = scaled(branch, factor, ROUND_TO)
-        if HAS_RESIDUAL:
-            keep = load_coefficient(
-                skip[0], skip[1], (skip[2], skip[3], skip_stride_c), b, offs_m, offs_c,
-                mask_m, mask_c, SKIP_KIND, ROUND_TO,
-            )  # fmt: skip
-            y = skipped(y, now, keep, ROUND_TO)
+            y = gelu_tanh(y)
         gl.store(
             y_ptr + ((first + offs_m) * c_out)[:, None] + offs_c[None, :],
             y.to(y_ptr.dtype.element_ty),
@@ -248,7 +183,7 @@ _SHORT, _LONG = 3072, 8192
 _NARROW = 2048
 
 
-def schedule_for(channels: int, features: int, *, finished: bool) -> Schedule:
+def schedule_for(channels: int, features: int, *, gelu: bool) -> Schedule:
     """The schedule that was fastest on an H200 at 32,760 tokens.
 
     Where K is short, groups take turns, so that one multiplies while another finishes its tile;
@@ -257,11 +192,11 @@ def schedule_for(channels: int, features: int, *, finished: bool) -> Schedule:
     Args:
         channels: K.
         features: Cout.
-        finished: Whether GELU or a skip follows.
+        gelu: GELU follows.
     """
     if channels <= _SHORT:
         return SCHEDULES["cooperative-128x256" if features <= _NARROW else "ping-pong-128x128"]
-    if finished and channels < _LONG:
+    if gelu and channels < _LONG:
         return SCHEDULES["ping-pong-128x128"]
     return SCHEDULES["cooperative-192x256"]
 
@@ -337,13 +272,10 @@ def producer(
 
 @gluon.jit
 def _consumer(
-    shared, order, memory, skip, out, skip_stride_c, out_stride_c,
-    n_tokens, channels, c_out, tiles,
+    shared, order, memory, n_tokens, channels, c_out, tiles,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
-    ROUND_TO: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of every tile, or, with PING_PONG, every GROUPS-th tile of the program."""
     # The widest int8 instruction that Triton knows how to write and that divides a power of two.
@@ -363,10 +295,6 @@ def _consumer(
     for tile in range(first, tiles, gl.num_programs(0) * EVERY):
         b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, PARTS * BLOCK_M, BLOCK_N)
         start_m += PART * BLOCK_M
-        if HAS_RESIDUAL:
-            prefetch_residual(
-                memory, b, start_m, start_c, n_tokens, c_out, BLOCK_M, BLOCK_N
-            )  # fmt: skip
         if PING_PONG:
             # A slot says only whether its fills so far are odd or even: nobody may wait for one
             # while the fill before it is to come. (The first group begins.)
@@ -388,26 +316,20 @@ def _consumer(
         step += steps * EVERY
         taken += 1  # noqa: SIM113
         epilogue(
-            acc, memory, skip, out, skip_stride_c, out_stride_c,
-            b, start_m, start_c, n_tokens, c_out,
-            BLOCK_M, BLOCK_N, PERMUTED, HAS_BIAS, GELU,
-            HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO, False,
+            acc, memory, b, start_m, start_c, n_tokens, c_out,
+            BLOCK_M, BLOCK_N, PERMUTED, HAS_BIAS, GELU, False,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_linear_kernel(
-    y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr, residual_ptr,
-    skip_ptr, out_ptr,
-    residual_strides, skip_value, skip_strides, out_value, out_strides,
+    y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr,
     n_tokens, channels, c_out, tiles,
     GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
-    ROUND_TO: gl.constexpr,
 ):  # fmt: skip
-    """y = c_skip * residual + c_out * gelu((x W^T) * x_scale * w_scale + bias).
+    """y = gelu((x W^T) * x_scale * w_scale + bias).
 
     Grid: as many programs as the card has multiprocessors, which take every so many tiles.
     Arguments as in `int8_linear.int8_linear_kernel`; descriptors have blocks of BLOCK_M rows of
@@ -420,25 +342,14 @@ def hopper_linear_kernel(
     for group in gl.static_range(GROUPS):
         mbarrier.init(order.index(group), count=1)
     fence_barriers()
-    memory = (
-        y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
-        residual_strides[0], residual_strides[1],
-    )  # fmt: skip
-    # Strides of channels stay apart: a 1 in a tuple would no longer be a constant.
-    skip_stride_c, out_stride_c = skip_strides[2], out_strides[2]
-    skip = (skip_ptr, skip_value, skip_strides[0], skip_strides[1])
-    out = (out_ptr, out_value, out_strides[0], out_strides[1])
+    memory = (y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (shared, order, memory, skip, out, skip_stride_c, out_stride_c,
-                          n_tokens, channels, c_out, tiles, 0, GROUPS,
-                          PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU,
-                          HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
-                (_consumer, (shared, order, memory, skip, out, skip_stride_c, out_stride_c,
-                          n_tokens, channels, c_out, tiles, 1, GROUPS,
-                          PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU,
-                          HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
+                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 0, GROUPS,
+                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
+                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 1, GROUPS,
+                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
                 (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
                            PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)),
             ],
@@ -448,18 +359,12 @@ def hopper_linear_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (shared, order, memory, skip, out, skip_stride_c, out_stride_c,
-                          n_tokens, channels, c_out, tiles, 0, GROUPS,
-                          PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU,
-                          HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
-                (_consumer, (shared, order, memory, skip, out, skip_stride_c, out_stride_c,
-                          n_tokens, channels, c_out, tiles, 1, GROUPS,
-                          PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU,
-                          HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
-                (_consumer, (shared, order, memory, skip, out, skip_stride_c, out_stride_c,
-                          n_tokens, channels, c_out, tiles, 2, GROUPS,
-                          PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU,
-                          HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
+                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 0, GROUPS,
+                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
+                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 1, GROUPS,
+                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
+                (_consumer, (shared, order, memory, n_tokens, channels, c_out, tiles, 2, GROUPS,
+                             PING_PONG, BLOCK_M, BLOCK_N, STAGES, PERMUTED, HAS_BIAS, GELU)),
                 (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
                            PARTS, BLOCK_M, BLOCK_N, STAGES, PERMUTED)),
             ],
@@ -509,11 +414,8 @@ _STAGES = gl.constexpr(_BLOCK_SCALED.stages)
 
 @gluon.jit
 def _block_scaled_consumer(
-    shared, memory, skip, out, skip_stride_c, out_stride_c,
-    w_scale_ptr, n_tokens, channels, c_out, tiles,
+    shared, memory, w_scale_ptr, n_tokens, channels, c_out, tiles,
     GROUP: gl.constexpr, PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
-    ROUND_TO: gl.constexpr,
 ):  # fmt: skip
     """64 rows of every tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -523,8 +425,6 @@ def _block_scaled_consumer(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         b, start_m, start_c = tile_offsets(tile, n_tokens, c_out, _GROUPS * _BLOCK_M, _BLOCK_N)
         start_m += GROUP * _BLOCK_M
-        if HAS_RESIDUAL:
-            prefetch_residual(memory, b, start_m, start_c, n_tokens, c_out, _BLOCK_M, _BLOCK_N)
         scale_ptr = w_scale_ptr + start_c // _BLOCK_N * steps
         scale = gl.load(scale_ptr)
         acc = gl.zeros([_BLOCK_M, _BLOCK_N], gl.float32, layout)
@@ -542,23 +442,18 @@ def _block_scaled_consumer(
             scale = following
         step += steps
         epilogue(
-            acc, memory, skip, out, skip_stride_c, out_stride_c,
-            b, start_m, start_c, n_tokens, c_out, _BLOCK_M, _BLOCK_N,
-            PERMUTED, HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO, True,
+            acc, memory, b, start_m, start_c, n_tokens, c_out, _BLOCK_M, _BLOCK_N,
+            PERMUTED, HAS_BIAS, GELU, True,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_linear_blocks_kernel(
-    y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr, residual_ptr,
-    skip_ptr, out_ptr,
-    residual_strides, skip_value, skip_strides, out_value, out_strides,
+    y_ptr, x_desc, x_scale_ptr, w_desc, w_scale_ptr, bias_ptr,
     n_tokens, channels, c_out, tiles,
     PERMUTED: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
-    ROUND_TO: gl.constexpr,
 ):  # fmt: skip
-    """y = c_skip * residual + c_out * gelu((x (W * w_scale)^T) * x_scale + bias).
+    """y = gelu((x (W * w_scale)^T) * x_scale + bias).
 
     Grid: as many programs as the card has multiprocessors, which take every so many tiles.
     Arguments as in `hopper_linear_kernel`, but w_scale fp32
@@ -566,25 +461,15 @@ def hopper_linear_blocks_kernel(
     """
     shared = allocate_pipeline(x_desc, w_desc, _GROUPS, _BLOCK_M, _BLOCK_N, _STAGES, PERMUTED)
     fence_barriers()
-    memory = (
-        y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr,
-        residual_strides[0], residual_strides[1],
-    )  # fmt: skip
-    # Strides of channels stay apart: a 1 in a tuple would no longer be a constant.
-    skip_stride_c, out_stride_c = skip_strides[2], out_strides[2]
-    skip = (skip_ptr, skip_value, skip_strides[0], skip_strides[1])
-    out = (out_ptr, out_value, out_strides[0], out_strides[1])
+    memory = (y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr)
     gl.warp_specialize(
         [
-            (_block_scaled_consumer, (shared, memory, skip, out, skip_stride_c, out_stride_c,
-                w_scale_ptr, n_tokens, channels, c_out, tiles, 0, PERMUTED, HAS_BIAS, GELU,
-                      HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
-            (_block_scaled_consumer, (shared, memory, skip, out, skip_stride_c, out_stride_c,
-                w_scale_ptr, n_tokens, channels, c_out, tiles, 1, PERMUTED, HAS_BIAS, GELU,
-                      HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
-            (_block_scaled_consumer, (shared, memory, skip, out, skip_stride_c, out_stride_c,
-                w_scale_ptr, n_tokens, channels, c_out, tiles, 2, PERMUTED, HAS_BIAS, GELU,
-                      HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO)),
+            (_block_scaled_consumer, (shared, memory, w_scale_ptr, n_tokens, channels, c_out,
+                                      tiles, 0, PERMUTED, HAS_BIAS, GELU)),
+            (_block_scaled_consumer, (shared, memory, w_scale_ptr, n_tokens, channels, c_out,
+                                      tiles, 1, PERMUTED, HAS_BIAS, GELU)),
+            (_block_scaled_consumer, (shared, memory, w_scale_ptr, n_tokens, channels, c_out,
+                                      tiles, 2, PERMUTED, HAS_BIAS, GELU)),
             (producer, (x_desc, w_desc, shared, n_tokens, channels, c_out, tiles,
                       _GROUPS, _BLOCK_M, _BLOCK_N, _STAGES, PERMUTED)),
         ],
@@ -599,18 +484,14 @@ def hopper_linear(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    c_skip: float | torch.Tensor,
-    c_out: float | torch.Tensor,
     *,
     gelu: bool,
-    cast: str,
     schedule: Schedule | None = None,
     permuted: bool | None = None,
 ) -> None:
     """The linear into y [B, N, Cout] dense; x [B, N, K] in int8 rows; weight int8 [Cout, K] dense,
     aligned to 16 bytes, its K padded as x's; weight_scale [Cout], or dense
-    [ceil(Cout / 128), ceil(K / 128)]; residual [B, N, Cout].
+    [ceil(Cout / 128), ceil(K / 128)].
 
     `schedule` and `permuted`, the order of columns, override what was chosen, for tuning.
     """
@@ -620,8 +501,7 @@ def hopper_linear(
     if blocks:
         schedule, arguments = _BLOCK_SCALED, {}
     else:
-        finished = gelu or residual is not None
-        schedule = schedule or schedule_for(channels, features, finished=finished)
+        schedule = schedule or schedule_for(channels, features, gelu=gelu)
         arguments = {
             "GROUPS": schedule.groups,
             "PING_PONG": schedule.ping_pong,
@@ -651,8 +531,6 @@ def hopper_linear(
         PERMUTED=permuted,
         HAS_BIAS=bias is not None,
         GELU=gelu,
-        ROUND_TO=round_to(cast, y.dtype if residual is None else residual.dtype),
         **arguments,
-        **skip_arguments(residual, c_skip, c_out, y.shape),
         num_warps=4,
     )

@@ -1,4 +1,4 @@
-"""The W8A8 linear: int8 product, scales, bias, GELU and skip in one launch.
+"""The W8A8 linear: int8 product, scales, bias and GELU in one launch.
 
 With a weight scale per row and 128 channels, or per 128 of both (GROUPED), a step over K is one
 such group: its integer product is scaled and added in fp32, so a tile needs registers for both.
@@ -19,13 +19,11 @@ from turbo_rcm_patch.kernels.launch import (
     cdiv,
     descriptor,
     launch,
-    round_to,
-    skip_arguments,
     target_of,
     tile_for,
 )
 from turbo_rcm_patch.kernels.operands import ALIGNED, Rows
-from turbo_rcm_patch.kernels.portable.skip import close_skip, gelu_tanh
+from turbo_rcm_patch.kernels.portable.skip import gelu_tanh
 from turbo_rcm_patch.kernels.replay import replayed
 
 #: Outputs from which on tiles of 128x256 fill the card: 192 of them on the H200's 132
@@ -99,36 +97,26 @@ def _product_tile(
 
 @triton.jit
 def _epilogue(
-    acc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
-    residual_strides, skip_value, skip_strides, out_value, out_strides,
-    b, start_m, start_c, n_tokens, c_out,
+    acc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, b, start_m, start_c, n_tokens, c_out,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
-    ROUND_TO: tl.constexpr, GROUPED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GELU: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Scale a tile of products (GROUPED: the weight's scales are in them), add the bias, activate,
-    close the skip, store.
+    store.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_c = start_c + tl.arange(0, BLOCK_C)
     mask_m, mask_c = offs_m < n_tokens, offs_c < c_out
     first = b.to(tl.int64) * n_tokens
     x_scale = tl.load(x_scale_ptr + first + offs_m, mask=mask_m, other=0.0)
-    branch = acc.to(tl.float32) * x_scale[:, None]
+    y = acc.to(tl.float32) * x_scale[:, None]
     if not GROUPED:
         w_scale = tl.load(w_scale_ptr + offs_c, mask=mask_c, other=0.0)
-        branch *= w_scale[None, :]
+        y *= w_scale[None, :]
     if HAS_BIAS:
-        branch += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+        y += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
     if GELU:
-        branch = gelu_tanh(branch)
-    y = close_skip(
-        branch, residual_ptr, residual_strides, b, offs_m, offs_c,
-        mask_m, mask_c,
-        skip_ptr, skip_value, skip_strides, out_ptr, out_value, out_strides,
-        HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO,
-    )  # fmt: skip
+        y = gelu_tanh(y)
     rows = (first + offs_m) * c_out
     tl.store(
         y_ptr + rows[:, None] + offs_c[None, :],
@@ -139,64 +127,44 @@ def _epilogue(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def int8_linear_kernel(
-    y_ptr, x_src, x_scale_ptr, w_src, w_scale_ptr, bias_ptr, residual_ptr, skip_ptr, out_ptr,
-    residual_strides, skip_value, skip_strides, out_value, out_strides,
-    n_tokens, channels, c_out, tiles, w_scale_strides,
+    y_ptr, x_src, x_scale_ptr, w_src, w_scale_ptr, bias_ptr,
+    n_tokens, channels, c_out, w_scale_strides,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EPILOGUE_SUBTILE: tl.constexpr, PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
-    ROUND_TO: tl.constexpr, GROUPED: tl.constexpr, BLOCKS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GELU: tl.constexpr,
+    GROUPED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """y = c_skip * residual + c_out * gelu((x W^T) * x_scale * w_scale + bias).
+    """y = gelu((x W^T) * x_scale * w_scale + bias).
 
-    Grid: (tiles = batch * blocks of rows * blocks of columns), or as many programs as the card
-        holds (PERSISTENT), which take every so many tiles and load the next tile's operands while
-        they finish one. GROUP_M blocks of rows share the weight in L2.
+    Grid: (tiles = batch * blocks of rows * blocks of columns,). GROUP_M blocks of rows share the
+        weight in L2.
     y [B, N, Cout] dense; x int8 [B * N, K], weight int8 [Cout, K]: pointers to dense memory, or
     descriptors (DESCRIPTORS); x_scale [B, N] and w_scale [Cout] fp32, or [Cout, groups
     of BLOCK_K channels] (GROUPED), or [groups of BLOCK_K rows, groups of BLOCK_K channels]
-    (BLOCKS too); bias [Cout]; residual [B, N, Cout]. EPILOGUE_SUBTILE: columns are finished in
-    two halves, which need fewer registers.
+    (BLOCKS too); bias [Cout].
     """
-    WIDTH: tl.constexpr = BLOCK_C // 2 if EPILOGUE_SUBTILE else BLOCK_C
     blocks_m, blocks_c = tl.cdiv(n_tokens, BLOCK_M), tl.cdiv(c_out, BLOCK_C)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
-        b = tile // (blocks_m * blocks_c)
-        pid = tile % (blocks_m * blocks_c)
-        first_m = pid // (GROUP_M * blocks_c) * GROUP_M
-        rows_here = tl.minimum(blocks_m - first_m, GROUP_M)
-        inside = pid % (GROUP_M * blocks_c)
-        start_m = (first_m + inside % rows_here) * BLOCK_M
-        start_c = inside // rows_here * BLOCK_C
-        acc = _product_tile(
-            x_src, w_src, w_scale_ptr, w_scale_strides,
-            b * n_tokens + start_m, start_c, n_tokens - start_m, channels, c_out,
-            BLOCK_M, BLOCK_C, BLOCK_K, EVEN_K, DESCRIPTORS, GROUPED, BLOCKS,
-        )  # fmt: skip
-        parts = (acc,)
-        if EPILOGUE_SUBTILE:
-            parts = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, WIDTH]), [0, 2, 1]))
-        for part in tl.static_range(BLOCK_C // WIDTH):
-            _epilogue(
-                parts[part], y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
-                residual_ptr, skip_ptr, out_ptr, residual_strides,
-                skip_value, skip_strides, out_value, out_strides,
-                b, start_m, start_c + part * WIDTH, n_tokens, c_out, BLOCK_M, WIDTH,
-                HAS_BIAS, GELU, HAS_RESIDUAL, SKIP_KIND, OUT_KIND, ROUND_TO, GROUPED,
-            )  # fmt: skip
-
-
-def _programs(device: torch.device) -> int:
-    """Programs that a card runs at a time where one fills a multiprocessor."""
-    if device.type != "cuda":
-        return 4  # the interpreter, and a recording of launches
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    tile = tl.program_id(0)
+    b = tile // (blocks_m * blocks_c)
+    pid = tile % (blocks_m * blocks_c)
+    first_m = pid // (GROUP_M * blocks_c) * GROUP_M
+    rows_here = tl.minimum(blocks_m - first_m, GROUP_M)
+    inside = pid % (GROUP_M * blocks_c)
+    start_m = (first_m + inside % rows_here) * BLOCK_M
+    start_c = inside // rows_here * BLOCK_C
+    acc = _product_tile(
+        x_src, w_src, w_scale_ptr, w_scale_strides,
+        b * n_tokens + start_m, start_c, n_tokens - start_m, channels, c_out,
+        BLOCK_M, BLOCK_C, BLOCK_K, EVEN_K, DESCRIPTORS, GROUPED, BLOCKS,
+    )  # fmt: skip
+    _epilogue(
+        acc, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, b, start_m, start_c, n_tokens, c_out,
+        BLOCK_M, BLOCK_C, HAS_BIAS, GELU, GROUPED,
+    )  # fmt: skip
 
 
 def _crowded(tile: Tile) -> bool:
-    """Whether a tile's sums take half of a thread's registers, so that a residual beside them
-    would be spilled."""
+    """Return True if a tile's sums take half of a thread's registers, so that a second sum beside
+    them would be spilled."""
     return tile.block_m * tile.block_n >= 128 * 32 * tile.warps
 
 
@@ -206,24 +174,12 @@ def int8_linear(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    c_skip: float | torch.Tensor,
-    c_out: float | torch.Tensor,
     *,
     gelu: bool,
-    cast: str,
     out_dtype: torch.dtype,
-    tile: Tile | None = None,
-    block_k: int | None = None,
-    epilogue_subtile: bool | None = None,
-    persistent: bool = False,
 ) -> torch.Tensor:
     """x [B, N, K] in int8 rows, weight int8 [Cout, K], its scale [Cout] or [Cout, groups of 128
-    channels] or [groups of 128 rows, groups of 128 channels], residual [B, N, Cout].
-
-    `tile`, `block_k`, `epilogue_subtile` and `persistent` override what was chosen, for tuning,
-    and keep to the portable kernel.
-    """
+    channels] or [groups of 128 rows, groups of 128 channels]: y [B, N, Cout]."""
     batch, n_tokens, channels = x.int8.shape  # channels are padded
     features = weight.shape[0]
     target = target_of(x.int8.device)
@@ -239,38 +195,31 @@ def int8_linear(
         return y  # A descriptor of no rows is refused.
     # A hardware copy wants memory that begins at a multiple of 16 bytes; a slice may not.
     descriptors = target.descriptors and weight.data_ptr() % ALIGNED == 0
-    untouched = tile is None and block_k is None and epilogue_subtile is None and not persistent
 
     def on_hopper(own: ModuleType) -> None:
-        own.hopper_linear(
-            y, x, weight, weight_scale.contiguous(), None if bias is None else bias.contiguous(),
-            residual, c_skip, c_out, gelu=gelu, cast=cast,
-        )  # fmt: skip
+        given = None if bias is None else bias.contiguous()
+        own.hopper_linear(y, x, weight, weight_scale.contiguous(), given, gelu=gelu)
 
-    hopper = untouched and wide and grouped == blocks and descriptors and target == ("cuda", 90)
+    hopper = wide and grouped == blocks and descriptors and target == ("cuda", 90)
     what = "int8 linear with a scale per block" if blocks else "int8 linear"
     if hopper and ran_on_hopper("int8_linear", what, on_hopper):
         return y
-    if tile is None:
-        size = "wide" if wide else "medium" if outputs >= MEDIUM else "small"
-        tile = tile_for("int8_linear", size, target)
-        if grouped and _crowded(tile):  # Two sums a value: the integers' and their scaled total.
-            tile = tile._replace(warps=2 * tile.warps)
-    block_k = BLOCK_K if block_k is None or grouped else block_k
-    if epilogue_subtile is None:
-        epilogue_subtile = residual is not None and _crowded(tile)
+    size = "wide" if wide else "medium" if outputs >= MEDIUM else "small"
+    tile = tile_for("int8_linear", size, target)
+    if grouped and _crowded(tile):  # Two sums a value: the integers' and their scaled total.
+        tile = tile._replace(warps=2 * tile.warps)
     if not grouped:
         weight_scale = weight_scale.contiguous()
     elif not blocks:  # The scales of a group side by side, as they are read.
         weight_scale = weight_scale.t().contiguous().t()
     x_src, w_src = x.int8, weight
     if descriptors:
-        x_src = descriptor(x_src.view(-1, channels), [tile.block_m, block_k])
-        w_src = descriptor(w_src, [tile.block_n, block_k])
+        x_src = descriptor(x_src.view(-1, channels), [tile.block_m, BLOCK_K])
+        w_src = descriptor(w_src, [tile.block_n, BLOCK_K])
     tiles = batch * cdiv(n_tokens, tile.block_m) * cdiv(features, tile.block_n)
     launch(
         int8_linear_kernel,
-        (min(tiles, _programs(y.device)) if persistent else tiles,),
+        (tiles,),
         y.device,
         y_ptr=y,
         x_src=x_src,
@@ -282,21 +231,16 @@ def int8_linear(
         n_tokens=n_tokens,
         channels=channels,
         c_out=features,
-        tiles=tiles,
         BLOCK_M=tile.block_m,
         BLOCK_C=tile.block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=BLOCK_K,
         GROUP_M=8,
-        EPILOGUE_SUBTILE=epilogue_subtile,
-        PERSISTENT=persistent,
         DESCRIPTORS=descriptors,
-        EVEN_K=channels % block_k == 0,
+        EVEN_K=channels % BLOCK_K == 0,
         HAS_BIAS=bias is not None,
         GELU=gelu,
         GROUPED=grouped,
         BLOCKS=blocks,
-        ROUND_TO=round_to(cast, out_dtype if residual is None else residual.dtype),
-        **skip_arguments(residual, c_skip, c_out, y.shape),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
