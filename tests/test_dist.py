@@ -102,10 +102,6 @@ def test_the_check_sees_what_is_too_large_or_missing(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("build", "twine", "hatchling")),
-    reason="pip install build twine hatchling; `make dist` does the same in an environment apart",
-)
 def test_wheel_and_source_distribution_are_whole(tmp_path: Path) -> None:
     out = tmp_path / "dist"
     for command in (
@@ -135,3 +131,55 @@ def test_wheel_and_source_distribution_are_whole(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "compare" in done.stdout
+
+
+#: What runs in an environment whose diffusers is older than patching knows.
+OLD_HOST = """
+import torch
+from importlib.metadata import version
+assert version("diffusers") == "0.35.2" and version("huggingface_hub") == "0.36.0"
+from turbo_rcm_patch import patch_model, sageattn
+q = torch.randn(1, 2, 1100, 64)
+assert sageattn(q, q, q).isfinite().all()
+import comfyui
+assert comfyui.NODE_CLASS_MAPPINGS
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+model = WanTransformer3DModel(num_attention_heads=1, attention_head_dim=64, num_layers=1,
+                              text_dim=16, freq_dim=16, ffn_dim=64)
+try:
+    patch_model(model)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+def test_installation_moves_nothing_of_its_host(tmp_path: Path) -> None:
+    """Into an environment with older diffusers, transformers and huggingface_hub."""
+    host = tmp_path / "host"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(host)], check=True)
+    (site,) = host.glob("lib/python*/site-packages")
+    # torch and what it needs come from here, and the older packages stand before them.
+    (site / "shared.pth").write_text(str(Path(pytest.__file__).parents[1]))
+    pip = [sys.executable, "-m", "pip", "--python", str(host / "bin" / "python"), "install", "-q"]
+    old = ["diffusers==0.35.2", "transformers==4.57.1", "huggingface_hub==0.36.0"]
+    old.append("tokenizers==0.22.1")  # as that transformers needs it
+    done = subprocess.run([*pip, "--no-deps", *old], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"the older packages cannot be had here: {done.stderr[-300:]}")
+    names = {path.name for path in site.glob("*.dist-info")}
+    subprocess.run([*pip, "--no-build-isolation", str(ROOT)], check=True)
+    assert {path.name for path in site.glob("*.dist-info")} - names == {
+        "turbo_rcm_patch-0.1.0.dist-info"
+    }
+    ran = subprocess.run(
+        [str(host / "bin" / "python"), "-c", OLD_HOST],
+        env={"PYTHONPATH": str(ROOT / "integrations")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "MissingPackageError" in ran.stdout
+    assert "diffusers from 0.42 on" in ran.stdout and "got diffusers 0.35.2" in ran.stdout

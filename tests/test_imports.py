@@ -144,6 +144,12 @@ with tempfile.TemporaryDirectory() as folder:
 assert len(locked) == (2 if SYSTEM == "windows" else 0)
 assert refused == ["fcntl"] and "triton" not in sys.modules
 """
+NODES = """
+import sys
+sys.path.insert(0, "integrations")
+import comfyui
+assert comfyui.NODE_CLASS_MAPPINGS
+"""
 EXTRA = """
 import contextlib, io
 from turbo_rcm_patch.__main__ import main
@@ -182,6 +188,7 @@ TOGETHER: dict[str, tuple[tuple[str, ...], str, dict[str, str]]] = {
             **{f"turbo_rcm_patch{name}": f"import turbo_rcm_patch{name}" for name in MODULES},
             "public": PUBLIC,
             "operations": OPERATIONS,
+            "nodes": NODES,
         },
     ),
     "base": (
@@ -223,7 +230,11 @@ def test_operations_run_on_a_cpu_without_triton() -> None:
     passes("bare", "operations")
 
 
-def test_the_base_install_patches_a_model() -> None:
+def test_comfyui_nodes_import_without_diffusers() -> None:
+    passes("bare", "nodes")
+
+
+def test_diffusers_alone_is_enough_to_patch_a_model() -> None:
     """torch, triton and diffusers, with what diffusers brings; sageattention is not imported."""
     passes("base", "patches")
 

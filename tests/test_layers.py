@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from turbo_rcm_patch.patching.find import FAMILIES, STRUCTURES
+
 PACKAGE = Path(__file__).parents[1] / "turbo_rcm_patch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 WORDS = {"errors", "extras", "config", "lazy", "skip", "boundary", "exit_codes", "output"}
-BELOW_SAMPLING = WORDS | {"ops", "models", "patching", "turbodiffusion"}
+BELOW_VIDEO = WORDS | {"ops", "models", "patching", "turbodiffusion"}
 #: Which parts of the package a part may import (itself always).
 MAY_IMPORT = {
     "errors": set(),
@@ -27,12 +29,10 @@ MAY_IMPORT = {
     "kernels": {"errors"},
     "ops": WORDS | {"kernels"},
     "models": WORDS | {"ops"},
-    "patching": WORDS | {"ops", "models"},
+    "patching": WORDS | {"kernels", "ops", "models"},  # of kernels: Rows
     "turbodiffusion": WORDS | {"ops", "patching"},
     "tiny": {"errors"},  # where the shipped weights lie, and their world
-    "video": BELOW_SAMPLING | {"tiny"},
-    "bench": BELOW_SAMPLING | {"video"},
-    "tune": BELOW_SAMPLING | {"video", "bench", "kernels"},
+    "video": BELOW_VIDEO | {"tiny"},
 }
 #: Packages that only some parts may import.
 ONLY_IN = {
@@ -95,14 +95,45 @@ def test_heavy_packages_stay_in_their_parts(path: Path) -> None:
 
 
 def test_families_do_not_import_each_other() -> None:
-    families = PACKAGE / "patching" / "families"
-    modules = {p.stem for p in families.glob("*.py") if not p.stem.startswith("_")}
-    for path in families.glob("*.py"):
-        if path.stem.startswith("_"):
-            continue
+    families = set(FAMILIES.values()) | set(STRUCTURES.values())
+    for family in families:
+        path = PACKAGE / "patching" / "families" / f"{family}.py"
         for name in imported(path):
             if name.startswith("turbo_rcm_patch.patching.families."):
                 other = name.split(".")[3]
-                # A family may be split: wan.py and wan_block.py are one.
-                same = path.stem.split("_")[0] == other.split("_")[0]
-                assert same or other not in modules, f"{path.stem} imports {other}"
+                # A family may build on another: wan_vace on wan.
+                assert other not in families or family.startswith(other), f"{family}: {other}"
+
+
+def at_import(tree: ast.AST) -> Iterator[str]:
+    """Modules of the package that a file imports when it is imported itself."""
+    for node in ast.iter_child_nodes(tree):
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or typing_only:
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("turbo_rcm_patch"):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else str(node.module)
+        yield from at_import(node)
+
+
+#: "turbo_rcm_patch.ops.skip" -> its file.
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    ): path
+    for path in FILES
+}
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    needs = {
+        name: set(at_import(ast.parse(path.read_text(encoding="utf-8")))) & set(MODULES)
+        for name, path in MODULES.items()
+        if path.name != "__init__.py"
+    }
+    while needs:  # Take away what needs nothing that is left.
+        free = {name for name, others in needs.items() if not others & (set(needs) - {name})}
+        assert free, f"imports go in circles among {sorted(needs)}"
+        needs = {name: others for name, others in needs.items() if name not in free}

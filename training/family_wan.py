@@ -17,7 +17,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 from training.build import TinyConfig, text_sizes
 from training.flow import Velocity
 from turbo_rcm_patch.tiny import TINY_WAN
-from turbo_rcm_patch.video.scheduler import rcm_times
+from turbo_rcm_patch.video.rcm_times import rcm_times
 
 NAME: Final = "wan"
 SHIPPED: Final = TINY_WAN

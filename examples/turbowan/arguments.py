@@ -17,7 +17,8 @@ from turbo_rcm_patch.exit_codes import run_command
 from turbo_rcm_patch.output import check_writable
 from turbo_rcm_patch.usage import add_options
 from turbo_rcm_patch.video.load import check_offload, choose_device, resolve_model
-from turbo_rcm_patch.video.scheduler import MAX_STEPS, RCMScheduler
+from turbo_rcm_patch.video.rcm_times import MAX_STEPS
+from turbo_rcm_patch.video.scheduler import RCMScheduler
 from turbo_rcm_patch.video.video import ENDINGS, find_ffmpeg
 
 #: Name -> aspect ratio -> (width, height), as the models were distilled.

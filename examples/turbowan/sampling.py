@@ -13,7 +13,8 @@ import torch
 from turbo_rcm_patch.errors import SamplingError
 from turbo_rcm_patch.video import source
 from turbo_rcm_patch.video.families.wan import Wan
-from turbo_rcm_patch.video.scheduler import RCMScheduler, rcm_times
+from turbo_rcm_patch.video.rcm_times import rcm_times
+from turbo_rcm_patch.video.scheduler import RCMScheduler
 from turbo_rcm_patch.video.settings import Settings, folder_defaults
 from turbo_rcm_patch.video.video import write_mp4
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.ops import INT8_MIN_KEYS
-from turbo_rcm_patch.video.scheduler import MAX_STEPS, rcm_times
+from turbo_rcm_patch.video.rcm_times import MAX_STEPS, rcm_times
 
 from .attention import OVERRIDE, SETTINGS, Override, Settings
 from .sampler import sample_rcm

@@ -10,12 +10,7 @@ from torch import Tensor
 from tqdm.auto import trange
 
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.video.scheduler import (
-    MAX_STEPS,
-    noise_stream,
-    rcm_times,
-    step_coefficients,
-)
+from turbo_rcm_patch.video.rcm_times import MAX_STEPS, noise_stream, rcm_times, step_coefficients
 
 __all__ = ["sample_rcm"]
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from tests.integrations.comfyui import NODES, load_nodes  # noqa: E402
 from tests.measures import relative_l2  # noqa: E402
 from tests.turbodiffusion.wan_model import Options, state_dict  # noqa: E402
-from turbo_rcm_patch.video.scheduler import rcm_times  # noqa: E402
+from turbo_rcm_patch.video.rcm_times import rcm_times  # noqa: E402
 
 sys.path.insert(0, str(CHECKOUT))  # last, because it has a package called tests too
 sys.argv = ["main.py", "--cpu", "--use-pytorch-cross-attention"]

@@ -28,7 +28,7 @@ from tests.turbodiffusion.wan_model import Options, state_dict
 from turbo_rcm_patch import RCMScheduler, errors
 from turbo_rcm_patch.ops import AttentionSpec, Sparsity, sparse_linear_attention
 from turbo_rcm_patch.turbodiffusion import read_checkpoint, write_transformer
-from turbo_rcm_patch.video.scheduler import noise_stream, rcm_times
+from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times
 
 nodes = load_nodes()
 attention, wan, weights, sampler = (

@@ -31,7 +31,7 @@ from tests.video.micro import (
 )
 from turbo_rcm_patch import PatchConfig, RCMScheduler, patch_model, patched, unpatch_model
 from turbo_rcm_patch.video.load import load_pipeline
-from turbo_rcm_patch.video.scheduler import noise_stream
+from turbo_rcm_patch.video.rcm_times import noise_stream
 
 SHAPE = (1, 4, 2, 4, 4)
 PIPES = {

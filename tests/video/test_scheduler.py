@@ -11,7 +11,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from tests.measures import relative_l2
 from tests.video.micro import SMALL, micro_pipe
 from turbo_rcm_patch.errors import ConfigError, SamplingError
-from turbo_rcm_patch.video.scheduler import RCMScheduler, fingerprint, noise_stream, rcm_times
+from turbo_rcm_patch.video.rcm_times import noise_stream, rcm_times
+from turbo_rcm_patch.video.scheduler import RCMScheduler, fingerprint
 
 SHAPE = (1, 4, 2, 6, 5)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.errors import NotAModelError, UnknownArchitectureError
+from turbo_rcm_patch.extras import check_diffusers
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.pieces import Attend
 from turbo_rcm_patch.patching.plain import author_class
@@ -28,7 +29,7 @@ FAMILIES: Final = {
     f"{_TRANSFORMERS}consisid_transformer_3d.ConsisIDTransformer3DModel": "cogvideox",
     f"{_TRANSFORMERS}transformer_wan.WanTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_wan_animate.WanAnimateTransformer3DModel": "wan",
-    f"{_TRANSFORMERS}transformer_wan_vace.WanVACETransformer3DModel": "wan",
+    f"{_TRANSFORMERS}transformer_wan_vace.WanVACETransformer3DModel": "wan_vace",
     f"{_TRANSFORMERS}transformer_chronoedit.ChronoEditTransformer3DModel": "wan",
     f"{_TRANSFORMERS}transformer_skyreels_v2.SkyReelsV2Transformer3DModel": "wan",
     "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
@@ -86,7 +87,11 @@ def qualified_name(cls: type) -> str:
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """Return the family of a module's exact class, or of its structure, or None."""
+    """Return the family of a module's exact class, or of its structure, or None.
+
+    Raises:
+        MissingPackageError: The class is of a release of diffusers that is too old.
+    """
     cls = author_class(model)
     name = FAMILIES.get(qualified_name(cls))
     if name is None:
@@ -95,6 +100,8 @@ def family_of(model: nn.Module) -> Family | None:
             return None
         structured: Any = import_module(f"turbo_rcm_patch.patching.families.{name}")
         return cast("Family", structured) if structured.recognises(model) else None
+    if cls.__module__.startswith(_TRANSFORMERS):
+        check_diffusers(f"patching a {cls.__qualname__}")
     family: Family = import_module(f"turbo_rcm_patch.patching.families.{name}")
     return family
 

@@ -349,7 +349,7 @@ def _check_device(config: PatchConfig, device: Any) -> None:
             'PatchConfig.attention="sage"',
             expected="the sageattention package",
             got="none installed",
-            remedy="pip install sageattention, or use attention='int8'",
+            remedy="pip install 'turbo_rcm_patch[sage]', or use attention='int8'",
         )
     if config.attention == "sage" and not gpu:
         raise DeviceError(

@@ -22,7 +22,8 @@ import torch
 
 from turbo_rcm_patch.errors import ConfigError, DTypeError, SamplingError
 from turbo_rcm_patch.video.families import Job, PipelineFamily, VideoPipeline, draw, family_of
-from turbo_rcm_patch.video.scheduler import RCMScheduler, fingerprint, noise_stream
+from turbo_rcm_patch.video.rcm_times import noise_stream
+from turbo_rcm_patch.video.scheduler import RCMScheduler, fingerprint
 from turbo_rcm_patch.video.settings import Settings
 from turbo_rcm_patch.video.source import ImageLike, Source, sources_of
 

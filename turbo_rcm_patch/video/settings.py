@@ -94,7 +94,7 @@ class Settings:
                     remedy=f"Try {max(16, round(value / 16) * 16)}",
                 )
         if self.sampler == "rcm":
-            from turbo_rcm_patch.video.scheduler import rcm_times
+            from turbo_rcm_patch.video.rcm_times import rcm_times
 
             rcm_times(self.steps, self.sigma_max)
             if self.guidance_scale > 1.0:

@@ -27,6 +27,7 @@ from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.block import Level, PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
+from turbo_rcm_patch.patching.families.checks import check_attention, check_parameters
 from turbo_rcm_patch.patching.families.pairs import branch_pair
 from turbo_rcm_patch.patching.find import Found, find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows
@@ -334,7 +335,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         processor.__call__: ("self", "attn", *_ATTENTION, "image_rotary_emb")
         for processor in parts.ATTENTIONS[Attention]
     }
-    parts.check_parameters(
+    check_parameters(
         {
             CogVideoXBlock.forward: (*_BLOCK, "attention_kwargs"),
             ConsisIDBlock.forward: _BLOCK,
@@ -364,7 +365,7 @@ def _attend(found: Found, config: PatchConfig) -> Attend:
         return Attend.of(config, 1, 0)
     head_dim = attn.inner_dim // attn.heads
     linears = {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v")}
-    parts.check_attention(f"{found.path}.attn1", head_dim, linears)
+    check_attention(f"{found.path}.attn1", head_dim, linears)
     return Attend.of(config, attn.heads, head_dim)
 
 

@@ -13,7 +13,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
 from turbo_rcm_patch.patching.block import Level, PatchedBlock
-from turbo_rcm_patch.patching.families.diffusers_parts import check_attention
+from turbo_rcm_patch.patching.families.checks import check_attention
 from turbo_rcm_patch.patching.families.pairs import branch_pair
 from turbo_rcm_patch.patching.pieces import Attend, Norms, Notes, Operands
 from turbo_rcm_patch.patching.plain import plain_linear, why_not_inference

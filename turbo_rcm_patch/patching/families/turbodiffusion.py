@@ -17,7 +17,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.block import Level, PatchedBlock
-from turbo_rcm_patch.patching.families.diffusers_parts import check_attention, check_parameters
+from turbo_rcm_patch.patching.families.checks import check_attention, check_parameters
 from turbo_rcm_patch.patching.families.pairs import branch_pair, inner_pair
 from turbo_rcm_patch.patching.find import Found, find_blocks
 from turbo_rcm_patch.patching.int8_linears import takes_rows

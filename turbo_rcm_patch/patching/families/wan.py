@@ -5,7 +5,7 @@
 - ChronoEdit, whose rotary table alone differs (arXiv 2510.04290).
 - Wan-Animate, which adds a face adapter between its blocks (arXiv 2509.14055).
 - SkyReels-V2, whose self-attention may have a mask (arXiv 2504.13074).
-- VACE, whose control blocks make hints for some of the plain blocks (arXiv 2503.07598).
+- VACE's plain blocks; its control blocks are in `wan_vace`.
 
 diffusers copies the block and its attention from file to file under the same names. Written
 against diffusers 0.42.
@@ -26,6 +26,7 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.block import Level, PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
+from turbo_rcm_patch.patching.families.checks import check_attention, check_parameters
 from turbo_rcm_patch.patching.families.pairs import branch_pair, inner_pair
 from turbo_rcm_patch.patching.families.wan_sla import SLAForward
 from turbo_rcm_patch.patching.find import Found, find_blocks
@@ -327,67 +328,9 @@ def _tables(rotary: Rotary, head_dim: int) -> Rotary:
     return rotary[0].reshape(-1, head_dim), rotary[1].reshape(-1, head_dim)
 
 
-class VACEBlock(WanBlock):
-    """Stands in for the forward of a `WanVACETransformerBlock`, which runs a Wan block over a
-    control stream of its own and projects the result, the hint."""
-
-    __slots__ = ()
-
-    def __call__(  # type: ignore[override]
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        control_hidden_states: Tensor,
-        temb: Tensor,
-        rotary_emb: Rotary,
-    ) -> tuple[Tensor | None, Tensor]:
-        """Run the control block.
-
-        Args:
-            hidden_states: [B, N, C], the video, the model's dtype.
-            encoder_hidden_states: [B, T, C] text.
-            control_hidden_states: [B, N, C], the control stream.
-            temb: [B, 6, C].
-            rotary_emb: (cos, sin), each [1, N, 1, D] fp32.
-
-        Returns:
-            The hint [B, N, C], None without an output projection, and the control stream.
-        """
-        made: tuple[Tensor | None, Tensor] = self.run(
-            hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
-        )
-        return made
-
-    def fast(  # type: ignore[override]
-        self,
-        notes: Notes | None,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        control: Tensor,
-        temb: Tensor,
-        rotary_emb: Rotary,
-    ) -> tuple[Tensor | None, Tensor]:
-        block = self.block
-        if block.proj_in is not None:
-            control = block.proj_in(control) + hidden_states
-        control = super().fast(notes, control, encoder_hidden_states, temb, rotary_emb)
-        return None if block.proj_out is None else block.proj_out(control), control
-
-    def why_author(  # type: ignore[override]
-        self, hidden_states: Tensor, context: Tensor, control: Tensor, temb: Tensor, rotary: Rotary
-    ) -> str:
-        if control.shape != hidden_states.shape or control.dtype != hidden_states.dtype:
-            return "the control stream does not fit the video"
-        return super().why_author(control, context, temb, rotary)
-
-    def streams(self, values: Any) -> tuple[Tensor, ...]:
-        return (values[1] if isinstance(values, tuple) and len(values) == 2 else values[0],)
-
-
 # --- what is patched in a model ------------------------------------------------------------------
 
 _BLOCK: Final = ("self", "hidden_states", "encoder_hidden_states", "temb", "rotary_emb")
-_CONTROL: Final = (*_BLOCK[:3], "control_hidden_states", *_BLOCK[3:])
 _ATTENTION: Final = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")
 
 
@@ -411,17 +354,12 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
         processor.__call__: ("self", "attn", *_ATTENTION),
         FeedForward.forward: ("self", "hidden_states", "args", "kwargs"),
     }
-    found: list[Found] = []
-    if hasattr(model, "vace_blocks"):
-        control: Any = file.WanVACETransformerBlock
-        expected[control.forward] = _CONTROL
-        found += find_blocks(model.vace_blocks, f"{path}.vace_blocks", control, VACEBlock)
-    found += find_blocks(model.blocks, f"{path}.blocks", block, WanBlock)
-    parts.check_parameters(expected, "diffusers")
-    return [one.made(_attend(one, config), config) for one in found]
+    check_parameters(expected, "diffusers")
+    found = find_blocks(model.blocks, f"{path}.blocks", block, WanBlock)
+    return [one.made(attend_of(one, config), config) for one in found]
 
 
-def _attend(found: Found, config: PatchConfig) -> Attend:
+def attend_of(found: Found, config: PatchConfig) -> Attend:
     """Check a block's attentions, and say how they are computed."""
     heads, head_dim = 1, 0
     for name in ("attn1", "attn2"):
@@ -429,7 +367,7 @@ def _attend(found: Found, config: PatchConfig) -> Attend:
         if type(attn) in parts.ATTENTIONS:
             heads, head_dim = attn.heads, attn.inner_dim // attn.heads
             linears = parts.attention_linears(name, attn)
-            parts.check_attention(f"{found.path}.{name}", head_dim, linears)
+            check_attention(f"{found.path}.{name}", head_dim, linears)
     return Attend.of(config, heads, head_dim)
 
 

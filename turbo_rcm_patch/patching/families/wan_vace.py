@@ -1,0 +1,97 @@
+"""VACE's control blocks: each runs a Wan block over a control stream of its own and projects the
+result, a hint for a plain block (arXiv 2503.07598). Written against diffusers 0.42.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+from torch import Tensor
+
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching.block import PatchedBlock
+from turbo_rcm_patch.patching.families import wan
+from turbo_rcm_patch.patching.families.checks import check_parameters
+from turbo_rcm_patch.patching.families.wan import WanBlock, installations, other_pairs
+from turbo_rcm_patch.patching.find import find_blocks
+from turbo_rcm_patch.patching.pieces import Notes, Rotary
+from turbo_rcm_patch.patching.plain import author_class
+from turbo_rcm_patch.skip import SkipPair
+
+__all__ = ["blocks_of", "installations", "other_pairs"]
+
+_CONTROL: Final = (
+    "self", "hidden_states", "encoder_hidden_states", "control_hidden_states", "temb",
+    "rotary_emb",
+)  # fmt: skip
+
+
+class VACEBlock(WanBlock):
+    """Stands in for the forward of a `WanVACETransformerBlock`."""
+
+    __slots__ = ()
+
+    def __call__(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        control_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Run the control block.
+
+        Args:
+            hidden_states: [B, N, C], the video, the model's dtype.
+            encoder_hidden_states: [B, T, C] text.
+            control_hidden_states: [B, N, C], the control stream.
+            temb: [B, 6, C].
+            rotary_emb: (cos, sin), each [1, N, 1, D] fp32.
+
+        Returns:
+            The hint [B, N, C], None without an output projection, and the control stream.
+        """
+        made: tuple[Tensor | None, Tensor] = self.run(
+            hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
+        )
+        return made
+
+    def fast(  # type: ignore[override]
+        self,
+        notes: Notes | None,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        control: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+    ) -> tuple[Tensor | None, Tensor]:
+        block = self.block
+        if block.proj_in is not None:
+            control = block.proj_in(control) + hidden_states
+        control = super().fast(notes, control, encoder_hidden_states, temb, rotary_emb)
+        return None if block.proj_out is None else block.proj_out(control), control
+
+    def why_author(  # type: ignore[override]
+        self, hidden_states: Tensor, context: Tensor, control: Tensor, temb: Tensor, rotary: Rotary
+    ) -> str:
+        if control.shape != hidden_states.shape or control.dtype != hidden_states.dtype:
+            return "the control stream does not fit the video"
+        return super().why_author(control, context, temb, rotary)
+
+    def streams(self, values: Any) -> tuple[Tensor, ...]:
+        return (values[1] if isinstance(values, tuple) and len(values) == 2 else values[0],)
+
+
+def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock | SkipPair]:
+    """Find the control blocks of a model, which run first, and its plain blocks.
+
+    Raises:
+        FamilyError: A forward takes other parameters than this was written for.
+        OpError: The kernels do not take the model's heads or dtype.
+    """
+    plain = wan.blocks_of(model, path, config)
+    control: Any = sys.modules[author_class(model).__module__].WanVACETransformerBlock
+    check_parameters({control.forward: _CONTROL}, "diffusers")
+    found = find_blocks(model.vace_blocks, f"{path}.vace_blocks", control, VACEBlock)
+    return [one.made(wan.attend_of(one, config), config) for one in found] + plain
