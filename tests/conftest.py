@@ -94,14 +94,6 @@ def seeded() -> None:
 
 
 @pytest.fixture
-def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks keep no plan: they run through the public operations, which a test may replace."""
-    from turbo_rcm_patch.patching.plan import PlanSlot
-
-    monkeypatch.setattr(PlanSlot, "get", lambda *args: None)
-
-
-@pytest.fixture
 def poisoned() -> Iterator[None]:
     """Uninitialised memory is NaN (int8: -128), so that reading it cannot go unnoticed."""
     with poisoned_memory():

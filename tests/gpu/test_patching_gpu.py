@@ -7,10 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from diffusers import ContextParallelConfig
 
 from tests.measures import relative_l2
-from tests.patching.models import MODELS, WANS, Model, run, wide
-from turbo_rcm_patch import PatchConfig, patch_model, unpatch_model
+from tests.patching.models import COGVIDEOXS, MODELS, WANS, Model, classes, run, wide
+from tests.ranks import on_ranks
+from turbo_rcm_patch import PatchConfig, patch_model, patched, unpatch_model
+from turbo_rcm_patch.config import Linear
+from turbo_rcm_patch.patching import sla_as_defined
 
 pytestmark = pytest.mark.gpu
 
@@ -53,6 +57,22 @@ def test_attention_in_16_bits_keeps_the_networks_error(row: Model) -> None:
     assert torch.equal(run(model, inputs), before)
 
 
+@pytest.mark.supports(classes(WANS + COGVIDEOXS), "Triton kernels")
+@pytest.mark.parametrize("linear", ["as-is", "int8"])
+@pytest.mark.parametrize("row", MODELS, ids=str)
+def test_a_network_in_int8_is_near_fp32(row: Model, linear: Linear) -> None:
+    """Through the Triton kernels, with the guard as users run it."""
+    model, inputs = made(row)
+    other, options = copy.deepcopy(model).float(), {"sla_topk": 0.5}
+    with sla_as_defined(other, 0.5):
+        truth = run(other, wide(inputs))
+    with patched(model, attention="int8", linear=linear, **options) as report:
+        output = run(model, inputs)
+        assert report.impl == "triton" and report.fused >= len(row.kinds) - row.left - 2
+        assert torch.equal(run(model, inputs), output)
+    assert relative_l2(output, truth) < 0.06
+
+
 @pytest.mark.parametrize("row", WANS[:2], ids=str)
 def test_every_forward_and_every_stream_returns_the_same_bits(row: Model) -> None:
     model, inputs = made(row)
@@ -90,3 +110,55 @@ def test_compiled_blocks_agree_with_plain_calls(mode: str) -> None:
     for _ in range(3):
         output = run(compiled, inputs).clone()
     assert relative_l2(output, eager) <= 2e-2
+
+
+def test_patching_holds_no_more_memory_than_the_model() -> None:
+    model, inputs = made(WANS[0])
+    inputs["hidden_states"] = torch.randn(1, 4, 9, 64, 64, device=GPU, dtype=BF16)
+    inputs["timestep"], inputs["encoder_hidden_states"] = (
+        inputs[name][:1] for name in ("timestep", "encoder_hidden_states")
+    )
+
+    def peak() -> int:
+        for _ in range(2):  # compilation and workspaces
+            run(model, inputs)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        run(model, inputs)
+        return torch.cuda.max_memory_allocated()
+
+    unpatched = peak()
+    patch_model(model, PatchConfig(attention="int8", guard=False))
+    assert peak() <= 1.02 * unpatched
+
+
+def test_no_forward_after_the_first_waits_for_the_device() -> None:
+    model, inputs = made(WANS[0])
+    patch_model(model, PatchConfig(guard=False))
+    for _ in range(3):
+        run(model, inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(model, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def exchange(rank: int) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    row = WANS[0]
+    model, inputs = row.model(BF16).to(device), row.inputs(dtype=BF16)
+    inputs = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()
+    }
+    patch_model(model, PatchConfig(attention="exact"))
+    expected = run(model, inputs)
+    model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
+    assert relative_l2(run(model, inputs), expected) < 1e-2
+
+
+def test_two_gpus_share_a_sequence_through_nccl() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    on_ranks(2, exchange, backend="nccl")
