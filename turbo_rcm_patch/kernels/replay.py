@@ -147,32 +147,68 @@ class Recordings:
         return result
 
 
-class _Hole(NamedTuple):
-    """An argument that holds an address: `addresses[slot] + offset`."""
-
-    index: int
-    slot: int
-    offset: int
-
-
 class _Launch(NamedTuple):
-    """One kernel of a program, ready but for its addresses.
+    """One kernel of a program.
 
     Attributes:
-        start: Takes `grid`, the stream, `head`, and `arguments`.
+        start: Takes `grid`, the stream, `head`, and the kernel's arguments.
         grid: Blocks along three axes.
         head: What stands before the kernel's own arguments.
-        arguments: Of the kernel, with holes.
-        holes: Where addresses go.
-        descriptors: Where tensor descriptors go, what makes one of an address, and those made.
+        pick: Takes the kernel's arguments out of a program's values.
     """
 
     start: Callable[..., None]
     grid: tuple[int, int, int]
     head: tuple[Any, ...]
-    arguments: list[Any]
-    holes: tuple[_Hole, ...]
-    descriptors: tuple[tuple[_Hole, Callable[[int], Any], dict[int, Any]], ...]
+    pick: Callable[[list[Any]], tuple[Any, ...]]
+
+
+class _Described(NamedTuple):
+    """A tensor descriptor of a program.
+
+    Attributes:
+        slot: The address that it begins at.
+        offset: Bytes after it.
+        make: Makes a descriptor of an address.
+        kept: Those made.
+    """
+
+    slot: int
+    offset: int
+    make: Callable[[int], Any]
+    kept: dict[int, Any]
+
+    def at(self, address: int) -> Any:
+        """Return the descriptor of memory that begins at an address."""
+        found = self.kept.get(address)
+        if found is None:
+            if len(self.kept) >= _MOST_DESCRIPTORS:
+                self.kept.clear()
+            found = self.kept[address] = self.make(address)
+        return found
+
+
+class _Values:
+    """What the launches of a program take, by its place: the addresses of arguments and buffers,
+    addresses inside them, tensor descriptors, and plain values, in this order."""
+
+    def __init__(self) -> None:
+        self.inside: list[tuple[int, int]] = []
+        self.described: list[_Described] = []
+        self.plain: list[Any] = []
+
+    def places(self, wanted: list[tuple[str, int]], addresses: int) -> list[int]:
+        """Return where values of these kinds and numbers are."""
+        first = {"address": 0, "inside": addresses}
+        first["described"] = addresses + len(self.inside)
+        first["plain"] = first["described"] + len(self.described)
+        return [first[kind] + number for kind, number in wanted]
+
+    def add(self, kind: str, value: Any) -> tuple[str, int]:
+        """Add a value of a kind, and return what to look for."""
+        held: list[Any] = getattr(self, kind)
+        held.append(value)
+        return kind, len(held) - 1
 
 
 class _Buffer(NamedTuple):
@@ -218,6 +254,7 @@ class Program:
         "_launches",
         "_low_bits",
         "_result",
+        "_values",
     )
 
     def __init__(
@@ -226,13 +263,14 @@ class Program:
         alignment: list[int],
         aliases: tuple[tuple[int, int, int], ...],
         buffers: tuple[_Buffer, ...],
+        values: _Values,
         launches: tuple[_Launch, ...],
         result: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
         constants: tuple[torch.Tensor, ...],
     ) -> None:
         self._index, self._buffers = device.index if device.type == "cuda" else None, buffers
         self._alignment, self._aliases = alignment, aliases
-        self._low_bits = max(alignment)
+        self._low_bits, self._values = max(alignment), values
         self._launches, self._result, self._constants = launches, result, constants
 
     def fits(self, addresses: list[int]) -> bool:
@@ -260,22 +298,18 @@ class Program:
             else like.new_empty_strided(shape, stride, dtype=dtype)
             for shape, stride, dtype in self._buffers
         ]
+        values: list[Any] = addresses
         for tensor in made:
-            addresses.append(tensor.data_ptr())
+            values.append(tensor.data_ptr())
+        held = self._values
+        for slot, offset in held.inside:
+            values.append(values[slot] + offset)
+        for one in held.described:
+            values.append(one.at(values[one.slot] + one.offset))
+        values += held.plain
         stream = _raw_stream(index)
-        for start, grid, head, template, holes, descriptors in self._launches:
-            arguments = template.copy()
-            for place, slot, offset in holes:
-                arguments[place] = addresses[slot] + offset
-            for (place, slot, offset), make, kept in descriptors:
-                address = addresses[slot] + offset
-                descriptor = kept.get(address)
-                if descriptor is None:
-                    if len(kept) >= _MOST_DESCRIPTORS:
-                        kept.clear()
-                    descriptor = kept[address] = make(address)
-                arguments[place] = descriptor
-            start(*grid, stream, *head, *arguments)
+        for start, grid, head, pick in self._launches:
+            start(*grid, stream, *head, *pick(values))
         return self._result(tensors, made)
 
 
@@ -396,37 +430,37 @@ class Recorder(TorchDispatchMode):
                 return -1, address
             return None
 
-        launches = []
+        values, launches = _Values(), []
         for kernel, grid, arguments, compiled in self._launches:
-            template: list[Any] = []
-            holes: list[_Hole] = []
-            descriptors: list[tuple[_Hole, Callable[[int], Any], dict[int, Any]]] = []
+            wanted: list[tuple[str, int]] = []
             start, head, metas = _opened(compiled)
             for name in kernel.arg_names:
                 value = arguments[name]
-                i = len(template)
                 base = getattr(value, "base", None)
                 tensor = value if isinstance(value, torch.Tensor) else base
                 if not isinstance(tensor, torch.Tensor):
-                    template.append(value)
+                    wanted.append(values.add("plain", value))
                     continue
                 at = locate(tensor)
                 if at is None:
                     return None
                 slot, offset = at
-                template.append(None)
                 if tensor is not value:
                     if slot < 0:
                         return None  # No constant of ours is read through a descriptor.
                     make, numbers = _descriptor_maker(value, metas.pop(0) if metas else None)
-                    descriptors.append((_Hole(i, slot, offset), make, {}))
-                    template += numbers
+                    wanted.append(values.add("described", _Described(slot, offset, make, {})))
+                    wanted += [values.add("plain", number) for number in numbers]
                 elif slot < 0:
-                    template[i] = offset
+                    wanted.append(values.add("plain", offset))
                 else:
-                    holes.append(_Hole(i, slot, offset))
-            wide = (*grid, 1, 1)[:3]
-            launches.append(_Launch(start, wide, head, template, tuple(holes), tuple(descriptors)))
+                    wanted.append(values.add("inside", at) if offset else ("address", slot))
+            launches.append((start, (*grid, 1, 1)[:3], head, wanted))
+        addresses = first + len(buffers)
+        ready = tuple(
+            _Launch(start, grid, head, itemgetter(*values.places(wanted, addresses)))
+            for start, grid, head, wanted in launches
+        )
         aliases = tuple(
             (first_of, other, self._inputs[other].data_ptr() - self._inputs[first_of].data_ptr())
             for first_of, *others in inputs.values()
@@ -434,7 +468,7 @@ class Recorder(TorchDispatchMode):
         )
         return Program(
             self._inputs[0].device, [x.data_ptr() & 15 for x in self._inputs], aliases, buffers,
-            tuple(launches), _builder(shape, slots), tuple(constants),
+            values, ready, _builder(shape, slots), tuple(constants),
         )  # fmt: skip
 
     def _result(
