@@ -256,6 +256,9 @@ def attention_lse(
         q, k, v, spec, (None, 1.0, 1.0), (norm_q, norm_k, norm_q_bias, norm_k_bias), rotary,
         kv_lengths, out_dtype, want_lse=True,
     )  # fmt: skip
+    if not q.shape[0]:
+        out, lse = _attention_fake(*inputs)
+        return out, lse
     made: tuple[Tensor, Tensor] = attention(*inputs)
     return made
 

@@ -14,7 +14,7 @@ from turbo_rcm_patch.kernels.operands import QMAX, AttentionInputs
 from turbo_rcm_patch.ops.attention import attention, describe
 from turbo_rcm_patch.ops.checks import check_attention, check_weight
 from turbo_rcm_patch.ops.dispatch import choose_inputs, quantises
-from turbo_rcm_patch.ops.operation import Operation, flattened
+from turbo_rcm_patch.ops.operation import Operation, flattened, refuse_gradient
 from turbo_rcm_patch.ops.reference import project
 from turbo_rcm_patch.ops.skip import check_cast, closed
 from turbo_rcm_patch.ops.spec import AttentionSpec
@@ -125,5 +125,8 @@ def attention_project_skip(
         q, k, v, spec, (residual, c_skip, c_out), norms, rotary, kv_lengths, out_dtype,
         features=weight.shape[0],
     )  # fmt: skip
+    refuse_gradient("attention_project_skip", (weight, bias))
+    if not q.shape[0]:
+        return q.new_empty((*q.shape[:2], weight.shape[0]), dtype=inputs.out_dtype)
     out: Tensor = attention_project_operation(*inputs[:-1], weight, bias, cast, form)
     return out

@@ -201,7 +201,7 @@ def sparse_linear_attention(
     cos, sin = rotary_parts(rotary, n_q, k.shape[1], dim)
     check_out_dtype(out_dtype)
     check_same_device(q.device, norm_q=norm_q, norm_k=norm_k, cos=cos, sin=sin)
-    refuse_gradient("sparse_linear_attention", (q, k, v, weight, bias, norm_q, norm_k))
+    refuse_gradient("sparse_linear_attention", (q, k, v, weight, bias, norm_q, norm_k, cos, sin))
     if not batch:
         return q.new_empty(q.shape, dtype=q.dtype if out_dtype is None else out_dtype)
     out: Tensor = sparse_linear_operation(

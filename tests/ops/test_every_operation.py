@@ -1,0 +1,477 @@
+"""What holds for every operation: refusals with typed errors, no derivative, empty batches,
+autocast, and how torch sees it (schema, fake, compilation)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.measures import relative_l2
+from turbo_rcm_patch import errors, ops, sageattn
+from turbo_rcm_patch.ops import AttentionSpec, Sparsity, unchecked
+
+HEADS, CHANNELS = 2, 16
+NAN = float("nan")
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+X = torch.randn(2, 5, CHANNELS)
+ROW, SQUARE, LENGTHS = torch.randn(CHANNELS), torch.randn(16, 16), torch.tensor([3, 5])
+WEIGHT, SCALE = ops.quantize_weight(SQUARE)
+INT8, EXACT = (AttentionSpec(heads=HEADS, attention=name) for name in ("int8", "exact"))
+SAGE = AttentionSpec(heads=HEADS, attention="sage")
+TABLE = torch.randn(5, CHANNELS // HEADS)
+
+#: Operations by name, each as a function of changes to good arguments.
+CALLS: dict[str, Callable[..., Any]] = {
+    "skip": lambda **g: ops.skip(**{"residual": X, "branch": X} | g),
+    "norm": lambda **g: ops.norm_modulate(**{"x": X, "scale": ROW, "shift": ROW} | g),
+    "rows": lambda **g: ops.norm_modulate_rows(**{"x": X, "scale": ROW, "shift": ROW} | g),
+    "gelu": lambda **g: ops.linear_gelu(**{"x": X, "weight": SQUARE, "bias": ROW} | g),
+    "int8": lambda **g: ops.int8_linear(
+        **{"x": X, "weight_int8": WEIGHT, "weight_scale": SCALE, "bias": ROW} | g
+    ),
+    "weight": lambda **g: ops.quantize_weight(**{"weight": SQUARE} | g),
+    "attention": lambda **g: ops.attention_skip(
+        **{"q": X, "k": X, "v": X, "spec": INT8, "residual": X, "norm_q": ROW} | g
+    ),
+    "lse": lambda **g: ops.attention_lse(**{"q": X, "k": X, "v": X, "spec": INT8} | g),
+    "fused": lambda **g: ops.attention_project_skip(
+        **{"q": X, "k": X, "v": X, "weight": SQUARE, "bias": ROW, "spec": INT8, "residual": X}
+        | {"form": "one-launch"}
+        | g
+    ),
+    "sparse": lambda **g: ops.sparse_linear_attention(
+        **{"q": X, "k": X, "v": X, "weight": torch.eye(8), "bias": None, "spec": INT8}
+        | {"sparsity": Sparsity(topk=0.5)}
+        | g
+    ),
+    "sageattn": lambda **g: sageattn(
+        **dict.fromkeys(("q", "k", "v"), X.unflatten(2, (HEADS, -1)).transpose(1, 2)) | g
+    ),
+}
+#: Argument -> the operations that have it.
+HAVE = {
+    "impl": "skip norm rows int8 weight",
+    "form": "norm rows fused",
+    "out_dtype": "skip norm int8 attention lse fused sparse",
+    "cast": "skip fused",
+    "c_out": "skip attention fused",
+    "c_skip": "skip attention fused",
+    "eps": "norm rows",
+    "spec": "attention lse fused sparse",
+    "q": "attention lse fused sparse sageattn",
+    "v": "attention lse fused sparse sageattn",
+    "norm_q": "attention lse fused sparse",
+    "kv_lengths": "attention lse fused",
+    "residual": "skip attention fused",
+    "branch": "skip",
+    "x": "norm rows gelu int8",
+    "weight": "gelu fused sparse weight",
+    "bias": "gelu int8 fused sparse",
+    "scale": "norm rows",
+    "weight_int8": "int8",
+    "weight_scale": "int8",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_arguments_that_are_changed_below_are_good(call: str) -> None:
+    CALLS[call]()
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+SHAPE, DTYPE, CONFIG, MASK = (
+    errors.ShapeError, errors.DTypeError, errors.ConfigError, errors.MaskError,
+)  # fmt: skip
+ROWS = ops.norm_modulate_rows(torch.randn(1, 4, 33))
+OF_33 = {"weight_int8": x(7, 33, dtype=torch.int8), "weight_scale": x(7), "bias": None}
+FOUR = x(2, 2, 5, 8)
+
+#: Operation -> changes to good arguments, the error, and words of its message.
+REFUSED: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
+    "skip": [
+        ({"branch": x(2, 5, 9)}, SHAPE, "residual and branch"),
+        ({"c_out": X.to_sparse()}, SHAPE, "c_out.*dense.*to_dense"),
+        ({"c_skip": "2"}, DTYPE, "c_skip.*a number or a tensor"),
+        ({"c_out": x(3)}, SHAPE, r"c_out.*a float, \[2\]"),
+    ],
+    "norm": [
+        ({"scale": x(15)}, SHAPE, "scale.*broadcasts"),
+        ({"x": X[0]}, SHAPE, r"x;.*\[batch, tokens, channels\]"),
+        ({"shift": x(16, dtype=torch.complex64)}, DTYPE, "shift.*real"),
+    ],
+    "rows": [({"x": X[:, :, :0], "scale": None, "shift": None}, SHAPE, "at least one channel")],
+    "gelu": [
+        ({"bias": None}, DTYPE, "bias.*zeros"),
+        ({"weight": SQUARE.half()}, DTYPE, "weight.*the dtype of x"),
+        ({"weight": SQUARE[:, :7]}, SHAPE, r"weight.*\[Cout, 16\]"),
+        ({"x": X[0]}, SHAPE, "x;"),
+    ],
+    "int8": [
+        ({"weight_int8": SQUARE}, DTYPE, "quantize_weight"),
+        ({"x": X.double()}, DTYPE, "x;"),
+        ({"x": X[0]}, SHAPE, "x;"),
+        ({"weight_scale": SCALE.half()}, DTYPE, "weight_scale.*float32"),
+        ({"weight_int8": WEIGHT[:, :7]}, SHAPE, r"weight_int8.*\[Cout, 16\]"),
+        ({"weight_scale": x(15)}, SHAPE, r"weight_scale.*\[16\], \[16, 1\] or \[1, 1\]"),
+        ({"weight_scale": x(16, 2)}, SHAPE, "weight_scale"),
+        ({"bias": x(5)}, SHAPE, "bias"),
+        ({"activation": "relu"}, CONFIG, "gelu-tanh"),
+        (OF_33 | {"x": ROWS}, CONFIG, "out_dtype"),
+        ({"x": ROWS, "out_dtype": X.dtype}, SHAPE, "weight_int8"),
+        (
+            OF_33 | {"x": ops.Rows(ROWS.int8, ROWS.scale[:, :2]), "out_dtype": X.dtype}, SHAPE,
+            r"x;.*scale \[B, N\]",
+        ),
+        (
+            OF_33 | {"x": ops.Rows(ROWS.int8.float(), ROWS.scale), "out_dtype": X.dtype}, DTYPE,
+            "rows in int8 and float32",
+        ),
+        (OF_33 | {"x": ops.Rows(ROWS.int8, None), "out_dtype": X.dtype}, DTYPE, "NoneType"),
+    ],
+    "weight": [
+        ({"weight": ROW}, SHAPE, r"weight.*\[Cout, K\]"),
+        ({"weight": SQUARE.double()}, DTYPE, "weight"),
+        ({"weight": x(1, ops.MAX_CHANNELS + 1)}, SHAPE, str(ops.MAX_CHANNELS)),
+    ],
+    "attention": [
+        ({"q": X[0]}, SHAPE, r"q;.*\[batch, tokens, heads \* head_dim\]"),
+        ({"v": x(2, 6, 16)}, SHAPE, "k and v"),
+        ({"q": X[:1]}, SHAPE, "k and v"),
+        ({"k": X.to_sparse()}, SHAPE, "k;.*to_dense"),
+        ({"spec": AttentionSpec(heads=3)}, SHAPE, "q;.*divisible by heads=3"),
+        ({"q": X[:, :0]}, SHAPE, "at least one token"),
+        (dict.fromkeys("kv", X[:, :0]), SHAPE, "at least one token"),
+        (dict.fromkeys("qkv", X[..., :0]), SHAPE, "channels"),
+        (dict.fromkeys("qkv", x(1, 4, 514)), SHAPE, "head_dim; expected at most 256"),
+        (dict.fromkeys("qkv", X.double()), DTYPE, "q;"),
+        ({"v": X.half()}, DTYPE, "the dtype of q"),
+        ({"residual": x(2, 5, 9)}, SHAPE, "residual"),
+        ({"norm_q": x(5)}, SHAPE, r"norm_q.*\[16\] \(across heads\) or \[8\] \(per head\)"),
+        ({"norm_q": None, "norm_q_bias": x(8)}, SHAPE, "beside norm_q_bias"),
+        ({"norm_k": ROW, "norm_k_bias": x(16)}, SHAPE, "norm_k_bias"),
+        ({"norm_k": ROW, "norm_k_bias": x(8)}, SHAPE, "norm_k.*beside norm_k_bias"),
+        ({"norm_q": x(8), "norm_q_bias": x(8).double()}, DTYPE, "norm_q_bias"),
+        ({"rotary": (x(6, 8), x(6, 8))}, SHAPE, "rotary cos.*N = Nq = Nk"),
+        ({"rotary": TABLE}, SHAPE, r"rotary.*a pair \(cos, sin\)"),
+        ({"rotary": (TABLE.int(), TABLE)}, DTYPE, "rotary cos"),
+        (
+            dict.fromkeys("qkv", x(1, 4, 6))
+            | {"norm_q": None, "residual": None, "rotary": (x(4, 3), x(4, 3))},
+            SHAPE, "an even head_dim with rotary",
+        ),
+        ({"kv_lengths": x(2, 5, 5).bool()}, MASK, "kv_lengths.*Only key padding"),
+        ({"kv_lengths": x(2)}, MASK, "int32 or int64"),
+        ({"spec": SAGE}, errors.DeviceError, "CUDA"),
+        ({"spec": SAGE, "kv_lengths": LENGTHS}, MASK, "sage"),
+    ],
+    "lse": [({"spec": SAGE}, errors.OpError, "no logsumexp")],
+    "fused": [
+        ({"spec": EXACT}, CONFIG, "one-launch.*two-launch"),
+        ({"weight": SQUARE[:, :7]}, SHAPE, "weight"),
+        ({"weight": SQUARE.half()}, DTYPE, "weight.*ops.skip"),
+        ({"bias": x(5)}, SHAPE, "bias"),
+        ({"residual": x(2, 5, 9)}, SHAPE, "residual"),
+    ],
+    "sparse": [
+        ({"weight": x(4, 8)}, SHAPE, "weight of proj_l"),
+        ({"bias": x(4)}, SHAPE, "bias of proj_l"),
+        ({"spec": AttentionSpec(heads=HEADS, causal=True)}, CONFIG, "causal=True"),
+        ({"spec": AttentionSpec(heads=HEADS, sm_scale=-1.0)}, CONFIG, "sm_scale=-1.0"),
+        ({"spec": SAGE}, CONFIG, "sage"),
+        (dict.fromkeys("qkv", x(1, 4, 320)), SHAPE, "head_dim.*at most 128"),
+    ],
+    "sageattn": [
+        ({"pv_accum_dtype": "fp32"}, CONFIG, "pv_accum_dtype.*patch_model"),
+        ({"tensor_layout": "NDH"}, CONFIG, "tensor_layout"),
+        ({"q": FOUR[0]}, SHAPE, "four dimensions"),
+        ({"q": x(2, 3, 5, 8)}, SHAPE, "a multiple of the 2 heads"),
+        ({"v": x(2, 2, 4, 8)}, SHAPE, "k and v"),
+        ({"k": FOUR.bfloat16()}, DTYPE, "bfloat16"),
+        ({"q": x(2, 2, 9, 8), "is_causal": True}, MASK, "as many queries as keys.*attn_mask"),
+        ({"attn_mask": x(5, 5).bool(), "return_lse": True}, MASK, "return_lse=True"),
+        ({"attn_mask": x(5, 5).int()}, MASK, "boolean or float"),
+        ({"attn_mask": x(4, 5).bool()}, MASK, "broadcasts"),
+        ({"sm_scale": NAN}, CONFIG, "sm_scale"),
+        ({"is_causal": 1}, CONFIG, "is_causal"),
+        ({"return_lse": "no"}, CONFIG, "return_lse"),
+        ({"smooth_k": 1}, CONFIG, "smooth_k"),
+        (dict.fromkeys("kv", FOUR[:, :0]), SHAPE, "at least one head, token and channel"),
+        (dict.fromkeys("kv", FOUR[:, :, :0]), SHAPE, "at least one head, token and channel"),
+        (dict.fromkeys("qkv", x(1, 1, 3, 288)), SHAPE, "head_dim"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:attn_mask")
+@pytest.mark.parametrize(
+    ("call", "changes", "error", "words"),
+    [
+        pytest.param(call, *one, id=f"{call}-{number}-{'-'.join(one[0])}")
+        for call, several in REFUSED.items()
+        for number, one in enumerate(several)
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    call: str, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        CALLS[call](**changes)
+    assert issubclass(error, errors.TurboRCMError) and "expected" in str(caught.value)
+
+
+_WRONG: dict[str, list[Any]] = {
+    "impl": ["bogus", None, 1],
+    "form": ["bogus"],
+    "cast": ["fp16"],
+    "out_dtype": [torch.int8, torch.float8_e4m3fn, torch.complex64, "float32"],
+    "c_out": [[1.0], "x", torch.ones(2, dtype=torch.complex64)],
+    "c_skip": [[1.0]],
+    "eps": [-1.0, NAN],
+    "spec": [None],
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "value"),
+    [
+        pytest.param(call, argument, value, id=f"{call}-{argument}-{value!s:.12}")
+        for argument, calls in HAVE.items()
+        for call in calls.split()
+        for value in _WRONG.get(argument, [[1.0, 2.0], 3])
+    ],
+)
+def test_no_operation_takes_values_of_another_kind(call: str, argument: str, value: Any) -> None:
+    with pytest.raises(errors.TurboRCMError, match=argument.split("_")[0]):
+        CALLS[call](**{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (call, argument)
+        for argument, calls in HAVE.items()
+        for call in calls.split()
+        if argument not in ("impl", "form", "cast", "out_dtype", "eps", "spec")
+        and call != "weight"
+    ],
+)
+def test_tensors_of_two_devices_are_refused(call: str, argument: str) -> None:
+    shape = {"c_out": (2,), "c_skip": (2,), "kv_lengths": (2,), "weight_int8": (16, 16)}.get(
+        argument, (16,)
+    )
+    if argument in ("q", "v", "residual", "branch", "x"):
+        shape = (2, 2, 5, 8) if call == "sageattn" else (2, 5, 16)
+    elif argument in ("weight", "bias"):
+        size = 8 if call == "sparse" else 16
+        shape = (size,) * (2 if argument == "weight" else 1)
+    kinds = {"weight_int8": torch.int8, "kv_lengths": torch.int32}
+    there = torch.ones(*shape, dtype=kinds.get(argument, torch.float32), device="meta")
+    with pytest.raises(errors.TurboRCMError, match="meta"):
+        CALLS[call](**{argument: there})
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        *[({"heads": 2} | one, AttentionSpec) for one in (
+            {"heads": 0}, {"attention": "int7"}, {"pv": "fp4"}, {"impl": "cuda"}, {"causal": 1},
+            {"smooth_k": None}, {"eps": "1e-6"}, {"eps": 0.0}, {"eps": 1e-50}, {"eps": NAN},
+            {"sm_scale": NAN}, {"sm_scale": float("inf")}, {"sm_scale": "1"}, {"sm_scale": True},
+        )],
+        *[({"topk": 0.1} | one, Sparsity) for one in (
+            {"topk": 0.0}, {"topk": 1.5}, {"topk": None}, {"topk": "0.1"}, {"topk": True},
+            {"block_q": 48}, {"block_k": 0},
+        )],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_that_do_not_exist_are_refused(fields: dict[str, Any], kind: type) -> None:
+    *_, changed = fields
+    with pytest.raises(errors.ConfigError, match=f"{kind.__name__}.{changed}; expected"):
+        kind(**fields)
+
+
+# --- derivatives ---------------------------------------------------------------------------------
+
+DIFFERENTIABLE = [
+    (call, argument)
+    for argument in ("q", "v", "norm_q", "c_out", "residual", "branch", "x", "weight", "bias",
+                     "scale", "weight_scale")
+    for call in HAVE[argument].split()
+    if (call, argument) not in (("sparse", "bias"), ("weight", "weight"))
+]  # fmt: skip
+
+
+def _tensor_of(call: str, argument: str) -> Tensor:
+    good: dict[str, Any] = {"weight": SQUARE, "weight_scale": SCALE, "c_out": torch.ones(2)}
+    good |= dict.fromkeys(("norm_q", "bias", "scale"), ROW)
+    if call == "sageattn":
+        return X.unflatten(2, (HEADS, -1)).transpose(1, 2).contiguous()
+    if call == "sparse" and argument == "weight":
+        return torch.eye(8)
+    found: Tensor = good.get(argument, X)
+    return found
+
+
+@pytest.mark.parametrize(("call", "argument"), DIFFERENTIABLE)
+def test_a_derivative_is_refused_and_no_grad_is_inference(call: str, argument: str) -> None:
+    value = _tensor_of(call, argument)
+
+    def run(tensor: Tensor) -> Any:
+        return CALLS[call](**{argument: tensor})
+
+    leaf = value.clone().requires_grad_()
+    with pytest.raises(errors.GradientError, match="no_grad"):
+        run(leaf)
+    with pytest.raises(errors.GradientError, match="transform of torch.func"):
+        torch.func.jvp(run, (value,), (value,))
+    with pytest.raises(errors.GradientError, match="transform of torch.func"):
+        torch.func.vmap(run)(torch.stack([value, value]))
+    with torch.no_grad():
+        run(leaf)
+
+
+@pytest.mark.parametrize("call", ["attention", "lse", "fused", "sparse"])
+def test_a_rotary_table_has_no_gradient_either(call: str) -> None:
+    with pytest.raises(errors.GradientError):
+        CALLS[call](rotary=(TABLE.clone().requires_grad_(), TABLE))
+
+
+def test_a_registered_operation_refuses_a_gradient_too() -> None:
+    """A compiled function reaches it without the public function."""
+    leaf = X.clone().requires_grad_()
+    compiled = torch.compile(lambda y: unchecked.quantize_rows(y, "reference")[1], backend="eager")
+    with pytest.raises(errors.GradientError, match="turbo_rcm_patch::quantize_rows"):
+        compiled(leaf)
+
+
+# --- empty batches, dtypes, autocast -------------------------------------------------------------
+
+
+def _several(value: Any) -> tuple[Tensor, ...]:
+    return tuple(value) if isinstance(value, tuple) else (value,)
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "weight"])
+def test_an_empty_batch_gives_an_empty_result(call: str) -> None:
+    empty = dict.fromkeys(("q", "k", "v"), (FOUR if call == "sageattn" else X)[:0])
+    if call in ("skip", "norm", "rows", "gelu", "int8"):
+        empty = dict.fromkeys(("residual", "branch") if call == "skip" else ("x",), X[:0])
+    elif call in ("attention", "fused"):
+        empty["residual"] = X[:0]
+    assert all(part.shape[0] == 0 for part in _several(CALLS[call](**empty)))
+
+
+@pytest.mark.parametrize("call", ["gelu", "int8", "fused"])
+def test_a_bias_may_have_another_dtype(call: str) -> None:
+    """bf16 with an fp32 bias, as a model whose biases were left in fp32 has it."""
+    low = X.bfloat16()
+    given: dict[str, Any] = dict.fromkeys("qkv" if call == "fused" else "x", low)
+    given |= {} if call == "int8" else {"weight": SQUARE.bfloat16()}
+    wide, narrow = (CALLS[call](**given, bias=b) for b in (ROW, ROW.bfloat16()))
+    assert wide.dtype == torch.bfloat16 and relative_l2(wide, narrow) < 0.01
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "weight"])
+@pytest.mark.parametrize("attention", ["int8", "exact"])
+def test_autocast_changes_no_operation(call: str, attention: str) -> None:
+    """Its contract says in which dtype it multiplies; bf16 in the place of fp32 is 1e-3 away."""
+    given: dict[str, Any] = {}
+    if call in HAVE["spec"].split():
+        given["spec"] = INT8 if attention == "int8" else EXACT
+    if call == "fused" and attention == "exact":
+        given["form"] = "two-launch"
+    plain = CALLS[call](**given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = CALLS[call](**given)
+        assert torch.is_autocast_enabled("cpu")
+    for a, b in zip(_several(cast), _several(plain), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+# --- as torch sees them --------------------------------------------------------------------------
+
+
+def _registered() -> dict[str, tuple[Any, ...]]:
+    """Arguments of each operation that blocks call, by its name."""
+    row, gate, impl, fp32 = torch.randn(2, 1, 16), torch.randn(2, 5, 16), "reference", X.dtype
+    norms = (ROW, torch.randn(8), None, torch.randn(8))  # RMSNorm of q, layer norm of k
+    numbers = (1.0, 0.5, HEADS, "int8", "bf16", True, False, 8**-0.5, 1e-6, impl, fp32)
+    attention = (X, X + 1, X - 1, X, row, gate, *norms, TABLE, TABLE, LENGTHS, *numbers)
+    rows = ops.norm_modulate_rows(X)
+    linear = (WEIGHT, SCALE, ROW, "gelu-tanh", impl, torch.bfloat16)
+    norm = (row, row, 1.0, 1e-6)
+    streams = (X[:, :2], X[:, 2:])
+    pairs = (row, row + 1, row, row - 1)
+    return {
+        "attention": (*attention, True),
+        "attention_project_skip": (*attention, SQUARE, ROW, "fp32", "one-launch"),
+        "int8_linear": (X, *linear),
+        "int8_linear_rows": (*rows, *linear),
+        "linear_gelu": (X, SQUARE, ROW),
+        "norm_modulate": (X, *norm, impl, torch.bfloat16),
+        "norm_modulate_rows": (X, row, None, 1.0, 1e-6, impl),
+        "norm_modulate_streams": (*streams, *pairs, ROW, None, 1.0, 1e-6, impl, fp32),
+        "norm_rotate": (X, ROW, None, TABLE, TABLE, HEADS, 1e-6, impl),
+        "quantize_rows": (X[..., :13], impl),
+        "quantize_weight": (SQUARE, impl),
+        "skip": (X, X + 1, None, gate, 0.5, 1.0, "model", impl, torch.bfloat16),
+        "skip_norm": (X, X + 1, gate, *norm, "fp32", impl, fp32, torch.bfloat16),
+        "skip_norm_rows": (X, X + 1, None, row, None, 0.0, 1e-6, "fp32", impl, fp32),
+        "skip_norm_streams": (
+            X, *streams, row, row, *pairs, ROW, ROW, 1.0, 1e-6, "fp32", impl, fp32, torch.float16
+        ),
+        "skip_streams": (X, *streams, row, row, "fp32", impl, torch.bfloat16),
+        "sparse_linear_attention": (
+            X, X + 1, X, torch.eye(8), None, ROW, None, TABLE, TABLE, HEADS, "int8", "bf16", True,
+            8**-0.5, 1e-6, 1, 32, 32, impl, fp32,
+        ),
+    }  # fmt: skip
+
+
+REGISTERED = _registered()
+
+
+def test_every_operation_of_a_block_is_in_the_table() -> None:
+    assert set(unchecked.__all__) == set(REGISTERED) - {"quantize_weight"}
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_schema_fake_and_dispatch_are_right(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.turbo_rcm_patch, name).default, REGISTERED[name])
+
+
+@pytest.mark.parametrize("name", unchecked.__all__)
+def test_an_operation_compiles_without_a_break(name: str) -> None:
+    operation, arguments = getattr(unchecked, name), REGISTERED[name]
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *args: operation(*args), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        made, expected = compiled(*arguments), operation(*arguments)
+    assert type(made) is type(expected)
+    for a, b in zip(_several(made), _several(expected), strict=True):
+        assert a.stride() == b.stride() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "weight"])
+def test_a_public_function_compiles_without_a_break(call: str) -> None:
+    argument = "q" if call in HAVE["q"].split() else "branch" if call == "skip" else "x"
+    value = _tensor_of(call, argument)
+
+    def run(tensor: Tensor) -> Any:
+        return CALLS[call](**{argument: tensor * 2})
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for a, b in zip(_several(compiled(value)), _several(run(value)), strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,416 @@
+"""Compile the kernels for GPUs that are not there, and hold what the compiler made to its limits.
+
+    python -m tools.aot                                  # every case for every target
+    python -m tools.aot --target cuda:90 --only sparse   # those cases that have the word
+    python -m tools.aot --triton 3.4.0 3.9.0             # with other releases, which pip fetches
+
+The launchers run on meta tensors, so that what is compiled is what a GPU gets: the same tiles,
+argument types and constants. Limits: no spills and no stack but for those in `KEEPS`, registers
+and shared memory that let as many programs share a multiprocessor as were measured to be fastest,
+a barrier before the one-launch kernel's atomic, and sums of a norm in the same order in every
+kernel that computes one. Exit code 1 if a kernel breaks one. Triton's cache keeps what was
+compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from turbo_rcm_patch.kernels import gluon
+from turbo_rcm_patch.kernels.launch import Target
+from turbo_rcm_patch.kernels.operands import AttentionInputs
+
+AMPERE, HOPPER, HIP = Target("cuda", 80), Target("cuda", 90), Target("hip", "gfx942")
+#: Largest shared memory of one program, in KiB.
+SHARED = {AMPERE: 163, HOPPER: 227, Target("cuda", 100): 227, HIP: 64} | {
+    Target("cuda", arch): 99 for arch in (86, 89, 120)
+}
+#: Registers and KiB on Hopper: three programs of four warps share 65,536 and 228 KiB, or two of
+#: eight; each takes 1 KiB more than it asks for.
+ON_HOPPER = dict.fromkeys(
+    ("attention_kernel", "one_launch_kernel", "sparse_attention_kernel"), (168, 75)
+) | {"hopper_prologue_kernel": (128, 113)}
+#: Loads and stores of local memory that a kernel may have in all.
+KEEPS = {"hopper_linear_kernel": 10**6, "hopper_kernel": 10**6, "sparse_attention_kernel": 16}
+#: Those it may have in a main loop, and how many of its first loops are those.
+IN_LOOPS = {"hopper_kernel": (6, 3), "sparse_attention_kernel": (0, 1)}
+#: What compilers since 3.8 spill on Hopper; on a card 3.6 was measured, and 3.7 is pinned.
+SPILLED_SINCE_3_8 = {
+    "attention_kernel": 80, "hopper_prologue_kernel": 17, "int8_linear_kernel": 2,
+    "prologue_kernel": 4, "sparse_attention_kernel": 70,
+}  # fmt: skip
+_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Case:
+    """A call of a launcher.
+
+    Args:
+        run: Calls it.
+        dim: Channels of a head.
+        heads: Number of heads.
+        **options: What `run` reads, and fields of `AttentionInputs`; "wide" takes more registers
+            than three programs of a Hopper multiprocessor have.
+    """
+
+    def __init__(self, run: Any, dim: int = 128, heads: int = 12, **options: Any) -> None:
+        self.run, self.dim, self.heads, self.options = run, dim, heads, options
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        own: torch.dtype = self.options.get("dtype", torch.bfloat16)
+        return torch.empty(*shape, dtype=dtype or own, device="meta")
+
+    def tokens(self, n: int = 32760, dtype: torch.dtype | None = None) -> Tensor:
+        """An activation, of a 480p video if it has no other number of tokens."""
+        return self.empty(1, n, self.heads * self.dim, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A compiled kernel."""
+
+    kernel: str
+    target: Target
+    case: Case
+    error: str = ""
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+    shared: int = 0
+    loop_spills: tuple[int, ...] = ()
+    barrier: bool = True
+    sums: tuple[str, ...] = ()
+
+
+# --- what is launched ----------------------------------------------------------------------------
+
+
+_modules = Path(gluon.__file__).parent.glob("portable/[a-z]*.py")
+portable = SimpleNamespace(
+    **{p.stem: import_module(f"turbo_rcm_patch.kernels.portable.{p.stem}") for p in _modules}
+)
+
+
+def _inputs(case: Case, target: Target) -> AttentionInputs:
+    """An attention with norm, rotary embedding and skip, but for the options of the case."""
+    q, k, v = case.empty(1, 32760, 3 * case.heads * case.dim).chunk(3, -1)
+    table = case.empty(32760, case.dim, dtype=torch.float32)
+    fp8 = target.backend == "cuda" and int(target.arch) >= 89
+    fields: Any = dict.fromkeys(AttentionInputs._fields) | {
+        "q": q, "k": k, "v": v, "residual": case.tokens(), "c_skip_value": 1.0,
+        "c_out": case.tokens(1, torch.float32), "c_out_value": 1.0, "cos": table, "sin": table,
+        "heads": case.heads, "attention": "int8", "pv": "fp8" if fp8 else "bf16",
+        "smooth_k": True, "causal": False, "sm_scale": case.dim**-0.5, "eps": 1e-6,
+        "impl": "triton", "out_dtype": q.dtype, "want_lse": False,
+    }  # fmt: skip
+    norms, layer = ("norm_q", "norm_k", "norm_q_bias", "norm_k_bias"), case.options.get("layer")
+    weight = case.empty(case.dim if layer else case.heads * case.dim)
+    fields |= dict.fromkeys(norms if layer else norms[:2], weight)
+    fields |= {name: value for name, value in case.options.items() if name in fields}
+    if case.options.get("lengths"):
+        fields["kv_lengths"] = case.empty(1, dtype=torch.int32)
+    inputs = AttentionInputs(**fields)
+    return inputs.alone() if case.options.get("alone") else inputs
+
+
+def _attention(case: Case, target: Target) -> None:
+    portable.attention.attention(_inputs(case, target))
+
+
+def _one_launch(case: Case, target: Target) -> None:
+    wide = case.heads * case.dim
+    given = (_inputs(case, target), case.empty(wide, wide), case.empty(wide))
+    portable.one_launch.attention_project_skip(*given, cast="fp32")
+
+
+def _sparse(case: Case, target: Target) -> None:
+    block_q, block_k = case.options["blocks"]
+    portable.sparse_attention.sparse_linear_attention(
+        _inputs(case, target).alone(), case.empty(case.dim, case.dim, dtype=torch.float32),
+        case.empty(case.dim), count=3276 // block_k, block_q=block_q, block_k=block_k,
+    )  # fmt: skip
+
+
+def _int8_linear(case: Case, target: Target) -> None:
+    """A linear with GELU and without."""
+    x, channels = case.tokens(), case.heads * case.dim
+    rows, groups = portable.rows.quantize_rows(x), -(-channels // 128)
+    shapes = {"row": (channels,), "group": (channels, groups), "block": (groups, groups)}
+    scale = case.empty(*shapes[case.options["scales"]], dtype=torch.float32)
+    weight = case.empty(channels, rows.int8.shape[2], dtype=torch.int8)
+    given = (rows, weight, scale, case.empty(channels), None, 1.0, 1.0)
+    for gelu in (False, True):
+        portable.int8_linear.int8_linear(*given, gelu=gelu, cast="fp32", out_dtype=x.dtype)
+
+
+def _norms(case: Case, target: Target) -> None:
+    """A norm alone and after its skip, as a tensor and as int8 rows; the skip; rotated rows."""
+    x, stream = case.tokens(), case.tokens(dtype=case.options["stream"])
+    row, norm = case.tokens(1, torch.float32), portable.norm
+    how: dict[str, Any] = {"one": 1.0, "eps": 1e-6}
+    close: dict[str, Any] = {"cast": "fp32", "out_dtype": stream.dtype}
+    norm.norm_modulate(stream, row, row, out_dtype=x.dtype, **how)
+    norm.norm_modulate_rows(stream, row, row, **how)
+    for dtype in (x.dtype, torch.int8):
+        portable.skip_norm.skip_norm(stream, x, row, row, row, normed_dtype=dtype, **how, **close)
+    portable.skip.skip(stream, x, 1.0, row, **close)
+    table = case.empty(32760, case.dim, dtype=torch.float32)
+    rotary = {"weight": row[0, 0], "bias": None, "cos": table, "sin": table, "eps": 1e-6}
+    norm.norm_rotate(x, case.heads, **rotary)
+
+
+def _streams(case: Case, target: Target) -> None:
+    """The norm of two streams, a skip with that norm, and the skip alone."""
+    x, stream = case.tokens(), case.tokens(dtype=case.options["stream"])
+    parts, modulation = (stream[:, :64], stream[:, 64:]), case.empty(1, 6, 1, x.shape[2])
+    gate, factor, offset = (modulation[:, at : at + 2].unbind(1) for at in (0, 2, 4))
+    how: dict[str, Any] = {"cast": "fp32", "one": 1.0, "eps": 1e-6}
+    how |= {"out_dtype": stream.dtype, "normed_dtype": x.dtype}
+    normed = (factor, offset, case.empty(x.shape[2]), case.empty(x.shape[2]))
+    launcher = portable.streams.streams
+    launcher(parts, None, None, *normed, **how)
+    launcher(parts, x, gate, *normed, **how)
+    launcher(parts, x, gate, None, None, None, None, **how)
+
+
+_MORE: dict[str, Any] = {"want_lse": True, "lengths": True}
+_STREAMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Cases by name.
+CASES = {
+    **{f"attention-d{dim}": Case(_attention, dim, wide=dim > 128) for dim in (32, 64, 128, 256)},
+    "attention-alone-d64": Case(_attention, 64, alone=True),
+    "attention-alone-d128": Case(_attention, alone=True, **_MORE),
+    "attention-causal-d96": Case(_attention, 96, causal=True, **_MORE),
+    "attention-bf16": Case(_attention, pv="bf16", wide=True, **_MORE),
+    "attention-fp32": Case(_attention, dtype=torch.float32, wide=True),
+    "attention-bare": Case(_attention, norm_q=None, norm_k=None, cos=None, sin=None),
+    **{f"layer-norm-d{dim}": Case(_attention, dim, layer=True) for dim in (64, 96)},
+    **{f"one-launch-d{dim}": Case(_one_launch, dim, wide=dim > 128) for dim in (64, 128, 256)},
+    "one-launch-bf16": Case(_one_launch, pv="bf16", wide=True),
+    **{f"sparse-{q}x{k}-d{dim}": Case(_sparse, dim, blocks=(q, k))
+       for dim in (64, 128) for q, k in ((128, 64), (64, 128))},
+    "sparse-14B": Case(_sparse, heads=40, blocks=(128, 64)),
+    **{f"int8-linear-{one}": Case(_int8_linear, scales=one) for one in ("row", "group", "block")},
+    "int8-linear-odd": Case(_int8_linear, 77, 1, scales="row"),
+    "int8-linear-14B": Case(_int8_linear, heads=40, scales="row"),
+    **{f"norms-{heads}x{dim}-{name}": Case(_norms, dim, heads, stream=stream)
+       for heads, dim in ((12, 128), (40, 128), (1, 78)) for name, stream in _STREAMS.items()},
+    **{f"streams-{heads}x{dim}-{name}": Case(_streams, dim, heads, stream=stream)
+       for heads, dim in ((30, 64), (1, 77)) for name, stream in _STREAMS.items()},
+}  # fmt: skip
+
+
+# --- compiling -----------------------------------------------------------------------------------
+
+
+def _driver(target: Target) -> SimpleNamespace:
+    """Stand for the driver of a GPU: what Triton asks of it before it starts a kernel."""
+    number = 1000 + list(SHARED).index(target)  # Triton keeps compiled kernels by it
+    warp = 64 if target.backend == "hip" else 32
+    return SimpleNamespace(
+        get_current_device=lambda: number, get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget(*target, warp),
+    )  # fmt: skip
+
+
+def compiled(name: str, target: Target) -> list[Result]:
+    """Compile what a case launches on a target."""
+    case, results = CASES[name], []
+
+    def launch(kernel: Any, grid: object, device: object, **arguments: Any) -> None:
+        made = Result(kernel.__name__, target, case)
+        results.append(
+            _measured(made, lambda: kernel.warmup(grid=grid, enable_fp_fusion=True, **arguments))
+        )
+
+    if target == HOPPER:  # These modules load when they are first needed.
+        for path in Path(gluon.__file__).parent.glob("hopper/[a-z]*.py"):
+            gluon.hopper_module(path.stem, path.stem)
+    stands_in = {"launch": launch, "target_of": lambda device: target}
+    with ExitStack() as stack:
+        for place, module in list(sys.modules.items()):
+            for own, value in stands_in.items():
+                if place.startswith("turbo_rcm_patch.kernels.") and hasattr(module, own):
+                    stack.enter_context(mock.patch.object(module, own, value))
+        stack.enter_context(mock.patch.dict(vars(triton.runtime.driver)))
+        triton.runtime.driver.set_active(_driver(target))
+        case.run(case, target)
+    return results
+
+
+def _measured(bare: Result, compile_it: Callable[[], Any]) -> Result:
+    """Compile a kernel, and look at its code."""
+    target = bare.target
+    try:
+        compiled = compile_it()
+    except Exception as error:  # reported per kernel, so that one failure shows them all
+        return replace(bare, error=f"{type(error).__name__}: {error}"[:2000])
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", compiled.asm["ttgir"], re.MULTILINE))
+    reduced = r"\}\) : \(tensor<\d+xf32, (#\w+)>\) -> f32"
+    made = replace(
+        bare, shared=compiled.metadata.shared,
+        sums=tuple(layouts[name] for name in re.findall(reduced, compiled.asm["ttgir"])),
+    )  # fmt: skip
+    if target.backend == "hip":
+        said = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
+        found = [re.search(rf"\.{name}:\s*(\d+)", compiled.asm["amdgcn"]) for name in said]
+        registers, stack, spills = (int(one[1]) if one else -1 for one in found)
+        return replace(made, registers=registers, stack=stack, spills=spills)
+    usage, sass = _disassembled(compiled.asm["cubin"])
+    names, loops = _instructions(sass)
+    return replace(
+        made, registers=int(usage["REG"]), stack=int(usage["STACK"]), spills=_spills(names),
+        loop_spills=tuple(_spills(names[first:last]) for first, last in loops),
+        barrier=made.kernel != "one_launch_kernel" or _barrier_before_atomic(names),
+    )  # fmt: skip
+
+
+def _disassembled(cubin: bytes) -> tuple[dict[str, str], str]:
+    """What the code needs, and the code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tools = ((_BIN / "cuobjdump", "-res-usage"), (_BIN / "nvdisasm", "-c"))
+        run = [subprocess.run([*one, file.name], capture_output=True, check=True) for one in tools]
+    usage, sass = (done.stdout.decode() for done in run)
+    return dict(re.findall(r"(REG|STACK):(\d+)", usage)), sass
+
+
+def _instructions(sass: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """The instructions, and where the innermost loops that multiply matrices begin and end: a
+    label and a jump back to it."""
+    labels: dict[str, int] = {}
+    names: list[str] = []
+    loops: list[tuple[int, int]] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label[1]] = len(names)
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", line):
+            names.append(found[1])
+            jump = re.search(r"(\.L\w+)\)?[;\s]*$", line.split("/* 0x")[0])
+            if found[1].startswith("BRA") and jump and jump[1] in labels:
+                loops.append((labels[jump[1]], len(names)))
+    loops = [loop for loop in loops if any("GMMA" in name for name in names[slice(*loop)])]
+    return names, [
+        (first, last) for first, last in loops
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
+    ]  # fmt: skip
+
+
+def _spills(names: list[str]) -> int:
+    """Count loads and stores of local memory."""
+    return sum(name.split(".")[0] in ("STL", "LDL") for name in names)
+
+
+def _barrier_before_atomic(names: list[str]) -> bool:
+    """A barrier of the program stands between the last global store and the one atomic."""
+    found = re.findall(r"STG|BAR\.SYNC|ATOM", " ".join(names))
+    return found.count("ATOM") == 1 and found[found.index("ATOM") - 1] == "BAR.SYNC"
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def faults(result: Result) -> list[str]:
+    """The limits that a compiled kernel breaks, in words."""
+    if result.error:
+        return [result.error]
+    name, hopper, options = result.kernel, result.target == HOPPER, result.case.options
+    release = tuple(map(int, triton.__version__.split(".")[:2]))
+    newer = SPILLED_SINCE_3_8.get(name, 0) if hopper and release >= (3, 8) else 0
+    keeps = max(KEEPS.get(name, 0), newer)
+    in_loop, loops = IN_LOOPS.get(name, (0, 3))
+    registers, shared = 512, SHARED[result.target]
+    if hopper and name in ON_HOPPER and not options.get("wide"):
+        registers, shared = ON_HOPPER[name]
+        if name == "one_launch_kernel" and release >= (3, 9):
+            registers = 192  # its assembler wants a few more: two programs then
+    spilled = max(result.loop_spills[:loops], default=0)
+    found = {
+        f"{result.spills} loads and stores of local memory": result.spills > keeps,
+        f"{spilled} of them in a main loop": spilled > max(in_loop, newer),
+        f"{result.stack} bytes of stack": result.stack > 0 and not keeps,
+        f"{result.registers} registers": result.registers > registers,
+        f"{result.shared} bytes of shared memory": result.shared > 1024 * shared,
+        "no barrier before the atomic": not result.barrier,
+    }
+    return [words for words, broken in found.items() if broken]
+
+
+def order_faults(results: Sequence[Result]) -> list[str]:
+    """The kernels that sum a row in another order than the norm's own kernel of the same case."""
+    kernels = ("norm_modulate", "skip_norm", "streams")
+    found = [one for one in results if one.kernel.startswith(kernels) and one.sums]
+    first = {"rows" in one.kernel: one.sums for one in reversed(found)}
+    return [one.kernel for one in found if one.sums != first["rows" in one.kernel]]
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def _with_release(release: str, argv: Sequence[str]) -> int:
+    """Run this command with another release of Triton, which is removed afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", folder]
+        if subprocess.run([*pip, f"triton=={release}"]).returncode:
+            return 1
+        path = os.pathsep.join([folder, str(Path(__file__).parents[1])])
+        command = [sys.executable, "-m", "tools.aot", *argv]
+        return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}).returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    names = {f"{one.backend}:{one.arch}": one for one in SHARED}
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.aot", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--target", nargs="+", choices=names, default=list(names), metavar="ARCH",
+                        help=f"of {', '.join(names)}")  # fmt: skip
+    parser.add_argument("--only", nargs="+", default=[""], help="words of names of cases")
+    parser.add_argument("--triton", nargs="+", metavar="RELEASE", help="releases in its place")
+    given = parser.parse_args(argv)
+    cases = [name for name in CASES if any(word in name for word in given.only)]
+    if not cases:
+        parser.error(f"--only: no case has such a word; there are {', '.join(CASES)}")
+    if given.triton:
+        rest = ["--target", *given.target, *(["--only", *given.only] if given.only[0] else [])]
+        return max(_with_release(release, rest) for release in given.triton)
+    failed = 0
+    for name in cases:
+        for target in (names[one] for one in given.target):
+            results = compiled(name, target)
+            unordered = order_faults(results)
+            for one in results:
+                broken = faults(one)
+                if one.kernel in unordered:
+                    broken.append("sums in another order than the norm")
+                failed += len(broken)
+                print(f"{triton.__version__} {target.key} {name} {one.kernel}: {one.registers} "
+                      f"registers, {one.spills} spills, {one.shared} bytes: "
+                      + ("; ".join(broken) or "ok"))  # fmt: skip
+    print(f"{failed} limits broken")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
