@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.patching.wan import CASES, dicts, relative, run, wan
+
 from tests.turbodiffusion.test_convert_command import TINY
 from tests.turbodiffusion.wan_model import save
 from tests.video.micro import SMALL, micro_pipe

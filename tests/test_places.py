@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.patching.wan import relative, run, wan
+from turbo_rcm_patch.tune import tune
 
 from tests import processes
-from tests.patching.wan import relative, run, wan
 from turbo_rcm_patch import ops, patch_model
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.kernels import tile_table
 from turbo_rcm_patch.kernels.launch import Target, forget_tiles, tile_for
 from turbo_rcm_patch.ops import dispatch
-from turbo_rcm_patch.tune import tune
 
 ROOT = Path(__file__).parents[1]
 

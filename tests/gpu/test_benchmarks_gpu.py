@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from turbo_rcm_patch.kernels.tile_table import VARIABLE, read_table
 
 from benchmarks.__main__ import main
 from benchmarks.runner import graph_of, kernel_milliseconds, rotating
 from turbo_rcm_patch.__main__ import main as command
 from turbo_rcm_patch.kernels.launch import forget_tiles
-from turbo_rcm_patch.kernels.tile_table import VARIABLE, read_table
 
 pytestmark = pytest.mark.gpu
 

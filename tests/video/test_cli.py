@@ -213,8 +213,9 @@ def test_doctor_says_which_tiles_were_measured(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    from turbo_rcm_patch.kernels import launch
     from turbo_rcm_patch.kernels.tile_table import user_table
+
+    from turbo_rcm_patch.kernels import launch
     from turbo_rcm_patch.ops import dispatch
     from turbo_rcm_patch.video.doctor import _choices
 

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler, CogVideoXPipeline
+from turbo_rcm_patch.patching.parallel import groups_of
 
 from tests.ranks import on_ranks
 from tests.video.micro import SMALL, save
@@ -17,7 +18,6 @@ from tests.video.micro_cogvideox import micro_cogvideox
 from turbo_rcm_patch import PatchConfig, patched
 from turbo_rcm_patch.__main__ import main
 from turbo_rcm_patch.errors import ConfigError, ModelFolderError, SamplingError
-from turbo_rcm_patch.patching.parallel import groups_of
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import Source, compare, generate

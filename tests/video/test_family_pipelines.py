@@ -21,9 +21,9 @@ from diffusers import (
     WanVACETransformer3DModel,
 )
 from PIL import Image
+from tests.patching.wan_family import ANIMATE
 
 from tests.measures import relative_l2
-from tests.patching.wan_family import ANIMATE
 from tests.video.micro import SMALL, TRANSFORMER, image_encoder, lively, vae_and_text
 from turbo_rcm_patch import RCMScheduler, patch_model, unpatch_model
 

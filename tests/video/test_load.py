@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.patching.wan_family import FAMILIES
+
 from turbo_rcm_patch import find_pairs
 from turbo_rcm_patch.errors import ConfigError, DeviceError, ModelFolderError
 from turbo_rcm_patch.tiny import TINY_WAN

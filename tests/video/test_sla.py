@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.patching.sla import with_sla
 
 from tests.measures import relative_l2
-from tests.patching.sla import with_sla
 from tests.video.micro import SMALL, micro_pipe, save
 from turbo_rcm_patch import PatchConfig, patched, unload_extra
 from turbo_rcm_patch.__main__ import main
