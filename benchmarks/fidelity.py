@@ -42,10 +42,10 @@ _METHODS: Final[dict[str, Way]] = {
     "compile": ways.compiled,
     "sage": ways.sage,
     "patched": patch(guard=True),
-    "patched, guard off": patch(),
+    "patched guard off": patch(),
     "patched exact": patch(guard=True, attention="exact"),
     "patched int8 Linears": patch(guard=True, linear="int8"),
-    "patched int8 Linears, guard off": patch(linear="int8"),
+    "patched int8 Linears guard off": patch(linear="int8"),
 }
 #: Case -> whether gates are live and attention is peaked.
 _SETTINGS: Final = {

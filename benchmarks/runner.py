@@ -220,8 +220,8 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
 
 def free(device: torch.device) -> None:
     """Give unused memory back before the next measurement needs it."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
