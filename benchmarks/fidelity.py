@@ -47,7 +47,7 @@ _METHODS: Final[dict[str, Way]] = {
     "patched int8 Linears": patch(guard=True, linear="int8"),
     "patched int8 Linears guard off": patch(linear="int8"),
 }
-#: Case -> whether gates are live and attention is peaked.
+#: Case -> (gates are live, attention is peaked).
 _SETTINGS: Final = {
     "drawn-x1": (False, False),
     "drawn-x8": (False, True),

@@ -32,7 +32,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the command line asked for.
+    """The options of the command line.
 
     Attributes:
         out: Folder of the JSON file.
@@ -358,8 +358,8 @@ class Journal:
             case: Name of the case.
             method: Name of the method.
             function: Fills the method's record; may raise, also `Wrong`.
-            fused: Whether the method is this library's, so that the command fails if it cannot
-                run or is wrong.
+            fused: The method is this library's, so the command fails if it cannot run or is
+                wrong.
         """
         if self.late(f"{case}, {method}"):
             return

@@ -35,7 +35,7 @@ RUNS = [
     ("network", "1.3b-sla,patched", "1.3b-sla", set()),
     ("length", "780,eager,sage,patched,patched int8 Linears", "780", {"sage"}),
     ("video", "patched", "1.3b-4-steps", set()),
-    ("parallel", "1.3b,one GPU patched,Ulysses patched,ring patched", "1.3b", set()),
+    ("parallel", "1.3b,Ulysses patched,ring patched", "1.3b", set()),
 ]
 
 

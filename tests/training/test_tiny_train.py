@@ -122,7 +122,7 @@ def test_a_folder_with_state_is_not_overwritten_by_accident(trained: Path) -> No
         _train(trained, 3, 4, 4)
 
 
-def test_somebodys_folder_is_not_trained_into(tmp_path: Path) -> None:
+def test_a_folder_of_another_origin_is_not_trained_into(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"mine": 1}')
     with pytest.raises(SystemExit):
         _train(tmp_path, 3, 4, 4)
