@@ -159,6 +159,7 @@ def time_forwards(
     device: torch.device,
     rounds: int,
     ready: Callable[[], object] = lambda: None,
+    queued: int = 0,
 ) -> tuple[Record, Record]:
     """Time a forward in two ways, in milliseconds.
 
@@ -167,13 +168,15 @@ def time_forwards(
         device: Where it runs.
         rounds: How often each is measured.
         ready: Called before each round, so that several ranks begin together.
+        queued: Forwards in a round of the first way; 0 for one long or three short ones. Ranks
+            that exchange must make the same number.
 
     Returns:
         Of one of several queued forwards by the wall clock; and of the CPU, until a forward
         returns that began on an idle device.
     """
-    once = seconds_of(call, device)
-    queued = 1 if once > 0.15 else 3  # A long forward hides its launches by itself.
+    # A long forward hides its launches by itself.
+    queued = queued or (1 if seconds_of(call, device) > 0.15 else 3)
     whole, cpu = [], []
     for _ in range(rounds):
         ready()

@@ -1,4 +1,4 @@
-"""The common parts of the tiny models: sizes, a tokenizer over the world's words, the settings on disk."""
+"""The common parts of the tiny models: sizes, a tokenizer, the settings on disk."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Properties of the kernels that only a GPU shows: the same bits under load, streams, constants of the
-process in captured graphs, long sequences, offsets past 32 bits, tensors on two devices.
+"""The kernels on a GPU: the same bits under load, streams, constants of the process in captured
+graphs, long sequences, offsets past 32 bits, tensors on two devices.
 """
 
 from __future__ import annotations
