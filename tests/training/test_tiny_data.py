@@ -90,9 +90,8 @@ def test_window_is_a_crop_of_the_whole() -> None:
         torch.testing.assert_close(part[i], cut, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("held_out", [False, True], ids=["training", "held-out"])
-def test_detector_reads_rendered_videos(held_out: bool) -> None:
-    scenes = _scenes(64, 1, held_out=held_out)
+def test_detector_reads_rendered_videos() -> None:
+    scenes = _scenes(64, 1, held_out=True)
     found = detect(render(scenes).permute(0, 2, 3, 4, 1))
     result = accuracy(found, scenes.clips())
     assert min(result.values()) >= 0.99, result
