@@ -25,6 +25,7 @@ from benchmarks.runner import (
     Journal,
     Plan,
     Record,
+    Wrong,
     error_to,
     generator,
     run_cases,
@@ -84,7 +85,9 @@ def _measure(case: str, methods: list[str], journal: Journal) -> None:
         with cudnn if method == "torch cuDNN" else nullcontext():
             calls = [METHODS[method](heads, *inputs) for inputs in sets]
             output = calls[0]()
-            record["error"] = error(output[:, rows] if output.isfinite().all() else output * 0)
+            if not output.isfinite().all():
+                raise Wrong("wrong: not finite")
+            record["error"] = error(output[:, rows])
             record["ms"] = time_calls(in_turn(calls), device, calls_within(calls[0], journal))
         record["tops"] = 4 * tokens**2 * dim * heads / record["ms"]["median"] / 1e9
 
@@ -169,7 +172,7 @@ def _flash_3(heads: int, *inputs: torch.Tensor) -> Call:
 METHODS: Final[dict[str, Callable[..., Call]]] = {
     "fused auto": partial(_fused, attention="auto"),
     "fused int8": _fused,
-    "fused int8, bf16 p and v": partial(_fused, pv="bf16"),
+    "fused int8 bf16-pv": partial(_fused, pv="bf16"),
     "torch": _sdpa,
     "torch cuDNN": _sdpa,
     "sageattention": _sage,

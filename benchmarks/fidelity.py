@@ -42,12 +42,12 @@ _METHODS: Final[dict[str, Way]] = {
     "compile": ways.compiled,
     "sage": ways.sage,
     "patched": patch(guard=True),
-    "patched, guard off": patch(),
+    "patched guard off": patch(),
     "patched exact": patch(guard=True, attention="exact"),
     "patched int8 Linears": patch(guard=True, linear="int8"),
-    "patched int8 Linears, guard off": patch(linear="int8"),
+    "patched int8 Linears guard off": patch(linear="int8"),
 }
-#: Case -> whether gates are live and attention is peaked.
+#: Case -> (gates are live, attention is peaked).
 _SETTINGS: Final = {
     "drawn-x1": (False, False),
     "drawn-x8": (False, True),

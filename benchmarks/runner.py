@@ -32,7 +32,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the command line asked for.
+    """The options of the command line.
 
     Attributes:
         out: Folder of the JSON file.
@@ -159,6 +159,7 @@ def time_forwards(
     device: torch.device,
     rounds: int,
     ready: Callable[[], object] = lambda: None,
+    queued: int = 0,
 ) -> tuple[Record, Record]:
     """Time a forward in two ways, in milliseconds.
 
@@ -167,13 +168,15 @@ def time_forwards(
         device: Where it runs.
         rounds: How often each is measured.
         ready: Called before each round, so that several ranks begin together.
+        queued: Forwards in a round of the first way; 0 for one long or three short ones. Ranks
+            that exchange must make the same number.
 
     Returns:
         Of one of several queued forwards by the wall clock; and of the CPU, until a forward
         returns that began on an idle device.
     """
-    once = seconds_of(call, device)
-    queued = 1 if once > 0.15 else 3  # A long forward hides its launches by itself.
+    # A long forward hides its launches by itself.
+    queued = queued or (1 if seconds_of(call, device) > 0.15 else 3)
     whole, cpu = [], []
     for _ in range(rounds):
         ready()
@@ -220,8 +223,8 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
 
 def free(device: torch.device) -> None:
     """Give unused memory back before the next measurement needs it."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -358,8 +361,8 @@ class Journal:
             case: Name of the case.
             method: Name of the method.
             function: Fills the method's record; may raise, also `Wrong`.
-            fused: Whether the method is this library's, so that the command fails if it cannot
-                run or is wrong.
+            fused: The method is this library's, so the command fails if it cannot run or is
+                wrong.
         """
         if self.late(f"{case}, {method}"):
             return

@@ -37,7 +37,7 @@ _DENSE: Final = "fused dense int8"
 _METHODS: Final[dict[str, PVDType]] = {
     _DENSE: "auto",
     "fused sparse": "auto",
-    "fused sparse, bf16 p and v": "bf16",
+    "fused sparse bf16-pv": "bf16",
 }
 #: Case -> heads, tokens, channels of a head, share of the key blocks.
 _CASES: Final = {

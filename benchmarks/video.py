@@ -34,7 +34,7 @@ from turbo_rcm_patch.config import PatchOptions
 _METHODS: Final[dict[str, PatchOptions | None]] = {
     "unpatched": None,
     "patched": {},
-    "patched, guard off": {"guard": False},
+    "patched guard off": {"guard": False},
     "patched int8 Linears": {"linear": "int8"},
 }
 _STEPS: Final = 4

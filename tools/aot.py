@@ -284,7 +284,7 @@ def _measured(bare: Result, compile_it: Callable[[], Any]) -> Result:
 
 
 def _disassembled(cubin: bytes) -> tuple[dict[str, str], str]:
-    """What the code needs, and the code."""
+    """Return the resources that the code needs, and the code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -175,8 +175,9 @@ def models(draw: Draw) -> None:
         and (wan or not change.wan)
     ]  # fmt: skip
     changes = draw.choose.sample(free, draw.choose.randint(1, _CHANGES_AT_MOST))
-    # Fusing projections copies the weights of its moment, so it comes last.
-    changes.sort(key=lambda change: change.name == "fused-qkv")
+    # A wrapped module hides its members from later changes, and fusing copies the weights of its
+    # moment, so these come last.
+    changes.sort(key=lambda change: change.name.startswith(("wrapped", "fused-qkv")))
     draw.words += map(str, changes)
     linear, order = draw.number("linear", "as-is", "int8"), draw.number("order", "patch", "change")
     check(named("t2v" if wan else "cogvideox-5b"), changes, linear, f"{order} first")

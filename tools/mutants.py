@@ -40,7 +40,7 @@ TESTS = {
     "turbo_rcm_patch/turbodiffusion": ("tests/turbodiffusion",),
     "turbo_rcm_patch/video/verdict.py": ("tests/video/test_verdict.py",),
     "turbo_rcm_patch/video": ("tests/video",),
-    "turbo_rcm_patch/config.py": ("tests/test_config.py",),
+    "turbo_rcm_patch/config.py": ("tests/test_config.py", "tests/patching/test_refusals.py"),
 }  # fmt: skip
 _COPIED = ("turbo_rcm_patch", "tests", "examples", "pyproject.toml", "README.md")
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

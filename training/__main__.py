@@ -9,7 +9,7 @@ from turbo_rcm_patch.exit_codes import OK, USAGE, run_command
 
 _USAGE = """\
 usage: python -m training train --out DIR ...       train a tiny model (--help lists the options)
-       python -m training evaluate ...              judge the videos of one (--help likewise)
+       python -m training evaluate ...              judge the videos of one (--help, too)
        python -m training curves LOG.jsonl OUT.png  draw the loss curves of a training log"""
 
 

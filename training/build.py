@@ -1,4 +1,4 @@
-"""What the tiny models share: sizes, a tokenizer over the world's words, the settings on disk."""
+"""The common parts of the tiny models: sizes, a tokenizer, the settings on disk."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def build_tokenizer(config: TinyConfig) -> PreTrainedTokenizerFast:
 
 
 def text_sizes(config: TinyConfig) -> dict[str, Any]:
-    """What configures either text encoder."""
+    """Return the configuration of either text encoder."""
     return {
         "vocab_size": 64,
         "d_model": config.text_dim,

@@ -1,4 +1,4 @@
-"""What differs between the tiny models: a module a family, and what each of them offers."""
+"""The differences between the tiny models: one module for each family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES: Final = {"wan": "family_wan", "cogvideox": "family_cogvideox"}
 
 
 class Family(Protocol):
-    """What a family's module offers.
+    """The members of a family's module.
 
     Attributes:
         NAME: Its key in `FAMILIES`.
@@ -25,10 +25,10 @@ class Family(Protocol):
         PIPELINE, TRANSFORMER, TEXT_ENCODER, VAE: Its classes in diffusers and transformers.
         MINUTES: Training budget of each stage; a stage that is not listed does not exist.
         RECIPE: Defaults of training's other arguments where they are not Wan's.
-        RENOISES: Whether its few-step sampler adds fresh noise, or follows the flow.
+        RENOISES: True if its few-step sampler adds fresh noise; False if it follows the flow.
         JITTER: Spread of the student's network times in training, in rectified-flow time.
         KEPT: Modules of the transformer that diffusers keeps in fp32.
-        ATTENTIONS: What a zeroed attention is called in an evaluation -> the blocks' attribute.
+        ATTENTIONS: Name of a zeroed attention in an evaluation -> the blocks' attribute.
     """
 
     NAME: str

@@ -35,7 +35,7 @@ def sharpness(frames: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What teacher and student have in common.
+    """The common settings of teacher and student.
 
     Attributes:
         run: Where and how.
@@ -43,7 +43,7 @@ class Flow:
         config: Sizes.
         vae: That ships; for the probes.
         guidance: Classifier-free guidance of the teacher.
-        compiled: Whether transformer blocks are compiled.
+        compiled: Compile the transformer blocks.
         probe_count: Videos a probe.
     """
 

@@ -1,4 +1,4 @@
-"""What every stage needs: a log, a clock that survives restarts, checkpoints, an EMA."""
+"""The parts of every stage: a log, a clock that survives restarts, checkpoints, an EMA."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def late(self) -> bool:
-        """Whether the time limit is over."""
+        """True once the time limit is over."""
         return time.monotonic() - self.began > self.limit
 
     def log(self, **record: object) -> None:
@@ -77,7 +77,7 @@ class Run:
         )
 
     def control(self, stage: str) -> dict[str, float]:
-        """What control.json says about a stage right now; a broken file says nothing."""
+        """Read a stage's settings from control.json; a broken file has none."""
         path = self.out / _CONTROL
         try:
             found = json.loads(path.read_text()).get(stage, {}) if path.exists() else {}
@@ -142,7 +142,7 @@ class Stage:
         self.scenes, self.noise = run.generators(salt)
         self.step, self.seconds, self.done = 0, 0.0, False
         self._path = run.out / "state" / name
-        self._obey_control()  # First: whether a stage is finished depends on its budget.
+        self._obey_control()  # First, because a stage is finished by its budget.
         self._resume()
 
     @property
@@ -155,7 +155,7 @@ class Stage:
 
     @property
     def open(self) -> bool:
-        """Whether there is something left to do, and time to do it."""
+        """True while there is work left, and time to do it."""
         return not self.done and self.progress < 1.0 and not self.run.late
 
     def save(self) -> None:

@@ -152,7 +152,7 @@ def install(student: Path, target: Path = TINY_WAN) -> Path:
 
 
 def _budget(args: argparse.Namespace, stage: str) -> Budget:
-    """What a stage may spend."""
+    """Return the budget of a stage."""
     return Budget(*(getattr(args, f"{field.name}_{stage}") for field in fields(Budget)))
 
 
@@ -198,8 +198,9 @@ def _flow(
 
 
 def _earlier_run(out: Path) -> dict[str, str] | None:
-    """What the run in a folder was given: nothing where there was none, None if its config.json
-    is somebody else's.
+    """Return the arguments of the earlier run in a folder.
+
+    They are empty if there was none, and None if its config.json is of another origin.
     """
     path = out / "config.json"
     if not path.exists():

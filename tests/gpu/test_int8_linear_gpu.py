@@ -1,4 +1,4 @@
-"""What only a GPU shows of the int8 linear: Hopper's own kernel, offsets past 32 bits, graphs,
+"""The int8 linear on a GPU: Hopper's own kernel, offsets past 32 bits, graphs,
 compiled functions. Its accuracy is tested in `tests/ops`, networks in `test_patching_gpu.py`.
 """
 

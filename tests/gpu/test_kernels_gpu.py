@@ -1,5 +1,5 @@
-"""What only a GPU shows of the kernels: the same bits under load, streams, constants of the
-process in captured graphs, long sequences, offsets past 32 bits, tensors on two devices.
+"""The kernels on a GPU: the same bits under load, streams, constants of the process in captured
+graphs, long sequences, offsets past 32 bits, tensors on two devices.
 """
 
 from __future__ import annotations
@@ -211,10 +211,10 @@ def test_lengths_past_32_bits_and_scales_of_any_sign_are_right(pv: str, dim: int
     for scale in (-0.2, 0.0):
         spec = ops.AttentionSpec(heads=2, pv=pv, sm_scale=scale)  # type: ignore[arg-type]
         exact = ops.AttentionSpec(heads=2, attention="exact", sm_scale=scale)
-        ours, truth = (
+        made, truth = (
             ops.attention_skip(q, k, v, s, norm_q=torch.ones_like(q[0, 0])) for s in (spec, exact)
         )
-        assert relative_l2(ours, truth) < 0.08
+        assert relative_l2(made, truth) < 0.08
 
 
 @pytest.mark.parametrize("n", [65_537, 200_003])

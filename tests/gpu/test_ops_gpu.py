@@ -1,4 +1,4 @@
-"""What only a GPU shows of the operations: sequences longer than any video, offsets past 32 bits,
+"""The operations on a GPU: sequences longer than any video, offsets past 32 bits,
 graphs and compiled functions. Their accuracy is tested beside the other implementations, in
 `tests/ops`.
 """

@@ -1,4 +1,4 @@
-"""What only a GPU shows of sparse-linear attention: Hopper's own pass over keys, full sizes,
+"""Sparse-linear attention on a GPU: Hopper's own pass over keys, full sizes,
 memory, graphs. Its accuracy is tested in `tests/ops`, networks in `test_patching_gpu.py`.
 """
 
@@ -123,16 +123,16 @@ def test_it_runs_inside_a_cuda_graph_and_a_compiled_function() -> None:
 
 
 def test_the_exact_form_at_full_size_fits_beside_a_model() -> None:
-    """What the guard compares with, Wan2.1-1.3B at 480p and 81 frames."""
+    """The form that the guard compares with, Wan2.1-1.3B at 480p and 81 frames."""
     heads, tokens = 12, 32760
     q, k, v = (random(1, tokens, heads * 128) for _ in range(3))
     weight, bias = proj_l(128, "cuda")
     sparsity = Sparsity(topk=0.1, **HOPPER)
-    ours = sparse_linear_attention(q, k, v, weight, bias, AttentionSpec(heads=heads), sparsity)
+    made = sparse_linear_attention(q, k, v, weight, bias, AttentionSpec(heads=heads), sparsity)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     exact = AttentionSpec(heads=heads, attention="exact")
     out = sparse_linear_attention(q, k, v, weight, bias, exact, sparsity)
     assert torch.cuda.max_memory_allocated() - before < 3 * 2**30
     # Random keys score nearly alike, so a few blocks of queries see other keys.
-    assert relative_l2(ours, out) < 0.15
+    assert relative_l2(made, out) < 0.15

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from training.__main__ import main
-from training.plots import _joined
 from turbo_rcm_patch.tiny import TINY_WAN
 
 STEP = {"stage": "teacher", "loss": 0.5}
@@ -20,27 +18,9 @@ def _steps(numbers: Iterable[int]) -> list[dict[str, object]]:
     return [{**STEP, "step": step} for step in numbers]
 
 
-def _resumed(step: int) -> dict[str, object]:
-    return {"stage": "teacher", "event": "resumed", "step": step}
-
-
 def _write(log: Path, records: Iterable[dict[str, object]]) -> Path:
     log.write_text("".join(json.dumps(record) + "\n" for record in records))
     return log
-
-
-def test_steps_that_are_trained_again_after_a_kill_are_drawn_once() -> None:
-    records = [*_steps(range(20, 1001, 20)), _resumed(940), *_steps(range(960, 1101, 20))]
-    found, seams = _joined(records)
-    steps = [one["step"] for one in found if "loss" in one]
-    assert steps == list(range(20, 1101, 20)) and not seams
-
-
-def test_a_new_start_goes_on_behind_the_old_one() -> None:
-    records = [*_steps((20, 40)), *_steps((1, 20, 40)), _resumed(20), *_steps((40, 60))]
-    found, seams = _joined(records)
-    assert [one["step"] for one in found if "loss" in one] == [20, 40, 41, 60, 80, 100]
-    assert seams == [40]
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:
@@ -49,19 +29,6 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
     log.write_text(log.read_text() + '{"stage": "tea')
     assert main(["curves", str(log), str(tmp_path / "curves.png")]) == 0
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_curves_without_matplotlib_say_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "turbo_rcm_patch.extras.find_spec",
-        lambda name: None if name == "matplotlib" else find(name),
-    )
-    log = _write(tmp_path / "log.jsonl", _steps((20, 40)))
-    assert main(["curves", str(log), str(tmp_path / "curves.png")]) == 2
-    assert "pip install 'turbo_rcm_patch[report]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

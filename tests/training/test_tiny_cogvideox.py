@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,12 @@ import torch
 from diffusers import CogVideoXPipeline
 from torch import nn
 
-from training import family_cogvideox, train
+from training import family_cogvideox
 from training.build import build_tokenizer, tokenize
-from training.evaluate import Evaluation, evaluate, zeroed
+from training.evaluate import Evaluation
 from training.family import FAMILIES, Family, family_of, family_of_folder
-from training.flow import few_step, ode
-from training.train import install, main
-from turbo_rcm_patch.errors import ModelFolderError
+from training.flow import few_step
+from training.train import main
 from turbo_rcm_patch.tiny import TINY_COGVIDEOX
 from turbo_rcm_patch.tiny.prompts import DEMO_PROMPTS
 from turbo_rcm_patch.video import generate, load_pipeline
@@ -92,52 +90,6 @@ def test_following_the_flow_is_what_the_pipeline_does(pipe: CogVideoXPipeline, s
     torch.testing.assert_close(own, theirs.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
-def test_an_exact_network_reaches_the_data() -> None:
-    """v = alpha noise - sigma x0 of one point x0: every sampler ends there."""
-    point = torch.full((2, 1, 3, 2, 2), 0.7)
-    kept = family_cogvideox.scheduler().alphas_cumprod.double()
-
-    class Exact:
-        dtype = torch.float32
-
-        class config:  # noqa: N801
-            patch_size, attention_head_dim = 2, 64
-
-        def __call__(self, *, hidden_states, timestep, **_):
-            low = timestep.long()
-            between = torch.lerp(_ratio(low), _ratio((low + 1).clamp(max=999)), timestep - low)
-            alpha = ((1 - between) / (between**2 + (1 - between) ** 2).sqrt()).view(-1, 1, 1, 1, 1)
-            sigma = (1 - alpha.square()).sqrt()
-            x0 = point.transpose(1, 2)
-            return ((alpha * hidden_states - x0) / sigma.clamp(min=1e-6),)
-
-    def _ratio(step: torch.Tensor) -> torch.Tensor:
-        alpha, sigma = kept[step].sqrt(), (1 - kept[step]).sqrt()
-        return (sigma / (alpha + sigma)).float()
-
-    field = family_cogvideox.velocity(Exact(), torch.zeros(2, 1, 1))  # type: ignore[arg-type]
-    noise = torch.randn(point.shape, generator=torch.Generator().manual_seed(0))
-    times = family_cogvideox.times(4)
-    found = few_step(field, noise, times, None, renoise=False)
-    torch.testing.assert_close(found, point, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(ode(field, noise, 1.0, 12), point, rtol=1e-2, atol=1e-2)
-
-
-def test_few_step_can_stop_on_its_way() -> None:
-    """Half of the student's states are where its sampler has come."""
-    noise = torch.ones(1, 1, 1, 1, 1)
-    states = []
-
-    def field(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        states.append(x)
-        return x * t
-
-    times = family_cogvideox.times(4)
-    stopped = few_step(field, noise, times[:3], None, renoise=False)
-    few_step(field, noise, times, None, renoise=False)
-    assert torch.equal(stopped, states[2 + 2])
-
-
 def test_the_run_leaves_folders_that_generate(trained: Path) -> None:
     records = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
     assert {r.get("stage") for r in records} >= {"vae", "teacher", "student"}
@@ -148,13 +100,6 @@ def test_the_run_leaves_folders_that_generate(trained: Path) -> None:
         assert made.frames.shape == (9, 32, 32, 3) and torch.isfinite(made.frames).all()
 
 
-def test_an_interrupted_run_ends_as_if_it_had_not_been(trained: Path, tmp_path: Path) -> None:
-    for stage in ("vae", "teacher", "all"):
-        main(["--out", str(tmp_path / "run"), *MICRO, "--stage", stage, "--resume"])
-    name = "cogvideox_student/transformer/diffusion_pytorch_model.safetensors"
-    assert (tmp_path / "run" / name).read_bytes() == (trained / name).read_bytes()
-
-
 def test_a_time_limit_leaves_what_can_be_used_and_resumed(trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     main(["--out", str(run), *MICRO, "--limit", "0"])
@@ -163,14 +108,6 @@ def test_a_time_limit_leaves_what_can_be_used_and_resumed(trained: Path, tmp_pat
     main(["--out", str(run), *MICRO, "--resume"])
     name = "cogvideox_student/transformer/diffusion_pytorch_model.safetensors"
     assert (run / name).read_bytes() == (trained / name).read_bytes()
-
-
-def test_a_teacher_can_start_from_a_folder(trained: Path, tmp_path: Path) -> None:
-    """Its VAE is taken as it is."""
-    start = trained / "cogvideox_teacher"
-    main(["--out", str(tmp_path), *MICRO, "--stage", "teacher", "--start", str(start)])
-    name = "vae/diffusion_pytorch_model.safetensors"
-    assert (tmp_path / "cogvideox_teacher" / name).read_bytes() == (start / name).read_bytes()
 
 
 def test_a_vae_is_trained_on_in_a_finished_folder(trained: Path, tmp_path: Path) -> None:
@@ -187,47 +124,6 @@ def test_a_vae_is_trained_on_in_a_finished_folder(trained: Path, tmp_path: Path)
         assert same == (part != "vae"), part
 
 
-def test_there_is_no_decoder_stage(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        main(["--out", str(tmp_path), *MICRO, "--stage", "decoder", "--start", str(trained)])
-
-
-def test_install_puts_it_where_the_package_looks(
-    trained: Path, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr(family_cogvideox, "SHIPPED", tmp_path / "weights")
-    main(["--out", str(trained), "--family", "cogvideox", "--stage", "install"])
-    CogVideoXPipeline.from_pretrained(tmp_path / "weights")
-    with pytest.raises(ModelFolderError, match="Train it first"):
-        install(tmp_path / "nothing", tmp_path)
-
-
-def test_the_evaluation_has_one_attention_to_zero(trained: Path, tmp_path: Path) -> None:
-    folder = trained / "cogvideox_student"
-    how = {"teacher": trained / "cogvideox_teacher", "steps": (2,), "batch": 2}
-    results = evaluate(folder, tmp_path, count=3, say=lambda _: None, **how)
-    assert {"student_2_steps", "zeroed_joint_attention", "teacher"} <= set(results)
-    load = {"count": 1, "seed": 0, "batch": 1, "device": "cpu", "dtype": torch.float32}
-    judge = Evaluation.load(folder, **load)
-    before = next(judge.frames(steps=1))
-    with zeroed(judge.family.blocks(judge.pipe.transformer), "attn1"):
-        pass
-    assert torch.equal(before, next(judge.frames(steps=1)))
-
-
-def test_the_defaults_are_those_of_the_run_that_ships(tmp_path: Path, monkeypatch) -> None:
-    """As its log has them; what is given by hand wins."""
-    monkeypatch.setattr(train, "_autoencoders", lambda *_: sys.exit())
-    with pytest.raises(SystemExit):
-        main(["--out", str(tmp_path), "--family", "cogvideox", "--clips", "8", "--device", "cpu"])
-    now = json.loads((tmp_path / "config.json").read_text())
-    then = json.loads(LOG.read_text(encoding="utf-8").splitlines()[0])
-    assert now.pop("clips") == "8"
-    assert now.keys() <= then.keys()
-    for name in now.keys() - {"out", "limit", "device", "compile"}:
-        assert now[name] == then[name], name
-
-
 def test_it_is_small_and_complete() -> None:
     files = [path for path in TINY_COGVIDEOX.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 16 * 2**20
@@ -238,19 +134,14 @@ def test_it_is_small_and_complete() -> None:
 
 @pytest.fixture(scope="module")
 def judge() -> Evaluation:
-    load = {"count": 8, "seed": 11, "batch": 8, "device": "cpu", "dtype": torch.bfloat16}
+    load = {"count": 4, "seed": 11, "batch": 4, "device": "cpu", "dtype": torch.bfloat16}
     return Evaluation.load(TINY_COGVIDEOX, **load)
 
 
-@pytest.mark.parametrize(("steps", "videos"), [(1, 4), (4, 8)])
-def test_held_out_prompts_become_what_they_say(
-    judge: Evaluation, steps: int, videos: int, tmp_path: Path
-) -> None:
-    """One may miss colour or motion, and two of eight the shape; guessing gets one of eight."""
-    some = judge.first(videos)
-    found = some.judge(some.frames(steps=steps), tmp_path / "sheet.png")
-    assert min(found["colour"], found["motion"]) >= 1 - 1 / videos, found
-    assert found["shape"] >= 6 / 8, found
+def test_held_out_prompts_become_what_they_say(judge: Evaluation, tmp_path: Path) -> None:
+    """One of four may miss each attribute; guessing gets one of eight."""
+    found = judge.judge(judge.frames(steps=4), tmp_path / "sheet.png")
+    assert min(found["colour"], found["shape"], found["motion"]) >= 3 / 4, found
 
 
 def test_the_recorded_evaluation_meets_its_bounds() -> None:

@@ -90,9 +90,8 @@ def test_window_is_a_crop_of_the_whole() -> None:
         torch.testing.assert_close(part[i], cut, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("held_out", [False, True], ids=["training", "held-out"])
-def test_detector_reads_rendered_videos(held_out: bool) -> None:
-    scenes = _scenes(160, 1, held_out=held_out)
+def test_detector_reads_rendered_videos() -> None:
+    scenes = _scenes(64, 1, held_out=True)
     found = detect(render(scenes).permute(0, 2, 3, 4, 1))
     result = accuracy(found, scenes.clips())
     assert min(result.values()) >= 0.99, result
@@ -102,13 +101,13 @@ def test_detector_reads_rendered_videos(held_out: bool) -> None:
 
 
 def test_detector_tolerates_blur_and_noise() -> None:
-    scenes = _scenes(64, 2)
+    scenes = _scenes(24, 2)
     videos = render(scenes).permute(0, 2, 1, 3, 4).flatten(0, 1)
     blurred = torch.nn.functional.avg_pool2d(videos, 3, stride=1, padding=1)
     blurred = blurred + 0.03 * torch.randn(
         blurred.shape, generator=torch.Generator().manual_seed(0)
     )
-    frames = blurred.unflatten(0, (64, 17)).permute(0, 1, 3, 4, 2)
+    frames = blurred.unflatten(0, (24, 17)).permute(0, 1, 3, 4, 2)
     assert min(accuracy(detect(frames), scenes.clips()).values()) >= 0.99
 
 

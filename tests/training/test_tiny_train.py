@@ -45,12 +45,6 @@ def test_tokenizer_round_trip() -> None:
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_tokenizer_ignores_case_and_punctuation_and_knows_what_it_does_not_know() -> None:
-    tokenizer = build_tokenizer(TinyConfig())
-    assert tokenizer("A Red, circle!").input_ids == tokenizer("a red circle").input_ids
-    assert tokenizer.unk_token_id in tokenizer("a purple circle").input_ids
-
-
 def test_times_are_those_of_the_published_sampler() -> None:
     assert times(4) == pytest.approx((0.98765, 0.93378, 0.85290, 0.60898, 0.0), abs=1e-5)
     assert times(1) == pytest.approx((0.98765, 0.0), abs=1e-5)
@@ -116,8 +110,7 @@ def test_folder_loads_and_generates(trained: Path, name: str) -> None:
 
 def test_interrupted_run_ends_as_if_it_had_not_been(trained: Path, tmp_path: Path) -> None:
     """Resumable: stop after the teacher, continue, and the student is the same to the last bit."""
-    _train(tmp_path / "run", 3, 4, 4, "--stage", "vae")
-    _train(tmp_path / "run", 3, 4, 4, "--stage", "teacher", "--resume")
+    _train(tmp_path / "run", 3, 4, 4, "--stage", "teacher")
     _train(tmp_path / "run", 3, 4, 4, "--resume")
     name = "wan_student/transformer/diffusion_pytorch_model.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (trained / name).read_bytes()
@@ -128,7 +121,7 @@ def test_a_folder_with_state_is_not_overwritten_by_accident(trained: Path) -> No
         _train(trained, 3, 4, 4)
 
 
-def test_somebodys_folder_is_not_trained_into(tmp_path: Path) -> None:
+def test_a_folder_of_another_origin_is_not_trained_into(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"mine": 1}')
     with pytest.raises(SystemExit):
         _train(tmp_path, 3, 4, 4)
@@ -164,17 +157,6 @@ def test_a_decoder_is_trained_on_a_finished_folder(trained: Path, tmp_path: Path
         old, new = getattr(before, part).state_dict(), getattr(after, part).state_dict()
         changed = {name.split(".")[0] for name in old if not torch.equal(old[name], new[name])}
         assert changed == ({"decoder", "post_quant_conv"} if part == "vae" else set())
-
-
-def test_state_is_kept_in_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is read back from them: a second run finds nothing left to do."""
-    monkeypatch.setattr("training.run._PIECE", 50_000)
-    _train(tmp_path / "run", 3, 4, 4, "--stage", "vae")
-    sizes = [p.stat().st_size for p in (tmp_path / "run/state").rglob("*.bin")]
-    assert len(sizes) > 2 and max(sizes) <= 50_000
-    log = (tmp_path / "run/log.jsonl").read_text().count('"loss"')
-    _train(tmp_path / "run", 3, 4, 4, "--stage", "vae", "--resume")
-    assert (tmp_path / "run/log.jsonl").read_text().count('"loss"') == log
 
 
 def test_install_leaves_the_card_and_refuses_what_is_too_large(
@@ -219,8 +201,3 @@ def test_zeroing_an_attention_is_undone(trained: Path) -> None:
     with zeroed(judge.pipe.transformer.blocks, "attn2"):
         pass
     assert torch.equal(before, next(judge.frames(steps=1)))
-
-
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match="turbo_rcm.json"):
-        Evaluation.load(tmp_path, count=1, seed=0, batch=1, device="cpu", dtype=torch.float32)

@@ -21,7 +21,7 @@ ATTRIBUTES = ("colour", "shape", "motion")
 
 @pytest.fixture(scope="module")
 def judge() -> Evaluation:
-    return Evaluation.load(TINY_WAN, count=8, seed=11, batch=8, device="cpu", dtype=torch.bfloat16)
+    return Evaluation.load(TINY_WAN, count=4, seed=11, batch=4, device="cpu", dtype=torch.bfloat16)
 
 
 def test_it_is_small_and_holds_safetensors_only() -> None:
@@ -40,22 +40,18 @@ def test_every_part_loads() -> None:
     assert frames * (settings["height"] // 8) * (settings["width"] // 8) >= 1000
 
 
-@pytest.mark.parametrize(("steps", "videos"), [(1, 4), (4, 8)])
-def test_held_out_prompts_become_what_they_say(
-    judge: Evaluation, steps: int, videos: int, tmp_path: Path
-) -> None:
-    """At most one of them may miss an attribute; guessing gets one of eight."""
-    some = judge.first(videos)
-    found = some.judge(some.frames(steps=steps), tmp_path / "sheet.png")
-    assert all(found[name] >= 1 - 1 / videos for name in ATTRIBUTES), found
+def test_held_out_prompts_become_what_they_say(judge: Evaluation, tmp_path: Path) -> None:
+    """One of four may miss each attribute; guessing gets one of eight."""
+    found = judge.judge(judge.frames(steps=4), tmp_path / "sheet.png")
+    assert all(found[name] >= 3 / 4 for name in ATTRIBUTES), found
 
 
 @pytest.mark.parametrize("attention", ["attn1", "attn2"])
 def test_without_an_attention_it_does_not(
     judge: Evaluation, attention: str, tmp_path: Path
 ) -> None:
-    """None of the first two; most of the time goes into decoding."""
-    few = judge.first(2)
+    """Most of the time goes into decoding, so it is one video."""
+    few = judge.first(1)
     with zeroed(judge.pipe.transformer.blocks, attention):
         found = few.judge(few.frames(steps=4), tmp_path / "sheet.png")
     assert found["all"] == 0, found
