@@ -3,7 +3,8 @@
 A Python block is executed, unless the line before it is a comment `<!-- not run: reason -->` (a
 GPU, a download); such blocks are compiled only. The blocks of a page share one namespace, in
 order, as a reader would type them. A block that begins with `# file: NAME` is saved under that
-name instead. A block marked `py` is an excerpt of the file that its first line names.
+name instead. A block marked `py` is an excerpt of the file that its first line
+names; `...` stands for lines that are left out.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def test_excerpts_are_the_code(page: Path) -> None:
         at = 0
         for line in match["code"].splitlines():
             shown = re.sub(r"  # \d+$", "", line)
+            if shown.strip() == "...":
+                continue
             assert shown in source[at:], f"{name_of(page)}: {match['file']} has no {shown!r} there"
             at = source.index(shown, at) + 1
 
