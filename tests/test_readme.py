@@ -1,16 +1,17 @@
-"""What the README and the pages of docs/ say can be done: code runs, commands parse, links lead
-somewhere.
+"""The README and the pages of docs/ hold: code runs, commands parse, links lead somewhere.
 
 A Python block is executed, unless the line before it is a comment `<!-- not run: reason -->` (a
 GPU, a download); such blocks are compiled only. The blocks of a page share one namespace, in
-order, as a reader would type them.
+order, as a reader would type them. A block that begins with `# file: NAME` is saved under that
+name instead. A block marked `py` is an excerpt of the file that its first line
+names; `...` stands for lines that are left out.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,12 @@ BLOCK = re.compile(
     r"(?:^<!--[ ]*not[ ]run:(?P<reason>[^\n]*?)-->\s*\n)?^```python[^\n]*\n(?P<code>.*?)^```[ ]*$",
     re.MULTILINE | re.DOTALL,
 )
+EXCERPT = re.compile(r"^```py\n# (?P<file>\S+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"^```console\n(?P<text>.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-#: How a page calls this package's command line, and how the one of the benchmarks.
+SAVED = re.compile(r"# file: (?P<name>\S+)\n")
+#: How a page calls this package's command line, and how that of the benchmarks.
 PACKAGE = ("turbo-rcm-patch ", "python -m turbo_rcm_patch ")
 BENCHMARKS = "python -m benchmarks "
 
@@ -54,23 +57,17 @@ def blocks(text: str) -> list[tuple[str, str]]:
     return [(m["code"], (m["reason"] or "").strip()) for m in BLOCK.finditer(text)]
 
 
-def commands(text: str) -> list[str]:
-    """Every command of the console blocks, and every one between backticks in the text."""
+def commands(text: str) -> list[list[str]]:
+    """The words of every command in console blocks, and between backticks in the text."""
     found = []
     for match in CONSOLE.finditer(text):
         lines = match["text"].replace("\\\n", " ").splitlines()
         found += [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     # Ellipses and alternatives (`1.3b|14b`) are for people.
     inline = INLINE.findall(CONSOLE.sub("", text))
-    return found + [one for one in inline if not re.search(r"[…|]|\.\.\.", one)]
-
-
-def arguments_of(command: str, *prefixes: str) -> list[str] | None:
-    """The arguments of a command that begins with one of these prefixes, else None."""
-    for prefix in prefixes:
-        if command.startswith(prefix):
-            return shlex.split(command.removeprefix(prefix), comments=True)
-    return None
+    found += [one for one in inline if not re.search(r"[…|]|\.\.\.", one)]
+    starts = (*PACKAGE, BENCHMARKS, "make ")
+    return [shlex.split(one, comments=True) for one in found if one.startswith(starts)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -79,26 +76,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
-PYTHON_PAGES = [page for page in PAGES if blocks(text_of(page))]
-
-
-def test_blocks_are_found_with_their_reasons() -> None:
-    first = "a\n```python\nx = 1\n```\n"
-    second = "<!-- not run: needs a GPU -->\n```python\ny\n```\n```sh\nls\n```\n"
-    assert blocks(first + second) == [("x = 1\n", ""), ("y\n", "needs a GPU")]
-    text = "<!-- not run: far away -->\n\nwords\n```python\nz\n```\n"
-    assert blocks(text) == [("z\n", "")]
-
-
-def test_commands_are_found_in_blocks_and_in_the_text() -> None:
-    text = (
-        "`make a` and `x ... y`\n```console\n$ make b \\\n    c\nprinted\n$ make d  # why\n```\n"
+def test_blocks_and_commands_are_found() -> None:
+    page = (
+        "a\n```python\nx = 1\n```\n<!-- not run: needs a GPU -->\n```python\ny\n```\n```sh\nls\n"
+        "```\n`make a`, `make ... y`\n"
+        "```console\n$ make b \\\n  c\nprinted\n$ make d  # why\n```\n"
     )
-    assert [shlex.split(one, comments=True) for one in commands(text)] == [
-        ["make", "b", "c"],
-        ["make", "d"],
-        ["make", "a"],
-    ]
+    assert blocks(page) == [("x = 1\n", ""), ("y\n", "needs a GPU")]
+    assert commands(page) == [["make", "b", "c"], ["make", "d"], ["make", "a"]]
 
 
 @EVERY_PAGE
@@ -108,57 +93,53 @@ def test_blocks_compile(page: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [one for one in PAGES if blocks(text_of(one))], ids=name_of)
 def test_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
-    runnable = [code for code, reason in blocks(text_of(page)) if not reason]
-    if page == README:
-        assert runnable, "the README shows how to use the library"
-    run_fresh("\n\n".join(runnable), cwd=tmp_path)
+    script = ["import sys; sys.path.insert(0, '.')"]
+    for code, reason in blocks(text_of(page)):
+        saved = SAVED.match(code)
+        if saved:
+            (tmp_path / saved["name"]).write_text(code, encoding="utf-8")
+        elif not reason:
+            script.append(code)
+    assert page != README or len(script) > 1, "the README shows how to use the library"
+    run_fresh("\n\n".join(script), cwd=tmp_path)
 
 
 @EVERY_PAGE
-def test_commands_are_ones_that_the_command_line_takes(page: Path) -> None:
-    known = set(_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr, arg-type]
-    for command in commands(text_of(page)):
-        given = arguments_of(command, *PACKAGE)
-        if not given or given[0].isupper():
-            continue
-        if given[0] in {"tune", "bench"} - known:
-            continue  # not in the package yet
-        if given[0].startswith("--") or len(given) > 1:
-            _exits_well(command, given)
-        assert given[0] in known | {"--help"}, f"{name_of(page)}: {command}"
+def test_excerpts_are_the_code(page: Path) -> None:
+    for match in EXCERPT.finditer(text_of(page)):
+        source = [
+            re.sub(r"  #.*", "", line) for line in text_of(ROOT / match["file"]).splitlines()
+        ]
+        at = 0
+        for line in match["code"].splitlines():
+            shown = re.sub(r"  # \d+$", "", line)
+            if shown.strip() == "...":
+                continue
+            assert shown in source[at:], f"{name_of(page)}: {match['file']} has no {shown!r} there"
+            at = source.index(shown, at) + 1
 
 
-def _exits_well(command: str, given: list[str]) -> None:
-    try:
-        _parser().parse_args(given)
-    except SystemExit as stop:
-        assert not stop.code, f"the command line refuses: {command}"
-
-
-@EVERY_PAGE
-def test_benchmark_commands_are_ones_that_the_benchmarks_take(page: Path) -> None:
-    if importlib.util.find_spec("benchmarks") is None:
-        pytest.skip("the benchmarks are not beside the package yet")
-    from benchmarks.__main__ import parser  # type: ignore[import-not-found, unused-ignore]
-
-    for command in commands(text_of(page)):
-        given = arguments_of(command, BENCHMARKS)
-        if given:
-            try:
-                parser().parse_args(given)
-            except SystemExit as stop:
-                assert not stop.code, f"{name_of(page)}: the benchmarks refuse: {command}"
+def test_the_example_of_a_family_is_short() -> None:
+    (code,) = (c for c, _ in blocks(text_of(ROOT / "CONTRIBUTING.md")) if "def blocks_of" in c)
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 150
 
 
 @EVERY_PAGE
-def test_make_has_the_targets_that_are_named(page: Path) -> None:
+def test_commands_are_ones_that_are_there(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
-    for command in commands(text_of(page)):
-        given = arguments_of(command, "make ")
-        for word in given or []:
-            assert "=" in word or word in targets, f"{name_of(page)}: make {word}"
+    for words in commands(text_of(page)):
+        if words[0] == "make":
+            assert all("=" in word or word in targets for word in words[1:]), words
+            continue
+        parser = _parser()
+        if words[1:3] == ["-m", "benchmarks"]:
+            parser = import_module("benchmarks.__main__").parser()
+        try:
+            parser.parse_args(words[1 if words[0] == "turbo-rcm-patch" else 3 :])
+        except SystemExit as stop:
+            assert not stop.code, f"{name_of(page)}: the command line refuses {words}"
 
 
 @EVERY_PAGE
@@ -175,25 +156,29 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @EVERY_PAGE
-def test_results_and_tests_that_are_named_are_there(page: Path) -> None:
-    for named in re.findall(
-        r"\b(?:results|tests|examples)/[\w./*-]+\.(?:json|txt|py|md)", text_of(page)
-    ):
-        if named == "results/gpu.json":  # what `make record` writes
-            continue
-        assert list(ROOT.glob(named)), f"{name_of(page)} names {named}, which is not there"
+def test_files_that_are_named_are_there(page: Path) -> None:
+    named = re.findall(
+        r"\b(?:results|tests|examples|tools|turbo_rcm_patch|integrations)/[\w./*-]+\.(?:json|txt|py|md)",
+        text_of(page),
+    )
+    for name in named:
+        if name != "turbo_rcm_patch/patching/families/lumen.py":  # the example of CONTRIBUTING.md
+            assert list(ROOT.glob(name)), f"{name_of(page)} names {name}, which is not there"
 
 
-def test_the_readme_is_short() -> None:
+def test_every_results_file_and_picture_is_on_a_page() -> None:
+    text = "".join(map(text_of, PAGES))
+    kept = [*ROOT.glob("results/**/*.json"), *ROOT.glob("results/**/*.txt")]
+    for path in [*kept, *ROOT.glob("docs/**/*.png")]:
+        where = path.relative_to(ROOT / "docs").as_posix() if path.suffix == ".png" else path.name
+        assert re.search(rf"(?<![\w]){re.escape(where)}", text), f"no page shows {path}"
+
+
+def test_the_readme_is_short_and_has_its_parts_in_order() -> None:
     lines = text_of(README).splitlines()
-    assert len(lines) <= 200
+    assert len(lines) <= 150
     assert max(map(len, lines)) <= 120
-    assert len(text_of(README).split()) <= 1_300
-
-
-def test_the_readme_has_its_parts_in_order() -> None:
-    headings = re.findall(r"^## (.*)$", text_of(README), re.MULTILINE)
-    assert headings == [
+    assert [line.removeprefix("## ") for line in lines if line.startswith("## ")] == [
         "Install",
         "Use",
         "Speed",
@@ -202,9 +187,12 @@ def test_the_readme_has_its_parts_in_order() -> None:
         "Limits",
         "Links",
     ]
+    # A package index follows no relative link; hatch_build.py makes paths of them.
+    relative = [one for one in LINK.findall(text_of(README)) if not one.startswith("http")]
+    assert len(relative) <= 20
     assert "$ make demo" in text_of(README) and "$ make test" in text_of(README)
 
 
-def test_the_readme_has_few_links_that_a_package_index_cannot_follow() -> None:
-    relative = [one for one in LINK.findall(text_of(README)) if not one.startswith("http")]
-    assert len(relative) <= 15
+def test_the_pages_are_short_in_all() -> None:
+    integrations = sorted(ROOT.glob("integrations/*/*.md"))
+    assert sum(len(text_of(page).split()) for page in [*PAGES, *integrations]) <= 20_000
