@@ -93,6 +93,7 @@ class Plan:
                 got=f"{self.device}, and torch sees {torch.cuda.device_count()}",
                 remedy="`turbo-rcm-patch doctor` says why; --device cpu --micro needs none",
             )
+        device = torch.device("cuda", device.index or 0)  # set_device wants a number
         torch.cuda.set_device(device)
         return device
 
