@@ -15,7 +15,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.int8_linears import Int8Forward
 from turbo_rcm_patch.patching.pieces import Attend, Notes
-from turbo_rcm_patch.patching.plain import author_class, compiling
+from turbo_rcm_patch.patching.plain import author_class, compiling, wants_gradient
 from turbo_rcm_patch.skip import SkipPair
 
 if TYPE_CHECKING:
@@ -90,7 +90,10 @@ class PatchedBlock:
         Args:
             *inputs: Of the author's forward, in its order.
         """
-        why = self.why_author(*inputs)
+        if wants_gradient(self.block, inputs):
+            why = "a gradient may be wanted (inference runs under torch.no_grad)"
+        else:
+            why = self.why_author(*inputs)
         if compiling():
             return self.author(*inputs) if why else self.fast(None, *inputs)
         self.last = why or self.lengths(*inputs)
