@@ -167,7 +167,7 @@ def why_not_inference(block: nn.Module, x: Tensor) -> str:
         return "the model is exported" if torch.compiler.is_exporting() else ""
     if class_replaced(block):
         return "the forward of its class was replaced"
-    if _has_any_global_hook():
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return "a hook is registered for all modules"
     if type(x) is not Tensor:
         return f"the input is a {type(x).__name__}"
