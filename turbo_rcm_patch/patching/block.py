@@ -1,7 +1,7 @@
 """A patched block: on each call its fast path, written out by its family, or its author's forward.
 
-A family subclasses `PatchedBlock` and writes three things: why a call is its author's
-(`why_author`), the block itself (`fast`), and the pairs in it for the report (`pairs`).
+A family subclasses `PatchedBlock` and writes the block itself (`fast`), why its modules or inputs
+are not what that stands for (`why_modules`, `why_inputs`), and its pairs for the report (`pairs`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.int8_linears import Int8Forward
 from turbo_rcm_patch.patching.pieces import Attend, Notes
-from turbo_rcm_patch.patching.plain import author_class, compiling, wants_gradient
+from turbo_rcm_patch.patching.plain import author_class, compiling, why_not_inference
 from turbo_rcm_patch.skip import SkipPair
 
 if TYPE_CHECKING:
@@ -90,10 +90,7 @@ class PatchedBlock:
         Args:
             *inputs: Of the author's forward, in its order.
         """
-        if wants_gradient(self.block, inputs):
-            why = "a gradient may be wanted (inference runs under torch.no_grad)"
-        else:
-            why = self.why_author(*inputs)
+        why = self.why_author(*inputs)
         if compiling():
             return self.author(*inputs) if why else self.fast(None, *inputs)
         self.last = why or self.lengths(*inputs)
@@ -121,8 +118,7 @@ class PatchedBlock:
         if not isinstance(self.last, tuple):
             return f"as their author wrote them: {self.last}" if self.last else ""
         attend, device = self.attend, next(self.block.parameters()).device
-        spec = ops.AttentionSpec(heads=attend.heads, attention=attend.attention, pv=attend.pv)
-        one = ops.resolved(spec, device, *self.last)
+        one = ops.resolved(attend.spec(), device, *self.last)
         linears = ", int8 Linears" if any(forward.on for forward in self.int8) else ""
         return f"fused with {one.attention} attention{linears}"
 
@@ -134,29 +130,47 @@ class PatchedBlock:
         """Say what the block does not honour, for the report."""
         return []
 
-    # --- what a family writes --------------------------------------------------------------------
-
     def why_author(self, *inputs: Any) -> str:
         """Return why the author's forward runs on these inputs, or ""."""
-        raise NotImplementedError
+        return (
+            (self.reason if self.level == Level.AUTHOR else "")
+            or why_not_inference(self.block, self.streams(inputs)[0], inputs)
+            or self.why_modules()
+            or self.why_inputs(*inputs)
+        )
+
+    def streams(self, values: Any) -> tuple[Tensor, ...]:
+        """Return the residual streams [B, N, C] among a stage's inputs, the block's inputs or its
+        outputs."""
+        return (values[0] if isinstance(values, tuple) else values,)
+
+    def lengths(self, *inputs: Any) -> tuple[int, int]:
+        """Return the numbers of queries and of keys of the self-attention."""
+        tokens = sum([x.shape[1] for x in self.streams(inputs)])
+        return tokens, tokens
+
+    def beside(self) -> list[tuple[Any, Any]]:
+        """Return modules of the block and the forwards to install on them beside its own."""
+        return []
+
+    # --- what a family writes --------------------------------------------------------------------
 
     def fast(self, notes: Notes | None, *inputs: Any) -> Any:
         """Run the written-out block.
 
         Args:
-            notes: What the guard wants to know, or None.
+            notes: Takes what the guard compares, or None.
             *inputs: Of the author's forward.
         """
         raise NotImplementedError
 
-    def streams(self, values: Any) -> tuple[Tensor, ...]:
-        """Return the residual streams [B, N, C] among a stage's inputs, the block's inputs or its
-        outputs."""
-        raise NotImplementedError
+    def why_modules(self) -> str:
+        """Return why the modules of the block are not what the fast path stands for, or ""."""
+        return ""
 
-    def lengths(self, *inputs: Any) -> tuple[int, int]:
-        """Return the numbers of queries and of self-attention's keys."""
-        raise NotImplementedError
+    def why_inputs(self, *inputs: Any) -> str:
+        """Return why the inputs do not fit each other as the kernels want them, or ""."""
+        return ""
 
     def linears(self) -> dict[str, Any]:
         """Return the Linears of the branches by name."""

@@ -57,12 +57,6 @@ class Family(Protocol):
             OpError: The kernels do not take its heads or its dtype.
         """
 
-    def installations(self, patched: PatchedBlock) -> list[tuple[nn.Module, Any]]:
-        """Return modules of a block and the forwards to install on them beside the block's own."""
-
-    def other_pairs(self, model: nn.Module, path: str) -> list[SkipPair]:
-        """Describe the pairs outside the blocks."""
-
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -183,8 +183,7 @@ class Guard:
 
     def _begin(self, here: _Forward, block: PatchedBlock, inputs: tuple[Any, ...]) -> None:
         x, attend = block.streams(inputs)[0], block._asked
-        spec = ops.AttentionSpec(heads=attend.heads, attention=attend.attention, pv=attend.pv)
-        one = ops.resolved(spec, x.device, *block.lengths(*inputs))
+        one = ops.resolved(attend.spec(), x.device, *block.lengths(*inputs))
         here.way = x.dtype, x.device.type, one.attention, one.pv
         self._seen.setdefault(here.way, _Seen())
         now = None if self._steps is None else self._steps.now()

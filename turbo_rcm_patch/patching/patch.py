@@ -34,7 +34,6 @@ from turbo_rcm_patch.patching.find import (
 )
 from turbo_rcm_patch.patching.guard import Guard, Steps
 from turbo_rcm_patch.patching.int8_linears import WRITERS, DropsCopies, Int8Forward, why_not_int8
-from turbo_rcm_patch.patching.int8_module import Int8Linear
 from turbo_rcm_patch.patching.int8_only import drop_originals, refuse_offloaded
 from turbo_rcm_patch.patching.plain import note_classes
 from turbo_rcm_patch.patching.record import Entry, PatchRecord, innermost, record_of
@@ -235,7 +234,7 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
     found = family.blocks_of(module, target.path, config)
     blocks = [block for block in found if isinstance(block, PatchedBlock)]
     others = [pair for pair in found if isinstance(pair, SkipPair)]
-    others += family.other_pairs(module, target.path) + _boundary(model, target)
+    others += _boundary(model, target)
     record = PatchRecord(module, target.path, config, blocks, others)
     if config.guard:
         steps = None if isinstance(model, nn.Module) else Steps(model)
@@ -249,12 +248,12 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
         if slot is None:
             continue
         record.entries.append(Entry(block.block, "forward", block, slot))
-        for part, forward in family.installations(block):
+        for part, forward in block.beside():
             inner = innermost(part)
             if inner is not None and id(part) not in placed:
                 placed.add(id(part))
                 record.entries.append(Entry(part, "forward", forward, inner))
-        if config.linear != "as-is" or any(map(_is_int8_only, block.linears().values())):
+        if config.linear != "as-is":
             record.entries += _int8_entries(block, config, forwards)
     for name in WRITERS if forwards else ():
         slot = innermost(module, name) if hasattr(type(module), name) else None
@@ -264,10 +263,6 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
     return record
 
 
-def _is_int8_only(linear: object) -> bool:
-    return type(linear) is Int8Linear
-
-
 def _int8_entries(
     block: PatchedBlock, config: PatchConfig, forwards: dict[int, Int8Forward]
 ) -> list[Entry]:
@@ -275,8 +270,7 @@ def _int8_entries(
     entries = []
     for linear in block.linears().values():
         base = getattr(linear, "base_layer", linear)  # inside a LoRA
-        wanted = config.linear != "as-is" and not why_not_int8(base)
-        slot = innermost(base) if wanted else None
+        slot = None if why_not_int8(base) else innermost(base)
         if slot is None:
             continue
         forward = forwards.get(id(base))

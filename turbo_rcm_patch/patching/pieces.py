@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch.config import Attention, Impl, PatchConfig, PVDType
 from turbo_rcm_patch.kernels.operands import Rows
-from turbo_rcm_patch.ops import INT8_MIN_KEYS, unchecked
+from turbo_rcm_patch.ops import INT8_MIN_KEYS, AttentionSpec, Sparsity, unchecked
 from turbo_rcm_patch.patching.int8_linears import int8_forward
 from turbo_rcm_patch.patching.plain import bare, compiling, plain_linear, readable
 
@@ -259,6 +259,13 @@ class Attend(NamedTuple):
         """Take the options from a configuration."""
         return cls(heads, head_dim, config.attention, config.pv, config.smooth_k, config.impl)
 
+    def spec(self, eps: float = 1e-6) -> AttentionSpec:
+        """Return the same as the options of an operation; `eps` is of the norms of q and k."""
+        return AttentionSpec(
+            heads=self.heads, attention=self.attention, pv=self.pv, smooth_k=self.smooth_k,
+            eps=eps, impl=self.impl,
+        )  # fmt: skip
+
     def exactly(self) -> Attend:
         """The same with exact attention."""
         return self._replace(attention="exact")
@@ -297,6 +304,26 @@ class Attend(NamedTuple):
             None, 1.0, 1.0, self.heads, self.attention, self.pv, self.smooth_k, False,
             self.head_dim**-0.5, norms.eps, self.impl, q.dtype, False,
         )[0]  # fmt: skip
+        return out
+
+    def sparse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        proj_l: tuple[Tensor, Tensor],
+        sparsity: Sparsity,
+        norms: Norms,
+        rotary: Rotary | None,
+    ) -> Tensor:
+        """Compute SLA: a softmax over few blocks of keys, and a linear attention over all of them
+        through `proj_l`, weight [D, D] and bias [D]. Shapes as in `__call__`."""
+        cos, sin = (None, None) if rotary is None else rotary
+        out: Tensor = unchecked.sparse_linear_attention(
+            q, k, v, *proj_l, norms.q, norms.k, cos, sin, self.heads, self.attention, self.pv,
+            self.smooth_k, self.head_dim**-0.5, norms.eps, sparsity.count(k.shape[1]),
+            sparsity.block_q, sparsity.block_k, self.impl, q.dtype,
+        )  # fmt: skip
         return out
 
 

@@ -142,20 +142,13 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-def wants_gradient(block: nn.Module, inputs: tuple[Any, ...]) -> bool:
-    """Return True if a gradient may be wanted of a block's weights or of any of its inputs."""
-    return torch.is_grad_enabled() and (
-        any([isinstance(x, Tensor) and x.requires_grad for x in inputs])
-        or any([p.requires_grad for p in block.parameters()])
-    )
-
-
-def why_not_inference(block: nn.Module, x: Tensor) -> str:
+def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> str:
     """Return why a block's author computes this call, or "" if it is plain inference.
 
     Args:
         block: The block.
-        x: Its input [B, N, C].
+        x: Its residual stream [B, N, C].
+        inputs: All that it is called with.
     """
     if x.dtype not in FLOATS:
         return f"the input is {x.dtype}"
@@ -163,6 +156,10 @@ def why_not_inference(block: nn.Module, x: Tensor) -> str:
         return "autocast is on"
     if transformed():
         return "a transform of torch.func or forward-mode differentiation is active"
+    if torch.is_grad_enabled() and any(
+        [x.requires_grad for x in (*inputs, *block.parameters()) if isinstance(x, Tensor)]
+    ):
+        return "a gradient may be wanted (inference runs under torch.no_grad)"
     if compiling():
         return "the model is exported" if torch.compiler.is_exporting() else ""
     if class_replaced(block):

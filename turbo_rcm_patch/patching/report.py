@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
@@ -111,38 +111,18 @@ class GuardLog(Sequence[GuardRecord]):
             )
         groups: dict[tuple[str, str], list[GuardRecord]] = {}
         for one in self._decisions:
-            groups.setdefault(
-                (one.verdict, one.where if one.error != one.error else ""), []
-            ).append(one)
+            why = one.where if one.error != one.error else ""
+            groups.setdefault((one.verdict, why), []).append(one)
         for (verdict, why), records in groups.items():
             paths = ", ".join(_ranges([record.path for record in records]))
             text += f"\n  {verdict}: {paths} ({why or records[0].where})"
         return text
 
 
-class PairTable(Sequence[SkipPair]):
+class PairTable(tuple[SkipPair, ...]):
     """The skip pairs of a model. Printing the table groups blocks that run alike."""
 
-    def __init__(self, pairs: Iterable[SkipPair]) -> None:
-        self._pairs = tuple(pairs)
-
-    @overload
-    def __getitem__(self, index: int) -> SkipPair: ...
-    @overload
-    def __getitem__(self, index: slice) -> PairTable: ...
-    def __getitem__(self, index: int | slice) -> SkipPair | PairTable:
-        if isinstance(index, slice):
-            return PairTable(self._pairs[index])
-        return self._pairs[index]
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PairTable) and self._pairs == other._pairs
-
-    def __hash__(self) -> int:
-        return hash(self._pairs)
+    __slots__ = ()
 
     def __repr__(self) -> str:
         return f"PairTable({len(self)} pairs, {self.fused} fused)"
@@ -150,35 +130,27 @@ class PairTable(Sequence[SkipPair]):
     @property
     def fused(self) -> int:
         """How many pairs one of our kernels closes."""
-        return sum(pair.fused for pair in self._pairs)
+        return sum(pair.fused for pair in self)
 
     def as_dict(self) -> list[dict[str, object]]:
         """Return plain data for JSON."""
-        return [asdict(pair) for pair in self._pairs]
+        return [asdict(pair) for pair in self]
 
     def __str__(self) -> str:
-        head: tuple[str, ...] = ("pairs", "kind", "heads", "skip", "sums in", "W_o", "runs")
-        linears = any(pair.int8_linears for pair in self._pairs)
-        if linears:
-            head += ("int8 Linears",)
-        rows = [head]
+        linears = any(pair.int8_linears for pair in self)
+        rows = [["pairs", "kind", "heads", "skip", "sums in", "W_o", "runs"]]
+        rows[0] += ["int8 Linears"] if linears else []
         reasons: dict[str, list[str]] = {}
-        for path, count, pair in _grouped(self._pairs):
-            rows.append(
-                (
-                    path,
-                    pair.kind,
-                    f"{pair.heads} x {pair.head_dim}" if pair.heads else "-",
-                    " | ".join(_formula(pair, i) for i in range(len(pair.streams))),
-                    "fp32" if pair.cast == "fp32" else "model dtype",
-                    "yes" if pair.projection else "no",
-                    f"{pair.runs}" + (f"  ({count})" if count > 1 else ""),
-                )
-                + ((", ".join(pair.int8_linears) or "-",) if linears else ())
-            )
+        for path, count, pair in _grouped(self):
+            row = [path, pair.kind, f"{pair.heads} x {pair.head_dim}" if pair.heads else "-"]
+            row.append(" | ".join(_formula(pair, i) for i in range(len(pair.streams))))
+            row.append("fp32" if pair.cast == "fp32" else "model dtype")
+            row.append("yes" if pair.projection else "no")
+            row.append(f"{pair.runs}" + (f"  ({count})" if count > 1 else ""))
+            rows.append(row + ([", ".join(pair.int8_linears) or "-"] if linears else []))
             if pair.reason:
                 reasons.setdefault(pair.reason, []).append(path)
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
             "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
             for row in rows
@@ -190,9 +162,9 @@ class PairTable(Sequence[SkipPair]):
         return "\n".join(lines)
 
     def _totals(self) -> str:
-        counts = Counter(pair.runs for pair in self._pairs)
+        counts = Counter(pair.runs for pair in self)
         parts = ", ".join(f"{count} {runs}" for runs, count in counts.items())
-        return f"{len(self)} pairs, {self.fused} fused: {parts}" if self._pairs else "no pairs"
+        return f"{len(self)} pairs, {self.fused} fused: {parts}" if self else "no pairs"
 
 
 def _formula(pair: SkipPair, index: int) -> str:
@@ -207,19 +179,10 @@ def _formula(pair: SkipPair, index: int) -> str:
 
 def _grouped(pairs: Sequence[SkipPair]) -> list[tuple[str, int, SkipPair]]:
     """(path with a range of blocks, number of pairs, one of them), in order of appearance."""
-    groups: dict[tuple[object, ...], list[SkipPair]] = {}
+    groups: dict[SkipPair, list[SkipPair]] = {}
     for pair in pairs:
         shape = _NUMBER.sub("#", pair.path)
-        key: tuple[object, ...] = (
-            shape,
-            pair.kind,
-            pair.heads,
-            pair.head_dim,
-            pair.streams,
-            pair.cast,
-        )
-        key += (pair.projection, pair.runs, pair.reason, pair.int8_linears)
-        groups.setdefault(key, []).append(pair)
+        groups.setdefault(replace(pair, path=shape), []).append(pair)
     return [(_range([p.path for p in group]), len(group), group[0]) for group in groups.values()]
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops import unchecked
-from turbo_rcm_patch.patching.block import Level, PatchedBlock
+from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
 from turbo_rcm_patch.patching.families.checks import check_attention, check_parameters
 from turbo_rcm_patch.patching.families.pairs import branch_pair
@@ -43,7 +43,7 @@ from turbo_rcm_patch.patching.pieces import (
     called,
     feed_forward,
 )
-from turbo_rcm_patch.patching.plain import author_class, bare, readable, why_not_inference
+from turbo_rcm_patch.patching.plain import author_class, bare, readable
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 parts.ATTENTIONS[Attention] = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0)
@@ -204,24 +204,7 @@ class CogVideoXBlockForward(PatchedBlock):
 
     # --- when the author's forward runs ----------------------------------------------------------
 
-    def why_author(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        temb: Tensor,
-        image_rotary_emb: Rotary | None,
-        attention_kwargs: dict[str, Any] | None = None,
-    ) -> str:
-        return (
-            (self.reason if self.level == Level.AUTHOR else "")
-            or why_not_inference(self.block, hidden_states)
-            or ("attention_kwargs are given" if attention_kwargs else "")
-            or self.why_modules()
-            or self.why_inputs(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
-        )
-
     def why_modules(self) -> str:
-        """Return why the modules of the block are not what the fast path stands for, or ""."""
         block = self.block
         for name in ("norm1", "norm2"):
             if type(getattr(block, name)) is not CogVideoXLayerNormZero:
@@ -230,8 +213,11 @@ class CogVideoXBlockForward(PatchedBlock):
             return "attn1 is a cross-attention"
         return parts.why_attention("attn1", block.attn1) or parts.why_feed_forward("ff", block.ff)
 
-    def why_inputs(self, video: Tensor, text: Tensor, temb: Tensor, rotary: Rotary | None) -> str:
-        """Return why the inputs do not fit each other as the kernels want them, or ""."""
+    def why_inputs(
+        self, video: Tensor, text: Tensor, temb: Tensor, rotary: Rotary | None, kwargs: Any = None
+    ) -> str:
+        if kwargs:
+            return "attention_kwargs are given"
         batch, tokens, channels = video.shape
         attend = self.attend
         fits = (
@@ -249,10 +235,6 @@ class CogVideoXBlockForward(PatchedBlock):
     def streams(self, values: Any) -> tuple[Tensor, ...]:
         video, text = values[:2]
         return text, video
-
-    def lengths(self, video: Tensor, text: Tensor, *rest: Any) -> tuple[int, int]:
-        tokens = video.shape[1] + text.shape[1]
-        return tokens, tokens
 
     # --- for the report --------------------------------------------------------------------------
 
@@ -355,7 +337,15 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     for one in made:
         if isinstance(one, CogVideoXBlockForward):
             one.tables = tables
-    return made
+    return made + [
+        SkipPair(
+            path=f"{path}.perceiver_cross_attention.{index}".lstrip("."), kind="cross",
+            heads=attn.heads, head_dim=attn.dim_head,
+            streams=(Stream("video", "1", "local_face_scale"),), cast="model", projection=True,
+            runs="as-written", reason="the network's own forward closes it, between two blocks",
+        )
+        for index, attn in enumerate(getattr(model, "perceiver_cross_attention", ()))
+    ]  # fmt: skip
 
 
 def _attend(found: Found, config: PatchConfig) -> Attend:
@@ -367,21 +357,3 @@ def _attend(found: Found, config: PatchConfig) -> Attend:
     linears = {name: getattr(attn, name) for name in ("to_q", "to_k", "to_v")}
     check_attention(f"{found.path}.attn1", head_dim, linears)
     return Attend.of(config, attn.heads, head_dim)
-
-
-def installations(patched: PatchedBlock) -> list[tuple[nn.Module, Any]]:
-    """Return nothing: a block's own forward is all that is installed."""
-    return []
-
-
-def other_pairs(model: Any, path: str) -> list[SkipPair]:
-    """Describe ConsisID's cross-attentions to the face, whose skips stand between the blocks."""
-    return [
-        SkipPair(
-            path=f"{path}.perceiver_cross_attention.{index}".lstrip("."), kind="cross",
-            heads=attn.heads, head_dim=attn.dim_head,
-            streams=(Stream("video", "1", "local_face_scale"),), cast="model", projection=True,
-            runs="as-written", reason="the network's own forward closes it, between two blocks",
-        )
-        for index, attn in enumerate(getattr(model, "perceiver_cross_attention", ()))
-    ]  # fmt: skip

@@ -8,9 +8,7 @@ from diffusers.models.attention import FeedForward
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
 
-from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.int8_linears import shared_rows
-from turbo_rcm_patch.patching.pieces import WIDE, Attend, Norms, Rotary
 from turbo_rcm_patch.patching.plain import (
     bare,
     class_replaced,
@@ -69,27 +67,6 @@ def plain_projection(attn: Any) -> bool:
     """Return True if a kernel may read the output projection."""
     linear, dropout = attn.to_out
     return plain_linear(linear, linear.weight) and bare(dropout)
-
-
-def attention_project_skip(
-    attend: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    norms: Norms,
-    rotary: Rotary,
-    linear: Any,
-    residual: Tensor,
-    gate: Tensor,
-) -> Tensor:
-    """Compute residual + gate * (attention @ W_o^T + b) in one launch: fp32 [B, N, C]."""
-    made: Tensor = unchecked.attention_project_skip(
-        q, k, v, residual, None, gate, norms.q, norms.k, norms.q_bias, norms.k_bias, *rotary, None,
-        1.0, 1.0, attend.heads, attend.attention, attend.pv, attend.smooth_k, False,
-        attend.head_dim**-0.5, norms.eps, attend.impl, WIDE, linear.weight, linear.bias, "fp32",
-        "one-launch",
-    )  # fmt: skip
-    return made
 
 
 # --- whether the modules are what their classes say ----------------------------------------------

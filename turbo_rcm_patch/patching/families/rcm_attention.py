@@ -4,22 +4,19 @@ c_skip(t) * x + c_out(t) * F(x), computed in fp32 and rounded once."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.models.rcm_attention import RCMAttention
-from turbo_rcm_patch.patching.block import Level, PatchedBlock
+from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.checks import check_attention
 from turbo_rcm_patch.patching.families.pairs import branch_pair
-from turbo_rcm_patch.patching.pieces import Attend, Norms, Notes, Operands
-from turbo_rcm_patch.patching.plain import plain_linear, why_not_inference
+from turbo_rcm_patch.patching.pieces import NO_NORMS, Attend, Notes, Operands
+from turbo_rcm_patch.patching.plain import plain_linear
 from turbo_rcm_patch.skip import SkipPair, Stream
-
-_NO_NORMS: Final = Norms()
 
 
 class RCMBlock(PatchedBlock):
@@ -46,10 +43,7 @@ class RCMBlock(PatchedBlock):
         module, config, attend = self.block, self.config, self.attend
         c_skip, c_out = module.coefficients(x, t)
         q, k, v = module.qkv(x).chunk(3, dim=-1)
-        spec = ops.AttentionSpec(
-            heads=attend.heads, attention=attend.attention, pv=attend.pv,
-            smooth_k=attend.smooth_k, impl=attend.impl,
-        )  # fmt: skip
+        spec = attend.spec()
         if module.proj is None:
             return ops.attention_skip(q, k, v, spec, residual=x, c_skip=c_skip, c_out=c_out)
         if self.one_launch():
@@ -57,9 +51,9 @@ class RCMBlock(PatchedBlock):
                 q, k, v, module.proj.weight, module.proj.bias, spec, residual=x, c_skip=c_skip,
                 c_out=c_out, form="one-launch",
             )  # fmt: skip
-        branch = attend(q, k, v, _NO_NORMS)
+        branch = attend(q, k, v, NO_NORMS)
         if notes is not None:
-            notes.attention = Operands(q, k, v, _NO_NORMS, None, attend.heads, branch)
+            notes.attention = Operands(q, k, v, NO_NORMS, None, attend.heads, branch)
         return ops.skip(x, module.proj(branch), c_skip, c_out, impl=config.impl)
 
     def one_launch(self) -> bool:
@@ -73,18 +67,8 @@ class RCMBlock(PatchedBlock):
             and plain_linear(linear, linear.weight)
         )
 
-    def why_author(self, x: Tensor, t: Any) -> str:
-        return (
-            (self.reason if self.level == Level.AUTHOR else "")
-            or why_not_inference(self.block, x)
-            or ("" if x.dim() == 3 and x.shape[0] else "the input is not [B, N, C]")
-        )
-
-    def streams(self, values: Any) -> tuple[Tensor, ...]:
-        return (values[0] if isinstance(values, tuple) else values,)
-
-    def lengths(self, x: Tensor, t: Any) -> tuple[int, int]:
-        return x.shape[1], x.shape[1]
+    def why_inputs(self, x: Tensor, t: Any) -> str:
+        return "" if x.dim() == 3 and x.shape[0] else "the input is not [B, N, C]"
 
     def linears(self) -> dict[str, Any]:
         module = self.block
@@ -109,13 +93,3 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     head_dim = model.dim // model.num_heads
     check_attention(path or "module", 2 * (head_dim // 2) or 2, {"qkv": model.qkv})
     return [RCMBlock(model, path, config, Attend.of(config, model.num_heads, head_dim))]
-
-
-def installations(patched: PatchedBlock) -> list[tuple[nn.Module, Any]]:
-    """Return nothing: the module's own forward is all that is installed."""
-    return []
-
-
-def other_pairs(model: torch.nn.Module, path: str) -> list[SkipPair]:
-    """Return nothing: the module has one pair."""
-    return []

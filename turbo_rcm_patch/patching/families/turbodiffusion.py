@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops import unchecked
-from turbo_rcm_patch.patching.block import Level, PatchedBlock
+from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families.checks import check_attention, check_parameters
 from turbo_rcm_patch.patching.families.pairs import branch_pair, inner_pair
 from turbo_rcm_patch.patching.find import Found, find_blocks
@@ -35,7 +34,7 @@ from turbo_rcm_patch.patching.pieces import (
     skip,
     skip_norm,
 )
-from turbo_rcm_patch.patching.plain import author_class, bare, hook_names, why_not_inference
+from turbo_rcm_patch.patching.plain import author_class, bare, hook_names
 from turbo_rcm_patch.skip import SkipPair, Stream
 
 #: Text tokens that follow the image tokens.
@@ -140,12 +139,7 @@ class TurboBlock(PatchedBlock):
                 notes.attention = Operands(q, k, v, norms, tables, attend.heads, out)
         else:
             proj_l, sparsity = attn.attn_op.local_attn.proj_l, sparsity_of(attn, q.device)
-            out = unchecked.sparse_linear_attention(
-                q, k, v, proj_l.weight, proj_l.bias, norms.q, norms.k, *tables, attend.heads,
-                attend.attention, attend.pv, attend.smooth_k, attend.head_dim**-0.5, norms.eps,
-                sparsity.count(k.shape[1]), sparsity.block_q, sparsity.block_k, attend.impl,
-                q.dtype,
-            )  # fmt: skip
+            out = attend.sparse(q, k, v, (proj_l.weight, proj_l.bias), sparsity, norms, tables)
         made: Tensor = attn.o(out)
         return made
 
@@ -175,18 +169,7 @@ class TurboBlock(PatchedBlock):
 
     # --- when the author's forward runs ----------------------------------------------------------
 
-    def why_author(
-        self, x: Tensor, e: Tensor, seq_lens: Any, freqs: Tensor, context: Tensor, *rest: Any
-    ) -> str:
-        return (
-            (self.reason if self.level == Level.AUTHOR else "")
-            or why_not_inference(self.block, x)
-            or self.why_modules()
-            or self.why_inputs(x, e, freqs, context)
-        )
-
     def why_modules(self) -> str:
-        """Return why the modules of the block are not what the fast path stands for, or ""."""
         block = self.block
         return (
             _why_attention("self_attn", block.self_attn, ("WanSelfAttention",))
@@ -194,8 +177,9 @@ class TurboBlock(PatchedBlock):
             or _why_feed_forward(block.ffn)
         )
 
-    def why_inputs(self, x: Tensor, e: Tensor, freqs: Tensor, context: Tensor) -> str:
-        """Return why the inputs do not fit each other as the kernels want them, or ""."""
+    def why_inputs(
+        self, x: Tensor, e: Tensor, seq_lens: Any, freqs: Tensor, context: Tensor, *rest: Any
+    ) -> str:
         batch, tokens, channels = x.shape
         attend = self.attend
         fits = (
@@ -211,14 +195,16 @@ class TurboBlock(PatchedBlock):
         )
         return "" if fits else "text, modulation or rotary angles do not fit the video"
 
-    def streams(self, values: Any) -> tuple[Tensor, ...]:
-        return (values[0] if isinstance(values, tuple) else values,)
-
-    def lengths(self, x: Tensor, *rest: Any) -> tuple[int, int]:
-        return x.shape[1], x.shape[1]
-
     def group(self) -> Any:
         return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)
+
+    def beside(self) -> list[tuple[Any, Any]]:
+        """Return a self-attention that runs without flash-attn, whose rotary embedding the author
+        calls: the network cannot run unpatched without it, and the guard needs it."""
+        attn = self.block.self_attn
+        file = sys.modules.get(author_class(attn).__module__)
+        lacks = file is not None and vars(file).get(_ROTARY, _ROTARY) is None
+        return [(attn, RotaryForward(attn))] if lacks else []
 
     # --- for the report --------------------------------------------------------------------------
 
@@ -381,21 +367,7 @@ def _attend(found: Found, config: PatchConfig) -> Attend:
     return Attend.of(config, attn.num_heads, attn.dim // attn.num_heads)
 
 
-def other_pairs(model: Any, path: str) -> list[SkipPair]:
-    """Return nothing: all pairs are in blocks."""
-    return []
-
-
 # --- without flash-attn --------------------------------------------------------------------------
-
-
-def installations(patched: PatchedBlock) -> list[tuple[nn.Module, Any]]:
-    """Return an author's self-attention that runs without flash-attn, whose rotary embedding it
-    calls: without it the network cannot run unpatched, and the guard needs it."""
-    attn: Any = patched.block.self_attn
-    file = sys.modules.get(author_class(attn).__module__)
-    lacks = file is not None and vars(file).get(_ROTARY, _ROTARY) is None
-    return [(attn, RotaryForward(attn))] if lacks else []
 
 
 class RotaryForward:

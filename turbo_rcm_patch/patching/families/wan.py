@@ -19,12 +19,11 @@ from typing import Any, Final
 import torch
 from diffusers.models.attention import FeedForward
 from diffusers.models.normalization import FP32LayerNorm
-from torch import Tensor, nn
+from torch import Tensor
 
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.ops import unchecked
-from turbo_rcm_patch.patching.block import Level, PatchedBlock
+from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import diffusers_parts as parts
 from turbo_rcm_patch.patching.families.checks import check_attention, check_parameters
 from turbo_rcm_patch.patching.families.pairs import branch_pair, inner_pair
@@ -35,7 +34,6 @@ from turbo_rcm_patch.patching.pieces import (
     LAYER_NORMS,
     NO_NORMS,
     Attend,
-    Norms,
     Notes,
     Operands,
     Rotary,
@@ -46,7 +44,7 @@ from turbo_rcm_patch.patching.pieces import (
     skip,
     skip_norm,
 )
-from turbo_rcm_patch.patching.plain import author_class, why_not_inference
+from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.patching.ulysses import context_parallel, exchanges_itself, ulysses_of
 from turbo_rcm_patch.skip import SkipPair, Stream
@@ -154,8 +152,11 @@ class WanBlock(PatchedBlock):
         if ulysses is not None:
             q, k, v, attend = ulysses.to_heads(q, k, v, norms, tables)
             norms, tables = NO_NORMS, None
-        if attached_proj_l(attn) is not None:
-            out = self.sparse_attention(attend, attn, q, k, v, norms, tables)
+        proj_l = attached_proj_l(attn)
+        if proj_l is not None:
+            weight, bias = (x.to(q.device) for x in proj_l)
+            sparsity = ops.Sparsity.sage(self.config.sla_topk, q.device)
+            out = attend.sparse(q, k, v, (weight, bias), sparsity, norms, tables)
         else:
             out = attend(q, k, v, norms, tables)
             if notes is not None:
@@ -163,27 +164,6 @@ class WanBlock(PatchedBlock):
         if ulysses is not None:
             out = ulysses.to_tokens(out)
         return parts.project_out(attn, out)
-
-    def sparse_attention(
-        self,
-        attend: Attend,
-        attn: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        norms: Norms,
-        tables: Rotary | None,
-    ) -> Tensor:
-        """SLA: a softmax over few blocks of keys, and a linear attention over all."""
-        sparsity = ops.Sparsity.sage(self.config.sla_topk, q.device)
-        cos, sin = (None, None) if tables is None else tables
-        weight, bias = (x.to(q.device) for x in attached_proj_l(attn) or ())
-        out: Tensor = unchecked.sparse_linear_attention(
-            q, k, v, weight, bias, norms.q, norms.k, cos, sin, attend.heads, attend.attention,
-            attend.pv, attend.smooth_k, attend.head_dim**-0.5, norms.eps,
-            sparsity.count(k.shape[1]), sparsity.block_q, sparsity.block_k, attend.impl, q.dtype,
-        )  # fmt: skip
-        return out
 
     def cross_attention(self, attn: Any, h: Any, context: Tensor) -> Tensor:
         """Run cross-attention to text, and to an image where there is one: [B, N, C]."""
@@ -228,29 +208,15 @@ class WanBlock(PatchedBlock):
         attend, linear = self.attend, attn.to_out[0]
         q, k, v = parts.qkv(attn, h)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
-        return parts.attention_project_skip(
-            attend, q, k, v, norms, _tables(rotary, attend.head_dim), linear, residual, gate
-        )
+        return ops.attention_project_skip(
+            q, k, v, linear.weight, linear.bias, attend.spec(norms.eps), residual=residual,
+            c_out=gate, norm_q=norms.q, norm_k=norms.k, rotary=_tables(rotary, attend.head_dim),
+            form="one-launch", out_dtype=torch.float32,
+        )  # fmt: skip
 
     # --- when the author's forward runs ----------------------------------------------------------
 
-    def why_author(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        temb: Tensor,
-        rotary_emb: Rotary,
-        *rest: Any,
-    ) -> str:
-        return (
-            (self.reason if self.level == Level.AUTHOR else "")
-            or why_not_inference(self.block, hidden_states)
-            or self.why_modules()
-            or self.why_inputs(hidden_states, encoder_hidden_states, temb, rotary_emb)
-        )
-
     def why_modules(self) -> str:
-        """Return why the modules of the block are not what the fast path stands for, or ""."""
         block = self.block
         return (
             parts.why_attention("attn1", block.attn1, stand_in=SLAForward)
@@ -258,8 +224,7 @@ class WanBlock(PatchedBlock):
             or parts.why_feed_forward("ffn", block.ffn)
         )
 
-    def why_inputs(self, x: Tensor, context: Any, temb: Any, rotary: Any) -> str:
-        """Return why the inputs do not fit each other as the kernels want them, or ""."""
+    def why_inputs(self, x: Tensor, context: Any, temb: Any, rotary: Any, *mask: Any) -> str:
         if not isinstance(rotary, tuple) or context is None or context.dim() != 3:
             return "it has no text or no rotary table"
         batch, tokens, channels = x.shape
@@ -276,15 +241,14 @@ class WanBlock(PatchedBlock):
         )
         return "" if fits else "text, modulation or rotary table do not fit the video"
 
-    def streams(self, values: Any) -> tuple[Tensor, ...]:
-        return (values[0] if isinstance(values, tuple) else values,)
-
-    def lengths(self, hidden_states: Tensor, *rest: Any) -> tuple[int, int]:
-        return hidden_states.shape[1], hidden_states.shape[1]
-
     def group(self) -> Any:
         split = context_parallel(getattr(self.block.attn1, "processor", None))
         return None if split is None else split._flattened_mesh.get_group()
+
+    def beside(self) -> list[tuple[Any, Any]]:
+        attn = self.block.attn1
+        sparse = attached_proj_l(attn) is not None
+        return [(attn, SLAForward(attn, self.config.sla_topk))] if sparse else []
 
     # --- for the report --------------------------------------------------------------------------
 
@@ -357,7 +321,20 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     }
     check_parameters(expected, "diffusers")
     found = find_blocks(model.blocks, f"{path}.blocks", block, WanBlock)
-    return [one.made(attend_of(one, config), config) for one in found]
+    return [one.made(attend_of(one, config), config) for one in found] + _face_pairs(model, path)
+
+
+def _face_pairs(model: Any, path: str) -> list[SkipPair]:
+    """Describe Wan-Animate's attentions to a face, which stand between two blocks."""
+    return [
+        SkipPair(
+            path=f"{path}.face_adapter.{index}".lstrip("."), kind="cross", heads=attn.heads,
+            head_dim=attn.inner_dim // attn.heads, streams=(Stream("video", "1", "1"),),
+            cast="model", projection=True, runs="as-written",
+            reason="the model's own forward adds it between two blocks",
+        )
+        for index, attn in enumerate(getattr(model, "face_adapter", ()))
+    ]  # fmt: skip
 
 
 def attend_of(found: Found, config: PatchConfig) -> Attend:
@@ -370,24 +347,3 @@ def attend_of(found: Found, config: PatchConfig) -> Attend:
             linears = parts.attention_linears(name, attn)
             check_attention(f"{found.path}.{name}", head_dim, linears)
     return Attend.of(config, heads, head_dim)
-
-
-def installations(patched: WanBlock) -> list[tuple[nn.Module, Any]]:
-    """Return what is installed beside a block's own forward: SLA's definition on its attention."""
-    attn = patched.block.attn1
-    if attached_proj_l(attn) is None:
-        return []
-    return [(attn, SLAForward(attn, patched.config.sla_topk))]
-
-
-def other_pairs(model: Any, path: str) -> list[SkipPair]:
-    """Describe the pairs outside the blocks: Wan-Animate's attentions to a face."""
-    return [
-        SkipPair(
-            path=f"{path}.face_adapter.{index}".lstrip("."), kind="cross", heads=attn.heads,
-            head_dim=attn.inner_dim // attn.heads, streams=(Stream("video", "1", "1"),),
-            cast="model", projection=True, runs="as-written",
-            reason="the model's own forward adds it between two blocks",
-        )
-        for index, attn in enumerate(getattr(model, "face_adapter", ()))
-    ]  # fmt: skip

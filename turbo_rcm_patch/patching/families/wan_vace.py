@@ -13,13 +13,11 @@ from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching.block import PatchedBlock
 from turbo_rcm_patch.patching.families import wan
 from turbo_rcm_patch.patching.families.checks import check_parameters
-from turbo_rcm_patch.patching.families.wan import WanBlock, installations, other_pairs
+from turbo_rcm_patch.patching.families.wan import WanBlock
 from turbo_rcm_patch.patching.find import find_blocks
 from turbo_rcm_patch.patching.pieces import Notes, Rotary
 from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.skip import SkipPair
-
-__all__ = ["blocks_of", "installations", "other_pairs"]
 
 _CONTROL: Final = (
     "self", "hidden_states", "encoder_hidden_states", "control_hidden_states", "temb",
@@ -72,12 +70,12 @@ class VACEBlock(WanBlock):
         control = super().fast(notes, control, encoder_hidden_states, temb, rotary_emb)
         return None if block.proj_out is None else block.proj_out(control), control
 
-    def why_author(  # type: ignore[override]
+    def why_inputs(  # type: ignore[override]
         self, hidden_states: Tensor, context: Tensor, control: Tensor, temb: Tensor, rotary: Rotary
     ) -> str:
         if control.shape != hidden_states.shape or control.dtype != hidden_states.dtype:
             return "the control stream does not fit the video"
-        return super().why_author(control, context, temb, rotary)
+        return super().why_inputs(control, context, temb, rotary)
 
     def streams(self, values: Any) -> tuple[Tensor, ...]:
         return (values[1] if isinstance(values, tuple) and len(values) == 2 else values[0],)
