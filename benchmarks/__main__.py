@@ -1,4 +1,4 @@
-"""Measurements: speed and distance to fp32, on one machine."""
+"""Measure speed and distance to fp32 on one machine."""
 
 from __future__ import annotations
 
@@ -11,87 +11,59 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.runner import Plan
-from turbo_rcm_patch.errors import ConfigError
 from turbo_rcm_patch.exit_codes import run_command
-from turbo_rcm_patch.usage import Types, add_options
 
 _PROGRAM: Final = "python -m benchmarks"
-#: Command -> (module and function of a plan, help, an example of --only, an example of --peers).
-COMPARISONS: Final = {
+#: Benchmark -> (what it measures, an example of --only).
+BENCHMARKS: Final = {
     "attention": (
-        "attention.run",
-        "attention alone against every attention a user could pick",
-        "H12-N32760-D128,H48-N17776-D64",
-        '"ours fp8,torch cuDNN"',
+        "attention alone beside cuDNN, flash and sageattention",
+        '"H12-N32760-D128,fused int8,torch cuDNN"',
     ),
     "network": (
-        "forward.run",
-        "one forward of Wan or CogVideoX: eager, compiled, patched, and where its time goes",
-        "1.3b,14b,cogvideox-2b",
-        '"eager,patched,patched compiled"',
-    ),
-    "fidelity": (
-        "fidelity.run",
-        "the distance of one forward to the same network in fp32, by residual and precision",
-        "drawn-x1,live-x8,cogvideox-2b",
-        '"compiled,int8 / residual fp32"',
+        "one forward of Wan and CogVideoX at their published sizes",
+        '"14b,eager,patched,patched int8 Linears"',
     ),
     "length": (
-        "forward.run_length",
-        "one forward of Wan over the number of tokens, and of other networks: queued, on the CPU, "
-        "as a CUDA graph",
-        "780,7800,32760,cogvideox-2b",
-        '"eager,patched,patched int8 Linears"',
+        "a forward of Wan2.1-1.3B by its number of tokens, on the GPU and on the CPU",
+        '"780,7800,eager,patched"',
     ),
-    "video": (
-        "video.run",
-        "seconds a video of Wan, cold and warm, with the guard on",
-        "rcm-4-steps",
-        "eager,compiled,patched",
+    "fidelity": (
+        "the distance of a forward to the same network in fp32",
+        '"live-x8,patched,patched exact"',
     ),
-    "sparse": (
-        "sparse.run",
-        "sparse-linear attention (SLA) against our dense int8 attention",
-        "H12-N32760-D128-k0.1",
-        '"dense int8,sparse auto"',
-    ),
-    "parallel": (
-        "parallel.run",
-        "one forward of Wan split over all GPUs, unpatched and patched",
-        "1.3b,14b",
-        '"Ulysses cuDNN,Ulysses patched"',
-    ),
+    "video": ("the first and the second video of a fresh process", '"unpatched,patched"'),
+    "parallel": ("one forward of Wan split over all GPUs", '"1.3b,Ulysses patched"'),
+    "sparse": ("sparse-linear attention (SLA) beside dense int8", "H12-N32760-D128-k0.1"),
 }
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    top = argparse.ArgumentParser(
-        prog=_PROGRAM,
-        description=__doc__,
-    )
-    commands = top.add_subparsers(dest="command", required=True)
-    for name, (_, text, only, peers) in COMPARISONS.items():
+    """Return the command line's parser."""
+    top = argparse.ArgumentParser(prog=_PROGRAM, description=__doc__)
+    commands = top.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, (text, only) in BENCHMARKS.items():
         one = commands.add_parser(
             name,
             help=text,
-            description=f"Measures {text}. Writes {name}.json and plots into a folder.",
-            epilog=f"examples:  {_PROGRAM} {name} --quick\n"
-            f"           {_PROGRAM} {name} --only {only} --peers {peers} --out results/today\n"
+            description=f"Measure {text}: a table on the screen and {name}.json in a folder.",
+            epilog=f"examples:  {_PROGRAM} {name} --only {only}\n"
             f"           {_PROGRAM} {name} --device cpu --micro    (tries the command itself)",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        options = _OPTIONS | _OWN.get(name, {})
-        add_options(
-            one, options, _TYPES, out=_OUT, device="cuda", only=(), peers=(), seed=0, limit=600.0,
-            inputs=1,
-        )  # fmt: skip
-    plot = commands.add_parser("plot", help="draw the plots of a folder again, from its JSON")
-    plot.add_argument("folder", type=Path, help="where the comparisons wrote")
-    table = commands.add_parser(
-        "table", help="print tables of a folder in Markdown, from its JSON"
-    )
-    table.add_argument("folder", type=Path, help="where `length` or `video` wrote")
+        add = one.add_argument
+        add("--out", type=Path, default=Path("outputs/benchmarks"), metavar="FOLDER",
+            help="folder of the JSON file; results of the same machine and code are added to it "
+            "(default: %(default)s)")  # fmt: skip
+        add("--only", type=_names, default=(), metavar="NAME,...",
+            help="cases and methods to measure, as they are named in the table")  # fmt: skip
+        add("--device", default="cuda", help='"cuda", "cuda:1", or "cpu" with --micro')
+        add("--calls", type=int, metavar="N", help="most timed calls of a measurement")
+        add("--limit", type=float, default=540.0, metavar="SECONDS",
+            help="begin no measurement after this, and name what was left out "
+            "(default: %(default)s)")  # fmt: skip
+        add("--seed", type=int, default=0, metavar="N", help="of weights and inputs")
+        add("--micro", action="store_true", help="toy sizes, to try the command itself")
     return top
 
 
@@ -99,88 +71,22 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-_TYPES: Final[Types] = {
-    **dict.fromkeys(("CASE,...", "NAME,..."), _names),
-    "PATH": Path,
-}
-_OUT: Final = Path("outputs/benchmarks")
-_OPTIONS: Final = {
-    "--out FOLDER": "folder to write into (default: %(default)s)",
-    "--device DEVICE": '"cuda", "cuda:1", or "cpu" with --micro',
-    "--quick": "fewer sizes and fewer calls",
-    "--only CASE,...": "cases to measure",
-    "--peers NAME,...": "methods to measure",
-    "--calls N": "most timed calls of a measurement",
-    "--seed N": "of weights and inputs",
-    "--limit SECONDS": "begin no measurement after this, and say what was left out (default: "
-    "%(default)s)",
-    "--micro": "toy sizes, to try the command itself",
-}
-_CHECKOUT: Final = {
-    "--turbodiffusion PATH": "a checkout of thu-ml/TurboDiffusion, for its WanModel: turbo-1.3b "
-    "of network, WanModel of length",
-}
-#: What some comparisons take beyond that.
-_OWN: Final = {
-    "fidelity": {
-        "--inputs N": "pairs of a timestep and a seed, 1 to 12 (default: %(default)s)",
-    },
-    "network": _CHECKOUT,
-    "length": _CHECKOUT,
-}
-
-
-def _plot(folder: Path) -> int:
-    from benchmarks.plots import draw
-
-    files = [folder / f"{name}.json" for name in (*COMPARISONS, "network_turbo")]
-    found = [path for path in files if path.is_file()]
-    if not found:
-        raise ConfigError(
-            "folder",
-            expected=f"one of {', '.join(path.name for path in files)} in it",
-            got=str(folder),
-            remedy="Run a comparison first",
-        )
-    for path in found:
-        for png in draw(path):
-            print(png)
-    return 0
-
-
-def _table(folder: Path) -> int:
-    from benchmarks.tables import tables
-
-    made = tables(folder)
-    if not made:
-        raise ConfigError(
-            "folder",
-            expected="length.json or video.json in it",
-            got=str(folder),
-            remedy="Run one of them first",
-        )
-    print(made)
-    return 0
-
-
 def _run(arguments: argparse.Namespace, command: str) -> int:
-    if arguments.command == "plot":
-        return _plot(arguments.folder)
-    if arguments.command == "table":
-        return _table(arguments.folder)
     given = vars(arguments)
-    module, function = COMPARISONS[given.pop("command")][0].split(".")
-    run = getattr(import_module(f"benchmarks.{module}"), function)
-    code: int = run(Plan(**given, command=command))
+    module = import_module(f"benchmarks.{given.pop('benchmark')}")
+    code: int = module.run(Plan(**given, command=command))
     return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 0 only if what is ours ran and was right, 1 if not, 2
-    for a mistake in the arguments or the files, 3 for an error nobody foresaw."""
+    """Run the command line.
+
+    Returns:
+        0 if every method of this library ran and was right, 1 if not, 2 for a mistake in the
+        arguments or the files, 3 for an unexpected error.
+    """
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser().parse_args(given)
-    # Every case is on disk as soon as it is measured.
     return run_command(
         lambda: _run(arguments, f"{_PROGRAM} {shlex.join(given)}"),
         lambda error: f"error: {error}",

@@ -169,7 +169,7 @@ def test_the_hopper_prologue_keeps_nan_and_zero() -> None:
 
 
 def test_rows_that_cannot_be_copied_by_sixteen_bytes_take_the_portable_prologue() -> None:
-    """A row that begins 8 bytes off, as a view into somebody's tensor may."""
+    """A row that begins 8 bytes off, as a view into another tensor may."""
     device = hopper()
     wide = torch.randn(1, 512, 3 * 128 + 4, device=device, dtype=torch.bfloat16)
     q, k, v = (wide[..., 4 + 128 * i : 4 + 128 * (i + 1)] for i in range(3))

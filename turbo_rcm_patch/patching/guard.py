@@ -49,36 +49,6 @@ _STRIDE: Final = 7
 _AIM: Final = 0.95
 
 
-class Steps:
-    """Where a diffusers pipeline is in its denoising loop. It is held weakly."""
-
-    def __init__(self, pipe: object) -> None:
-        try:
-            self._pipe: Callable[[], Any] = weakref.ref(pipe)
-        except TypeError:  # an object of the caller's own
-            self._pipe = lambda: pipe
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Nowhere, ()  # A weak reference means nothing in another process or a copy.
-
-    def now(self) -> tuple[int, int] | None:
-        """Return the index of the step and their number, or None; no device is asked."""
-        scheduler = getattr(self._pipe(), "scheduler", None)
-        index = getattr(scheduler, "_step_index", None)
-        timesteps = getattr(scheduler, "timesteps", None)
-        if timesteps is None or len(timesteps) == 0:
-            return None
-        return int(index or 0), len(timesteps)
-
-
-class _Nowhere(Steps):
-    def __init__(self) -> None:
-        pass
-
-    def now(self) -> None:
-        return None
-
-
 @dataclass(slots=True)
 class _Forward:
     """The forward that one thread is in.
@@ -124,7 +94,8 @@ class Guard:
         config: How the model is patched.
         log: Gets a record of each comparison.
         count: The number of blocks.
-        steps: Knows the denoising step, or None.
+        pipe: The diffusers pipeline whose scheduler knows the denoising step, held weakly; None
+            for a model without one.
         agree: Makes numbers the same on all ranks that share a sequence: the largest of each.
     """
 
@@ -133,11 +104,14 @@ class Guard:
         config: PatchConfig,
         log: GuardLog,
         count: int,
-        steps: Steps | None,
+        pipe: object | None,
         agree: Callable[[PatchedBlock, list[float]], list[float]],
     ) -> None:
         self._target = config.fidelity
-        self.log, self._count, self._steps, self._agree = log, count, steps, agree
+        self.log, self._count, self._agree = log, count, agree
+        # An object that cannot be referred to weakly is no diffusers pipeline.
+        weak = hasattr(type(pipe), "__weakref__")
+        self._pipe = weakref.ref(pipe) if weak else None
         self._seen: dict[Any, _Seen] = {}
         self._turn, self._due, self._sampled = 0, 4, 0
         # Without a divisor in common the samples reach every block.
@@ -147,11 +121,11 @@ class Guard:
         log.attach(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_threads"}
+        # A copy belongs to no pipeline.
+        return vars(self) | {"_threads": None, "_pipe": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._threads = threading.local()
+        vars(self).update(state, _threads=threading.local())
 
     def check_next(self) -> None:
         """Compare every block on the next forward."""
@@ -186,7 +160,7 @@ class Guard:
         one = ops.resolved(attend.spec(), x.device, *block.lengths(*inputs))
         here.way = x.dtype, x.device.type, one.attention, one.pv
         self._seen.setdefault(here.way, _Seen())
-        now = None if self._steps is None else self._steps.now()
+        now = None if self._pipe is None else _step_of(self._pipe())
         here.step = None if now is None else now[0]
         here.last = now is not None and now[0] == now[1] - 1
         capturing = _capturing(x)
@@ -330,6 +304,16 @@ def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> tuple[Stages, Any]:
     with in_16_bits():
         out = author_class(twin).forward(twin, *inputs)
     return [*found, block.streams(out)], out
+
+
+def _step_of(pipe: object) -> tuple[int, int] | None:
+    """Return the index of a pipeline's denoising step and their number, or None; no device is
+    asked."""
+    scheduler = getattr(pipe, "scheduler", None)
+    timesteps = getattr(scheduler, "timesteps", None)
+    if timesteps is None or len(timesteps) == 0:
+        return None
+    return int(getattr(scheduler, "_step_index", None) or 0), len(timesteps)
 
 
 def _capturing(x: Tensor) -> bool:

@@ -32,7 +32,7 @@ from turbo_rcm_patch.patching.find import (
     find_targets,
     parts_of,
 )
-from turbo_rcm_patch.patching.guard import Guard, Steps
+from turbo_rcm_patch.patching.guard import Guard
 from turbo_rcm_patch.patching.int8_linears import WRITERS, DropsCopies, Int8Forward, why_not_int8
 from turbo_rcm_patch.patching.int8_only import drop_originals, refuse_offloaded
 from turbo_rcm_patch.patching.plain import note_classes
@@ -237,8 +237,8 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
     others += _boundary(model, target)
     record = PatchRecord(module, target.path, config, blocks, others)
     if config.guard:
-        steps = None if isinstance(model, nn.Module) else Steps(model)
-        record.guard = Guard(config, log, len(blocks), steps, agree_on_largest)
+        pipe = None if isinstance(model, nn.Module) else model
+        record.guard = Guard(config, log, len(blocks), pipe, agree_on_largest)
     forwards: dict[int, Int8Forward] = {}
     placed: set[int] = set()
     for index, block in enumerate(blocks):

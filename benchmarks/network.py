@@ -1,0 +1,122 @@
+"""`network`: one forward of Wan, of Wan with SLA, and of CogVideoX, at their published sizes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from benchmarks.models import COGVIDEOXS, WANS, network_of
+from benchmarks.runner import (
+    ERROR,
+    TIMES,
+    Call,
+    Column,
+    Journal,
+    Plan,
+    Record,
+    error_to,
+    generator,
+    peak_gib,
+    run_cases,
+    seconds_of,
+    time_forwards,
+)
+from benchmarks.ways import EAGER, WAYS, is_patched
+from turbo_rcm_patch import PatchReport
+from turbo_rcm_patch.patching import sla_as_defined
+from turbo_rcm_patch.patching.sla import attach_proj_l
+
+#: Relative L2 to the truth from which a forward is broken and is not timed.
+BROKEN: Final = 0.2
+COLUMNS: Final = (
+    *TIMES, Column("CPU ms", "cpu_ms.median", ".2f"), Column("of eager", "of_eager", ".3f"),
+    Column("first s", "first_seconds", ".2f"), Column("in int8", "in_int8", "d"),
+    Column("GiB", "peak_gib", ".1f"), ERROR,
+)  # fmt: skip
+ABOUT: Final = {
+    "weights": "seeded random, bf16; batch 1, guard off",
+    "ms": "of forwards queued one after another, by the wall clock",
+    "cpu_ms": "until a forward returns that began on an idle GPU",
+    "first_seconds": "the first forward with this method in this process, compilation included",
+    "in_int8": "blocks whose self-attention ran in int8 on the last forward",
+    "peak_gib": "allocated memory at the peak of a forward, weights included",
+    "error": "relative L2 to the unpatched eager output; with SLA to SLA by its definition",
+    "compile": "every block with fullgraph=True, as compile_repeated_blocks does",
+}
+_SLA: Final = "1.3b-sla"
+#: With SLA the author's forward is dense attention, another function.
+_SLA_METHODS: Final = ("patched", "patched int8 Linears", "patched compile")
+
+
+def run(plan: Plan) -> int:
+    """Measure, and write `network.json`.
+
+    Returns:
+        0 if every patched forward was near the truth.
+    """
+    cases = [*WANS, _SLA, *COGVIDEOXS]
+    return run_cases(
+        plan, "network", COLUMNS, ABOUT, cases, list(WAYS), _measure, default=["1.3b"]
+    )
+
+
+@torch.no_grad()
+def _measure(case: str, methods: list[str], journal: Journal) -> None:
+    network, make = network_of(case.removesuffix("-sla"), journal.plan, journal.device)
+    call = make(journal.plan.seed)
+    if case == _SLA:
+        methods = [name for name in methods if name in _SLA_METHODS]
+        _attach_sla(network, journal)
+        with sla_as_defined(network, 0.1):
+            truth = call()
+    else:
+        truth = call()
+    count = sum(p.numel() for p in network.parameters())
+    journal.case(case, parameters=count, finite=bool(truth.isfinite().all()))
+    for method in methods:
+        function = partial(measure_forward, method, network, call, truth, journal, case)
+        journal.measure(case, method, function, fused=is_patched(method))
+
+
+def _attach_sla(network: Any, journal: Journal) -> None:
+    random = generator(journal.device, journal.plan.seed)
+    dim = network.config.attention_head_dim
+    for block in network.blocks:
+        drawn = torch.randn(dim + 1, dim, generator=random, device=journal.device)
+        attach_proj_l(block.attn1, drawn[:-1] * dim**-0.5, drawn[-1])
+
+
+def measure_forward(
+    method: str, network: Any, call: Call, truth: torch.Tensor, journal: Journal, case: str,
+    record: Record,
+) -> None:  # fmt: skip
+    """Check and time one way to run a network.
+
+    Args:
+        method: A key of `WAYS`.
+        network: Unpatched and uncompiled before and after.
+        call: A forward.
+        truth: Its right output.
+        journal: Of the benchmark.
+        case: Name of the case, for the ratio to eager.
+        record: Gets the numbers.
+    """
+    device, plan = journal.device, journal.plan
+    output: list[torch.Tensor] = []
+    with WAYS[method](network, plan.compiler) as report:
+        record["first_seconds"] = seconds_of(lambda: output.append(call()), device)
+        record["error"] = error_to(truth, BROKEN)(output.pop())
+        for _ in range(2):  # CUDA graphs are captured in the second forward.
+            call()
+        record["peak_gib"] = peak_gib(call, device)
+        record["ms"], record["cpu_ms"] = time_forwards(call, device, plan.most(5))
+        if isinstance(report, PatchReport) and report.last_forward:
+            record["ran"] = report.last_forward
+            record["in_int8"] = sum(
+                n for how, n in report.last_forward.items() if "int8 attention" in how
+            )
+    eager = journal.case(case).get(EAGER, {})
+    if "ms" in eager:
+        record["of_eager"] = record["ms"]["median"] / eager["ms"]["median"]

@@ -1,0 +1,136 @@
+"""Ways to run a network: as written, compiled, patched, both, and with another attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from importlib import metadata
+from typing import Any, Final, Unpack
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from turbo_rcm_patch import PatchConfig, PatchReport, patched
+from turbo_rcm_patch.config import PatchOptions
+from turbo_rcm_patch.errors import ConfigError, MissingPackageError
+
+#: Changes how a network runs for the length of a `with` block; takes a backend of torch.compile.
+Way = Callable[[Any, str], AbstractContextManager[object]]
+
+
+def as_written(network: Any, backend: str) -> AbstractContextManager[object]:
+    """Change nothing."""
+    return nullcontext()
+
+
+def in_turn(*ways: Way) -> Way:
+    """Return one way inside the other; entering gives what the first gives."""
+
+    @contextmanager
+    def enter(network: Any, backend: str) -> Iterator[object]:
+        with ExitStack() as stack:
+            yield [stack.enter_context(way(network, backend)) for way in ways][0]
+
+    return enter
+
+
+def patch(**options: Unpack[PatchOptions]) -> Way:
+    """Return the patch, without the guard unless the options say so; entering gives the report."""
+
+    def enter(network: Any, backend: str) -> AbstractContextManager[PatchReport]:
+        return patched(network, PatchConfig(guard=False), **options)
+
+    return enter
+
+
+@contextmanager
+def compiled(network: Any, backend: str, *, fullgraph: bool = True) -> Iterator[None]:
+    """Compile every block, as diffusers' `compile_repeated_blocks` does.
+
+    CogVideoX names no repeated blocks, so the blocks are compiled here.
+    """
+    torch._dynamo.reset()
+    blocks = getattr(network, "blocks", None) or network.transformer_blocks
+    for block in blocks:
+        block.compile(fullgraph=fullgraph, backend=backend)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None
+        torch._dynamo.reset()
+
+
+@contextmanager
+def reduce_overhead(network: Any, backend: str) -> Iterator[None]:
+    """Compile the whole network with mode="reduce-overhead", which captures CUDA graphs."""
+    torch._dynamo.reset()
+    inductor = backend == "inductor"  # Other backends have no modes.
+    options = {"mode": "reduce-overhead"} if inductor else {"backend": backend}
+    network.compile(fullgraph=True, **options)
+    try:
+        yield
+    finally:
+        network._compiled_call_impl = None
+        torch._dynamo.reset()
+
+
+def cudnn(network: Any, backend: str) -> AbstractContextManager[object]:
+    """Let torch's attention run on cuDNN."""
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+
+
+def sage_release() -> str:
+    """The version of the installed sageattention, or "" without one."""
+    try:
+        return metadata.version("sageattention")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@contextmanager
+def sage(network: Any, backend: str) -> Iterator[None]:
+    """Run diffusers' attentions on sageattention 2 (a CUDA build)."""
+    from diffusers.models.attention_dispatch import attention_backend
+
+    if not hasattr(network, "blocks"):
+        raise ConfigError(
+            "sageattention",
+            expected="a network that asks diffusers for its attention backend",
+            got=f"{type(network).__name__}, which calls torch's attention",
+        )
+    release = sage_release()
+    if not release.startswith("2."):
+        raise MissingPackageError(
+            "sageattention", expected="release 2.x, a CUDA build", got=release or "no package"
+        )
+    with attention_backend("sage"):
+        yield
+
+
+#: Method -> how it runs the network. Unpatched ones first; `EAGER` is what others are compared
+#: with.
+EAGER: Final = "eager"
+WAYS: Final[dict[str, Way]] = {
+    EAGER: as_written,
+    "eager cuDNN": cudnn,
+    "compile": compiled,
+    "sage": sage,
+    # Its CUDA build breaks the graph at every attention.
+    "compile sage": in_turn(sage, partial(compiled, fullgraph=False)),
+    "patched": patch(),
+    "patched int8 Linears": patch(linear="int8"),
+    "patched exact": patch(attention="exact"),
+    "patched compile": in_turn(patch(), compiled),
+    "patched int8 Linears compile": in_turn(patch(linear="int8"), compiled),
+    # These take longest to begin with.
+    "reduce-overhead": reduce_overhead,
+    "patched reduce-overhead": in_turn(patch(), reduce_overhead),
+    "patched int8 Linears reduce-overhead": in_turn(patch(linear="int8"), reduce_overhead),
+}
+
+
+def is_patched(method: str) -> bool:
+    """Return True if a method is this library's."""
+    return method.startswith(("patched", "fused"))
