@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.measures import relative_l2
 from tests.patching.models import MODELS, classes, named, run, wan, wide
-from turbo_rcm_patch import PatchReport, patch_model, report_of, unpatch_model
+from turbo_rcm_patch import PatchReport, ops, patch_model, report_of, unpatch_model
 from turbo_rcm_patch.errors import NonFiniteInputError
 from turbo_rcm_patch.ops import unchecked
 from turbo_rcm_patch.patching.families.wan import WanBlock
@@ -205,8 +205,10 @@ WAN_FAULTS = [
     Fault("scales of int8 rows lost", "skip_norm_rows", result(2, torch.ones_like), options=INT8),
     Fault("int8 rows one off", "skip_norm_rows", result(1, lambda x: x.roll(1, 1)), options=INT8),
     Fault("int8 scales of other channels", "int8_linear", change(2, by=lambda s: 2 * s.roll(7, 0)), options=INT8),
-    Fault("gate rolled", "attention_project_skip", change(5, by=roll), options=ONE_LAUNCH),
-    Fault("projection of other heads", "attention_project_skip", change(-4, by=roll), options=ONE_LAUNCH),
+    Fault("gate rolled in one launch", "attention_project_skip",
+          lambda right: lambda *a, c_out, **n: right(*a, c_out=roll(c_out), **n), options=ONE_LAUNCH, owner=ops),
+    Fault("projection of other heads in one launch", "attention_project_skip",
+          lambda right: lambda q, k, v, w, *a, **n: right(q, k, v, roll(w), *a, **n), options=ONE_LAUNCH, owner=ops),
 ]  # fmt: skip
 
 # Arguments of skip_norm_streams: branch, text, video, both gates, both scales, both shifts, ...
