@@ -151,6 +151,12 @@ def fused(model: Any) -> Any:
     return model
 
 
+def with_times_apart(model: Any) -> Any:
+    """A modulation that depends on the time as much as a trained one's."""
+    model.condition_embedder.time_proj.weight.data.mul_(8)
+    return model
+
+
 def with_sla(model: Any) -> Any:
     """A random proj_l in every self-attention of a Wan transformer, large enough to show."""
     generator = torch.Generator().manual_seed(7)
@@ -201,7 +207,10 @@ _FORCED = {
     "timestep": lambda noise, batch: torch.tensor([[900.0, 500.0, 20.0]] * batch),
     "enable_diffusion_forcing": lambda noise, batch: True,
 }
-_TOKEN_TIMES = {"timestep": lambda noise, batch: torch.linspace(0, 999, 60).repeat(batch, 1)}
+#: As in Wan 2.2 TI2V the first frame has no noise.
+_TOKEN_TIMES = {
+    "timestep": lambda noise, batch: torch.tensor([0.0] * 20 + [900.0] * 40).repeat(batch, 1)
+}
 _SKY = SkyReelsV2Transformer3DModel
 _ANIMATE = WanAnimateTransformer3DModel
 _WIDE_HEAD = {"attention_head_dim": 128, "num_attention_heads": 1}
@@ -213,7 +222,7 @@ WANS = [
     _wan_row("i2v", IMAGE_BLOCK * 2, config=I2V),
     _wan_row("flf2v", IMAGE_BLOCK * 2, config=I2V | {"pos_embed_seq_len": 10}),
     _wan_row("no-cross-norm", BLOCK * 2, config={"cross_attn_norm": False}),
-    _wan_row("gate-per-token", BLOCK * 2, given=_TOKEN_TIMES),
+    _wan_row("gate-per-token", BLOCK * 2, given=_TOKEN_TIMES, after=with_times_apart),
     _wan_row("fused-qkv", BLOCK * 2, after=fused),
     _wan_row("fused-qkv-i2v", IMAGE_BLOCK * 2, config=I2V, after=fused),
     _wan_row("head-dim-128", BLOCK * 2, config=_WIDE_HEAD),

@@ -134,7 +134,7 @@ class PatchedBlock:
         """Return why the author's forward runs on these inputs, or ""."""
         return (
             (self.reason if self.level == Level.AUTHOR else "")
-            or why_not_inference(self.block, self.streams(inputs)[0])
+            or why_not_inference(self.block, self.streams(inputs)[0], inputs)
             or self.why_modules()
             or self.why_inputs(*inputs)
         )

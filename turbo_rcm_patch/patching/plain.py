@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 
 #: What the kernels take.
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
@@ -141,12 +142,13 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-def why_not_inference(block: nn.Module, x: Tensor) -> str:
+def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> str:
     """Return why a block's author computes this call, or "" if it is plain inference.
 
     Args:
         block: The block.
-        x: Its input [B, N, C].
+        x: Its residual stream [B, N, C].
+        inputs: All that it is called with.
     """
     if x.dtype not in FLOATS:
         return f"the input is {x.dtype}"
@@ -154,12 +156,16 @@ def why_not_inference(block: nn.Module, x: Tensor) -> str:
         return "autocast is on"
     if transformed():
         return "a transform of torch.func or forward-mode differentiation is active"
-    if torch.is_grad_enabled() and (
-        x.requires_grad or any([p.requires_grad for p in block.parameters()])
+    if torch.is_grad_enabled() and any(
+        [x.requires_grad for x in (*inputs, *block.parameters()) if isinstance(x, Tensor)]
     ):
         return "a gradient may be wanted (inference runs under torch.no_grad)"
     if compiling():
         return "the model is exported" if torch.compiler.is_exporting() else ""
+    if class_replaced(block):
+        return "the forward of its class was replaced"
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return "a hook is registered for all modules"
     if type(x) is not Tensor:
         return f"the input is a {type(x).__name__}"
     if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:

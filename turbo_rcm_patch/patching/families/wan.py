@@ -117,7 +117,8 @@ class WanBlock(PatchedBlock):
             notes.streams.append((x,))
 
         y = self.cross_attention(attn2, h, encoder_hidden_states)
-        rows = takes_rows((gelu_linear(ffn.net)[0],))
+        first = gelu_linear(ffn.net)[0]
+        rows = first is not None and takes_rows((first,))
         x, h = skip_norm(x, y, None, block.norm3, scale2, shift2, dtype, impl, rows=rows)
         if notes is not None:
             notes.streams.append((x,))
