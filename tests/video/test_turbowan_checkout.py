@@ -26,12 +26,13 @@ from tests.video.turbowan import (
     image_to_video,
     network_of,
     picture,
+    text_base,
     text_pth,
     text_to_video,
 )
-from turbowan.sampling import adapted_size, fitted
+from turbowan.video import adapted_size, fitted
 
-__all__ = ["decoded", "expert_pths", "image_base", "picture", "scripts", "text_pth"]
+__all__ = ["decoded", "expert_pths", "image_base", "picture", "scripts", "text_base", "text_pth"]
 
 SIZE = (8 * LATENTS[3], 8 * LATENTS[2])
 
@@ -82,21 +83,19 @@ def parts(base: Path, size: tuple[int, int] = SIZE) -> Parts:
             return latents
 
     def image(opened: Any) -> torch.Tensor:
-        values = torch.frombuffer(bytearray(opened.tobytes()), dtype=torch.uint8)
-        pixels = values.view(1, opened.height, opened.width, 3).permute(0, 3, 1, 2)
         assert isinstance(opened, Image.Image)
-        return (fitted(pixels, *size)[0] - 0.5) / 0.5
+        return (fitted(opened, *size)[0] - 0.5) / 0.5
 
     return Parts(Converted, Tokenizer, embedding(base, PROMPT), image, SIZE, torch.float32)
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_text_to_video(steps, samples, scripts, text_pth, micro_folder, tmp_path, decoded) -> None:
+def test_text_to_video(steps, samples, scripts, text_pth, text_base, tmp_path, decoded) -> None:
     more = ["--num_steps", str(steps), "--num_samples", str(samples), "--seed", "5"]
-    text_to_video(text_pth, micro_folder, tmp_path / "video.mp4", *more, *EXACT, "--no_patch")
+    text_to_video(text_pth, text_base, tmp_path / "video.mp4", *more, *EXACT, "--no_patch")
     arguments = ["--dit_path", str(text_pth), "--num_frames", "5", *more]
-    theirs, calls = their_loop(scripts / "wan2.1_t2v_infer.py", arguments, parts(micro_folder))
+    theirs, calls = their_loop(scripts / "wan2.1_t2v_infer.py", arguments, parts(text_base))
     assert calls == ["model"] * steps
     torch.testing.assert_close(decoded[0], theirs, rtol=0, atol=1e-5)
 

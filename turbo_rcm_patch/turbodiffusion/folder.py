@@ -1,6 +1,7 @@
-"""The transformer folder of diffusers: config.json, safetensors, and the extra file beside them.
+"""Write a checkpoint as a transformer folder of diffusers: config.json, safetensors, extra file.
 
-The extra file holds what the stock class has no place for, by the names of its modules:
+The extra file holds the tensors that the stock class has no place for, by the names of its
+modules:
 
 - `blocks.N.attn1.proj_l.weight` [D, D] and `.bias` [D] of SLA;
 - `<Linear>.int8_weight` int8 [Cout, K] and `<Linear>.scale` fp32 [ceil(Cout / 128), ceil(K / 128)]
@@ -11,7 +12,6 @@ The extra file holds what the stock class has no place for, by the names of its 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from turbo_rcm_patch.ops.int8_linear import dequantized
 from turbo_rcm_patch.patching.int8_module import SCALE
 from turbo_rcm_patch.patching.int8_module import WEIGHT as INT8_WEIGHT
 from turbo_rcm_patch.patching.int8_only import INT8_MARK
 from turbo_rcm_patch.patching.sla import MARK
-from turbo_rcm_patch.turbodiffusion.blocks import dequantise
 from turbo_rcm_patch.turbodiffusion.extra_file import (
     EXTRA_FILE,
     EXTRA_METADATA,
@@ -33,29 +33,27 @@ from turbo_rcm_patch.turbodiffusion.extra_file import (
     mark_of_tensors,
 )
 from turbo_rcm_patch.turbodiffusion.keys import Name, names
+from turbo_rcm_patch.turbodiffusion.pipeline import write_json
 from turbo_rcm_patch.turbodiffusion.read import Checkpoint, Progress
 
 #: Largest file of weights; converting needs about twice that in memory, or the extra file.
 SHARD_BYTES: Final = 4 * 2**30
-#: Version of the folder layout. Increase it when the same checkpoint becomes another folder, so
-#: that what was converted before is converted again.
-FORMAT: Final = 2
-#: Parts of names whose tensors diffusers keeps in fp32 whatever is asked for.
+#: Parts of names whose tensors diffusers keeps in fp32 in a model of any dtype.
 _FP32: Final = {"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"}
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a conversion wrote.
+    """The result of a conversion.
 
     Attributes:
-        path: Where.
+        path: The folder or file.
         tensors: How many, the extra file's not counted.
         int8: Linears with an int8 weight.
         sla: Blocks with SLA's `proj_l`.
         left_out: Entries of the checkpoint that hold no weights.
         extra_file: The file that int8 weights and `proj_l` are in, or "" if it is the same.
-        heads: How many heads of how many channels, and what to pass for it, where no tensor shows
+        heads: How many heads of how many channels, and the argument for it, where no tensor shows
             it; else "".
     """
 
@@ -76,19 +74,6 @@ class Written:
         where = f", {self.extra_file} with " if self.extra_file else ", with "
         extra = where + " and ".join(kept) if kept else ""
         return f"{self.path}: {self.tensors} tensors{extra}"
-
-
-def _stock_dtype(name: Name, own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor in the folder: its own, or `asked` where diffusers casts."""
-    if asked is None or _FP32 & set(name.ours.split(".")):
-        return own
-    return asked
-
-
-def _dequantised_dtype(name: Name, tensors: dict[str, Tensor]) -> torch.dtype:
-    """The dtype of a dequantised int8 weight if none was chosen: that of its bias."""
-    bias = tensors.get(f"{name.theirs.removesuffix('weight')}bias")
-    return torch.bfloat16 if bias is None else bias.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +100,8 @@ class _Item:
     def tensor(self) -> Tensor:
         """In its dtype and shape, dense and in memory of its own."""
         if len(self.source) == 2:
-            return dequantise(*self.source, self.dtype)
+            int8, scale = self.source
+            return dequantized(int8, scale.float(), self.dtype)
         # A copy: weights may share a storage, which safetensors refuses.
         return self.source[0].to(self.dtype, copy=True).reshape(self.shape).contiguous()
 
@@ -126,22 +112,38 @@ def keys_alone(name: Name) -> tuple[str, str]:
     return f"{linear}{INT8_WEIGHT}", f"{linear}{SCALE}"
 
 
-def _items(checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool) -> list[_Item]:
-    """What the files of weights hold."""
+def _items(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool
+) -> tuple[list[_Item], dict[str, Tensor]]:
+    """The tensors of the files of weights, and those of the extra file."""
     tensors, items = checkpoint.tensors, []
+    extra: dict[str, Tensor] = {}
     for name in names(checkpoint.sizes):
-        if name.extra:
-            continue
         pair = tuple(tensors[n] for n in name.their_int8 if name.linear and n in tensors)
-        if int8_only and pair:
+        if name.extra:
+            extra[name.ours] = tensors[name.theirs]
+        elif int8_only and pair:
             as_they_are = pair[0], pair[1].float().contiguous().view(torch.int32)
             for key, part in zip(keys_alone(name), as_they_are, strict=True):
                 items.append(_Item(key, (part,), part.dtype, part.shape))
-            continue
-        own = _dequantised_dtype(name, tensors) if pair else tensors[name.theirs].dtype
-        source = pair or (tensors[name.theirs],)
-        items.append(_Item(name.ours, source, _stock_dtype(name, own, dtype), name.our_shape))
-    return items
+        else:
+            extra |= zip(name.our_int8, pair, strict=bool(pair))
+            # Without an asked dtype, a product gets that of its Linear's bias.
+            shown = f"{name.theirs.removesuffix('weight')}bias" if pair else name.theirs
+            own = tensors[shown].dtype
+            if dtype is not None and not _FP32 & set(name.ours.split(".")):
+                own = dtype
+            source = pair or (tensors[name.theirs],)
+            items.append(_Item(name.ours, source, own, name.our_shape))
+    return items, extra
+
+
+def folder_bytes(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool = False
+) -> int:
+    """Bytes that `write_transformer` writes, up to some kilobytes."""
+    items, extra = _items(checkpoint, dtype, int8_only=int8_only)
+    return sum(item.size for item in items) + sum(tensor.nbytes for tensor in extra.values())
 
 
 def write_transformer(
@@ -157,8 +159,8 @@ def write_transformer(
     """Write a transformer into an existing, empty folder.
 
     Args:
-        checkpoint: What `read_checkpoint` returned.
-        folder: Where.
+        checkpoint: The checkpoint that `read_checkpoint` returned.
+        folder: The folder.
         dtype: Of the weights that diffusers would cast (norms, modulation and the time embedder
             stay as they are); None keeps every tensor's own, and multiplies int8 weights back to
             the dtype of their bias.
@@ -168,15 +170,10 @@ def write_transformer(
         shard_bytes: Largest file.
         config: Entries of config.json to use in place of those inferred.
         progress: Called with bytes.
-
-    Returns:
-        What was written.
     """
     from safetensors.torch import save_file
 
-    listed = names(checkpoint.sizes)
-    items = _items(checkpoint, dtype, int8_only=int8_only)
-    extra = _extra(listed, checkpoint, int8=not int8_only)
+    items, extra = _items(checkpoint, dtype, int8_only=int8_only)
     total, done = sum(item.size for item in items), 0
     shards = list(_shards(items, shard_bytes))
     where: dict[str, str] = {}
@@ -194,14 +191,18 @@ def write_transformer(
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": where}
         write_json(folder / f"{WEIGHTS}.safetensors.index.json", listing)
-    proj_l = _proj_l(extra)
-    ours: dict[str, object] = {MARK: mark_of_tensors(proj_l)} if proj_l else {}
+    owners = [key.removesuffix(".weight") for key in extra if key.endswith(".proj_l.weight")]
+    proj_l = {
+        owner.removesuffix(".proj_l"): (extra[f"{owner}.weight"], extra[f"{owner}.bias"])
+        for owner in owners
+    }
+    marks: dict[str, object] = {MARK: mark_of_tensors(proj_l)} if proj_l else {}
     if int8_only:
-        ours["quantization_config"] = dict(INT8_MARK)
-    write_json(folder / "config.json", checkpoint.sizes.config() | ours | (config or {}))
+        marks["quantization_config"] = dict(INT8_MARK)
+    write_json(folder / "config.json", checkpoint.sizes.config() | marks | (config or {}))
     if extra:
-        save_file(extra, folder / EXTRA_FILE, metadata=EXTRA_METADATA)
-    for path in folder.glob("*.safetensors"):  # Which are written for their owner alone.
+        save_file(_unshared(extra), folder / EXTRA_FILE, metadata=EXTRA_METADATA)
+    for path in folder.glob("*.safetensors"):  # These are written for their owner alone.
         shutil.copymode(folder / "config.json", path)
     int8 = sum(key.endswith((".int8_weight", f".{INT8_WEIGHT}")) for key in (*extra, *where))
     return Written(
@@ -210,37 +211,15 @@ def write_transformer(
     )  # fmt: skip
 
 
-def _proj_l(extra: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Weight and bias of each `proj_l` in an extra file, by attention."""
-    weights = [key for key in extra if key.endswith(".proj_l.weight")]
-    pairs = ((key, f"{key.removesuffix('weight')}bias") for key in weights)
-    return {a.removesuffix(".proj_l.weight"): (extra[a], extra[b]) for a, b in pairs}
-
-
-def folder_bytes(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool = False
-) -> int:
-    """Bytes that `write_transformer` writes, up to some kilobytes."""
-    stock = sum(item.size for item in _items(checkpoint, dtype, int8_only=int8_only))
-    extra = _extra(names(checkpoint.sizes), checkpoint, int8=not int8_only)
-    return stock + sum(t.nbytes for t in extra.values())
-
-
-def _extra(listed: list[Name], checkpoint: Checkpoint, *, int8: bool) -> dict[str, Tensor]:
-    result: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name in listed:
-        pairs = [(name.theirs, name.ours)] if name.extra else []
-        if name.linear and int8:
-            pairs += zip(name.their_int8, name.our_int8, strict=True)
-        for theirs, ours in pairs:
-            if theirs in checkpoint.tensors:
-                tensor = checkpoint.tensors[theirs].contiguous()
-                storage = tensor.untyped_storage()
-                # safetensors refuses tensors that share one.
-                shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen
-                seen.add(storage.data_ptr())
-                result[ours] = tensor.clone() if shared else tensor
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with a storage each, because safetensors refuses others; mapped ones stay mapped."""
+    result, seen = {}, set()
+    for key, tensor in tensors.items():
+        dense = tensor.contiguous()
+        storage = dense.untyped_storage()
+        shared = storage.nbytes() != dense.nbytes or storage.data_ptr() in seen
+        seen.add(storage.data_ptr())
+        result[key] = dense.clone() if shared else dense
     return result
 
 
@@ -253,8 +232,3 @@ def _shards(items: list[_Item], largest: int) -> Iterator[list[_Item]]:
         shard.append(item)
     if shard:
         yield shard
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write JSON as diffusers does: sorted and indented."""
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
