@@ -10,9 +10,9 @@ from turbo_rcm_patch.errors import CheckpointError
 from turbo_rcm_patch.ops.int8_linear import dequantized
 from turbo_rcm_patch.turbodiffusion import Sizes, read_checkpoint
 from turbo_rcm_patch.turbodiffusion.extra_file import StoredTensors, folder_proj_l, weight_files
+from turbo_rcm_patch.turbodiffusion.folder import transformer_folder
 from turbo_rcm_patch.turbodiffusion.keys import HEAD_DIM, Name, names, sizes_of_config
 from turbo_rcm_patch.turbodiffusion.pipeline import read_json
-from turbo_rcm_patch.turbodiffusion.stored import transformer_folder
 
 __all__ = ["read_wan"]
 

@@ -145,9 +145,7 @@ def test_prefixes_are_taken_off(wrap: str, container: str | None, tmp_path: Path
     wrapped: Any = {WRAPPED[wrap](k): v for k, v in state.items()}
     wrapped["net.blocks.0.self_attn._extra_state"] = None
     torch.save({container: wrapped, "step": 3} if container else wrapped, tmp_path / "in.pth")
-    checkpoint = read_checkpoint(tmp_path / "in.pth")
-    assert checkpoint.tensors.keys() == state.keys()
-    assert [name.endswith("_extra_state") for name in checkpoint.left_out] == [True]
+    assert read_checkpoint(tmp_path / "in.pth").tensors.keys() == state.keys()
 
 
 def test_old_files_convolutions_and_views_are_read(tmp_path: Path) -> None:

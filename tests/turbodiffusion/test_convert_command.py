@@ -190,7 +190,7 @@ def test_what_is_there_is_replaced_only_if_told(pth: Path, tmp_path: Path, capsy
     other.mkdir()
     (other / "cat.png").write_bytes(b"a cat")
     assert main(["convert", str(pth), str(other), "--force"]) == 2
-    assert "a folder without a model" in capsys.readouterr().err
+    assert "is not replaced" in capsys.readouterr().err
     assert main(["convert", str(pth), str(pth), "--force"]) == 2
     assert main(["convert", "--back", str(out), str(out), "--force"]) == 2
     assert "is not replaced" in capsys.readouterr().err and (out / "config.json").is_file()

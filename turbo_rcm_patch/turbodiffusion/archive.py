@@ -55,37 +55,28 @@ def check_archive(stream: BinaryIO, name: str) -> list[zipfile.ZipInfo]:
             f"{name} is not a torch checkpoint, or is incomplete ({error})",
             remedy="Download the file again",
         ) from error
-    remedy = "It was not read. Download it again from where it was published"
     names = Counter(record.filename for record in records)
     declared = sum(record.file_size for record in records)
     pickles = sum(record.file_size for record in records if record.filename.endswith(".pkl"))
-    if declared > size + _SLACK or pickles > _LARGEST_PICKLE:
-        raise CheckpointError(
-            f"{name} would unpack to more bytes than the file has",
-            expected=f"at most its {size} bytes, as torch.save writes it",
-            got=f"{declared} bytes, {pickles} of them objects to unpickle",
-            remedy=remedy,
-        )
-    if twice := sorted(name for name, count in names.items() if count > 1):
-        raise CheckpointError(
-            f"{name} contains two records with the same name",
-            expected="each record once",
-            got=", ".join(twice[:4]),
-            remedy=remedy,
-        )
-    if any(one.endswith("/constants.pkl") for one in names):
-        raise CheckpointError(
-            f"{name} is a TorchScript program, so it was not loaded",
-            expected="a state dict, as torch.save writes it",
-            remedy="Save its state dict alone in the program that wrote it",
-        )
-    if packed := [r.filename for r in records if r.compress_type and "/data/" in r.filename]:
-        raise CheckpointError(
-            f"{name}: the weights in it are compressed",
-            expected="records as torch.save writes them, uncompressed",
-            got=", ".join(packed[:4]),
-            remedy="Load it with torch and save it again, but only if you trust it",
-        )
+    twice = sorted(name for name, count in names.items() if count > 1)
+    packed = [r.filename for r in records if r.compress_type and "/data/" in r.filename]
+    programs = [name for name in names if name.endswith("/constants.pkl")]
+    for wrong, what, expected, got in (
+        (declared > size + _SLACK or pickles > _LARGEST_PICKLE,
+         "would unpack to more bytes than the file has", f"at most its {size} bytes",
+         f"{declared} bytes, {pickles} of them objects to unpickle"),
+        (twice, "contains two records with the same name", "each once", ", ".join(twice[:4])),
+        (programs, "is a TorchScript program", "a state dict", programs[:1]),
+        (packed, "has compressed weights", "records as they are", ", ".join(packed[:4])),
+    ):  # fmt: skip
+        if wrong:
+            raise CheckpointError(
+                f"{name} {what}, so it was not read",
+                expected=f"{expected}, as torch.save writes it",
+                got=str(got),
+                remedy="Download it again from where it was published. If you trust it, load it "
+                "in the program that wrote it, and save its state dict alone",
+            )
     return records
 
 

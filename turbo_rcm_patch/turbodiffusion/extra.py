@@ -37,8 +37,8 @@ from turbo_rcm_patch.turbodiffusion.extra_file import (
     mark_of_tensors,
     write_extra,
 )
+from turbo_rcm_patch.turbodiffusion.folder import check_product, transformer_folder
 from turbo_rcm_patch.turbodiffusion.keys import blocks_of
-from turbo_rcm_patch.turbodiffusion.stored import check_product, transformer_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +97,14 @@ def load_extra(
     path = place / EXTRA_FILE
     mark = mark_of(getattr(transformer, "config", None))
     found = folder_proj_l(place)
-    if found:
-        check_mark(place, found, mark)
-    elif not path.is_file():
+    if not found and not path.is_file():
         raise CheckpointError(
             f"{place} has no {EXTRA_FILE}",
             expected="a folder that `python -m turbo_rcm_patch convert` wrote from a checkpoint "
             "with SLA or int8 weights",
         )
-    elif isinstance(mark, Mapping) and proj_l:
-        raise CheckpointError(
-            f"{path} has no proj_l",
-            expected=f"those of {mark['count']} attentions that config.json marks",
-            remedy="Pass the folder that the model was converted to",
-        )
+    if found or (proj_l and isinstance(mark, Mapping)):
+        check_mark(place, found, mark)
     stored = StoredTensors(*([path] if path.is_file() else []))
     path = path if path.is_file() else place
     modules = dict(transformer.named_modules())

@@ -10,8 +10,6 @@ model that lost its `proj_l` on the way is recognised. Folders that others conve
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,7 +20,9 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.patching.sla import MARK
+from turbo_rcm_patch.turbodiffusion.pipeline import read_json
 from turbo_rcm_patch.turbodiffusion.read import raise_interrupt
 
 #: The file of everything that diffusers' class has no place for.
@@ -117,10 +117,9 @@ class StoredTensors:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return a folder's config.json; empty if there is none that can be read."""
     try:
-        value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(folder / "config.json")
+    except CheckpointError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -132,14 +131,9 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / f"{WEIGHTS}.safetensors.index.json"
     if not index.is_file():
         return [folder / f"{WEIGHTS}.safetensors"]
-    try:
-        listing = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{index} is not valid JSON ({error})") from error
-    names = listing.get("weight_map") if isinstance(listing, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise CheckpointError(str(index), expected='a "weight_map"', got="none")
-    for name in names.values():
+    names: Any = read_json(index).get("weight_map")
+    names = list(names.values()) if isinstance(names, dict) and names else [names]
+    for name in names:
         # By name, not by where a link leads: the hub's cache keeps its files elsewhere.
         plain = isinstance(name, str) and name.endswith(".safetensors")
         if not plain or "/" in name or "\\" in name:
@@ -149,7 +143,7 @@ def weight_files(folder: Path) -> list[Path]:
                 got=repr(name)[:120],
                 remedy="Do not use this folder unless you know who wrote it, and why",
             )
-    return sorted({folder / name for name in names.values()})
+    return sorted({folder / name for name in names})
 
 
 def folder_proj_l(folder: Path) -> ProjL:
@@ -217,23 +211,20 @@ def check_mark(folder: Path, proj_l: ProjL, mark: object) -> None:
         CheckpointError: They belong to other weights.
     """
     own, there = mark_of_tensors(proj_l), mark_of(read_config(folder))
-    unmarked = not there and (folder / EXTRA_FILE).is_file()
-    if unmarked or (there and there != own):
-        raise CheckpointError(
-            f"{folder / EXTRA_FILE}: proj_l of {len(proj_l)} attentions",
-            expected="those that config.json beside it marks"
-            if there
-            else "none: config.json beside it marks none, so other weights have left them there",
-            got=f"digest {own['digest']}",
-            remedy="Convert or download the folder again, or remove that file if it does not "
-            "belong to the weights",
-        )
-    if isinstance(mark, Mapping) and mark != own:
+    expected = ""
+    if there and there != own:
+        expected = "those that config.json beside it marks"
+    elif not there and (folder / EXTRA_FILE).is_file():
+        expected = "none: config.json marks none, so other weights have left them there"
+    elif isinstance(mark, Mapping) and mark != own:
+        expected = "those that the model's configuration marks; of two experts each has its own"
+    if expected:
         raise CheckpointError(
             f"{folder}: proj_l of {len(proj_l)} attentions",
-            expected="those that the model's configuration marks",
+            expected=expected,
             got=f"digest {own['digest']}",
-            remedy="Pass the folder that the model came from; of two experts each has its own",
+            remedy="Pass the folder that the model was converted to, or convert it again. Remove "
+            f"{EXTRA_FILE} if it does not belong to the weights",
         )
 
 
@@ -246,9 +237,5 @@ def write_extra(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     from safetensors.torch import save_file
 
-    beside = folder / f".{EXTRA_FILE}.partial"
-    try:
+    with atomic(folder / EXTRA_FILE) as beside:
         save_file(dict(tensors), beside, metadata=EXTRA_METADATA)
-        os.replace(beside, folder / EXTRA_FILE)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -16,7 +16,8 @@ LAYOUT: Final = (
 )
 #: A model folder may say how it wants to be sampled: a JSON object of fields of `Settings`.
 DEFAULTS_FILE: Final = "turbo_rcm.json"
-_LFS_MARK: Final = b"version https://git-lfs"
+#: The beginning of a Git LFS pointer, and more bytes than one has.
+_LFS_MARK, _LFS_BYTES = b"version https://git-lfs", 1024
 
 
 def check_part(folder: Path, name: str, *, weights: bool) -> None:
@@ -49,26 +50,20 @@ def check_part(folder: Path, name: str, *, weights: bool) -> None:
 
 
 def _check_weights(path: Path) -> None:
+    problem, remedy = "", "Download the file again"
     if not path.exists():
-        raise ModelFolderError(f"{path} is a broken link", remedy="Download the model again")
-    with path.open("rb") as file:
-        head = file.read(len(_LFS_MARK))
-    if head == _LFS_MARK:
-        raise ModelFolderError(
-            f"{path} is a Git LFS pointer, not weights",
-            remedy="Run `git lfs pull` in the model's repository",
-        )
-    if path.suffix != ".safetensors":
-        return
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            tensors.keys()
-    except (SafetensorError, OSError) as error:
-        raise ModelFolderError(
-            f"{path} is damaged or incomplete ({error})",
-            got=f"{path.stat().st_size} bytes",
-            remedy="Download the file again",
-        ) from error
+        problem = "a broken link"
+    elif path.stat().st_size < _LFS_BYTES and path.read_bytes().startswith(_LFS_MARK):
+        problem = "a Git LFS pointer, not weights"
+        remedy = "Run `git lfs pull` in the model's repository"
+    elif path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError) as error:
+            problem = f"damaged or incomplete ({error})"
+    if problem:
+        raise ModelFolderError(f"{path} is {problem}", remedy=remedy)
 
 
 def read_json(

@@ -69,14 +69,12 @@ class Checkpoint:
     Attributes:
         tensors: By TurboDiffusion's names, without prefixes, as they lie in the file.
         sizes: The model's.
-        left_out: Entries that hold no weights (`_extra_state`).
         network: The network's place in the file ("model", "net_ema"); "" for one at the top.
         others: The networks of the file that were not taken.
     """
 
     tensors: dict[str, Tensor]
     sizes: Sizes
-    left_out: tuple[str, ...] = ()
     network: str = ""
     others: tuple[str, ...] = ()
 
@@ -112,8 +110,7 @@ def read_checkpoint(
             networks to choose from or weights of no network, or is of no WanModel.
         CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
     """
-    entries, left_out = _entries(_load(Path(path), progress), path)
-    networks, strays = _networks(entries)
+    networks, strays = _networks(_entries(_load(Path(path), progress), path))
     chosen = _chosen(sorted(networks), path, network)
     others = tuple(sorted(set(networks) - {chosen}))
     if strays and network is None:
@@ -137,7 +134,7 @@ def read_checkpoint(
         _check_plain(f"{path}: {name}", tensor)
     sizes = sizes_of({name: tensor.shape for name, tensor in tensors.items()}, heads=heads)
     check_tensors(str(path), _wanted(names(sizes), tensors), tensors)
-    return Checkpoint(tensors, sizes, left_out, chosen, others)
+    return Checkpoint(tensors, sizes, chosen, others)
 
 
 def check_tensors(
@@ -243,15 +240,14 @@ def _load(path: Path, progress: Progress | None) -> object:
         ) from error
 
 
-def _entries(loaded: object, path: str | Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def _entries(loaded: object, path: str | Path) -> dict[str, Tensor]:
     """The tensors of nested dictionaries, by all names on the way to each, joined by dots and
-    without those of wrappers; and the entries that hold no weights."""
+    without those of wrappers."""
     if not isinstance(loaded, Mapping):
         raise CheckpointError(
             str(path), expected="a dictionary of tensors", got=f"a {type(loaded).__name__}"
         )
     found: dict[str, Tensor] = {}
-    left_out = []
     # Each dictionary is opened once, because one that holds itself has no end.
     queue: deque[tuple[Mapping[Any, object], tuple[str, ...]]] = deque([(loaded, ())])
     opened = {id(loaded)}
@@ -268,9 +264,7 @@ def _entries(loaded: object, path: str | Path) -> tuple[dict[str, Tensor], tuple
                 ):
                     opened.add(id(value))
                     queue.append((value, (*containers, *parts)))
-            elif name.endswith(_STATE):
-                left_out.append(name)
-            elif isinstance(value, Tensor):
+            elif isinstance(value, Tensor) and not name.endswith(_STATE):
                 if name in found:
                     raise CheckpointError(
                         f"{path}: two entries have the same name, {name}, once prefixes are "
@@ -278,7 +272,7 @@ def _entries(loaded: object, path: str | Path) -> tuple[dict[str, Tensor], tuple
                         remedy="Keep one network in the file",
                     )
                 found[name] = value
-    return found, tuple(sorted(left_out))
+    return found
 
 
 def _networks(entries: dict[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
@@ -318,12 +312,9 @@ def _chosen(names: list[str], path: str | Path, asked: str | None) -> str:
 
 def _check_plain(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that is not dense, or has fewer bytes in the file than in memory."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_nested
-    if (
-        not plain
-        or tensor.layout is not torch.strided
-        or tensor.untyped_storage().nbytes() < tensor.nbytes
-    ):
+    whole = type(tensor) in (Tensor, nn.Parameter) and not (tensor.is_meta or tensor.is_nested)
+    whole = whole and tensor.layout is torch.strided
+    if not whole or tensor.untyped_storage().nbytes() < tensor.nbytes:
         raise CheckpointError(
             name,
             expected="a plain, dense tensor with all its values in the file",

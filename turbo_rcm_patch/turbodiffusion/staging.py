@@ -55,20 +55,17 @@ def check_target(target: Path, *, force: bool, folder: bool) -> None:
             expected="a path that does not exist",
             remedy="Choose another path, or pass --force (force=True) to replace it",
         )
+    inside, expected = sorted(os.listdir(target)) if target.is_dir() else [], ""
     if target.exists() and target.is_dir() != folder:
+        expected = "a folder" if folder else "a file"
+    elif inside and not set(inside) & set(_MODEL):
+        expected = f"a folder with one of {_MODEL}"
+    if expected:
         raise OutputExistsError(
-            f"{target} already exists and is not replaced",
-            expected="a folder" if folder else "a file",
-            got="a folder" if target.is_dir() else "a file",
-            remedy="Choose another path",
-        )
-    inside = sorted(os.listdir(target)) if target.is_dir() else []
-    if inside and not set(inside) & set(_MODEL):
-        raise OutputExistsError(
-            f"{target} is a folder without a model, so it is not replaced",
-            expected=f"a folder with one of {_MODEL}",
-            got=str(inside[:6]),
-            remedy="Remove it yourself if you do not need it",
+            f"{target} is not replaced",
+            expected=expected,
+            got=f"a folder with {inside[:6]}" if target.is_dir() else "a file",
+            remedy="Choose another path, or remove it yourself if you do not need it",
         )
 
 
@@ -110,18 +107,25 @@ def staged(target: Path, *, force: bool, folder: bool, needed: int = 0) -> Itera
     target = target.absolute()  # "." has no name, and is its own parent.
     place = target.parent / f".{target.name}.partial"
     lock = _enter(place, target)
+    made, old = place / "new", place / "old"
     try:
-        made, old = place / "new", place / "old"
-        if os.path.lexists(old) and not os.path.lexists(target):
-            os.rename(old, target)  # The only one there is: killed between two renames.
-        _remove(made, old)
+        _settle(place, target)
         check_target(target, force=force, folder=folder)
-        _check_space(target, needed)
+        free = shutil.disk_usage(target.parent).free
+        if free < needed:
+            raise OutputExistsError(
+                f"{target.parent} has too little space for {target.name}",
+                expected=f"{needed / 2**30:.1f} GiB",
+                got=f"{free / 2**30:.1f} GiB",
+                remedy="Choose another disk, a smaller --dtype, or links in place of --copy",
+            )
         if folder:
             made.mkdir()
         yield made
         check_target(target, force=force, folder=folder)  # It took minutes.
-        _put(made, target, old, folder=folder)
+        if folder and os.path.lexists(target):  # No rename replaces a folder that is not empty.
+            os.replace(target, old)
+        os.replace(made, target)
     except Exception as error:
         why = _unwritten(error)
         if why is None:
@@ -133,10 +137,8 @@ def staged(target: Path, *, force: bool, folder: bool, needed: int = 0) -> Itera
             remedy="Free some space, or choose another disk",
         ) from error
     finally:
-        _remove(place / "new")
         with suppress(OSError):  # The lock goes last: the next process looks for it.
-            if os.path.lexists(target):
-                _remove(place / "old")
+            _settle(place, target)
             (place / "lock").unlink()
             place.rmdir()
         os.close(lock)
@@ -169,28 +171,16 @@ def _enter(place: Path, target: Path) -> int:
         os.close(lock)  # Its owner finished and removed it meanwhile.
 
 
-def _remove(*paths: Path) -> None:
-    for path in paths:
+def _settle(place: Path, target: Path) -> None:
+    """Put back a target that was on its way out, and remove the parts of an unfinished one."""
+    old = place / "old"
+    if os.path.lexists(old) and not os.path.lexists(target):
+        os.rename(old, target)
+    for path in (place / "new", old):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _put(made: Path, target: Path, old: Path, *, folder: bool) -> None:
-    """Move the new target to its place and the previous one to `old`: a file in one step, a folder
-    in two, because no rename replaces a folder that is not empty."""
-    if not folder:
-        os.replace(made, target)
-        return
-    try:
-        if os.path.lexists(target):
-            os.replace(target, old)
-        os.replace(made, target)
-    except BaseException:
-        if os.path.lexists(old) and not os.path.lexists(target):
-            os.replace(old, target)
-        raise
 
 
 def _unwritten(error: Exception) -> str | None:
@@ -204,14 +194,3 @@ def _unwritten(error: Exception) -> str | None:
         said = _OS_ERROR.search(str(error))
         code = int(said[1]) if said else None
     return os.strerror(code) if code in _FULL else None
-
-
-def _check_space(target: Path, needed: int) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise OutputExistsError(
-            f"{target.parent} has too little space for {target.name}",
-            expected=f"{needed / 2**30:.1f} GiB",
-            got=f"{free / 2**30:.1f} GiB",
-            remedy="Choose another disk, a smaller --dtype, or links in place of --copy",
-        )

@@ -25,9 +25,9 @@ from turbo_rcm_patch.turbodiffusion.extra_file import (
     read_config,
     weight_files,
 )
+from turbo_rcm_patch.turbodiffusion.folder import check_product
 from turbo_rcm_patch.turbodiffusion.keys import blocks_of
 from turbo_rcm_patch.turbodiffusion.read import Wanted, check_tensors
-from turbo_rcm_patch.turbodiffusion.stored import check_product
 
 
 def is_int8_only(folder: Path) -> bool:
