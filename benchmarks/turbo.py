@@ -37,10 +37,10 @@ from benchmarks.networks import (
 from benchmarks.runner import PEAK, REL_L2, Column, Enter, Journal, Plan, Record, Variant
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.errors import ConfigError, MissingPackageError
-from turbo_rcm_patch.ops.int8_linear import dequantized
 from turbo_rcm_patch.ops.sparse_reference import block_map, linear_branch
 from turbo_rcm_patch.patching.int8_weights import attach_int8, detach_int8
 from turbo_rcm_patch.patching.sla import attach_proj_l, detach_proj_l
+from turbo_rcm_patch.turbodiffusion.blocks import dequantise
 
 CASE: Final = "turbo-1.3b"
 #: Wanted milliseconds of a forward on an H200 at 32,760 tokens and top-k 0.1.
@@ -595,7 +595,7 @@ def block_weights(network: Any, backend: str) -> Iterator[None]:
             # Not on the device, whose peak memory is measured.
             before.append((linear, linear.weight.data.to("cpu", copy=True)))
             int8, scale = quantised_blocks(linear.weight)
-            linear.weight.data.copy_(dequantized(int8, scale, linear.weight.dtype))
+            linear.weight.data.copy_(dequantise(int8, scale, linear.weight.dtype))
             attach_int8(linear, int8, scale)
         yield
     finally:

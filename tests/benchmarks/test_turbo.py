@@ -27,13 +27,13 @@ from benchmarks.runner import Plan
 from benchmarks.turbo import block_weights, exact_sla, projection, quantised_blocks
 from tests.benchmarks.turbo_checkout import write_checkout
 from turbo_rcm_patch import ops
-from turbo_rcm_patch.ops.int8_linear import dequantized
 from turbo_rcm_patch.ops.sparse_reference import (
     block_map,
     exact_sparse_attention,
     linear_branch,
 )
 from turbo_rcm_patch.patching.int8_weights import attached_int8
+from turbo_rcm_patch.turbodiffusion.blocks import dequantise
 
 CPU = torch.device("cpu")
 TURBO = ["network", "--only", "turbo-1.3b", "--micro", "--device", "cpu", "--calls", "1"]
@@ -200,7 +200,7 @@ def test_weights_with_a_scale_per_block() -> None:
     assert int8.shape == weight.shape and scale.shape == (2, 3)
     expected = weight[128:, :128].abs().max() / 128
     torch.testing.assert_close(scale[1, 0], expected)
-    assert F.mse_loss(dequantized(int8, scale, torch.float32), weight).sqrt() < 0.02 * weight.std()
+    assert F.mse_loss(dequantise(int8, scale), weight).sqrt() < 0.02 * weight.std()
     model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.GELU())
     before = model[0].weight.detach().clone()
     with block_weights(SimpleNamespace(blocks=model), "inductor"):

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.interrupts import kept_apart
 from turbo_rcm_patch.output import atomic
 from turbo_rcm_patch.patching.sla import MARK
 from turbo_rcm_patch.turbodiffusion.pipeline import read_json
-from turbo_rcm_patch.turbodiffusion.read import raise_interrupt
 
 #: The file of everything that diffusers' class has no place for.
 EXTRA_FILE: Final = "turbo_extra.safetensors"
@@ -91,11 +91,8 @@ class StoredTensors:
         return key in self._get
 
     def __getitem__(self, key: str) -> Tensor:
-        try:
+        with kept_apart():
             return self._get[key]()
-        except ValueError as error:
-            raise_interrupt(error)
-            raise
 
     def proj_l(self) -> ProjL:
         """Read SLA's projections, in the files' dtype.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
+from turbo_rcm_patch.interrupts import kept_apart
 from turbo_rcm_patch.turbodiffusion.archive import check_archive, check_sums
 from turbo_rcm_patch.turbodiffusion.keys import Name, Sizes, blocks_of, names, sizes_of
 
@@ -41,9 +42,6 @@ _AVERAGE: Final = re.compile(r"(^|[._])(ema|averaged?)([._]|$)", re.IGNORECASE)
 _GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+)|(?:class|global|function) ([\w.]+\.[\w.]+)")
 #: Number of names that an error lists of each kind.
 _LISTED: Final = 12
-#: What torch says when Ctrl-C arrives inside `torch.asarray`, which safetensors calls for each
-#: tensor: it swallows the interrupt, and no file leads to this message.
-_SWALLOWED: Final = "could not determine the shape of object type 'torch.storage"
 
 
 class Wanted(NamedTuple):
@@ -170,12 +168,6 @@ def check_tensors(
         raise error
 
 
-def raise_interrupt(error: BaseException) -> None:
-    """Raise KeyboardInterrupt if that is what a library has turned into an error of its own."""
-    if _SWALLOWED in str(error) or "KeyboardInterrupt" in str(error):
-        raise KeyboardInterrupt from error
-
-
 def _some(found: list[str]) -> str:
     more = f", and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
     return ", ".join(found[:_LISTED]) + more
@@ -195,6 +187,7 @@ def _wanted(all_names: Iterable[Name], tensors: Mapping[str, Tensor]) -> dict[st
     return wanted
 
 
+@kept_apart()
 def _load(path: Path, progress: Progress | None) -> object:
     if any((path / part / ".metadata").is_file() for part in ("", "model")):
         raise CheckpointError(
@@ -232,7 +225,6 @@ def _load(path: Path, progress: Progress | None) -> object:
             remedy="Download it again, or save its state dict alone in the program that wrote it",
         ) from error
     except Exception as error:  # The content decides which.
-        raise_interrupt(error)
         line = "" if "weights_only" in str(error) else str(error).strip().partition("\n")[0][:200]
         raise CheckpointError(
             f"{path} is not a torch checkpoint, or is incomplete ({type(error).__name__}: {line})",

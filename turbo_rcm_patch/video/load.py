@@ -23,7 +23,6 @@ from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, held_proj_l
 from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, load_extra
 from turbo_rcm_patch.turbodiffusion.extra_file import folder_proj_l, mark_of
 from turbo_rcm_patch.turbodiffusion.pipeline import DEFAULTS_FILE, LAYOUT, check_part, read_json
-from turbo_rcm_patch.turbodiffusion.read import raise_interrupt
 from turbo_rcm_patch.video.families import FAMILIES, VideoPipeline
 from turbo_rcm_patch.video.int8_folder import holds_int8, is_int8_only, load_int8_only
 from turbo_rcm_patch.video.scheduler import RCMScheduler
@@ -335,7 +334,6 @@ def loading(
         with quiet_loading():
             yield
     except LOAD_ERRORS as why:
-        raise_interrupt(why)
         said = f"{type(why).__name__}: {first_line(why)}"
         if str(why).startswith("Failed to import"):  # It is no fault of the files.
             remedy = "Run `turbo-rcm-patch doctor`: it says which versions of the packages work"
