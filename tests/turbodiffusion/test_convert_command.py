@@ -197,18 +197,6 @@ def test_what_is_there_is_replaced_only_if_told(pth: Path, tmp_path: Path, capsy
     assert listing(other) == ["cat.png"] and listing(tmp_path) == ["in.pth", "out", "photos"]
 
 
-def test_what_is_read_is_never_replaced(pth: Path, tmp_path: Path, capsys) -> None:
-    """A checkpoint downloaded beside its config.json, which makes the folder look like a model."""
-    out = tmp_path / "download"
-    out.mkdir()
-    (out / "config.json").write_text("{}")
-    inside = out / "model.pth"
-    inside.write_bytes(pth.read_bytes())
-    assert main(["convert", str(inside), str(out), "--force"]) == 2
-    assert "which is read" in capsys.readouterr().err
-    assert listing(out) == ["config.json", "model.pth"]
-
-
 def test_of_two_experts_one_is_chosen(pth: Path, tmp_path: Path, capsys) -> None:
     for part in ("transformer", "transformer_2"):
         assert main(["convert", str(pth), str(tmp_path / "pipe" / part)]) == 0

@@ -21,7 +21,6 @@ from turbo_rcm_patch import load_extra, patch_model, patched, unload_extra
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError
 from turbo_rcm_patch.patching import sla_as_defined
 from turbo_rcm_patch.patching.int8_weights import attached_int8
-from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.turbodiffusion import EXTRA_FILE, write_checkpoint
 from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
 from turbo_rcm_patch.video import load_pipeline
@@ -221,58 +220,3 @@ def test_going_back_without_it_is_warned_about(
     (folder / EXTRA_FILE).unlink()
     write_checkpoint(folder, tmp_path / "back.pth")
     assert "says that the model has SLA" in caplog.text
-
-
-def test_a_hub_s_extra_file_is_fetched(
-    folder: Path, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loader of a pipeline fetches only what its classes know."""
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    from turbo_rcm_patch.video import load as module
-
-    root = pipeline_of(folder)
-    kept = folder.parent / "hub"
-    kept.mkdir()
-    (root / "transformer" / EXTRA_FILE).rename(kept / EXTRA_FILE)
-    pipe = WanPipeline.from_pretrained(root, local_files_only=True)
-    asked: list[Any] = []
-
-    def download(repository: str, file: str, **more: Any) -> str:
-        asked.append((repository, file))
-        shutil.copy(kept / EXTRA_FILE, root / "transformer" / EXTRA_FILE)
-        return str(root / file)
-
-    def offline(*_: Any, **__: Any) -> str:
-        raise LocalEntryNotFoundError("no connection")
-
-    def absent(*_: Any, **__: Any) -> str:
-        raise EntryNotFoundError("404")
-
-    for answer, text in ((offline, "could not be fetched"), (absent, "with its proj_l")):
-        monkeypatch.setattr(huggingface_hub, "hf_hub_download", answer)
-        with pytest.raises(ModelFolderError, match=text):
-            module._attach_extra(pipe.transformer, "me/sla", "transformer", int8=True)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    module._attach_extra(pipe.transformer, "me/sla", "transformer", int8=True)
-    assert asked == [("me/sla", f"transformer/{EXTRA_FILE}")]
-    with patched(pipe, PLAIN):
-        assert torch.equal(output(pipe.transformer.eval()), expected)
-
-
-def test_a_dense_model_of_the_hub_asks_for_nothing_more_than_that(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    from turbo_rcm_patch.video import load as module
-
-    def offline(*_: Any, **__: Any) -> str:
-        raise LocalEntryNotFoundError("no connection")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    pipe = micro.micro_pipe()
-    module._attach_extra(pipe.transformer, "me/dense", "transformer", int8=True)
-    assert attached_proj_l(pipe.transformer.blocks[0].attn1) is None
