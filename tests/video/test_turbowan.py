@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.turbodiffusion.wan_model import Options, save
+from tests.turbodiffusion.wan_model import Options, save, state_dict
 from tests.video.turbowan import (
     EXACT,
     LATENTS,
@@ -35,6 +35,7 @@ from tests.video.turbowan import (
 )
 from turbo_rcm_patch import PatchConfig
 from turbo_rcm_patch.errors import CheckpointError, ModelFolderError, SamplingError
+from turbo_rcm_patch.turbodiffusion.convert import convert_pipeline
 from turbowan import video as example
 
 __all__ = ["decoded", "expert_pths", "image_base", "picture", "text_base", "text_pth"]
@@ -183,8 +184,6 @@ def test_what_does_not_fit_is_refused(
         (lambda: image_to_video([text_pth] * 2, image_base, picture, out), ModelFolderError,
          "in_channels"),
     ]  # fmt: skip
-    from turbo_rcm_patch.turbodiffusion.convert import convert_pipeline
-
     convert_pipeline(expert_pths[0], pipeline, base=image_base, low_noise=expert_pths[1])
     for call, error, message in refused:
         with pytest.raises(error, match=message):
@@ -196,8 +195,6 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_a_network_that_gives_nan_is_no_video(text_base, tmp_path) -> None:
-    from tests.turbodiffusion.wan_model import state_dict
-
     state = state_dict(TEXT)
     state["head.head.bias"][0] = float("nan")
     torch.save(state, tmp_path / "nan.pth")
