@@ -7,11 +7,12 @@ from pathlib import Path
 from torch import Tensor
 
 from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.ops.int8_linear import dequantized
 from turbo_rcm_patch.turbodiffusion import Sizes, read_checkpoint
-from turbo_rcm_patch.turbodiffusion.blocks import dequantise
-from turbo_rcm_patch.turbodiffusion.extra_file import folder_proj_l, weight_files
+from turbo_rcm_patch.turbodiffusion.extra_file import StoredTensors, folder_proj_l, weight_files
+from turbo_rcm_patch.turbodiffusion.folder import transformer_folder
 from turbo_rcm_patch.turbodiffusion.keys import HEAD_DIM, Name, names, sizes_of_config
-from turbo_rcm_patch.turbodiffusion.stored import StoredTensors, read_json, transformer_folder
+from turbo_rcm_patch.turbodiffusion.pipeline import read_json
 
 __all__ = ["read_wan"]
 
@@ -58,7 +59,7 @@ def _from_checkpoint(path: Path) -> tuple[Sizes, dict[str, Tensor], ProjL]:
         elif name.linear and name.their_int8[0] in found.tensors:
             int8, scale = (found.tensors[key] for key in name.their_int8)
             bias = found.tensors[f"{name.theirs.removesuffix('weight')}bias"]
-            tensors[name.theirs] = dequantise(int8, scale, bias.dtype)
+            tensors[name.theirs] = dequantized(int8, scale.float(), bias.dtype)
         else:
             tensors[name.theirs] = found.tensors[name.theirs].reshape(name.our_shape)
     proj_l: ProjL = {block: (part["weight"], part.get("bias")) for block, part in parts.items()}

@@ -19,11 +19,12 @@ from tests.video.turbowan import (
     network_of,
     picture,
     plain_loop,
+    text_base,
     text_pth,
     text_to_video,
 )
 
-__all__ = ["decoded", "expert_pths", "image_base", "picture", "text_pth"]
+__all__ = ["decoded", "expert_pths", "image_base", "picture", "text_base", "text_pth"]
 
 pytestmark = pytest.mark.gpu
 
@@ -31,14 +32,14 @@ GPU = ["--device", "cuda"]
 
 
 def test_text_to_video_draws_what_the_script_draws(
-    text_pth, image_base, tmp_path, decoded
+    text_pth, text_base, tmp_path, decoded
 ) -> None:
     """In fp32, with the numbers of the GPU's generator."""
     more = ["--num_samples", "2", "--seed", "7", "--no_patch", *EXACT, *GPU]
-    text_to_video(text_pth, image_base, tmp_path / "video.mp4", *more)
+    text_to_video(text_pth, text_base, tmp_path / "video.mp4", *more)
     expected = plain_loop(
         [network_of(text_pth).cuda()],
-        embedding(image_base, PROMPT).cuda(),
+        embedding(text_base, PROMPT).cuda(),
         shape=LATENTS,
         seed=7,
         samples=2,

@@ -1,10 +1,8 @@
 """The same weights through both classes: TurboDiffusion's WanModel, run from a checkout of it, and
 diffusers' transformer, loaded from the folder that `convert` wrote.
 
-`pytest tests/turbodiffusion/test_their_class.py --turbodiffusion PATH`. Their class needs three
-things that a CPU has not: `Tensor.cuda`, a rotary embedding from flash_attn, and an attention;
-here the first does nothing and the others are plain torch. What their files import for logging and
-for several GPUs is replaced by nothing.
+`pytest tests/turbodiffusion/test_their_class.py --turbodiffusion PATH`. Its imports need einops
+beside the packages of this library.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,111 +17,36 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
-from torch import Tensor
 
 from tests.measures import relative_l2
+from tests.patching.turbodiffusion_checkout import shim
 from turbo_rcm_patch.turbodiffusion import write_checkpoint
 from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
 
-TEXT_TOKENS = 512  # Their I2V class knows image tokens from text by this number.
-
-
-def rearrange(x: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """As much of einops as their network uses."""
-    into, out = (_groups(side) for side in pattern.split("->"))
-    known = dict(sizes)
-    if "..." in (name for group in into for name in group):
-        return x.flatten(-2)
-    for group, size in zip(into, x.shape, strict=True):
-        rest = math.prod(known[name] for name in group if name in known)
-        for name in group:
-            known.setdefault(name, size // rest)
-    flat = [name for group in into for name in group]
-    x = x.reshape([known[name] for name in flat])
-    x = x.permute([flat.index(name) for group in out for name in group])
-    return x.reshape([math.prod(known[name] for name in group) for group in out])
-
-
-def repeat(x: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """The rotary table's three uses: a table over one axis, the same along the others."""
-    axis = pattern.split()[0]
-    shape = [-1 if name == axis else 1 for name in "thw"]
-    full = [x.shape[0] if name == axis else sizes[name] for name in "thw"]
-    return x.reshape(*shape, x.shape[1]).expand(*full, x.shape[1])
-
-
-def _groups(side: str) -> list[list[str]]:
-    result: list[list[str]] = []
-    inside = False
-    for token in side.replace("(", " ( ").replace(")", " ) ").split():
-        if token in "()":
-            inside = token == "("
-            if inside:
-                result.append([])
-        elif inside:
-            result[-1].append(token)
-        else:
-            result.append([token])
-    return result
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inplace: bool) -> Tensor:
-    assert interleaved and not inplace
-    cos, sin = cos[:, None], sin[:, None]
-    a, b = x[..., ::2], x[..., 1::2]
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-
-
-class Attention(torch.nn.Module):
-    """In place of their attention over several GPUs, with the attribute that SLA goes into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.local_attn: Any = None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+#: Its logging and its tools for several GPUs.
+UNUSED = ("imaginaire", "imaginaire.utils")
+NETWORKS = ("wan2pt1", "wan2pt2")
+TEXT_TOKENS = 512  # Its I2V class tells image tokens from text by this number.
 
 
 @pytest.fixture(scope="module")
 def theirs(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]:
-    """Their module of a network, by name."""
+    """The module of one of its networks, by name."""
     given = request.config.getoption("--turbodiffusion", default=None)
     if not given:
         pytest.skip("needs --turbodiffusion PATH, a checkout of TurboDiffusion")
-    root = Path(given) / "turbodiffusion"
-    if not (root / "rcm" / "networks").is_dir():
-        pytest.fail(f"{given} is not a checkout of TurboDiffusion", pytrace=False)
-
-    def module(name: str, **members: object) -> types.ModuleType:
-        made = types.ModuleType(name)
-        made.__dict__.update(members)
-        return made
-
-    quiet = types.SimpleNamespace(info=lambda *_: None)
-    none = dict.fromkeys(("split_inputs_cp", "cat_outputs_cp", "cat_outputs_cp_with_grad"))
-    stubs = {
-        "einops": module("einops", rearrange=rearrange, repeat=repeat),
-        "imaginaire": module("imaginaire"),
-        "imaginaire.utils": module("imaginaire.utils", log=quiet),
-        "rcm.utils.a2a_cp": module("rcm.utils.a2a_cp", MinimalA2AAttnOp=Attention),
-        "rcm.utils.context_parallel": module("rcm.utils.context_parallel", broadcast=None, **none),
-        "flash_attn": module("flash_attn"),
-        "flash_attn.layers": module("flash_attn.layers"),
-        "flash_attn.layers.rotary": module("flash_attn.layers.rotary", apply_rotary_emb=rotary),
-    }
     before = set(sys.modules)
     with (
-        mock.patch.dict(sys.modules, stubs),
-        mock.patch.object(sys, "path", [str(root), *sys.path]),
+        mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in UNUSED}),
+        mock.patch.object(sys, "path", [str(Path(given) / "turbodiffusion"), *sys.path]),
         mock.patch.object(torch.Tensor, "cuda", lambda self: self),
     ):
-        yield lambda name: importlib.import_module(f"rcm.networks.{name}")
+        modules = [importlib.import_module(f"rcm.networks.{name}") for name in NETWORKS]
+        shim(*modules)
+        yield dict(zip(NETWORKS, modules, strict=True)).__getitem__
         for name in set(sys.modules) - before:
-            if name.split(".")[0] == "rcm":
+            if name.split(".")[0] in ("rcm", "imaginaire"):
                 del sys.modules[name]
 
 
@@ -148,7 +70,7 @@ def test_both_classes_agree(
     config = dict(in_dim=4, out_dim=4, dim=256, ffn_dim=320, freq_dim=32, text_dim=24, num_heads=2,
                   num_layers=2)  # fmt: skip
     model = theirs(name).WanModel(**{**config, **options})
-    for parameter in model.parameters():  # Their head begins at zero.
+    for parameter in model.parameters():  # Its head begins at zero.
         parameter.copy_(torch.randn_like(parameter) / math.sqrt(parameter.shape[-1]))
     for norm in (m for n, m in model.named_modules() if "norm" in n.split(".")[-1]):
         if getattr(norm, "weight", None) is not None:
@@ -164,7 +86,7 @@ def test_both_classes_agree(
     at_start = model(x, torch.zeros(2, 1), text, y_B_C_T_H_W=y, **given)
 
     state = model.state_dict()
-    if sla:  # As their converter leaves it: a Linear inside the attention, which starts at zero.
+    if sla:  # As its converter leaves it: a Linear inside the attention, which starts at zero.
         for i in range(2):
             proj_l = f"blocks.{i}.self_attn.attn_op.local_attn.proj_l"
             state |= {
@@ -177,7 +99,7 @@ def test_both_classes_agree(
     inputs = x if y is None else torch.cat([x, y], 1)
     for times, truth, limit in (
         (torch.zeros(2), at_start, 5e-7),
-        # Their sinusoids of the time are computed in fp64, diffusers' in fp32.
+        # Its sinusoids of the time are computed in fp64, diffusers' in fp32.
         (time[:, 0], expected, 3e-6),
     ):
         image_tokens = {"encoder_hidden_states_image": clip, "return_dict": False}
@@ -186,7 +108,7 @@ def test_both_classes_agree(
         print(f"{case}: relative L2 {error:.1e}")
         assert error < limit
 
-    # And back into their class.
+    # And back into its class.
     write_checkpoint(tmp_path / "folder", tmp_path / "back.pth")
     back = torch.load(tmp_path / "back.pth", weights_only=True)
     assert back.keys() == state.keys()

@@ -6,15 +6,20 @@ are, on a CPU; in place of their networks, VAE and text encoder stand those that
 
 from __future__ import annotations
 
+import runpy
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
 from PIL import Image
 
-from tests.video.test_turbodiffusion import Parts, scripts, their_loop
 from tests.video.turbowan import (
     EXACT,
     LATENTS,
@@ -26,14 +31,106 @@ from tests.video.turbowan import (
     image_to_video,
     network_of,
     picture,
+    text_base,
     text_pth,
     text_to_video,
 )
-from turbowan.sampling import adapted_size, fitted
+from turbowan.video import adapted_size, fitted
 
-__all__ = ["decoded", "expert_pths", "image_base", "picture", "scripts", "text_pth"]
+__all__ = ["decoded", "expert_pths", "image_base", "picture", "text_base", "text_pth"]
 
 SIZE = (8 * LATENTS[3], 8 * LATENTS[2])
+
+
+@pytest.fixture(scope="module")
+def scripts(request: pytest.FixtureRequest) -> Path:
+    given = request.config.getoption("--turbodiffusion", default=None)
+    if not given:
+        pytest.skip("needs --turbodiffusion PATH, a checkout of TurboDiffusion")
+    folder = Path(given) / "turbodiffusion" / "inference"
+    if not folder.is_dir():
+        pytest.fail(f"{given} is not a checkout of TurboDiffusion: no {folder}", pytrace=False)
+    return folder
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that take the place of the scripts' models.
+
+    Attributes:
+        network: Of a checkpoint's path and the list of network calls.
+        tokenizer: Of the list of latents that are decoded.
+        text: Embedding of the prompt.
+        image: The first frame of a file, [3, H, W] in -1..1.
+        size: Width and height.
+        dtype: That the networks get.
+    """
+
+    network: Callable[[str, list[str]], Any]
+    tokenizer: Callable[[list[torch.Tensor]], Any]
+    text: torch.Tensor
+    image: Callable[[Any], torch.Tensor]
+    size: tuple[int, int]
+    dtype: torch.dtype
+
+
+def their_loop(script: Path, arguments: list[str], parts: Parts) -> tuple[torch.Tensor, list[str]]:
+    """The samples and the expert of every network call."""
+    calls: list[str] = []
+    decoded: list[torch.Tensor] = []
+
+    def module(name: str, **members: object) -> types.ModuleType:
+        made = types.ModuleType(name)
+        made.__dict__.update(members)
+        return made
+
+    def create_model(dit_path: str, **_: object) -> Any:
+        return parts.network(dit_path, calls)
+
+    image = mock.MagicMock()
+    image.Compose.return_value = parts.image
+    size = {"480p": {"16:9": parts.size}}
+    size["720p"] = size["480p"]
+    log = types.SimpleNamespace(info=lambda *_: None, success=lambda *_: None)
+    stubs: dict[str, Any] = {
+        "einops": module(
+            "einops", repeat=lambda x, _, k: x.repeat(k, 1, 1), rearrange=lambda x, *_, **__: x
+        ),
+        "tqdm": module("tqdm", tqdm=lambda steps, **_: steps),
+        "torchvision": module("torchvision"),
+        "torchvision.transforms": module("torchvision.transforms"),
+        "torchvision.transforms.v2": image,
+        "imaginaire": module("imaginaire"),
+        "imaginaire.utils": module("imaginaire.utils", log=log),
+        "imaginaire.utils.io": module(
+            "imaginaire.utils.io", save_image_or_video=lambda *_, **__: None
+        ),
+        "rcm.datasets.utils": module("rcm.datasets.utils", VIDEO_RES_SIZE_INFO=size),
+        "rcm.utils.umt5": module(
+            "rcm.utils.umt5",
+            clear_umt5_memory=lambda: None,
+            get_umt5_embedding=lambda **_: parts.text,
+        ),
+        "rcm.tokenizers.wan2pt1": module(
+            "rcm.tokenizers.wan2pt1", Wan2pt1VAEInterface=lambda **_: parts.tokenizer(decoded)
+        ),
+        "modify_model": module(
+            "modify_model",
+            create_model=create_model,
+            tensor_kwargs={"device": "cpu", "dtype": parts.dtype},
+        ),
+    }
+    for name in ("rcm", "rcm.datasets", "rcm.utils", "rcm.tokenizers"):
+        stubs[name] = module(name)
+    before = torch._dynamo.config.suppress_errors
+    argv = [str(script), "--prompt", "a cat", "--seed", "5", *arguments]
+    with mock.patch.dict(sys.modules, stubs), mock.patch.object(sys, "argv", argv):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        finally:
+            torch._dynamo.config.suppress_errors = before  # the scripts switch it on
+    (samples,) = decoded
+    return samples, calls
 
 
 class Converted:
@@ -82,21 +179,19 @@ def parts(base: Path, size: tuple[int, int] = SIZE) -> Parts:
             return latents
 
     def image(opened: Any) -> torch.Tensor:
-        values = torch.frombuffer(bytearray(opened.tobytes()), dtype=torch.uint8)
-        pixels = values.view(1, opened.height, opened.width, 3).permute(0, 3, 1, 2)
         assert isinstance(opened, Image.Image)
-        return (fitted(pixels, *size)[0] - 0.5) / 0.5
+        return (fitted(opened, *size)[0] - 0.5) / 0.5
 
     return Parts(Converted, Tokenizer, embedding(base, PROMPT), image, SIZE, torch.float32)
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_text_to_video(steps, samples, scripts, text_pth, micro_folder, tmp_path, decoded) -> None:
+def test_text_to_video(steps, samples, scripts, text_pth, text_base, tmp_path, decoded) -> None:
     more = ["--num_steps", str(steps), "--num_samples", str(samples), "--seed", "5"]
-    text_to_video(text_pth, micro_folder, tmp_path / "video.mp4", *more, *EXACT, "--no_patch")
+    text_to_video(text_pth, text_base, tmp_path / "video.mp4", *more, *EXACT, "--no_patch")
     arguments = ["--dit_path", str(text_pth), "--num_frames", "5", *more]
-    theirs, calls = their_loop(scripts / "wan2.1_t2v_infer.py", arguments, parts(micro_folder))
+    theirs, calls = their_loop(scripts / "wan2.1_t2v_infer.py", arguments, parts(text_base))
     assert calls == ["model"] * steps
     torch.testing.assert_close(decoded[0], theirs, rtol=0, atol=1e-5)
 

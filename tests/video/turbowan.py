@@ -18,24 +18,28 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from PIL import Image
 
+from tests.turbodiffusion.test_convert_command import base_folder
 from tests.turbodiffusion.wan_model import Options, save
-from tests.video import micro
 from turbo_rcm_patch import PatchConfig, load_extra, patch_model
-from turbowan.models import transformer_folder
+from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = Options(text=32, sla=True)
 IMAGE = Options(text=32, inputs=12, sla=True)
 #: In fp32 on the CPU, 64 x 48 pixels and 5 frames: 24 tokens.
 SMALL = ["--device", "cpu", "--resolution", "64x48", "--num_frames", "5"]
-EXACT = ["--dtype", "float32", "--vae_dtype", "float32"]
+EXACT = ["--dtype", "float32"]
 PROMPT = "a red circle  moves left"
 
 
 @pytest.fixture(scope="module")
 def image_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pipe = micro.micro_image_pipe(experts=True)
-    return micro.save(pipe, tmp_path_factory.mktemp("model") / "base")
+    return base_folder(tmp_path_factory.mktemp("model") / "base", experts=True)
+
+
+@pytest.fixture(scope="module")
+def text_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base_folder(tmp_path_factory.mktemp("model") / "base")
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +80,19 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return latents
 
 
-def main_of(example: str) -> Callable[[Sequence[str]], int]:
+def main_of(example: str) -> Callable[[Sequence[str]], None]:
     return runpy.run_path(str(EXAMPLES / example))["main"]
 
 
-def text_to_video(pth: Path, base: Path, out: Path, *more: str) -> int:
+def text_to_video(pth: Path, base: Path, out: Path, *more: str) -> None:
     arguments = ["--dit_path", str(pth), "--base", str(base), "--save_path", str(out), *SMALL]
-    return main_of("turbowan_t2v.py")([*arguments, "--prompt", PROMPT, *more])
+    main_of("turbowan_t2v.py")([*arguments, "--prompt", PROMPT, *more])
 
 
-def image_to_video(pths: list[Path], base: Path, picture: Path, out: Path, *more: str) -> int:
+def image_to_video(pths: list[Path], base: Path, picture: Path, out: Path, *more: str) -> None:
     arguments = ["--high_noise_model_path", str(pths[0]), "--low_noise_model_path", str(pths[1])]
     arguments += ["--base", str(base), "--save_path", str(out), "--image_path", str(picture)]
-    return main_of("turbowan_i2v.py")([*arguments, *SMALL, "--prompt", PROMPT, *more])
+    main_of("turbowan_i2v.py")([*arguments, *SMALL, "--prompt", PROMPT, *more])
 
 
 def movie(path: Path) -> tuple[int, tuple[int, int], float]:
@@ -104,7 +108,7 @@ def movie(path: Path) -> tuple[int, tuple[int, int], float]:
     return int(frames), (int(width), int(height)), float(fps)
 
 
-# The numbers: what TurboDiffusion's scripts do, in plain torch.
+# The numbers of TurboDiffusion's scripts, in plain torch.
 
 
 @torch.no_grad()
@@ -182,7 +186,9 @@ def plain_loop(
 
 def network_of(pth: Path, config: PatchConfig | None = None) -> WanTransformer3DModel:
     """The converted transformer, patched if asked for."""
-    folder = transformer_folder(pth)
+    folder = pth.with_suffix("")
+    if not folder.exists():
+        convert_transformer(pth, folder)
     network = WanTransformer3DModel.from_pretrained(folder).eval()
     if config is not None:
         load_extra(network, folder)

@@ -23,7 +23,7 @@ from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.kernels.operands import Rows
 from turbo_rcm_patch.ops import MAX_CHANNELS, quantize_weight, unchecked
 from turbo_rcm_patch.patching.int8_module import Int8Linear
-from turbo_rcm_patch.patching.int8_weights import attached_int8
+from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 from turbo_rcm_patch.patching.plain import FLOATS, compiling, hooked
 
 #: How often in a row a weight may have moved before a call until no copy is kept: it is offloaded,
@@ -72,11 +72,13 @@ class Int8Forward:
         on: False runs it as its author wrote it.
     """
 
-    __slots__ = ("_made", "_moves", "_of", "impl", "linear", "on")
+    __slots__ = ("_brought", "_made", "_moves", "_of", "impl", "linear", "on")
 
     def __init__(self, linear: Any, impl: Impl) -> None:
         self.linear, self.impl, self.on = linear, impl, True
         self._made: tuple[Tensor, Tensor] | None = None
+        #: An int8 weight that came with the Linear, and True if it is the weight's.
+        self._brought: tuple[Tensor | None, bool] = (None, False)
         self._of: tuple[Any, ...] | None = None
         self._moves = 0
 
@@ -132,7 +134,11 @@ class Int8Forward:
             return quantize_weight(weight, impl=self.impl)
         brought = attached_int8(linear)
         if brought is not None:
-            return brought
+            if self._brought[0] is not brought[0]:
+                # Once, because merging an adapter writes through `.data` and leaves no trace.
+                self._brought = brought[0], stands_for(weight, *brought)
+            if self._brought[1]:
+                return brought
         of = (
             weight,
             -1 if weight.is_inference() else weight._version,
@@ -155,6 +161,7 @@ class Int8Forward:
     def forget(self) -> None:
         """Drop the int8 copy."""
         self._made = self._of = None
+        self._brought = None, False
         self._moves = 0
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -17,7 +15,6 @@ from turbo_rcm_patch.turbodiffusion.folder import (
     SHARD_BYTES,
     Written,
     folder_bytes,
-    write_json,
     write_transformer,
 )
 from turbo_rcm_patch.turbodiffusion.pipeline import (
@@ -25,6 +22,7 @@ from turbo_rcm_patch.turbodiffusion.pipeline import (
     check_part,
     read_json,
     stored_settings,
+    write_json,
 )
 from turbo_rcm_patch.turbodiffusion.read import Checkpoint, Progress, read_checkpoint
 from turbo_rcm_patch.turbodiffusion.staging import check_outside, check_target, staged
@@ -41,6 +39,7 @@ _KEPT: Final = (
     *("negative_prompt", "max_sequence_length"),
 )
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
+_WITH_WEIGHTS: Final = ("vae", "text_encoder", "image_encoder")
 
 
 def convert_transformer(
@@ -53,7 +52,6 @@ def convert_transformer(
     int8_only: bool = False,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    config: dict[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Written:
     """Write a checkpoint as a transformer folder, completely or not at all.
@@ -65,9 +63,8 @@ def convert_transformer(
         heads: As in `read_checkpoint`.
         network: As in `read_checkpoint`.
         int8_only: As in `write_transformer`, of a `-quant` checkpoint.
-        force: Whether to replace an existing model folder.
+        force: Allow replacing an existing model folder.
         shard_bytes: Largest file.
-        config: As in `write_transformer`.
         progress: Called with bytes.
 
     Raises:
@@ -79,16 +76,15 @@ def convert_transformer(
     check_target(target, force=force, folder=True)
     check_outside(target, checkpoint)
     source = read_checkpoint(checkpoint, heads=heads, network=network, progress=progress)
-    _check_int8(source, checkpoint, int8_only=int8_only)
     needed = folder_bytes(source, dtype, int8_only=int8_only)
     with staged(target, force=force, folder=True, needed=needed) as made:
         written = write_transformer(
             source, made, dtype=dtype, int8_only=int8_only, shard_bytes=shard_bytes,
-            config=config, progress=progress,
+            progress=progress,
         )  # fmt: skip
     assumed = heads is None and not source.sizes.sla
-    told = f"{source.sizes.heads_text}: --heads N if that is wrong" if assumed else ""
-    return replace(written, path=target, heads=told)
+    said = f"{source.sizes.heads_text}: --heads N if that is wrong" if assumed else ""
+    return replace(written, path=target, heads=said)
 
 
 def convert_pipeline(
@@ -113,105 +109,68 @@ def convert_pipeline(
     Args:
         checkpoint: The `.pth` file; of Wan 2.2 A14B, the high-noise expert's.
         out: The folder to write.
-        base: A pipeline folder of the same model, as diffusers publishes it.
+        base: A pipeline folder of the same model, as diffusers publishes it. Of its transformers
+            only the configurations are needed.
         low_noise: The low-noise expert's `.pth` file of Wan 2.2 A14B.
         dtype: As in `write_transformer`.
         heads: As in `read_checkpoint`; by default as in the base.
         network: As in `read_checkpoint`, of both checkpoints.
         int8_only: As in `write_transformer`, of `-quant` checkpoints.
         copy: Copy the base's parts instead of linking to them.
-        force: Whether to replace an existing model folder.
+        force: Allow replacing an existing model folder.
         progress: Called with bytes.
 
     Returns:
-        What was written of each transformer.
+        The result of each transformer.
 
     Raises:
         ModelFolderError: The base is not a pipeline folder of Wan, or is another model's.
         CheckpointError, CheckpointKeysError, OutputExistsError: As `convert_transformer`.
     """
     target, root = Path(out), Path(base)
-    check_target(target, force=force, folder=True)
-    index = _index(root, experts=2 if low_noise is not None else 1)
-    if target.resolve() == root.resolve():
-        raise CheckpointError("--base", expected="another folder than is written", got=str(root))
-    check_outside(target, root, checkpoint, low_noise)
-    sources: list[tuple[str, Checkpoint, dict[str, object]]] = []
     files = [path for path in (checkpoint, low_noise) if path is not None]
+    check_target(target, force=force, folder=True)
+    index = _index(root, experts=len(files))
+    check_outside(target, root, *files)
+    sources: list[tuple[str, Checkpoint, dict[str, object]]] = []
     for part, path in zip(_TRANSFORMERS, files, strict=False):
         config = read_json(root / part / "config.json")
-        there = config.get("num_attention_heads")
-        if not isinstance(there, int | None):
-            raise ModelFolderError(
-                f"{root / part / 'config.json'}: num_attention_heads",
-                expected="a number",
-                got=repr(there),
-                remedy="Download the base again",
-            )
-        if heads is not None and there not in (None, heads):
-            raise CheckpointError(
-                "--heads",
-                expected=f"{there}, as {root / part / 'config.json'} says",
-                got=str(heads),
-                remedy="Leave --heads out with --base, or choose the base of this model",
-            )
-        source = read_checkpoint(path, heads=heads or there, network=network, progress=progress)
-        _check_same_model(root / part, config, source, str(path))
-        _check_int8(source, path, int8_only=int8_only)
-        own: dict[str, object] = {key: config[key] for key in _FROM_BASE if key in config}
-        sources.append((part, source, own))
+        source = _read_like(path, root / part, config, heads, network, progress)
+        sources.append((part, source, {key: config[key] for key in _FROM_BASE if key in config}))
     rest, defaults = _rest(root, index), stored_settings(root)
     # A base that was made with links may lead back into the folder that is replaced.
-    check_outside(target, *(path for part in rest.values() for path in (part, *part.rglob("*"))))
+    inside = [path for part in rest.values() for path in (part, *part.rglob("*"))]
+    check_outside(target, *inside)
     needed = sum(folder_bytes(source, dtype, int8_only=int8_only) for _, source, _ in sources)
-    copied = sum(_bytes_of(folder) for folder in rest.values()) if copy else 0
+    if copy:
+        needed += sum(path.stat().st_size for path in inside if path.is_file())
     results = []
-    with staged(target, force=force, folder=True, needed=needed, copied=copied) as made:
+    with staged(target, force=force, folder=True, needed=needed) as made:
         for part, source, entries in sources:
-
-            def report(_: str, done: int, total: int, part: str = part) -> None:
-                if progress is not None:
-                    progress(part, done, total)
-
             (made / part).mkdir()
             written = write_transformer(
-                source,
-                made / part,
-                dtype=dtype,
-                int8_only=int8_only,
-                config=entries,
-                progress=report,
-            )
+                source, made / part, dtype=dtype, int8_only=int8_only, config=entries,
+                progress=progress,
+            )  # fmt: skip
             results.append(replace(written, path=target / part))
-        _write_rest(made, rest, index, defaults, experts=len(sources), copy=copy)
+        for part, folder in rest.items():
+            if copy:
+                shutil.copytree(folder, made / part)
+            else:
+                _link(folder, made / part)
+        _write_sampler(made, index, defaults, experts=len(sources))
     return tuple(results)
-
-
-def _check_int8(source: Checkpoint, path: str | Path, *, int8_only: bool) -> None:
-    if int8_only and not source.quantised:
-        raise CheckpointError(
-            f"--int8-only: {path}",
-            expected="a -quant checkpoint, with int8 weights",
-            got="one without",
-            remedy="Convert it without --int8-only, and run it with --linear int8-only",
-        )
 
 
 def _index(root: Path, *, experts: int) -> dict[str, object]:
     path = root / "model_index.json"
-    if not path.is_file():
-        raise ModelFolderError(
-            f"{root} has no model_index.json",
-            expected="a diffusers pipeline folder of the same Wan model",
-            remedy="Download it first; a hub id is not looked up here",
-        )
-    index: dict[str, object] = read_json(path)
+    index: dict[str, object] = read_json(path, ModelFolderError) if path.is_file() else {}
     if not str(index.get("_class_name")).startswith("Wan"):
         raise ModelFolderError(
-            f"{path}: _class_name",
-            expected="a pipeline of Wan",
-            got=repr(index.get("_class_name")),
-            remedy="Choose the diffusers folder of the same Wan model with --base",
+            f"{path}: _class_name" if index else f"{root} has no model_index.json",
+            expected="a diffusers folder with a pipeline of the same Wan model",
+            got=str(index.get("_class_name", "")),
+            remedy="Choose it with --base. Download it first: a hub id is not looked up here",
         )
     has = [part for part in _TRANSFORMERS if (root / part / "config.json").is_file()]
     if len(has) != experts:
@@ -222,20 +181,36 @@ def _index(root: Path, *, experts: int) -> dict[str, object]:
     return index
 
 
-def _check_same_model(
-    folder: Path, config: dict[str, object], source: Checkpoint, path: str
-) -> None:
-    ours = source.sizes.config()
-    differ = [
-        f"{key}: {config[key]!r} there, {value!r} in the checkpoint"
-        for key, value in ours.items()
-        if key in config and key not in _FROM_BASE and config[key] != value
-    ]
+def _read_like(
+    path: str | Path,
+    folder: Path,
+    config: dict[str, object],
+    heads: int | None,
+    network: str | None,
+    progress: Progress | None,
+) -> Checkpoint:
+    """Read a checkpoint of the model whose configuration is in a folder of the base."""
+    there = config.get("num_attention_heads")
+    there = there if isinstance(there, int) else None  # Another one differs below.
+    try:
+        source = read_checkpoint(path, heads=heads or there, network=network, progress=progress)
+        differ = [
+            f"{key}: {config[key]!r} there, {value!r} in the checkpoint"
+            for key, value in source.sizes.config().items()
+            if key in config and key not in _FROM_BASE and config[key] != value
+        ]
+    except CheckpointError as error:
+        if error.what != "heads" or heads is not None:
+            raise
+        differ = [f"num_attention_heads: {there} there, {error.expected} in the checkpoint"]
     if differ:
         raise ModelFolderError(
-            f"{folder} is not the model of {path}", got="; ".join(differ),
+            f"{folder} is not the model of {path}",
+            got="; ".join(differ),
             expected="the same sizes",
-        )  # fmt: skip
+            remedy="Choose the diffusers folder of the same Wan model with --base",
+        )
+    return source
 
 
 def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
@@ -251,53 +226,27 @@ def _rest(root: Path, index: dict[str, object]) -> dict[str, Path]:
                 expected="names of folders beside it",
                 remedy="Do not use this base unless you know who wrote it, and why",
             )
-        check_part(root, part, weights=part in ("vae", "text_encoder", "image_encoder"))
+        check_part(root, part, weights=part in _WITH_WEIGHTS)
         rest[part] = (root / part).resolve()
     return rest
 
 
-def _bytes_of(folder: Path) -> int:
-    """Bytes of a copy of a folder, in which links become files."""
-    total = 0
-    for place, _, names in os.walk(folder, followlinks=True):
-        for path in (Path(place, name) for name in names):
-            if not path.exists():
-                raise ModelFolderError(
-                    f"{path} is a broken link", remedy="Download the base again"
-                )
-            total += path.stat().st_size
-    return total
-
-
 def _link(source: Path, place: Path) -> None:
     try:
-        os.symlink(source, place, target_is_directory=True)
-    except OSError as error:  # Windows lets not everybody make links, and some disks have none.
-        if error.errno not in (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-            raise
+        place.symlink_to(source, target_is_directory=True)
+    except OSError as error:  # Windows asks for a privilege, and some disks have no links.
         raise OutputExistsError(
             f"{source} cannot be linked to ({error.strerror})",
             remedy="Copy the base's parts with --copy (copy=True)",
         ) from error
 
 
-def _write_rest(
-    made: Path,
-    rest: dict[str, Path],
-    index: dict[str, object],
-    defaults: dict[str, object],
-    *,
-    experts: int,
-    copy: bool,
+def _write_sampler(
+    made: Path, index: dict[str, object], defaults: dict[str, object], *, experts: int
 ) -> None:
-    """Write all parts of a pipeline but its transformers."""
+    """Write the scheduler, model_index.json and the settings of a distilled pipeline."""
     from turbo_rcm_patch import RCMScheduler
 
-    for part, source in rest.items():
-        if copy:
-            shutil.copytree(source, made / part)
-        else:
-            _link(source, made / part)
     sigma_max = _SIGMA_MAX if experts == 1 else _SIGMA_MAX_TWO_EXPERTS
     RCMScheduler(sigma_max=sigma_max).save_pretrained(made / "scheduler")
     index = index | {"scheduler": [RCMScheduler.__module__, RCMScheduler.__name__]}

@@ -9,9 +9,12 @@ by row 0.0114.
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,35 +22,28 @@ from torch import Tensor, nn
 from turbo_rcm_patch.errors import AlreadyPatchedError, CheckpointError
 from turbo_rcm_patch.patching.int8_weights import (
     attach_int8,
+    attached_int8,
     detach_int8,
-    held_int8,
-    restore_int8,
+    stands_for,
 )
 from turbo_rcm_patch.patching.record import record_of
-from turbo_rcm_patch.patching.sla import (
-    attach_proj_l,
-    attached_proj_l,
-    detach_proj_l,
-    held_proj_l,
-)
+from turbo_rcm_patch.patching.sla import MARK, attach_proj_l, detach_proj_l, held_proj_l
 from turbo_rcm_patch.turbodiffusion.extra_file import (
     EXTRA_FILE,
+    StoredTensors,
     check_mark,
     folder_proj_l,
     mark_of,
     mark_of_tensors,
-    mark_sla,
-    save_as_class,
-    save_with_extra,
-    weight_files,
+    write_extra,
 )
+from turbo_rcm_patch.turbodiffusion.folder import check_product, transformer_folder
 from turbo_rcm_patch.turbodiffusion.keys import blocks_of
-from turbo_rcm_patch.turbodiffusion.stored import StoredTensors, check_product, transformer_folder
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What `load_extra` attached.
+    """The tensors that `load_extra` attached.
 
     Attributes:
         path: The file.
@@ -77,20 +73,19 @@ def load_extra(
 
     Both move with the model. Neither is in its state dict, but `save_pretrained` writes them
     beside the weights. Outputs do not change until the transformer is patched. `unload_extra`
-    takes both away. Load first, then patch: a patched transformer uses int8 weights from its next
-    forward on, but refuses `proj_l`, because patching has already chosen how its attentions run.
+    takes both away. Load first, then patch: a patched transformer refuses `proj_l`, because
+    patching has already chosen how its attentions run.
 
     Args:
         transformer: diffusers' WanTransformer3DModel.
         folder: The transformer folder, or the pipeline folder with it. The `proj_l` may also be
             among the weights, as in folders that other programs converted.
-        int8: Whether to attach int8 weights. False takes away those that are attached.
-        proj_l: Whether to attach `proj_l`. False means dense attention: those that are attached
-            are taken away, from a patched transformer too, and `patch_model` does not look for
-            them either.
+        int8: Attach int8 weights. False takes away those that are attached.
+        proj_l: Attach `proj_l`. False means dense attention: those that are attached are taken
+            away, from a patched transformer too.
 
     Returns:
-        What was attached.
+        The names of the modules that it attached to.
 
     Raises:
         AlreadyPatchedError: The transformer is patched, and the file holds `proj_l`.
@@ -102,105 +97,92 @@ def load_extra(
     path = place / EXTRA_FILE
     mark = mark_of(getattr(transformer, "config", None))
     found = folder_proj_l(place)
-    if found:
-        check_mark(place, found, mark)
-    elif not path.is_file():
+    if not found and not path.is_file():
         raise CheckpointError(
             f"{place} has no {EXTRA_FILE}",
             expected="a folder that `python -m turbo_rcm_patch convert` wrote from a checkpoint "
             "with SLA or int8 weights",
         )
-    elif isinstance(mark, Mapping) and proj_l:
-        raise CheckpointError(
-            f"{path} has no proj_l",
-            expected=f"those of {mark['count']} attentions that config.json marks",
-            remedy="Pass the folder that the model was converted to",
-        )
-    stored = StoredTensors(*([path] if path.is_file() else weight_files(place)))
-    if not path.is_file():
-        path = place
+    if found or (proj_l and isinstance(mark, Mapping)):
+        check_mark(place, found, mark)
+    stored = StoredTensors(*([path] if path.is_file() else []))
+    path = path if path.is_file() else place
     modules = dict(transformer.named_modules())
-    linears, attentions = [], []
-    for key in stored.listing:
-        module, _, kind = key.rpartition(".")
-        if kind == "int8_weight" and int8:
-            _check_linear(path, module, modules.get(module), stored)
-            linears.append(module)
-    for owner, (weight, _) in found.items() if proj_l else ():
-        _check_attention(path, owner, modules.get(owner), weight)
-        attentions.append(owner)
+    linears: dict[str, tuple[nn.Linear, Tensor, Tensor]] = {}
+    for key in stored.listing if int8 else ():
+        name, _, kind = key.rpartition(".")
+        if kind == "int8_weight":
+            linears[name] = _int8_of(path, name, modules.get(name), stored)
+    attentions = found if proj_l else {}
+    for name, (weight, _) in attentions.items():
+        _check_attention(path, name, modules.get(name), weight)
     if attentions and record_of(transformer) is not None:
         raise AlreadyPatchedError(
             f"{path}: proj_l of {len(attentions)} attentions",
             expected="a transformer that is patched after its proj_l is attached",
             got="a patched one",
-            remedy="Call unpatch_model, then load_extra, then patch_model",
+            remedy="Call unload_extra or unpatch_model, then load_extra, then patch_model",
         )
-    before = [(modules[name], held_int8(modules[name])) for name in linears]
-    projections = [(modules[name], attached_proj_l(modules[name])) for name in attentions]
-    try:
-        for name in linears:
-            _attach(path, name, modules[name], stored)
-        for name in attentions:
-            attach_proj_l(modules[name], *found[name])
-    except BaseException:
-        for linear, int8_weight in before:
-            restore_int8(linear, int8_weight)
-        for attention, held in projections:
-            detach_proj_l(attention)
-            if held is not None:
-                attach_proj_l(attention, *held)
-        raise
     if found or (not proj_l and held_proj_l(transformer)):
-        mark_sla(transformer, mark_of_tensors(found) if proj_l else None)
+        _mark_sla(transformer, mark_of_tensors(found) if proj_l else None)
     for module in modules.values():
         if not int8:
             detach_int8(module)
         if not proj_l:
             detach_proj_l(module)
-    save_with_extra(transformer)
+    for linear, weight, scale in linears.values():  # After all checks.
+        attach_int8(linear, weight, scale)
+    for name, (weight, bias) in attentions.items():
+        attach_proj_l(modules[name], weight, bias)
+    if hasattr(type(transformer), "save_pretrained"):
+        transformer.__dict__.setdefault("save_pretrained", _SavesExtra(transformer))
     return Extra(path, tuple(linears), tuple(attentions))
 
 
 def unload_extra(transformer: nn.Module) -> None:
-    """Remove what `load_extra` attached. The model is then as it was before.
+    """Remove the tensors that `load_extra` attached. The model is then as it was before.
 
     A patched one runs dense attention from its next forward on, and with int8 weights of its own.
-    So does one that is patched later: that dense attention is meant is said in its configuration,
-    and `patch_model` does not attach `proj_l` that lie beside the weights.
+    So does one that is patched later: its configuration says that dense attention is meant.
     """
     if held_proj_l(transformer) or mark_of(getattr(transformer, "config", None)):
-        mark_sla(transformer, None)
-    save_as_class(transformer)
+        _mark_sla(transformer, None)
+    if isinstance(transformer.__dict__.get("save_pretrained"), _SavesExtra):
+        del transformer.__dict__["save_pretrained"]
     for module in transformer.modules():
         detach_int8(module)
         detach_proj_l(module)
 
 
-def _attach(path: Path, name: str, linear: nn.Module, stored: StoredTensors) -> None:
-    assert isinstance(linear, nn.Linear)
-    int8 = stored[f"{name}.int8_weight"].to(linear.weight.device)
-    scale = stored[f"{name}.scale"].to(int8.device).float()
-    check_product(f"{path}: {name}.weight", linear.weight, int8, scale)
-    attach_int8(linear, int8, scale)
+def _mark_sla(model: nn.Module, mark: object) -> None:
+    """Say in a diffusers model's configuration which `proj_l` belong to it; None: dense is meant.
+
+    A model whose marked `proj_l` are missing is not patched.
+    """
+    register = getattr(model, "register_to_config", None)
+    if register is not None:
+        register(**{MARK: mark})
 
 
-def _check_linear(path: Path, name: str, module: nn.Module | None, stored: StoredTensors) -> None:
-    int8 = stored.listing[f"{name}.int8_weight"]
-    scale = stored.listing.get(f"{name}.scale")
-    if type(module) is not nn.Linear or module.weight.shape != int8.shape:
-        got = "no such module" if module is None else _described(module)
-        raise CheckpointError(f"{path}: {name}", expected=f"a Linear {list(int8.shape)}", got=got)
-    if (
-        int8.dtype != torch.int8
-        or scale is None
-        or tuple(scale.shape) != blocks_of(tuple(int8.shape))
-    ):
+def _int8_of(
+    path: Path, name: str, module: nn.Module | None, stored: StoredTensors
+) -> tuple[nn.Linear, Tensor, Tensor]:
+    """A Linear and the int8 weight and scales that a file has of it, on its device."""
+    weight, bits = stored.listing[f"{name}.int8_weight"], stored.listing.get(f"{name}.scale")
+    if type(module) is not nn.Linear or module.weight.shape != weight.shape:
         raise CheckpointError(
-            f"{path}: {name}", expected=f"int8 and {list(blocks_of(tuple(int8.shape)))} scales"
+            f"{path}: {name}", expected=f"a Linear {list(weight.shape)}", got=_described(module)
         )
+    blocks = blocks_of(tuple(weight.shape))
+    if weight.dtype != torch.int8 or bits is None or tuple(bits.shape) != blocks:
+        raise CheckpointError(f"{path}: {name}", expected=f"int8 and {list(blocks)} scales")
     if module.weight.is_meta:
         raise CheckpointError(f"{name}.weight is on the meta device", expected="loaded weights")
+    device = module.weight.device
+    int8 = stored[f"{name}.int8_weight"].to(device)
+    scale = stored[f"{name}.scale"].to(device).float()
+    check_product(f"{path}: {name}.weight", module.weight, int8, scale)
+    return module, int8, scale
 
 
 def _check_attention(path: Path, name: str, module: nn.Module | None, weight: Tensor) -> None:
@@ -208,13 +190,61 @@ def _check_attention(path: Path, name: str, module: nn.Module | None, weight: Te
     heads = getattr(module, "heads", None)
     width = getattr(getattr(module, "to_v", None), "out_features", 0)
     if not heads or shape != (width // heads,) * 2:
-        got = "no such module" if module is None else _described(module)
         raise CheckpointError(
-            f"{path}: {name}", expected=f"attention with heads of {shape[0]} channels", got=got
+            f"{path}: {name}",
+            expected=f"attention with heads of {shape[0]} channels",
+            got=_described(module),
         )
 
 
-def _described(module: nn.Module) -> str:
+def _described(module: nn.Module | None) -> str:
     weight = getattr(module, "weight", None)
     shape = f" {list(weight.shape)}" if isinstance(weight, Tensor) else ""
-    return f"a {type(module).__name__}{shape}"
+    return "no such module" if module is None else f"a {type(module).__name__}{shape}"
+
+
+class _SavesExtra:
+    """Stands in for the `save_pretrained` of a transformer with `proj_l` or int8 weights: writes
+    the extra file too, so that the saved folder is a converted one.
+
+    It holds the transformer, so that a deep copy saves its own.
+    """
+
+    __slots__ = ("_model",)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the class: a pipeline passes only arguments that it finds there."""
+        stock: Any = type(self._model)
+        return inspect.signature(stock.save_pretrained.__get__(self._model))
+
+    def __call__(
+        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> object:
+        model: Any = self._model
+        folder, proj_l = Path(save_directory), held_proj_l(model)
+        if kwargs.get("is_main_process", args[0] if args else True) and not folder.is_file():
+            parts = {f"{name}.proj_l": (("weight", "bias"), pair) for name, pair in proj_l.items()}
+            for name, module in model.named_modules():
+                int8 = attached_int8(module)
+                # A write through `.data`, as merging an adapter does, is not seen before.
+                if int8 and (module.weight.is_meta or stands_for(module.weight, *int8)):
+                    parts[name] = (("int8_weight", "scale"), int8)
+            extra = {
+                f"{name}.{part}": tensor.to("cpu", copy=True).contiguous()
+                for name, (kinds, pair) in parts.items()
+                for part, tensor in zip(kinds, pair, strict=True)
+            }
+            if proj_l:
+                model.register_to_config(**{MARK: mark_of_tensors(proj_l)})
+            folder.mkdir(parents=True, exist_ok=True)
+            # First, because the class may upload the folder.
+            if extra:
+                write_extra(folder, extra)
+            elif not isinstance(mark_of(model.config), Mapping):
+                (folder / EXTRA_FILE).unlink(missing_ok=True)  # It is of other weights.
+        result: object = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+        return result

@@ -1,51 +1,164 @@
-"""What lies beside a model's weights on disk: SLA's `proj_l` and int8 weights.
+"""The files of a transformer folder: weights, and SLA's `proj_l` and int8 weights beside them.
 
-Stock classes have no place for them, so they are in a file of their own, `EXTRA_FILE`, and the
-entry `MARK` of config.json says that there are `proj_l` and which. Diffusers carries entries that
-begin with an underscore through `from_pretrained` and `save_pretrained`, so a model that lost its
-`proj_l` on the way is recognised. Folders that others converted have the `proj_l` among the
-weights, where stock classes drop them.
+Stock classes have no place for `proj_l` and int8 weights, so these are in a file of their own,
+`EXTRA_FILE`, and the entry `MARK` of config.json says that there are `proj_l` and which. diffusers
+carries entries that begin with an underscore through `from_pretrained` and `save_pretrained`, so a
+model that lost its `proj_l` on the way is recognised. Folders that others converted have the
+`proj_l` among the weights, where stock classes drop them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
-import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from turbo_rcm_patch.errors import CheckpointError
-from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
-from turbo_rcm_patch.patching.sla import MARK, held_proj_l
+from turbo_rcm_patch.interrupts import kept_apart
+from turbo_rcm_patch.output import atomic
+from turbo_rcm_patch.patching.sla import MARK
+from turbo_rcm_patch.turbodiffusion.pipeline import read_json
 
 #: The file of everything that diffusers' class has no place for.
 EXTRA_FILE: Final = "turbo_extra.safetensors"
-#: Which version of the extra file it is; one entry, because their order in a file is left open.
-#: Since version 2 config.json marks its `proj_l`, so that a file of other weights is recognised.
+#: The version of the extra file.
 EXTRA_METADATA: Final = {"turbo_rcm_patch": "2"}
 #: diffusers' name of a file of weights.
 WEIGHTS: Final = "diffusion_pytorch_model"
 
-#: As this library names SLA's Linear, and as others do who kept TurboDiffusion's module names.
+#: SLA's Linear as this library names it, and as others do who kept TurboDiffusion's module names.
 _PROJ_L: Final = re.compile(
     r"((?:.+\.)?attn1)(?:\.attn_op)?(?:\.local_attn)?\.proj_l\.(weight|bias)"
 )
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "I32": torch.int32,
+}
 
 #: Attention -> weight [D, D] and bias [D].
-ProjL = Mapping[str, tuple[Tensor, Tensor]]
+ProjL = dict[str, tuple[Tensor, Tensor]]
 
 
-def proj_l_key(key: str) -> tuple[str, str] | None:
-    """The attention and the part ("weight", "bias") that a tensor's name means, or None."""
-    found = _PROJ_L.fullmatch(key)
-    return (found[1], found[2]) if found else None
+class StoredTensors:
+    """The tensors of one or more safetensors files. Each is read only when it is used.
+
+    SLA's Linear has one name, `blocks.N.attn1.proj_l`, however the file calls it.
+
+    Attributes:
+        listing: Shape and dtype of each, as a tensor on the meta device.
+    """
+
+    def __init__(self, *files: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.listing: dict[str, Tensor] = {}
+        self._get: dict[str, Callable[[], Tensor]] = {}
+        for path in files:
+            try:
+                opened: Any = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} is missing, damaged or incomplete ({error})",
+                    remedy="Write or download it again",
+                ) from error
+            for key in opened.keys():  # noqa: SIM118  not a dictionary
+                part = opened.get_slice(key)
+                dtype = _DTYPES.get(part.get_dtype(), torch.bool)  # bool fits nothing wanted
+                sla = _PROJ_L.fullmatch(key)
+                name = f"{sla[1]}.proj_l.{sla[2]}" if sla else key
+                if name in self.listing:
+                    raise CheckpointError(
+                        f"{path}: {key} occurs twice",
+                        expected="each tensor once in the files of a folder",
+                        remedy="Remove the files that do not belong to it",
+                    )
+                self.listing[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+                self._get[name] = partial(opened.get_tensor, key)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._get
+
+    def __getitem__(self, key: str) -> Tensor:
+        with kept_apart():
+            return self._get[key]()
+
+    def proj_l(self) -> ProjL:
+        """Read SLA's projections, in the files' dtype.
+
+        Raises:
+            CheckpointError: One lacks its weight or its bias.
+        """
+        parts = [key.rpartition(".")[0] for key in self.listing if ".proj_l." in key]
+        result: ProjL = {}
+        for linear in dict.fromkeys(parts):
+            pair = f"{linear}.weight", f"{linear}.bias"
+            for key in pair:
+                if key not in self:
+                    raise CheckpointError(linear, expected="a weight and a bias", got=f"no {key}")
+            result[linear.removesuffix(".proj_l")] = self[pair[0]], self[pair[1]]
+        return result
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json; empty if there is none that can be read."""
+    try:
+        return read_json(folder / "config.json")
+    except CheckpointError:
+        return {}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights; another variant may lie beside those that the index names.
+
+    Raises:
+        CheckpointError: The index is damaged, or names files elsewhere.
+    """
+    index = folder / f"{WEIGHTS}.safetensors.index.json"
+    if not index.is_file():
+        return [folder / f"{WEIGHTS}.safetensors"]
+    names: Any = read_json(index).get("weight_map")
+    names = list(names.values()) if isinstance(names, dict) and names else [names]
+    for name in names:
+        # By name, not by where a link leads: the hub's cache keeps its files elsewhere.
+        plain = isinstance(name, str) and name.endswith(".safetensors")
+        if not plain or "/" in name or "\\" in name:
+            raise CheckpointError(
+                f"{index}: weight_map",
+                expected="names of safetensors files in the same folder",
+                got=repr(name)[:120],
+                remedy="Do not use this folder unless you know who wrote it, and why",
+            )
+    return sorted({folder / name for name in names})
+
+
+def folder_proj_l(folder: Path) -> ProjL:
+    """Read every `proj_l` of a transformer folder, from the extra file or from among the weights.
+
+    Returns:
+        By attention ("blocks.0.attn1"), weight [D, D] and bias [D], in the file's dtype; empty if
+        there is none.
+
+    Raises:
+        CheckpointError: A file is damaged, or a weight lacks its bias.
+    """
+    extra = folder / EXTRA_FILE
+    found = StoredTensors(extra).proj_l() if extra.is_file() else {}
+    if found:
+        return found
+    files = [path for path in weight_files(folder) if path.is_file()]
+    return StoredTensors(*(files or sorted(folder.glob(f"{WEIGHTS}*.safetensors")))).proj_l()
 
 
 def mark_of_tensors(proj_l: ProjL) -> dict[str, object]:
@@ -83,167 +196,37 @@ def mark_of(config: object) -> object:
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json; nothing if there is none that can be read."""
-    try:
-        value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def shard_path(folder: Path, name: object, where: Path) -> Path:
-    """The file of weights that an index names, which has to lie in the index's own folder.
-
-    Args:
-        folder: Of the index.
-        name: What it says.
-        where: The index, for the error.
-
-    Raises:
-        CheckpointError: The name leads anywhere else, or is none of a safetensors file.
-    """
-    plain = isinstance(name, str) and name.endswith(".safetensors")
-    # By name, not by where a link leads: the hub's cache keeps its files elsewhere.
-    if not plain or name in ("", ".", "..") or "/" in str(name) or "\\" in str(name):
-        raise CheckpointError(
-            f"{where}: weight_map",
-            expected="names of safetensors files in the same folder",
-            got=repr(name)[:120],
-            remedy="Do not use this folder unless you know who wrote it, and why",
-        )
-    return folder / str(name)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of weights; another variant may lie beside those that the index names.
-
-    Raises:
-        CheckpointError: The index is damaged, or names files elsewhere.
-    """
-    index = folder / f"{WEIGHTS}.safetensors.index.json"
-    if not index.is_file():
-        return [folder / f"{WEIGHTS}.safetensors"]
-    try:
-        listing = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{index} is not valid JSON ({error})") from error
-    names = listing.get("weight_map") if isinstance(listing, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise CheckpointError(str(index), expected='a "weight_map"', got="none")
-    return sorted({shard_path(folder, name, index) for name in names.values()})
-
-
-def folder_proj_l(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Every `proj_l` of a transformer folder, from the extra file or from among the weights.
-
-    Returns:
-        By attention ("blocks.0.attn1"), weight [D, D] and bias [D], in the file's dtype; empty if
-        there is none.
-
-    Raises:
-        CheckpointError: A file is damaged, or a weight lacks its bias.
-    """
-    extra = folder / EXTRA_FILE
-    found = _read(folder, [extra]) if extra.is_file() else {}
-    if found:
-        return found
-    files = [path for path in weight_files(folder) if path.is_file()]
-    return _read(folder, files or sorted(folder.glob(f"{WEIGHTS}*.safetensors")))
-
-
-def _read(folder: Path, files: Iterable[Path]) -> dict[str, tuple[Tensor, Tensor]]:
-    parts: dict[str, dict[str, Tensor]] = {}
-    for path in files:
-        for owner, part, tensor in _tensors(path):
-            parts.setdefault(owner, {})[part] = tensor
-    return {owner: _pair(folder, owner, parts[owner]) for owner in parts}
-
-
-def _pair(path: Path, owner: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    if parts.keys() != {"weight", "bias"}:
-        raise CheckpointError(
-            f"{path}: proj_l of {owner}", expected="a weight and a bias", got=" and ".join(parts)
-        )
-    return parts["weight"], parts["bias"]
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  not a dictionary
-                owner = proj_l_key(key)
-                if owner is not None:
-                    yield *owner, file.get_tensor(key)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is missing, damaged or incomplete ({error})",
-            remedy="Write or download it again",
-        ) from error
-
-
-def left_behind(folder: Path) -> bool:
-    """Whether a folder's extra file is of other weights, over which these were saved: since its
-    version 2 config.json marks what belongs to it."""
-    extra = folder / EXTRA_FILE
-    return extra.is_file() and _version(extra) >= 2 and not mark_of(read_config(folder))
-
-
 def check_mark(folder: Path, proj_l: ProjL, mark: object) -> None:
     """Compare the `proj_l` of a folder with its config.json and with a model's configuration.
 
     Args:
         folder: The transformer folder.
-        proj_l: What `folder_proj_l` found there.
-        mark: What `mark_of` returned of the model that they are for.
+        proj_l: The `proj_l` that `folder_proj_l` found there.
+        mark: The mark (`mark_of`) of the model that they are for.
 
     Raises:
         CheckpointError: They belong to other weights.
     """
     own, there = mark_of_tensors(proj_l), mark_of(read_config(folder))
-    if left_behind(folder) or (there and there != own):
-        raise CheckpointError(
-            f"{folder / EXTRA_FILE}: proj_l of {len(proj_l)} attentions",
-            expected="those that config.json beside it marks"
-            if there
-            else "none: config.json beside it marks none, so other weights have left them there",
-            got=f"digest {own['digest']}",
-            remedy="Convert or download the folder again, or remove that file if it does not "
-            "belong to the weights",
-        )
-    if isinstance(mark, Mapping) and mark != own:
+    expected = ""
+    if there and there != own:
+        expected = "those that config.json beside it marks"
+    elif not there and (folder / EXTRA_FILE).is_file():
+        expected = "none: config.json marks none, so other weights have left them there"
+    elif isinstance(mark, Mapping) and mark != own:
+        expected = "those that the model's configuration marks; of two experts each has its own"
+    if expected:
         raise CheckpointError(
             f"{folder}: proj_l of {len(proj_l)} attentions",
-            expected="those that the model's configuration marks",
+            expected=expected,
             got=f"digest {own['digest']}",
-            remedy="Pass the folder that the model came from; of two experts each has its own",
+            remedy="Pass the folder that the model was converted to, or convert it again. Remove "
+            f"{EXTRA_FILE} if it does not belong to the weights",
         )
-
-
-def _version(path: Path) -> int:
-    """Of an extra file; 1 where it does not say, and 0 if it cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            said = (file.metadata() or {}).get("turbo_rcm_patch", "1")
-    except (SafetensorError, OSError):
-        return 0
-    return int(said) if said.isdecimal() else 1
-
-
-def remove_extra(folder: Path) -> None:
-    """Remove an extra file that this library wrote: a model without extra tensors is saved over
-    what it belonged to."""
-    path = folder / EXTRA_FILE
-    if path.is_file() and _version(path) >= 2:
-        path.unlink()
 
 
 def write_extra(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the extra file; it is whole or not there.
+    """Write the extra file, completely or not at all.
 
     Args:
         folder: The transformer folder.
@@ -251,86 +234,5 @@ def write_extra(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     from safetensors.torch import save_file
 
-    beside = folder / f".{EXTRA_FILE}.partial"
-    try:
+    with atomic(folder / EXTRA_FILE) as beside:
         save_file(dict(tensors), beside, metadata=EXTRA_METADATA)
-        os.replace(beside, folder / EXTRA_FILE)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-class SavesExtra:
-    """Stands in for the `save_pretrained` of a transformer with `proj_l` or int8 weights: writes
-    the extra file too, so that what is saved is a converted folder.
-
-    It holds the transformer, so that a deep copy saves its own.
-    """
-
-    __slots__ = ("_model",)
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the class: a pipeline passes only what it finds there."""
-        stock: Any = type(self._model)
-        return inspect.signature(stock.save_pretrained.__get__(self._model))
-
-    def __call__(
-        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
-    ) -> object:
-        """As the class's own, with the extra file.
-
-        Args:
-            save_directory: The transformer folder.
-            *args: For the class's own.
-            **kwargs: Likewise.
-        """
-        model: Any = self._model
-        proj_l = held_proj_l(model)
-        extra = {
-            f"{name}.proj_l.{part}": tensor.to("cpu", copy=True).contiguous()
-            for name, pair in proj_l.items()
-            for part, tensor in zip(("weight", "bias"), pair, strict=True)
-        }
-        for name, module in model.named_modules():
-            int8 = attached_int8(module)
-            # What was written through `.data`, as merging an adapter does, is not seen before.
-            if int8 is not None and (module.weight.is_meta or stands_for(module.weight, *int8)):
-                for part, tensor in zip(("int8_weight", "scale"), int8, strict=True):
-                    extra[f"{name}.{part}"] = tensor.to("cpu", copy=True).contiguous()
-        folder = Path(save_directory)
-        if kwargs.get("is_main_process", args[0] if args else True) and not folder.is_file():
-            if proj_l:
-                model.register_to_config(**{MARK: mark_of_tensors(proj_l)})
-            folder.mkdir(parents=True, exist_ok=True)
-            # First, because the class may upload the folder.
-            if extra:
-                write_extra(folder, extra)
-            elif not isinstance(mark_of(model.config), Mapping):
-                remove_extra(folder)
-        result: object = type(model).save_pretrained(model, save_directory, *args, **kwargs)
-        return result
-
-
-def save_with_extra(model: nn.Module) -> None:
-    """Let `save_pretrained` of a diffusers model keep what is attached."""
-    if hasattr(type(model), "save_pretrained") and "save_pretrained" not in model.__dict__:
-        model.save_pretrained = SavesExtra(model)  # type: ignore[assignment]
-
-
-def save_as_class(model: nn.Module) -> None:
-    """Take `save_with_extra` back."""
-    if isinstance(model.__dict__.get("save_pretrained"), SavesExtra):
-        del model.__dict__["save_pretrained"]
-
-
-def mark_sla(model: nn.Module, mark: object) -> None:
-    """Say in a diffusers model's configuration which `proj_l` belong to it; None: dense is meant.
-
-    `patch_model` then does not look for them beside the weights.
-    """
-    register = getattr(model, "register_to_config", None)
-    if register is not None:
-        register(**{MARK: mark})

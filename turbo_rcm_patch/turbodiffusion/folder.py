@@ -1,6 +1,7 @@
-"""The transformer folder of diffusers: config.json, safetensors, and the extra file beside them.
+"""Write a checkpoint as a transformer folder of diffusers, and such a folder as a checkpoint.
 
-The extra file holds what the stock class has no place for, by the names of its modules:
+The extra file holds the tensors that the stock class has no place for, by the names of its
+modules:
 
 - `blocks.N.attn1.proj_l.weight` [D, D] and `.bias` [D] of SLA;
 - `<Linear>.int8_weight` int8 [Cout, K] and `<Linear>.scale` fp32 [ceil(Cout / 128), ceil(K / 128)]
@@ -11,7 +12,7 @@ The extra file holds what the stock class has no place for, by the names of its 
 
 from __future__ import annotations
 
-import json
+import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,41 +22,54 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from turbo_rcm_patch.errors import CheckpointError
+from turbo_rcm_patch.ops.int8_linear import dequantized
 from turbo_rcm_patch.patching.int8_module import SCALE
 from turbo_rcm_patch.patching.int8_module import WEIGHT as INT8_WEIGHT
 from turbo_rcm_patch.patching.int8_only import INT8_MARK
+from turbo_rcm_patch.patching.int8_weights import stands_for
 from turbo_rcm_patch.patching.sla import MARK
-from turbo_rcm_patch.turbodiffusion.blocks import dequantise
 from turbo_rcm_patch.turbodiffusion.extra_file import (
     EXTRA_FILE,
     EXTRA_METADATA,
     WEIGHTS,
+    StoredTensors,
+    check_mark,
+    mark_of,
     mark_of_tensors,
+    weight_files,
 )
-from turbo_rcm_patch.turbodiffusion.keys import Name, names
-from turbo_rcm_patch.turbodiffusion.read import Checkpoint, Progress
+from turbo_rcm_patch.turbodiffusion.keys import (
+    HEAD_DIM,
+    PATCH,
+    Name,
+    Sizes,
+    blocks_of,
+    names,
+    sizes_of_config,
+)
+from turbo_rcm_patch.turbodiffusion.pipeline import read_json, write_json
+from turbo_rcm_patch.turbodiffusion.read import Checkpoint, Progress, Wanted, check_tensors
+from turbo_rcm_patch.turbodiffusion.staging import check_outside, check_target, staged
+
+_log = logging.getLogger(__name__)
 
 #: Largest file of weights; converting needs about twice that in memory, or the extra file.
 SHARD_BYTES: Final = 4 * 2**30
-#: Version of the folder layout. Increase it when the same checkpoint becomes another folder, so
-#: that what was converted before is converted again.
-FORMAT: Final = 2
-#: Parts of names whose tensors diffusers keeps in fp32 whatever is asked for.
+#: Parts of names whose tensors diffusers keeps in fp32 in a model of any dtype.
 _FP32: Final = {"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"}
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a conversion wrote.
+    """The result of a conversion.
 
     Attributes:
-        path: Where.
+        path: The folder or file.
         tensors: How many, the extra file's not counted.
         int8: Linears with an int8 weight.
         sla: Blocks with SLA's `proj_l`.
-        left_out: Entries of the checkpoint that hold no weights.
-        extra_file: The file that int8 weights and `proj_l` are in, or "" if it is the same.
-        heads: How many heads of how many channels, and what to pass for it, where no tensor shows
+        heads: How many heads of how many channels, and the argument for it, where no tensor shows
             it; else "".
     """
 
@@ -63,32 +77,13 @@ class Written:
     tensors: int
     int8: int
     sla: int
-    left_out: tuple[str, ...] = ()
-    extra_file: str = EXTRA_FILE
     heads: str = ""
 
     def __str__(self) -> str:
-        kept = []
-        if self.int8:
-            kept.append(f"the int8 weights of {self.int8} Linears")
-        if self.sla:
-            kept.append(f"proj_l of {self.sla} blocks")
-        where = f", {self.extra_file} with " if self.extra_file else ", with "
-        extra = where + " and ".join(kept) if kept else ""
-        return f"{self.path}: {self.tensors} tensors{extra}"
-
-
-def _stock_dtype(name: Name, own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor in the folder: its own, or `asked` where diffusers casts."""
-    if asked is None or _FP32 & set(name.ours.split(".")):
-        return own
-    return asked
-
-
-def _dequantised_dtype(name: Name, tensors: dict[str, Tensor]) -> torch.dtype:
-    """The dtype of a dequantised int8 weight if none was chosen: that of its bias."""
-    bias = tensors.get(f"{name.theirs.removesuffix('weight')}bias")
-    return torch.bfloat16 if bias is None else bias.dtype
+        said = [f"{self.path}: {self.tensors} tensors"]
+        said += [f"int8 weights of {self.int8} Linears"] * bool(self.int8)
+        said += [f"proj_l of {self.sla} blocks"] * bool(self.sla)
+        return ", ".join(said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +110,8 @@ class _Item:
     def tensor(self) -> Tensor:
         """In its dtype and shape, dense and in memory of its own."""
         if len(self.source) == 2:
-            return dequantise(*self.source, self.dtype)
+            int8, scale = self.source
+            return dequantized(int8, scale.float(), self.dtype)
         # A copy: weights may share a storage, which safetensors refuses.
         return self.source[0].to(self.dtype, copy=True).reshape(self.shape).contiguous()
 
@@ -126,22 +122,45 @@ def keys_alone(name: Name) -> tuple[str, str]:
     return f"{linear}{INT8_WEIGHT}", f"{linear}{SCALE}"
 
 
-def _items(checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool) -> list[_Item]:
-    """What the files of weights hold."""
+def _items(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool
+) -> tuple[list[_Item], dict[str, Tensor]]:
+    """The tensors of the files of weights, and those of the extra file."""
     tensors, items = checkpoint.tensors, []
+    extra: dict[str, Tensor] = {}
+    if int8_only and not checkpoint.quantised:
+        raise CheckpointError(
+            "--int8-only",
+            expected="a -quant checkpoint, with int8 weights",
+            got="one without",
+            remedy="Convert it without --int8-only, and run it with --linear int8-only",
+        )
     for name in names(checkpoint.sizes):
-        if name.extra:
-            continue
         pair = tuple(tensors[n] for n in name.their_int8 if name.linear and n in tensors)
-        if int8_only and pair:
+        if name.extra:
+            extra[name.ours] = tensors[name.theirs]
+        elif int8_only and pair:
             as_they_are = pair[0], pair[1].float().contiguous().view(torch.int32)
             for key, part in zip(keys_alone(name), as_they_are, strict=True):
                 items.append(_Item(key, (part,), part.dtype, part.shape))
-            continue
-        own = _dequantised_dtype(name, tensors) if pair else tensors[name.theirs].dtype
-        source = pair or (tensors[name.theirs],)
-        items.append(_Item(name.ours, source, _stock_dtype(name, own, dtype), name.our_shape))
-    return items
+        else:
+            extra |= zip(name.our_int8, pair, strict=bool(pair))
+            # Without an asked dtype, a product gets that of its Linear's bias.
+            shown = f"{name.theirs.removesuffix('weight')}bias" if pair else name.theirs
+            own = tensors[shown].dtype
+            if dtype is not None and not _FP32 & set(name.ours.split(".")):
+                own = dtype
+            source = pair or (tensors[name.theirs],)
+            items.append(_Item(name.ours, source, own, name.our_shape))
+    return items, extra
+
+
+def folder_bytes(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool = False
+) -> int:
+    """Bytes that `write_transformer` writes, up to some kilobytes."""
+    items, extra = _items(checkpoint, dtype, int8_only=int8_only)
+    return sum(item.size for item in items) + sum(tensor.nbytes for tensor in extra.values())
 
 
 def write_transformer(
@@ -157,8 +176,8 @@ def write_transformer(
     """Write a transformer into an existing, empty folder.
 
     Args:
-        checkpoint: What `read_checkpoint` returned.
-        folder: Where.
+        checkpoint: The checkpoint that `read_checkpoint` returned.
+        folder: The folder.
         dtype: Of the weights that diffusers would cast (norms, modulation and the time embedder
             stay as they are); None keeps every tensor's own, and multiplies int8 weights back to
             the dtype of their bias.
@@ -168,15 +187,10 @@ def write_transformer(
         shard_bytes: Largest file.
         config: Entries of config.json to use in place of those inferred.
         progress: Called with bytes.
-
-    Returns:
-        What was written.
     """
     from safetensors.torch import save_file
 
-    listed = names(checkpoint.sizes)
-    items = _items(checkpoint, dtype, int8_only=int8_only)
-    extra = _extra(listed, checkpoint, int8=not int8_only)
+    items, extra = _items(checkpoint, dtype, int8_only=int8_only)
     total, done = sum(item.size for item in items), 0
     shards = list(_shards(items, shard_bytes))
     where: dict[str, str] = {}
@@ -194,53 +208,32 @@ def write_transformer(
     if len(shards) > 1:
         listing = {"metadata": {"total_size": total}, "weight_map": where}
         write_json(folder / f"{WEIGHTS}.safetensors.index.json", listing)
-    proj_l = _proj_l(extra)
-    ours: dict[str, object] = {MARK: mark_of_tensors(proj_l)} if proj_l else {}
+    owners = [key.removesuffix(".weight") for key in extra if key.endswith(".proj_l.weight")]
+    proj_l = {
+        owner.removesuffix(".proj_l"): (extra[f"{owner}.weight"], extra[f"{owner}.bias"])
+        for owner in owners
+    }
+    marks: dict[str, object] = {MARK: mark_of_tensors(proj_l)} if proj_l else {}
     if int8_only:
-        ours["quantization_config"] = dict(INT8_MARK)
-    write_json(folder / "config.json", checkpoint.sizes.config() | ours | (config or {}))
+        marks["quantization_config"] = dict(INT8_MARK)
+    write_json(folder / "config.json", checkpoint.sizes.config() | marks | (config or {}))
     if extra:
-        save_file(extra, folder / EXTRA_FILE, metadata=EXTRA_METADATA)
-    for path in folder.glob("*.safetensors"):  # Which are written for their owner alone.
+        save_file(_unshared(extra), folder / EXTRA_FILE, metadata=EXTRA_METADATA)
+    for path in folder.glob("*.safetensors"):  # These are written for their owner alone.
         shutil.copymode(folder / "config.json", path)
     int8 = sum(key.endswith((".int8_weight", f".{INT8_WEIGHT}")) for key in (*extra, *where))
-    return Written(
-        folder, len(items), int8, len(proj_l), checkpoint.left_out,
-        extra_file="" if int8_only and not extra else EXTRA_FILE,
-    )  # fmt: skip
+    return Written(folder, len(items), int8, len(proj_l))
 
 
-def _proj_l(extra: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Weight and bias of each `proj_l` in an extra file, by attention."""
-    weights = [key for key in extra if key.endswith(".proj_l.weight")]
-    pairs = ((key, f"{key.removesuffix('weight')}bias") for key in weights)
-    return {a.removesuffix(".proj_l.weight"): (extra[a], extra[b]) for a, b in pairs}
-
-
-def folder_bytes(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, *, int8_only: bool = False
-) -> int:
-    """Bytes that `write_transformer` writes, up to some kilobytes."""
-    stock = sum(item.size for item in _items(checkpoint, dtype, int8_only=int8_only))
-    extra = _extra(names(checkpoint.sizes), checkpoint, int8=not int8_only)
-    return stock + sum(t.nbytes for t in extra.values())
-
-
-def _extra(listed: list[Name], checkpoint: Checkpoint, *, int8: bool) -> dict[str, Tensor]:
-    result: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name in listed:
-        pairs = [(name.theirs, name.ours)] if name.extra else []
-        if name.linear and int8:
-            pairs += zip(name.their_int8, name.our_int8, strict=True)
-        for theirs, ours in pairs:
-            if theirs in checkpoint.tensors:
-                tensor = checkpoint.tensors[theirs].contiguous()
-                storage = tensor.untyped_storage()
-                # safetensors refuses tensors that share one.
-                shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in seen
-                seen.add(storage.data_ptr())
-                result[ours] = tensor.clone() if shared else tensor
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with a storage each, because safetensors refuses others; mapped ones stay mapped."""
+    result, seen = {}, set()
+    for key, tensor in tensors.items():
+        dense = tensor.contiguous()
+        storage = dense.untyped_storage()
+        shared = storage.nbytes() != dense.nbytes or storage.data_ptr() in seen
+        seen.add(storage.data_ptr())
+        result[key] = dense.clone() if shared else dense
     return result
 
 
@@ -255,6 +248,152 @@ def _shards(items: list[_Item], largest: int) -> Iterator[list[_Item]]:
         yield shard
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write JSON as diffusers does: sorted and indented."""
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def transformer_folder(folder: str | Path) -> Path:
+    """Find the transformer's folder, given that folder or its pipeline's.
+
+    Raises:
+        CheckpointError: There is none, or a pipeline's folder has two.
+    """
+    given = Path(folder)
+    if (given / "transformer_2" / "config.json").is_file():
+        raise CheckpointError(
+            f"{given} has two experts",
+            expected="the folder of one",
+            remedy=f"Choose {given / 'transformer'} or {given / 'transformer_2'}",
+        )
+    for path in (given, given / "transformer"):
+        if (path / "config.json").is_file() and not (path / "model_index.json").is_file():
+            return path
+    raise CheckpointError(
+        f"{given} has no config.json",
+        expected="a transformer folder of diffusers, or a pipeline folder with one",
+    )
+
+
+def write_checkpoint(
+    folder: str | Path,
+    target: str | Path,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Written:
+    """Write a transformer folder as a TurboDiffusion `.pth`: `convert --back`.
+
+    Every tensor is that of the folder, bit for bit. A Linear with an int8 weight in the extra file
+    is written in int8; a stock weight that no longer is the product of that and its scales is
+    refused. The whole model is held in memory.
+
+    Args:
+        folder: A transformer folder, or a pipeline folder with one.
+        target: The `.pth` file.
+        force: Allow replacing a file.
+        progress: Called with bytes.
+
+    Raises:
+        CheckpointError: The folder cannot be read, or is of another model.
+        CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
+        OutputExistsError: The file already exists, or cannot be written.
+    """
+    place, path = transformer_folder(folder), Path(target)
+    check_target(path, force=force, folder=False)
+    config, extra_file, files = place / "config.json", place / EXTRA_FILE, weight_files(place)
+    check_outside(path, config, extra_file, *files)
+    stock = StoredTensors(*files)
+    extra = StoredTensors(*([extra_file] if extra_file.is_file() else []))
+    beside = extra.proj_l()
+    if beside:
+        check_mark(place, beside, None)
+    # Folders that others converted have it among the weights.
+    sla = extra if beside else stock
+    has_sla = any(".proj_l." in key for key in sla.listing)
+    if mark_of(read_json(config)) and not has_sla:
+        _log.warning(
+            "%s says that the model has SLA, but there is no proj_l in the folder: the "
+            "checkpoint is written without SLA, and dense attention is not what its weights "
+            "were trained for. Put %s of the converted folder beside it, and convert again",
+            config,
+            EXTRA_FILE,
+        )
+    sizes = _sizes(config, sla=has_sla)
+    listed = names(sizes)
+    #: Each tensor's file and its keys there, and the tensors that each file must hold.
+    sources: dict[Name, tuple[StoredTensors, tuple[str, ...]]] = {}
+    in_stock: dict[str, Wanted] = {}
+    in_extra: dict[str, Wanted] = {}
+    for name in listed:
+        int8 = Wanted((name.shape,), torch.int8)
+        blocks = blocks_of(name.shape) if name.linear else ()
+        if name.linear and keys_alone(name)[0] in stock:  # Its product is nowhere.
+            sources[name] = stock, keys_alone(name)
+            in_stock |= zip(keys_alone(name), (int8, Wanted((blocks,), torch.int32)), strict=True)
+            continue
+        held = sla if name.extra else stock
+        (in_extra if held is extra else in_stock)[name.ours] = Wanted((name.our_shape,))
+        sources[name] = held, (name.ours,)
+        if name.linear and name.our_int8[0] in extra:
+            sources[name] = extra, name.our_int8
+            in_extra |= zip(name.our_int8, (int8, Wanted((blocks,))), strict=True)
+    check_tensors(str(place), in_stock, stock.listing)
+    check_tensors(str(extra_file), in_extra, extra.listing)
+    total = sum(held.listing[key].nbytes for held, keys in sources.values() for key in keys)
+    tensors: dict[str, Tensor] = {}
+    with staged(path, force=force, folder=False, needed=total) as made:
+        for name, (held, keys) in sources.items():
+            found = [held[key] for key in keys]
+            if len(found) == 1:
+                tensors[name.theirs] = found[0].reshape(name.shape)
+            else:
+                if held is extra:
+                    check_product(f"{place}: {name.ours}", stock[name.ours], *found)
+                else:
+                    found[1] = found[1].view(torch.float32)
+                tensors.update(zip(name.their_int8, found, strict=True))
+            if progress is not None:
+                done = sum(tensor.nbytes for tensor in tensors.values())
+                progress("convert", done, total)
+        torch.save(tensors, made)
+    int8_linears = sum(len(keys) == 2 for _, keys in sources.values())
+    shown = sizes.sla or sizes.head_dim == HEAD_DIM
+    heads = "" if shown else f"{sizes.heads_text}: convert it with --heads {sizes.heads}"
+    return Written(path, len(tensors), int8_linears, sizes.layers * sizes.sla, heads)
+
+
+def check_product(where: str, weight: Tensor, int8: Tensor, scale: Tensor) -> None:
+    """Refuse int8 weights that a stock weight no longer is the product of, but for rounding.
+
+    Args:
+        where: The weight's file and name.
+        weight: [Cout, K], any float dtype.
+        int8: int8 [Cout, K].
+        scale: fp32 [ceil(Cout / 128), ceil(K / 128)].
+
+    Raises:
+        CheckpointError: One of the two has changed since they were converted.
+    """
+    if weight.shape != int8.shape or not stands_for(weight, int8, scale):
+        raise CheckpointError(
+            f"{where} is not the product of its int8 weight and scales",
+            expected="the weights of the same folder, unchanged",
+            remedy=f"Load the transformer from this folder. If its weights were changed on "
+            f"purpose, remove {EXTRA_FILE}: they are then used without int8 and proj_l",
+        )
+
+
+def _sizes(path: Path, *, sla: bool) -> Sizes:
+    """The sizes in a diffusers configuration, if a WanModel can have them."""
+    given = read_json(path)
+    for key, wanted in (
+        ("_class_name", "WanTransformer3DModel"),
+        ("patch_size", list(PATCH)),
+        ("eps", 1e-6),
+    ):
+        if given.get(key, wanted) != wanted:
+            raise CheckpointError(
+                f"{path}: {key}", expected=f"{wanted!r}, as WanModel has it", got=repr(given[key])
+            )
+    try:
+        return sizes_of_config(given, sla=sla)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} lacks {error}", expected="the configuration of a WanTransformer3DModel"
+        ) from error

@@ -1,10 +1,10 @@
 """The tensor names of TurboDiffusion's WanModel and of diffusers' Wan transformer.
 
-One table, read in both directions. Beside the names the two differ in one shape: patches are
-embedded by a Linear there and by a convolution here, over the same numbers in the same order.
+One table, read in both directions. The names differ, and one shape: TurboDiffusion embeds patches
+with a Linear and diffusers with a convolution, over the same numbers in the same order.
 
-What a configuration needs is read from shapes: everything but the number of heads, which no tensor
-of a model without SLA shows (every published Wan has heads of 128), and the patch, (1, 2, 2).
+A configuration is read from shapes: everything but the number of heads, which no tensor of a model
+without SLA shows (every published Wan has heads of 128), and the patch, (1, 2, 2).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK: Final = 128
 #: Channels of a head of every published Wan.
 HEAD_DIM: Final = 128
 _IN_A_BLOCK: Final = re.compile(r"blocks\.[0-9]+\.")
-#: The Linear of SLA after its linear attention, in their self-attention and in our extra file.
+#: The Linear of SLA after its linear attention: TurboDiffusion's name, and that of the extra file.
 SLA_LINEAR: Final = ("self_attn.attn_op.local_attn.proj_l", "attn1.proj_l")
 
 
@@ -44,7 +44,7 @@ _ENTRIES: Final = {
     "pos_embed_seq_len": "image_tokens",
     "text_dim": "text",
 }
-#: What a configuration may leave out.
+#: Entries that a configuration may leave out.
 _OPTIONAL: Final = {"cross_attn_norm": True, "image_dim": None, "pos_embed_seq_len": None}
 
 
@@ -63,8 +63,8 @@ class Sizes:
         freq: Channels of the sinusoidal time embedding.
         image: Channels of the image encoder (2.1 I2V), or None.
         image_tokens: Tokens of two images (2.1 FLF2V), or None.
-        cross_norm: Whether a norm stands before cross-attention.
-        sla: Whether self-attention has SLA's `proj_l`.
+        cross_norm: True if a norm stands before cross-attention.
+        sla: True if self-attention has SLA's `proj_l`.
     """
 
     dim: int
@@ -82,12 +82,12 @@ class Sizes:
 
     @property
     def heads(self) -> int:
-        """How many."""
+        """Number of heads."""
         return self.dim // self.head_dim
 
     @property
     def heads_text(self) -> str:
-        """How many of how many channels."""
+        """The number of heads and their channels, in words."""
         heads = self.heads
         return f"{heads} head{'s' if heads > 1 else ''} of {self.head_dim} channels"
 
@@ -105,7 +105,7 @@ class Sizes:
 
 
 def sizes_of_config(config: Mapping[str, Any], *, sla: bool = False) -> Sizes:
-    """What a configuration of diffusers' WanTransformer3DModel says, the inverse of
+    """Read the sizes from a configuration of diffusers' WanTransformer3DModel, the inverse of
     `Sizes.config`.
 
     Raises:
@@ -121,8 +121,8 @@ def sizes_of_config(config: Mapping[str, Any], *, sla: bool = False) -> Sizes:
 class _Row(NamedTuple):
     """A module or parameter under both names.
 
-    A shape is made of names of `Sizes`, of "6dim" (six of one) and of numbers; `part` is the
-    option that the row belongs to.
+    A shape is made of names of `Sizes`, of "6dim" (six times dim) and of numbers; `part` is the
+    option that the row belongs to; a row that stands `alone` is a parameter and not a module.
     """
 
     theirs: str
@@ -130,9 +130,11 @@ class _Row(NamedTuple):
     weight: tuple[str | int, ...]
     bias: str = ""
     part: str = ""
+    alone: bool = False
 
 
 _EMBEDDER: Final = "condition_embedder"
+_POSITIONS: Final = (1, "image_tokens", "image")
 _IMAGE: Final = "condition_embedder.image_embedder"
 _OUTSIDE: Final = (
     _Row("patch_embedding", "patch_embedding", ("dim", "patch_in"), "dim"),
@@ -146,13 +148,11 @@ _OUTSIDE: Final = (
     _Row("img_emb.proj.3", f"{_IMAGE}.ff.net.2", ("dim", "image"), "dim", "image"),
     _Row("img_emb.proj.4", f"{_IMAGE}.norm2", ("dim",), "dim", "image"),
     _Row("head.head", "proj_out", ("patch_out", "dim"), "patch_out"),
-)
-_POSITIONS: Final = (1, "image_tokens", "image")
-_OUTSIDE_PARAMETERS: Final = (
-    _Row("head.modulation", "scale_shift_table", (1, 2, "dim")),
-    _Row("img_emb.emb_pos", f"{_IMAGE}.pos_embed", _POSITIONS, part="image_tokens"),
+    _Row("head.modulation", "scale_shift_table", (1, 2, "dim"), alone=True),
+    _Row("img_emb.emb_pos", f"{_IMAGE}.pos_embed", _POSITIONS, part="image_tokens", alone=True),
 )
 _IN_BLOCK: Final = (
+    _Row("modulation", "scale_shift_table", (1, 6, "dim"), alone=True),
     _Row("self_attn.q", "attn1.to_q", ("dim", "dim"), "dim"),
     _Row("self_attn.k", "attn1.to_k", ("dim", "dim"), "dim"),
     _Row("self_attn.v", "attn1.to_v", ("dim", "dim"), "dim"),
@@ -173,7 +173,6 @@ _IN_BLOCK: Final = (
     _Row("ffn.0", "ffn.net.0.proj", ("ffn", "dim"), "ffn"),
     _Row("ffn.2", "ffn.net.2", ("dim", "ffn"), "dim"),
 )
-_BLOCK_PARAMETERS: Final = (_Row("modulation", "scale_shift_table", (1, 6, "dim")),)
 
 
 class Name(NamedTuple):
@@ -181,11 +180,11 @@ class Name(NamedTuple):
 
     Attributes:
         theirs: In TurboDiffusion's WanModel.
-        ours: In diffusers' transformer, or in our extra file.
-        shape: There.
-        our_shape: Here.
-        extra: Whether diffusers' class has no place for it.
-        linear: Whether a `-quant` checkpoint holds it in int8: the weight of a block's Linear.
+        ours: In diffusers' transformer, or in the extra file.
+        shape: In TurboDiffusion's WanModel.
+        our_shape: In diffusers' transformer.
+        extra: True if diffusers' class has no place for it.
+        linear: True if a `-quant` checkpoint holds it in int8: the weight of a block's Linear.
     """
 
     theirs: str
@@ -197,26 +196,22 @@ class Name(NamedTuple):
 
     @property
     def their_int8(self) -> tuple[str, str]:
-        """Their names of the int8 weight and of its scales."""
+        """TurboDiffusion's names of the int8 weight and of its scales."""
         module = self.theirs.removesuffix("weight")
         return f"{module}int8_weight", f"{module}scale"
 
     @property
     def our_int8(self) -> tuple[str, str]:
-        """The names of the same in our extra file."""
+        """The names of the int8 weight and of its scales in the extra file."""
         module = self.ours.removesuffix("weight")
         return f"{module}int8_weight", f"{module}scale"
 
 
 def names(sizes: Sizes) -> list[Name]:
     """Every tensor of a model of these sizes, in the order of its forward."""
-    result = [n for row in _OUTSIDE for n in _tensors(row, sizes, "")]
-    result += [_parameter(row, sizes, "") for row in _OUTSIDE_PARAMETERS if _has(row, sizes)]
-    for index in range(sizes.layers):
-        prefix = f"blocks.{index}."
-        result += [_parameter(row, sizes, prefix) for row in _BLOCK_PARAMETERS]
-        result += [n for row in _IN_BLOCK for n in _tensors(row, sizes, prefix)]
-    return result
+    rows = [("", row) for row in _OUTSIDE]
+    rows += [(f"blocks.{index}.", row) for index in range(sizes.layers) for row in _IN_BLOCK]
+    return [name for prefix, row in rows for name in _tensors(row, sizes, prefix)]
 
 
 def blocks_of(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -232,81 +227,64 @@ def sizes_of(
 
     Args:
         shapes: The shape of every tensor, by its name there.
-        heads: Attention heads, where they are not of 128 channels and there is no SLA to tell.
+        heads: Attention heads, where they are not of 128 channels and no SLA shows them.
 
     Raises:
-        CheckpointError: A tensor that shows a size is missing or has no such shape, or the heads
-            cannot be told.
+        CheckpointError: A tensor that shows a size is missing or has no such shape, or the number
+            of heads is needed.
     """
-    patch = _shape(shapes, "patch_embedding.weight")
+    patch = _shape(shapes, "patch_embedding")
     dim, inputs = patch[0], math.prod(patch[1:]) // math.prod(PATCH)
-    sla = _linear(shapes, f"blocks.0.{SLA_LINEAR[0]}", optional=True)
-    image = _linear(shapes, "img_emb.proj.1", optional=True)
-    position = shapes.get("img_emb.emb_pos")
+    sla = _shape(shapes, f"blocks.0.{SLA_LINEAR[0]}", optional=True)
+    image = _shape(shapes, "img_emb.proj.1", optional=True)
+    position = shapes.get("img_emb.emb_pos", ())
     return Sizes(
         dim=dim,
         head_dim=_head_dim(dim, heads, sla[0] if sla else None),
         # Counted, because a single name may have any number.
         layers=len({n.split(".")[1] for n in shapes if _IN_A_BLOCK.match(n)}),
-        ffn=_linear(shapes, "blocks.0.ffn.0")[0],
+        ffn=_shape(shapes, "blocks.0.ffn.0")[0],
         inputs=inputs,
-        outputs=_linear(shapes, "head.head")[0] // math.prod(PATCH),
-        text=_linear(shapes, "text_embedding.0")[1],
-        freq=_linear(shapes, "time_embedding.0")[1],
+        outputs=_shape(shapes, "head.head")[0] // math.prod(PATCH),
+        text=_shape(shapes, "text_embedding.0")[1],
+        freq=_shape(shapes, "time_embedding.0")[1],
         image=image[1] if image else None,
-        image_tokens=position[1] if position is not None and len(position) == 3 else None,
+        image_tokens=position[1] if len(position) == 3 else None,
         cross_norm="blocks.0.norm3.weight" in shapes,
         sla=bool(sla),
     )
 
 
 def _head_dim(dim: int, heads: int | None, shown: int | None) -> int:
-    if heads is not None:
-        if heads < 1 or dim % heads:
-            raise CheckpointError("heads", expected=f"a divisor of {dim} channels", got=str(heads))
-        if shown not in (None, dim // heads):
-            raise CheckpointError(
-                "heads",
-                expected=f"{dim // (shown or 1)}, as the shape of proj_l shows",
-                got=str(heads),
-            )
-        return dim // heads
-    head_dim = shown or HEAD_DIM
-    if dim % head_dim:
+    expected = ""
+    if heads is not None and (heads < 1 or dim % heads):
+        expected = f"a divisor of {dim} channels"
+    elif heads is not None and shown not in (None, dim // heads):
+        expected = f"{dim // (shown or 1)}, as the shape of proj_l shows"
+    elif heads is None and dim % (shown or HEAD_DIM):
+        expected = f"a number, because {dim} channels are not heads of {shown or HEAD_DIM}"
+    if expected:
         raise CheckpointError(
-            "heads",
-            expected=f"a number, because {dim} channels are not heads of {head_dim}",
-            got="none",
-            remedy="Pass --heads N (heads=N)",
+            "heads", expected=expected, got=str(heads), remedy="Pass --heads N (heads=N)"
         )
-    return head_dim
+    return dim // heads if heads is not None else shown or HEAD_DIM
 
 
 def _shape(
-    shapes: Mapping[str, torch.Size | tuple[int, ...]], *keys: str
+    shapes: Mapping[str, torch.Size | tuple[int, ...]], module: str, *, optional: bool = False
 ) -> torch.Size | tuple[int, ...]:
-    for key in keys:
-        if key in shapes and len(shapes[key]) >= 2:
+    """The shape of a module's weight, in int8 or not."""
+    for key in (f"{module}.weight", f"{module}.int8_weight"):
+        if len(shapes.get(key, ())) >= 2:
             return shapes[key]
+    if optional:
+        return ()
     raise CheckpointError(
-        f"no {keys[0]} among {len(shapes)} tensors",
+        f"no {module}.weight among {len(shapes)} tensors",
         expected="the weights of TurboDiffusion's WanModel",
         got=", ".join(sorted(shapes)[:4]) or "none",
         remedy="Pass a checkpoint of a whole Wan model, not of a LoRA, a VAE or a text encoder",
     )
-
-
-def _linear(
-    shapes: Mapping[str, torch.Size | tuple[int, ...]], module: str, *, optional: bool = False
-) -> torch.Size | tuple[int, ...]:
-    keys = (f"{module}.weight", f"{module}.int8_weight")
-    if optional and not any(key in shapes for key in keys):
-        return ()
-    return _shape(shapes, *keys)
-
-
-def _has(row: _Row, sizes: Sizes) -> bool:
-    return not row.part or bool(getattr(sizes, row.part))
 
 
 def _size(word: str | int, sizes: Sizes) -> int:
@@ -317,17 +295,14 @@ def _size(word: str | int, sizes: Sizes) -> int:
     return value * math.prod(PATCH) if word.startswith("patch") else value
 
 
-def _parameter(row: _Row, sizes: Sizes, prefix: str) -> Name:
-    shape = tuple(_size(word, sizes) for word in row.weight)
-    return Name(prefix + row.theirs, prefix + row.ours, shape, shape)
-
-
 def _tensors(row: _Row, sizes: Sizes, prefix: str) -> list[Name]:
-    """Weight and bias of a module; none where the model has no such part."""
-    if not _has(row, sizes):
+    """The tensors of a row; none where the model has no such part."""
+    if row.part and not getattr(sizes, row.part):
         return []
     theirs, ours = prefix + row.theirs, prefix + row.ours
     shape = tuple(_size(word, sizes) for word in row.weight)
+    if row.alone:
+        return [Name(theirs, ours, shape, shape)]
     our_shape = (sizes.dim, sizes.inputs, *PATCH) if row.theirs == "patch_embedding" else shape
     extra = row.part == "sla"
     # As TurboDiffusion quantises: every Linear of a block but SLA's.

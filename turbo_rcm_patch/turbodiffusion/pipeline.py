@@ -1,4 +1,4 @@
-"""A pipeline folder of diffusers: what its parts need, and the settings it may bring along."""
+"""Check a pipeline folder of diffusers part by part, and read the settings it may bring along."""
 
 from __future__ import annotations
 
@@ -16,65 +16,54 @@ LAYOUT: Final = (
 )
 #: A model folder may say how it wants to be sampled: a JSON object of fields of `Settings`.
 DEFAULTS_FILE: Final = "turbo_rcm.json"
-_LFS_MARK: Final = b"version https://git-lfs"
+#: The beginning of a Git LFS pointer, and more bytes than one has.
+_LFS_MARK, _LFS_BYTES = b"version https://git-lfs", 1024
 
 
 def check_part(folder: Path, name: str, *, weights: bool) -> None:
-    """Raise a `ModelFolderError` that names what is missing or broken in a part of a pipeline.
+    """Raise a `ModelFolderError` that names a missing or broken file in a part of a pipeline.
 
     Args:
         folder: The pipeline folder.
         name: The part.
-        weights: Whether it has to have some.
+        weights: True if it has to have weights.
     """
-    part = folder / name
+    part, again = folder / name, "Download the model again"
     if not part.is_dir():
         raise ModelFolderError(
             f"{folder} lacks the folder {name!r} that model_index.json lists",
             expected=LAYOUT,
-            remedy="Download the model again",
+            remedy=again,
         )
-    if weights and not (part / "config.json").is_file():
-        raise ModelFolderError(
-            f"{part} has no config.json",
-            got=str(sorted(p.name for p in part.iterdir())),
-            remedy="Download the model again",
-        )
+    found = [path for kind in ("*.safetensors", "*.bin") for path in sorted(part.glob(kind))]
+    for lacks, there in (
+        ("config.json", (part / "config.json").is_file()),
+        ("weights", bool(found)),
+    ):
+        if weights and not there:
+            inside = str(sorted(path.name for path in part.iterdir()))
+            raise ModelFolderError(f"{part} has no {lacks}", got=inside, remedy=again)
     for path in sorted(part.glob("*.json")):
         read_json(path, ModelFolderError)
-    found = [p for s in ("*.safetensors", "*.bin") for p in sorted(part.glob(s))]
-    if weights and not found:
-        raise ModelFolderError(
-            f"{part} has no weights",
-            expected="*.safetensors",
-            got=str(sorted(p.name for p in part.iterdir())),
-            remedy="Download the model again",
-        )
     for path in found:
         _check_weights(path)
 
 
 def _check_weights(path: Path) -> None:
+    problem, remedy = "", "Download the file again"
     if not path.exists():
-        raise ModelFolderError(f"{path} is a broken link", remedy="Download the model again")
-    with path.open("rb") as file:
-        head = file.read(len(_LFS_MARK))
-    if head == _LFS_MARK:
-        raise ModelFolderError(
-            f"{path} is a Git LFS pointer, not weights",
-            remedy="Run `git lfs pull` in the model's repository",
-        )
-    if path.suffix != ".safetensors":
-        return
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            tensors.keys()
-    except (SafetensorError, OSError) as error:
-        raise ModelFolderError(
-            f"{path} is damaged or incomplete ({error})",
-            got=f"{path.stat().st_size} bytes",
-            remedy="Download the file again",
-        ) from error
+        problem = "a broken link"
+    elif path.stat().st_size < _LFS_BYTES and path.read_bytes().startswith(_LFS_MARK):
+        problem = "a Git LFS pointer, not weights"
+        remedy = "Run `git lfs pull` in the model's repository"
+    elif path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError) as error:
+            problem = f"damaged or incomplete ({error})"
+    if problem:
+        raise ModelFolderError(f"{path} is {problem}", remedy=remedy)
 
 
 def read_json(
@@ -82,12 +71,12 @@ def read_json(
     error: type[TurboRCMError] = CheckpointError,
     remedy: str = "Download the file again",
 ) -> dict[str, Any]:
-    """A JSON object of a model folder.
+    """Read a JSON object of a model folder.
 
     Args:
         path: The file.
-        error: What to raise if it is none, or cannot be read.
-        remedy: What to do then.
+        error: The class of the error if it is none, or cannot be read.
+        remedy: The remedy of that error.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -98,13 +87,19 @@ def read_json(
             f"{path} cannot be read ({why.strerror})", remedy="Check its permissions and the disk"
         ) from why
     if not isinstance(value, dict):
-        raise error(str(path), expected="a JSON object", got=type(value).__name__)
+        raise error(str(path), expected="a JSON object", got=type(value).__name__, remedy=remedy)
     return value
 
 
+def write_json(path: Path, value: object) -> None:
+    """Write JSON as diffusers does: sorted and indented."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def stored_settings(folder: str | Path | None) -> dict[str, object]:
-    """The settings that a model folder brings along, and notes for other readers; may be empty."""
+    """Return the settings that a model folder brings along, and notes for other readers; empty if
+    it brings none."""
     path = Path(folder) / DEFAULTS_FILE if folder else None
     if path is None or not path.is_file():
         return {}
-    return read_json(path, ModelFolderError, "Mend or delete the file; it only holds defaults")
+    return read_json(path, ModelFolderError, "Repair or delete the file; it only holds defaults")

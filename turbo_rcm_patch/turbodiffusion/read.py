@@ -3,51 +3,44 @@
 from __future__ import annotations
 
 import logging
-import math
 import pickle
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
+from turbo_rcm_patch.interrupts import kept_apart
 from turbo_rcm_patch.turbodiffusion.archive import check_archive, check_sums
-from turbo_rcm_patch.turbodiffusion.distributed import (
-    StoredTensor,
-    dcp_metadata,
-    list_dcp,
-    load_dcp,
-)
-from turbo_rcm_patch.turbodiffusion.keys import SLA_LINEAR, Name, Sizes, blocks_of, names, sizes_of
+from turbo_rcm_patch.turbodiffusion.keys import Name, Sizes, blocks_of, names, sizes_of
 
 _log = logging.getLogger(__name__)
 
 #: Called with a stage, and how much of how much is done.
 Progress = Callable[[str, int, int], None]
 
-#: What wrappers put between a module and its parameters.
+#: Parts of names that wrappers put between a module and its parameters.
 _WRAPPERS: Final = {
     *("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"),
 }
-#: Prefixes under which training keeps a network.
-_ROOTS: Final = ("net.", "model.")
 #: The tensor that shows where a network is: "net_ema.patch_embedding.weight" is in "net_ema".
 _ANCHOR: Final = "patch_embedding.weight"
-#: How deep a network may lie in dictionaries.
-_DEPTH: Final = 4
-#: How the name of a container without networks begins.
+#: Largest depth of nested dictionaries, and largest number of networks in a file.
+_DEPTH, _NETWORKS = 4, 16
+#: Beginning of the name of a container without networks.
 _OPTIMIZER: Final = "optim"
+#: End of the name of an entry that holds no weights.
+_STATE: Final = "_extra_state"
 #: A part of a name that means an average over training.
 _AVERAGE: Final = re.compile(r"(^|[._])(ema|averaged?)([._]|$)", re.IGNORECASE)
 #: The name in torch's refusal of a file with more than tensors.
 _GLOBAL: Final = re.compile(r"GLOBAL ([\w.]+)|(?:class|global|function) ([\w.]+\.[\w.]+)")
-#: Names that an error lists of each kind.
+#: Number of names that an error lists of each kind.
 _LISTED: Final = 12
 
 
@@ -58,7 +51,7 @@ class Wanted(NamedTuple):
     dtype: torch.dtype | None = None
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor is as wanted."""
+        """Return True if a tensor has such a shape and dtype."""
         floats = self.dtype is None and tensor.is_floating_point()
         return (floats or tensor.dtype == self.dtype) and tuple(tensor.shape) in self.shapes
 
@@ -74,20 +67,18 @@ class Checkpoint:
     Attributes:
         tensors: By TurboDiffusion's names, without prefixes, as they lie in the file.
         sizes: The model's.
-        left_out: Entries that hold no weights (`_extra_state`).
-        network: Which network of the file it is ("model", "net_ema"); "" for one at the top.
+        network: The network's place in the file ("model", "net_ema"); "" for one at the top.
         others: The networks of the file that were not taken.
     """
 
     tensors: dict[str, Tensor]
     sizes: Sizes
-    left_out: tuple[str, ...] = ()
     network: str = ""
     others: tuple[str, ...] = ()
 
     @property
     def quantised(self) -> bool:
-        """Whether Linears are in int8."""
+        """True if Linears are in int8."""
         return any(name.endswith(".int8_weight") for name in self.tensors)
 
 
@@ -105,29 +96,30 @@ def read_checkpoint(
     checkpointing are taken off the names.
 
     Args:
-        path: The `.pth` file, or a folder of torch.distributed.checkpoint (DCP), of which the
-            network is read into memory.
+        path: The `.pth` file.
         heads: Attention heads, needed only where they are not of 128 channels and there is no SLA.
-        network: Which network, of a file with several: a container or a prefix of its names
+        network: The network to take from a file with several: its place, or a part of it
             ("model_ema", "net_ema"). By default the only one that is not an average (EMA); a
-            warning in the log names those that were not taken.
+            warning in the log names the others.
         progress: Called with bytes while checksums are compared.
 
     Raises:
-        CheckpointError: It cannot be read, is damaged, holds more than tensors or several networks
-            to choose from, or is of no WanModel.
+        CheckpointError: The file cannot be read, is damaged, holds more than tensors, several
+            networks to choose from or weights of no network, or is of no WanModel.
         CheckpointKeysError: Tensors are missing, unexpected or of other shapes.
     """
-    source = Path(path)
-    metadata = dcp_metadata(source) if source.is_dir() else None
-    loaded = _load(source, progress) if metadata is None else list_dcp(metadata)
-    chosen, others, found, strays = _network(loaded, source, network)
-    if strays:
-        _log.warning(
-            "%s holds weights beside the network, which are left out: %s",
-            path,
-            _some(list(strays)),
+    networks, strays = _networks(_entries(_load(Path(path), progress), path))
+    chosen = _chosen(sorted(networks), path, network)
+    others = tuple(sorted(set(networks) - {chosen}))
+    if strays and network is None:
+        raise CheckpointError(
+            f"{path} holds weights beside the network",
+            expected="those of one WanModel",
+            got=_some(strays),
+            remedy=f"Leave them out with --network {chosen or 'NAME'} (network=)",
         )
+    if strays:
+        _log.warning("%s: weights beside the network are left out: %s", path, _some(strays))
     if others and network is None:
         _log.warning(
             "%s holds several networks: %r is taken, and not %s. Choose with --network (network=)",
@@ -135,59 +127,12 @@ def read_checkpoint(
             chosen,
             ", ".join(repr(name) for name in others),
         )
-    left_out = tuple(sorted(name for name in found if name.endswith("_extra_state")))
-    found |= load_dcp(
-        source, {n: x for n, x in found.items() if isinstance(x, StoredTensor)}, progress
-    )
-    tensors: dict[str, Tensor] = {}
-    for name, value in found.items():
-        if name not in left_out:
-            tensors[name] = _tensor(f"{path}: {name}", value)
+    tensors = networks[chosen]
+    for name, tensor in tensors.items():
+        _check_plain(f"{path}: {name}", tensor)
     sizes = sizes_of({name: tensor.shape for name, tensor in tensors.items()}, heads=heads)
     check_tensors(str(path), _wanted(names(sizes), tensors), tensors)
-    return Checkpoint(tensors, sizes, left_out, chosen, others)
-
-
-def read_tensors(path: str | Path, anchor: str) -> dict[str, Tensor]:
-    """The tensors of another network than a transformer, as safely as `read_checkpoint`.
-
-    Args:
-        path: The `.pth` file.
-        anchor: A tensor that it has, to find it in a container or under a prefix.
-
-    Raises:
-        CheckpointError: It cannot be read, is damaged, holds more than tensors, or no such one.
-    """
-    source = Path(path).expanduser()
-    found = _network(_load(source), source, None, anchor).entries
-    if anchor not in found:
-        raise CheckpointError(
-            str(path), expected=f"a network with {anchor}", got=", ".join(sorted(found)[:4])
-        )
-    return {name: _tensor(f"{path}: {name}", value) for name, value in found.items()}
-
-
-def _tensor(name: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise CheckpointError(name, expected="a tensor", got=f"a {type(value).__name__}")
-    return _whole(name, value)
-
-
-def open_width(path: str | Path) -> int:
-    """Channels of a token in a checkpoint that does not show its number of heads; 0 in any other.
-
-    Raises:
-        CheckpointError: It cannot be read, or holds more than tensors.
-    """
-    source = Path(path)
-    metadata = dcp_metadata(source) if source.is_dir() else None
-    loaded = _load(source, sums=False) if metadata is None else list_dcp(metadata)
-    found = _network(loaded, source, None).entries
-    weight = found.get(_ANCHOR)
-    sla = any(name.startswith(f"blocks.0.{SLA_LINEAR[0]}.") for name in found)
-    if sla or not isinstance(weight, Tensor | StoredTensor) or not weight.shape:
-        return 0
-    return weight.shape[0]
+    return Checkpoint(tensors, sizes, chosen, others)
 
 
 def check_tensors(
@@ -229,7 +174,7 @@ def _some(found: list[str]) -> str:
 
 
 def _wanted(all_names: Iterable[Name], tensors: Mapping[str, Tensor]) -> dict[str, Wanted]:
-    """Every Linear as the checkpoint has it, in int8 or not."""
+    """The tensors of a checkpoint, each Linear in int8 if the checkpoint has it so."""
     wanted = {}
     for name in all_names:
         int8, scale = name.their_int8
@@ -242,23 +187,27 @@ def _wanted(all_names: Iterable[Name], tensors: Mapping[str, Tensor]) -> dict[st
     return wanted
 
 
-def _load(path: Path, progress: Progress | None = None, *, sums: bool = True) -> object:
-    if not path.is_file():
-        folder = " is a folder" if path.is_dir() else ""
+@kept_apart()
+def _load(path: Path, progress: Progress | None) -> object:
+    if any((path / part / ".metadata").is_file() for part in ("", "model")):
         raise CheckpointError(
-            f"{path}{folder}" if folder else f"no such file: {path}",
-            expected="a TurboDiffusion .pth, or a folder of torch.distributed.checkpoint",
+            f"{path} is a distributed checkpoint",
+            expected="a TurboDiffusion .pth",
+            remedy="Make a file of it: python -m torch.distributed.checkpoint.format_utils "
+            "dcp_to_torch DIR FILE",
+        )
+    if not path.is_file():
+        folder = path.is_dir()
+        raise CheckpointError(
+            f"{path} is a folder" if folder else f"no such file: {path}",
+            expected="a TurboDiffusion .pth",
             remedy="A folder of diffusers goes back to a .pth with --back" if folder else "",
         )
     try:
         with path.open("rb") as file:
-            records = check_archive(file, str(path))
-            if sums:
-                check_sums(file, str(path), records, progress)
+            check_sums(file, str(path), check_archive(file, str(path)), progress)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
-    if torch.distributed.is_available():
-        import_module("torch.distributed.tensor")  # which lets sharded tensors be read
     try:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -267,134 +216,75 @@ def _load(path: Path, progress: Progress | None = None, *, sums: bool = True) ->
                 raise
             return torch.load(path, map_location="cpu", weights_only=True)  # an old format
     except pickle.UnpicklingError as error:
+        # torch's own message advises reading the file unsafely.
+        asked = _GLOBAL.search(str(error))
         raise CheckpointError(
             f"{path} is not a torch checkpoint, or contains more than tensors; "
             "nothing in it was executed",
-            got=_asked_for(error),
+            got=f"one that asks for {asked[1] or asked[2]}" if asked else "something else",
             remedy="Download it again, or save its state dict alone in the program that wrote it",
         ) from error
-    except Exception as error:  # Of what a file of any content leads to.
+    except Exception as error:  # The content decides which.
+        line = "" if "weights_only" in str(error) else str(error).strip().partition("\n")[0][:200]
         raise CheckpointError(
-            f"{path} is not a torch checkpoint, or is incomplete ({type(error).__name__}: "
-            f"{_quoted(error)})",
+            f"{path} is not a torch checkpoint, or is incomplete ({type(error).__name__}: {line})",
             remedy="Download the file again",
         ) from error
 
 
-def _asked_for(error: pickle.UnpicklingError) -> str:
-    """Name what a file tried to run, from torch's refusal, without its advice to trust it."""
-    name = _GLOBAL.search(str(error))
-    return f"one that asks for {name[1] or name[2]}" if name else "something else"
-
-
-def _quoted(error: BaseException) -> str:
-    """The first line of torch's message, unless it is advice to read the file unsafely."""
-    text = str(error).strip()
-    if not text or "weights_only" in text.splitlines()[0]:
-        return "no message" if not text else "of a kind that cannot be read safely"
-    return text.splitlines()[0][:200]
-
-
-class _Found(NamedTuple):
-    """A network of a file: its name, the names of the others, its entries without container and
-    prefix, and where there are weights that belong to no network."""
-
-    name: str
-    others: tuple[str, ...]
-    entries: dict[str, object]
-    strays: tuple[str, ...]
-
-
-def _network(loaded: object, path: Path, asked: str | None, anchor: str = _ANCHOR) -> _Found:
-    """Find one network in a file by its anchor (the patch embedding of a transformer): at the top
-    level, in a container, under a prefix, or among several."""
+def _entries(loaded: object, path: str | Path) -> dict[str, Tensor]:
+    """The tensors of nested dictionaries, by all names on the way to each, joined by dots and
+    without those of wrappers."""
     if not isinstance(loaded, Mapping):
         raise CheckpointError(
             str(path), expected="a dictionary of tensors", got=f"a {type(loaded).__name__}"
         )
-    found, strays = _collect(loaded, path, anchor)
-    if not found:
-        bare, twice = _bare(loaded, _ROOTS)
-        _refuse_twice(twice, path)
-        return _Found("", (), bare, ())  # Whose names the caller refuses.
-    chosen = _chosen(sorted(found), path, asked)
-    others = tuple(sorted(set(found) - {chosen}))
-    entries, beside = found[chosen]
-    weights = {name: value for name, value in beside.items() if _is_weight(value)}
-    if asked is None:  # What belongs to no network is refused by name.
-        entries = weights | entries
-    else:
-        strays += weights
-    if not others:  # Then a lone entry under a prefix is this one's too.
-        entries, twice = _bare(entries, _ROOTS)
-        _refuse_twice(twice, path)
-    return _Found(chosen, others, entries, tuple(sorted(strays)))
-
-
-def _collect(
-    loaded: Mapping[Any, object], path: Path, anchor: str
-) -> tuple[dict[str, tuple[dict[str, object], dict[str, object]]], list[str]]:
-    """Every network of a file, and where there are weights of none.
-
-    Returns:
-        By name, the entries of a network, and what lies at its level and belongs to none; and the
-        names of other weights, or of the containers that they are in.
-    """
-    found: dict[str, tuple[dict[str, object], dict[str, object]]] = {}
-    strays: list[str] = []
-    # The shallowest first. Each dictionary is opened once: one that holds itself has no end.
+    found: dict[str, Tensor] = {}
+    # Each dictionary is opened once, because one that holds itself has no end.
     queue: deque[tuple[Mapping[Any, object], tuple[str, ...]]] = deque([(loaded, ())])
-    opened: dict[int, dict[str, tuple[dict[str, object], dict[str, object]]]] = {}
+    opened = {id(loaded)}
     while queue:
         entries, containers = queue.popleft()
-        again = id(entries) in opened
-        networks = opened[id(entries)] if again else _networks(entries, path, anchor)
-        opened[id(entries)] = networks
-        for root, network in networks.items():
-            found[".".join((*containers, *root.split(".")[:-1]))] = network
-        if again:
-            continue
-        if not networks:
-            named = [str(key) for key, value in entries.items() if _is_weight(value)]
-            strays += [".".join(containers)] if containers and named else named
         for key, value in entries.items():
-            inner = isinstance(value, Mapping) and len(containers) < _DEPTH
-            if inner and not str(key).lower().startswith(_OPTIMIZER):
-                queue.append((cast("Mapping[Any, object]", value), (*containers, str(key))))
-    return found, strays
+            parts = [part for part in str(key).split(".") if part not in _WRAPPERS]
+            name = ".".join((*containers, *parts))
+            if isinstance(value, Mapping):
+                if not (
+                    len(containers) >= _DEPTH
+                    or id(value) in opened
+                    or str(key).lower().startswith(_OPTIMIZER)
+                ):
+                    opened.add(id(value))
+                    queue.append((value, (*containers, *parts)))
+            elif isinstance(value, Tensor) and not name.endswith(_STATE):
+                if name in found:
+                    raise CheckpointError(
+                        f"{path}: two entries have the same name, {name}, once prefixes are "
+                        "removed",
+                        remedy="Keep one network in the file",
+                    )
+                found[name] = value
+    return found
 
 
-def _networks(
-    entries: Mapping[Any, object], path: Path, anchor: str
-) -> dict[str, tuple[dict[str, object], dict[str, object]]]:
-    """The networks at one level, by prefix: the entries of each, and those that are of none of
-    several. With one they are its own, so that the caller refuses them by name."""
-    bare, twice = _bare(entries)
-    roots = [
-        name.removesuffix(anchor)
-        for name, value in bare.items()
-        if f".{name}".endswith(f".{anchor}") and isinstance(value, Tensor | StoredTensor)
-    ]
-    _refuse_twice([name for name in twice if name.startswith(tuple(roots))], path)
-    inside = {}
-    for root in sorted(roots, key=len, reverse=True):
-        names = [name for name in bare if name.startswith(root)]
-        inside[root] = {name.removeprefix(root): bare.pop(name) for name in names}
-    beside = {name: value for name, value in bare.items() if not isinstance(value, Mapping)}
-    if len(inside) == 1:
-        return {root: (beside | network, {}) for root, network in inside.items()}
-    return {root: (network, beside) for root, network in inside.items()}
+def _networks(entries: dict[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """Every network of a file, by its place, and the names of weights of none."""
+    ends = [name for name in entries if f".{name}".endswith(f".{_ANCHOR}")]
+    roots = sorted((name.removesuffix(_ANCHOR) for name in ends), key=len, reverse=True)
+    if not roots:
+        return {"": entries}, []  # The caller refuses their names.
+    networks: dict[str, dict[str, Tensor]] = {root: {} for root in roots[:_NETWORKS]}
+    strays = []
+    for name, tensor in entries.items():
+        root = next((root for root in networks if name.startswith(root)), None)
+        if root is not None:
+            networks[root][name.removeprefix(root)] = tensor
+        elif tensor.is_floating_point() and tensor.numel() > 1:  # no counter or random state
+            strays.append(name)
+    return {root.removesuffix("."): tensors for root, tensors in networks.items()}, strays
 
 
-def _is_weight(value: object) -> bool:
-    """Whether a value may be a network's, and not a counter, the state of a generator or an
-    object."""
-    if not isinstance(value, Tensor | StoredTensor):
-        return False
-    return value.dtype.is_floating_point and math.prod(value.shape) > 1
-
-
-def _chosen(names: list[str], path: Path, asked: str | None) -> str:
+def _chosen(names: list[str], path: str | Path, asked: str | None) -> str:
     """The network with the given name; else the only one, or the only one without averaging."""
     if asked is not None:
         fitting = [name for name in names if name == asked]
@@ -412,53 +302,14 @@ def _chosen(names: list[str], path: Path, asked: str | None) -> str:
     )
 
 
-def _bare(
-    entries: Mapping[Any, object], roots: tuple[str, ...] = ()
-) -> tuple[dict[str, object], list[str]]:
-    """Entries by their names without prefixes and without what wrappers put between modules, and
-    the names that more than one of them has then."""
-    result: dict[str, object] = {}
-    twice = []
-    for key, value in entries.items():
-        name = ".".join(part for part in str(key).split(".") if part not in _WRAPPERS)
-        for root in roots:
-            name = name.removeprefix(root)
-        if name in result:
-            twice.append(name)
-        result[name] = value
-    return result, twice
-
-
-def _refuse_twice(names: list[str], path: Path) -> None:
-    if names:
-        raise CheckpointError(
-            f"{path}: two entries have the same name, {names[0]}, once prefixes are removed",
-            remedy="Keep one network in the file",
-        )
-
-
-def _whole(name: str, tensor: Tensor) -> Tensor:
-    """A plain tensor, or the only shard of one that was sharded."""
-    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
+def _check_plain(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is not dense, or has fewer bytes in the file than in memory."""
+    whole = type(tensor) in (Tensor, nn.Parameter) and not (tensor.is_meta or tensor.is_nested)
+    whole = whole and tensor.layout is torch.strided
+    if not whole or tensor.untyped_storage().nbytes() < tensor.nbytes:
         raise CheckpointError(
             name,
-            expected="a plain tensor with values",
-            got=f"one on the device {tensor.device}, nested or of the layout {tensor.layout}",
-            remedy="Save it as a dense tensor in the program that wrote it",
+            expected="a plain, dense tensor with all its values in the file",
+            got=f"a {type(tensor).__name__} on the device {tensor.device} that has not",
+            remedy="Save it as a whole, contiguous tensor in the program that wrote it",
         )
-    local = getattr(tensor, "to_local", None)
-    part: Tensor = tensor.detach() if local is None else local()
-    if part.untyped_storage().nbytes() < part.nbytes:
-        raise CheckpointError(
-            f"{name} repeats its values to {part.nbytes} bytes",
-            expected=f"the {part.untyped_storage().nbytes()} bytes that the file has of it",
-            remedy="Save it as a contiguous tensor in the program that wrote it",
-        )
-    if part.shape != tensor.shape:
-        raise CheckpointError(
-            f"{name} is one shard of several",
-            expected=f"all of {list(tensor.shape)}",
-            got=str(list(part.shape)),
-            remedy="Merge the shards with torch.distributed.checkpoint first",
-        )
-    return part.detach()

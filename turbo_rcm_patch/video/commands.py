@@ -22,8 +22,7 @@ from turbo_rcm_patch.output import check_writable
 from turbo_rcm_patch.patching import find_pairs, patched
 from turbo_rcm_patch.patching.sla import attached_proj_l
 from turbo_rcm_patch.turbodiffusion.convert import convert_pipeline, convert_transformer
-from turbo_rcm_patch.turbodiffusion.folder import Written
-from turbo_rcm_patch.turbodiffusion.stored import write_checkpoint
+from turbo_rcm_patch.turbodiffusion.folder import Written, write_checkpoint
 from turbo_rcm_patch.video import comparison, generation
 from turbo_rcm_patch.video.families import VideoPipeline, family_named
 from turbo_rcm_patch.video.generation import check_seed, settings_for
@@ -283,8 +282,6 @@ def convert(arguments: argparse.Namespace) -> int:
         print(one)
         if one.heads:
             print(f"  {one.heads}")
-        if one.left_out:
-            print(f"  left out, because it holds no weights: {', '.join(one.left_out)}")
     return OK
 
 

@@ -21,12 +21,13 @@ from turbo_rcm_patch.patching.int8_only import INT8_MARK, is_marked, mark_int8_o
 from turbo_rcm_patch.turbodiffusion.extra_file import (
     EXTRA_FILE,
     WEIGHTS,
+    StoredTensors,
     read_config,
     weight_files,
 )
+from turbo_rcm_patch.turbodiffusion.folder import check_product
 from turbo_rcm_patch.turbodiffusion.keys import blocks_of
 from turbo_rcm_patch.turbodiffusion.read import Wanted, check_tensors
-from turbo_rcm_patch.turbodiffusion.stored import StoredTensors, check_product
 
 
 def is_int8_only(folder: Path) -> bool:

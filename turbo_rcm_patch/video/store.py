@@ -25,7 +25,7 @@ import torch
 
 from turbo_rcm_patch.errors import OutputExistsError, SamplingError
 from turbo_rcm_patch.output import atomic, check_writable, is_partial, write_json
-from turbo_rcm_patch.turbodiffusion.locks import lock_file
+from turbo_rcm_patch.turbodiffusion.staging import lock_file
 from turbo_rcm_patch.video.generation import Sample
 
 #: The list of the files that comparisons wrote into a folder. Without it a folder is not ours.

@@ -1,0 +1,406 @@
+"""Checkpoints that are damaged, hostile or hold more than one network: refused with a typed error,
+and never half believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from tests.turbodiffusion.wan_model import Options, save, state_dict
+from turbo_rcm_patch.__main__ import main
+from turbo_rcm_patch.errors import CheckpointError, CheckpointKeysError
+from turbo_rcm_patch.turbodiffusion import read_checkpoint, write_checkpoint
+from turbo_rcm_patch.turbodiffusion.convert import convert_transformer
+from turbo_rcm_patch.turbodiffusion.extra_file import StoredTensors
+
+WEIGHTS = "diffusion_pytorch_model"
+TINY = Options(layers=1)
+KEY = "blocks.0.ffn.0.weight"
+
+
+@pytest.fixture
+def pth(tmp_path: Path) -> Path:
+    save(TINY, tmp_path / "in.pth")
+    return tmp_path / "in.pth"
+
+
+# Damage.
+
+
+@pytest.mark.parametrize("at", [0.3, 0.9])
+def test_a_zeroed_middle_is_noticed(at: float, pth: Path, tmp_path: Path) -> None:
+    with pth.open("r+b") as file:
+        file.seek(int(at * pth.stat().st_size))
+        file.write(bytes(4096))
+    with pytest.raises(CheckpointError, match=r"damaged: the checksum of its record .*data/"):
+        read_checkpoint(pth)
+    assert main(["convert", str(pth), str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_any_damage_is_a_typed_error(pth: Path) -> None:
+    whole, draw = pth.read_bytes(), random.Random(0)
+    for _ in range(25):
+        junk = bytearray(whole)
+        at = draw.randrange(len(whole) - 4096)
+        junk[at : at + 4096] = draw.randbytes(4096)
+        pth.write_bytes(junk)
+        with pytest.raises(CheckpointError):
+            read_checkpoint(pth)
+    for _ in range(25):  # Without checksums and directory, as torch's old format.
+        pth.write_bytes(b"\x80\x02" + draw.randbytes(2**16))
+        with pytest.raises(CheckpointError):
+            read_checkpoint(pth)
+
+
+def test_files_without_checksums_are_read(pth: Path) -> None:
+    state = torch.load(pth, weights_only=True)
+    before = torch.serialization.get_crc32_options()
+    try:
+        torch.serialization.set_crc32_options(False)
+        torch.save(state, pth)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert read_checkpoint(pth).tensors.keys() == state.keys()
+
+
+def test_progress_of_the_check_is_shown(pth: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    read_checkpoint(pth, progress=lambda *update: seen.append(update))
+    assert {stage for stage, _, _ in seen} == {"check"} and seen[-1][1] == seen[-1][2]
+
+
+# Hostile files.
+
+
+class Call:
+    """Pickled as a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_nothing_in_a_file_is_executed(zipped: bool, tmp_path: Path) -> None:
+    path, mark = tmp_path / "in.pth", tmp_path / "was here"
+    evil = state_dict(TINY) | {"evil": Call(Path.touch, mark)}
+    torch.save(evil, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match="nothing in it was executed") as caught:
+        read_checkpoint(path)
+    assert not mark.exists() and "one that asks for " in str(caught.value)
+    assert "weights_only" not in str(caught.value) and "trust" not in str(caught.value)
+
+
+NOTHING: dict[str, tuple[Any, str]] = {
+    "missing": (None, "no such file"),
+    "empty": (b"", "not a torch checkpoint"),
+    "page": (b"<html>a page</html>", "not a torch checkpoint"),
+    "half": (b"PK\x03\x04 half a file", "not a torch checkpoint"),
+    "two bytes": (b"\x80\x02", "not a torch checkpoint"),
+    "list": ([1, 2], "a dictionary of tensors"),
+    "lora": ({"a.lora_A.weight": torch.ones(2, 2)}, "the weights of TurboDiffusion's WanModel"),
+    "twice": ({"x": torch.ones(1), "module.x": torch.ones(1)}, "the same name, x, once"),
+    "text": ({"x": "text"}, "the weights of TurboDiffusion's WanModel"),
+    "no arguments": ({"x": Call(torch._utils._rebuild_tensor_v2)}, "not a torch checkpoint"),
+    "number": ({"x": Call(OrderedDict, 5)}, "not a torch checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_what_is_no_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
+    path, (content, text) = tmp_path / "in.pth", NOTHING[name]
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match=text):
+        read_checkpoint(path)
+
+
+BOMB = """
+import resource, sys
+from turbo_rcm_patch.turbodiffusion import read_checkpoint
+from turbo_rcm_patch.errors import CheckpointError
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in sys.argv[1:]:
+    try:
+        read_checkpoint(path)
+    except CheckpointError as error:
+        print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_zip_bomb_is_refused_unread(tmp_path: Path) -> None:
+    paths = []
+    for name, record in (("pickle", "archive/data.pkl"), ("weights", "archive/data/0")):
+        paths.append(tmp_path / f"{name}.pth")
+        with zipfile.ZipFile(paths[-1], "w", zipfile.ZIP_DEFLATED) as archive:
+            with archive.open(record, "w", force_zip64=True) as file:
+                for _ in range(32):
+                    file.write(b"]" * 2**22)
+            archive.writestr("archive/version", "3")
+        assert paths[-1].stat().st_size < 2**20
+    done = subprocess.run(
+        [sys.executable, "-c", BOMB, *map(str, paths)], capture_output=True, text=True, check=True
+    )
+    *texts, grown = done.stdout.strip().splitlines()
+    assert ["would unpack to more bytes than the file has" in text for text in texts] == [True] * 2
+    assert int(grown) < 64 * 2**10, f"{grown} KiB"
+
+
+def test_a_huge_pickle_is_refused_unread(tmp_path: Path) -> None:
+    """Stored as it is: objects take many times the memory of their pickle."""
+    with zipfile.ZipFile(tmp_path / "in.pth", "w") as archive:
+        archive.writestr("archive/data.pkl", b"]" * (2**26 + 1))
+    with pytest.raises(CheckpointError, match="objects to unpickle"):
+        read_checkpoint(tmp_path / "in.pth")
+
+
+def test_archives_that_torch_did_not_write(pth: Path, tmp_path: Path) -> None:
+    """torch would map compressed bytes as the weights, and run a TorchScript program."""
+    with zipfile.ZipFile(pth) as old, zipfile.ZipFile(tmp_path / "z.pth", "w") as new:
+        for item in old.infolist():
+            new.writestr(item.filename, old.read(item), zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(tmp_path / "script.pth", "w") as archive:
+        for name in ("constants.pkl", "data.pkl", "version"):
+            archive.writestr(f"archive/{name}", "3")
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(pth, "a") as archive:
+        archive.writestr("in/data/0", b"0" * 16)
+    for name, text in (
+        ("z", "compressed weights"),
+        ("script", "TorchScript"),
+        ("in", "two records with the same name"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            read_checkpoint(tmp_path / f"{name}.pth")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(1, 1).expand(320, 256),
+        lambda: torch.ones(320, 256, device="meta"),
+        lambda: torch.eye(320, 256).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["expanded", "meta", "sparse", "nested"],
+)
+def test_tensors_without_their_bytes_are_refused(
+    make: Callable[[], torch.Tensor], tmp_path: Path
+) -> None:
+    torch.save(state_dict(TINY) | {KEY: make()}, tmp_path / "in.pth")
+    with pytest.raises(CheckpointError):
+        read_checkpoint(tmp_path / "in.pth")
+
+
+@pytest.mark.timeout(60)
+def test_a_high_number_of_a_block_is_one_name(tmp_path: Path) -> None:
+    for number in ("999999999", "9" * 5000, "²"):
+        key = f"blocks.{number}.x.weight"
+        torch.save(state_dict(TINY) | {key: torch.ones(1)}, tmp_path / "in.pth")
+        with pytest.raises(CheckpointKeysError) as caught:
+            read_checkpoint(tmp_path / "in.pth")
+        assert caught.value.unexpected == (f"{key} [1]",)
+        assert len(caught.value.missing) < 40
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("keys", [1, 5000])
+def test_a_dictionary_that_holds_itself_ends(keys: int, tmp_path: Path) -> None:
+    state = state_dict(TINY)
+    ring: dict[str, Any] = {}
+    ring.update({f"k{i}": ring for i in range(keys)})
+    torch.save({"model": state, "ring": ring}, tmp_path / "in.pth")
+    assert read_checkpoint(tmp_path / "in.pth").tensors.keys() == state.keys()
+    torch.save(ring, tmp_path / "in.pth")
+    with pytest.raises(CheckpointError):
+        read_checkpoint(tmp_path / "in.pth")
+
+
+def test_many_networks_are_soon_refused(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    torch.save({f"n{i}.patch_embedding.weight": one for i in range(20000)}, tmp_path / "in.pth")
+    with pytest.raises(CheckpointError, match="networks"):
+        read_checkpoint(tmp_path / "in.pth")
+
+
+def test_a_distributed_checkpoint_says_how_to_convert_it(tmp_path: Path) -> None:
+    state = state_dict(TINY)
+    with pytest.warns(UserWarning):
+        dcp.save({"model": state}, checkpoint_id=tmp_path / "step" / "model", no_dist=True)
+    for folder in (tmp_path / "step", tmp_path / "step" / "model"):
+        with pytest.raises(CheckpointError, match=r"format_utils dcp_to_torch DIR FILE"):
+            read_checkpoint(folder)
+    command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
+    subprocess.run([*command, str(folder), str(tmp_path / "in.pth")], check=True)
+    assert read_checkpoint(tmp_path / "in.pth").tensors.keys() == state.keys()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", ["pth", "safetensors"])
+def test_an_interrupt_is_no_damage(kind: str, pth: Path, tmp_path: Path) -> None:
+    """Ctrl-C at any moment of reading stays KeyboardInterrupt, inside of libraries too."""
+    tensors = {f"{i}": torch.ones(2) for i in range(200)}
+    save_file(tensors, tmp_path / "in.safetensors")
+    stored, draw = StoredTensors(tmp_path / "in.safetensors"), random.Random(0)
+
+    def read() -> None:
+        for key in tensors:
+            stored[key]
+
+    for _ in range(40):
+        given = os.kill, (os.getpid(), signal.SIGINT)
+        timer = threading.Timer(draw.uniform(1e-3, 0.02), *given)
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            while True:
+                read() if kind == "safetensors" else read_checkpoint(pth)
+
+
+# Several networks in a file.
+
+
+def prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{key}": value for key, value in state.items()}
+
+
+CHOICES: dict[str, tuple[Any, str, str]] = {
+    "model and its average": (lambda a, b: {"model": a, "model_ema": b}, "model", "model_ema"),
+    "containers": (lambda a, b: {"generator": {"model": a}, "generator_ema": b},
+                   "generator.model", "generator_ema"),
+    "prefixes": (lambda a, b: prefixed("net.", a) | prefixed("net_ema.", b), "net", "net_ema"),
+    "in a container": (lambda a, b: {"model": prefixed("net.", a) | prefixed("net_ema.", b)},
+                       "model.net", "model.net_ema"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", CHOICES)
+def test_the_log_says_which_network_is_taken(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, first, other = CHOICES[form]
+    states = [state_dict(TINY, seed) for seed in (1, 2)]
+    torch.save(make(*states), tmp_path / "in.pth")
+    found = read_checkpoint(tmp_path / "in.pth")
+    assert (found.network, found.others) == (first, (other,))
+    assert f"{first!r} is taken, and not {other!r}" in caplog.text
+    assert torch.equal(found.tensors[KEY], states[0][KEY])
+    caplog.clear()
+    for network in (other, other.split(".")[-1]):
+        chosen = read_checkpoint(tmp_path / "in.pth", network=network)
+        assert torch.equal(chosen.tensors[KEY], states[1][KEY]) and not caplog.text
+    with pytest.raises(CheckpointError, match=r"0 that fit, of"):
+        read_checkpoint(tmp_path / "in.pth", network="teacher")
+
+
+@pytest.mark.parametrize("names", [("state_dict", "model"), ("generator", "critic")])
+def test_two_that_could_be_meant_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
+    states = [state_dict(TINY, seed) for seed in (1, 2)]
+    torch.save(dict(zip(names, states, strict=True)), tmp_path / "in.pth")
+    with pytest.raises(CheckpointError, match=r"2 networks.*--network NAME"):
+        read_checkpoint(tmp_path / "in.pth")
+    given = ["convert", str(tmp_path / "in.pth"), str(tmp_path / "out"), "--network", names[1]]
+    assert main(given) == 0
+    stored = load_file(tmp_path / "out" / f"{WEIGHTS}.safetensors")
+    assert torch.equal(stored["proj_out.weight"], states[1]["head.head.weight"])
+
+
+def test_weights_beside_a_network_are_left_out_only_if_it_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, weight, path = state_dict(TINY), torch.ones(4, 256), tmp_path / "in.pth"
+    harmless = {
+        "optimizer": {"state": {0: {"exp_avg": weight}}},
+        "optim_states": {"exp_avg": state},
+        "rng": {"torch": torch.get_rng_state()},
+        "step": torch.tensor(3.0),
+        "log": {"module": 1, "_orig_mod": 2},
+    }
+    torch.save({"model": state} | harmless, path)
+    read = read_checkpoint(path)
+    assert (read.network, read.others) == ("model", ()) and not caplog.text
+    lost = {"lora": {"q": {"lora_A": weight, "lora_B": weight}}, "extra_head": weight}
+    for beside in (lost, {"adam": {name: {"exp_avg": x} for name, x in state.items()}}):
+        torch.save({"model": state} | harmless | beside, path)
+        with pytest.raises(CheckpointError, match=r"weights beside the network.*--network model"):
+            read_checkpoint(path)
+        chosen = read_checkpoint(path, network="model")
+        assert torch.equal(chosen.tensors[KEY], state[KEY])
+        assert "are left out: " in caplog.text
+        caplog.clear()
+    with pytest.raises(CheckpointKeysError, match=r"1 unexpected.*lora_A"):
+        torch.save(state | {"blocks.0.self_attn.q.lora_A.weight": weight}, path)
+        read_checkpoint(path)
+
+
+# Folders.
+
+
+@pytest.fixture
+def sharded(pth: Path, tmp_path: Path) -> Path:
+    convert_transformer(pth, tmp_path / "folder", shard_bytes=2**20)
+    return tmp_path / "folder"
+
+
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "a\\..\\b", 3, ".."])
+def test_an_index_does_not_lead_out_of_its_folder(
+    name: Any, sharded: Path, tmp_path: Path
+) -> None:
+    index = sharded / f"{WEIGHTS}.safetensors.index.json"
+    listing = json.loads(index.read_text())
+    listing["weight_map"]["proj_out.weight"] = name
+    index.write_text(json.dumps(listing))
+    with pytest.raises(CheckpointError, match="in the same folder"):
+        write_checkpoint(sharded, tmp_path / "back.pth")
+    assert not (tmp_path / "back.pth").exists()
+
+
+def test_links_into_a_cache_are_followed(sharded: Path, tmp_path: Path) -> None:
+    """As the hub's cache has its files."""
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for path in list(sharded.glob("*.safetensors")):
+        path.rename(blobs / path.name)
+        path.symlink_to(Path(os.path.relpath(blobs, sharded)) / path.name)
+    write_checkpoint(sharded, tmp_path / "back.pth")
+
+
+def test_folders_that_are_not_whole(sharded: Path, tmp_path: Path) -> None:
+    index = sharded / f"{WEIGHTS}.safetensors.index.json"
+    shards = sorted(sharded.glob("*-of-*"))
+    whole, tensors = shards[1].read_bytes(), load_file(shards[1])
+    first = next(iter(load_file(shards[0])))
+    name = next(name for name in tensors if name.endswith("weight"))
+    int8 = {name: tensors[name].to(torch.int8)}
+    for damage, text in (
+        (shards[1].unlink, f"{shards[1].name} is missing"),
+        (lambda: shards[1].write_bytes(whole[: len(whole) // 2]), f"{shards[1].name} is missing"),
+        (lambda: save_file(tensors | {first: torch.ones(2)}, shards[1]), "occurs twice"),
+        (lambda: save_file(tensors | int8, shards[1]), "expected float"),
+        (lambda: index.write_text("{}"), "weight_map"),
+        (index.unlink, "is missing"),
+    ):
+        damage()
+        with pytest.raises(CheckpointError, match=text):
+            write_checkpoint(sharded, tmp_path / "back.pth")
+    assert not list(tmp_path.glob("*back*"))
