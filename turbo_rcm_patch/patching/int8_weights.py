@@ -58,8 +58,8 @@ def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
 
 
 def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """The int8 weight and its scales, or None if there are none or the weight has changed in a way
-    that torch counts. Writes through `.data` are not seen: ask `stands_for`.
+    """Return the int8 weight and its scales, or None if there are none or the weight has changed in
+    a way that torch counts. Writes through `.data` are not seen: ask `stands_for`.
 
     None inside a compiled graph too: it could not see a change, a LoRA fused and taken out again
     for one, and would run the old integers without a word.
@@ -80,36 +80,15 @@ def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 def detach_int8(linear: nn.Module) -> None:
-    """Take the int8 weight away; nothing of it stays behind."""
+    """Take the int8 weight away; nothing of it stays."""
     for name in (_INT8, _SCALE):
         if name in linear._buffers:
             delattr(linear, name)
     linear.__dict__.pop(_ORIGIN, None)
 
 
-def held_int8(linear: nn.Module) -> tuple[Tensor | None, Tensor | None, object] | None:
-    """What is attached, whatever it still stands for, for `restore_int8`; None if nothing is."""
-    buffers = linear._buffers
-    if _INT8 not in buffers or _SCALE not in buffers:
-        return None
-    return buffers[_INT8], buffers[_SCALE], getattr(linear, _ORIGIN)
-
-
-def restore_int8(
-    linear: nn.Module, held: tuple[Tensor | None, Tensor | None, object] | None
-) -> None:
-    """Attach what `held_int8` returned, and nothing else."""
-    detach_int8(linear)
-    if held is None:
-        return
-    int8, bits, origin = held
-    linear.register_buffer(_INT8, int8, persistent=False)
-    linear.register_buffer(_SCALE, bits, persistent=False)
-    setattr(linear, _ORIGIN, origin)
-
-
 def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:
-    """Whether int8 times scale is this weight, but for rounding. It waits for the device.
+    """Return True if int8 times scale is this weight, but for rounding. It waits for the device.
 
     Args:
         weight: [Cout, K], any float dtype.
@@ -117,9 +96,7 @@ def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:
         scale: fp32 [ceil(Cout / 128), ceil(K / 128)].
     """
     fits = torch.ones((), dtype=torch.bool, device=weight.device)
-    for i, rows in enumerate(
-        torch.split(weight.detach(), GROUP)
-    ):  # A copy of the whole in fp32 is big.
+    for i, rows in enumerate(weight.detach().split(GROUP)):  # the whole in fp32 would be big
         groups = scale[i].repeat_interleave(GROUP)[: weight.shape[1]]
         product = int8[i * GROUP : i * GROUP + len(rows)] * groups
         near = (rows.float() - product).abs() <= _RELATIVE * product.abs() + _ABSOLUTE
