@@ -96,7 +96,8 @@ def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:
         scale: fp32 [ceil(Cout / 128), ceil(K / 128)].
     """
     fits = torch.ones((), dtype=torch.bool, device=weight.device)
-    for i, rows in enumerate(weight.detach().split(GROUP)):  # the whole in fp32 would be big
+    # In parts: a copy of the whole in fp32 would be large.
+    for i, rows in enumerate(torch.split(weight.detach(), GROUP)):
         groups = scale[i].repeat_interleave(GROUP)[: weight.shape[1]]
         product = int8[i * GROUP : i * GROUP + len(rows)] * groups
         near = (rows.float() - product).abs() <= _RELATIVE * product.abs() + _ABSOLUTE
