@@ -143,7 +143,6 @@ KINDS = {
     "cross": "cross-attention",
     "image": "image branch",
     "feed-forward": "feed-forward",
-    "control": "control, faces",
 }
 
 

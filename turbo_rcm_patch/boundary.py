@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-#: A time, or what becomes of it: a float from a float, an fp64 tensor from a tensor.
+#: A time, or a function of it: a float from a float, an fp64 tensor from a tensor.
 _Time = TypeVar("_Time", bound=float | torch.Tensor)
 
 
@@ -52,8 +52,8 @@ class Parameterisation(ABC):
     @property
     @abstractmethod
     def other_end(self) -> float:
-        """The other end of the time axis; `math.inf` if it has no end, where the coefficients are
-        only `other_limit`."""
+        """The other end of the time axis, or `math.inf` if it has none. At infinity the
+        coefficients exist only as the limits `other_limit`."""
 
     @property
     @abstractmethod
@@ -62,8 +62,9 @@ class Parameterisation(ABC):
 
     @abstractmethod
     def _coefficients(self, t: Any, xp: Any) -> tuple[Any, Any, Any]:
-        """(c_skip, c_out, c_in) of a float or an fp64 tensor; `xp` is `math` or `torch`, which
-        share the names of functions.
+        """Return (c_skip, c_out, c_in) for a float or an fp64 tensor.
+
+        `xp` is `math` or `torch`; both name the functions alike.
         """
 
     def _coefficient(self, index: int, t: _Time) -> _Time:
@@ -119,7 +120,7 @@ def _positive(owner: object, sigma_data: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _OverNoise(Parameterisation):
-    """Times are noise levels, from where D is the identity up to infinity."""
+    """Base of the classes whose times are noise levels, from the identity end to infinity."""
 
     sigma_data: float = 0.5
 
@@ -192,7 +193,7 @@ class TrigFlow(Parameterisation):
     c_skip = cos t, c_out = -sd sin t, c_in = 1 / sd.
 
     Attributes:
-        sigma_data: Standard deviation of the data, sd; z has the same.
+        sigma_data: Standard deviation of the data, sd, and of the noise z.
     """
 
     sigma_data: float = 1.0
@@ -299,7 +300,7 @@ def trigflow_velocity(
 
 
 def _wide(t: float | torch.Tensor) -> Any:
-    """A time as a float or an fp64 tensor."""
+    """Convert a time to a float or an fp64 tensor."""
     if not isinstance(t, torch.Tensor):
         return float(t)
     if t.is_complex() or t.dtype == torch.bool:

@@ -28,9 +28,9 @@ PVDType = Literal["auto", "fp8", "bf16", "fp16"]
 Linear = Literal["as-is", "int8", "int8-only"]
 Impl = Literal["auto", "triton", "reference"]
 Form = Literal["auto", "one-launch", "two-launch"]
-Kind = Literal["self", "cross", "image", "feed-forward", "control"]
+Kind = Literal["self", "cross", "image", "feed-forward"]
 
-#: Fields of earlier releases, and what stands in their place.
+#: Fields of earlier releases -> the remedy that the error names.
 _GONE: Final = {
     "calibration": "The guard decides on the first forward, and the same input gets the same bits",
     "cuda_graphs": 'Use torch.compile(model, mode="reduce-overhead")',
@@ -63,16 +63,16 @@ class PatchConfig:
             the int8 weights alone: patching drops the model's own, Linear by Linear, and they do
             not come back (`keep_int8_only`).
         smooth_k: Subtract the mean over tokens from k before quantising. The softmax does not
-            change. With attention="sage" release 2.x of sageattention always does so.
+            change. With attention="sage", release 2.x of sageattention always does this.
         impl: "triton" or "reference" (plain torch). "auto" chooses by the model's device.
         form: "one-launch" runs self-attention, its output projection and the skip in one kernel
             (Wan and TurboDiffusion). "two-launch" and "auto" run the projection as a module, and
             the skip with the next norm in one pass after it.
-        guard: Compare blocks with their authors' code on real forwards, and run more exactly what
-            is over the budget.
-        fidelity: The target for the network's error to fp32, in units of the unpatched network's:
-            on the first forward the guard makes those blocks more exact that the prediction needs
-            to meet it. None takes no such decision.
+        guard: Compare blocks with their authors' code on real forwards, and run blocks that are
+            over the budget more exactly.
+        fidelity: The target for the network's error to fp32, in units of the unpatched network's.
+            On the first forward the guard makes blocks more exact until the predicted error meets
+            the target. None switches this off.
         sla_topk: Share of the key blocks that SLA's sparse attention sees, in (0, 1]. It applies
             to diffusers' Wan classes whose self-attention holds a `proj_l` (`load_extra` attaches
             it). TurboDiffusion's own class keeps the share of its modules.
@@ -144,7 +144,7 @@ class PatchOptions(TypedDict, total=False):
 
 
 def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:
-    """Combine a configuration with keywords; a keyword replaces that field.
+    """Combine a configuration with keywords, each of which replaces the field of that name.
 
     Raises:
         ConfigError: `config` is not a `PatchConfig`, a keyword is not a field, or a value is
@@ -174,5 +174,5 @@ def chosen_config(config: object, options: Mapping[str, object]) -> PatchConfig:
 
 
 def is_number(value: object) -> bool:
-    """Return True for a real number; True and False are none."""
+    """Return True for a real number that is not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)

@@ -57,7 +57,7 @@ class TurboRCMError(Exception):
         self.what, self.expected, self.got, self.remedy = what, expected, got, remedy
 
     def block(self) -> str:
-        """The error on several lines, for a terminal."""
+        """Return the error on several lines, for a terminal."""
         lines = [f"{type(self).__name__}: {self.what}"]
         for name in ("expected", "got", "remedy"):
             text = getattr(self, name)
@@ -116,11 +116,11 @@ class FamilyError(PatchError, RuntimeError):
 
 
 class OffloadedError(PatchError, RuntimeError):
-    """The weights that are to be replaced are in the hands of an offloading hook."""
+    """An offloading hook manages the weights that are to be replaced."""
 
 
 class DroppedWeightError(PatchError, RuntimeError):
-    """Something would write into a weight that exists in int8 alone."""
+    """A write was attempted into a weight that exists only in int8."""
 
 
 class ContextParallelError(PatchError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What the extras of the package bring, and the error that names the one to install.
+"""The extras of this package, and the error that names the extra to install.
 
 The base install is enough for the operations, for `sageattn` and for TurboDiffusion's networks.
 diffusers' models, pipelines, videos and reports need more.
@@ -31,19 +31,19 @@ EXTRAS: Final = {
     "report": ("jinja2", "matplotlib"),
     "sage": ("sageattention",),
 }
-#: Extra -> those that it includes.
+#: Extra -> the extras that it includes.
 _INCLUDED: Final = {"video": ("diffusers",), "report": ("diffusers", "video")}
-#: The releases of diffusers that are tested: from the first, before the second.
+#: The tested releases of diffusers: at least the first number, and less than the second.
 DIFFUSERS: Final = ("0.42", "0.43")
 
 
 def require(extra: str, purpose: str, *packages: str) -> None:
-    """Check that packages of an extra are installed. Nothing is imported.
+    """Check that packages of an extra are installed, without importing them.
 
     Args:
-        extra: A key of `EXTRAS`, with what it includes.
-        purpose: What needs them, for the message.
-        packages: Those that are needed; all of the extra by default.
+        extra: A key of `EXTRAS`; the extras that it includes are checked too.
+        purpose: What needs the packages, for the message.
+        packages: The packages to check; all of the extra by default.
 
     Raises:
         MissingPackageError: Some are missing; the message names them and the extra to install.
@@ -62,13 +62,14 @@ def require(extra: str, purpose: str, *packages: str) -> None:
 def check_diffusers(purpose: str) -> None:
     """Check that diffusers is a release that the code was written for.
 
-    A newer one than was tested is taken: its forwards are compared with the ones that are known.
+    A newer release than was tested is accepted, because each family compares the forwards of its
+    classes with the signatures that it knows.
 
     Args:
-        purpose: What needs it, for the message.
+        purpose: What needs diffusers, for the message.
 
     Raises:
-        MissingPackageError: It is not installed, or older.
+        MissingPackageError: diffusers is not installed, or is older.
     """
     least, untested = DIFFUSERS
     try:

@@ -8,7 +8,7 @@ from importlib import import_module
 
 
 def loading_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a package.
+    """Return the `__getattr__` of a package, which loads a name when it is first used.
 
     Args:
         package: Its name.

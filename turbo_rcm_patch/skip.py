@@ -29,18 +29,16 @@ __all__ = [
 #: A float, or an fp32 tensor of shape [B], [B, 1, C] or [B, N, C].
 Coefficient = float | torch.Tensor
 
-#: Where fp32 begins and ends. "fp32": coefficient and sum in fp32, one rounding at the end
+#: Where the author's code rounds. "fp32": coefficient and sum in fp32, one rounding at the end
 #: (diffusers' Wan self-attention and feed-forward). "model": every step rounds to the model's
 #: dtype (diffusers' Wan cross-attention, CogVideoX).
 Cast = Literal["fp32", "model"]
 
 #: How a pair runs. "in-kernel": closed in the attention kernel (nothing stands between attention
-#: and residual). "one-launch" / "two-launch": closed across the output projection. "in-linear":
-#: closed in the epilogue of a feed-forward's last Linear. "after-linear": a module that is not
-#: plain is called, then one elementwise kernel closes the skip. "as-written": the author's code.
-Residual = Literal[
-    "in-kernel", "one-launch", "two-launch", "in-linear", "after-linear", "as-written"
-]
+#: and residual). "one-launch": attention, output projection and skip are one kernel.
+#: "two-launch": the projection runs as a module, and one pass after it closes the skip.
+#: "as-written": the author's code.
+Residual = Literal["in-kernel", "one-launch", "two-launch", "as-written"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +64,15 @@ class SkipPair:
 
     Attributes:
         path: Its name in the model, e.g. "blocks.0.attn1".
-        kind: "self", "cross", "image" (image branch of I2V), "feed-forward", "control" (a Linear
-            of a control stream), or "boundary" (the whole network).
+        kind: "self", "cross", "image" (image branch of I2V), "feed-forward", or "boundary" (the
+            whole network).
         heads: Number of attention heads, 0 where the branch is not attention.
         head_dim: Channels per head, 0 where the branch is not attention.
         streams: One entry per residual stream.
         cast: Cast policy of the author's code.
-        projection: Whether an output projection stands between attention and residual.
+        projection: True if an output projection stands between attention and residual.
         runs: How it runs (see `Residual`).
-        reason: Why it runs that way; never empty for "after-linear" and "as-written".
+        reason: Why it runs that way; never empty for "as-written".
         int8_linears: Names of its Linears that run in int8.
     """
 
@@ -94,7 +92,7 @@ class SkipPair:
 
     @property
     def fused(self) -> bool:
-        """Whether one of our kernels closes this pair."""
+        """True if one of our kernels closes this pair."""
         return self.runs != "as-written"
 
 

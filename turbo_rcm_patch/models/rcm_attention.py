@@ -1,8 +1,8 @@
 """Self-attention followed by the skip of a few-step model: `c_skip(t) * x + c_out(t) * F(x)`.
 
 `RCMAttention` computes attention and skip as separate operations of plain torch. It is the
-reference in the tests of `FusedRCMAttention`, which closes the skip in the epilogue of the
-attention (without output projection) or of the projection. Both have the same parameters under
+reference in the tests of `FusedRCMAttention`, which closes the skip in the attention kernel
+(without output projection) or after the projection. Both have the same parameters under
 the same names, so a state dict of one loads into the other.
 """
 
@@ -21,12 +21,12 @@ from turbo_rcm_patch.config import Attention, Form, Impl, PVDType
 from turbo_rcm_patch.errors import ConfigError, DTypeError, ShapeError
 from turbo_rcm_patch.skip import Coefficient, apply_skip, broadcast_coefficient
 
-#: A coefficient as a function of time: gets t as the caller gave it (float or tensor [B]).
+#: A coefficient as a function of time. It gets t as the caller gave it (float or tensor [B]).
 CoefficientOfTime = Callable[[float], float] | Callable[[torch.Tensor], torch.Tensor]
 
 
 class RCMAttention(nn.Module):
-    """Attention, output projection and then the skip, as separate operations of plain torch.
+    """Attention, output projection and skip as separate operations of plain torch.
 
     Parameters: `qkv` Linear(dim, 3 * dim) and, with `projection`, `proj` Linear(dim, dim).
 
@@ -35,12 +35,12 @@ class RCMAttention(nn.Module):
         num_heads: Number of heads H; dim must be a multiple of it.
         sigma_data: Standard deviation of the data in the default coefficients (those of EDM):
             c_skip = sd^2 / (t^2 + sd^2), c_out = sd t / sqrt(sd^2 + t^2).
-        projection: Whether an output projection stands between attention and skip.
-        bias: Whether the linears have a bias.
-        c_skip: Replaces the default; takes t, returns a float or a tensor [B], [B, 1, C] or [B, N,
-            C].
-        c_out: Likewise.
-        device: Where the parameters are made.
+        projection: Put an output projection between attention and skip.
+        bias: Give the Linears a bias.
+        c_skip: Function that replaces the default. It takes t and returns a float or a tensor
+            [B], [B, 1, C] or [B, N, C].
+        c_out: Function that replaces the default c_out, with the same arguments and results.
+        device: Device of the parameters.
         dtype: dtype of the parameters.
     """
 
@@ -79,7 +79,7 @@ class RCMAttention(nn.Module):
         )
 
     def branch(self, x: torch.Tensor) -> torch.Tensor:
-        """F(x), before the skip.
+        """Compute F(x), the branch without the skip.
 
         Args:
             x: [B, N, C], dtype of the parameters.
@@ -94,7 +94,7 @@ class RCMAttention(nn.Module):
         return self.proj(out) if self.proj is not None else out
 
     def forward(self, x: torch.Tensor, t: float | torch.Tensor) -> torch.Tensor:
-        """Attention, then the skip.
+        """Compute attention, projection and skip.
 
         The skip is computed in fp32 (fp64 for fp64 inputs) and rounded once. Where c_out(t) is 0
         and c_skip(t) is 1 the result is x bit for bit.
@@ -113,7 +113,7 @@ class RCMAttention(nn.Module):
     def coefficients(
         self, x: torch.Tensor, t: float | torch.Tensor
     ) -> tuple[Coefficient, Coefficient]:
-        """(c_skip, c_out) at t, after checking that x and t fit this module and each other.
+        """Return (c_skip, c_out) at t, after checking that x and t fit this module and each other.
 
         Args:
             x: [B, N, C].
@@ -151,10 +151,10 @@ class RCMAttention(nn.Module):
 
 
 class FusedRCMAttention(RCMAttention):
-    """Attention whose epilogue, or that of its output projection, closes the skip.
+    """Self-attention with the skip fused into its kernel or into the pass after its projection.
 
-    Parameters, defaults and result are those of `RCMAttention`, and so are arguments that are not
-    listed here.
+    Parameters, defaults and result are those of `RCMAttention`, and so are all arguments that are
+    not listed here.
 
     Args:
         attention: "exact", "int8", "int4" or "sage"; see `PatchConfig`.
@@ -197,7 +197,7 @@ class FusedRCMAttention(RCMAttention):
         self.form: Form = form
 
     def forward(self, x: torch.Tensor, t: float | torch.Tensor) -> torch.Tensor:
-        """Attention with the skip in its epilogue.
+        """Compute attention, projection and skip with the fused operations.
 
         Args:
             x: [B, N, C], dtype of the parameters (bf16, fp16 or fp32).
@@ -238,11 +238,11 @@ class FusedRCMAttention(RCMAttention):
 
 
 def _is_plain(linear: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether reading weight and bias says everything a call of the module would do.
+    """Return True if a call of the module is exactly x @ weight^T + bias in `dtype`.
 
-    An adapter, a quantised weight, a hook or a forward of its own would be lost, and autocast
-    multiplies in another dtype than the weight's; then the module is called and only the skip
-    behind it is fused.
+    Reading the parameters would lose an adapter, a quantised weight, a hook or an instance
+    forward, and autocast multiplies in another dtype than the weight's. In these cases the module
+    is called, and only the skip after it is fused.
     """
     return (
         type(linear) is nn.Linear

@@ -1,4 +1,4 @@
-"""Finding skip pairs in a model, running them fused, and putting everything back."""
+"""Find skip pairs in a model, run them fused, and restore the model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A patched block: on each call its fast path, written out by its family, or its author's forward.
+"""A patched block: each call runs its family's fast path or its author's forward.
 
-A family subclasses `PatchedBlock` and writes the block itself (`fast`), why its modules or inputs
-are not what that stands for (`why_modules`, `why_inputs`), and its pairs for the report (`pairs`).
+A family subclasses `PatchedBlock`. It writes the block out (`fast`), says when the fast path does
+not apply to the block's modules or inputs (`why_modules`, `why_inputs`), and lists the block's
+skip pairs for the report (`pairs`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class Level(IntEnum):
-    """How exactly a block runs. The guard only goes up."""
+    """How exactly a block runs. The guard raises the level and never lowers it."""
 
     AS_ASKED = 0
     EXACT = 1  # exact attention
-    WIDE = 2  # and Linears in 16 bits
+    WIDE = 2  # exact attention and Linears in 16 bits
     AUTHOR = 3  # the author's forward
 
 
-#: The levels above the first, in words for the report.
+#: Level -> how a block at it runs, for the report.
 LEVEL_WORDS = {
     Level.EXACT: "exact attention",
     Level.WIDE: "exact attention, Linears in 16 bits",
@@ -40,7 +41,7 @@ LEVEL_WORDS = {
 
 
 class PatchedBlock:
-    """Stands in for the forward of one block.
+    """The function that replaces the forward of one block.
 
     It holds the block itself, so that a deep copy of a patched model holds the copied block.
 
@@ -51,14 +52,14 @@ class PatchedBlock:
         attend: How its attentions are computed.
 
     Attributes:
-        level: See `Level`.
+        level: How exactly the block runs.
         reason: Why the guard raised the level.
         left: Why the block's forward could not be replaced, or "".
         guard: Compares the block with its author's code now and then; None without a guard.
         index: The number of the block among the patched ones, in the order in which they run.
         int8: The int8 forwards of its Linears.
-        last: How the last call outside a compiler ran: why it was the author's, or the numbers of
-            queries and of keys.
+        last: Why the last call outside a compiler ran the author's forward, or the numbers of
+            queries and of keys of a fused call.
     """
 
     __slots__ = (
@@ -66,7 +67,7 @@ class PatchedBlock:
         "left", "level", "path", "reason",
     )  # fmt: skip
 
-    #: Members of the block that get the residual streams between two branches, in order.
+    #: Names of the block's members that take the residual streams between two branches, in order.
     stages: ClassVar[tuple[str, ...]]
 
     def __init__(self, block: Any, path: str, config: PatchConfig, attend: Attend) -> None:
@@ -81,14 +82,14 @@ class PatchedBlock:
 
     @property
     def attend(self) -> Attend:
-        """How attentions are computed at the block's level."""
+        """The options of the block's attentions at its present level."""
         return self._exact if self.level else self._asked
 
     def run(self, *inputs: Any) -> Any:
         """Run the fast path or the author's forward.
 
         Args:
-            *inputs: Of the author's forward, in its order.
+            *inputs: The inputs of the author's forward, in its order.
         """
         why = self.why_author(*inputs)
         if compiling():
@@ -107,14 +108,14 @@ class PatchedBlock:
         return forward(self.block, *inputs)
 
     def raise_level(self, level: Level, reason: str) -> None:
-        """Run more exactly from now on."""
+        """Run the block at this level from now on, if it is higher than the present one."""
         if level > self.level:
             self.level, self.reason = level, reason
             for forward in self.int8:
                 forward.on = level < Level.WIDE
 
     def words(self) -> str:
-        """Say how the last call outside a compiler ran; "" before the first."""
+        """Describe how the last call outside a compiler ran; "" before the first."""
         if not isinstance(self.last, tuple):
             return f"as their author wrote them: {self.last}" if self.last else ""
         attend, device = self.attend, next(self.block.parameters()).device
@@ -127,7 +128,7 @@ class PatchedBlock:
         return None
 
     def notes(self) -> list[str]:
-        """Say what the block does not honour, for the report."""
+        """Return remarks for the report, such as a setting that the patched block ignores."""
         return []
 
     def why_author(self, *inputs: Any) -> str:
@@ -150,7 +151,7 @@ class PatchedBlock:
         return tokens, tokens
 
     def beside(self) -> list[tuple[Any, Any]]:
-        """Return modules of the block and the forwards to install on them beside its own."""
+        """Return pairs (module of the block, forward to install on it) beside the block's own."""
         return []
 
     # --- what a family writes --------------------------------------------------------------------
@@ -159,17 +160,17 @@ class PatchedBlock:
         """Run the written-out block.
 
         Args:
-            notes: Takes what the guard compares, or None.
-            *inputs: Of the author's forward.
+            notes: Collects what the guard compares, or None.
+            *inputs: The inputs of the author's forward.
         """
         raise NotImplementedError
 
     def why_modules(self) -> str:
-        """Return why the modules of the block are not what the fast path stands for, or ""."""
+        """Return why the fast path does not apply to the block's modules, or ""."""
         return ""
 
     def why_inputs(self, *inputs: Any) -> str:
-        """Return why the inputs do not fit each other as the kernels want them, or ""."""
+        """Return why the fast path does not apply to these inputs, or ""."""
         return ""
 
     def linears(self) -> dict[str, Any]:

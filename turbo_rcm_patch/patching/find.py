@@ -1,7 +1,7 @@
 """Find known models in what a user passes, and the blocks in a model.
 
-A class is known by its exact qualified name, or by its structure where it is run from a checkout;
-the file of its family is imported when one is met.
+A class is known by its exact qualified name, or by its structure where it runs from a checkout.
+The file of its family is imported when such a model is found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turbo_rcm_patch.patching.plain import author_class
 from turbo_rcm_patch.skip import SkipPair
 
 _TRANSFORMERS: Final = "diffusers.models.transformers."
-#: Exact class -> the family that serves it. A subclass may run another forward, so it is unknown.
+#: Exact class -> its family. A subclass counts as unknown, because it may run another forward.
 FAMILIES: Final = {
     f"{_TRANSFORMERS}cogvideox_transformer_3d.CogVideoXTransformer3DModel": "cogvideox",
     f"{_TRANSFORMERS}consisid_transformer_3d.ConsisIDTransformer3DModel": "cogvideox",
@@ -35,8 +35,8 @@ FAMILIES: Final = {
     "turbo_rcm_patch.models.rcm_attention.RCMAttention": "rcm_attention",
 }
 
-#: Name of a class that is run from a checkout, under whatever module name -> the family whose
-#: `recognises` looks at how an instance is laid out.
+#: Name of a class that runs from a checkout, under any module name -> its family, whose
+#: `recognises` checks the layout of an instance.
 STRUCTURES: Final = {"WanModel": "turbodiffusion"}
 
 #: Where a diffusers pipeline keeps its denoising networks (two experts in Wan 2.2).
@@ -44,13 +44,15 @@ COMPONENTS: Final = ("transformer", "transformer_2")
 
 
 class Family(Protocol):
-    """What the file of a family offers."""
+    """The interface of a family's file."""
 
     def blocks_of(
         self, model: nn.Module, path: str, config: PatchConfig
     ) -> list[PatchedBlock | SkipPair]:
-        """Return the blocks of a model in the order in which they run, ready to be installed, and
-        a pair for each block of which nothing is known. Changes nothing.
+        """Return the blocks of a model, ready to be installed, without changing the model.
+
+        They come in the order in which they run. A block of an unknown class is returned as a
+        `SkipPair` that says so.
 
         Raises:
             PatchError: This instance cannot be patched at all.
@@ -66,7 +68,7 @@ class Target:
         module: The module.
         family: Its family.
         path: Its name in what the user passed.
-        component: The part of the pipeline it is in, "" without one.
+        component: The name of the pipeline's network that holds it, "" outside a pipeline.
     """
 
     module: nn.Module
@@ -81,7 +83,7 @@ def qualified_name(cls: type) -> str:
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """Return the family of a module's exact class, or of its structure, or None.
+    """Return the family of a module, found by its exact class or its structure, or None.
 
     Raises:
         MissingPackageError: The class is of a release of diffusers that is too old.
@@ -101,10 +103,10 @@ def family_of(model: nn.Module) -> Family | None:
 
 
 def parts_of(model: object) -> dict[str, nn.Module]:
-    """Return a module under the name "", or the networks of a pipeline by their names.
+    """Return the networks of a pipeline by their names, or a module under the name "".
 
     Raises:
-        NotAModelError: It is neither.
+        NotAModelError: `model` is neither.
     """
     if isinstance(model, nn.Module):
         return {"": model}
@@ -124,9 +126,9 @@ def find_targets(model: object) -> list[Target]:
     """Return every module in a model or pipeline whose exact class is known.
 
     Raises:
-        NotAModelError: Neither a torch module nor an object that holds one as `transformer`.
-        UnknownArchitectureError: No family knows a class in it, or not in every network of a
-            pipeline.
+        NotAModelError: `model` is neither a torch module nor holds one as `transformer`.
+        UnknownArchitectureError: No family knows a class in the model, or in one of the networks
+            of the pipeline.
     """
     parts = parts_of(model)
     found = {component: list(_walk(part, component)) for component, part in parts.items()}
@@ -147,14 +149,14 @@ def find_targets(model: object) -> list[Target]:
 
 
 def _walk(module: nn.Module, path: str, component: str | None = None) -> Iterator[Target]:
-    """Known modules from here down; what is inside a known module belongs to its family."""
+    """Yield the known modules from here down, without looking inside a known module."""
     component = path if component is None else component
     family = family_of(module)
     if family is not None:
         yield Target(module, family, path, component)
         return
     for name, child in module.named_children():
-        # What torch.compile wraps keeps its path.
+        # torch.compile adds a level, which the path leaves out.
         inner = path if name == "_orig_mod" else f"{path}.{name}".strip(".")
         yield from _walk(child, inner, component)
 
@@ -165,7 +167,7 @@ class Found(NamedTuple):
     Attributes:
         block: The module.
         path: Its name in what the user passed.
-        make: The class that stands in for its forward; None where nothing is known of the block.
+        make: The class that replaces its forward; None if the block is of an unknown class.
     """
 
     block: Any
@@ -173,7 +175,7 @@ class Found(NamedTuple):
     make: type[PatchedBlock] | None
 
     def made(self, attend: Attend, config: PatchConfig) -> PatchedBlock | SkipPair:
-        """Return what stands in for the block's forward, or a pair that says it is left alone."""
+        """Return the replacement of the block's forward, or a pair saying that there is none."""
         if self.make is not None:
             return self.make(self.block, self.path, config, attend)
         return SkipPair(

@@ -1,14 +1,15 @@
-"""The guard: runs blocks once more as their authors wrote them and compares the very results that
+"""The guard: run blocks again as their authors wrote them, and compare the results with those that
 the fast path returns.
 
-Each block is compared on its first forward, on the last denoising step where that is known, and
-then one block on every fourth forward. A block over the budget runs more exactly from that call
-on: exact attention, then Linears in 16 bits, then its author's code. A fault that is found later
-than on a first forward makes the guard compare every block after it and all on the next forward.
-On its first forward `fidelity` decides the same by the predicted error of the network. A call that
-decides returns already what every later one will.
+Each block is compared on its first forward and on the last denoising step where that is known.
+After that, one block is compared on every fourth forward. A block over the budget runs more
+exactly from that call on: first with exact attention, then also with Linears in 16 bits, then with
+its author's code. If a fault is found later than on a first forward, the guard compares every
+block after it, and all blocks on the next forward. On a block's first forward `fidelity` may raise
+its level too, by the predicted error of the network. A call that raises the level already returns
+the result at the new level, so equal inputs give equal results.
 
-The guard compares nothing while a compiler traces or a CUDA graph is captured, and where the
+The guard compares nothing while a compiler traces, while a CUDA graph is captured, and where the
 author's forward runs anyway.
 """
 
@@ -38,14 +39,14 @@ from turbo_rcm_patch.patching.report import GuardLog, GuardRecord, When
 
 _log = logging.getLogger(__name__)
 
-#: Forwards from one comparison of a single block to the next, in turn: once in four forwards, and
-#: not always on the same one of the two that a step with classifier-free guidance makes. A
-#: comparison takes 20 ms of a forward's 360 (Wan2.1-1.3B, 32,760 tokens), so this is 1.4 %; on
+#: Forwards from one comparison of a single block to the next, alternating: one in four on average.
+#: Both numbers are odd, so that both forwards of a step with classifier-free guidance are reached.
+#: A comparison takes 20 ms of a forward's 360 (Wan2.1-1.3B, 32,760 tokens), so this is 1.4 %; on
 #: every forward it would be 5.6 %.
 _PAUSES: Final = (3, 5)
-#: Each block that is compared so is at least that many after the one before.
+#: Least distance, in blocks, between two blocks that are compared one after the other in this way.
 _STRIDE: Final = 7
-#: The prediction is brought down to this share of the target, so that later blocks have room.
+#: The prediction has to stay below this share of the target, so that later blocks have room.
 _AIM: Final = 0.95
 
 
@@ -55,11 +56,11 @@ class _Forward:
 
     Attributes:
         index: The last block that began.
-        way: What decides how attentions run beside their levels.
+        way: The attention options that hold beside the blocks' levels.
         step: Index of the denoising step, None if it is unknown.
-        last: Whether it is the last one.
-        sample: The block to be compared anyway, -1 for none.
-        every: Whether all are.
+        last: True on the last denoising step.
+        sample: Index of the one block to compare on this forward, -1 for none.
+        every: True if all blocks are compared on this forward.
     """
 
     index: int = 1 << 30
@@ -72,11 +73,11 @@ class _Forward:
 
 @dataclass(slots=True)
 class _Seen:
-    """What was compared of one way to run.
+    """The comparisons of one way to run so far.
 
     Attributes:
-        first: Blocks that were compared once.
-        last: Blocks that were compared on a last step.
+        first: Indices of blocks that were compared on their first forward.
+        last: Indices of blocks that were compared on a last step.
         author: Sum of `Shares.author` over the blocks so far.
         fast: Sum of `Shares.fast`.
     """
@@ -96,7 +97,7 @@ class Guard:
         count: The number of blocks.
         pipe: The diffusers pipeline whose scheduler knows the denoising step, held weakly; None
             for a model without one.
-        agree: Makes numbers the same on all ranks that share a sequence: the largest of each.
+        agree: Returns the largest of each number over the ranks that share a sequence.
     """
 
     def __init__(
@@ -109,19 +110,19 @@ class Guard:
     ) -> None:
         self._target = config.fidelity
         self.log, self._count, self._agree = log, count, agree
-        # An object that cannot be referred to weakly is no diffusers pipeline.
+        # A diffusers pipeline can be referred to weakly.
         weak = hasattr(type(pipe), "__weakref__")
         self._pipe = weakref.ref(pipe) if weak else None
         self._seen: dict[Any, _Seen] = {}
         self._turn, self._due, self._sampled = 0, 4, 0
-        # Without a divisor in common the samples reach every block.
+        # Without a common divisor of stride and count the samples reach every block.
         self._stride = next(n for n in itertools.count(_STRIDE) if math.gcd(n, max(count, 1)) == 1)
         self._asked = False
         self._threads = threading.local()
         log.attach(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy belongs to no pipeline.
+        # A copy does not belong to the pipeline.
         return vars(self) | {"_threads": None, "_pipe": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -133,8 +134,9 @@ class Guard:
 
     @property
     def prediction(self) -> float | None:
-        """The network's error over the unpatched one's that the comparisons predict, the largest
-        of all ways to run; None before one was compared whole."""
+        """The predicted error of the network, in units of the unpatched network's.
+
+        It is the largest over all ways to run, and None before all blocks of one were compared."""
         found = [(s.fast / s.author) ** 0.5 for s in self._seen.values() if s.author]
         return max(found, default=None)
 
@@ -145,7 +147,7 @@ class Guard:
         here: _Forward | None = getattr(self._threads, "here", None)
         if here is None:
             here = self._threads.here = _Forward()
-        if block.index <= here.index:  # Blocks run in order, so another forward began.
+        if block.index <= here.index:  # Blocks run in order, so a new forward began.
             self._begin(here, block, inputs)
         here.index = block.index
         if here.every or block.index == here.sample:
@@ -175,10 +177,10 @@ class Guard:
 
     @torch.no_grad()
     def compare(self, block: PatchedBlock, inputs: tuple[Any, ...]) -> Any:
-        """Run a block, compare it with its author's, and raise its level until it is right.
+        """Run a block, compare it with its author's, and raise its level until the error fits.
 
         Returns:
-            What the fast path returned at the level that it has from now on.
+            The result of the block at its level from now on.
         """
         here: _Forward = self._threads.here
         seen, dtype = self._seen[here.way], block.streams(inputs)[0].dtype
@@ -187,7 +189,7 @@ class Guard:
         out = block.fast(notes, *inputs)
         try:
             author, expected = _author(block, inputs)
-        except Exception as error:  # It may need a package or a device that is not there.
+        except Exception as error:  # The author's code may miss a package or a device.
             words = f"its author's code failed: {type(error).__name__}: {error}"
             self._add(block, here, first, None, "not compared", words)
             seen.first.add(block.index)
@@ -202,7 +204,7 @@ class Guard:
             if level == block.level:
                 break
             block.raise_level(level, reason)
-            if not first:  # It began later, perhaps in other blocks too.
+            if not first:  # The fault began later, perhaps in other blocks too.
                 here.every = self._asked = True
             self._add(block, here, first, found, LEVEL_WORDS[level], reason)
             if level == Level.AUTHOR:
@@ -226,7 +228,7 @@ class Guard:
         here: _Forward,
         first: bool,
     ) -> str:
-        """Return why a block has to run more exactly, or "". Counts its shares where not."""
+        """Return why a block has to run more exactly, or "" after counting its shares."""
         (error,) = self._agree(block, [found.error])
         if error > BUDGET:
             return f"{error:.3g} off in {found.where}, budget {BUDGET:g}"
@@ -246,7 +248,7 @@ class Guard:
     def _refuse_non_finite(
         self, block: PatchedBlock, inputs: tuple[Any, ...], author: Stages
     ) -> None:
-        """Raise if the author's block has no finite result either."""
+        """Raise NonFiniteInputError if the author's result is not finite either."""
         if block.index == 0:
             bad = [x for x in inputs if isinstance(x, Tensor) and not bool(x.isfinite().all())]
             if bad:
@@ -274,7 +276,7 @@ class Guard:
 
 
 def _next_level(block: PatchedBlock, notes: Notes) -> Level:
-    """The next level that changes how a block runs."""
+    """Return the next level that changes how a block runs."""
     if block.level < Level.EXACT and block.config.attention not in ("exact",):
         return Level.EXACT
     if block.level < Level.WIDE and block.int8:
@@ -283,10 +285,10 @@ def _next_level(block: PatchedBlock, notes: Notes) -> Level:
 
 
 def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> tuple[Stages, Any]:
-    """The residual streams of the author's block, and its output.
+    """Run the author's block, and return its residual streams after each branch and its output.
 
-    The author's forward runs on a stand-in of the block that notes what reaches its stages. The
-    block itself stays as it is, because another thread may be in it.
+    The author's forward runs on a shallow copy whose stages record their inputs. The block itself
+    is not changed, because another thread may be running it.
     """
     found: list[tuple[Tensor, ...]] = []
 
@@ -307,8 +309,8 @@ def _author(block: PatchedBlock, inputs: tuple[Any, ...]) -> tuple[Stages, Any]:
 
 
 def _step_of(pipe: object) -> tuple[int, int] | None:
-    """Return the index of a pipeline's denoising step and their number, or None; no device is
-    asked."""
+    """Return (index of a pipeline's denoising step, number of steps), or None, without waiting for
+    a device."""
     scheduler = getattr(pipe, "scheduler", None)
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or len(timesteps) == 0:

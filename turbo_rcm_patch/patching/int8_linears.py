@@ -1,10 +1,10 @@
-"""`linear="int8"`: plain Linears of a patched block with an int8 forward of their own.
+"""`linear="int8"`: give the plain Linears of a patched block an int8 forward.
 
 The forward is an instance attribute of the Linear itself. A LoRA wraps the Linear and calls it, so
-an int8 base and a 16-bit low-rank side add up; hooks, offloading and replaced Linears need nothing
-either. The int8 copy of a weight is made when it is first needed, and again when the weight is
-another object or has another version, address, dtype or device. The model's own functions that
-write weights drop all copies. A write through `.data` by hand is not seen: call
+an int8 base and a 16-bit low-rank part add up. Hooks, offloading and replaced Linears need no code
+here either. The int8 copy of a weight is made when it is first needed, and again when the weight
+is another object or has another version, address, dtype or device. The model's own functions that
+write weights drop all copies. A write through `.data` by hand is not noticed: call
 `refresh(model)` after it.
 """
 
@@ -26,11 +26,11 @@ from turbo_rcm_patch.patching.int8_module import Int8Linear
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 from turbo_rcm_patch.patching.plain import FLOATS, compiling, hooked
 
-#: How often in a row a weight may have moved before a call until no copy is kept: it is offloaded,
-#: and a copy would hold the memory that offloading is to save.
+#: A weight that has moved before this many calls in a row is offloaded. Its copy is not kept then,
+#: because it would hold the memory that offloading saves.
 _MOVES: Final = 3
 
-#: Functions of a diffusers model that write or move weights without a trace in their versions.
+#: Functions of a diffusers model that write or move weights without changing their versions.
 WRITERS: Final = (
     "_apply",
     "fuse_lora",
@@ -59,17 +59,19 @@ def in_16_bits() -> Iterator[None]:
 
 
 class Int8Forward:
-    """The forward of one Linear, in int8. Its method `run` is what is installed: a compiler shares
-    a graph among bound methods, and not among objects that are called.
+    """The int8 forward of one Linear.
+
+    Its method `run` is installed, not the object, because a compiler shares a graph among bound
+    methods but not among callable objects.
 
     Args:
         linear: An `nn.Linear` or an `Int8Linear`.
         impl: "triton", "reference" or "auto".
 
     Attributes:
-        linear: That module.
-        impl: As given.
-        on: False runs it as its author wrote it.
+        linear: The module.
+        impl: The implementation, as given.
+        on: False runs the Linear as its author wrote it.
     """
 
     __slots__ = ("_brought", "_made", "_moves", "_of", "impl", "linear", "on")
@@ -77,7 +79,7 @@ class Int8Forward:
     def __init__(self, linear: Any, impl: Impl) -> None:
         self.linear, self.impl, self.on = linear, impl, True
         self._made: tuple[Tensor, Tensor] | None = None
-        #: An int8 weight that came with the Linear, and True if it is the weight's.
+        #: The attached int8 weight that was checked last, and True if it stands for the weight.
         self._brought: tuple[Tensor | None, bool] = (None, False)
         self._of: tuple[Any, ...] | None = None
         self._moves = 0
@@ -111,8 +113,8 @@ class Int8Forward:
         return made if input.dim() == 3 else made.reshape(*input.shape[:-1], -1)
 
     def serves(self, x: Tensor) -> bool:
-        """Return True if the Linear runs in int8 on an input: plain inference on its own dtype and
-        device."""
+        """Return True if the Linear runs in int8 on this input, which takes plain inference on its
+        own dtype and device."""
         linear = self.linear
         dtype = linear.dtype if type(linear) is Int8Linear else linear.weight.dtype
         return (
@@ -124,18 +126,18 @@ class Int8Forward:
         )
 
     def _weight(self) -> tuple[Tensor, Tensor]:
-        """int8 [Cout, K] and its scales, of the weight as it is now."""
+        """Return int8 [Cout, K] and its scales for the present weight."""
         linear = self.linear
         if type(linear) is Int8Linear:
             held: tuple[Tensor, Tensor] = linear.int8
             return held
         weight = linear.weight
-        if compiling():  # A graph quantises on every call, so it follows the weight.
+        if compiling():  # A graph quantises on every call, so that it sees a changed weight.
             return quantize_weight(weight, impl=self.impl)
         brought = attached_int8(linear)
         if brought is not None:
             if self._brought[0] is not brought[0]:
-                # Once, because merging an adapter writes through `.data` and leaves no trace.
+                # Compare once: merging an adapter writes through `.data`, without a new version.
                 self._brought = brought[0], stands_for(weight, *brought)
             if self._brought[1]:
                 return brought
@@ -174,7 +176,7 @@ def _serves(linear: Any, x: Tensor, dtype: torch.dtype) -> bool:
     if x.dtype != dtype or dtype not in FLOATS or torch.is_autocast_enabled(x.device.type):
         return False
     if type(linear) is not Int8Linear and type(linear.weight) is not nn.Parameter:
-        return False  # quantised or sharded: a subclass of Tensor
+        return False  # a quantised or sharded weight is a subclass of Tensor
     held = [p for p in linear._parameters.values() if p is not None]
     if any([p.device != x.device for p in held]):
         return False
@@ -183,7 +185,7 @@ def _serves(linear: Any, x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def int8_forward(module: Any) -> Int8Forward | None:
-    """Return the int8 forward of a Linear, if calling the Linear runs that and nothing else."""
+    """Return the int8 forward of a Linear, or None if calling the Linear would run other code."""
     forward = getattr(module.__dict__.get("forward"), "__self__", None)
     if type(forward) is not Int8Forward or not forward.on or hooked(module):
         return None
@@ -192,16 +194,15 @@ def int8_forward(module: Any) -> Int8Forward | None:
 
 
 def takes_rows(modules: Iterable[Any]) -> bool:
-    """Return True if all of these modules run in int8 now, so that a norm may give them int8
-    rows."""
+    """Return True if all of these modules run in int8 now, and so take a norm's int8 rows."""
     return all([int8_forward(module) is not None for module in modules])
 
 
 def shared_rows(modules: tuple[Any, ...], x: Tensor) -> Any:
-    """Quantise the input of several Linears once.
+    """Quantise the input of several Linears once for all of them.
 
     Args:
-        modules: Linears, or what stands in their place.
+        modules: Linears, or the modules that replaced them.
         x: [B, N, K].
 
     Returns:
@@ -215,7 +216,7 @@ def shared_rows(modules: tuple[Any, ...], x: Tensor) -> Any:
 
 
 def why_not_int8(module: nn.Module) -> str:
-    """Return why a Linear is not run in int8, or ""."""
+    """Return why a module cannot run in int8, or ""."""
     if type(module) is Int8Linear:
         return ""
     if type(module) is not nn.Linear:
@@ -228,8 +229,8 @@ def why_not_int8(module: nn.Module) -> str:
 
 
 class DropsCopies:
-    """The function of a patched model that writes or moves weights: as the class's own, and all
-    int8 copies are dropped afterwards."""
+    """The replacement of a model's function that writes or moves weights: it runs the class's own,
+    and then drops all int8 copies."""
 
     __slots__ = ("_forwards", "_model", "_name")
 

@@ -1,13 +1,13 @@
-"""A Linear that has its weight in int8 and nowhere else.
+"""A Linear that has its weight only in int8.
 
-It takes the place of an `nn.Linear` whose original is dropped (`linear="int8-only"`), or whose
-checkpoint never had one. Called, it multiplies with int8 times scale, rounded once to its dtype:
-that product is its weight, for its author's code, for the guard and for whoever reads `weight`.
-A patched model reads the integers instead.
+It replaces an `nn.Linear` whose original weight is dropped (`linear="int8-only"`), or whose
+checkpoint never had one. A call multiplies with int8 times scale, rounded once to its dtype. That
+product is its weight: the author's code, the guard and any reader of `weight` see it. A patched
+model reads the integers instead.
 
 The int8 weight and its scales are parameters, so they move and are offloaded as a weight is. They
-have names of their own, so that loading code does not take them for a weight. Scales are kept as
-the bits of fp32, because `.to(torch.bfloat16)` would round floats.
+have other names than `weight`, so that loading code does not mistake them for one. Scales are kept
+as the bits of fp32, because `.to(torch.bfloat16)` would round floats.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from turbo_rcm_patch.ops.int8_linear import dequantized
 #: Names of the parameters.
 WEIGHT: Final = "weight_int8"
 SCALE: Final = "weight_scale_bits"
-#: What hooks of diffusers and accelerate leave behind; it refers to the Linear that they hung on.
-LEFT_BEHIND: Final = ("forward", "_diffusers_hook")
-#: What every Linear has; anything else on an instance is its user's.
-_STOCK: Final = frozenset({*vars(nn.Linear(1, 1)), *LEFT_BEHIND})
-#: How functions that write into a tensor are called, beside those that end in "_".
+#: Attributes that hooks of diffusers and accelerate leave on a Linear; they refer to the Linear.
+HOOK_LEFTOVERS: Final = ("forward", "_diffusers_hook")
+#: Attributes of every Linear; the user put any others on an instance.
+_STOCK: Final = frozenset({*vars(nn.Linear(1, 1)), *HOOK_LEFTOVERS})
+#: Names of functions that write into a tensor, beside those that end in "_".
 _WRITES: Final = {
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
     *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
     *("__imatmul__", "__setitem__", "__set__"),
 }
-#: What gives the same values again.
+#: Functions whose result has the same values as their argument.
 _VIEWS: Final = frozenset({"__get__", "__getitem__", "detach", "view", "t", "transpose"})
 
 
 class _ReadOnly(Tensor):
-    """A weight that was multiplied for one reader: what is written into it would be lost."""
+    """A weight that was computed for one reader. It refuses writes, which would be lost."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,10 +70,10 @@ class Int8Linear(nn.Linear):
         int8: int8 [Cout, K].
         scale: fp32 [Cout], [Cout, ceil(K / 128)] or [ceil(Cout / 128), ceil(K / 128)].
         bias: [Cout] or None.
-        dtype: Of the weight, and so of input and output.
+        dtype: Of the weight, the input and the output.
 
     Attributes:
-        dtype: It follows `.to`.
+        dtype: The same; `.to` changes it.
     """
 
     dtype: torch.dtype
@@ -91,7 +91,7 @@ class Int8Linear(nn.Linear):
 
     @classmethod
     def in_place_of(cls, linear: nn.Linear, int8: Tensor, scale: Tensor) -> Int8Linear:
-        """One with a Linear's bias, dtype and mode, and with what its user put on it."""
+        """Make one with a Linear's bias, dtype and mode, and the attributes its user added."""
         bias: Any = linear._parameters.get("bias")
         made = cls(int8, scale, bias, linear.weight.dtype)
         made.training = linear.training
@@ -101,7 +101,7 @@ class Int8Linear(nn.Linear):
 
     @property
     def int8(self) -> tuple[Tensor, Tensor]:
-        """int8 [Cout, K] and its scales, as `ops.int8_linear` takes them."""
+        """Return int8 [Cout, K] and its scales, as `ops.int8_linear` takes them."""
         held = self._parameters
         weight, bits = held[WEIGHT], held[SCALE]
         assert weight is not None and bits is not None
@@ -109,11 +109,11 @@ class Int8Linear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """int8 times scale [Cout, K], made for this reader, who cannot write into it."""
+        """int8 times scale [Cout, K], computed on each read, and read-only."""
         return dequantized(*self.int8, self.dtype).as_subclass(_ReadOnly)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that callers know
-        """What a Linear with this weight computes."""
+        """Compute input @ weight^T + bias: input [..., K], result [..., Cout]."""
         return F.linear(input, dequantized(*self.int8, self.dtype), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
@@ -123,12 +123,12 @@ class Int8Linear(nn.Linear):
         return self
 
     def extra_repr(self) -> str:
-        """As a Linear's."""
+        """Return the text that a Linear shows."""
         return f"{super().extra_repr()}, dtype={self.dtype}"
 
 
 def weight_dtype(linear: Any) -> torch.dtype:
-    """The dtype of a Linear's weight; asking an `Int8Linear` for its weight makes one."""
+    """Return the dtype of a Linear's weight, without making the weight of an `Int8Linear`."""
     found = linear.dtype if type(linear) is Int8Linear else linear.weight.dtype
     assert isinstance(found, torch.dtype)
     return found

@@ -1,4 +1,4 @@
-"""Drop the originals of the Linears that run in int8, Linear by Linear."""
+"""Drop the original weights of the Linears that run in int8, Linear by Linear."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from torch import Tensor, nn
 from turbo_rcm_patch import ops
 from turbo_rcm_patch.config import Impl
 from turbo_rcm_patch.errors import OffloadedError
-from turbo_rcm_patch.patching.int8_module import LEFT_BEHIND, Int8Linear
+from turbo_rcm_patch.patching.int8_module import HOOK_LEFTOVERS, Int8Linear
 from turbo_rcm_patch.patching.int8_weights import attached_int8, stands_for
 
 _log = logging.getLogger(__name__)
 
 #: Entry "quantization_config" of config.json where a Linear's weight is in int8 alone. diffusers
-#: refuses a quantisation that it does not know, and would else run such a folder without weights.
+#: refuses an unknown quantisation. Without this entry it would run such a folder without weights.
 INT8_MARK: Final = {"quant_method": "turbo_rcm_int8"}
 
-#: Rows of a weight that are quantised at once: a CPU needs them in fp32.
+#: Rows of a weight that are quantised at once; a CPU holds them in fp32 meanwhile.
 _ROWS: Final = 1024
 
 
 def mark_int8_only(model: nn.Module) -> None:
-    """Say in a diffusers model's configuration that it has int8 weights alone."""
+    """Record in a diffusers model's configuration that it has int8 weights alone."""
     register = getattr(model, "register_to_config", None)
     if register is not None:
         register(quantization_config=dict(INT8_MARK))
 
 
 def is_marked(config: Mapping[str, object]) -> bool:
-    """Whether a configuration says so."""
+    """Return True if a configuration carries the entry of `mark_int8_only`."""
     return config.get("quantization_config") == INT8_MARK
 
 
 def refuse_offloaded(models: list[nn.Module]) -> None:
-    """Raise an `OffloadedError` if hooks bring the weights and take them away: they keep the
-    originals, and would not find what replaces them. A model without originals may be
-    offloaded."""
+    """Raise an `OffloadedError` if hooks move the weights in and out for each call.
+
+    Such hooks keep the originals, and would not find their replacements. After the originals are
+    dropped a model may be offloaded.
+    """
     for model in models:
         modules = dict(model.named_modules())
         if any(type(module) is Int8Linear for module in modules.values()):
@@ -75,17 +77,19 @@ def drop_originals(
     impl: Impl,
     device: torch.device | str | None = None,
 ) -> int:
-    """Put an `Int8Linear` in the place of each Linear. If that stops half way (no memory, Ctrl-C),
-    those that were replaced stay so, and the model is marked and complete.
+    """Replace each Linear by an `Int8Linear`.
+
+    If this stops half way (no memory, Ctrl-C), replaced Linears stay replaced, and the model is
+    marked and runs.
 
     Args:
-        models: What holds them.
-        linears: Plain; it is emptied, so that each original can go.
+        models: The models that hold the Linears.
+        linears: Plain Linears. The list is emptied, so that each original can be freed.
         impl: "triton", "reference" or "auto".
         device: As for `keep_int8_only`.
 
     Returns:
-        How many.
+        The number of Linears that were replaced.
     """
     count = len(linears)
     places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
@@ -103,15 +107,15 @@ def drop_originals(
             made = Int8Linear.in_place_of(linear, *_quantized(linear, impl, device))
             for children, name in places[id(linears.pop())]:
                 children[name] = made
-            for name in LEFT_BEHIND:  # A cycle would keep the weight until one is looked for.
+            for name in HOOK_LEFTOVERS:  # A cycle would keep the weight until it is collected.
                 vars(linear).pop(name, None)
             del linear
-        gc.collect()  # Hooks that others have removed are in cycles with what they wrapped.
+        gc.collect()  # Removed hooks form cycles with the functions that they wrapped.
     finally:
         for model in models:
             if any(type(module) is Int8Linear for module in model.modules()):
                 mark_int8_only(model)
-        if 0 < len(linears) < count:  # What was freed cannot be brought back.
+        if 0 < len(linears) < count:  # Freed originals cannot be restored.
             _log.warning(
                 "Stopped half way: %d of %d Linears have int8 weights alone, the others have "
                 'their own. The model runs. Patch it with linear="int8-only" again to go on, or '
@@ -126,8 +130,8 @@ def drop_originals(
 def _quantized(
     linear: nn.Linear, impl: Impl, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:
-    """The int8 weight that came with a Linear, or one with a scale per row."""
-    # Later forwards may be of other modes.
+    """Return the int8 weight attached to a Linear, or quantise one with a scale per row."""
+    # A tensor made in inference mode could not be used in a later forward outside it.
     with torch.inference_mode(False):
         brought = attached_int8(linear)
         if brought is not None and stands_for(linear.weight, *brought):

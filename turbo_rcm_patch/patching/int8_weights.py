@@ -1,9 +1,9 @@
-"""int8 weights that a Linear brings along, made by others: those of a `-quant` checkpoint.
+"""int8 weights of a `-quant` checkpoint, attached to the Linears that run with them.
 
-They are buffers of the Linear, so they move with it, and outside its state dict, so nothing else
-sees them. Scales are kept as the bits of fp32, because `.to(torch.bfloat16)` would round floats.
-They count as long as the weight is the one they were attached to, with the values it had then; a
-copy of the model (deepcopy, pickle) does without them and quantises its own.
+They are buffers of the Linear, so they move with it. They are not in its state dict, so no other
+code sees them. Scales are kept as the bits of fp32, because `.to(torch.bfloat16)` would round
+floats. They are used as long as the Linear has the weight to which they were attached, with
+unchanged values. A copy of the model (deepcopy, pickle) ignores them and quantises its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from turbo_rcm_patch.ops.int8_linear import GROUP
 _INT8: Final = "turbo_int8_weight"
 _SCALE: Final = "turbo_int8_scale_bits"
 _ORIGIN: Final = "turbo_int8_origin"
-#: How far one rounding to bf16 (2^-8) and one to fp16 (2^-11) take a value at most, and how far
-#: fp16 takes one where it is subnormal.
+#: Largest relative error of one rounding to bf16 (2^-8) and one to fp16 (2^-11), and largest
+#: absolute error where fp16 is subnormal.
 _RELATIVE, _ABSOLUTE = 2.0**-8 + 2.0**-10, 2.0**-24
 
 
 class _Origin:
-    """The weight that an int8 weight stands for, and how often it had been written to."""
+    """The weight that an int8 weight stands for, and its version when that was attached."""
 
     __slots__ = ("version", "weight")
 
@@ -33,24 +33,25 @@ class _Origin:
         self.version = 0 if weight is None else weight._version
 
     def __reduce__(self) -> tuple[type[_Origin], tuple[()]]:
-        return _Origin, ()  # A copy of the Linear has another weight.
+        return _Origin, ()  # A copy of the Linear has another weight, so it gets no origin.
 
     def is_of(self, weight: Tensor) -> bool:
         return self.weight is weight and self.version == weight._version
 
 
 def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
-    """Give a Linear the int8 weight that it runs with under `linear="int8"`.
+    """Attach the int8 weight with which a Linear runs under `linear="int8"`.
 
     Args:
-        linear: Its weight [Cout, K] is about int8 times the scale, which its other uses need.
+        linear: The Linear. Its own weight [Cout, K], which other code uses, is about int8 times
+            the scale.
         int8: int8 [Cout, K].
-        scale: fp32 [ceil(Cout / 128), ceil(K / 128)], for every block of 128 x 128.
+        scale: fp32 [ceil(Cout / 128), ceil(K / 128)], one for every block of 128 x 128.
     """
     device = linear.weight.device
     detach_int8(linear)
     if linear.weight.is_inference():
-        return  # It counts no changes, and is not run in int8.
+        return  # An inference tensor has no version, and does not run in int8.
     linear.register_buffer(_INT8, int8.to(device), persistent=False)
     bits = scale.to(device).float().contiguous().view(torch.int32)
     linear.register_buffer(_SCALE, bits, persistent=False)
@@ -58,11 +59,11 @@ def attach_int8(linear: nn.Linear, int8: Tensor, scale: Tensor) -> None:
 
 
 def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return the int8 weight and its scales, or None if there are none or the weight has changed in
-    a way that torch counts. Writes through `.data` are not seen: ask `stands_for`.
+    """Return the attached int8 weight and its scales, or None.
 
-    None inside a compiled graph too: it could not see a change, a LoRA fused and taken out again
-    for one, and would run the old integers without a word.
+    The result is None if there are none, or if the version of the weight shows a change. Writes
+    through `.data` do not change the version; `stands_for` finds them. The result is None inside a
+    compiled graph too, which could not notice a later change of the weight, such as a fused LoRA.
 
     Returns:
         int8 [Cout, K] and fp32 [ceil(Cout / 128), ceil(K / 128)].
@@ -80,7 +81,7 @@ def attached_int8(linear: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 def detach_int8(linear: nn.Module) -> None:
-    """Take the int8 weight away; nothing of it stays."""
+    """Remove the attached int8 weight completely."""
     for name in (_INT8, _SCALE):
         if name in linear._buffers:
             delattr(linear, name)
@@ -88,7 +89,7 @@ def detach_int8(linear: nn.Module) -> None:
 
 
 def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:
-    """Return True if int8 times scale is this weight, but for rounding. It waits for the device.
+    """Return True if int8 times scale is this weight up to rounding. This waits for the device.
 
     Args:
         weight: [Cout, K], any float dtype.
@@ -96,7 +97,7 @@ def stands_for(weight: Tensor, int8: Tensor, scale: Tensor) -> bool:
         scale: fp32 [ceil(Cout / 128), ceil(K / 128)].
     """
     fits = torch.ones((), dtype=torch.bool, device=weight.device)
-    # In parts: a copy of the whole in fp32 would be large.
+    # Part by part, because an fp32 copy of the whole weight would be large.
     for i, rows in enumerate(torch.split(weight.detach(), GROUP)):
         groups = scale[i].repeat_interleave(GROUP)[: weight.shape[1]]
         product = int8[i * GROUP : i * GROUP + len(rows)] * groups

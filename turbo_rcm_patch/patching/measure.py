@@ -1,9 +1,9 @@
-"""Numbers that the guard decides by: how far a fast path is from its author's block, and what both
-are worth as errors of the network.
+"""The numbers by which the guard decides: the distance of a fast path from its author's block, and
+what both add to the error of the network.
 
-A block is compared branch by branch: what each adds to the residual streams, c_out * F(x), is
-compared with what the author's adds, so a wrong gate of a small branch cannot hide in the sum of a
-large one. The rounding of the author's stream is taken off first.
+A block is compared branch by branch. The term c_out * F(x) that each branch adds to the residual
+streams is compared with the author's, so that a wrong gate of a small branch cannot hide in the
+sum of a large one. The rounding of the author's stream is subtracted first.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 from turbo_rcm_patch.ops.reference import norm_rope, split_heads
 from turbo_rcm_patch.patching.pieces import Operands
 
-#: A sample whose branch is off by more than this share of what it adds goes over the budget. int8
-#: attention of random inputs is off by 0.03 to 0.04, exact attention by 0.005 (bf16).
+#: Largest relative error of a branch, per sample. int8 attention of random inputs has an error of
+#: 0.03 to 0.04, exact attention of 0.005 (bf16).
 BUDGET: Final = 0.10
-#: The worst hundredth of the rows may be off by so many times the budget, and the last rows, which
-#: kernels mask, by so many times.
+#: Multiples of the budget that are allowed for the worst hundredth of the rows, and for the last
+#: rows, which kernels mask.
 ROW_ROOM: Final = 4.0
 LAST_ROOM: Final = 2.0
 _LAST_ROWS: Final = 64
-#: Two computations that round once each are 0.3 of the epsilon apart (root mean square over evenly
-#: spread mantissas); so much is taken off, with room for a second rounding.
+#: Two computations that round once each differ by 0.3 of the epsilon (root mean square over evenly
+#: spread mantissas). This much is subtracted, with room for a second rounding.
 _TAKEN_OFF: Final = 0.5
-#: Elements that are in fp32 at a time.
+#: Elements that are held in fp32 at a time.
 _CHUNK: Final = 6 << 20
 
 #: Rows of an attention that are compared with fp32, evenly spaced.
@@ -44,19 +44,19 @@ _ROUNDING: Final = 0.204
 _OF_OPERANDS: Final = 2.0
 _INSIDE: Final = 4.0
 
-#: The residual streams after each branch, those before the first in front.
+#: The residual streams before the first branch and after each branch.
 Stages = Sequence[tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """How far a block is from its author's.
+    """The distance of a block from its author's.
 
     Attributes:
-        error: The largest error, in units in which `BUDGET` is the limit of all.
-        where: The branch, the stream and the sample that it is of, in words.
-        added: Sum of squares that each branch adds, as shares of the square of the block's output.
-        apart: Square of the distance of both outputs, as the same share.
+        error: The largest error, scaled so that `BUDGET` is the limit for every kind of error.
+        where: The branch, the stream and the sample with that error, in words.
+        added: The square of what each branch adds, as a share of the square of the block's output.
+        apart: Square of the distance of the two outputs, as the same share.
     """
 
     error: float
@@ -69,9 +69,9 @@ def measure(fast: Stages, author: Stages, dtype: torch.dtype) -> Measure:
     """Compare a block branch by branch.
 
     Args:
-        fast: Of the fast path.
-        author: Of the author's forward.
-        dtype: Of the model.
+        fast: Streams of the fast path.
+        author: Streams of the author's forward.
+        dtype: The model's dtype.
     """
     floor = 2 * (_TAKEN_OFF * torch.finfo(dtype).eps) ** 2
     numbers, places, added = [], [], []
@@ -97,7 +97,7 @@ def measure(fast: Stages, author: Stages, dtype: torch.dtype) -> Measure:
     )
     table = torch.nan_to_num(torch.stack(numbers), nan=inf)
     shares = torch.nan_to_num(torch.stack([off, *added]) / size, nan=inf)
-    # The one wait for the device.
+    # The only wait for the device.
     values = torch.cat([table.double().flatten(), shares.double()]).tolist()
     errors, (apart, *added_shares) = values[: table.numel()], values[table.numel() :]
     worst = max(range(len(errors)), key=errors.__getitem__)
@@ -109,9 +109,9 @@ def measure(fast: Stages, author: Stages, dtype: torch.dtype) -> Measure:
 def _by_rows(
     x0: Tensor, x1: Tensor, y0: Tensor, y1: Tensor, *, whole: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Squares by row, [B, N] fp64: of (x1 - x0) - (y1 - y0), of y1 - y0, and of y1.
+    """Sum the squares of each row of (x1 - x0) - (y1 - y0), y1 - y0 and y1: three [B, N] fp64.
 
-    With `whole` nothing is subtracted: of x1 - y1, of y1, and of y1.
+    With `whole`, of x1 - y1, y1 and y1 instead.
     """
     parts = []
     step = max(1, _CHUNK // max(1, y1.shape[0] * y1.shape[2]))
@@ -127,8 +127,9 @@ def _by_rows(
 
 
 def _worst_rows(off: Tensor, adds: Tensor, typical: Tensor) -> Tensor:
-    """The error of the worst hundredth of the rows, [B]. A few rows that add much do not make the
-    others look small, nor the other way round."""
+    """Return the error of the worst hundredth of the rows, [B].
+
+    It is relative to what these rows add or to the typical row, whichever is larger."""
     off = torch.nan_to_num(off, nan=inf)
     worst, where = off.topk(max(1, off.shape[1] // 100), dim=-1)
     own = adds.gather(-1, where).mean(-1)
@@ -143,10 +144,14 @@ def _ratio(off: Tensor, size: Tensor) -> Tensor:
 
 
 class Shares(NamedTuple):
-    """Squares of what a block adds to the error of the network, as shares of its output's square.
+    """Squares of the errors that a block adds, as shares of the square of its output.
 
-    If the network carries every such error on to its output alike, the patched network's error
-    over the unpatched one's is the root of the sum of `fast` over the sum of `author`.
+    If every such error reaches the network's output with the same factor, the patched network's
+    error divided by the unpatched one's is sqrt(sum of `fast` / sum of `author`).
+
+    Attributes:
+        author: Share of the author's block.
+        fast: Share of the fast path.
     """
 
     author: float
@@ -156,16 +161,17 @@ class Shares(NamedTuple):
 def shares(found: Measure, operands: Operands | None, dtype: torch.dtype, int8: bool) -> Shares:
     """Estimate what the author's block and the fast path add to the network's error.
 
-    Counted for both: roundings of the residual stream (the author's after every branch, the fast
-    path's once), those inside the branches, and exact attention of operands that are off by their
-    own roundings. Measured: int8 attention on a sample of rows. int8 Linears are what is left of
-    the distance between both.
+    Three terms are computed for both: the roundings of the residual stream (the author's after
+    every branch, the fast path's once), the roundings inside the branches, and exact attention of
+    operands that carry their own roundings. The error of int8 attention is measured on a sample of
+    rows. The error of int8 Linears is the rest of the distance between both.
 
     Args:
-        found: Of the block.
-        operands: Of its self-attention where that ran in int8, or None.
-        dtype: Of the model; nothing in 8 bits is near fp32, so there bf16 is the measure.
-        int8: Whether Linears ran in int8.
+        found: The comparison of the block.
+        operands: Operands of its self-attention where that ran in int8, or None.
+        dtype: The model's dtype. For fp32 the roundings of bf16 are taken, because no 8-bit path
+            comes near fp32.
+        int8: True if Linears ran in int8.
     """
     wide = dtype == torch.float32
     eps = torch.finfo(torch.bfloat16 if wide else dtype).eps
@@ -182,15 +188,15 @@ def shares(found: Measure, operands: Operands | None, dtype: torch.dtype, int8: 
 
 @torch.no_grad()
 def attention_errors(given: Operands, spread: float) -> tuple[float, float]:
-    """Compare an attention with fp32 on some rows.
+    """Compare an attention with fp32 on a sample of its rows.
 
     Args:
-        given: Its operands and output.
-        spread: Relative error of q and k by the roundings before them.
+        given: Operands and output of the attention.
+        spread: Relative error that earlier roundings leave in q and k.
 
     Returns:
-        Squares, as shares of the output's: of int8 attention's error, and of exact attention's in
-        the model's dtype. Both with the error that rounded operands make of an exact one.
+        The squares of two errors, as shares of the output's square: of int8 attention, and of
+        exact attention in the model's dtype. Both include the error that rounded operands cause.
     """
     q, k, v, norms, rotary, heads, out = given
     step = -(-q.shape[1] // _ROWS)
@@ -202,7 +208,7 @@ def attention_errors(given: Operands, spread: float) -> tuple[float, float]:
     ).float()
     got = split_heads(out[:, ::step], heads).float()
     each = max(1, _LOGITS // (4 * q.shape[0] * wide_q.shape[2] * k.shape[1]))
-    # A generator of its own: the caller's random numbers stay as they are.
+    # A separate generator, so that the caller's random numbers do not change.
     random = torch.Generator(q.device).manual_seed(0)
 
     def shaken(x: Tensor) -> Tensor:

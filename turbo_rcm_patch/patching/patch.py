@@ -44,7 +44,7 @@ from turbo_rcm_patch.skip import SkipPair, Stream
 
 _log = logging.getLogger(__name__)
 
-#: Two threads may patch one model, or put it back, at once: the second finds what the first left.
+#: Serialises threads that patch or unpatch one model at once.
 _LOCK: Final = threading.RLock()
 
 
@@ -64,8 +64,8 @@ def patch_model(
             of `config`.
 
     Returns:
-        The report: every pair, how it runs, and why any was left alone. Print it. It stays up to
-        date, and `report_of(model)` returns it again.
+        The report, to be printed: every pair, how it runs, and why it runs as its author wrote it
+        where it does. It stays up to date, and `report_of(model)` returns it again.
 
     Raises:
         ConfigError: An option does not exist or has an invalid value.
@@ -86,7 +86,7 @@ def patch_model(
         _refuse_shared(records)
         if config.linear == "int8-only":
             count = _drop_originals(records)
-            records = _records_for(model, targets, config)  # over the Linears that came
+            records = _records_for(model, targets, config)  # with the new Linears
             records[0].dropped = count
         try:
             for record in records:
@@ -100,9 +100,8 @@ def patch_model(
 def unpatch_model(model: object) -> None:
     """Restore a patched model or pipeline exactly as it was.
 
-    Weights that were dropped (`linear="int8-only"`) do not come back, which a warning in the log
-    says: such Linears go on with the product of int8 and scale. Context parallelism that was
-    enabled on the model stays enabled.
+    Weights that were dropped (`linear="int8-only"`) do not come back: these Linears go on with the
+    product of int8 and scale, and a warning in the log says so. Context parallelism stays enabled.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -123,7 +122,7 @@ def patched(
     try:
         yield report
     finally:
-        # By module, not by searching again: a pipeline may hold other components by now.
+        # The modules are kept, because the pipeline may hold other components by now.
         with _LOCK:
             found = [record_of(module) for module in modules]
             _undo_all([record for record in found if record is not None])
@@ -132,7 +131,7 @@ def patched(
 def refresh(model: object) -> None:
     """Drop all int8 copies of a patched model's weights; later forwards make them again.
 
-    Call it after weights were written through `.data`, which leaves no trace, or to free memory.
+    Call it to free memory, or after weights were written through `.data`, which cannot be noticed.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -146,22 +145,23 @@ def refresh(model: object) -> None:
 def keep_int8_only(model: object, *, device: torch.device | str | None = None) -> int:
     """Replace the weights of a model's Linears by int8, for good, and free the originals.
 
-    It takes the Linears that `linear="int8-only"` runs in int8, and leaves the others. Each is
-    replaced by one that holds int8 and scales alone, and multiplies them back where it is called.
-    So the model needs no patch to run, and what patching, the guard and a verdict compare with is
-    the product. At no time is more than one original held beside its int8 weight.
+    It replaces the Linears that `linear="int8-only"` runs in int8, and no others. Each is replaced
+    by one that holds only int8 and scales, and multiplies them back when it is called. So the
+    model runs without a patch, and patching, the guard and a verdict compare with that product.
+    Linears are replaced one by one, so only one original exists beside its int8 weight at a time.
 
     Args:
-        model: As for `patch_model`, not patched, and without offloading hooks so far.
+        model: As for `patch_model`; not patched, and not yet offloaded by hooks.
         device: Where weights are quantised; by default where they are.
 
     Returns:
-        How many Linears were replaced.
+        The number of Linears that were replaced.
 
     Raises:
-        PatchError: As `patch_model`, or the model is patched, or a hook offloads its weights. It
-            is unchanged.
-        torch.OutOfMemoryError: Half way. The model is as `drop_originals` says.
+        PatchError: As `patch_model`, or the model is patched, or a hook offloads its weights. The
+            model is unchanged.
+        torch.OutOfMemoryError: Memory ran out half way; the Linears that were replaced stay
+            replaced, and the model runs.
     """
     targets = find_targets(model)
     for target in targets:
@@ -180,7 +180,7 @@ def is_patched(model: object) -> bool:
 
 
 def report_of(model: object) -> PatchReport:
-    """Return the report of a patched model or pipeline, as `patch_model` did.
+    """Return the report of a patched model or pipeline, the same that `patch_model` returned.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -211,7 +211,7 @@ def find_pairs(model: object) -> PairTable:
 
 
 def _records_for(model: object, targets: list[Target], config: PatchConfig) -> list[PatchRecord]:
-    """What patching each target would install."""
+    """Return a record for each target, ready to be installed; the model does not change yet."""
     log = GuardLog()
     for target in targets:
         note_classes(target.module)
@@ -229,7 +229,7 @@ def _records_for(model: object, targets: list[Target], config: PatchConfig) -> l
 
 
 def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -> PatchRecord:
-    """Everything that patching one target installs."""
+    """Return the record of one target, ready to be installed."""
     module, family = target.module, target.family
     found = family.blocks_of(module, target.path, config)
     blocks = [block for block in found if isinstance(block, PatchedBlock)]
@@ -266,7 +266,7 @@ def _record(model: object, target: Target, config: PatchConfig, log: GuardLog) -
 def _int8_entries(
     block: PatchedBlock, config: PatchConfig, forwards: dict[int, Int8Forward]
 ) -> list[Entry]:
-    """The int8 forwards of a block's Linears, each of them made once for a model."""
+    """Return entries for the int8 forwards of a block's Linears, each made once for a model."""
     entries = []
     for linear in block.linears().values():
         base = getattr(linear, "base_layer", linear)  # inside a LoRA
@@ -282,7 +282,7 @@ def _int8_entries(
 
 
 def _boundary(model: object, target: Target) -> list[SkipPair]:
-    """The network boundary, which a pipeline with an rCM scheduler closes around its network."""
+    """Return the pair that a pipeline with an rCM scheduler closes around its whole network."""
     scheduler = getattr(model, "scheduler", None)
     if not target.component or type(scheduler).__name__ != "RCMScheduler":
         return []
@@ -306,7 +306,7 @@ def _refuse_patched(target: Target, caller: str) -> None:
 
 
 def _refuse_shared(records: list[PatchRecord]) -> None:
-    """Refuse networks that share a block: each would have to put its own function there."""
+    """Refuse networks that share a block, because a block can hold one replacement only."""
     owners: dict[int, PatchRecord] = {}
     for record in records:
         for entry in record.entries:
@@ -320,7 +320,7 @@ def _refuse_shared(records: list[PatchRecord]) -> None:
 
 
 def _check_device(config: PatchConfig, device: Any) -> None:
-    """Refuse what the device cannot run; a model on the CPU may yet move to a GPU."""
+    """Refuse options that the device cannot run; a model on the CPU may still move to a GPU."""
     gpu = device.type == "cuda" or torch.cuda.is_available()
     if config.impl == "triton" and not gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise DeviceError(
@@ -355,12 +355,12 @@ def _check_device(config: PatchConfig, device: Any) -> None:
 
 
 def _drop_originals(records: list[PatchRecord], device: torch.device | str | None = None) -> int:
-    """Replace the Linears that run in int8 by ones without originals, and count them."""
+    """Replace the Linears that run in int8 by Linears without originals, and count them."""
     models = [record.model for record in records]
     refuse_offloaded(models)
     every = [f.linear for record in records for block in record.blocks for f in block.int8]
     linears = list({id(x): x for x in every if type(x) is nn.Linear}.values())
-    for record in records:  # They hold the originals.
+    for record in records:  # The records hold the originals.
         record.entries.clear()
         for block in record.blocks:
             block.int8.clear()
@@ -372,17 +372,17 @@ def _drop_originals(records: list[PatchRecord], device: torch.device | str | Non
 
 
 def _modules(model: object) -> Iterator[nn.Module]:
-    """Every module in a model or a pipeline, known or not."""
+    """Yield every module in a model or a pipeline, known or not."""
     for part in parts_of(model).values():
         yield from part.modules()
 
 
 def _records(model: object, caller: str) -> list[PatchRecord]:
-    """The records in a model or pipeline, at least one."""
+    """Return the records in a model or pipeline; raise if there are none."""
     records = map(record_of, _modules(model))
     found = list({id(record): record for record in records if record is not None}.values())
     if not found:
-        find_targets(model)  # It says so if there is nothing that could be patched.
+        find_targets(model)  # Raises its own error if nothing in the model could be patched.
         raise NotPatchedError(
             f"{caller}: model",
             expected="a patched model",
@@ -401,15 +401,14 @@ def _undo_all(records: list[PatchRecord]) -> None:
     if count:
         _log.warning(
             "The model is unpatched, but %d Linears have int8 weights alone, because it was "
-            'patched with linear="int8-only". They multiply them back. Load the model again for '
-            "its own weights",
+            'patched with linear="int8-only". Load the model again to get its own weights back',
             count,
         )
 
 
 def _report(model: object, records: list[PatchRecord]) -> PatchReport:
     config = records[0].config
-    # A report that is kept must not keep a model's memory.
+    # A weak reference, so that a kept report does not keep the model's memory.
     held = [weakref.ref(record.model) for record in records]
     kept = [record.pairs() for record in records]
     log = records[0].guard.log if records[0].guard is not None else GuardLog()
@@ -442,7 +441,7 @@ def _report(model: object, records: list[PatchRecord]) -> PatchReport:
 def sla_as_defined(model: object, topk: float) -> Iterator[int]:
     """Let an unpatched model compute SLA by its definition for the length of a `with` block.
 
-    diffusers' classes run dense attention, which weights with a `proj_l` were not trained for.
+    diffusers' classes run dense attention, for which weights with a `proj_l` were not trained.
     Inside the block every attention that holds a `proj_l` computes SLA in plain torch. A model
     without a `proj_l` does not change.
 
@@ -451,7 +450,7 @@ def sla_as_defined(model: object, topk: float) -> Iterator[int]:
         topk: As `PatchConfig.sla_topk`.
 
     Yields:
-        How many attentions run SLA.
+        The number of attentions that run SLA.
     """
     config = PatchConfig(attention="exact", guard=False, sla_topk=topk)
     entries = []

@@ -1,12 +1,12 @@
-"""The pieces that every written-out block consists of.
+"""The parts from which families write their blocks.
 
-Linears are called as the modules they are, so LoRA, hooks, offloading, sharding and quantisers
-need no code here. Read are only the weights of norms that a kernel computes, and the first Linear
-of a plain GELU feed-forward, whose activation is the epilogue of cuBLAS's product. A norm that
-cannot be read (it has a hook of its own) is called, and the kernel runs without it.
+Linears are called as modules, so LoRA, hooks, offloading, sharding and quantisers need no code
+here. The code reads parameters only of norms that a kernel computes, and of the first Linear of a
+plain GELU feed-forward, whose activation is the epilogue of cuBLAS's product. A norm that cannot
+be read, because it has a hook for example, is called, and the kernel runs without it.
 
-Inside a block the residual stream is fp32; every sum is computed in fp32 and rounded once, by the
-last one.
+Inside a block the residual stream is fp32. Every sum is computed in fp32, and only the last one is
+rounded to the model's dtype.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from turbo_rcm_patch.patching.plain import bare, compiling, plain_linear, readab
 
 WIDE: Final = torch.float32
 
-#: Classes of layer norms that compute in fp32, by the families that know them.
+#: Classes of layer norms that compute in fp32. Each family adds its own.
 LAYER_NORMS: Final[set[type]] = set()
 #: Classes of RMSNorms of q and k over all heads.
 RMS_NORMS: Final[set[type]] = {nn.RMSNorm}
@@ -40,11 +40,11 @@ class Operands(NamedTuple):
     """An attention's inputs and output, for the guard.
 
     Attributes:
-        q: [B, N, H*D], before its norm if that is in `norms`.
+        q: [B, N, H*D], before its norm if `norms` holds that.
         k: [B, Nk, H*D].
         v: [B, Nk, H*D].
         norms: The norms that the kernel computed.
-        rotary: As the kernel took it.
+        rotary: The rotary table that the kernel read, or None.
         heads: H.
         out: [B, N, H*D].
     """
@@ -59,7 +59,7 @@ class Operands(NamedTuple):
 
 
 class Notes:
-    """What a block's forward leaves for the guard.
+    """Intermediate results of a block that the guard compares.
 
     Attributes:
         streams: The residual streams after each branch, fp32 [B, N, C] each.
@@ -89,8 +89,8 @@ def norm(
     Args:
         module: The norm.
         x: Residual stream [B, N, C].
-        scale: [B, 1 or N, C]; None for a norm with weights of its own and no modulation.
-        shift: The same.
+        scale: [B, 1 or N, C]; None for a norm with weights and without modulation.
+        shift: [B, 1 or N, C], or None with scale.
         dtype: Of the result.
         impl: "triton", "reference" or "auto".
         rows: Return int8 rows, for Linears in int8.
@@ -124,12 +124,12 @@ def skip_norm(
         x: Residual stream [B, N, C].
         branch: [B, N, C].
         gate: [B, 1 or N, C], or None for 1.
-        module: The norm, with `scale` and `shift` as in `norm`.
-        scale: See there.
-        shift: See there.
+        module: The norm.
+        scale: Of the norm, [B, 1 or N, C], or None.
+        shift: Of the norm, [B, 1 or N, C], or None.
         dtype: Of the norm's result.
         impl: "triton", "reference" or "auto".
-        rows: As in `norm`.
+        rows: Return the norm as int8 rows, for Linears in int8.
 
     Returns:
         x + gate * branch in fp32, and its norm.
@@ -156,8 +156,10 @@ def skip(x: Tensor, branch: Tensor, gate: Tensor | None, dtype: torch.dtype, imp
 def _numbers(
     module: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, float, float] | None:
-    """Factor, offset, the number added to the factor, and epsilon; None where the norm has to be
-    called."""
+    """Return the factor and the offset of a norm, the number added to the factor, and epsilon.
+
+    Return None where the norm has to be called.
+    """
     if type(module) not in LAYER_NORMS or not bare(module):
         return None
     weight, bias = module.weight, module.bias
@@ -187,11 +189,12 @@ class Norms(NamedTuple):
     """The norms of q and k that an attention's kernel computes.
 
     Attributes:
-        q: Weight [H*D] of an RMSNorm over all heads, or [D] over each; None for no norm.
-        k: The same.
-        q_bias: [D], which makes it a layer norm of each head.
-        k_bias: The same.
-        eps: Of both.
+        q: Weight of q's norm: [H*D] of an RMSNorm over all heads, or [D] of one per head; None
+            for no norm.
+        k: Weight of k's norm, of the same kind.
+        q_bias: [D], which makes q's norm a layer norm of each head.
+        k_bias: [D], which makes k's norm a layer norm of each head.
+        eps: Epsilon of both norms.
     """
 
     q: Tensor | None = None
@@ -208,13 +211,13 @@ def rms_norms(of_q: Any, of_k: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tenso
     """Read the RMSNorms of q and k for the kernel, or call them.
 
     Args:
-        of_q: Module or None.
-        of_k: Module or None.
+        of_q: The norm of q, or None.
+        of_k: The norm of k, or None.
         q: [B, N, H*D].
         k: [B, Nk, H*D].
 
     Returns:
-        q and k, and the norms that are still to be computed.
+        q and k, and the norms that the kernel still has to compute.
     """
     if of_q is None and of_k is None:
         return q, k, NO_NORMS
@@ -224,7 +227,7 @@ def rms_norms(of_q: Any, of_k: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tenso
 
 
 def called(module: Any, x: Tensor) -> Tensor:
-    """Call a norm of q or k; None leaves x as it is."""
+    """Call a norm of q or k, or return x if there is none."""
     if module is None:
         return x
     made: Tensor = module(x)
@@ -244,8 +247,7 @@ def _reads_rms(module: Any, x: Tensor) -> bool:
 
 
 class Attend(NamedTuple):
-    """How the attentions of a block are computed: the part of `PatchConfig` that is about them,
-    and the head dimension."""
+    """The options of a block's attentions: their fields of `PatchConfig`, and their heads."""
 
     heads: int
     head_dim: int
@@ -260,18 +262,18 @@ class Attend(NamedTuple):
         return cls(heads, head_dim, config.attention, config.pv, config.smooth_k, config.impl)
 
     def spec(self, eps: float = 1e-6) -> AttentionSpec:
-        """Return the same as the options of an operation; `eps` is of the norms of q and k."""
+        """Return the options of an operation; `eps` is that of the norms of q and k."""
         return AttentionSpec(
             heads=self.heads, attention=self.attention, pv=self.pv, smooth_k=self.smooth_k,
             eps=eps, impl=self.impl,
         )  # fmt: skip
 
     def exactly(self) -> Attend:
-        """The same with exact attention."""
+        """Return these options with exact attention."""
         return self._replace(attention="exact")
 
     def over_few_keys(self, n_kv: int) -> Attend:
-        """Exact over a prompt: quantising costs more there than it saves."""
+        """Return exact options for a prompt, where quantising costs more than it saves."""
         quantised = self.attention in ("auto", "int8")
         return self.exactly() if quantised and n_kv < INT8_MIN_KEYS else self
 
@@ -292,7 +294,7 @@ class Attend(NamedTuple):
             k: [B, Nk, H*D].
             v: [B, Nk, H*D].
             norms: The norms of q and k.
-            rotary: See `Rotary`.
+            rotary: Rotary table of q and k, or None.
             residual: [B, N, H*D], or None for 0.
 
         Returns:
@@ -316,8 +318,10 @@ class Attend(NamedTuple):
         norms: Norms,
         rotary: Rotary | None,
     ) -> Tensor:
-        """Compute SLA: a softmax over few blocks of keys, and a linear attention over all of them
-        through `proj_l`, weight [D, D] and bias [D]. Shapes as in `__call__`."""
+        """Compute SLA: softmax over few blocks of keys plus projected linear attention over all.
+
+        `proj_l` is a weight [D, D] and a bias [D]. Shapes are those of `__call__`.
+        """
         cos, sin = (None, None) if rotary is None else rotary
         out: Tensor = unchecked.sparse_linear_attention(
             q, k, v, *proj_l, norms.q, norms.k, cos, sin, self.heads, self.attention, self.pv,
@@ -331,13 +335,16 @@ class Attend(NamedTuple):
 
 
 def feed_forward(layers: Any, h: Any, impl: str) -> Tensor:
-    """Run a feed-forward: its first Linear with GELU in one product where that is plain, and the
-    rest as modules.
+    """Run a feed-forward, with its first Linear and GELU as one product if both are plain.
 
     Args:
-        layers: The activation with its Linear (or a Linear and a GELU), then what follows.
+        layers: A module that holds a Linear and its activation (or a Linear, then a GELU), and the
+            modules after it.
         h: [B, N, C], or int8 rows of it.
         impl: "triton", "reference" or "auto".
+
+    Returns:
+        [B, N, C], dtype of the model.
     """
     linear, rest = gelu_linear(layers)
     if linear is None:
@@ -357,8 +364,10 @@ def feed_forward(layers: Any, h: Any, impl: str) -> Tensor:
 
 
 def gelu_linear(layers: Any) -> tuple[Any, list[Any]]:
-    """Return the Linear before a GELU in its tanh form, and the modules after that; None and all
-    modules where the activation is another one, or hooked."""
+    """Return the Linear before a tanh GELU and the modules after that GELU.
+
+    Return None and all modules if the activation is another one or has a hook.
+    """
     first, *rest = layers
     projected = getattr(first, "proj", None)
     if projected is not None:  # diffusers' GELU holds its Linear
@@ -373,10 +382,10 @@ def gelu_linear(layers: Any) -> tuple[Any, list[Any]]:
 
 
 class KeptTables:
-    """Rotary tables of a forward, made once for all blocks of a model.
+    """A cache of rotary tables, made once per forward for all blocks of a model.
 
-    Nothing is kept while a compiler traces, nor of tensors made in inference mode, which do not
-    count their changes.
+    It keeps no table while a compiler traces, and none made from tensors of inference mode, whose
+    changes cannot be noticed.
     """
 
     __slots__ = ("_kept",)
@@ -391,9 +400,9 @@ class KeptTables:
         """Return (cos, sin).
 
         Args:
-            sources: The tensors they are made from.
-            facts: What decides about them besides.
-            make: Makes them.
+            sources: The tensors from which the tables are made.
+            facts: Values on which the tables also depend.
+            make: Makes the tables.
         """
         if compiling() or any([x.is_inference() for x in sources]):
             return make()

@@ -1,8 +1,8 @@
-"""Questions about a module and a call: is the module what its class says, and is this plain
+"""Checks of modules and calls: does a module run its class's code alone, and is a call plain
 inference?
 
-They are asked on every call of a block, so they are a few attribute look-ups each. Whatever the
-answer "no" means, the author's own forward is right.
+They run on every call of a block, so each is a few attribute look-ups. Where a check fails, the
+author's own forward runs, which is always right.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
-#: What the kernels take.
+#: The dtypes that the kernels take.
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
-#: The functions that classes of a patched model ran when it was patched.
+#: (class, name) -> the function that the class had when a model was patched.
 _known: Final[dict[tuple[type, str], object]] = {}
 
 
 def author_class(module: Any) -> type[nn.Module]:
-    """Return the class that a module's author gave it.
+    """Return the class in which a module's author wrote its forward.
 
-    `fully_shard` swaps the class for a subclass of its own mixin and that class.
+    `fully_shard` replaces a module's class by a subclass of its own mixin and the original class.
     """
     cls: type[nn.Module] = type(module)
     mixin = cls.__bases__[0]
@@ -34,7 +34,10 @@ def author_class(module: Any) -> type[nn.Module]:
 
 
 def note_classes(model: nn.Module) -> None:
-    """Remember what the classes of a model's modules and processors run, to see it replaced."""
+    """Record the functions of the classes of a model's modules and processors.
+
+    `class_replaced` compares with them.
+    """
     for module in model.modules():
         _known.setdefault((type(module), "forward"), type(module).forward)
         processor = module.__dict__.get("processor")
@@ -44,21 +47,24 @@ def note_classes(model: nn.Module) -> None:
 
 
 def class_replaced(one: object, name: str = "forward") -> bool:
-    """Return True if other code replaced the function of an object's class after patching, or
-    before it with a function of another file."""
+    """Return True if other code replaced a function of an object's class.
+
+    A replacement after patching is always found. One before patching is found if its function
+    comes from another file.
+    """
     cls = type(one)
     now = getattr(cls, name)
     return _known.get((cls, name), now) is not now
 
 
 def own_function(cls: type, name: str) -> bool:
-    """Return True if the function of a class stands in the file of that class or of a base."""
+    """Return True if a function of a class was defined in the file of that class or of a base."""
     owner = next((base for base in cls.__mro__ if name in vars(base)), None)
     if owner is None:
         return True
     function = vars(owner)[name]
     while hasattr(function, "__wrapped__") and _package(function) == "torch":
-        function = function.__wrapped__  # a decorator of torch, no_grad for one
+        function = function.__wrapped__  # a decorator of torch, such as no_grad
     return _package(function) in ("", owner.__module__.partition(".")[0])
 
 
@@ -68,8 +74,10 @@ def _package(function: Any) -> str:
 
 
 def is_own(module: nn.Module, name: str, value: object) -> bool:
-    """Return True if an instance attribute is the class's own bound method, which diffusers leaves
-    there when its last hook goes."""
+    """Return True if an instance attribute is the class's own bound method.
+
+    diffusers leaves it there when its last hook is removed.
+    """
     return (
         isinstance(value, MethodType)
         and value.__self__ is module
@@ -78,7 +86,7 @@ def is_own(module: nn.Module, name: str, value: object) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Return True if torch hooks hang on a module."""
+    """Return True if a module has torch hooks."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -96,7 +104,7 @@ def bare(module: nn.Module) -> bool:
 
 
 def hook_names(module: nn.Module) -> str:
-    """Name what hangs on a module that is not bare, for a reader of the report."""
+    """Name the hooks and replacements of a module that is not bare, for the report."""
     registry = module.__dict__.get("_diffusers_hook")
     names = list(getattr(registry, "_hook_order", []))
     if "_hf_hook" in module.__dict__:
@@ -113,7 +121,7 @@ def plain_linear(module: nn.Module, x: Tensor) -> bool:
 
     Args:
         module: Any module.
-        x: Its input; dtype and device must be the weight's.
+        x: Its input; the result is False if its dtype or device is not the weight's.
     """
     if type(module) is not nn.Linear or not bare(module):
         return False
@@ -123,17 +131,17 @@ def plain_linear(module: nn.Module, x: Tensor) -> bool:
 
 
 def readable(*tensors: Tensor | None, device: torch.device) -> bool:
-    """Return True if weights can be read by a kernel on a device."""
+    """Return True if a kernel on the device can read all of the tensors."""
     plain = (nn.Parameter, Tensor)
     return all([x is None or (type(x) in plain and x.device == device) for x in tensors])
 
 
 def drops(module: nn.Module) -> bool:
-    """Return True if a Dropout would change what passes through it now."""
+    """Return True if a Dropout is active now."""
     return module.training and float(getattr(module, "p", 0.0)) > 0.0
 
 
-#: Return True while torch.compile traces: the one place where patching asks.
+#: Return True while torch.compile traces. All of `patching` asks here.
 compiling = torch.compiler.is_compiling
 
 
@@ -143,12 +151,12 @@ def transformed() -> bool:
 
 
 def why_not_inference(block: nn.Module, x: Tensor, inputs: tuple[Any, ...]) -> str:
-    """Return why a block's author computes this call, or "" if it is plain inference.
+    """Return why the author's forward has to run this call, or "" if it is plain inference.
 
     Args:
         block: The block.
         x: Its residual stream [B, N, C].
-        inputs: All that it is called with.
+        inputs: All arguments of the call.
     """
     if x.dtype not in FLOATS:
         return f"the input is {x.dtype}"

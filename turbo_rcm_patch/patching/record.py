@@ -1,4 +1,4 @@
-"""The undo record: what was where, so that unpatching restores exactly that.
+"""The undo record: which functions were replaced and where, so that unpatching restores them.
 
 A function that a module runs can sit in several places: the instance attribute `forward`,
 accelerate's `_old_forward`, or the reference chain of diffusers' hook registry. Patching under
@@ -28,16 +28,17 @@ ATTRIBUTE: Final = "_turbo_rcm_patch"
 
 
 class _Before(Enum):
-    """What was in a slot where it is not kept itself; survives deepcopy and pickle as itself."""
+    """Markers for the former content of a slot. They survive deepcopy and pickle as themselves."""
 
     ABSENT = 0
-    #: The bound method itself. Pickle would keep "the `forward` of that module", which is ours.
+    #: The class's own bound method. Pickle would store it as "the `forward` of that module", which
+    #: is the replacement.
     OWN = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """A place where a function sits.
+    """A place that holds a function.
 
     Attributes:
         holder: A module, or a reference of diffusers' hook chain.
@@ -48,11 +49,11 @@ class Slot:
     name: str
 
     def get(self) -> Any:
-        """Return what is there, or `ABSENT` (class attributes do not count)."""
+        """Return the content, or `ABSENT`. Class attributes do not count."""
         return vars(self.holder).get(self.name, _Before.ABSENT)
 
     def put(self, value: Any) -> None:
-        """Set it, or delete it if the value is `ABSENT`."""
+        """Set the content, or delete it if the value is `ABSENT`."""
         if value is not _Before.ABSENT:
             setattr(self.holder, self.name, value)
         elif self.get() is not _Before.ABSENT:
@@ -60,7 +61,7 @@ class Slot:
 
 
 def _slots(module: nn.Module, name: str) -> Iterator[Slot]:
-    """Every place that can hold the function `module.name` runs, the instance attribute first."""
+    """Yield all places for the function that runs as `module.name`, the instance attribute first."""
     yield Slot(module, name)
     if name != "forward":
         return
@@ -76,11 +77,11 @@ def _own(module: nn.Module, name: str) -> MethodType:
 
 
 def innermost(module: nn.Module, name: str = "forward") -> Slot | None:
-    """Return where the author's own function sits under whatever hooks there are; None if it was
-    replaced, on the instance or on its class.
+    """Return the place of the author's own function, under any hooks.
 
-    The instance attribute is the place if nothing is there, or if it is the bound method itself,
-    which diffusers leaves there when its last hook is removed.
+    Return None if the function was replaced on the instance or on its class. The place is the
+    instance attribute if that is absent, or if it is the class's bound method, which diffusers
+    leaves there when its last hook is removed.
     """
     if not own_function(type(module), name):
         return None
@@ -95,16 +96,16 @@ class Entry:
     """One function that was replaced.
 
     Attributes:
-        module: The module it belongs to.
+        module: The module to which the function belongs.
         name: The attribute through which the module runs it.
-        ours: The function that was put there.
-        slot: Where it was put.
-        before: What was there, or a marker for it.
+        function: The replacement.
+        slot: The place of the replacement when it was installed.
+        before: The former content of that place, or a marker for it.
     """
 
     module: nn.Module
     name: str
-    ours: Any
+    function: Any
     slot: Slot
     before: Any = None
 
@@ -114,19 +115,19 @@ class Entry:
             self.before = _Before.OWN
 
     def install(self) -> None:
-        """Put our function in place."""
-        self.slot.put(self.ours)
+        """Put the replacement in place."""
+        self.slot.put(self.function)
 
     def restore(self, slot: Slot) -> None:
-        """Put back what was there."""
+        """Restore the former content of a slot."""
         slot.put(_own(self.module, self.name) if self.before is _Before.OWN else self.before)
 
     def located(self) -> list[Slot]:
-        """Return where our function sits now."""
-        return [slot for slot in _slots(self.module, self.name) if slot.get() is self.ours]
+        """Return all places that hold the replacement now."""
+        return [slot for slot in _slots(self.module, self.name) if slot.get() is self.function]
 
     def check(self, path: str) -> None:
-        """Raise WrappedError if removing our function would drop another change, or miss ours."""
+        """Raise WrappedError if the replacement was wrapped or moved by unknown code."""
         outside = Slot(self.module, self.name).get()
         bare = outside is _Before.ABSENT or is_own(self.module, self.name, outside)
         if bare or self.located():
@@ -139,9 +140,9 @@ class Entry:
         )
 
     def undo(self) -> None:
-        """Take our function away, wherever it sits now."""
+        """Remove the replacement from every place that holds it."""
         for slot in self.located():
-            # Hooks that came later captured ours; without us, the author's.
+            # A later hook saved the replacement where it would have saved the author's function.
             captured = slot.holder is not self.module or slot.name != self.name
             if captured and self.before is _Before.ABSENT:
                 slot.put(_own(self.module, self.name))
@@ -151,17 +152,17 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class PatchRecord:
-    """Everything one patched model needs to be put back, and to be reported.
+    """All that is needed to restore one patched model and to report on it.
 
     Attributes:
         model: The model.
         path: Its name in what the user passed.
         config: How it is patched.
         blocks: Its blocks in the order in which they run.
-        others: Pairs that are left alone.
-        entries: What was replaced.
+        others: Pairs that run as their author wrote them.
+        entries: The functions that are replaced.
         guard: Its guard, or None.
-        dropped: How many Linears lost their originals (int8-only).
+        dropped: Number of Linears that lost their original weights (int8-only).
     """
 
     model: nn.Module
@@ -181,7 +182,7 @@ class PatchRecord:
         return [pair for block in self.blocks for pair in block.pairs()] + self.others
 
     def install(self) -> None:
-        """Set every attribute, or none: what raises on the way is undone before it propagates."""
+        """Install all entries, or none: after an exception the model is as before."""
         done: list[Entry] = []
         try:
             for entry in self.entries:
@@ -195,13 +196,13 @@ class PatchRecord:
             raise
 
     def check(self) -> None:
-        """Raise before anything changes if undoing is not safe."""
+        """Raise WrappedError if undoing is not safe; change nothing."""
         names = {id(module): name for name, module in self.model.named_modules()}
         for entry in self.entries:
             entry.check(names.get(id(entry.module)) or type(entry.module).__name__)
 
     def undo(self) -> None:
-        """Restore every attribute. Call `check` first."""
+        """Undo all entries. Call `check` first."""
         for entry in reversed(self.entries):
             entry.undo()
         self._forget()
@@ -212,6 +213,6 @@ class PatchRecord:
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:
-    """Return the record a model carries, if it is patched."""
+    """Return the record of a patched model, or None."""
     record: PatchRecord | None = model.__dict__.get(ATTRIBUTE)
     return record

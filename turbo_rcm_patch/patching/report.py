@@ -1,4 +1,4 @@
-"""The report of a patched model: its pairs, how each runs, and why any was left alone."""
+"""The report of a patched model: its pairs, how each runs, and why it runs so."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 #: Numbers in a path that count repeated blocks: "blocks.12.attn1" -> "blocks.", "12", ".attn1".
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
-#: The comparison of a block on its first forward, on a last step, or on one between.
+#: The occasion of a comparison: the first forward of a block, a last step, or a sample between.
 When = Literal["first", "last", "sampled"]
 
-#: Comparisons within the budget that are kept: a service makes some as long as it runs.
+#: Comparisons within the budget that are kept. A service that runs for long makes many.
 _MOST_KEPT: Final = 1024
 
 
@@ -36,8 +36,8 @@ class GuardRecord:
         error: The largest error of a branch, relative L2 to what the author's adds, less the
             rounding of the model's dtype (`measure`); NaN if it was not compared.
         budget: The largest error that is accepted.
-        verdict: "kept"; how the block runs from that call on; or "not compared".
-        where: What the error is of, or why the block runs more exactly.
+        verdict: "kept", "not compared", or how the block runs from that call on.
+        where: The branch with the error, or why the block runs more exactly.
     """
 
     path: str
@@ -80,7 +80,7 @@ class GuardLog(Sequence[GuardRecord]):
             self._largest = max(self._largest, record.error)
 
     def attach(self, guard: Guard) -> None:
-        """Let `check_next` and `prediction` reach a guard."""
+        """Connect `check_next` and `prediction` to a guard."""
         self._guards.append(guard)
 
     def check_next(self) -> None:
@@ -90,13 +90,15 @@ class GuardLog(Sequence[GuardRecord]):
 
     @property
     def decisions(self) -> list[GuardRecord]:
-        """The comparisons after which a block ran more exactly, or which could not be made."""
+        """The comparisons that made a block run more exactly, and those that failed."""
         return list(self._decisions)
 
     @property
     def prediction(self) -> float | None:
-        """The network's error over the unpatched network's, both to fp32, as the comparisons
-        predict it; None where `fidelity` was None or nothing was compared."""
+        """The predicted error of the network to fp32, in units of the unpatched network's.
+
+        None if `fidelity` is None, or before all blocks were compared.
+        """
         found = [guard.prediction for guard in self._guards]
         return max((one for one in found if one is not None), default=None)
 
@@ -129,7 +131,7 @@ class PairTable(tuple[SkipPair, ...]):
 
     @property
     def fused(self) -> int:
-        """How many pairs one of our kernels closes."""
+        """Number of pairs that one of our kernels closes."""
         return sum(pair.fused for pair in self)
 
     def as_dict(self) -> list[dict[str, object]]:
@@ -170,7 +172,7 @@ class PairTable(tuple[SkipPair, ...]):
 def _formula(pair: SkipPair, index: int) -> str:
     stream = pair.streams[index]
     skip = "x" if stream.c_skip == "1" else f"{stream.c_skip} * x"
-    # Two formulas in a row leave no room for the shapes of their coefficients.
+    # With two formulas in a row there is no room for the shapes of their coefficients.
     shape = stream.c_out_shape if len(pair.streams) == 1 else ""
     gate = "" if stream.c_out == "1" else f"{stream.c_out}{shape} * "
     name = f"{stream.name}: " if len(pair.streams) > 1 else ""
@@ -178,7 +180,7 @@ def _formula(pair: SkipPair, index: int) -> str:
 
 
 def _grouped(pairs: Sequence[SkipPair]) -> list[tuple[str, int, SkipPair]]:
-    """(path with a range of blocks, number of pairs, one of them), in order of appearance."""
+    """Group pairs that run alike: (path with a range of blocks, number of pairs, one of them)."""
     groups: dict[SkipPair, list[SkipPair]] = {}
     for pair in pairs:
         shape = _NUMBER.sub("#", pair.path)
@@ -187,7 +189,7 @@ def _grouped(pairs: Sequence[SkipPair]) -> list[tuple[str, int, SkipPair]]:
 
 
 def _ranges(paths: list[str]) -> list[str]:
-    """Paths that differ only in the number of their block as one."""
+    """Merge paths that differ only in the number of their block."""
     groups: dict[str, list[str]] = {}
     for path in paths:
         groups.setdefault(_NUMBER.sub("#", path), []).append(path)
@@ -195,7 +197,7 @@ def _ranges(paths: list[str]) -> list[str]:
 
 
 def _range(paths: list[str]) -> str:
-    """["blocks.0.a", "blocks.1.a", "blocks.3.a"] -> "blocks.0-1,3.a"."""
+    """Merge ["blocks.0.a", "blocks.1.a", "blocks.3.a"] into "blocks.0-1,3.a"."""
     found = [_NUMBER.search(path) for path in paths]
     first = found[0]
     if len(paths) == 1 or first is None:
@@ -213,10 +215,10 @@ def _range(paths: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatchReport:
-    """What `patch_model` did. It stays up to date: it asks the patched model whenever it is read.
+    """The report of `patch_model`. It reads the patched model when it is used, so it is up to date.
 
     Attributes:
-        model: The class of what was patched.
+        model: The class of the patched model or pipeline.
         config: The configuration.
         guard: The guard's comparisons so far.
     """
@@ -237,17 +239,19 @@ class PatchReport:
 
     @property
     def fused(self) -> int:
-        """How many pairs one of our kernels closes now."""
+        """Number of pairs that one of our kernels closes now."""
         return self.pairs.fused
 
     def ran(self) -> dict[str, str]:
-        """How each block ran on the last forward outside a compiled graph, in words, by its path;
-        blocks that have not run are missing."""
+        """Return how each block ran on the last forward outside a compiled graph, by its path.
+
+        Blocks that have not run are missing.
+        """
         return dict(self._live().ran)
 
     @property
     def last_forward(self) -> dict[str, int]:
-        """How many blocks ran in which way on the last forward outside a compiled graph."""
+        """Way to run -> number of blocks, on the last forward outside a compiled graph."""
         return dict(Counter(self.ran().values()))
 
     @property
@@ -257,7 +261,7 @@ class PatchReport:
 
     @property
     def pv(self) -> str:
-        """Element type of probabilities and values on that device."""
+        """Element type of probabilities and values on the model's device."""
         return self._live().pv
 
     def __str__(self) -> str:
@@ -299,15 +303,15 @@ class PatchReport:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What a patched model says of itself now.
+    """The present state of a patched model.
 
     Attributes:
         pairs: Its pairs.
         ran: How each block ran, by path.
-        device: Where it computes.
+        device: The device on which it computes.
         impl: "triton" or "reference".
-        pv: Type of probabilities and values.
-        notes: What the patch cannot honour, or what else a reader has to know.
+        pv: Element type of probabilities and values.
+        notes: Remarks, such as a setting that the patched model ignores.
     """
 
     pairs: list[SkipPair]
@@ -319,7 +323,7 @@ class Live:
 
 
 def _finite(value: Any) -> Any:
-    """Plain data with None in the place of NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON does not have, by None in plain data."""
     if isinstance(value, dict):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
 """SLA's projection, attached to diffusers' attention modules as buffers.
 
-TurboDiffusion keeps `proj_l` in fp32 beside a network in bf16, so here it is kept as the bits of
-its fp32 values: casting the model leaves it as it is.
+TurboDiffusion keeps `proj_l` in fp32 beside a network in bf16. Here the buffers hold the bits of
+its fp32 values as int32, so that casting the model does not change them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from turbo_rcm_patch.errors import CheckpointError, ShapeError
 
 #: Buffers of an attention that hold the bits of SLA's projection: weight [D, D], bias [D], int32.
 PROJ_L: Final = ("turbo_proj_l_weight", "turbo_proj_l_bias")
-#: The key of a transformer's configuration that says which `proj_l` belong to it.
+#: The key of a transformer's configuration that records its `proj_l`.
 MARK: Final = "_turbo_rcm_sla"
 
 
 def attach_proj_l(attention: nn.Module, weight: Tensor, bias: Tensor) -> None:
-    """Give an attention the projection that makes it sparse-linear once the model is patched.
+    """Attach the projection that makes an attention sparse-linear once the model is patched.
 
     Args:
         attention: Self-attention with heads of D channels.
@@ -29,7 +29,7 @@ def attach_proj_l(attention: nn.Module, weight: Tensor, bias: Tensor) -> None:
         bias: [D], any float dtype.
 
     Raises:
-        ShapeError: They do not belong to the heads of this attention.
+        ShapeError: The shapes do not fit the heads of this attention.
     """
     dim = weight.shape[-1]
     heads, width = getattr(attention, "heads", 0), getattr(attention, "inner_dim", 0)
@@ -57,7 +57,7 @@ def attached_proj_l(attention: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 def detach_proj_l(attention: nn.Module) -> None:
-    """Take the projection away; nothing of it stays."""
+    """Remove the attached projection completely."""
     for name in PROJ_L:
         if name in attention._buffers:
             delattr(attention, name)
@@ -70,8 +70,9 @@ def held_proj_l(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def refuse_lost_proj_l(model: nn.Module, path: str) -> None:
-    """Raise if a model's configuration says that it has SLA and its `proj_l` are not attached: a
-    stock class has loaded its weights without them.
+    """Raise if a model's configuration says that it has SLA, but its `proj_l` are not attached.
+
+    This happens when a stock class loads a converted folder.
 
     Raises:
         CheckpointError: Some are missing.

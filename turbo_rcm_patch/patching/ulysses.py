@@ -1,10 +1,10 @@
-"""Ulysses: a sequence that several ranks share, through diffusers' `enable_parallelism`.
+"""Ulysses: a sequence split over several ranks, through diffusers' `enable_parallelism`.
 
-diffusers splits the sequence over the ranks, and says so on the model and on the attention
-processors. Norms, Linears, feed-forward and skips need nothing of the other ranks. Around an
-attention there are two exchanges, of q, k and v and of the output, in the model's dtype: every
-rank gets all tokens of a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). In rings and in
-other modes the attention is called as a module, whose processor exchanges by diffusers' own code.
+diffusers splits the sequence over the ranks, and records this on the model and on the attention
+processors. Norms, Linears, feed-forward and skips need no data of the other ranks. An attention
+needs two exchanges in the model's dtype, one of q, k and v and one of the output, so that every
+rank computes all tokens of a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509). With rings
+and in other modes the attention is called as a module, and diffusers' processor exchanges.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def context_parallel(holder: object) -> Any:
 
 
 def exchanges_itself(processor: object) -> bool:
-    """Return True if a processor shares its sequence in a way that its own code has to exchange:
-    a ring, or uneven parts."""
+    """Return True if a processor has to exchange by its own code: in a ring, or with uneven parts."""
     config = context_parallel(processor)
     if config is None:
         return False
@@ -44,7 +43,7 @@ class Ulysses:
 
     Args:
         group: The ranks that share its sequence.
-        attend: How the attention is computed.
+        attend: The options of the attention.
     """
 
     def __init__(self, group: Any, attend: Attend) -> None:
@@ -53,17 +52,17 @@ class Ulysses:
     def to_heads(
         self, q: Tensor, k: Tensor, v: Tensor, norms: Norms, tables: Rotary | None
     ) -> tuple[Tensor, Tensor, Tensor, Attend]:
-        """Normalise and rotate the local tokens, and get all tokens of a part of the heads.
+        """Normalise and rotate the local tokens, then exchange them for all tokens of some heads.
 
         Args:
             q: [B, n, H*D].
             k: [B, n, H*D].
             v: [B, n, H*D].
-            norms: Of q and k.
-            tables: Of the local tokens, or None.
+            norms: The norms of q and k.
+            tables: The rotary table of the local tokens, or None.
 
         Returns:
-            q, k and v [B, N, H/P * D] of P ranks, and how their attention is computed.
+            q, k and v, [B, N, H/P * D] each with P ranks, and the options of their attention.
         """
         attend = self._attend
         rest = (*(tables or (None, None)), attend.heads, norms.eps, attend.impl)
@@ -79,22 +78,28 @@ class Ulysses:
         return q, k, v, attend._replace(heads=attend.heads // self._size)
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        """Give back the output of all tokens, [B, N, H/P * D], for that of the local tokens and
-        all heads, [B, n, H*D]."""
+        """Exchange the output of all tokens for that of the local tokens.
+
+        Args:
+            out: [B, N, H/P * D], all tokens of some heads.
+
+        Returns:
+            [B, n, H*D], the local tokens of all heads.
+        """
         batch, tokens, channels = out.shape
         parts = out.reshape(batch, self._size, tokens // self._size, channels)
         parts = parts.transpose(0, 1).contiguous()
         return self._exchange(parts).permute(1, 2, 0, 3).flatten(2)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Send the n-th part to rank n."""
+        """Send part n to rank n, and return the parts that came, [P, ...]."""
         came = torch.empty_like(parts)
         dist.all_to_all_single(came, parts, group=self._group)
         return came
 
 
 def ulysses_of(processor: object, attend: Attend) -> Ulysses | None:
-    """Return the exchanges of an attention, or None where its sequence is whole."""
+    """Return the exchanges of an attention, or None if its sequence is not split."""
     config = context_parallel(processor)
     if config is None or config.ulysses_degree < 2:
         return None
@@ -102,11 +107,11 @@ def ulysses_of(processor: object, attend: Attend) -> Ulysses | None:
 
 
 def check_parallel(model: nn.Module) -> None:
-    """Raise before anything changes if a model is parallel in a way that is not known here.
+    """Raise if a model is parallel in a way that the fused path does not support.
 
     Raises:
-        ContextParallelError: It has another parallelism than a split sequence, or its heads cannot
-            be divided among the ranks.
+        ContextParallelError: The parallelism is not a split sequence, or the heads cannot be
+            divided among the ranks.
     """
     for name, module in model.named_modules():
         processor = module.__dict__.get("processor")
@@ -133,8 +138,10 @@ def check_parallel(model: nn.Module) -> None:
 
 
 def agree_on_largest(block: PatchedBlock, numbers: list[float]) -> list[float]:
-    """Return the largest of each number over the ranks that share a block's sequence, so that all
-    of them decide alike."""
+    """Return the largest of each number over the ranks that share a block's sequence.
+
+    With it all ranks take the same decision.
+    """
     group = block.group()
     if group is None:
         return numbers
