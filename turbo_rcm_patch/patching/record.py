@@ -61,7 +61,7 @@ class Slot:
 
 
 def _slots(module: nn.Module, name: str) -> Iterator[Slot]:
-    """Yield all places for the function that runs as `module.name`, the instance attribute first."""
+    """Yield all places that can hold the function `module.name`, the instance attribute first."""
     yield Slot(module, name)
     if name != "forward":
         return
@@ -127,7 +127,7 @@ class Entry:
         return [slot for slot in _slots(self.module, self.name) if slot.get() is self.function]
 
     def check(self, path: str) -> None:
-        """Raise WrappedError if the replacement was wrapped or moved by unknown code."""
+        """Raise WrappedError if other code replaced our function after patching."""
         outside = Slot(self.module, self.name).get()
         bare = outside is _Before.ABSENT or is_own(self.module, self.name, outside)
         if bare or self.located():

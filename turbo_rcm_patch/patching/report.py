@@ -215,7 +215,7 @@ def _range(paths: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatchReport:
-    """The report of `patch_model`. It reads the patched model when it is used, so it is up to date.
+    """The report of `patch_model`. It reads the patched model on each use, so it stays up to date.
 
     Attributes:
         model: The class of the patched model or pipeline.

@@ -30,7 +30,7 @@ def context_parallel(holder: object) -> Any:
 
 
 def exchanges_itself(processor: object) -> bool:
-    """Return True if a processor has to exchange by its own code: in a ring, or with uneven parts."""
+    """Return True if a processor exchanges by its own code: in a ring, or with uneven parts."""
     config = context_parallel(processor)
     if config is None:
         return False

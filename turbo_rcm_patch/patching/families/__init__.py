@@ -1,4 +1,4 @@
-"""One family a file: which class, which pairs, how it runs fused.
+"""The families of models, one per file: their classes, their pairs and their fused blocks.
 
 Families never import each other.
 """

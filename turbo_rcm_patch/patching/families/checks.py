@@ -1,5 +1,5 @@
-"""Checks of a model before anything changes: is it laid out as its family knows it, and do the
-kernels take it?
+"""Checks of a model before it changes: its layout is the one that its family knows, and the kernels
+take its heads and dtypes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from turbo_rcm_patch.patching.plain import FLOATS, bare
 
 
 def check_parameters(expected: Mapping[Callable[..., Any], tuple[str, ...]], package: str) -> None:
-    """Compare the names of functions' parameters, in order.
+    """Compare the parameters of functions with the names that a family knows, in order.
 
     Raises:
-        FamilyError: One takes other parameters than the family knows.
+        FamilyError: A function takes other parameters.
     """
     for function, names in expected.items():
         found = tuple(inspect.signature(function).parameters)
@@ -33,7 +33,7 @@ def check_parameters(expected: Mapping[Callable[..., Any], tuple[str, ...]], pac
 
 
 def check_attention(path: str, head_dim: int, linears: Mapping[str, Any]) -> None:
-    """Raise if the kernels do not take an attention's heads or the dtype of its Linears.
+    """Raise if the kernels do not take the heads of an attention or the dtype of its Linears.
 
     Raises:
         ShapeError: The head dimension is odd or too large.

@@ -1,9 +1,9 @@
 """diffusers' CogVideoX transformer (2B, 5B and 1.5, text to video and image to video; arXiv
 2408.06072), and ConsisID, whose block is the same.
 
-Text and video are one sequence inside the attention and the feed-forward, text first, and two
-residual streams outside, each with its own modulation, gate and residual. The rotary embedding
-turns only video tokens: text has an angle of zero. Written against diffusers 0.42.
+Inside the attention and the feed-forward text and video are one sequence, text first. Outside they
+are two residual streams, each with its own modulation, gate and residual. The rotary embedding
+turns only video tokens, so text has an angle of zero. Written against diffusers 0.42.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ parts.ATTENTIONS[Attention] = (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProc
 
 
 class Modulation(NamedTuple):
-    """What a norm before a branch makes of `temb`: text first, [B, 1, C] each.
+    """The modulation of a norm before a branch, computed from `temb`.
 
     Attributes:
-        numbers: Both scales, both shifts, weight and bias of the layer norm, 1 and its epsilon, as
-            the kernels take them; None where the norm has to be called.
-        gates: Of both streams.
+        numbers: Scale of text and of video, shift of both ([B, 1, C] each), weight and bias of the
+            layer norm, the number added to a scale, and epsilon, in the order in which the
+            operations take them; None where the norm has to be called.
+        gates: Gates of text and video, [B, 1, C] each.
     """
 
     numbers: tuple[Any, ...] | None
@@ -63,7 +64,7 @@ class Modulation(NamedTuple):
 
 
 class CogVideoXBlockForward(PatchedBlock):
-    """Stands in for the forward of a `CogVideoXBlock` or a `ConsisIDBlock`."""
+    """The replacement of the forward of a `CogVideoXBlock` or a `ConsisIDBlock`."""
 
     __slots__ = ("tables",)
     tables: KeptTables
@@ -85,7 +86,7 @@ class CogVideoXBlockForward(PatchedBlock):
             encoder_hidden_states: [B, T, C] text.
             temb: [B, E].
             image_rotary_emb: (cos, sin), each [N, D], or None.
-            attention_kwargs: What the attention is called with besides.
+            attention_kwargs: Further arguments of the attention.
 
         Returns:
             Video [B, N, C] and text [B, T, C], dtype of hidden_states.
@@ -120,7 +121,7 @@ class CogVideoXBlockForward(PatchedBlock):
         return video, text
 
     def modulation(self, zero: Any, streams: tuple[Tensor, Tensor], temb: Tensor) -> Modulation:
-        """Read a norm for the kernels, its modulation made by its own modules."""
+        """Read a norm for the kernels. Its own modules compute the modulation."""
         norm = zero.norm
         plain = (
             bare(zero)
@@ -139,7 +140,7 @@ class CogVideoXBlockForward(PatchedBlock):
     def norm(
         self, zero: Any, streams: tuple[Tensor, Tensor], temb: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Compute the norm before a branch over both streams as one sequence, and their gates."""
+        """Return the norm of both streams as one sequence [B, T + N, C], and their gates."""
         modulation = self.modulation(zero, streams, temb)
         if modulation.numbers is None:
             text, video = streams
@@ -161,7 +162,7 @@ class CogVideoXBlockForward(PatchedBlock):
         """Close the skips of both streams and compute the next norm, in one pass.
 
         Returns:
-            The streams in fp32, their norm as one sequence, and the gates after it.
+            The streams in fp32, their norm as one sequence, and the gates of the next branch.
         """
         impl, dtype = self.config.impl, y.dtype
         modulation = self.modulation(zero, streams, temb)
@@ -192,7 +193,7 @@ class CogVideoXBlockForward(PatchedBlock):
         return parts.project_out(attn, out)
 
     def rotary(self, rotary: Rotary, text: Tensor) -> Rotary:
-        """Return tables of video tokens after text tokens, which are not turned."""
+        """Return rotary tables of text and video tokens, with an angle of zero for text."""
         tokens, device = text.shape[1], text.device
 
         def make() -> Rotary:
@@ -265,8 +266,10 @@ def _streams(branch: str) -> tuple[Stream, Stream]:
 
 
 def _qkv(attn: Any) -> tuple[Any, ...]:
-    """The Linears of q, k and v: `fuse_qkv_projections` swaps the processor, and undoing it swaps
-    only that back."""
+    """Return the Linears of q, k and v.
+
+    The processor decides, because undoing `fuse_qkv_projections` restores only the processor.
+    """
     if type(attn.processor) is FusedCogVideoXAttnProcessor2_0:
         return (attn.to_qkv,)
     return attn.to_q, attn.to_k, attn.to_v
@@ -349,7 +352,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
 
 
 def _attend(found: Found, config: PatchConfig) -> Attend:
-    """Check a block's attention, and say how it is computed."""
+    """Check a block's attention, and return its options."""
     attn: Any = getattr(found.block, "attn1", None)
     if type(attn) is not Attention:
         return Attend.of(config, 1, 0)

@@ -1,4 +1,4 @@
-"""diffusers' attentions and feed-forward, as the blocks of its families share them."""
+"""The parts of attentions and feed-forward that the families of diffusers' models share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from turbo_rcm_patch.patching.plain import (
     plain_linear,
 )
 
-#: Attention classes and the processors that may compute each, by the families that know them.
+#: Attention class -> the processors that the fast path can replace. Each family adds its own.
 ATTENTIONS: Final[dict[type, tuple[type, ...]]] = {}
 
 
@@ -25,7 +25,7 @@ ATTENTIONS: Final[dict[type, tuple[type, ...]]] = {}
 
 
 def qkv_linears(attn: Any) -> tuple[Any, ...]:
-    """Return the Linear of q, k and v of a self-attention, or its three."""
+    """Return the Linears of q, k and v of a self-attention: one if they are fused, else three."""
     if attn.fused_projections:
         return (attn.to_qkv,)
     return attn.to_q, attn.to_k, attn.to_v
@@ -39,7 +39,7 @@ def qkv(attn: Any, h: Any) -> tuple[Tensor, ...]:
 
 
 def kv(attn: Any, context: Tensor) -> tuple[Tensor, ...]:
-    """Project the context of a cross-attention to k and v."""
+    """Project the context of a cross-attention to k and v, [B, T, H*D] each."""
     if attn.fused_projections:
         return tuple(attn.to_kv(context).chunk(2, -1))
     given = shared_rows((attn.to_k, attn.to_v), context)
@@ -47,7 +47,7 @@ def kv(attn: Any, context: Tensor) -> tuple[Tensor, ...]:
 
 
 def added_kv(attn: Any, image: Tensor) -> tuple[Tensor, ...]:
-    """Project the image tokens of a cross-attention to k and v."""
+    """Project the image tokens of a cross-attention to k and v, [B, T, H*D] each."""
     if attn.fused_projections:
         return tuple(attn.to_added_kv(image).chunk(2, -1))
     given = shared_rows((attn.add_k_proj, attn.add_v_proj), image)
@@ -55,7 +55,7 @@ def added_kv(attn: Any, image: Tensor) -> tuple[Tensor, ...]:
 
 
 def project_out(attn: Any, out: Tensor) -> Tensor:
-    """Call the output projection, and the Dropout after it where it is not idle."""
+    """Call the output projection, and the module after it unless that is a plain Dropout."""
     made: Tensor = attn.to_out[0](out)
     dropout = attn.to_out[1]
     if type(dropout) is not nn.Dropout or not bare(dropout):
@@ -64,21 +64,21 @@ def project_out(attn: Any, out: Tensor) -> Tensor:
 
 
 def plain_projection(attn: Any) -> bool:
-    """Return True if a kernel may read the output projection."""
+    """Return True if a kernel may read the parameters of the output projection."""
     linear, dropout = attn.to_out
     return plain_linear(linear, linear.weight) and bare(dropout)
 
 
-# --- whether the modules are what their classes say ----------------------------------------------
+# --- when the author's forward runs ----------------------------------------------------------
 
 
 def why_attention(name: str, attn: Any, stand_in: type | None = None) -> str:
-    """Return why an attention is its author's, or "".
+    """Return why the fast path cannot run an attention, or "".
 
     Args:
-        name: In its block.
+        name: Name of the attention in its block.
         attn: The module.
-        stand_in: A forward of ours that may sit on it.
+        stand_in: Class of a replaced forward that the attention may have.
     """
     processors = ATTENTIONS.get(type(attn))
     if processors is None:
@@ -96,7 +96,7 @@ def why_attention(name: str, attn: Any, stand_in: type | None = None) -> str:
 
 
 def why_feed_forward(name: str, ff: Any) -> str:
-    """Return why a feed-forward is its author's, or ""."""
+    """Return why the fast path cannot run a feed-forward, or ""."""
     if type(ff) is not FeedForward:
         return f"{name} is a {type(ff).__qualname__}"
     if not bare(ff):

@@ -25,13 +25,13 @@ def branch_pair(
     """Describe a branch that ends in a projection, and how it runs.
 
     Args:
-        block: Its block.
-        name: The branch's name in the block.
-        kind: Of the branch.
-        why: Why the block is its author's, or "".
-        *streams: Its residual streams; one plain sum by default.
-        cast: Where its author sums the skip.
-        heads: Whether it is an attention.
+        block: The patched block.
+        name: Name of the branch in the block.
+        kind: Kind of the branch.
+        why: Why the author's forward runs, or "".
+        *streams: Residual streams of the branch; one without a gate by default.
+        cast: Cast policy of the author's skip.
+        heads: True if the branch is an attention.
     """
     attend = block.attend
     reasons = [why or LEVEL_WORDS.get(block.level, "")]
@@ -57,7 +57,14 @@ def branch_pair(
 
 
 def inner_pair(pair: SkipPair, path: str, stream: str, kind: Kind = "self") -> SkipPair:
-    """Describe the sum of two attentions before their projection."""
+    """Describe the sum of two attentions before their shared projection.
+
+    Args:
+        pair: Pair of the branch that contains the sum.
+        path: Path of the new pair.
+        stream: Name of the summand that is the residual.
+        kind: Kind of the new pair.
+    """
     runs: Residual = "as-written" if pair.runs == "as-written" else "in-kernel"
     return replace(
         pair, path=path, kind=kind, streams=(Stream(stream, "1", "1"),), projection=False,
@@ -66,7 +73,7 @@ def inner_pair(pair: SkipPair, path: str, stream: str, kind: Kind = "self") -> S
 
 
 def _int8(block: PatchedBlock, name: str) -> tuple[str, ...]:
-    """Names of the branch's Linears that run in int8."""
+    """Return the names of a branch's Linears that run in int8."""
     return tuple(
         path.removeprefix(f"{name}.")
         for path, linear in block.linears().items()

@@ -1,8 +1,8 @@
 """TurboDiffusion's own WanModel, 2.1 and 2.2, with its attention types original, sla and sagesla.
 
 Its code runs from a checkout (thu-ml/TurboDiffusion, `rcm/networks/wan2pt1.py` and `wan2pt2.py`,
-`SLA/core.py`, `ops/core.py`; arXiv 2512.16093), under whatever names its folders have on the path,
-so nothing of it is imported here: it is recognised by names, layout and signatures.
+`SLA/core.py`, `ops/core.py`; arXiv 2512.16093), whose modules have no fixed names. So this file
+imports none of it, and recognises it by names, layout and signatures.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _CROSS_ATTENTIONS: Final = ("WanT2VCrossAttention", "WanI2VCrossAttention", "Wan
 _SPARSE: Final = ("SparseLinearAttention", "SageSparseLinearAttention")
 _LAYOUT: Final = ("norm1", "self_attn", "norm3", "cross_attn", "norm2", "ffn", "modulation")
 _ATTENTION_LAYOUT: Final = ("q", "k", "v", "o", "norm_q", "norm_k", "attn_op", "num_heads", "dim")
-#: What the author's file sets to None where flash-attn is missing.
+#: Name of the function that the author's file sets to None if flash-attn is missing.
 _ROTARY: Final = "flash_apply_rotary_emb"
 
 
 class TurboBlock(PatchedBlock):
-    """Stands in for the forward of a `WanAttentionBlock`."""
+    """The replacement of the forward of a `WanAttentionBlock`."""
 
     __slots__ = ("tables",)
     tables: KeptTables
@@ -88,7 +88,7 @@ class TurboBlock(PatchedBlock):
             seq_lens: [B]; no attention reads it.
             freqs: Rotary angles, [N, D / 2] fp32.
             context: [B, T, C] text, with the image tokens in front for image-to-video of Wan 2.1.
-            context_lens: Not read either.
+            context_lens: [B]; no attention reads it.
 
         Returns:
             [B, N, C], dtype of x.
@@ -128,7 +128,7 @@ class TurboBlock(PatchedBlock):
         return skip(x, feed_forward(ffn, h, impl), gate2, dtype, impl)
 
     def self_attention(self, notes: Notes | None, attn: Any, h: Any, freqs: Tensor) -> Tensor:
-        """Run self-attention, sparse-linear where it is that, and its projection: [B, N, C]."""
+        """Run self-attention, dense or sparse-linear, and its projection: [B, N, C]."""
         attend = self.attend
         q, k, v = attn.q(h), attn.k(h), attn.v(h)
         q, k, norms = rms_norms(attn.norm_q, attn.norm_k, q, k)
@@ -144,7 +144,7 @@ class TurboBlock(PatchedBlock):
         return made
 
     def cross_attention(self, attn: Any, h: Any, context: Tensor) -> Tensor:
-        """Run cross-attention to text, and to an image where there is one: [B, N, C]."""
+        """Run cross-attention to text, and to an image if there is one: [B, N, C]."""
         image = None
         if has_image(attn):
             tokens = context.shape[1] - TEXT_TOKENS
@@ -161,8 +161,11 @@ class TurboBlock(PatchedBlock):
         return made
 
     def calls_attention(self, attn: Any) -> bool:
-        """Return True if self-attention is called as a module: its ranks exchange heads in it, or
-        it is sparse and exact attention was asked for."""
+        """Return True if self-attention has to be called as a module.
+
+        This is so if ranks exchange heads in it, or if it is sparse and exact attention was asked
+        for.
+        """
         if getattr(attn.attn_op, "pg", None) is not None and attn.attn_op.pg.size() > 1:
             return True
         return is_sparse(attn) and not ops.quantises(self.attend.attention)
@@ -199,8 +202,11 @@ class TurboBlock(PatchedBlock):
         return getattr(getattr(self.block.self_attn, "attn_op", None), "pg", None)
 
     def beside(self) -> list[tuple[Any, Any]]:
-        """Return a self-attention that runs without flash-attn, whose rotary embedding the author
-        calls: the network cannot run unpatched without it, and the guard needs it."""
+        """Return a self-attention forward that runs without flash-attn, if that is missing.
+
+        The author's forward calls flash-attn's rotary embedding, and the guard calls the author's
+        forward.
+        """
         attn = self.block.self_attn
         file = sys.modules.get(author_class(attn).__module__)
         lacks = file is not None and vars(file).get(_ROTARY, _ROTARY) is None
@@ -237,7 +243,7 @@ class TurboBlock(PatchedBlock):
 
 
 def _tables(angles: Tensor) -> Rotary:
-    """(cos, sin), each [N, D] fp32, of angles [N, D / 2] or of that many elements."""
+    """Compute (cos, sin), [N, D] fp32 each, of angles [N, D / 2] or of that many elements."""
     wide = angles.float().flatten(1).repeat_interleave(2, -1)
     return wide.cos(), wide.sin()
 
@@ -254,7 +260,7 @@ def is_sparse(attn: Any) -> bool:
 
 
 def sparsity_of(attn: Any, device: torch.device) -> ops.Sparsity:
-    """Return the sparsity of a sparse attention; SageSLA's blocks are the device's."""
+    """Return the sparsity of a sparse attention. The blocks of SageSLA depend on the device."""
     local = attn.attn_op.local_attn
     topk = min(1.0, local.topk)
     if type(local).__name__ == "SageSparseLinearAttention":
@@ -263,7 +269,7 @@ def sparsity_of(attn: Any, device: torch.device) -> ops.Sparsity:
 
 
 def _why_attention(name: str, attn: Any, classes: tuple[str, ...]) -> str:
-    """Why an attention is its author's, or ""."""
+    """Return why the fast path cannot run an attention, or ""."""
     if author_class(attn).__name__ not in classes:
         return f"{name} is a {type(attn).__qualname__}"
     if not bare(attn) and type(attn.__dict__.get("forward")) is not RotaryForward:
@@ -310,8 +316,7 @@ def _why_feed_forward(ffn: Any) -> str:
 
 
 def recognises(model: nn.Module) -> bool:
-    """Return True if a class called WanModel is laid out as TurboDiffusion's; others have that
-    name."""
+    """Return True if a WanModel has TurboDiffusion's layout; other projects use the same name."""
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
         return False
@@ -340,8 +345,8 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
     known: dict[str, Any] = {author_class(m).__name__: author_class(m) for m in model.modules()}
     found_forwards = {known[n].forward: _FORWARDS[n] for n in known if n in _FORWARDS}
     check_parameters(found_forwards, "TurboDiffusion")
-    # The fast layer norm adds padded channels to the variance (1,536 are padded to 2,048); the
-    # kernel computes the norm that the model was trained with.
+    # The fast layer norm adds padded channels to the variance (1,536 are padded to 2,048). Our
+    # kernel computes the norm with which the model was trained.
     LAYER_NORMS.update(known[n] for n in ("WanLayerNorm", "FastLayerNorm") if n in known)
     RMS_NORMS.update(known[n] for n in ("WanRMSNorm", "FastRMSNorm") if n in known)
     cls = author_class(_unwrapped(model.blocks[0]))
@@ -356,7 +361,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
 
 
 def _attend(found: Found, config: PatchConfig) -> Attend:
-    """Check a block's attentions, and say how they are computed."""
+    """Check a block's attentions, and return their options."""
     attn: Any = getattr(found.block, "self_attn", None)
     if author_class(attn).__name__ != "WanSelfAttention":
         return Attend.of(config, 1, 0)
@@ -371,8 +376,10 @@ def _attend(found: Found, config: PatchConfig) -> Attend:
 
 
 class RotaryForward:
-    """Stands in for the forward of one self-attention, which it holds: the same modules called in
-    the same order, and the rotary embedding in plain torch."""
+    """The replacement of the forward of one self-attention, without flash-attn.
+
+    It calls the same modules in the same order, and computes the rotary embedding in plain torch.
+    """
 
     __slots__ = ("_attn",)
 
@@ -384,7 +391,7 @@ class RotaryForward:
 
         Args:
             x: [B, N, C].
-            seq_lens: [B]; not read.
+            seq_lens: [B]; it is not read.
             freqs: Rotary angles, [N, D / 2] or of that many elements.
 
         Returns:
@@ -398,7 +405,7 @@ class RotaryForward:
 
 
 def _turned(x: Tensor, freqs: Tensor) -> Tensor:
-    """x [B, N, H, D] with channels 2i and 2i + 1 turned by an angle, in fp32, rounded once."""
+    """Turn channels 2i and 2i + 1 of x [B, N, H, D] by an angle, in fp32, rounded once."""
     angles = freqs.float().reshape(x.shape[1], 1, -1)
     cos, sin = angles.cos(), angles.sin()
     even, odd = torch.unflatten(x.float(), -1, (-1, 2)).unbind(-1)

@@ -51,8 +51,8 @@ from turbo_rcm_patch.skip import SkipPair, Stream
 
 LAYER_NORMS.add(FP32LayerNorm)
 
-#: Text tokens that follow the image tokens where cross-attention has both; the author's processor
-#: has the same constant.
+#: Text tokens after the image tokens where cross-attention has both; the author's processor has
+#: the same constant.
 TEXT_TOKENS: Final = 512
 
 _GATED_ATTENTION: Final = Stream("video", "1", "gate_msa", "[B, 1 or N, C]")
@@ -60,7 +60,7 @@ _GATED_FFN: Final = Stream("video", "1", "c_gate_msa", "[B, 1 or N, C]")
 
 
 class WanBlock(PatchedBlock):
-    """Stands in for the forward of a `WanTransformerBlock`."""
+    """The replacement of the forward of a `WanTransformerBlock`."""
 
     __slots__ = ()
 
@@ -81,7 +81,7 @@ class WanBlock(PatchedBlock):
             encoder_hidden_states: [B, T, C] text, with the image tokens in front for I2V.
             temb: [B, 6, C], or with a timestep per token [B, N, 6, C] (SkyReels-V2: [B, 6, N, C]).
             rotary_emb: (cos, sin), each [1, N, 1, D] fp32.
-            *mask: SkyReels-V2's: bool [1, 1, N, N], true where a query sees a key, or None.
+            *mask: SkyReels-V2 alone: bool [1, 1, N, N], True where a query sees a key, or None.
 
         Returns:
             [B, N, C], dtype of hidden_states.
@@ -128,7 +128,7 @@ class WanBlock(PatchedBlock):
     def modulation(self, temb: Tensor) -> tuple[Tensor, ...]:
         """Return shift, scale and gate of self-attention and feed-forward, fp32 [B, 1 or N, C]."""
         table: Tensor = self.block.scale_shift_table
-        if table.dtype != torch.float32:  # Else torch widens temb in the pass that adds it.
+        if table.dtype != torch.float32:  # For an fp32 table, torch widens temb in the pass that adds it.
             temb = temb.float()
         if temb.ndim == 3:
             return (table + temb).chunk(6, dim=1)
@@ -166,7 +166,7 @@ class WanBlock(PatchedBlock):
         return parts.project_out(attn, out)
 
     def cross_attention(self, attn: Any, h: Any, context: Tensor) -> Tensor:
-        """Run cross-attention to text, and to an image where there is one: [B, N, C]."""
+        """Run cross-attention to text, and to an image if there is one: [B, N, C]."""
         image = None
         if attn.add_k_proj is not None:
             tokens = context.shape[1] - TEXT_TOKENS
@@ -186,13 +186,13 @@ class WanBlock(PatchedBlock):
         return parts.project_out(attn, out)
 
     def calls_backend(self, attn: Any) -> bool:
-        """Return True if exact attention was asked for and the user chose what computes it."""
+        """Return True if exact attention was asked for and the user chose a backend for it."""
         return self.config.attention == "exact" and bool(parts.chosen_backend(attn.processor))
 
     # --- attention, projection and skip in one launch --------------------------------------------
 
     def one_launch(self, attn: Any, mask: Tensor | None) -> bool:
-        """Return True if `form="one-launch"` was asked for and serves this attention."""
+        """Return True if `form="one-launch"` was asked for and supports this attention."""
         if self.config.form != "one-launch" or self.level or mask is not None:
             return False
         return (
@@ -289,7 +289,7 @@ class WanBlock(PatchedBlock):
 
 
 def _tables(rotary: Rotary, head_dim: int) -> Rotary:
-    """(cos, sin), each [N, D]."""
+    """Reshape (cos, sin) to [N, D] each."""
     return rotary[0].reshape(-1, head_dim), rotary[1].reshape(-1, head_dim)
 
 
@@ -325,7 +325,7 @@ def blocks_of(model: Any, path: str, config: PatchConfig) -> list[PatchedBlock |
 
 
 def _face_pairs(model: Any, path: str) -> list[SkipPair]:
-    """Describe Wan-Animate's attentions to a face, which stand between two blocks."""
+    """Describe Wan-Animate's attentions to a face, which run between two blocks."""
     return [
         SkipPair(
             path=f"{path}.face_adapter.{index}".lstrip("."), kind="cross", heads=attn.heads,
@@ -338,7 +338,7 @@ def _face_pairs(model: Any, path: str) -> list[SkipPair]:
 
 
 def attend_of(found: Found, config: PatchConfig) -> Attend:
-    """Check a block's attentions, and say how they are computed."""
+    """Check a block's attentions, and return their options."""
     heads, head_dim = 1, 0
     for name in ("attn1", "attn2"):
         attn: Any = getattr(found.block, name, None)

@@ -1,8 +1,8 @@
 """SLA in diffusers' Wan classes: a self-attention that holds a `proj_l` is sparse-linear.
 
-The author's attention is dense, and that is not what such weights were trained for. So its forward
-is replaced too, by SLA as it is defined, in plain torch: what the guard compares with, and what
-runs wherever the block is its author's.
+The author's attention is dense, but such weights were trained for SLA. So the forward of the
+attention is replaced too, by SLA as it is defined, in plain torch. The guard compares with it, and
+it runs wherever the block runs its author's forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from turbo_rcm_patch.patching.sla import attached_proj_l
 
 
 class SLAForward:
-    """Stands in for the forward of one self-attention.
+    """The replacement of the forward of one self-attention.
 
     It holds the attention, so that a deep copy of a patched model holds the copied one.
     """
@@ -36,8 +36,9 @@ class SLAForward:
         rotary_emb: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Run the author's projections and norms around SLA; without a proj_l or with a mask, the
-        author's forward.
+        """Run the author's projections and norms around SLA.
+
+        Without a proj_l, with a mask or as a cross-attention, run the author's forward.
 
         Args:
             hidden_states: [B, N, C].

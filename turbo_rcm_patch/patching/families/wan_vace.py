@@ -1,5 +1,5 @@
-"""VACE's control blocks: each runs a Wan block over a control stream of its own and projects the
-result, a hint for a plain block (arXiv 2503.07598). Written against diffusers 0.42.
+"""VACE's control blocks: each runs a Wan block over the control stream and projects the result to a
+hint for a plain block (arXiv 2503.07598). Written against diffusers 0.42.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONTROL: Final = (
 
 
 class VACEBlock(WanBlock):
-    """Stands in for the forward of a `WanVACETransformerBlock`."""
+    """The replacement of the forward of a `WanVACETransformerBlock`."""
 
     __slots__ = ()
 
@@ -48,7 +48,7 @@ class VACEBlock(WanBlock):
             rotary_emb: (cos, sin), each [1, N, 1, D] fp32.
 
         Returns:
-            The hint [B, N, C], None without an output projection, and the control stream.
+            The hint [B, N, C] (None without an output projection) and the control stream [B, N, C].
         """
         made: tuple[Tensor | None, Tensor] = self.run(
             hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
