@@ -1,5 +1,5 @@
-"""Checks of a model before it changes: its layout is the one that its family knows, and the kernels
-take its heads and dtypes.
+"""Checks of a model before it changes: does it have the layout that its family knows, and do the
+kernels take its heads and dtypes?
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This library's own module `RCMAttention`: attention, projection and the skip of a few-step model,
+"""This library's own `RCMAttention`: attention, projection and the skip of a few-step model,
 c_skip(t) * x + c_out(t) * F(x), computed in fp32 and rounded once."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RCMBlock(PatchedBlock):
         return ops.skip(x, module.proj(branch), c_skip, c_out, impl=config.impl)
 
     def one_launch(self) -> bool:
-        """Return True if one kernel was asked for and can compute attention, projection and skip."""
+        """Return True if `form="one-launch"` was asked for and supports this module."""
         quantised = ops.quantises(self.attend.attention)
         linear = self.block.proj
         return (

@@ -128,7 +128,7 @@ class WanBlock(PatchedBlock):
     def modulation(self, temb: Tensor) -> tuple[Tensor, ...]:
         """Return shift, scale and gate of self-attention and feed-forward, fp32 [B, 1 or N, C]."""
         table: Tensor = self.block.scale_shift_table
-        if table.dtype != torch.float32:  # For an fp32 table, torch widens temb in the pass that adds it.
+        if table.dtype != torch.float32:  # An fp32 table widens temb in the pass that adds it.
             temb = temb.float()
         if temb.ndim == 3:
             return (table + temb).chunk(6, dim=1)

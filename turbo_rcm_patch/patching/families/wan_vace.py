@@ -1,5 +1,5 @@
-"""VACE's control blocks: each runs a Wan block over the control stream and projects the result to a
-hint for a plain block (arXiv 2503.07598). Written against diffusers 0.42.
+"""VACE's control blocks: each runs a Wan block over the control stream, and projects the result to
+a hint for a plain block (arXiv 2503.07598). Written against diffusers 0.42.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class VACEBlock(WanBlock):
             rotary_emb: (cos, sin), each [1, N, 1, D] fp32.
 
         Returns:
-            The hint [B, N, C] (None without an output projection) and the control stream [B, N, C].
+            The hint [B, N, C] (None without an output projection), and the control stream, the same.
         """
         made: tuple[Tensor | None, Tensor] = self.run(
             hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
